@@ -1,0 +1,62 @@
+"""The ledger of one step: what it may spend, what is spent, and which limit said no."""
+
+from engine.config import EngineConfig
+from engine.outputs import WaitingReason
+
+
+class SchedulingBudget:
+    """The resources of one step. A limit of zero is zero, never "no limit".
+
+    `bound_by` is the first limit that refused something.
+    """
+
+    __slots__ = (
+        "bound_by", "max_num_batched_tokens", "max_num_prefill_seqs", "max_num_seqs", "num_batched_tokens",
+        "num_prefill_seqs", "num_seqs",
+    )  # fmt: skip
+
+    def __init__(
+        self, max_num_batched_tokens: int, max_num_seqs: int, max_num_prefill_seqs: int | None = None
+    ) -> None:
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.max_num_prefill_seqs = max_num_seqs if max_num_prefill_seqs is None else max_num_prefill_seqs
+        self.num_batched_tokens = 0
+        self.num_seqs = 0
+        self.num_prefill_seqs = 0
+        self.bound_by: WaitingReason | None = None
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "SchedulingBudget":
+        return cls(config.max_num_batched_tokens, config.max_num_seqs, config.prefill_seqs_limit)
+
+    @property
+    def remaining_tokens(self) -> int:
+        return self.max_num_batched_tokens - self.num_batched_tokens
+
+    def refusal(
+        self, num_new_tokens: int, num_new_seqs: int, num_new_prefill_seqs: int = 0
+    ) -> WaitingReason | None:
+        """The limit that keeps so much more out of this step, or None if it fits."""
+        if self.num_seqs + num_new_seqs > self.max_num_seqs:
+            return self._bound(WaitingReason.SEQ_BUDGET)
+        if self.num_prefill_seqs + num_new_prefill_seqs > self.max_num_prefill_seqs:
+            return self._bound(WaitingReason.PREFILL_BUDGET)
+        if self.num_batched_tokens + num_new_tokens > self.max_num_batched_tokens:
+            return self._bound(WaitingReason.TOKEN_BUDGET)
+        return None
+
+    def can_schedule(self, num_new_tokens: int, num_new_seqs: int, num_new_prefill_seqs: int = 0) -> bool:
+        return self.refusal(num_new_tokens, num_new_seqs, num_new_prefill_seqs) is None
+
+    def add(self, num_new_tokens: int, num_new_seqs: int, num_new_prefill_seqs: int = 0) -> None:
+        """Book what was taken. Raises ValueError, and books nothing, when it does not fit."""
+        if reason := self.refusal(num_new_tokens, num_new_seqs, num_new_prefill_seqs):
+            raise ValueError(f"over the step's budget: {reason.value}")
+        self.num_batched_tokens += num_new_tokens
+        self.num_seqs += num_new_seqs
+        self.num_prefill_seqs += num_new_prefill_seqs
+
+    def _bound(self, reason: WaitingReason) -> WaitingReason:
+        self.bound_by = self.bound_by or reason
+        return reason

@@ -1,0 +1,119 @@
+"""Token ids to text, as it comes, without a half character and without a stop string.
+
+Law: the pieces joined are the text of all ids, however they came. `final_text` is that text; every path,
+live, resumed or read afterwards, is the same fold. Knows no tokenizer library.
+"""
+
+import os.path
+from typing import Protocol
+
+from engine.sampling_params import SamplingParams
+from engine.stop_strings import StopStrings
+
+REPLACEMENT = "\ufffd"
+_CONTEXT = 6
+"""Prompt tokens that the first decode begins with, so that a space between prompt and output is not lost."""
+_WINDOW = 16
+"""Tokens after which the window is cut back, so that a decode never looks at the whole text."""
+_MAX_PENDING = 3
+"""A character of UTF-8 lacks at most three bytes: more U+FFFD than that at the end are text."""
+
+
+class Tokenizer(Protocol):
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of `token_ids`, without special tokens; bytes that form no character are U+FFFD."""
+        ...
+
+
+class IncrementalDecoder:
+    """The text of one sequence, token by token; an incomplete character waits for its other bytes.
+
+    Decodes a short window, since the text of a token depends on its neighbours (spaces, bytes of one
+    character), as in vLLM's `detokenize_incrementally`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self._window = _context(tokenizer, prompt_token_ids)
+        self._num_told = len(self._window)
+        self._told = tokenizer.decode(self._window)
+
+    def push(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._tokenizer.decode(self._window)
+        if text.endswith(REPLACEMENT):
+            return self._tell_all_but_pending(text)
+        new = _beyond(text, self._told)
+        self._told = text
+        if len(self._window) > _WINDOW:
+            self._cut_back()
+        self._num_told = len(self._window)
+        return new
+
+    def close(self) -> str:
+        """The incomplete character at the end, as U+FFFD."""
+        text = self._tokenizer.decode(self._window)
+        new = _beyond(text, self._told)
+        self._told = text
+        return new
+
+    def _cut_back(self) -> None:
+        """Keep the tokens told last as context, if they have text: without, a space would be lost."""
+        context = self._window[self._num_told :]
+        if told := self._tokenizer.decode(context):
+            self._window, self._told = context, told
+
+    def _tell_all_but_pending(self, text: str) -> str:
+        ripe = text.rstrip(REPLACEMENT)
+        ripe += REPLACEMENT * max(0, len(text) - len(ripe) - _MAX_PENDING)
+        if len(ripe) <= len(self._told) or not ripe.startswith(self._told):
+            return ""
+        new = ripe[len(self._told) :]
+        self._told = ripe
+        return new
+
+
+class TextStream:
+    """The text of one sequence that may be told: decoded, and free of stop strings."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        self._decoder = IncrementalDecoder(tokenizer, prompt_token_ids)
+        self._stop_strings = StopStrings(params.stop)
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string was found: nothing more will be told."""
+        return self._stop_strings.matched
+
+    def push(self, token_id: int) -> str:
+        return self._stop_strings.push(self._decoder.push(token_id))
+
+    def close(self) -> str:
+        """What was held back, at the end of the sequence."""
+        return self._stop_strings.push(self._decoder.close()) + self._stop_strings.close()
+
+
+def final_text(
+    tokenizer: Tokenizer,
+    prompt_token_ids: list[int],
+    output_token_ids: list[int],
+    params: SamplingParams,
+) -> str:
+    """The text of a finished output, cut at its stop string. `output_token_ids`: without an ending token."""
+    stream = TextStream(tokenizer, prompt_token_ids, params)
+    return "".join(map(stream.push, output_token_ids)) + stream.close()
+
+
+def _context(tokenizer: Tokenizer, prompt_token_ids: list[int]) -> list[int]:
+    """The end of the prompt that has text: special tokens alone would not show that text went before."""
+    length = _CONTEXT
+    while length < len(prompt_token_ids) and not tokenizer.decode(prompt_token_ids[-length:]):
+        length *= 2
+    return prompt_token_ids[-length:]
+
+
+def _beyond(text: str, told: str) -> str:
+    if text.startswith(told):
+        return text[len(told) :]
+    # A prompt that ends inside a character: what the output makes of it belongs to the output.
+    return text[len(os.path.commonprefix([text, told])) :]  # noqa: RUF071 - of characters

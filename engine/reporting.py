@@ -1,0 +1,105 @@
+"""What is told of a step and of its requests: times and counts, as plain numbers. Decides nothing."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from engine.outputs import FinishedSequence, SchedulerOutputs, StepReport
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+from engine.step_timer import StepTimer
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """Moments of one request on the engine's clock. `resumed`: its first token came before this engine."""
+
+    accepted: float
+    resumed: bool = False
+    started: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+
+class StepLog:
+    """Gathers the events of one step, and closes with its report."""
+
+    def __init__(self, step: int, timer: StepTimer) -> None:
+        self._step = step
+        self._timer = timer
+        self._queue_seconds: list[float] = []
+        self._first_token_seconds: list[float] = []
+        self._inter_token_seconds: list[float] = []
+        self._finished: list[FinishedSequence] = []
+        self._num_generated_tokens = 0
+
+    def started(self, times: RequestTimes, now: float) -> None:
+        times.started = now
+        if not times.resumed:
+            self._queue_seconds.append(now - times.accepted)
+
+    def token(self, times: RequestTimes, now: float) -> None:
+        self._num_generated_tokens += 1
+        if times.last_token is not None:
+            self._inter_token_seconds.append(now - times.last_token)
+        elif not times.resumed:
+            times.first_token = now
+            self._first_token_seconds.append(now - times.accepted)
+        times.last_token = now
+
+    def finished(self, sequence: Sequence, times: RequestTimes, now: float) -> None:
+        assert sequence.finish_reason is not None
+        first_token = times.first_token
+        self._finished.append(
+            FinishedSequence(
+                reason=sequence.finish_reason.value,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                num_output_tokens=sequence.num_output_tokens,
+                num_preemptions=sequence.num_preemptions,
+                seconds=now - times.accepted,
+                first_token_seconds=None if first_token is None else first_token - times.accepted,
+            )
+        )
+
+    def close(self, outputs: SchedulerOutputs, scheduler: Scheduler) -> StepReport:
+        config, seconds = scheduler.config, self._timer.seconds
+        return StepReport(
+            step=self._step,
+            schedule_seconds=seconds.get("schedule", 0.0),
+            execute_seconds=seconds.get("execute", 0.0),
+            sample_seconds=seconds.get("sample", 0.0),
+            detokenize_seconds=seconds.get("detokenize", 0.0),
+            update_seconds=seconds.get("update", 0.0),
+            total_seconds=self._timer.total(),
+            num_prefill_tokens=sum(item.num_new_tokens for item in outputs.prefill),
+            num_decode_tokens=len(outputs.decode),
+            num_prefill_seqs=len(outputs.prefill),
+            num_decode_seqs=len(outputs.decode),
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_num_prefill_seqs=config.prefill_seqs_limit,
+            bound_by=outputs.bound_by.value if outputs.bound_by else None,
+            num_running=len(scheduler.running_queue),
+            num_waiting=len(scheduler.waiting_queue),
+            waiting_reasons=_waiting_reasons(scheduler),
+            num_preempted=len(outputs.preempted),
+            num_recomputed_tokens=_num_recomputed_tokens(outputs),
+            num_kv_blocks=config.num_kv_blocks,
+            num_free_kv_blocks=scheduler.block_manager.num_free_blocks,
+            num_generated_tokens=self._num_generated_tokens,
+            queue_seconds=tuple(self._queue_seconds),
+            first_token_seconds=tuple(self._first_token_seconds),
+            inter_token_seconds=tuple(self._inter_token_seconds),
+            finished=tuple(self._finished),
+            num_execution_faults=self._timer.num_faults,
+        )
+
+
+def _waiting_reasons(scheduler: Scheduler) -> tuple[tuple[str, int], ...]:
+    return tuple(Counter(scheduler.waiting_reason(one).value for one in scheduler.waiting_queue).items())
+
+
+def _num_recomputed_tokens(outputs: SchedulerOutputs) -> int:
+    """Tokens that were computed before: what a preempted sequence catches up, but for its newest token."""
+    return sum(
+        item.num_new_tokens - item.samples for item in outputs.prefill if item.sequence.num_preemptions
+    )

@@ -1,0 +1,222 @@
+"""Decides which tokens the next step computes.
+
+Law: there is no prefill phase and no decode phase. A sequence knows tokens and has computed some of them;
+each step lets it catch up as far as the budget and the blocks allow. So chunked prefill, recomputation after
+a preemption and resuming after a crash are one case. This file knows neither time nor tensors.
+"""
+
+import bisect
+from collections.abc import Mapping
+
+from engine.block_manager import BlockManager
+from engine.budget import SchedulingBudget
+from engine.config import EngineConfig
+from engine.errors import NeverFits
+from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, Skipped, WaitingReason
+from engine.sequence import FinishReason, Sequence, SequenceStatus
+from engine.waiting_queue import WaitingQueue
+
+
+class Scheduler:
+    """Moves sequences between three containers: `waiting_queue`, `running_queue`, `finished_sequences`.
+
+    `running_queue` is sorted by `Sequence.order`. `finished_sequences` are those that ended since
+    `take_finished` was last called.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.block_manager = BlockManager(config.num_kv_blocks, config.block_size)
+        self.waiting_queue = WaitingQueue()
+        self.running_queue: list[Sequence] = []
+        self.finished_sequences: list[Sequence] = []
+        self._free_seats = list(reversed(range(config.max_num_seqs)))
+        self._released_seats: list[int] = []
+        self._passed_over: dict[Sequence, WaitingReason] = {}
+
+    def has_unfinished_sequences(self) -> bool:
+        return bool(self.running_queue) or self.waiting_queue.head is not None
+
+    def add_sequence(self, sequence: Sequence) -> None:
+        """Put a new or resumed sequence in line. Raises `NeverFits`, and changes nothing."""
+        self._refuse_what_never_fits(sequence)
+        self.waiting_queue.add(sequence)
+
+    def schedule(self) -> SchedulerOutputs:
+        """Decide one step: decodes first, then prefills that are under way, then those who wait."""
+        budget = SchedulingBudget.of(self.config)
+        skipped: list[Skipped] = []
+        decode, preempted = self._schedule_decodes(budget, skipped)
+        prefill = self._continue_prefills(budget, skipped)
+        if preempted:
+            skipped += [Skipped(sequence, WaitingReason.KV_BLOCKS) for sequence in preempted]
+        else:
+            prefill += self._admit_waiting(budget, skipped)
+        self._passed_over = dict(skipped)
+        return SchedulerOutputs(
+            decode=tuple(decode),
+            prefill=tuple(prefill),
+            preempted=tuple(preempted),
+            skipped=tuple(skipped),
+            released_seats=self._take_released_seats(),
+            blocks_to_zero=self.block_manager.take_tainted(),
+            num_batched_tokens=budget.num_batched_tokens,
+            bound_by=budget.bound_by or (skipped[0].reason if skipped else None),
+        )
+
+    def update(
+        self,
+        outputs: SchedulerOutputs,
+        tokens: Mapping[Sequence, SampledToken],
+        finishes: Mapping[Sequence, FinishReason],
+    ) -> None:
+        """Retire a step: append what was sampled, end what is to end, and free its blocks."""
+        for item in outputs.scheduled:
+            sequence = item.sequence
+            sampled = tokens.get(sequence)
+            if sampled and sampled.token_id is not None:
+                sequence.append(sampled.token_id)
+            if reason := finishes.get(sequence):
+                self.abort(sequence, reason)
+
+    def abort(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence in whatever state it is; nothing happens if it has ended."""
+        if sequence.is_finished():
+            return
+        self._take_out(sequence, taint=reason is FinishReason.ERROR)
+        sequence.finish(reason)
+        self.finished_sequences.append(sequence)
+
+    def take_finished(self) -> list[Sequence]:
+        finished, self.finished_sequences = self.finished_sequences, []
+        return finished
+
+    def waiting_reason(self, sequence: Sequence) -> WaitingReason:
+        """Why a waiting sequence was not taken into the last step."""
+        return self._passed_over.get(sequence, WaitingReason.BEHIND)
+
+    # Phases of a step, each in the sequences' order.
+
+    def _schedule_decodes(
+        self, budget: SchedulingBudget, skipped: list[Skipped]
+    ) -> tuple[list[ScheduledSequence], list[Sequence]]:
+        scheduled: list[ScheduledSequence] = []
+        preempted: list[Sequence] = []
+        for sequence in [one for one in self.running_queue if _is_decoding(one)]:
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue  # Preempted above, for one that comes before it.
+            if reason := budget.refusal(1, 1):
+                skipped.append(Skipped(sequence, reason))
+                continue
+            preempted += self._make_room(sequence)
+            if sequence.status is SequenceStatus.RUNNING:
+                budget.add(1, 1)
+                scheduled.append(_advance(sequence, 1))
+        return scheduled, preempted
+
+    def _continue_prefills(self, budget: SchedulingBudget, skipped: list[Skipped]) -> list[ScheduledSequence]:
+        scheduled: list[ScheduledSequence] = []
+        for sequence in self.running_queue:
+            if not sequence.num_uncomputed_tokens or _is_decoding(sequence):
+                continue  # Taken into this step already, or passed over as a decode.
+            num_new_tokens = min(sequence.num_uncomputed_tokens, max(1, budget.remaining_tokens))
+            if reason := budget.refusal(num_new_tokens, 1, 1):
+                skipped.append(Skipped(sequence, reason))
+                continue
+            budget.add(num_new_tokens, 1, 1)
+            scheduled.append(_advance(sequence, num_new_tokens))
+        return scheduled
+
+    def _admit_waiting(self, budget: SchedulingBudget, skipped: list[Skipped]) -> list[ScheduledSequence]:
+        """Strictly from the head: one that does not fit keeps all behind it waiting."""
+        scheduled: list[ScheduledSequence] = []
+        while (sequence := self.waiting_queue.head) is not None:
+            num_new_tokens = self._first_chunk(sequence, budget)
+            if reason := self._refusal(sequence, num_new_tokens, budget):
+                skipped.append(Skipped(sequence, reason))
+                break
+            self._seat(self.waiting_queue.pop())
+            budget.add(num_new_tokens, 1, 1)
+            scheduled.append(_advance(sequence, num_new_tokens))
+        return scheduled
+
+    def _refusal(
+        self, sequence: Sequence, num_new_tokens: int, budget: SchedulingBudget
+    ) -> WaitingReason | None:
+        """Why the head cannot be admitted; if it can, it holds its blocks now."""
+        if not self._free_seats:
+            return WaitingReason.SEQ_BUDGET
+        if reason := budget.refusal(num_new_tokens, 1, 1):
+            return reason
+        return None if self.block_manager.allocate(sequence) else WaitingReason.KV_BLOCKS
+
+    def _first_chunk(self, sequence: Sequence, budget: SchedulingBudget) -> int:
+        # What was computed before may always be computed again in chunks: after preemptions it can have
+        # grown past the budget, and would never be computed in one step.
+        if self.config.chunked_prefill or sequence.num_output_tokens or sequence.num_preemptions:
+            return min(sequence.num_uncomputed_tokens, max(1, budget.remaining_tokens))
+        return sequence.num_uncomputed_tokens
+
+    def _make_room(self, sequence: Sequence) -> list[Sequence]:
+        """Let `sequence` hold its blocks, at the cost of the last in order, which may be itself.
+
+        The first in order never loses: alone it fits, since one that outgrows the pool ends before.
+        """
+        preempted: list[Sequence] = []
+        while sequence.status is SequenceStatus.RUNNING and not self.block_manager.allocate(sequence):
+            victim = self.running_queue[-1]
+            self._take_out(victim)
+            victim.preempt()
+            self.waiting_queue.add(victim)
+            preempted.append(victim)
+        return preempted
+
+    def _seat(self, sequence: Sequence) -> None:
+        sequence.admit(self._free_seats.pop())
+        bisect.insort(self.running_queue, sequence, key=lambda one: one.order)
+
+    def _take_out(self, sequence: Sequence, *, taint: bool = False) -> None:
+        """Out of its queue, off its seat, its blocks back."""
+        if sequence.status is SequenceStatus.WAITING:
+            self.waiting_queue.remove(sequence)
+            return
+        self.running_queue.remove(sequence)
+        self.block_manager.free(sequence, taint=taint)
+        assert sequence.seat is not None
+        self._free_seats.append(sequence.seat)
+        self._released_seats.append(sequence.seat)
+
+    def _take_released_seats(self) -> tuple[int, ...]:
+        released = tuple(self._released_seats)
+        self._released_seats.clear()
+        return released
+
+    def _refuse_what_never_fits(self, sequence: Sequence) -> None:
+        config, prompt_len = self.config, sequence.get_prompt_len()
+        if prompt_len >= config.max_model_len:
+            raise NeverFits(
+                "prompt",
+                f"has {prompt_len} tokens; the model takes at most {config.max_model_len - 1} and one output",
+            )
+        if prompt_len > config.kv_capacity:
+            raise NeverFits("prompt", f"has {prompt_len} tokens; the KV cache holds {config.kv_capacity}")
+        is_fresh = not sequence.num_output_tokens
+        if not config.chunked_prefill and is_fresh and prompt_len > config.max_num_batched_tokens:
+            raise NeverFits(
+                "prompt",
+                f"has {prompt_len} tokens; without chunked prefill a step takes at most "
+                f"{config.max_num_batched_tokens}",
+            )
+
+
+def _is_decoding(sequence: Sequence) -> bool:
+    return sequence.num_uncomputed_tokens == 1 and sequence.num_output_tokens > 0
+
+
+def _advance(sequence: Sequence, num_new_tokens: int) -> ScheduledSequence:
+    start = sequence.num_computed_tokens
+    sequence.num_computed_tokens += num_new_tokens
+    samples = sequence.num_computed_tokens == sequence.num_tokens
+    return ScheduledSequence(
+        sequence, start, num_new_tokens, logits_from=num_new_tokens - samples, samples=samples
+    )

@@ -1,0 +1,132 @@
+"""One request in flight: its tokens, its blocks, and where it stands.
+
+Law: every change of status goes through `Sequence._become`, and every legal change is a row of
+`TRANSITIONS`. This file does not know who decides on the changes.
+"""
+
+from enum import Enum
+
+from engine.errors import IllegalTransition
+from engine.sampling_params import SamplingParams
+
+
+class SequenceStatus(Enum):
+    #: In the waiting queue: holds neither seat nor blocks. Its tokens may be more than the prompt.
+    WAITING = "waiting"
+    #: Holds a seat and the blocks of all that it has computed.
+    RUNNING = "running"
+    #: Ended, for the reason in `finish_reason`; holds nothing.
+    FINISHED = "finished"
+
+
+class FinishReason(Enum):
+    #: The model's end of text, a stop string or a stop token.
+    STOP = "stop"
+    #: `max_tokens`, the model's length or the size of the KV pool.
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+
+TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
+    SequenceStatus.WAITING: frozenset({SequenceStatus.RUNNING, SequenceStatus.FINISHED}),
+    SequenceStatus.RUNNING: frozenset({SequenceStatus.WAITING, SequenceStatus.FINISHED}),
+    SequenceStatus.FINISHED: frozenset(),
+}
+
+
+class Sequence:
+    """One request in flight.
+
+    `token_ids` are all that are known (prompt, then output); the keys and values of the first
+    `num_computed_tokens` of them are computed or being computed. `block_table` lists the KV blocks that hold
+    them, in order; `seat` is its row in the runner's arrays while it runs. `arrival` orders sequences of one
+    `priority` (lower first in both); it outlives preemption.
+    """
+
+    __slots__ = (
+        "arrival", "block_table", "finish_reason", "num_cached_tokens", "num_computed_tokens",
+        "num_preemptions", "num_prompt_tokens", "params", "priority", "request_id", "seat", "status",
+        "token_ids",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        arrival: float,
+        priority: int = 2,
+        output_token_ids: list[int] | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.arrival = arrival
+        self.priority = priority
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.token_ids = [*prompt_token_ids, *(output_token_ids or [])]
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.block_table: list[int] = []
+        self.seat: int | None = None
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def order(self) -> tuple[int, float, str]:
+        """What comes first when not all can be served; the id makes it total."""
+        return (self.priority, self.arrival, self.request_id)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """The gap that steps close: the whole prompt at first, one when decoding."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def get_prompt_len(self) -> int:
+        return self.num_prompt_tokens
+
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+
+    def admit(self, seat: int) -> None:
+        self._become(SequenceStatus.RUNNING)
+        self.seat = seat
+
+    def preempt(self) -> None:
+        """Give up the seat and what was computed; the tokens stay, to be computed again."""
+        self._become(SequenceStatus.WAITING)
+        self.seat = None
+        self.num_computed_tokens = 0
+        self.num_preemptions += 1
+
+    def finish(self, reason: FinishReason) -> None:
+        self._become(SequenceStatus.FINISHED)
+        self.seat = None
+        self.finish_reason = reason
+
+    def _become(self, status: SequenceStatus) -> None:
+        if status not in TRANSITIONS[self.status]:
+            raise IllegalTransition(f"{self.request_id}: {self.status.value} -> {status.value}")
+        self.status = status

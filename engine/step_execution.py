@@ -1,0 +1,89 @@
+"""Runs what was decided: forward pass and sampling, so that one bad request fails alone.
+
+Law: a failure is bisected until the guilty request stands alone; only if the device cannot even run a forward
+pass of nothing is the engine dead. Knows no scheduling.
+"""
+
+import logging
+from typing import Any, Protocol
+
+from engine.errors import DeviceLost, EngineDead
+from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
+from engine.sequence import Sequence
+from engine.step_timer import StepTimer
+
+log = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """Executes decisions on a device. Logits are whatever its sampler understands."""
+
+    def execute(self, outputs: SchedulerOutputs) -> Any:
+        """The logits of the wanted rows, in the order of `outputs.scheduled`.
+
+        May be called again with a part of the same decision. Raises `DeviceLost` when nothing will work.
+        """
+        ...
+
+    def check(self) -> None:
+        """Run a forward pass that touches no sequence; raises if the device cannot."""
+        ...
+
+
+class Sampler(Protocol):
+    def sample(self, logits: Any, items: tuple[ScheduledSequence, ...]) -> list[SampledToken]:
+        """One token, or the reason why there is none, for each item that samples, in order."""
+        ...
+
+
+class StepExecution:
+    """A runner and its sampler, with their failures kept to the requests that cause them."""
+
+    def __init__(self, runner: Runner, sampler: Sampler) -> None:
+        self._runner = runner
+        self._sampler = sampler
+
+    def run(self, outputs: SchedulerOutputs, timer: StepTimer) -> dict[Sequence, SampledToken]:
+        """A token or an error for each sequence that samples, an error for each that failed.
+
+        Raises `EngineDead` when nothing can be executed any more.
+        """
+        try:
+            return self._run_or_split(outputs, timer) if outputs.scheduled else {}
+        except DeviceLost as error:
+            raise EngineDead(f"the device is lost: {error}") from error
+
+    def _run_or_split(self, outputs: SchedulerOutputs, timer: StepTimer) -> dict[Sequence, SampledToken]:
+        try:
+            return self._run(outputs, timer)
+        except DeviceLost:
+            raise
+        except Exception as error:  # noqa: BLE001 - models and kernels raise what they like
+            timer.num_faults += 1
+            items = outputs.scheduled
+            if len(items) == 1:
+                return {items[0].sequence: self._blame(items[0].sequence, error)}
+            log.warning("a step of %d sequences failed (%s); trying its halves", len(items), error)
+            half = len(items) // 2
+            return self._run_or_split(outputs.only(items[:half]), timer) | self._run_or_split(
+                outputs.only(items[half:]), timer
+            )
+
+    def _run(self, outputs: SchedulerOutputs, timer: StepTimer) -> dict[Sequence, SampledToken]:
+        with timer.stage("execute"):
+            logits = self._runner.execute(outputs)
+        sampling = tuple(item for item in outputs.scheduled if item.samples)
+        if not sampling:
+            return {}
+        with timer.stage("sample"):
+            sampled = self._sampler.sample(logits, outputs.scheduled)
+        return {item.sequence: token for item, token in zip(sampling, sampled, strict=True)}
+
+    def _blame(self, sequence: Sequence, error: Exception) -> SampledToken:
+        """It failed alone. If the device runs a pass of nothing, the request is at fault, not the device."""
+        try:
+            self._runner.check()
+        except Exception as broken:  # noqa: BLE001 - whatever it raises, nothing works
+            raise EngineDead(f"no forward pass works any more: {broken}") from error
+        log.error("request %s failed alone", sequence.request_id, exc_info=error)
+        return SampledToken(None, f"{type(error).__name__}: {error}"[:500])

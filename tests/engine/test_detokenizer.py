@@ -1,0 +1,189 @@
+"""Pieces of text joined are the text: no half characters, no stop strings, no lost spaces."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from engine.detokenizer import IncrementalDecoder, TextStream, final_text
+from engine.sampling_params import SamplingParams
+from engine.stop_strings import StopStrings
+
+
+class ByteTokenizer:
+    """Ids 0 to 255 are bytes, as in a byte-level BPE without merges."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+
+class LibraryTokenizer:
+    """A real tokenizer of the `tokenizers` library behind the engine's protocol."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def byte_level() -> LibraryTokenizer:
+    """Byte-level BPE as GPT-2 has it, without merges: every character that is not ASCII takes several ids."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: n for n, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return LibraryTokenizer(tokenizer)
+
+
+def metaspace(*words: str) -> LibraryTokenizer:
+    """Words with a leading space mark, as in sentencepiece; bytes where no word fits."""
+    vocab = [*words, *(f"<0x{byte:02X}>" for byte in range(256)), "<unk>"]
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(vocab)}, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return LibraryTokenizer(tokenizer)
+
+
+def pieces(tokenizer: object, prompt: list[int], output: list[int]) -> list[str]:
+    decoder = IncrementalDecoder(tokenizer, prompt)  # type: ignore[arg-type]
+    return [*(decoder.push(token_id) for token_id in output), decoder.close()]
+
+
+def test_a_character_of_several_tokens_comes_whole() -> None:
+    """exo#1691, dynamo#12630: decoding token by token gave U+FFFD for emoji and CJK."""
+    tokenizer = byte_level()
+    text = "ab 世👋 cd"
+    output = tokenizer.tokenizer.encode(text).ids
+
+    told = pieces(tokenizer, [0], output)
+
+    assert all("\ufffd" not in piece for piece in told)
+    assert "".join(told) == text
+    assert "世" in told
+    assert "👋" in told
+
+
+@given(st.binary(max_size=60), st.binary(max_size=8))
+def test_any_bytes_joined_are_the_decoded_whole(output: bytes, prompt: bytes) -> None:
+    """sglang#31598: offsets that go back told characters twice."""
+    prompt = b"p" + prompt + b"."
+    told = pieces(ByteTokenizer(), list(prompt), list(output))
+
+    assert "".join(told) == output.decode(errors="replace")
+
+
+@given(st.text(max_size=40))
+def test_text_never_shows_a_replacement_that_is_not_in_it(text: str) -> None:
+    text = text.encode(errors="ignore").decode()
+    told = pieces(byte_level_shared, [1], byte_level_shared.tokenizer.encode(text).ids)
+
+    assert "".join(told) == text
+    if "\ufffd" not in text:
+        assert all("\ufffd" not in piece for piece in told)
+
+
+byte_level_shared = byte_level()
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.lists(st.integers(0, 3), min_size=1, max_size=12))
+def test_spaces_between_prompt_and_output_and_between_chunks_stay(
+    output: list[int], prompt: list[int]
+) -> None:
+    """transformers#22710, vllm#984: a leading space was lost between chunks, or trimmed twice."""
+    tokenizer = metaspace("▁", "▁leading", "▁x", "y")
+
+    told = "".join(pieces(tokenizer, prompt, output))
+
+    assert told == tokenizer.decode(prompt + output)[len(tokenizer.decode(prompt)) :]
+
+
+def test_byte_fallback_characters_come_whole() -> None:
+    tokenizer = metaspace("▁a")
+    output = [0, *(1 + byte for byte in "世👋".encode()), 0]
+
+    told = pieces(tokenizer, [0], output)
+
+    assert "".join(told) == " a世👋 a"
+    assert all("\ufffd" not in piece for piece in told)
+
+
+def test_an_endless_run_of_broken_bytes_is_told_as_it_comes() -> None:
+    told = pieces(ByteTokenizer(), list(b"p"), [0xFF] * 50)
+
+    assert "".join(told) == "\ufffd" * 50
+    assert told.count("") < 10
+
+
+def test_a_prompt_that_ends_inside_a_character_does_not_leak() -> None:
+    """vllm#48853: prompt text came out when the prompt ended inside a character."""
+    first, *rest = "世".encode()
+
+    told = "".join(pieces(ByteTokenizer(), [*b"secret ", first], [*rest, *b" x"]))
+
+    assert told == "世 x"
+
+
+def test_a_long_text_is_decoded_in_short_windows() -> None:
+    longest = 0
+
+    class Measured(ByteTokenizer):
+        def decode(self, token_ids: list[int]) -> str:
+            nonlocal longest
+            longest = max(longest, len(token_ids))
+            return super().decode(token_ids)
+
+    output = list(("ab 世👋 cd" * 40).encode())
+
+    assert "".join(pieces(Measured(), [65], output)) == bytes(output).decode()
+    assert longest <= 24
+
+
+@pytest.mark.parametrize(
+    ("chunks", "stop", "text"),
+    [
+        (["a", "DE", "FG", "Hx"], ("FGH",), "aDE"),
+        (["a", "DE", "F", "G", "HI", "J"], ("FGHX", "GHI"), "aDEF"),
+        (["one", "\n", "\n", "two"], ("\n\n",), "one"),
+        (["xyz"], ("yz", "xyz"), ""),
+        (["aab"], ("ab",), "a"),
+        (["aaab"], ("aab",), "a"),
+    ],
+)
+def test_a_stop_string_is_cut_wherever_it_falls(chunks: list[str], stop: tuple[str, ...], text: str) -> None:
+    """vllm#3574, TGI#1039: stop strings over several tokens leaked their start or were missed."""
+    strings = StopStrings(stop)
+
+    told = [strings.push(chunk) for chunk in chunks]
+
+    assert "".join(told) + strings.close() == text
+    assert strings.matched
+
+
+@given(
+    st.lists(st.text("abc", max_size=4), max_size=12),
+    st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_stop_strings_do_not_depend_on_where_the_text_is_cut(chunks: list[str], stop: list[str]) -> None:
+    whole = StopStrings(tuple(stop))
+    expected = whole.push("".join(chunks)) + whole.close()
+    strings = StopStrings(tuple(stop))
+    told = "".join(map(strings.push, chunks)) + strings.close()
+
+    assert told == expected
+    assert strings.matched is whole.matched is any(one in "".join(chunks) for one in stop)
+    assert not any(one in told for one in stop)
+
+
+@given(st.binary(max_size=40), st.integers(0, 40))
+def test_a_resumed_stream_tells_what_the_undisturbed_one_would(output: bytes, crash: int) -> None:
+    params = SamplingParams(stop=("zzzz", "\u4e16"))
+    tokenizer, prompt = ByteTokenizer(), list(b"prompt")
+    first = TextStream(tokenizer, prompt, params)
+    told = "".join(map(first.push, output[:crash]))
+    second = TextStream(tokenizer, prompt, params)
+    assert "".join(map(second.push, output[:crash])) == told
+    told += "".join(map(second.push, output[crash:])) + second.close()
+
+    assert told == final_text(tokenizer, prompt, list(output), params)

@@ -1,0 +1,89 @@
+"""A sequence's states: an illegal move raises and changes nothing."""
+
+import pytest
+
+from engine.errors import IllegalTransition, InvalidParameter
+from engine.sampling_params import SamplingParams
+from engine.sequence import TRANSITIONS, FinishReason, Sequence, SequenceStatus
+
+MOVES = {
+    SequenceStatus.WAITING: lambda one: one.preempt(),
+    SequenceStatus.RUNNING: lambda one: one.admit(seat=3),
+    SequenceStatus.FINISHED: lambda one: one.finish(FinishReason.STOP),
+}
+
+
+def at(status: SequenceStatus) -> Sequence:
+    sequence = Sequence("r", [1, 2, 3], SamplingParams(), arrival=0.0)
+    if status is not SequenceStatus.WAITING:
+        sequence.admit(seat=0)
+        sequence.num_computed_tokens = 3
+    if status is SequenceStatus.FINISHED:
+        sequence.finish(FinishReason.LENGTH)
+    return sequence
+
+
+@pytest.mark.parametrize("origin", SequenceStatus)
+@pytest.mark.parametrize("target", SequenceStatus)
+def test_every_move_is_legal_by_the_table_or_raises_and_changes_nothing(
+    origin: SequenceStatus, target: SequenceStatus
+) -> None:
+    sequence = at(origin)
+    before = (sequence.seat, sequence.num_computed_tokens, sequence.finish_reason, sequence.num_preemptions)
+
+    if target in TRANSITIONS[origin]:
+        MOVES[target](sequence)
+        assert sequence.status is target
+    else:
+        with pytest.raises(IllegalTransition, match=origin.value):
+            MOVES[target](sequence)
+        assert sequence.status is origin
+        assert before == (
+            sequence.seat,
+            sequence.num_computed_tokens,
+            sequence.finish_reason,
+            sequence.num_preemptions,
+        )
+
+
+def test_preemption_keeps_tokens_and_arrival_and_gives_up_what_was_computed() -> None:
+    sequence = at(SequenceStatus.RUNNING)
+    sequence.append(9)
+
+    sequence.preempt()
+
+    assert sequence.token_ids == [1, 2, 3, 9]
+    assert (sequence.get_prompt_len(), sequence.num_output_tokens) == (3, 1)
+    assert sequence.num_uncomputed_tokens == 4
+    assert sequence.arrival == 0.0
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("max_tokens", value) for value in (0, -1, True, "5", 1.5)],
+        *[("temperature", value) for value in (-0.1, NAN, INF, -INF, "1", True, None)],
+        *[("top_p", value) for value in (0, -1, 1.1, NAN, INF, "x")],
+        *[("min_p", value) for value in (-0.1, 1.1, NAN)],
+        *[("top_k", value) for value in (-1, 1.5, True, "3")],
+        *[("seed", value) for value in (2**64, -(2**63) - 1, 1.0, True, "1")],
+        *[("stop", value) for value in ("text", ("",), (1,), None)],
+        *[("stop_token_ids", value) for value in ((-1,), (True,), (1.0,), ("a",), 5)],
+        ("ignore_eos", 1),
+    ],
+)
+def test_a_bad_sampling_value_is_refused_by_name(field: str, value: object) -> None:
+    """vllm#1623, sglang#28153: values that are not numbers reached the sampler and ended the engine."""
+    with pytest.raises(InvalidParameter) as refused:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+
+    assert refused.value.field == field
+    assert str(refused.value).startswith(f"{field}: ")
+
+
+def test_good_sampling_values_are_taken() -> None:
+    SamplingParams(max_tokens=10**9, temperature=1e-5, top_k=9999999, top_p=1, seed=-1, stop=("a", "b"))
+    SamplingParams(seed=2**64 - 1, max_tokens=None, stop_token_ids=(0, 1))
