@@ -151,9 +151,9 @@ class Scheduler:
         return None if self.block_manager.allocate(sequence) else WaitingReason.KV_BLOCKS
 
     def _first_chunk(self, sequence: Sequence, budget: SchedulingBudget) -> int:
-        # What was computed before may always be computed again in chunks: after preemptions it can have
-        # grown past the budget, and would never be computed in one step.
-        if self.config.chunked_prefill or sequence.num_output_tokens or sequence.num_preemptions:
+        # What has sampled before may always be computed again in chunks: it can have grown past the budget,
+        # and would never be computed in one step.
+        if self.config.chunked_prefill or sequence.num_output_tokens:
             return min(sequence.num_uncomputed_tokens, max(1, budget.remaining_tokens))
         return sequence.num_uncomputed_tokens
 

@@ -176,6 +176,13 @@ def test_stop_strings_do_not_depend_on_where_the_text_is_cut(chunks: list[str], 
     assert not any(one in told for one in stop)
 
 
+def test_a_text_that_ends_inside_a_character_or_a_stop_string_is_told_to_its_end() -> None:
+    params = SamplingParams(stop=("cd!",))
+
+    assert final_text(ByteTokenizer(), [65], list(b"ab\xe4"), params) == "ab\ufffd"
+    assert final_text(ByteTokenizer(), [65], list(b"abcd"), params) == "abcd"
+
+
 @given(st.binary(max_size=40), st.integers(0, 40))
 def test_a_resumed_stream_tells_what_the_undisturbed_one_would(output: bytes, crash: int) -> None:
     params = SamplingParams(stop=("zzzz", "\u4e16"))

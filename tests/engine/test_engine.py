@@ -331,6 +331,31 @@ def test_a_report_counts_each_event_once() -> None:
     assert sum(one.num_decode_tokens for one in reports) == 2
 
 
+def test_a_resumed_request_waits_and_starts_only_once() -> None:
+    engine, _ = build_engine()
+    engine.add("a", [1, 2], SamplingParams(max_tokens=4), arrival=0.0, output_token_ids=[100])
+
+    reports = []
+    while engine.has_work:
+        reports.append(engine.step().report)
+
+    assert [one for report in reports for one in report.first_token_seconds] == []
+    assert [one for report in reports for one in report.queue_seconds] == []
+    assert sum(len(report.inter_token_seconds) for report in reports) == 2
+    (finished,) = reports[-1].finished
+    assert (finished.first_token_seconds, finished.num_output_tokens) == (None, 4)
+
+
+def test_time_spent_in_line_elsewhere_counts() -> None:
+    engine, _ = build_engine()
+    engine.add("a", [1], SamplingParams(max_tokens=1), arrival=0.0, waited_seconds=5.0)
+
+    report = engine.step().report
+
+    assert report.queue_seconds == report.first_token_seconds == (5.0,)
+    assert report.finished[0].seconds == 5.0
+
+
 def test_a_cancel_of_all_leaves_an_empty_report() -> None:
     """vllm#22545: gauges kept their last values when everything had been aborted."""
     engine, _ = build_engine()

@@ -1,0 +1,48 @@
+"""The ledger of a step: it refuses, names the limit, and books nothing that it refused."""
+
+import pytest
+
+from engine.budget import SchedulingBudget
+from engine.outputs import WaitingReason
+
+
+def state(budget: SchedulingBudget) -> tuple[int, int, int]:
+    return budget.num_batched_tokens, budget.num_seqs, budget.num_prefill_seqs
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ((10, 5, 5), WaitingReason.TOKEN_BUDGET),
+        ((99, 2, 2), WaitingReason.SEQ_BUDGET),
+        ((99, 5, 1), WaitingReason.PREFILL_BUDGET),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_the_limit_that_binds(
+    limits: tuple[int, int, int], reason: WaitingReason
+) -> None:
+    budget = SchedulingBudget(*limits)
+    budget.add(4, 1)
+    budget.add(4, 1, 1)
+    before = state(budget)
+
+    assert not budget.can_schedule(4, 1, 1)
+    assert budget.bound_by is reason
+    with pytest.raises(ValueError, match=reason.value):
+        budget.add(4, 1, 1)
+
+    assert state(budget) == before
+
+
+def test_all_of_a_limit_can_be_used_and_zero_left_is_zero() -> None:
+    """TGI#2241: a remainder of zero was taken for "no limit"."""
+    budget = SchedulingBudget(8, 2, 1)
+    budget.add(7, 1, 1)
+    assert budget.remaining_tokens == 1
+    budget.add(1, 1)
+
+    assert budget.remaining_tokens == 0
+    assert not budget.can_schedule(1, 0)
+    assert not budget.can_schedule(0, 1)
+    assert SchedulingBudget(0, 0).can_schedule(0, 0)
+    assert not SchedulingBudget(0, 1).can_schedule(1, 1)
