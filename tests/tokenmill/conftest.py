@@ -1,0 +1,22 @@
+"""Fixtures of the command's tests."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.tokenmill.fake_service import FakeService, running
+from tokenmill.config import SETTINGS
+
+
+@pytest.fixture
+def service() -> Iterator[FakeService]:
+    with running(FakeService()) as fake:
+        yield fake
+
+
+@pytest.fixture
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    """No setting is set, and the current directory has no file of settings."""
+    for setting in SETTINGS:
+        monkeypatch.delenv(setting.variable, raising=False)
+    monkeypatch.chdir(str(tmp_path))

@@ -1,0 +1,1 @@
+"""RQ jobs in, token events out."""

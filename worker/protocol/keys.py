@@ -1,0 +1,91 @@
+"""Every Redis key of ours. `docs/redis-keys.md` tells owners and lifetimes; RQ's own keys are RQ's.
+
+No key has literal braces: one deployment lives in one database, standalone or behind Sentinel.
+"""
+
+LEASES = "tokenmill:leases"
+"""Sorted set: claimed task -> when its lease lapses (Redis time, seconds)."""
+
+WORKERS = "tokenmill:workers"
+"""Sorted set: worker name -> when its record lapses (Redis time, seconds)."""
+
+CONTROL = "tokenmill:control"
+"""Channel: JSON commands to every worker, `{"cancel": task id}`."""
+
+
+def run(task_id: str) -> str:
+    """Hash: what is known of a task beside its RQ job. `docs/redis-keys.md` lists its fields."""
+    return f"tokenmill:run:{task_id}"
+
+
+def log(task_id: str) -> str:
+    """Stream: all messages of a task, entry `0-(seq+1)`. Never trimmed."""
+    return f"tokenmill:log:{task_id}"
+
+
+def channel(task_id: str) -> str:
+    """Channel: the messages as they are appended to the log."""
+    return f"tokenmill:tok:{task_id}"
+
+
+def queues(slug: str) -> str:
+    """Set: names of the RQ queues of a model that hold waiting tasks."""
+    return f"tokenmill:queues:{slug}"
+
+
+def shown(slug: str) -> str:
+    """Sorted set: RQ queue of a model that RQ's tools show -> when its registries are tidied next."""
+    return f"tokenmill:shown:{slug}"
+
+
+def clock(slug: str) -> str:
+    """String: microseconds of the last acceptance, so that they rise even when Redis's clock steps back."""
+    return f"tokenmill:clock:{slug}"
+
+
+def order(queue: str) -> str:
+    """Sorted set: waiting task of `queue` -> microseconds of its acceptance (Redis time, strictly rising)."""
+    return f"tokenmill:order:{queue}"
+
+
+def cost(queue: str) -> str:
+    """Hash: waiting task of `queue` -> `<cost>:<cost of all accepted before it>`, in estimated tokens.
+
+    `:total`: the sum of the waiting ones; `:appended`: of all accepted since the queue was last empty.
+    """
+    return f"tokenmill:cost:{queue}"
+
+
+def totals(slug: str) -> str:
+    """Hash: counters of a model that only grow, written in the transactions that they count."""
+    return f"tokenmill:totals:{slug}"
+
+
+def drained(slug: str) -> str:
+    """Hash: ten-second bucket of Redis time -> estimated tokens of the tasks that ended in it; a minute."""
+    return f"tokenmill:drained:{slug}"
+
+
+def wake(slug: str) -> str:
+    """Channel: something can be claimed."""
+    return f"tokenmill:wake:{slug}"
+
+
+def ready(slug: str) -> str:
+    """Sorted set: ready worker of a model -> when its record lapses (Redis time, seconds)."""
+    return f"tokenmill:ready:{slug}"
+
+
+def worker(name: str) -> str:
+    """String, expiring: the worker's JSON record (state, model, progress)."""
+    return f"tokenmill:worker:{name}"
+
+
+def model_card(slug: str) -> str:
+    """String, persistent: the JSON card that the last worker of a model published."""
+    return f"tokenmill:model:{slug}"
+
+
+def idempotency(tenant: str, key_digest: str) -> str:
+    """String: `<body digest>:<task id>` of the submission made under an Idempotency-Key."""
+    return f"tokenmill:idem:{tenant}:{key_digest}"

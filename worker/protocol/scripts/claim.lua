@@ -1,0 +1,61 @@
+-- Gives waiting tasks of a model to a worker, the most urgent first. In no moment is a task in no list.
+-- ARGV: retention, slug, worker, seconds of the lease, seconds that RQ keeps a worker's index, one new owner
+-- for each task wanted.
+-- Gives {id, owner, attempt, queue, priority, accepted_us, data, prompt ids, fingerprint, log} for each.
+
+local slug, worker, lease, index_seconds = ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5]
+
+local function take(id, task, owner)
+  local composite, stamp = id .. ':' .. owner, utcformat(now_us)
+  leave(task.queue, slug, id)
+  local attempt = call('HINCRBY', K.run .. id, 'attempt', 1)
+  call('HSET', K.run .. id, 'owner', owner, 'worker', worker, 'claimed_at', seconds(now_us))
+  call('ZADD', K.leases, seconds(now_us + lease * 1000000), id)
+  call('HSET', K.rq_job .. id, 'status', 'started', 'started_at', stamp, 'last_heartbeat', stamp,
+    'worker_name', worker)
+  call('PERSIST', K.rq_job .. id)
+  -- +inf: whoever runs `rq info` would otherwise end a job whose entry has expired.
+  call('ZADD', K.rq_wip .. task.queue, '+inf', composite)
+  call('ZADD', K.rq_executions .. id, '+inf', owner)
+  call('HSET', K.rq_execution .. composite, 'id', owner, 'job_id', id, 'worker_name', worker,
+    'created_at', seconds(now_us), 'last_heartbeat', seconds(now_us))
+  call('SADD', K.rq_worker .. worker .. K.rq_worker_executions, composite)
+  return { id, owner, attempt, task.queue, task.priority, task.accepted_us,
+    call('HGET', K.rq_job .. id, 'data'), task.prompt_ids or '', task.fingerprint or '',
+    call('XRANGE', K.log .. id, '-', '+') }
+end
+
+local heads = {}
+for _, queue in ipairs(call('SMEMBERS', K.queues .. slug)) do
+  heads[#heads + 1] = head_of(queue)
+end
+
+local claimed, next_owner = {}, 6
+while ARGV[next_owner] and #heads > 0 do
+  local first = 1
+  for i = 2, #heads do
+    if goes_before(heads[i], heads[first]) then
+      first = i
+    end
+  end
+  local head = heads[first]
+  local task = waiting_task(head.queue, slug, head.id)
+  if task and call('HGET', K.rq_job .. head.id, 'status') == 'queued' then
+    claimed[#claimed + 1] = take(head.id, task, ARGV[next_owner])
+    next_owner = next_owner + 1
+  elseif task then
+    -- Cancelled or deleted with RQ's own tools.
+    finish_cancelled(head.id, task)
+  end
+  local follower = head_of(head.queue)
+  if follower then
+    heads[first] = follower
+  else
+    table.remove(heads, first)
+  end
+end
+
+if #claimed > 0 then
+  call('EXPIRE', K.rq_worker .. worker .. K.rq_worker_executions, index_seconds)
+end
+return claimed

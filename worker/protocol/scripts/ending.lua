@@ -1,0 +1,126 @@
+-- Messages, owners and ends: a task gets its messages in order, has one owner or none, and ends once.
+-- `task` is its run hash as a table.
+
+local function append(id, seq, token, text, index, ending)
+  local log, entry = K.log .. id, '0-' .. (seq + 1)
+  if token == '' then
+    call('HINCRBY', K.run .. id, 'ends', 1)
+    call('XADD', log, entry, 'x', text, 'i', index, 'm', ending)
+    ending = ',' .. ending
+    token = 'null'
+  elseif index == '0' then
+    call('XADD', log, entry, 't', token, 'x', text)
+  else
+    call('XADD', log, entry, 't', token, 'x', text, 'i', index)
+  end
+  call('PUBLISH', K.channel .. id, '{"v":1,"id":"' .. id .. '","seq":' .. seq .. ',"index":' .. index
+    .. ',"token":' .. token .. ',"text":' .. text .. ending .. '}')
+end
+
+-- RQ's status and registry for each of ours.
+local rq_ends = {
+  completed = { 'finished', K.rq_finished },
+  failed = { 'failed', K.rq_failed },
+  cancelled = { 'canceled', K.rq_canceled },
+}
+
+local function is_started(id)
+  return call('HGET', K.rq_job .. id, 'status') == 'started'
+end
+
+local function let_go(id, task)
+  local composite = id .. ':' .. task.owner
+  call('ZREM', K.leases, id)
+  call('ZREM', K.rq_wip .. task.queue, composite)
+  call('DEL', K.rq_execution .. composite, K.rq_executions .. id)
+  call('SREM', K.rq_worker .. task.worker .. K.rq_worker_executions, composite)
+  call('HDEL', K.run .. id, 'owner', 'waiting_for', 'tokens_ahead', 'position')
+end
+
+-- From its owner back to its place in the queue.
+local function put_back(id, task)
+  let_go(id, task)
+  call('HSET', K.rq_job .. id, 'status', 'queued', 'started_at', '', 'worker_name', '')
+  enter(task.queue, task.slug, id, task.accepted_us, tonumber(task.cost))
+end
+
+local function count_end(task, how)
+  local totals = K.totals .. task.slug
+  call('HINCRBY', totals, 'finished:' .. how.reason, 1)
+  call('HINCRBY', totals, 'prompt_tokens', how.prompt_tokens)
+  call('HINCRBY', totals, 'completion_tokens', how.completion_tokens)
+  if task.owner then
+    drain(task.slug, task.cost)
+  end
+end
+
+-- A job that RQ's tools have deleted stays deleted: a part of its hash would break them.
+local function end_job(id, queue, status)
+  if call('EXISTS', K.rq_job .. id) == 0 then
+    return
+  end
+  local rq_status, registry = unpack(rq_ends[status])
+  call('HSET', K.rq_job .. id, 'status', rq_status, 'ended_at', utcformat(now_us))
+  call('ZADD', registry .. queue, seconds(now_us + retention_ms * 1000), id)
+end
+
+-- how: status, reason, prompt_tokens, completion_tokens. All keys of the task expire together.
+local function finish(id, task, how)
+  local run = K.run .. id
+  if task.owner then
+    let_go(id, task)
+  else
+    leave(task.queue, task.slug, id)
+  end
+  end_job(id, task.queue, how.status)
+  call('HSET', run, 'terminal', how.status, 'reason', how.reason, 'finished_at', seconds(now_us))
+  count_end(task, how)
+  for _, key in ipairs({ run, K.log .. id, K.rq_job .. id, K.rq_results .. id, task.idempotency }) do
+    call('PEXPIRE', key, retention_ms)
+  end
+end
+
+-- Ends a task that nobody finishes, with the terminal message that its worker did not write.
+local function finish_here(id, task, how, error_json)
+  local length = call('XLEN', K.log .. id)
+  how.prompt_tokens = tonumber(task.prompt_tokens) or 0
+  how.completion_tokens = length - (tonumber(task.ends) or 0)
+  append(id, length, '', '""', '0', '"finish_reason":"' .. how.reason
+    .. '","done":true,"usage":{"prompt_tokens":' .. how.prompt_tokens
+    .. ',"completion_tokens":' .. how.completion_tokens
+    .. ',"total_tokens":' .. (how.prompt_tokens + how.completion_tokens) .. ',"cached_tokens":'
+    .. (tonumber(task.cached_tokens) or 0) .. '},"error":' .. error_json)
+  finish(id, task, how)
+end
+
+-- The run hash of a waiting task. Where it is gone (evicted, deleted by hand), nothing can be told of the
+-- task any more: it leaves, and nil is given.
+local function waiting_task(queue, slug, id)
+  local task = hash(K.run .. id)
+  if task.slug then
+    return task
+  end
+  leave(queue, slug, id)
+  call('PEXPIRE', K.rq_job .. id, retention_ms)
+  return nil
+end
+
+local function finish_cancelled(id, task)
+  finish_here(id, task, { status = 'cancelled', reason = 'cancelled' }, 'null')
+end
+
+-- RQ's row of a job's results.
+local function add_result(id, task, fields)
+  local row = { 'worker_name', task.worker or '' }
+  if task.owner then
+    row = { 'worker_name', task.worker, 'execution_id', task.owner, 'execution_started_at', task.claimed_at,
+      'execution_ended_at', seconds(now_us) }
+  end
+  for name, value in pairs(fields) do
+    if value ~= '' then
+      row[#row + 1] = name
+      row[#row + 1] = value
+    end
+  end
+  call('XADD', K.rq_results .. id, 'MAXLEN', '~', K.max_results, '*', unpack(row))
+end

@@ -1,0 +1,15 @@
+-- All that is known of a task at one moment. ARGV: retention, id. Gives nil if there is no such task, or
+-- {run hash, log, now, position, tokens ahead, drain rate, ready workers}.
+
+local id = ARGV[2]
+local run = call('HGETALL', K.run .. id)
+if #run == 0 then
+  return false
+end
+local slug, queue, terminal, owner = unpack(call('HMGET', K.run .. id, 'slug', 'queue', 'terminal', 'owner'))
+local position, tokens
+if not terminal and not owner then
+  position, tokens = standing(queue, slug, id)
+end
+return { run, call('XRANGE', K.log .. id, '-', '+'), seconds(now_us), position or false, tokens or false,
+  drain_rate(slug), num_ready_workers(slug) }

@@ -1,0 +1,13 @@
+-- Stores what a worker says of itself, for a while. ARGV: retention, name, slug, '1' if ready, JSON, ms.
+
+local name, ready, lapses = ARGV[2], K.ready .. ARGV[3], seconds(now_us + ARGV[6] * 1000)
+call('SET', K.worker .. name, ARGV[5], 'PX', ARGV[6])
+for _, key in ipairs({ K.workers, ready }) do
+  call('ZREMRANGEBYSCORE', key, '-inf', seconds(now_us))
+end
+call('ZADD', K.workers, lapses, name)
+if ARGV[4] == '1' then
+  call('ZADD', ready, lapses, name)
+else
+  call('ZREM', ready, name)
+end

@@ -1,0 +1,108 @@
+-- Takes back what dead workers held, ends what waited too long, and mends what RQ's own tools moved.
+-- ARGV: retention, slug, microseconds that a task may wait, JSON of its error, RQ's exception of it, type of
+-- RQ's result, how many tasks of a kind to treat at most: nobody else is served meanwhile.
+-- Gives {ids put back}, {ids timed out}, {ids cancelled}.
+
+local slug, max_wait_us, error_json = ARGV[2], tonumber(ARGV[3]), ARGV[4]
+local exc_string, result_type, limit = ARGV[5], ARGV[6], ARGV[7]
+local returned, timed_out, cancelled = {}, {}, {}
+
+local function take_back(id)
+  local task = hash(K.run .. id)
+  if not task.owner then
+    call('ZREM', K.leases, id)
+  elseif is_started(id) then
+    put_back(id, task)
+    returned[#returned + 1] = id
+  else
+    finish_cancelled(id, task)
+    cancelled[#cancelled + 1] = id
+  end
+end
+
+local function time_out(queue, id)
+  local task = waiting_task(queue, slug, id)
+  if not task then
+    return
+  end
+  add_result(id, task, { type = result_type, exc_string = exc_string })
+  finish_here(id, task, { status = 'failed', reason = 'timeout' }, error_json)
+  timed_out[#timed_out + 1] = id
+end
+
+-- A job that waits in RQ's list but not in our order: RQ's `requeue` put it there though it has ended, or
+-- somebody enqueued a job that is no task, which fails.
+local function unlist(queue, id)
+  call('LREM', K.rq_queue .. queue, 0, id)
+  local slug_kept, terminal = unpack(call('HMGET', K.run .. id, 'slug', 'terminal'))
+  local status = slug_kept and terminal or not slug_kept and 'failed'
+  if status and call('HGET', K.rq_job .. id, 'status') == 'queued' then
+    end_job(id, queue, status)
+    call('PEXPIRE', K.rq_job .. id, retention_ms, 'NX')
+  end
+end
+
+-- A job that waits in our order but not in RQ's list was cancelled or deleted with RQ's tools.
+local function relist(queue, id)
+  local task = waiting_task(queue, slug, id)
+  if task and call('HGET', K.rq_job .. id, 'status') == 'queued' then
+    local rank = call('ZRANK', K.order .. queue, id)
+    list(queue, id, rank, call('ZRANGE', K.order .. queue, rank + 1, rank + 1)[1])
+  elseif task then
+    finish_cancelled(id, task)
+    cancelled[#cancelled + 1] = id
+  end
+end
+
+-- RQ's tools take a job from RQ's list, or put one there; ours notices by the lengths.
+local function mend(queue)
+  local key, order = K.rq_queue .. queue, K.order .. queue
+  if call('LLEN', key) == call('ZCARD', order) then
+    return
+  end
+  local listed = {}
+  for _, id in ipairs(call('LRANGE', key, 0, -1)) do
+    listed[id] = true
+    if not call('ZSCORE', order, id) then
+      unlist(queue, id)
+    end
+  end
+  for _, id in ipairs(call('ZRANGE', order, 0, -1)) do
+    if not listed[id] then
+      relist(queue, id)
+    end
+  end
+end
+
+-- RQ expires its registries when somebody looks at them, and the one of cancelled jobs never.
+local function tidy(queue)
+  local left = call('LLEN', K.rq_queue .. queue) + call('ZCARD', K.rq_wip .. queue)
+  for _, registry in ipairs({ K.rq_finished, K.rq_failed, K.rq_canceled }) do
+    call('ZREMRANGEBYSCORE', registry .. queue, '-inf', seconds(now_us))
+    left = left + call('ZCARD', registry .. queue)
+  end
+  if left == 0 then
+    call('SREM', K.rq_queues, K.rq_queue .. queue)
+    call('ZREM', K.shown .. slug, queue)
+  else
+    call('ZADD', K.shown .. slug, tidy_at(now_us), queue)
+  end
+end
+
+local lapsed = call('ZRANGEBYSCORE', K.leases, '-inf', seconds(now_us), 'LIMIT', 0, limit)
+for _, id in ipairs(lapsed) do
+  take_back(id)
+end
+for _, queue in ipairs(call('ZRANGE', K.shown .. slug, 0, -1)) do
+  mend(queue)
+end
+for _, queue in ipairs(call('SMEMBERS', K.queues .. slug)) do
+  local oldest, count = whole(now_us - max_wait_us), limit - #timed_out
+  for _, id in ipairs(call('ZRANGEBYSCORE', K.order .. queue, '-inf', oldest, 'LIMIT', 0, count)) do
+    time_out(queue, id)
+  end
+end
+for _, queue in ipairs(call('ZRANGEBYSCORE', K.shown .. slug, '-inf', seconds(now_us))) do
+  tidy(queue)
+end
+return { returned, timed_out, cancelled }

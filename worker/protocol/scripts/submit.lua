@@ -1,0 +1,44 @@
+-- Stores a task and queues it; or says why not, and then has stored nothing.
+-- ARGV: retention, id, queue, slug, model, priority, tenant, cost, metadata, key of the idempotency record or
+-- '', digest of the body, limit of waiting tasks or '', fields and values of RQ's job.
+-- Gives {'submitted' | 'replayed', id}, {'conflict'} or {'full', waiting}.
+
+local id, queue, slug, cost = ARGV[2], ARGV[3], ARGV[4], ARGV[8]
+local record, digest, limit = ARGV[10], ARGV[11], tonumber(ARGV[12])
+
+if record ~= '' then
+  local kept_digest, kept_id = string.match(call('GET', record) or '', '^(.*):([^:]+)$')
+  if kept_id and call('EXISTS', K.run .. kept_id) == 1 then
+    return kept_digest == digest and { 'replayed', kept_id } or { 'conflict' }
+  end
+end
+
+-- The same submission again: the reply was lost.
+if call('EXISTS', K.run .. id) == 1 then
+  return { 'replayed', id }
+end
+
+if limit then
+  local waiting = 0
+  for _, name in ipairs(call('SMEMBERS', K.queues .. slug)) do
+    waiting = waiting + call('ZCARD', K.order .. name)
+  end
+  if waiting >= limit then
+    return { 'full', waiting }
+  end
+end
+
+local accepted_us = whole(math.max(now_us, tonumber(call('GET', K.clock .. slug) or 0) + 1))
+call('SET', K.clock .. slug, accepted_us)
+call('HSET', K.run .. id, 'queue', queue, 'slug', slug, 'model', ARGV[5], 'priority', ARGV[6],
+  'tenant', ARGV[7], 'cost', cost, 'metadata', ARGV[9], 'accepted_us', accepted_us)
+if record ~= '' then
+  call('SET', record, digest .. ':' .. id)
+  call('HSET', K.run .. id, 'idempotency', record)
+end
+call('HSET', K.rq_job .. id, unpack(ARGV, 13))
+call('HSET', K.rq_job .. id, 'status', 'queued', 'origin', queue,
+  'created_at', utcformat(now_us), 'enqueued_at', utcformat(now_us))
+call('HINCRBY', K.totals .. slug, 'submitted', 1)
+enter(queue, slug, id, accepted_us, tonumber(cost))
+return { 'submitted', id }

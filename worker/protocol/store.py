@@ -1,0 +1,280 @@
+"""The one door to the tasks in Redis: each method is one script, so each change is whole or not at all.
+
+Knows no policy: who may submit, what to claim next on a worker and when to reap is decided by the callers.
+"""
+
+import hashlib
+import json
+import secrets
+import zlib
+from base64 import b64encode
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from worker.protocol import event_log, keys, rq_keys
+from worker.protocol.messages import Event, TaskError
+from worker.protocol.model_card import ModelCard
+from worker.protocol.naming import tenant_hash
+from worker.protocol.records import (
+    Accepted,
+    Claimed,
+    Gap,
+    IdempotencyConflict,
+    Lost,
+    Outcome,
+    QueueFull,
+    QueueStats,
+    Reaped,
+    Settlement,
+    Submission,
+    Submitted,
+    WorkerRecord,
+    Write,
+)
+from worker.protocol.scripting import RedisClient, register
+from worker.protocol.snapshots import TaskSnapshot, log_entries, to_queue_stats, to_snapshot
+
+__all__ = [
+    "Accepted",
+    "Claimed",
+    "Gap",
+    "IdempotencyConflict",
+    "Lost",
+    "Outcome",
+    "QueueFull",
+    "QueueStats",
+    "Reaped",
+    "Settlement",
+    "Submission",
+    "Submitted",
+    "TaskSnapshot",
+    "TaskStore",
+    "WorkerRecord",
+    "Write",
+]
+
+
+MAX_WAIT_ERROR = TaskError(
+    type="timeout_error",
+    code="queue_timeout",
+    message="the task waited longer than TOKENMILL_MAX_TASK_SECONDS without being finished",
+)
+"""Why a task ended that no worker took in time."""
+
+_SEPARATOR = "\x1f"
+"""Stands in no JSON text, where control characters are escaped."""
+
+_REAPED_AT_ONCE = 100
+_WORKER_INDEX_SECONDS = 480
+"""RQ keeps a worker's index of executions so long after its last heartbeat."""
+
+
+class TaskStore:
+    """Tasks in one Redis database. `client`: redis-py's, with `decode_responses=False`.
+
+    `retention_seconds`: how long all of a task is kept after its end. Every method may raise the client's
+    connection errors; calling it again with the same arguments is safe then.
+    """
+
+    def __init__(self, client: RedisClient, *, retention_seconds: float = 3600) -> None:
+        self._client = client
+        self._retention_ms = max(1, round(retention_seconds * 1000))
+        self._scripts = register(client)
+
+    def submit(self, submission: Submission) -> Submitted:
+        """Store and queue a task. Raises `QueueFull`, `IdempotencyConflict`; then nothing is stored."""
+        record = ""
+        if submission.idempotency_key is not None:
+            record = keys.idempotency(tenant_hash(submission.tenant), _digest(submission.idempotency_key))
+        outcome, *details = self._run(
+            "submit",
+            submission.task_id,
+            submission.queue,
+            submission.slug,
+            submission.model,
+            submission.priority,
+            submission.tenant,
+            submission.cost,
+            submission.metadata,
+            record,
+            submission.body_digest,
+            "" if submission.max_waiting is None else submission.max_waiting,
+            *chain.from_iterable(submission.job_fields.items()),
+        )
+        if outcome == b"conflict":
+            raise IdempotencyConflict
+        if outcome == b"full":
+            raise QueueFull(int(details[0]), submission.max_waiting or 0)
+        return Submitted(details[0].decode(), replayed=outcome == b"replayed")
+
+    def claim(self, slug: str, *, worker: str, max_tasks: int, lease_seconds: float) -> list[Claimed]:
+        """Take up to `max_tasks` waiting tasks of a model, the most urgent first.
+
+        Order: priority class, less one for each minute that the head of a queue has waited; then acceptance.
+        What was claimed by a call whose reply was lost comes back when its lease lapses.
+        """
+        owners = (secrets.token_hex(16) for _ in range(max_tasks))
+        rows = self._run("claim", slug, worker, lease_seconds, _WORKER_INDEX_SECONDS, *owners)
+        return [_claimed(*row) for row in rows]
+
+    def publish(self, writes: Sequence[Write]) -> list[Outcome]:
+        """Add messages, facts and settlements, all in one change; one outcome for each write."""
+        if not writes:
+            return []
+        return [_outcome(code) for code in self._run("publish", _packed(writes))]
+
+    def renew(self, owned: Mapping[str, str], lease_seconds: float) -> set[str]:
+        """Let the leases of `owned` (task -> owner) lapse that much later; gives the tasks that were lost."""
+        if not owned:
+            return set()
+        lost = self._run("renew", lease_seconds, *chain.from_iterable(owned.items()))
+        return {task_id.decode() for task_id in lost}
+
+    def hand_back(self, owned: Mapping[str, str]) -> int:
+        """Put `owned` (task -> owner) back to the front in order of acceptance. Gives how many were owned."""
+        return int(self._run("hand_back", *chain.from_iterable(owned.items()))) if owned else 0
+
+    def reap(self, slug: str, *, max_task_seconds: float) -> Reaped:
+        """Put back what has a lapsed lease, of any model; end what waits longer than `max_task_seconds`.
+
+        Also ends what was cancelled or deleted with RQ's own tools, and drops expired ids from RQ's
+        registries. A call treats a hundred tasks of a kind at most.
+        """
+        returned, timed_out, cancelled = self._run(
+            "reap",
+            slug,
+            round(max_task_seconds * 1e6),
+            json.dumps(MAX_WAIT_ERROR.to_json(), separators=(",", ":")),
+            _compressed(MAX_WAIT_ERROR.message),
+            rq_keys.RESULT_FAILED,
+            _REAPED_AT_ONCE,
+        )
+        return Reaped(
+            returned=_decoded(returned), timed_out=_decoded(timed_out), cancelled=_decoded(cancelled)
+        )
+
+    def cancel(self, task_id: str) -> str | None:
+        """End a task as cancelled, whatever its state. None: no such task; else the status it has ended in:
+        `cancelled`, or `completed` or `failed` if that came first.
+        """
+        status = self._run("cancel", task_id, json.dumps({"cancel": task_id}))
+        return None if status is None else str(status.decode())
+
+    def inspect(self, task_id: str) -> TaskSnapshot | None:
+        """All that is known of a task at one moment. None: no such task."""
+        reply = self._run("inspect", task_id)
+        return None if reply is None else to_snapshot(task_id, reply)
+
+    def read_log(self, task_id: str, after: int = -1) -> list[Event]:
+        """The messages with a `seq` greater than `after`, in order; empty where there are none."""
+        rows = self._client.xrange(keys.log(task_id), min=event_log.first_id(after))
+        return event_log.events(task_id, rows)
+
+    def put_worker(self, record: WorkerRecord, ttl_seconds: float) -> None:
+        """Tell what a worker does; forgotten after `ttl_seconds` unless told again."""
+        ready = int(record.state == "ready")
+        ttl_ms = max(1, round(ttl_seconds * 1000))
+        self._run("put_worker", record.name, record.slug, ready, record.to_json(), ttl_ms)
+
+    def drop_worker(self, name: str) -> None:
+        self._run("drop_worker", name)
+
+    def workers(self) -> list[WorkerRecord]:
+        """The workers of all models that have reported lately."""
+        return [WorkerRecord.from_json(record) for record in self._run("workers")]
+
+    def put_model_card(self, slug: str, card: ModelCard) -> None:
+        self._client.set(keys.model_card(slug), card.to_json())
+
+    def model_card(self, slug: str) -> ModelCard | None:
+        """None: no worker has ever served this model here."""
+        card = self._client.get(keys.model_card(slug))
+        return None if card is None else ModelCard.from_json(card)
+
+    def queue_stats(self, slug: str) -> QueueStats:
+        """Numbers of a model's queues; costs nothing for each waiting task."""
+        return to_queue_stats(self._run("queue_stats", slug))
+
+    def _run(self, script: str, *arguments: Any) -> Any:
+        return self._scripts[script](args=(self._retention_ms, *arguments))
+
+
+def _claimed(
+    task_id: bytes,
+    owner: bytes,
+    attempt: int,
+    queue: bytes,
+    priority: bytes,
+    accepted_us: bytes,
+    data: bytes,
+    prompt_ids: bytes,
+    fingerprint: bytes,
+    log: Sequence[Any],
+) -> Claimed:
+    return Claimed(
+        task_id=task_id.decode(),
+        owner=owner.decode(),
+        attempt=attempt,
+        queue=queue.decode(),
+        priority=int(priority),
+        accepted_at=int(accepted_us) / 1e6,
+        data=data,
+        entries=log_entries(log),
+        prompt_token_ids=tuple(json.loads(prompt_ids)) if prompt_ids else None,
+        fingerprint=fingerprint.decode() or None,
+    )
+
+
+def _packed(writes: Sequence[Write]) -> bytes:
+    """As `publish.lua` reads them. Raises ValueError for a value that holds the separator."""
+    fields = list(chain.from_iterable(map(_write_fields, writes)))
+    packed = _SEPARATOR.join((*fields, ""))
+    if packed.count(_SEPARATOR) != len(fields):
+        raise ValueError("entries hold JSON text, and no fact holds a control character")
+    # A lone surrogate must not keep the other writes from being stored.
+    return packed.encode(errors="replace")
+
+
+def _write_fields(write: Write) -> Iterator[str]:
+    facts = {name: value for name, value in write.facts.items() if name != "scheduled"}
+    scheduled = write.facts.get("scheduled", "")
+    status = write.settlement.status if write.settlement else ""
+    counts = (str(write.first_seq), str(len(write.entries)), str(len(facts)))
+    yield from (write.task_id, write.owner, *counts, scheduled, status)
+    for entry in write.entries:
+        yield from (entry.token, entry.text, entry.index, entry.end)
+    yield from chain.from_iterable(facts.items())
+    if write.settlement:
+        yield from _settlement_fields(write.settlement)
+
+
+def _settlement_fields(settlement: Settlement) -> Iterable[str]:
+    failed = settlement.status == "failed"
+    return (
+        settlement.reason,
+        str(rq_keys.RESULT_FAILED if failed else rq_keys.RESULT_SUCCESSFUL),
+        b64encode(settlement.result.encode(errors="replace")).decode(),
+        _compressed(settlement.error_text) if failed else "",
+        str(settlement.prompt_tokens),
+        str(settlement.completion_tokens),
+    )
+
+
+def _outcome(code: int) -> Outcome:
+    if code == -1:
+        return Accepted()
+    return Lost() if code == -2 else Gap(code)
+
+
+def _compressed(text: str) -> str:
+    """As RQ keeps the text of an exception."""
+    return b64encode(zlib.compress(text.encode(errors="replace"))).decode()
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
+def _decoded(ids: Iterable[bytes]) -> tuple[str, ...]:
+    return tuple(task_id.decode() for task_id in ids)
