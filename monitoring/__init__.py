@@ -1,0 +1,1 @@
+"""Reports in, Prometheus out. Watches the service and never takes part in it."""

@@ -1,0 +1,217 @@
+"""One step's report in, Prometheus out. A label value is one of the engine's own words, known in advance.
+
+Everything comes from `StepReport`: this never reaches into the engine, and two reports are all it takes to
+test it. Not thread-safe against itself: one caller observes.
+"""
+
+from prometheus_client import CollectorRegistry
+
+from engine.outputs import FinishedSequence, StepReport, WaitingReason
+from engine.sequence import FinishReason
+from monitoring.families import POWER_BUCKETS, RATIO_BUCKETS, Families, length_buckets
+
+REASONS = tuple(reason.value for reason in WaitingReason)
+STAGES = ("schedule", "execute", "sample", "detokenize", "update", "total")
+KINDS = ("prefill", "decode")
+
+
+class EngineMetrics:
+    """The engine's side of the metric table in `docs/metrics.md`, for one model in one registry.
+
+    `max_model_len`: the longest sequence in tokens; the histograms of lengths end there.
+    """
+
+    def __init__(self, registry: CollectorRegistry, *, model: str, max_model_len: int) -> None:
+        families = Families(registry, model=model)
+        self._parts = (
+            _Requests(families),
+            _Budgets(families),
+            _Steps(families),
+            _Blocks(families),
+            _Latencies(families),
+            _Outcomes(families, max_model_len),
+        )
+
+    def observe(self, report: StepReport) -> None:
+        """Count one step. A report of an idle engine brings the gauges back to zero."""
+        for part in self._parts:
+            part.observe(report)
+
+
+class _Requests:
+    """Who runs, who waits, and for what."""
+
+    def __init__(self, families: Families) -> None:
+        self._states = families.gauges(
+            "requests",
+            "Requests in the engine: running holds a seat and KV blocks, waiting does not.",
+            "state",
+            ("running", "waiting"),
+        )
+        self._reasons = families.gauges(
+            "requests_waiting_by_reason",
+            "Requests in the engine that wait, by what kept them out of the last step.",
+            "reason",
+            REASONS,
+        )
+
+    def observe(self, report: StepReport) -> None:
+        self._states["running"].set(report.num_running)
+        self._states["waiting"].set(report.num_waiting)
+        reasons = dict(report.waiting_reasons)
+        for reason, gauge in self._reasons.items():
+            gauge.set(reasons.get(reason, 0))
+
+
+class _Budgets:
+    """What a step may spend, what it spent of that, and which limit ended it."""
+
+    def __init__(self, families: Families) -> None:
+        self._limits = families.gauges(
+            "step_budget",
+            "Limits of one step: tokens, sequences, and sequences in prefill.",
+            "kind",
+            ("tokens", "sequences", "prefill_sequences"),
+        )
+        self._shares = families.histograms(
+            "step_budget_used_ratio",
+            "Share of a step's limit that the step used.",
+            "kind",
+            self._limits,
+            RATIO_BUCKETS,
+        )
+        self._bound_by = families.counters(
+            "step_bound_by_total",
+            "Steps that left work waiting, by the limit that kept it out.",
+            "reason",
+            REASONS,
+        )
+
+    def observe(self, report: StepReport) -> None:
+        num_tokens = report.num_prefill_tokens + report.num_decode_tokens
+        num_seqs = report.num_prefill_seqs + report.num_decode_seqs
+        self._spend("tokens", num_tokens, report.max_num_batched_tokens)
+        self._spend("sequences", num_seqs, report.max_num_seqs)
+        self._spend("prefill_sequences", report.num_prefill_seqs, report.max_num_prefill_seqs)
+        if report.bound_by is not None:
+            self._bound_by[report.bound_by].inc()
+
+    def _spend(self, kind: str, used: int, limit: int) -> None:
+        self._limits[kind].set(limit)
+        self._shares[kind].observe(used / limit if limit else 0)
+
+
+class _Steps:
+    """What a step ran and how long each stage of it took."""
+
+    def __init__(self, families: Families) -> None:
+        self._tokens = families.histograms(
+            "step_tokens", "Tokens computed in one step.", "kind", KINDS, POWER_BUCKETS
+        )
+        self._sequences = families.histograms(
+            "step_sequences", "Sequences in one step.", "kind", KINDS, POWER_BUCKETS
+        )
+        self._seconds = families.histograms(
+            "step_duration_seconds", "Duration of one step, by stage and in total.", "stage", STAGES
+        )
+        self._preemptions = families.counter(
+            "preemptions_total", "Running requests whose KV blocks were taken away."
+        )
+        self._recomputed = families.counter(
+            "recomputed_tokens_total", "Tokens computed again after a preemption."
+        )
+        self._faults = families.counter(
+            "execution_faults_total", "Exceptions in the forward pass, those that a retry overcame included."
+        )
+
+    def observe(self, report: StepReport) -> None:
+        self._tokens["prefill"].observe(report.num_prefill_tokens)
+        self._tokens["decode"].observe(report.num_decode_tokens)
+        self._sequences["prefill"].observe(report.num_prefill_seqs)
+        self._sequences["decode"].observe(report.num_decode_seqs)
+        for stage, histogram in self._seconds.items():
+            histogram.observe(getattr(report, f"{stage}_seconds"))
+        self._preemptions.inc(report.num_preempted)
+        self._recomputed.inc(report.num_recomputed_tokens)
+        self._faults.inc(report.num_execution_faults)
+
+
+class _Blocks:
+    """The KV pool."""
+
+    def __init__(self, families: Families) -> None:
+        self._blocks = families.gauges("kv_blocks", "KV blocks by state.", "state", ("used", "free"))
+        self._usage = families.gauge("kv_cache_usage_ratio", "Share of the KV blocks in use.")
+
+    def observe(self, report: StepReport) -> None:
+        used = report.num_kv_blocks - report.num_free_kv_blocks
+        self._blocks["used"].set(used)
+        self._blocks["free"].set(report.num_free_kv_blocks)
+        self._usage.set(used / report.num_kv_blocks if report.num_kv_blocks else 0)
+
+
+class _Latencies:
+    """What clients feel, each event once."""
+
+    def __init__(self, families: Families) -> None:
+        self._queue = families.histogram(
+            "queue_wait_seconds", "From acceptance to the first step that ran any of the request."
+        )
+        self._first_token = families.histogram(
+            "time_to_first_token_seconds", "From acceptance to the first token."
+        )
+        self._inter_token = families.histogram(
+            "inter_token_latency_seconds", "Between two tokens of one request."
+        )
+
+    def observe(self, report: StepReport) -> None:
+        for histogram, durations in (
+            (self._queue, report.queue_seconds),
+            (self._first_token, report.first_token_seconds),
+            (self._inter_token, report.inter_token_seconds),
+        ):
+            for seconds in durations:
+                histogram.observe(seconds)
+
+
+class _Outcomes:
+    """How requests ended and what they amounted to."""
+
+    def __init__(self, families: Families, max_model_len: int) -> None:
+        lengths = length_buckets(max_model_len)
+        self._finished = families.counters(
+            "requests_finished_total",
+            "Requests that ended in the engine, by finish reason.",
+            "reason",
+            [reason.value for reason in FinishReason],
+        )
+        self._generation_tokens = families.counter("generation_tokens_total", "Tokens generated.")
+        self._prompt_tokens = families.counter(
+            "prompt_tokens_total", "Prompt tokens of the requests that ended."
+        )
+        self._prompt_lengths = families.histogram(
+            "request_prompt_tokens", "Prompt tokens of one request.", lengths
+        )
+        self._output_lengths = families.histogram(
+            "request_generation_tokens", "Output tokens of one request.", lengths
+        )
+        self._e2e = families.histogram("e2e_request_latency_seconds", "From acceptance to the end.")
+        self._per_token = families.histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time between the tokens of one request, of those with two or more.",
+        )
+
+    def observe(self, report: StepReport) -> None:
+        self._generation_tokens.inc(report.num_generated_tokens)
+        for finished in report.finished:
+            self._end(finished)
+
+    def _end(self, finished: FinishedSequence) -> None:
+        self._finished[finished.reason].inc()
+        self._prompt_tokens.inc(finished.num_prompt_tokens)
+        self._prompt_lengths.observe(finished.num_prompt_tokens)
+        self._output_lengths.observe(finished.num_output_tokens)
+        self._e2e.observe(finished.seconds)
+        if finished.first_token_seconds is not None and finished.num_output_tokens > 1:
+            generating = finished.seconds - finished.first_token_seconds
+            self._per_token.observe(generating / (finished.num_output_tokens - 1))

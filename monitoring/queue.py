@@ -1,0 +1,133 @@
+"""The queue in Redis as metrics, read when Prometheus asks. Knows the task store, not how it stores.
+
+Law: one reading a scrape, and Redis being away is a metric, not a failed scrape: `redis_up` is 0 and the
+numbers that cannot be known are left out.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol, get_args
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from redis import RedisError
+
+from monitoring.families import PREFIX
+from worker.protocol.naming import PRIORITIES
+from worker.protocol.records import QueueStats, WorkerRecord, WorkerState
+
+REASONS = ("stop", "length", "cancelled", "timeout", "error")
+"""How a task can end."""
+
+
+class QueueReader(Protocol):
+    """What is needed of the task store."""
+
+    def queue_stats(self, slug: str) -> QueueStats: ...
+    def workers(self) -> list[WorkerRecord]: ...
+
+
+class QueueCollector(Collector):
+    """The queue of one model and its workers. Register it in one process of a deployment, the API's.
+
+    `slug`: the model as it stands in keys; `model`: its public name, the label.
+    """
+
+    def __init__(self, store: QueueReader, slug: str, model: str) -> None:
+        self._store = store
+        self._slug = slug
+        self._model = model
+
+    def describe(self) -> Iterator[Metric]:
+        """The families without their numbers, so that registering asks nothing of Redis."""
+        yield _redis_up(0)
+        stats = QueueStats(
+            waiting={},
+            oldest_age=0,
+            waiting_cost=0,
+            claimed=0,
+            drain_rate=None,
+            num_ready_workers=0,
+            totals={},
+        )
+        yield from self._families(stats, [])
+
+    def collect(self) -> Iterator[Metric]:
+        try:
+            stats = self._store.queue_stats(self._slug)
+            workers = self._store.workers()
+        except RedisError:
+            yield _redis_up(0)
+            return
+        yield _redis_up(1)
+        yield from self._families(stats, workers)
+
+    def _families(self, stats: QueueStats, workers: Iterable[WorkerRecord]) -> Iterator[Metric]:
+        yield self._gauges(
+            "queue_tasks",
+            "Tasks that wait in Redis, by priority class (0 goes first).",
+            "priority",
+            {str(priority): stats.waiting.get(priority, 0) for priority in PRIORITIES},
+        )
+        yield self._gauge(
+            "queue_oldest_age_seconds", "Time since the oldest waiting task was accepted.", stats.oldest_age
+        )
+        yield self._gauge(
+            "queue_waiting_tokens",
+            "Estimated tokens of the waiting tasks, prompts and outputs together.",
+            stats.waiting_cost,
+        )
+        yield self._gauge("tasks_owned", "Tasks that workers have claimed and not ended.", stats.claimed)
+        yield self._gauges(
+            "workers", "Worker processes by what they say of themselves.", "state", self._states(workers)
+        )
+        yield from self._totals(stats.totals)
+
+    def _totals(self, totals: Mapping[str, int]) -> Iterator[Metric]:
+        """Counters of the whole deployment, kept in Redis; no restart takes them back."""
+        yield self._counter("tasks_submitted_total", "Tasks that were accepted.", totals.get("submitted", 0))
+        finished = CounterMetricFamily(
+            f"{PREFIX}tasks_finished_total",
+            "Tasks that ended, wherever they stood, by finish reason.",
+            labels=("model", "reason"),
+        )
+        for reason in REASONS:
+            finished.add_metric((self._model, reason), totals.get(f"finished:{reason}", 0))
+        yield finished
+        yield self._counter(
+            "tasks_prompt_tokens_total",
+            "Prompt tokens of the tasks that ended.",
+            totals.get("prompt_tokens", 0),
+        )
+        yield self._counter(
+            "tasks_completion_tokens_total",
+            "Output tokens of the tasks that ended.",
+            totals.get("completion_tokens", 0),
+        )
+
+    def _states(self, workers: Iterable[WorkerRecord]) -> dict[str, int]:
+        counts = dict.fromkeys(get_args(WorkerState), 0)
+        for worker in workers:
+            if worker.slug == self._slug:
+                counts[worker.state] += 1
+        return counts
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=("model",))
+        family.add_metric((self._model,), value)
+        return family
+
+    def _gauges(self, name: str, text: str, label: str, values: Mapping[str, int]) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=("model", label))
+        for value, number in values.items():
+            family.add_metric((self._model, value), number)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
+        family = CounterMetricFamily(PREFIX + name, text, labels=("model",))
+        family.add_metric((self._model,), value)
+        return family
+
+
+def _redis_up(value: int) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"{PREFIX}redis_up", "Whether Redis answered this scrape.", value=value)

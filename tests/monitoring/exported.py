@@ -1,0 +1,77 @@
+"""What the service exports: one registry as the API fills it, one as a worker does."""
+
+from collections.abc import Iterable
+
+import promql_parser
+from prometheus_client import CollectorRegistry, Metric
+
+from monitoring.engine import EngineMetrics
+from monitoring.http import HttpMetrics
+from monitoring.queue import QueueCollector
+from monitoring.worker import WorkerMetrics
+from worker.protocol.records import QueueStats, WorkerRecord
+
+MODEL = "tiny"
+SLUG = "tiny-abc123"
+
+
+class StillQueue:
+    """A store in which nothing happens."""
+
+    def queue_stats(self, slug: str) -> QueueStats:
+        return QueueStats(
+            waiting={},
+            oldest_age=0,
+            waiting_cost=0,
+            claimed=0,
+            drain_rate=None,
+            num_ready_workers=0,
+            totals={},
+        )
+
+    def workers(self) -> list[WorkerRecord]:
+        return []
+
+
+def api_registry() -> CollectorRegistry:
+    registry = CollectorRegistry()
+    HttpMetrics(registry)
+    registry.register(QueueCollector(StillQueue(), SLUG, MODEL))
+    return registry
+
+
+def worker_registry() -> CollectorRegistry:
+    registry = CollectorRegistry()
+    EngineMetrics(registry, model=MODEL, max_model_len=2048)
+    WorkerMetrics(registry, model=MODEL)
+    return registry
+
+
+def families() -> list[Metric]:
+    """Of the whole service."""
+    return [*api_registry().collect(), *worker_registry().collect()]
+
+
+def series_names(metrics: Iterable[Metric]) -> set[str]:
+    """The names that a query may use."""
+    names: set[str] = set()
+    for metric in metrics:
+        if metric.type == "counter":
+            names.add(f"{metric.name}_total")
+        elif metric.type == "histogram":
+            names |= {f"{metric.name}_{suffix}" for suffix in ("bucket", "sum", "count")}
+        else:
+            names.add(metric.name)
+    return names
+
+
+def metric_names(expression: str) -> set[str]:
+    """The names that a PromQL expression reads. Raises ValueError for what is no PromQL."""
+    names: set[str] = set()
+
+    def note(node: object) -> None:
+        if isinstance(node, promql_parser.VectorSelector) and node.name:
+            names.add(node.name)
+
+    promql_parser.walk(promql_parser.parse(expression), note)
+    return names

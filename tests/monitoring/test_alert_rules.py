@@ -1,0 +1,50 @@
+"""The alert rules, as far as they can be checked without Prometheus."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.monitoring.exported import families, metric_names, series_names
+
+PROMETHEUS = Path(__file__).parents[2] / "monitoring" / "prometheus"
+GROUPS = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"]
+RULES = [pytest.param(rule, id=rule["alert"]) for group in GROUPS for rule in group["rules"]]
+TESTS = yaml.safe_load((PROMETHEUS / "alerts_test.yml").read_text())
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_reads_only_what_is_exported(rule: Any) -> None:
+    names = metric_names(rule["expr"])
+    assert names
+    assert names <= series_names(families()) | {"up"}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_says_how_bad_what_and_why(rule: Any) -> None:
+    assert rule["labels"]["severity"] in {"critical", "warning", "info"}
+    assert set(rule["annotations"]) == {"summary", "description"}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_is_tested_firing_and_silent(rule: Any) -> None:
+    cases = [
+        case
+        for group in TESTS["tests"]
+        for case in group["alert_rule_test"]
+        if case["alertname"] == rule["alert"]
+    ]
+    outcomes = {bool(case.get("exp_alerts")) for case in cases}
+    assert outcomes == {True, False}
+
+
+def test_scrape_jobs_are_those_that_rules_and_compose_speak_of() -> None:
+    config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
+    jobs = {job["job_name"]: job for job in config["scrape_configs"]}
+    assert {"tokenmill-api", "tokenmill-worker"} <= set(jobs)
+    compose = yaml.safe_load((PROMETHEUS.parents[1] / "docker-compose.yml").read_text())["services"]
+    host, port = jobs["tokenmill-api"]["static_configs"][0]["targets"][0].split(":")
+    assert compose[host]["environment"]["TOKENMILL_PORT"] == port
+    (worker,) = jobs["tokenmill-worker"]["dns_sd_configs"]
+    assert compose[worker["names"][0]]["environment"]["TOKENMILL_METRICS_PORT"] == str(worker["port"])
