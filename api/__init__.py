@@ -1,0 +1,1 @@
+"""HTTP in; HTTP and event streams out."""

@@ -1,0 +1,20 @@
+"""`python -m api`: the API as a process, set up by environment variables."""
+
+import os
+import sys
+
+from api.server import CannotListen, serve
+from api.settings import ApiSettings, SettingError
+
+
+def main() -> int:
+    try:
+        serve(ApiSettings.from_env(os.environ))
+    except (SettingError, CannotListen) as error:
+        print(f"tokenmill api: {error}", file=sys.stderr)  # noqa: T201 - what the user must read
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""What can be decided before a task is queued: the model's name, and what the model card allows.
+
+Law: everything refused here would fail in the worker too, and what only the worker can see is let through.
+Without a card, as before the first worker of a model, nothing is known and all is let through.
+"""
+
+from collections.abc import Iterable
+
+from api.problems import Problem, bad_field, shown
+from api.request_schemas import TaskBody
+from worker.protocol.model_card import ModelCard
+
+
+def check_model(body: TaskBody, served: str) -> None:
+    """Raises `Problem` (404) for another model than the served one."""
+    if body.model is not None and body.model != served:
+        detail = f"model: this service has {served!r}, not {shown(body.model)!r}"
+        raise Problem(404, "model_not_found", detail, param="model")
+
+
+def check_card(body: TaskBody, card: ModelCard) -> None:
+    """Raises `Problem` (400) that names the field and the limit."""
+    if body.messages is not None and not card.has_chat_template:
+        raise bad_field("messages", f"{card.model} has no chat template; send `prompt`", "no_chat_template")
+    if body.prompt_token_ids is not None:
+        _check_ids("prompt_token_ids", body.prompt_token_ids, card)
+        if len(body.prompt_token_ids) > card.max_prompt_tokens:
+            detail = f"{len(body.prompt_token_ids)} tokens; a prompt has at most {card.max_prompt_tokens}"
+            raise bad_field("prompt_token_ids", detail, "context_length_exceeded")
+    _check_ids("stop_token_ids", body.stop_token_ids or (), card)
+
+
+def _check_ids(field: str, token_ids: Iterable[int], card: ModelCard) -> None:
+    largest = max(token_ids, default=0)
+    if largest >= card.vocab_size:
+        raise bad_field(field, f"{_digits(largest)} is not in the vocabulary of {card.vocab_size} tokens")
+
+
+def _digits(number: int) -> str:
+    """A number of any size for a message; Python itself refuses to print very long ones."""
+    return str(number) if number.bit_length() <= 64 else "a number of more than 64 bits"

@@ -1,0 +1,101 @@
+"""The application factory: wires the rooms' parts together. Holds no rule of its own."""
+
+import time
+from typing import NoReturn
+
+from flask import Response, g, request
+from flask_openapi3.models.info import Info
+from flask_openapi3.openapi import OpenAPI
+from prometheus_client import CollectorRegistry
+from pydantic import ValidationError
+
+from api import problems
+from api.follow import Follower
+from api.health import health_routes
+from api.hub import Hub
+from api.json_body import JsonRequest
+from api.presence import Places, Shutdown
+from api.redis_clients import connect, connect_subscriber
+from api.reply_schemas import ProblemView
+from api.settings import ApiSettings
+from api.submission import Submitter
+from api.tasks import TaskServices, task_routes
+from monitoring.http import HttpMetrics
+from monitoring.queue import QueueCollector
+from worker.protocol.store import TaskStore
+
+DOCS_PREFIX = "/docs"
+_TO_SWAGGER = '<meta http-equiv="refresh" content="0; url=swagger"><a href="swagger">The API</a>'
+
+
+class ApiApp(OpenAPI):
+    """Flask with OpenAPI 3.1, whose JSON bodies are checked before a schema sees them."""
+
+    request_class = JsonRequest
+
+
+def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiApp:
+    """The WSGI application. Opens no connection and starts no thread before the first call.
+
+    `shutdown`: set by the server when it wants open streams to end.
+    """
+    client = connect(settings.redis_url)
+    store = TaskStore(client, retention_seconds=settings.retention_seconds)
+    hub = Hub(lambda: connect_subscriber(settings.redis_url), lambda name: client.publish(name, b""))
+    registry = CollectorRegistry()
+    registry.register(QueueCollector(store, settings.slug, settings.public_model))
+    metrics = HttpMetrics(registry)
+    services = TaskServices(
+        settings=settings,
+        store=store,
+        submitter=Submitter(settings, client, store),
+        follower=Follower(hub, store),
+        places=Places(settings.max_streams),
+        metrics=metrics,
+        shutdown=shutdown or Shutdown(),
+    )
+    app = _bare_app(settings)
+    problems.install(app)
+    _observe(app, metrics)
+    app.register_api(task_routes(services))
+    app.register_api(health_routes(settings, store, registry))
+    app.extensions["hub"] = hub
+    return app
+
+
+def _bare_app(settings: ApiSettings) -> ApiApp:
+    app = ApiApp(
+        __name__,
+        info=Info(title="Tokenmill", version="1", description=_DESCRIPTION),
+        # Left out, it would be written as null, which is no valid OpenAPI.
+        security_schemes={},
+        # Every operation describes its errors as `default`, so that no separate one is added for bodies.
+        validation_error_status="default",
+        validation_error_model=ProblemView,
+        validation_error_callback=_refuse,
+        doc_prefix=DOCS_PREFIX,
+        static_folder=None,
+    )
+    app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
+    app.config["OPENAPI_HTML_STRING"] = _TO_SWAGGER
+    return app
+
+
+def _refuse(error: ValidationError) -> NoReturn:
+    raise problems.from_validation(error) from error
+
+
+def _observe(app: ApiApp, metrics: HttpMetrics) -> None:
+    @app.before_request
+    def start() -> None:
+        g.started = time.monotonic()
+
+    @app.after_request
+    def count(response: Response) -> Response:
+        route = request.url_rule.rule if request.url_rule else None
+        seconds = time.monotonic() - g.get("started", time.monotonic())
+        metrics.observe(route, request.method, response.status_code, seconds)
+        return response
+
+
+_DESCRIPTION = "Submit requests for text, then poll them or follow their tokens."

@@ -1,0 +1,186 @@
+"""What comes in, as OpenAPI shows it: bodies, headers, queries.
+
+Law: strict types (true is not 1, "5" is not 5), and a name that is not here is refused by name. An optional
+field that is null counts as not given. The ranges are those of the engine's sampling parameters.
+"""
+
+import json
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+
+from worker.protocol import naming
+
+INPUTS = ("prompt", "messages", "prompt_token_ids")
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_MESSAGES = 10_000
+MAX_METADATA_BYTES = 16 * 1024
+MAX_WAIT_SECONDS = 60.0
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+# `fail_fast`: a list of a million wrong items is one error, not a million.
+TokenId = Annotated[int, Field(ge=0)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Stops = Annotated[
+    list[StopString],
+    Field(max_length=MAX_STOPS, fail_fast=True),
+    BeforeValidator(_as_list),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS},
+                {"type": "array", "maxItems": MAX_STOPS, "items": {"type": "string", "minLength": 1}},
+            ]
+        }
+    ),
+]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class Message(_Strict):
+    """One turn of a chat."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class TaskBody(_Strict):
+    """A request for text. Give exactly one of `prompt`, `messages` and `prompt_token_ids`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "messages": [{"role": "user", "content": "What is the capital of France?"}],
+                "max_tokens": 32,
+                "temperature": 0,
+            }
+        },
+    )
+
+    prompt: Annotated[str, Field(min_length=1)] | None = Field(None, description="Text to go on from.")
+    messages: (
+        Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None
+    ) = Field(None, description="A chat, written out by the model's own template.")
+    prompt_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = Field(
+        None, description="The prompt as the model's token ids, taken as they are."
+    )
+    max_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="At most so many output tokens; null: up to the model's length."
+    )
+    temperature: Annotated[float, Field(ge=0)] | None = Field(None, description="0 is greedy; null: 1.")
+    top_k: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="So many of the likeliest tokens are kept; 0 and null: all."
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="The likeliest tokens that reach this share of probability are kept; null: 1."
+    )
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="Tokens below this share of the likeliest's probability are dropped; null: 0."
+    )
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = Field(
+        None, description="One seed gives one text; null: a random one."
+    )
+    stop: Stops | None = Field(
+        None, description=f"A string, or up to {MAX_STOPS}, that end the text and are cut from it."
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = (
+        Field(None, description="Token ids that end the text.")
+    )
+    ignore_eos: bool | None = Field(None, description="The model's own end is not an end.")
+    model: str | None = Field(None, description="The model's public name; null: the one that is served.")
+    priority: Annotated[int, Field(ge=naming.PRIORITIES[0], le=naming.PRIORITIES[-1])] | None = Field(
+        None, description=f"Lower goes first; null: {naming.DEFAULT_PRIORITY}."
+    )
+    metadata: dict[str, Any] | None = Field(
+        None, description=f"Given back with the task; at most {MAX_METADATA_BYTES} bytes of JSON."
+    )
+
+    @field_validator("metadata")
+    @classmethod
+    def _small(cls, metadata: dict[str, Any] | None) -> dict[str, Any] | None:
+        if len(json.dumps(metadata, ensure_ascii=False).encode()) > MAX_METADATA_BYTES:
+            raise ValueError(f"must be at most {MAX_METADATA_BYTES} bytes of JSON")
+        return metadata
+
+    @model_validator(mode="after")
+    def _one_input(self) -> "TaskBody":
+        given = [name for name in INPUTS if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise ValueError(f"give exactly one of prompt, messages and prompt_token_ids, not {found}")
+        return self
+
+
+class _Parameters(BaseModel):
+    """Headers or a query. Their schemas are kept: the framework asks for them again with every call."""
+
+    @classmethod
+    def model_json_schema(cls, *args: Any, **options: Any) -> dict[str, Any]:
+        return super().model_json_schema(*args, **options) if args or options else _schema_of(cls)
+
+
+@cache
+def _schema_of(parameters: type[_Parameters]) -> dict[str, Any]:
+    return super(_Parameters, parameters).model_json_schema()
+
+
+class SubmitHeaders(_Parameters):
+    """Headers of a submission."""
+
+    idempotency_key: str | None = Field(
+        None,
+        alias="Idempotency-Key",
+        description="One key, one task: the same body again gives the same task, another body 422.",
+    )
+    prefer: str | None = Field(
+        None, alias="Prefer", description=f"`wait=n` waits up to n (at most {MAX_WAIT_SECONDS:.0f}) seconds."
+    )
+
+
+class TaskPath(BaseModel):
+    """The task that a URL names."""
+
+    task_id: str = Field(description="32 hex digits, as the submission gave them.")
+
+
+class WaitQuery(_Parameters):
+    """How long a poll may wait."""
+
+    wait: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description=f"Answer when it ends, or after so many seconds (at most {MAX_WAIT_SECONDS:.0f}).",
+    )
+
+
+class EventsQuery(_Parameters):
+    """Where a stream begins."""
+
+    after: int | None = Field(None, ge=-1, description="Begin behind this `seq`; -1 and none: at the start.")
+
+
+class EventsHeaders(_Parameters):
+    """What a reconnecting event source sends."""
+
+    last_event_id: str | None = Field(
+        None, alias="Last-Event-ID", description="The last `seq` that was received; goes before `after`."
+    )

@@ -1,0 +1,124 @@
+"""The API's settings, from environment variables of the same names.
+
+Law: a value that cannot be used is an error that names its variable, before anything starts.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from worker.protocol import naming
+
+Number = TypeVar("Number", int, float)
+
+
+class SettingError(ValueError):
+    """An environment variable holds a value that cannot be used."""
+
+    def __init__(self, variable: str, text: str, wanted: str) -> None:
+        super().__init__(f"{variable} must be {wanted}, not {text!r}")
+        self.variable = variable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiSettings:
+    """What one API process needs to know.
+
+    `model`, `served_model_name`: what the worker loads, and the public name ("" takes it from `model`).
+    `max_waiting_tasks`: submissions beyond so many waiting tasks are refused; 0 means no limit.
+    `http_threads`: calls answered at once. `max_streams`: of these, event streams and waiting polls; fewer,
+    so that short calls always find a thread. Seconds: `retention_seconds` an ended task is kept,
+    `max_task_seconds` a task may wait for a worker, `heartbeat_seconds` between comments on a silent
+    stream, `http_grace_seconds` for open calls to end when the server stops.
+    """
+
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    model: str = naming.DEFAULT_MODEL
+    served_model_name: str = ""
+    retention_seconds: float = 3600.0
+    max_task_seconds: float = 86400.0
+    max_waiting_tasks: int = 10_000
+    max_body_bytes: int = 2 * 1024 * 1024
+    http_threads: int = 256
+    max_streams: int = 224
+    heartbeat_seconds: float = 10.0
+    http_grace_seconds: float = 10.0
+
+    @property
+    def public_model(self) -> str:
+        return naming.served_model_name(self.model, self.served_model_name)
+
+    @property
+    def slug(self) -> str:
+        return naming.model_slug(self.public_model)
+
+    @property
+    def waiting_limit(self) -> int | None:
+        return self.max_waiting_tasks or None
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> "ApiSettings":
+        """An unset or empty variable leaves the default. Raises `SettingError`."""
+        read = _Reader(environ)
+        default = cls()
+        settings = cls(
+            redis_url=read.text("REDIS_URL", default.redis_url),
+            host=read.text("TOKENMILL_HOST", default.host),
+            port=read.whole("TOKENMILL_PORT", default.port, least=0, most=65535),
+            model=read.text("TOKENMILL_MODEL", default.model),
+            served_model_name=read.text("TOKENMILL_SERVED_MODEL_NAME", ""),
+            retention_seconds=read.seconds("TOKENMILL_RETENTION_SECONDS", default.retention_seconds),
+            max_task_seconds=read.seconds("TOKENMILL_MAX_TASK_SECONDS", default.max_task_seconds),
+            max_waiting_tasks=read.whole("TOKENMILL_MAX_WAITING_TASKS", default.max_waiting_tasks, least=0),
+            max_body_bytes=read.whole("TOKENMILL_MAX_BODY_BYTES", default.max_body_bytes, least=1024),
+            http_threads=read.whole("TOKENMILL_HTTP_THREADS", default.http_threads, least=2),
+            max_streams=read.whole("TOKENMILL_MAX_STREAMS", default.max_streams, least=1),
+            heartbeat_seconds=read.seconds("TOKENMILL_HEARTBEAT_SECONDS", default.heartbeat_seconds),
+            http_grace_seconds=read.seconds("TOKENMILL_HTTP_GRACE_SECONDS", default.http_grace_seconds),
+        )
+        if settings.max_streams >= settings.http_threads:
+            raise SettingError(
+                "TOKENMILL_MAX_STREAMS",
+                str(settings.max_streams),
+                f"below TOKENMILL_HTTP_THREADS ({settings.http_threads}), which also answer short calls",
+            )
+        return settings
+
+
+class _Reader:
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+
+    def text(self, variable: str, default: str) -> str:
+        return self._environ.get(variable, "").strip() or default
+
+    def whole(self, variable: str, default: int, *, least: int, most: int | None = None) -> int:
+        wanted = f"a whole number, {least} or more" if most is None else f"a whole number, {least} to {most}"
+        return self._number(variable, default, int, wanted, least, math.inf if most is None else most)
+
+    def seconds(self, variable: str, default: float) -> float:
+        return self._number(variable, default, float, "seconds, at least 0.1", 0.1, 1e9)
+
+    def _number(
+        self,
+        variable: str,
+        default: Number,
+        kind: Callable[[str], Number],
+        wanted: str,
+        least: float,
+        most: float,
+    ) -> Number:
+        text = self.text(variable, "")
+        if not text:
+            return default
+        try:
+            value = kind(text)
+        except ValueError:
+            raise SettingError(variable, text, wanted) from None
+        # Written so that NaN, which compares false with everything, is refused too.
+        if not least <= value <= most:
+            raise SettingError(variable, text, wanted)
+        return value

@@ -1,0 +1,156 @@
+"""A validated body becomes a request, the request an RQ job, the job one atomic submission.
+
+Law: nothing is left in Redis of a submission that was refused. Imports of RQ only what forms a job.
+"""
+
+import hashlib
+import json
+import re
+import secrets
+from typing import Any
+
+import redis
+from rq.job import Job, JobStatus
+from rq.serializers import JSONSerializer
+from rq.utils import now
+
+from api.admission import check_card, check_model
+from api.problems import Problem, bad_field
+from api.request_schemas import TaskBody
+from api.settings import ApiSettings
+from worker.protocol import naming
+from worker.protocol.messages import JOB_FUNCTION, GenerateRequest
+from worker.protocol.model_card import ModelCard
+from worker.protocol.records import IdempotencyConflict, QueueFull, Submission, Submitted
+from worker.protocol.store import TaskStore
+
+SAMPLING = (
+    "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
+)  # fmt: skip
+BYTES_PER_TOKEN = 4
+OUTPUT_GUESS = 256
+"""Tokens that a task is taken to need where it names no `max_tokens`."""
+COST_CEILING = 2**31
+QUEUE_FULL_SECONDS = 10
+"""Retry-After of a full queue whose rate nobody knows."""
+MAX_KEY_CHARACTERS = 255
+NO_TIMEOUT = -1
+"""RQ's word for it: how long a task may run is not RQ's to decide."""
+_KEY = re.compile(r"[\x20-\x7e]+")
+
+
+class Submitter:
+    """Takes tasks for the one model of this service."""
+
+    def __init__(self, settings: ApiSettings, client: redis.Redis, store: TaskStore) -> None:
+        self._settings = settings
+        self._client = client
+        self._store = store
+
+    def submit(self, body: TaskBody, idempotency_key: str | None) -> Submitted:
+        """Queue a task. Raises `Problem`: 400, 404, 422 or 429."""
+        key = None if idempotency_key is None else parse_key(idempotency_key)
+        check_model(body, self._settings.public_model)
+        card = self._store.model_card(self._settings.slug)
+        if card is not None:
+            check_card(body, card)
+        try:
+            return self._store.submit(self._submission(body, key, card))
+        except QueueFull as full:
+            raise self._queue_full(full) from full
+        except IdempotencyConflict:
+            detail = "this Idempotency-Key was used with another body; take a new key"
+            raise Problem(422, "idempotency_key_reused", detail, param="Idempotency-Key") from None
+
+    def _submission(self, body: TaskBody, key: str | None, card: ModelCard | None) -> Submission:
+        settings = self._settings
+        request = to_request(body, naming.new_task_id(), settings.public_model)
+        queue = naming.queue_name(settings.slug, request.priority, naming.DEFAULT_TENANT)
+        return Submission(
+            task_id=request.id,
+            queue=queue,
+            slug=settings.slug,
+            model=request.model,
+            priority=request.priority,
+            tenant=naming.DEFAULT_TENANT,
+            job_fields=self._job_fields(request, queue),
+            cost=estimate_cost(body, card),
+            metadata=json.dumps(body.metadata, ensure_ascii=False),
+            idempotency_key=key,
+            body_digest=body_digest(body),
+            max_waiting=settings.waiting_limit,
+        )
+
+    def _job_fields(self, request: GenerateRequest, queue: str) -> dict[str, Any]:
+        """What RQ would write, so that its tools show the task."""
+        lifetime = round(self._settings.retention_seconds)
+        job = Job.create(
+            JOB_FUNCTION,
+            args=(request.to_payload(),),
+            connection=self._client,
+            serializer=JSONSerializer,
+            id=request.id,
+            origin=queue,
+            status=JobStatus.QUEUED,
+            # RQ's own description would repeat the prompt in logs and dashboards.
+            description="generate",
+            timeout=NO_TIMEOUT,
+            result_ttl=lifetime,
+            failure_ttl=lifetime,
+        )
+        job.enqueued_at = now()
+        return job.to_dict()
+
+    def _queue_full(self, full: QueueFull) -> Problem:
+        stats = self._store.queue_stats(self._settings.slug)
+        # One task's share of the waiting work is done in this time, and then there is room for one.
+        drained = stats.waiting_cost / max(full.depth, 1) / stats.drain_rate if stats.drain_rate else None
+        return Problem(
+            429,
+            "queue_full",
+            f"{full.depth} tasks wait already, the limit is {full.limit}; try again later",
+            retry_after=QUEUE_FULL_SECONDS if drained is None else drained,
+            members={"depth": full.depth, "limit": full.limit},
+        )
+
+
+def to_request(body: TaskBody, task_id: str, model: str) -> GenerateRequest:
+    """What the worker gets: the body's own values, a seed, and no defaults."""
+    sampling = {name: getattr(body, name) for name in SAMPLING if getattr(body, name) is not None}
+    sampling.setdefault("seed", secrets.randbits(63))
+    return GenerateRequest(
+        id=task_id,
+        model=model,
+        prompt=body.prompt,
+        messages=None if body.messages is None else tuple(turn.model_dump() for turn in body.messages),
+        prompt_token_ids=None if body.prompt_token_ids is None else tuple(body.prompt_token_ids),
+        sampling=sampling,
+        priority=naming.DEFAULT_PRIORITY if body.priority is None else body.priority,
+    )
+
+
+def body_digest(body: TaskBody) -> str:
+    """Tells bodies apart by what they say, not by spelling, order or null fields; before any default."""
+    values = body.model_dump(exclude_none=True)
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def estimate_cost(body: TaskBody, card: ModelCard | None) -> int:
+    """Prompt and output in tokens, as far as they can be told without a tokenizer."""
+    if body.prompt_token_ids is not None:
+        prompt = len(body.prompt_token_ids)
+    else:
+        text = body.prompt or "".join(turn.content for turn in body.messages or ())
+        prompt = len(text.encode()) // BYTES_PER_TOKEN + 1
+    cost = prompt + (body.max_tokens or OUTPUT_GUESS)
+    return min(cost, card.max_model_len if card else COST_CEILING)
+
+
+def parse_key(header: str) -> str:
+    """An Idempotency-Key, quoted as the draft standard has it or bare. Raises `Problem` (400)."""
+    key = header.strip()
+    if len(key) >= 2 and key[0] == key[-1] == '"':
+        key = key[1:-1].replace('\\"', '"').replace("\\\\", "\\")
+    if len(key) > MAX_KEY_CHARACTERS or not _KEY.fullmatch(key):
+        raise bad_field("Idempotency-Key", f"must be 1 to {MAX_KEY_CHARACTERS} printable ASCII characters")
+    return key

@@ -1,0 +1,227 @@
+"""The routes of tasks: submit, poll, follow, cancel.
+
+Law: a reply is written from one consistent snapshot. Nothing here waits without a place among the waiting,
+a limit in time, and an eye on whether the client is still there.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+
+from flask import Response, request
+from flask_openapi3.blueprint import APIBlueprint
+from flask_openapi3.models.tag import Tag
+
+from api import events
+from api.follow import Follower
+from api.presence import Places, Shutdown, client_is_gone
+from api.problems import Problem, bad_field, retry_seconds
+from api.reply_schemas import PROBLEM_REPLY, Task
+from api.request_schemas import (
+    MAX_WAIT_SECONDS,
+    EventsHeaders,
+    EventsQuery,
+    SubmitHeaders,
+    TaskBody,
+    TaskPath,
+    WaitQuery,
+)
+from api.settings import ApiSettings
+from api.submission import Submitter
+from api.task_view import TERMINAL, eta_seconds, task_url, view
+from monitoring.http import HttpMetrics
+from worker.protocol import naming
+from worker.protocol.messages import Event
+from worker.protocol.store import TaskSnapshot, TaskStore
+
+POLL_SECONDS = 1
+LONGEST_POLL_SECONDS = 10
+"""A task that waits long need not be asked for each second, but its start should be seen."""
+BUSY_SECONDS = 5
+_TAG = Tag(name="Tasks", description="Requests for text: submit, then poll or follow.")
+_WAIT = re.compile(r"(?:^|[,;])\s*wait\s*=\s*(\d{1,6})\s*(?:$|[,;])", re.IGNORECASE)
+_STREAM: dict[str | int | HTTPStatus, Any] = {
+    HTTPStatus.OK: {
+        "description": "The events, replayed and then live.",
+        "content": {"text/event-stream": {}},
+    },
+    HTTPStatus.NO_CONTENT: {"description": "The task has ended, and nothing is behind the given place."},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskServices:
+    """What the routes work with."""
+
+    settings: ApiSettings
+    store: TaskStore
+    submitter: Submitter
+    follower: Follower
+    places: Places
+    metrics: HttpMetrics
+    shutdown: Shutdown
+
+
+def task_routes(services: TaskServices) -> APIBlueprint:
+    """The blueprint of `/v1/tasks`."""
+    calls = _Calls(services)
+    routes = APIBlueprint(
+        "tasks", __name__, url_prefix="/v1/tasks", abp_tags=[_TAG], abp_responses={"default": PROBLEM_REPLY}
+    )
+
+    @routes.post("", summary="Submit a task", responses={HTTPStatus.ACCEPTED: Task, HTTPStatus.OK: Task})
+    def submit(header: SubmitHeaders, body: TaskBody) -> Response:
+        """Accepted (202) also while no worker is up. With `Prefer: wait=n`: 200 if it ended in that time."""
+        return calls.submit(header, body)
+
+    @routes.get("/<task_id>", summary="Look at a task", responses={HTTPStatus.OK: Task})
+    def poll(path: TaskPath, query: WaitQuery) -> Response:
+        """What there is of it so far. 404: never heard of; 410: it ended too long ago."""
+        return calls.poll(path.task_id, query.wait)
+
+    @routes.get("/<task_id>/events", summary="Follow a task", responses=_STREAM)
+    def follow(path: TaskPath, query: EventsQuery, header: EventsHeaders) -> Response:
+        """Server-sent events: `token`, `end`, and last one `finished`; the `id` is the event's `seq`."""
+        return calls.follow(path.task_id, _after(query, header))
+
+    @routes.post("/<task_id>/cancel", summary="Cancel a task", responses={HTTPStatus.OK: Task})
+    def cancel(path: TaskPath) -> Response:
+        """Ends it where it stands. A task that has ended already is left as it was."""
+        return calls.cancel(path.task_id)
+
+    @routes.delete("/<task_id>", summary="Cancel a task", responses={HTTPStatus.OK: Task})
+    def delete(path: TaskPath) -> Response:
+        """The same as cancel: what was generated can still be read until it expires."""
+        return calls.cancel(path.task_id)
+
+    return routes
+
+
+class _Calls:
+    """What the routes do, one method for each."""
+
+    def __init__(self, services: TaskServices) -> None:
+        self._services = services
+
+    def submit(self, header: SubmitHeaders, body: TaskBody) -> Response:
+        submitted = self._services.submitter.submit(body, header.idempotency_key)
+        seconds = preferred_wait(header.prefer)
+        snapshot = self._wait(self._snapshot(submitted.task_id), seconds)
+        finished = seconds > 0 and snapshot.status in TERMINAL
+        response = _reply(snapshot, HTTPStatus.OK if finished else HTTPStatus.ACCEPTED)
+        response.headers["Location"] = task_url(submitted.task_id)
+        if finished:
+            response.headers["Preference-Applied"] = f"wait={seconds:.0f}"
+        if submitted.replayed:
+            response.headers["Idempotent-Replayed"] = "true"
+        return response
+
+    def poll(self, task_id: str, seconds: float) -> Response:
+        return _reply(self._wait(self._snapshot(task_id), min(seconds, MAX_WAIT_SECONDS)))
+
+    def cancel(self, task_id: str) -> Response:
+        if naming.TASK_ID.fullmatch(task_id):
+            self._services.store.cancel(task_id)
+        return _reply(self._snapshot(task_id))
+
+    def follow(self, task_id: str, after: int) -> Response:
+        snapshot = self._snapshot(task_id)
+        if snapshot.status in TERMINAL:
+            past = self._services.store.read_log(task_id, after)
+            # 204 is how a server tells an event source not to come again.
+            return _stream_reply([events.frames(past)]) if past else Response(status=HTTPStatus.NO_CONTENT)
+        if request.method == "HEAD":
+            # Its body is never begun, so nothing would ever give the place back.
+            return _stream_reply([])
+        return self._live(task_id, after)
+
+    def _live(self, task_id: str, after: int) -> Response:
+        services = self._services
+        with ExitStack() as stack:
+            if not stack.enter_context(services.places.take()):
+                detail = "as many streams are open as this process may have; try again, or poll"
+                raise Problem(503, "too_many_streams", detail, retry_after=BUSY_SECONDS)
+            services.metrics.stream_opened()
+            stack.callback(services.metrics.stream_closed)
+            batches = services.follower.batches(task_id, after, stop=self._stop())
+            response = _stream_reply(_frames(batches, services.settings.heartbeat_seconds, services.shutdown))
+            # Not in the generator: one that is never started runs no clean-up.
+            response.call_on_close(stack.pop_all().close)
+        return response
+
+    def _wait(self, snapshot: TaskSnapshot, seconds: float) -> TaskSnapshot:
+        """The task when it has ended, or as it is in `seconds`; at once if all places are taken."""
+        if seconds <= 0 or snapshot.status in TERMINAL:
+            return snapshot
+        services = self._services
+        with services.places.take() as taken:
+            if not taken:
+                return snapshot
+            services.follower.wait_for_end(
+                snapshot.task_id, len(snapshot.entries) - 1, seconds, stop=self._stop()
+            )
+        return self._snapshot(snapshot.task_id)
+
+    def _stop(self) -> Callable[[], bool]:
+        gone = partial(client_is_gone, request.environ)
+        return lambda: self._services.shutdown.requested or gone()
+
+    def _snapshot(self, task_id: str) -> TaskSnapshot:
+        """Raises `Problem`: 404 or 410."""
+        known = naming.TASK_ID.fullmatch(task_id)
+        snapshot = self._services.store.inspect(task_id) if known else None
+        if snapshot is not None:
+            return snapshot
+        if known and naming.task_id_time(task_id) < time.time() - self._services.settings.retention_seconds:
+            raise Problem(410, "task_expired", "this task ended too long ago; it is no longer kept")
+        raise Problem(404, "task_not_found", "there is no such task", param="task_id")
+
+
+def preferred_wait(prefer: str | None) -> float:
+    """The seconds of `Prefer: wait=n` (RFC 7240), at most what is allowed; anything else is ignored."""
+    found = _WAIT.search(prefer or "")
+    return min(float(found[1]), MAX_WAIT_SECONDS) if found else 0.0
+
+
+def _after(query: EventsQuery, header: EventsHeaders) -> int:
+    """Where the client stopped. A source that reconnects repeats its URL, so the header is the newer one."""
+    last = header.last_event_id
+    if not last:
+        return -1 if query.after is None else query.after
+    if not re.fullmatch(r"-1|[0-9]{1,18}", last):
+        raise bad_field("Last-Event-ID", "must be the `id` of an event of this stream")
+    return int(last)
+
+
+def _frames(batches: Iterator[list[Event]], heartbeat: float, shutdown: Shutdown) -> Iterator[bytes]:
+    yield events.RETRY
+    last_sent = time.monotonic()
+    for batch in batches:
+        if batch:
+            yield events.frames(batch)
+        elif time.monotonic() - last_sent >= heartbeat:
+            yield events.HEARTBEAT
+        else:
+            continue
+        last_sent = time.monotonic()
+    if shutdown.requested:
+        yield events.GOODBYE
+
+
+def _stream_reply(chunks: Iterator[bytes] | list[bytes]) -> Response:
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return Response(chunks, content_type="text/event-stream; charset=utf-8", headers=headers)
+
+
+def _reply(snapshot: TaskSnapshot, status: HTTPStatus = HTTPStatus.OK) -> Response:
+    response = Response(view(snapshot).model_dump_json(), status, content_type="application/json")
+    response.headers["Cache-Control"] = "no-store"
+    if snapshot.status not in TERMINAL:
+        pause = min(eta_seconds(snapshot) or POLL_SECONDS, LONGEST_POLL_SECONDS)
+        response.headers["Retry-After"] = str(retry_seconds(pause))
+    return response

@@ -1,0 +1,152 @@
+"""The API on a real Redis, and a stand-in for the worker that calls the store as a worker does."""
+
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+import redis
+from flask.testing import FlaskClient
+
+from api.app import ApiApp, create_app
+from api.settings import ApiSettings
+from worker.protocol.messages import LogEntry, TaskError, Usage
+from worker.protocol.model_card import ModelCard
+from worker.protocol.store import Claimed, Settlement, TaskStore, WorkerRecord, Write
+
+CARD = ModelCard(
+    model="SmolLM2-135M-Instruct",
+    vocab_size=1000,
+    max_model_len=100,
+    max_prompt_tokens=80,
+    has_chat_template=True,
+    fingerprint="f",
+)
+
+
+class HandWorker:
+    """Does to a claimed task what a worker does, one word at a time."""
+
+    def __init__(self, store: TaskStore, slug: str) -> None:
+        self.store = store
+        self.slug = slug
+        self.owned: dict[str, Claimed] = {}
+        self.lengths: dict[str, int] = {}
+
+    def claim(self, max_tasks: int = 1) -> list[str]:
+        claimed = self.store.claim(self.slug, worker="hand", max_tasks=max_tasks, lease_seconds=60)
+        for task in claimed:
+            self.owned[task.task_id] = task
+            self.lengths[task.task_id] = len(task.entries)
+        return [task.task_id for task in claimed]
+
+    def start(self, task_id: str, prompt_tokens: int = 3) -> None:
+        facts = {"scheduled": "1", "prompt_tokens": str(prompt_tokens)}
+        self.store.publish([self._write(task_id, facts=facts)])
+
+    def say(self, task_id: str, *words: str) -> None:
+        first = self.lengths[task_id]
+        entries = tuple(LogEntry.of_token(first + i, word) for i, word in enumerate(words))
+        self.store.publish([self._write(task_id, entries=entries)])
+        self.lengths[task_id] += len(words)
+
+    def finish(self, task_id: str, reason: str = "stop", error: TaskError | None = None) -> None:
+        done = self.lengths[task_id]
+        end = LogEntry.of_end("", reason, usage=Usage(prompt_tokens=3, completion_tokens=done), error=error)
+        settlement = Settlement(
+            status="failed" if error or reason == "timeout" else "completed",
+            reason=reason,
+            result="{}",
+            prompt_tokens=3,
+            completion_tokens=done,
+        )
+        self.store.publish([self._write(task_id, entries=(end,), settlement=settlement)])
+        self.lengths[task_id] += 1
+
+    def run(self, *words: str) -> str:
+        """Claim the next task, say the words and finish it."""
+        (task_id,) = self.claim()
+        self.start(task_id)
+        self.say(task_id, *words)
+        self.finish(task_id)
+        return task_id
+
+    def report(self, state: str = "ready", detail: str = "") -> None:
+        record = WorkerRecord(
+            name="hand", model="m", slug=self.slug, state=state, detail=detail, started_at=1.0
+        )
+        self.store.put_worker(record, ttl_seconds=60)
+
+    def _write(self, task_id: str, **parts: object) -> Write:
+        claimed = self.owned[task_id]
+        return Write(task_id=task_id, owner=claimed.owner, first_seq=self.lengths[task_id], **parts)
+
+
+@pytest.fixture(autouse=True)
+def watchdog() -> Iterator[None]:
+    """A test that waits for what never comes fails, after a time that no busy machine needs."""
+
+    def bark(number: int, frame: object) -> None:
+        raise TimeoutError("the test waited two minutes in vain")
+
+    before = signal.signal(signal.SIGALRM, bark)
+    signal.alarm(120)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def settings(redis_url: str) -> ApiSettings:
+    return ApiSettings(redis_url=redis_url)
+
+
+@pytest.fixture
+def make_app() -> Iterator[Callable[[ApiSettings], ApiApp]]:
+    """The factory; what it made is closed at the end."""
+    apps: list[ApiApp] = []
+
+    def make(settings: ApiSettings) -> ApiApp:
+        apps.append(create_app(settings))
+        return apps[-1]
+
+    yield make
+    for app in apps:
+        app.extensions["hub"].close()
+
+
+@pytest.fixture
+def app(settings: ApiSettings, make_app: Callable[[ApiSettings], ApiApp]) -> ApiApp:
+    return make_app(settings)
+
+
+@pytest.fixture
+def client(app: ApiApp) -> FlaskClient:
+    return app.test_client()
+
+
+@pytest.fixture
+def store(redis_client: redis.Redis) -> TaskStore:
+    return TaskStore(redis_client)
+
+
+@pytest.fixture
+def worker(store: TaskStore, settings: ApiSettings) -> HandWorker:
+    return HandWorker(store, settings.slug)
+
+
+@pytest.fixture
+def card(store: TaskStore, settings: ApiSettings) -> ModelCard:
+    store.put_model_card(settings.slug, CARD)
+    return CARD
+
+
+@pytest.fixture
+def submit(client: FlaskClient):
+    """Submit a task; gives its id."""
+
+    def post(**fields: object) -> str:
+        reply = client.post("/v1/tasks", json={"prompt": "hello", **fields})
+        assert reply.status_code == 202, reply.text
+        return reply.json["id"]
+
+    return post

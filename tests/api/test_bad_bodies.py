@@ -1,0 +1,295 @@
+"""Every bad body is refused: 4xx, valid JSON, the field named, fast, and nothing left in Redis."""
+
+import json
+import math
+import zlib
+from dataclasses import replace
+
+import pytest
+
+from api.app import create_app
+from api.settings import ApiSettings
+
+GOOD = {"prompt": "hello", "max_tokens": 4}
+SURROGATE = b'"\\ud83d"'
+
+
+@pytest.fixture(scope="module")
+def client(redis_server):
+    """One application for all of these: whatever came before, the next call is answered."""
+    return create_app(ApiSettings(redis_url=redis_server.url)).test_client()
+
+
+def check_refused(client, redis_client, reply, status, param=None):
+    assert reply.status_code == status, reply.text
+    assert reply.content_type == "application/problem+json"
+    # Python reads NaN as a number, other clients do not: a refusal must not repeat it.
+    problem = json.loads(reply.data, parse_constant=pytest.fail)
+    assert problem["status"] == status
+    assert problem["title"]
+    assert problem["detail"] == problem["error"]["message"]
+    assert problem["error"]["type"] == "invalid_request_error"
+    assert problem["error"]["code"]
+    if param is not None:
+        assert problem["error"]["param"] == param
+        assert param in problem["detail"]
+    assert reply.headers["X-Request-ID"] == problem["request_id"]
+    assert not [key for key in redis_client.keys("*") if b"idem" in key or b"job" in key or b"queue" in key]
+    assert client.post("/v1/tasks", json=GOOD).status_code == 202
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        # vllm#19862: a null max_tokens was a 500; here it means "up to the limit", the others are refused.
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", True),
+        ("max_tokens", "5"),
+        ("max_tokens", 1.5),
+        ("max_tokens", [5]),
+        # vllm#1623: a value out of range killed the engine.
+        ("temperature", -0.1),
+        ("temperature", True),
+        ("temperature", "hot"),
+        ("temperature", 10**400),
+        ("top_p", 0),
+        ("top_p", -1),
+        ("top_p", 1.01),
+        ("top_k", -1),
+        ("top_k", True),
+        ("top_k", 2.0),
+        ("min_p", -0.5),
+        ("min_p", 2),
+        ("seed", 2**64),
+        ("seed", -(2**63) - 1),
+        ("seed", 1.0),
+        ("stop", ""),
+        ("stop", 5),
+        ("stop", {"a": 1}),
+        ("stop", ["x"] * 17),
+        ("ignore_eos", 1),
+        ("ignore_eos", "true"),
+        # vllm#54195: an id outside the vocabulary wrote into another row.
+        ("stop_token_ids", [1.5]),
+        ("stop_token_ids", 7),
+        ("priority", 5),
+        ("priority", -1),
+        ("priority", True),
+        ("model", 5),
+        ("metadata", [1]),
+        ("metadata", "text"),
+        ("metadata", {"text": "x" * 20_000}),
+        # The fields of later versions and of other services are not silently ignored.
+        ("n", 2),
+        ("logit_bias", {"x": 1}),
+        ("max_new_tokens", 4),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_bad_value_is_refused_by_name(client, redis_client, field, value):
+    reply = client.post("/v1/tasks", json={**GOOD, field: value})
+    check_refused(client, redis_client, reply, 400)
+    assert reply.json["error"]["param"] in (field, f"{field}.0")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        # vllm#7283, llama.cpp#5246: an empty prompt hung the next request.
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [""]}, "prompt"),
+        ({"prompt": ["ok", ""]}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"messages": []}, "messages"),
+        ({"messages": {}}, "messages"),
+        ({"messages": ["hi"]}, "messages.0"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages.0.name"),
+        # vllm#26797, llama.cpp#12178: a prompt of token ids that are none.
+        ({"prompt_token_ids": []}, "prompt_token_ids"),
+        ({"prompt_token_ids": [-1]}, "prompt_token_ids.0"),
+        ({"prompt_token_ids": [1.5]}, "prompt_token_ids.0"),
+        ({"prompt_token_ids": [1, True]}, "prompt_token_ids.1"),
+        ({"prompt_token_ids": [[1], [999999]]}, "prompt_token_ids.0"),
+        ({"prompt_token_ids": "123"}, "prompt_token_ids"),
+        ({"prompt": "x", "stop": ["a", ""]}, "stop.1"),
+        ({"prompt": "x", "stop": ["a", 5]}, "stop.1"),
+        ({"prompt": "x", "stop_token_ids": [-1]}, "stop_token_ids.0"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_bad_input_is_refused_by_name(client, redis_client, body, param):
+    check_refused(client, redis_client, client.post("/v1/tasks", json=body), 400, param)
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"max_tokens": 4}, {"prompt": None}, {"prompt": "x", "prompt_token_ids": [1]}]
+)
+def test_there_is_exactly_one_input(client, redis_client, body):
+    """vllm#7283: a missing prompt."""
+    reply = client.post("/v1/tasks", json=body)
+    check_refused(client, redis_client, reply, 400)
+    assert "exactly one of prompt, messages and prompt_token_ids" in reply.json["detail"]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "max_tokens", "metadata"])
+def test_a_number_that_is_not_finite_is_refused(client, redis_client, number, field):
+    """vllm PR45116, sglang PR28153: Python's JSON reads NaN, and every comparison with it is false."""
+    value = f'{{"deep": [{number}]}}' if field == "metadata" else number
+    body = f'{{"prompt": "x", "{field}": {value}}}'
+    reply = client.post("/v1/tasks", data=body, content_type="application/json")
+    check_refused(client, redis_client, reply, 400)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"null", b"[]", b"3", b'"{\\"prompt\\": \\"x\\"}"', b"true", b"{} {}", b"{'prompt': 'x'}",
+        b'{"prompt": "x", "prompt": "y"}', b"\xff\xfe", b'{"prompt": "\xff"}', "{}".encode("utf-16"),
+        b'{"seed": ' + b"1" * 5000 + b"}", b'{"prompt": "a\x00b"}',
+    ],
+    ids=lambda body: str(body[:20]),
+)  # fmt: skip
+def test_what_is_no_json_object_is_refused(client, redis_client, body):
+    """flask-jwt-extended#74, hashview#212: a null or list body was a 500, a broken one an HTML page."""
+    reply = client.post("/v1/tasks", data=body, content_type="application/json")
+    check_refused(client, redis_client, reply, 400)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"prompt": %s}', "prompt"),
+        (b'{"prompt": "x", "stop": %s}', "stop"),
+        (b'{"prompt": "x", "stop": ["ok", %s]}', "stop"),
+        (b'{"prompt": "x", "model": %s}', "model"),
+        (b'{"prompt": "x", "metadata": {"a": %s}}', "metadata"),
+        (b'{"prompt": "x", "metadata": {%s: 1}}', "metadata"),
+        (b'{"prompt": "x", "metadata": {"a": [{"b": %s}]}}', "metadata"),
+        (b'{"messages": [{"role": "user", "content": %s}]}', "messages"),
+        (b'{"messages": [{"role": %s, "content": ""}]}', "messages"),
+        (b'{"prompt": "x", %s: 1}', "\\ud83d"),
+    ],
+)
+def test_a_lone_surrogate_is_refused(client, redis_client, body, param):
+    """aider#3693, llama.cpp#25543: JSON may hold half a pair, which no encoder can write again."""
+    reply = client.post("/v1/tasks", data=body % SURROGATE, content_type="application/json")
+    check_refused(client, redis_client, reply, 400, param)
+
+
+def test_a_surrogate_pair_is_text(client):
+    reply = client.post("/v1/tasks", data=b'{"prompt": "\\ud83d\\ude00"}', content_type="application/json")
+    assert reply.status_code == 202
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "", None])
+def test_another_content_type_is_refused(client, redis_client, content_type):
+    """hashview#212: Flask's own answer is an HTML page."""
+    reply = client.post("/v1/tasks", data=json.dumps(GOOD), content_type=content_type)
+    check_refused(client, redis_client, reply, 415)
+
+
+BIG = {
+    "nested lists": b'{"prompt": "x", "metadata": {"a": ' + b"[" * 10_000 + b"]" * 10_000 + b"}}",
+    "nested objects": b'{"prompt": ' + b'{"a":' * 10_000 + b"1" + b"}" * 10_000 + b"}",
+    "nested a little": b'{"prompt": "x", "metadata": {"a": ' + b"[" * 500 + b"]" * 500 + b"}}",
+    "prompts": json.dumps({"prompt": ["x"] * 100_000}).encode(),
+    "stop strings": json.dumps({"prompt": "x", "stop": ["a"] * 300_000}).encode(),
+    "bad token ids": json.dumps({"prompt_token_ids": ["a"] * 300_000}).encode(),
+    "bad messages": json.dumps({"messages": ["a"] * 300_000}).encode(),
+    "unknown fields": json.dumps({"prompt": "x", **{f"f{i}": 0 for i in range(100_000)}}).encode(),
+    "one field twice": b'{"prompt": "x"' + b', "a": 0' * 100_000 + b"}",
+    "long stop": json.dumps({"prompt": "x", "stop": "s" * 1_000_000}).encode(),
+    "long name": json.dumps({"prompt": "x", "f" * 1_000_000: 1}).encode(),
+    "long model": json.dumps({"prompt": "x", "model": "m" * 1_000_000}).encode(),
+    "long seed": b'{"prompt": "x", "top_k": -' + b"9" * 4000 + b"}",
+}
+
+
+@pytest.mark.parametrize("name", BIG)
+def test_huge_work_in_a_small_body_is_refused(client, redis_client, name):
+    """vllm PR37952, PR47845: small bodies that cost much. The answer is short, whatever was sent."""
+    reply = client.post("/v1/tasks", data=BIG[name], content_type="application/json")
+    check_refused(client, redis_client, reply, 404 if name == "long model" else 400)
+    assert len(reply.data) < 2000
+
+
+def test_a_body_beyond_the_limit_is_refused_unread(client, redis_client, settings):
+    """llama.cpp#19367: 50 MB."""
+    body = b'{"prompt": "' + b"x" * 50_000_000 + b'"}'
+    reply = client.post("/v1/tasks", data=body, content_type="application/json")
+    check_refused(client, redis_client, reply, 413, "body")
+    assert str(settings.max_body_bytes) in reply.json["detail"]
+
+
+class TestWithModelCard:
+    @pytest.mark.parametrize(
+        ("body", "param", "code"),
+        [
+            # vllm PR9634: ids outside the vocabulary crash the forward pass.
+            ({"prompt_token_ids": [1000]}, "prompt_token_ids", "invalid_value"),
+            ({"prompt_token_ids": [5279552648203111001]}, "prompt_token_ids", "invalid_value"),
+            ({"prompt_token_ids": [2**100]}, "prompt_token_ids", "invalid_value"),
+            ({"prompt_token_ids": [10**4000]}, "prompt_token_ids", "invalid_value"),
+            ({"prompt_token_ids": [1] * 81}, "prompt_token_ids", "context_length_exceeded"),
+            ({"prompt": "x", "stop_token_ids": [5, 99_999]}, "stop_token_ids", "invalid_value"),
+        ],
+        ids=lambda value: str(value)[:40],
+    )
+    def test_what_the_model_cannot_do_is_refused(self, client, redis_client, card, body, param, code):
+        reply = client.post("/v1/tasks", json=body)
+        check_refused(client, redis_client, reply, 400, param)
+        assert reply.json["error"]["code"] == code
+
+    def test_chat_needs_a_template(self, client, redis_client, store, settings, card):
+        """vllm#39279: a model without a template was a 500."""
+        store.put_model_card(settings.slug, replace(card, has_chat_template=False))
+        reply = client.post("/v1/tasks", json={"messages": [{"role": "user", "content": "hi"}]})
+        check_refused(client, redis_client, reply, 400, "messages")
+
+    def test_what_fits_is_accepted(self, client, card):
+        assert client.post("/v1/tasks", json={"prompt_token_ids": [999] * 80}).status_code == 202
+        body = {"messages": [{"role": "user", "content": "hi"}], "stop_token_ids": [0, 999]}
+        assert client.post("/v1/tasks", json=body).status_code == 202
+
+
+def test_another_model_is_not_found(client, redis_client):
+    reply = client.post("/v1/tasks", json={**GOOD, "model": "gpt-0"})
+    check_refused(client, redis_client, reply, 404, "model")
+    assert reply.json["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("key", ["", '""', "x" * 256, "caf\xe9", "a\tb"])
+def test_a_bad_idempotency_key_is_refused(client, redis_client, key):
+    reply = client.post("/v1/tasks", json=GOOD, headers={"Idempotency-Key": key})
+    check_refused(client, redis_client, reply, 400, "Idempotency-Key")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"max_tokens": None, "temperature": None, "stop": None, "metadata": None, "priority": None},
+        {"max_tokens": 10**9, "top_k": 9_999_999, "temperature": 1e-5, "seed": 2**64 - 1},
+        {"temperature": 0, "top_p": 1, "min_p": 0, "top_k": 0, "seed": -(2**63), "ignore_eos": False},
+        {"stop": "x" * 1024, "stop_token_ids": [], "metadata": {"a": {"b": [None, 1.5, "x"]}}},
+        {"stop": [], "metadata": {}, "model": "SmolLM2-135M-Instruct", "priority": 0},
+    ],
+)
+def test_unusual_values_in_range_are_accepted(client, body):
+    """vllm#19862: null is "not given"; a tiny temperature and a top_k beyond the vocabulary are in range."""
+    reply = client.post("/v1/tasks", json={"prompt": "x", **body})
+    assert reply.status_code == 202, reply.text
+
+
+def test_a_nul_in_a_prompt_is_kept(client, worker):
+    """llama.cpp#25543: the prompt was cut there."""
+    client.post("/v1/tasks", json={"prompt": "a\0b"})
+    (task_id,) = worker.claim()
+    _, _, (payload,), _ = json.loads(zlib.decompress(worker.owned[task_id].data))
+    assert payload["prompt"] == "a\0b"
+    assert math.isfinite(payload["sampling"]["seed"])

@@ -1,0 +1,147 @@
+"""Liveness, readiness, metrics, and what is answered while Redis is away."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from api.app import create_app
+from api.settings import ApiSettings
+from tests.conftest import free_port, start_redis
+from worker.protocol.store import WorkerRecord
+
+
+def test_liveness_asks_nobody():
+    client = create_app(ApiSettings(redis_url="redis://127.0.0.1:1/0")).test_client()
+    assert client.get("/livez").json == {"state": "alive"}
+
+
+class TestReadiness:
+    def test_no_worker(self, client):
+        reply = client.get("/readyz")
+        assert (reply.status_code, reply.json["state"]) == (503, "no_worker")
+        assert reply.content_type == "application/problem+json"
+        assert int(reply.headers["Retry-After"]) >= 1
+
+    def test_a_loading_worker_tells_how_far_it_is(self, client, worker):
+        worker.report("loading", "weights: 42 %")
+        reply = client.get("/readyz")
+        assert (reply.status_code, reply.json["state"]) == (503, "loading")
+        assert reply.json["workers"][0]["detail"] == "weights: 42 %"
+
+    @pytest.mark.parametrize("state", ["draining", "stalled"])
+    def test_a_worker_that_takes_nothing(self, client, worker, state):
+        worker.report(state)
+        assert (client.get("/readyz").status_code, client.get("/readyz").json["state"]) == (503, state)
+
+    def test_one_ready_worker_is_enough(self, client, worker, store):
+        worker.report("ready")
+        record = WorkerRecord(name="b", model="m", slug=worker.slug, state="loading", started_at=0.0)
+        store.put_worker(record, ttl_seconds=60)
+        reply = client.get("/readyz")
+        assert (reply.status_code, reply.json["state"]) == (200, "ready")
+        assert {view["name"] for view in reply.json["workers"]} == {"hand", "b"}
+
+    def test_a_worker_of_another_model_does_not_count(self, client, store):
+        record = WorkerRecord(name="b", model="m", slug="other", state="ready", started_at=0.0)
+        store.put_worker(record, ttl_seconds=60)
+        assert client.get("/readyz").json["state"] == "no_worker"
+
+    def test_a_silent_worker_is_forgotten(self, client, worker, store):
+        record = WorkerRecord(name="hand", model="m", slug=worker.slug, state="ready", started_at=0.0)
+        store.put_worker(record, ttl_seconds=0.05)
+        while client.get("/readyz").status_code == 200:
+            pass
+
+
+def series(client):
+    return {
+        line.rsplit(" ", 1)[0]
+        for line in client.get("/metrics").text.splitlines()
+        if line.startswith("tokenmill_http_requests_total")
+    }
+
+
+class TestMetrics:
+    def test_get_and_head(self, client, submit):
+        submit()
+        body = client.get("/metrics").text
+        assert 'tokenmill_http_requests_total{method="POST",route="/v1/tasks",status="202"} 1.0' in body
+        assert re.search(r'tokenmill_queue_tasks\{model="[^"]+",priority="2"\} 1\.0', body)
+        assert client.head("/metrics").status_code == 200
+
+    def test_clients_cannot_make_labels(self, client, submit):
+        """litellm#35666, otari#264, llm-d-batch-gateway#202: paths, ids, models and methods became labels."""
+        task_id = submit()
+        for path in ("/", f"/v1/tasks/{task_id}", f"/v1/tasks/{task_id}/cancel", "/v1/tasks/x", "/livez"):
+            client.get(path)
+        client.open("/v1/tasks", method="FOO0")
+        client.get("/metrics")
+        before = series(client)
+        for i in range(200):
+            client.get(f"/path/{i}")
+            client.get(f"/v1/tasks/{i:032x}")
+            client.open("/v1/tasks", method=f"FOO{i}")
+            if i % 25 == 0:
+                client.post("/v1/tasks", json={"prompt": "x", "model": f"m{i}", "user": f"u{i}"})
+        new = series(client) - before
+        assert len(new) <= 5, new
+
+
+class TestRedisAway:
+    def test_every_call_says_so_and_recovers(self, tmp_path: Path):
+        """503 with Retry-After while Redis is down; the same process goes on when it is back."""
+        port = free_port()
+        client = create_app(ApiSettings(redis_url=f"redis://127.0.0.1:{port}/0")).test_client()
+        for _ in range(2):
+            server = start_redis(tmp_path, port)
+            task_id = client.post("/v1/tasks", json={"prompt": "x"}).json["id"]
+            assert client.get(f"/v1/tasks/{task_id}").status_code == 200
+            server.process.terminate()
+            server.process.wait()
+            for method, url in (
+                ("POST", "/v1/tasks"),
+                ("GET", f"/v1/tasks/{task_id}"),
+                ("GET", f"/v1/tasks/{task_id}/events"),
+                ("DELETE", f"/v1/tasks/{task_id}"),
+            ):
+                reply = client.open(url, method=method, json={"prompt": "x"})
+                assert (reply.status_code, reply.json["error"]["code"]) == (503, "store_unavailable")
+                assert int(reply.headers["Retry-After"]) >= 1
+            assert client.get("/readyz").json["state"] == "no_redis"
+            assert "tokenmill_redis_up 0.0" in client.get("/metrics").text
+
+    def test_a_full_redis_refuses_submissions_and_recovers(self, client, redis_client):
+        """durabull#64: the memory limit was a crash. With `noeviction` it is a 503 that passes."""
+        redis_client.config_set("maxmemory", "1")
+        try:
+            reply = client.post("/v1/tasks", json={"prompt": "x"})
+            assert (reply.status_code, reply.json["error"]["code"]) == (503, "store_unavailable")
+        finally:
+            redis_client.config_set("maxmemory", "0")
+        assert client.post("/v1/tasks", json={"prompt": "x"}).status_code == 202
+
+    def test_a_stream_goes_on_after_a_restart(self, tmp_path: Path):
+        """redis-py#1573, rq#1653: a subscriber stayed deaf after a restart."""
+        port = free_port()
+        settings = ApiSettings(redis_url=f"redis://127.0.0.1:{port}/0")
+        server = start_redis(tmp_path, port)
+        app = create_app(settings)
+        client = app.test_client()
+        try:
+            task_id = client.post("/v1/tasks", json={"prompt": "x"}).json["id"]
+            chunks = client.get(f"/v1/tasks/{task_id}/events", buffered=False).iter_encoded()
+            assert next(chunks) == b"retry: 1000\n\n"
+            server.process.send_signal(subprocess.signal.SIGTERM)
+            server.process.wait()
+            server = start_redis(tmp_path, port)
+            client.delete(f"/v1/tasks/{task_id}")
+            events = b"".join(chunks)
+        finally:
+            app.extensions["hub"].close()
+            server.process.kill()
+            server.process.wait()
+        data = json.loads(events.split(b"data: ")[1].split(b"\n")[0])
+        assert (data["seq"], data["finish_reason"]) == (0, "cancelled")

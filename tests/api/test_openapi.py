@@ -1,0 +1,114 @@
+"""The specification that is shown: valid, complete, and what the service really does. Offline."""
+
+import json
+import re
+
+import pytest
+
+from api.reply_schemas import ProblemView, Task
+from api.request_schemas import INPUTS, TaskBody
+from api.submission import SAMPLING
+
+METHODS = {"get", "post", "delete", "put", "patch"}
+
+
+@pytest.fixture
+def spec(client):
+    return client.get("/docs/openapi.json").json
+
+
+def operations(spec):
+    return [(path, method, op) for path, item in spec["paths"].items() for method, op in item.items()]
+
+
+def test_the_version_and_the_paths(spec):
+    assert spec["openapi"].startswith("3.1")
+    assert spec["info"]["title"] == "Tokenmill"
+    assert {(path, method) for path, method, _ in operations(spec)} == {
+        ("/v1/tasks", "post"),
+        ("/v1/tasks/{task_id}", "get"),
+        ("/v1/tasks/{task_id}", "delete"),
+        ("/v1/tasks/{task_id}/events", "get"),
+        ("/v1/tasks/{task_id}/cancel", "post"),
+        ("/livez", "get"),
+        ("/readyz", "get"),
+        ("/metrics", "get"),
+    }
+
+
+def test_nothing_is_null_where_the_standard_wants_a_value(spec):
+    """Null members are what makes a generated specification invalid; a default may be null."""
+
+    def nulls(value, path=""):
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                if name not in ("default", "example"):
+                    yield from nulls(inner, f"{path}/{name}")
+        elif isinstance(value, list):
+            for index, inner in enumerate(value):
+                yield from nulls(inner, f"{path}/{index}")
+        elif value is None:
+            yield path
+
+    assert list(nulls(spec)) == []
+
+
+def test_every_reference_leads_somewhere(spec):
+    names = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(spec)))
+    assert names <= spec["components"]["schemas"].keys()
+    assert {"Task", "TaskBody", "ProblemView", "Readiness"} <= names
+
+
+def test_every_operation_is_described(spec):
+    ids = [op["operationId"] for _, _, op in operations(spec)]
+    assert len(set(ids)) == len(ids)
+    for path, method, operation in operations(spec):
+        assert method in METHODS
+        assert operation["summary"]
+        assert operation["tags"]
+        # Errors of every kind have one shape.
+        assert "ProblemView" in json.dumps(operation["responses"]["default"])
+        assert "422" not in operation["responses"]
+        for response in operation["responses"].values():
+            assert response["description"], (path, method)
+        named = {
+            parameter["name"] for parameter in operation.get("parameters", ()) if parameter["in"] == "path"
+        }
+        assert named == set(re.findall(r"{(\w+)}", path))
+
+
+def test_headers_and_queries_are_described(spec):
+    def parameters(path, method):
+        return {p["name"] for p in spec["paths"][path][method]["parameters"]}
+
+    assert {"Idempotency-Key", "Prefer"} <= parameters("/v1/tasks", "post")
+    assert {"after", "Last-Event-ID"} <= parameters("/v1/tasks/{task_id}/events", "get")
+    assert "wait" in parameters("/v1/tasks/{task_id}", "get")
+
+
+def test_the_body_is_described(spec):
+    body = spec["components"]["schemas"]["TaskBody"]
+    assert body["additionalProperties"] is False
+    assert set(INPUTS) | set(SAMPLING) <= body["properties"].keys()
+    assert all("description" in field for field in body["properties"].values())
+    TaskBody.model_validate(body["example"], strict=True)
+
+
+def test_replies_are_as_described(client, submit, worker):
+    submit()
+    task_id = worker.run("a")
+    Task.model_validate(client.get(f"/v1/tasks/{task_id}").json, strict=True)
+    ProblemView.model_validate(client.get("/v1/tasks/x").json, strict=True)
+
+
+def test_the_page_and_all_of_its_parts_are_served_here(client):
+    """No part comes from elsewhere: it works without a network."""
+    assert client.get("/docs", follow_redirects=True).status_code == 200
+    page = client.get("/docs/swagger")
+    assert page.status_code == 200
+    parts = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+    assert len(parts) >= 4
+    for part in parts:
+        assert "//" not in part
+        with client.get(f"/docs/{part}") as reply:
+            assert reply.status_code == 200

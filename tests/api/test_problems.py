@@ -1,0 +1,84 @@
+"""Every error has one shape, whoever raised it."""
+
+import json
+
+import pytest
+
+from api.app import create_app
+from api.problems import Problem, retry_seconds
+from api.settings import ApiSettings
+
+
+def check(reply, status):
+    assert reply.status_code == status
+    assert reply.content_type == "application/problem+json"
+    body = json.loads(reply.data)
+    assert {"type", "title", "status", "detail", "request_id", "error"} <= body.keys()
+    assert body["error"].keys() == {"type", "code", "message", "param"}
+    assert body["status"] == status
+    assert reply.headers["X-Request-ID"] == body["request_id"]
+    return body
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("GET", "/nope/\u00e9", 404),
+        ("GET", "/static/x", 404),
+        ("GET", "/docs/nope", 404),
+        ("GET", "/docs/swagger/../../x", 404),
+        # hashview#212: Flask's own page for a wrong method is HTML.
+        ("GET", "/v1/tasks", 405),
+        ("PUT", "/v1/tasks/x", 405),
+        ("FOO", "/livez", 405),
+    ],
+)
+def test_errors_of_the_framework(client, method, path, status):
+    check(client.open(path, method=method), status)
+
+
+def test_a_wrong_method_names_the_right_ones(client):
+    assert "POST" in client.get("/v1/tasks").headers["Allow"]
+
+
+def test_a_fault_of_ours_tells_nothing_of_itself(caplog):
+    """The cause goes to the log, under the id that the client got."""
+    app = create_app(ApiSettings())
+
+    @app.get("/boom")
+    def boom():
+        raise RuntimeError("secret")
+
+    reply = app.test_client().get("/boom", headers={"X-Request-ID": "abc"})
+    assert check(reply, 500)["error"]["type"] == "server_error"
+    assert b"secret" not in reply.data
+    assert "secret" in caplog.text
+    assert "abc" in caplog.text
+
+
+@pytest.mark.parametrize("given", ["abc-1.2_3:4", "x" * 128])
+def test_a_sane_request_id_is_kept(client, given):
+    assert client.get("/livez", headers={"X-Request-ID": given}).headers["X-Request-ID"] == given
+
+
+@pytest.mark.parametrize("given", [None, "", "x" * 129, "a b", "\xe9", "a,b", '"'])
+def test_another_one_is_made_anew(client, given):
+    headers = {} if given is None else {"X-Request-ID": given}
+    first, second = (client.get("/livez", headers=headers).headers["X-Request-ID"] for _ in range(2))
+    assert first != second
+    assert first != given
+
+
+@pytest.mark.parametrize(
+    ("estimate", "seconds"),
+    [(None, 1), (0, 1), (0.2, 1), (2.1, 3), (59.5, 60), (1e9, 60), (float("inf"), 1), (float("nan"), 1)],
+)
+def test_retry_after_is_what_clients_accept(estimate, seconds):
+    """OpenAI's clients never retry after a longer time than two minutes; 60 is far from that."""
+    assert retry_seconds(estimate) == seconds
+
+
+def test_members_of_a_problem_cannot_replace_its_own():
+    body = Problem(429, "c", "d", members={"status": "x", "depth": 3}).to_json("id")
+    assert (body["status"], body["depth"]) == (429, 3)

@@ -1,0 +1,321 @@
+"""The API as it is started: `python -m api`, a real gunicorn, real sockets."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from urllib.error import HTTPError
+
+import pytest
+
+LISTENING = re.compile(rb"Listening at: (http://\S+)")
+
+
+class Server:
+    """One running API."""
+
+    def __init__(self, redis_url, home, **environ):
+        self.home = home
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "api"],
+            env={**os.environ, "REDIS_URL": redis_url, "TOKENMILL_PORT": "0", "HOME": str(home), **environ},
+            stderr=subprocess.PIPE,
+        )
+        self.log = []
+        self._listening = threading.Event()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        assert self._listening.wait(60), self.log
+        found = LISTENING.search(b"".join(self.log))
+        assert found, self.log
+        self.url = found[1].decode()
+        assert self.call("GET", "/livez")[0] == 200
+
+    @property
+    def address(self):
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
+
+    def _read(self):
+        for line in self.process.stderr:
+            self.log.append(line)
+            if LISTENING.search(line):
+                self._listening.set()
+        self._listening.set()
+
+    def call(self, method, path, body=None, **headers):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, method=method, headers=headers)
+        if data:
+            request.add_header("Content-Type", "application/json")
+        try:
+            with urllib.request.urlopen(request, timeout=60) as reply:
+                return reply.status, reply.read()
+        except HTTPError as error:
+            with error:
+                return error.code, error.read()
+
+    def submit(self):
+        status, body = self.call("POST", "/v1/tasks", {"prompt": "x"})
+        assert status == 202
+        return json.loads(body)["id"]
+
+    def open(self, path):
+        """A raw connection that has asked for `path` and has got the head of the answer."""
+        connection = socket.create_connection(self.address, timeout=60)
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        head = b""
+        while b"\r\n\r\n" not in head:
+            head += connection.recv(1)
+        assert b" 200 OK" in head
+        return connection
+
+    def open_streams(self):
+        metrics = self.call("GET", "/metrics")[1].decode()
+        return int(float(re.search(r"^tokenmill_http_streams_open (\S+)$", metrics, re.M)[1]))
+
+    def wait_for_streams(self, number):
+        while self.open_streams() != number:
+            time.sleep(0.02)
+
+    def stop(self, sig=signal.SIGTERM):
+        self.process.send_signal(sig)
+        code = self.process.wait(60)
+        self.close()
+        return code
+
+    def close(self):
+        # A group of its own would hide a worker that outlives its master; the pipe's end shows it.
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(60)
+        self._reader.join(60)
+        assert not self._reader.is_alive(), "a process of the server lives on"
+        self.process.stderr.close()
+
+
+@pytest.fixture
+def start(redis_url, tmp_path):
+    with contextlib.ExitStack() as stack:
+
+        def start(**environ):
+            server = Server(redis_url, tmp_path, **environ)
+            stack.callback(server.close)
+            return server
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def server(redis_server, tmp_path_factory):
+    """One for all tests that do not end it. No heartbeat is due within a test."""
+    server = Server(redis_server.url, tmp_path_factory.mktemp("home"), TOKENMILL_HEARTBEAT_SECONDS="600")
+    yield server
+    server.close()
+
+
+def read_all(connection):
+    with connection:
+        received = b""
+        while chunk := connection.recv(65536):
+            received += chunk
+    return received
+
+
+def test_streams_outlive_the_servers_own_timeout(start, worker):
+    """gunicorn#2537, #1186: other kinds of worker are killed in the middle of a stream by `--timeout`."""
+    server = start(GUNICORN_CMD_ARGS="--timeout 1")
+    ids = [server.submit() for _ in range(4)]
+    streams = [server.open(f"/v1/tasks/{task_id}/events") for task_id in ids]
+    server.wait_for_streams(4)
+    assert sorted(worker.claim(4)) == sorted(ids)
+    opened = time.monotonic()
+    while time.monotonic() - opened < 4:
+        for task_id in ids:
+            worker.say(task_id, "x")
+        # Other routes are answered meanwhile.
+        assert server.call("GET", f"/v1/tasks/{ids[0]}")[0] == 200
+        time.sleep(0.25)
+    for task_id in ids:
+        worker.finish(task_id)
+    for connection in streams:
+        received = read_all(connection)
+        assert received.count(b"event: token\n") == worker.lengths[ids[0]] - 1
+        assert received.count(b"event: finished\n") == 1
+    assert not [line for line in server.log if b"TIMEOUT" in line or b"Traceback" in line]
+
+
+def test_a_client_that_goes_away_is_noticed_while_nothing_is_sent(server, redis_url):
+    """werkzeug#1649, llama.cpp#24496: without a byte to write nobody notices. No heartbeat is due here."""
+    task_id = server.submit()
+    streams = [server.open(f"/v1/tasks/{task_id}/events") for _ in range(3)]
+    server.wait_for_streams(3)
+    streams[0].close()
+    # A reset instead of an orderly end.
+    streams[1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    streams[1].close()
+    server.wait_for_streams(1)
+    # The task is not cancelled by that.
+    assert json.loads(server.call("GET", f"/v1/tasks/{task_id}")[1])["status"] == "queued"
+    server.call("DELETE", f"/v1/tasks/{task_id}")
+    assert b"event: finished" in read_all(streams[2])
+    server.wait_for_streams(0)
+
+
+def test_a_slow_reader_gets_everything(server, submit, worker):
+    """redis-py#1261: a reader that cannot keep up lost events, or held up the others. 6 MB are sent."""
+    task_id, other = submit(), submit()
+    worker.claim(2)
+    with server.open(f"/v1/tasks/{task_id}/events") as slow:
+        word = "x" * 2000
+        for _ in range(30):
+            worker.say(task_id, *[word] * 100)
+            worker.say(other, "y")
+        worker.finish(task_id)
+        worker.finish(other)
+        assert read_all(server.open(f"/v1/tasks/{other}/events")).count(b"event: token\n") == 30
+        received = read_all(slow)
+    assert [int(seq) for seq in re.findall(rb"^id: (\d+)$", received, re.M)] == list(range(3001))
+
+
+def test_a_waiting_poll_that_goes_away_gives_its_place_back(start):
+    server = start(TOKENMILL_HTTP_THREADS="4", TOKENMILL_MAX_STREAMS="1")
+    url = f"/v1/tasks/{server.submit()}"
+
+    def place_is_free():
+        # A poll without a place does not wait; one that has waited gives its place back itself.
+        began = time.monotonic()
+        server.call("GET", f"{url}?wait=0.5")
+        return time.monotonic() - began >= 0.5
+
+    with socket.create_connection(server.address) as connection:
+        connection.sendall(f"GET {url}?wait=60 HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        while place_is_free():
+            pass
+    while not place_is_free():
+        pass
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_ends_in_time_with_streams_open(start, sig):
+    """A server that waits for its streams would wait for ever; the clients are told and come back."""
+    server = start(TOKENMILL_HEARTBEAT_SECONDS="600", TOKENMILL_HTTP_GRACE_SECONDS="50")
+    task_id = server.submit()
+    streams = [server.open(f"/v1/tasks/{task_id}/events") for _ in range(3)]
+    polls = [threading.Thread(target=server.call, args=("GET", f"/v1/tasks/{task_id}?wait=60"))]
+    polls[0].start()
+    server.wait_for_streams(3)
+    began = time.monotonic()
+    assert server.stop(sig) == 0
+    # Far below the grace that open calls would be given.
+    assert time.monotonic() - began < 25
+    if sig is signal.SIGTERM:
+        for connection in streams:
+            assert b": the server stops" in read_all(connection)
+    for connection in streams:
+        connection.close()
+    polls[0].join()
+
+
+def test_a_restart_loses_nothing_of_a_stream(start, worker):
+    """The client comes back with the last id, to another process, and goes on there."""
+    first = start()
+    task_id = first.submit()
+    worker.claim()
+    worker.say(task_id, "a", "b")
+    stream = first.open(f"/v1/tasks/{task_id}/events")
+    received = b""
+    while b"id: 1\n" not in received:
+        received += stream.recv(4096)
+    first.stop()
+    ids = re.findall(rb"^id: (\d+)$", received + read_all(stream), re.M)
+    worker.say(task_id, "c")
+    worker.finish(task_id)
+    _, rest = start().call("GET", f"/v1/tasks/{task_id}/events", **{"Last-Event-ID": ids[-1].decode()})
+    ids += re.findall(rb"^id: (\d+)$", rest, re.M)
+    assert [int(seq) for seq in ids] == [0, 1, 2, 3]
+
+
+def test_a_huge_body_is_refused_and_the_next_call_works(server, redis_url):
+    """llama.cpp#19367: 50 MB, and other clients are not held up."""
+    status, body = server.call("POST", "/v1/tasks", {"prompt": "x" * 50_000_000})
+    assert status == 413
+    assert json.loads(body)["error"]["param"] == "body"
+    assert server.submit()
+
+
+@pytest.mark.parametrize(("size", "status"), [(2 * 1024 * 1024, b"202"), (2 * 1024 * 1024 + 1, b"413")])
+def test_a_body_of_unknown_length_is_bounded_too(server, redis_url, size, status):
+    """A chunked body names no length: it is refused when it has grown too long, and never cut in silence."""
+    body = b'{"prompt": "x"}'.ljust(size)
+    with socket.create_connection(server.address, timeout=60) as connection:
+        head = "POST /v1/tasks HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall((head + "Transfer-Encoding: chunked\r\n\r\n").encode())
+        connection.sendall(b"%x\r\n%s\r\n0\r\n\r\n" % (size, body))
+        assert connection.recv(65536).startswith(b"HTTP/1.1 " + status)
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        ("Transfer-Encoding: chunked", b"zz\r\nx\r\n"),
+        ("Transfer-Encoding: chunked", b"5\r\n{}\r\n"),
+        ("Content-Length: 0", b""),
+        ("X-Nothing: 1", b""),
+    ],
+)
+def test_a_broken_or_absent_body_is_the_clients_fault(server, redis_url, headers, body):
+    """flask-jwt-extended#74: no body was a 500. Nor is one whose chunks are no chunks."""
+    with socket.create_connection(server.address, timeout=60) as connection:
+        head = "POST /v1/tasks HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}{headers}\r\n\r\n".encode() + body)
+        connection.shutdown(socket.SHUT_WR)
+        received = read_all(connection)
+    assert received.startswith(b"HTTP/1.1 400 ")
+    assert b"application/problem+json" in received
+
+
+def test_it_leaves_no_files_behind(start):
+    """gunicorn makes a socket for commands in the home directory unless it is told not to."""
+    server = start()
+    assert server.stop() == 0
+    assert list(server.home.iterdir()) == []
+
+
+def run_to_its_end(**environ):
+    command = [sys.executable, "-m", "api"]
+    return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"TOKENMILL_PORT": "http"}, "TOKENMILL_PORT must be a whole number"),
+        ({"TOKENMILL_HOST": "host.invalid"}, "set TOKENMILL_HOST and TOKENMILL_PORT"),
+    ],
+)
+def test_what_cannot_be_started_is_said_in_one_line(environ, words):
+    process = subprocess.run(
+        [sys.executable, "-m", "api"],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert process.returncode == 1
+    assert words in process.stderr
+    assert len(process.stderr.splitlines()) == 1
+
+
+def test_a_port_that_is_taken_is_named(server):
+    port = str(server.address[1])
+    process = run_to_its_end(TOKENMILL_PORT=port)
+    assert process.returncode == 1
+    assert f"port {port}: it is taken; set TOKENMILL_HOST and TOKENMILL_PORT" in process.stderr
