@@ -63,8 +63,12 @@ def _whole(field: str, value: object, *, least: int, most: int | None = None) ->
 def _number(field: str, value: object, least: float, most: float) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise InvalidParameter(field, f"must be a number, not {value!r}")
-    # NaN compares false with everything, so the range alone would let it through.
-    if not math.isfinite(value) or not least <= value <= most:
+    try:
+        # NaN compares false with everything, so the range alone would let it through.
+        is_good = math.isfinite(value) and least <= value <= most
+    except OverflowError:  # a whole number that no float holds
+        is_good = False
+    if not is_good:
         raise InvalidParameter(field, f"must be a finite number from {least} to {most}, not {value!r}")
 
 

@@ -65,7 +65,7 @@ NAN, INF = float("nan"), float("inf")
     ("field", "value"),
     [
         *[("max_tokens", value) for value in (0, -1, True, "5", 1.5)],
-        *[("temperature", value) for value in (-0.1, NAN, INF, -INF, "1", True, None)],
+        *[("temperature", value) for value in (-0.1, NAN, INF, -INF, 10**400, "1", True, None)],
         *[("top_p", value) for value in (0, -1, 1.1, NAN, INF, "x")],
         *[("min_p", value) for value in (-0.1, 1.1, NAN)],
         *[("top_k", value) for value in (-1, 1.5, True, "3")],
