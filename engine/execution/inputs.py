@@ -1,0 +1,154 @@
+"""Turns a scheduler's decision into the flat arrays of one forward, all of them on the host.
+
+Law: the arrays say nothing but what the decision says, so building them again changes nothing. Block tables
+stay here from step to step, a row for each seat, and only grow while a sequence keeps its seat; everything
+else is made anew. This file does not know models, devices or how a pool is laid out.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.execution.attention import AttentionBatch, Chunk
+from engine.outputs import ScheduledSequence, SchedulerOutputs
+from engine.sequence import Sequence
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One forward. `token_ids`, `positions` [tokens]; `logits_rows`: the rows whose logits are wanted."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    logits_rows: torch.Tensor
+    batch: AttentionBatch
+
+
+class BlockTables:
+    """Each seat's block table as a row of one array, filled up with the null block 0."""
+
+    def __init__(self, num_seats: int, max_blocks: int) -> None:
+        self.array: Integers = np.zeros((num_seats, max_blocks), dtype=np.int64)
+        # Who sits there, in which of its lives, and how many of its blocks are written down.
+        self._owners: list[tuple[Sequence, int] | None] = [None] * num_seats
+        self._lengths = [0] * num_seats
+
+    def release(self, seat: int) -> None:
+        self._owners[seat] = None
+
+    def update(self, sequence: Sequence) -> int:
+        """Write down the blocks that the sequence has now; returns its seat."""
+        seat = sequence.seat
+        if seat is None:
+            raise ValueError(f"{sequence.request_id} was scheduled without a seat")
+        known = self._lengths[seat]
+        owner = self._owners[seat]
+        # Compared by identity and life: a preempted sequence may come back to its old seat with other blocks.
+        if owner is None or owner[0] is not sequence or owner[1] != sequence.num_preemptions:
+            self._owners[seat] = (sequence, sequence.num_preemptions)
+            known = 0
+        table = sequence.block_table
+        if len(table) != known:
+            self.array[seat, known : len(table)] = table[known:]
+            self._lengths[seat] = len(table)
+        return seat
+
+
+class InputBuilder:
+    """Builds `StepInputs` for up to `max_num_seqs` sequences of up to `max_model_len` tokens."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._tables = BlockTables(max_num_seqs, -(-max_model_len // block_size))
+
+    def build(self, outputs: SchedulerOutputs) -> StepInputs:
+        """The decision's sequences in the order of `outputs.scheduled`, their tokens one after the other."""
+        for seat in outputs.released_seats:
+            self._tables.release(seat)
+        items = outputs.scheduled
+        rows = _Rows(items, [self._tables.update(item.sequence) for item in items])
+        block_size, table = self._block_size, self._tables.array
+        blocks = table[rows.seats[rows.items], rows.positions // block_size]
+        return StepInputs(
+            token_ids=torch.tensor(_token_ids(items), dtype=torch.int64),
+            positions=torch.from_numpy(rows.positions),
+            logits_rows=torch.from_numpy(rows.wanted),
+            batch=AttentionBatch(
+                slots=torch.from_numpy(blocks * block_size + rows.positions % block_size),
+                blocks_begun=torch.from_numpy(self._blocks_begun(rows)),
+                single_rows=torch.from_numpy(rows.first_rows[rows.singles]),
+                single_lengths=torch.from_numpy(rows.ends[rows.singles]),
+                single_tables=torch.from_numpy(self._single_tables(rows)),
+                chunks=tuple(self._chunk(rows, item) for item in np.flatnonzero(~rows.singles)),
+            ),
+        )
+
+    def _blocks_begun(self, rows: "_Rows") -> Integers:
+        last_blocks = (rows.ends - 1) // self._block_size
+        begun = (last_blocks * self._block_size >= rows.starts) & (rows.ends % self._block_size != 0)
+        blocks: Integers = self._tables.array[rows.seats[begun], last_blocks[begun]]
+        return blocks
+
+    def _single_tables(self, rows: "_Rows") -> Integers:
+        """Only blocks that hold tokens: a table may name others already, and nobody wrote these."""
+        num_blocks = -(-rows.ends[rows.singles] // self._block_size)
+        width = int(num_blocks.max(initial=0))
+        tables: Integers = self._tables.array[rows.seats[rows.singles], :width]
+        tables[np.arange(width) >= num_blocks[:, None]] = 0
+        return tables
+
+    def _chunk(self, rows: "_Rows", item: np.int64) -> Chunk:
+        num_blocks = -(-rows.ends[item] // self._block_size)
+        table = self._tables.array[rows.seats[item], :num_blocks].copy()
+        return Chunk(
+            first_row=int(rows.first_rows[item]),
+            num_rows=int(rows.counts[item]),
+            start=int(rows.starts[item]),
+            table=torch.from_numpy(table),
+        )
+
+
+def null_inputs() -> StepInputs:
+    """One token of nobody, in the null block, with no logits: shows whether a device can compute at all."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    batch = AttentionBatch(
+        slots=zero,
+        blocks_begun=zero,
+        single_rows=zero,
+        single_lengths=zero + 1,
+        single_tables=zero[None],
+        chunks=(),
+    )
+    return StepInputs(token_ids=zero, positions=zero, logits_rows=zero[:0], batch=batch)
+
+
+class _Rows:
+    """The same decision by item (seat, start, count, end, first row) and by row (its item, its position)."""
+
+    def __init__(self, items: tuple[ScheduledSequence, ...], seats: list[int]) -> None:
+        self.seats = _integers(seats)
+        self.starts = _integers([item.start for item in items])
+        self.counts = _integers([item.num_new_tokens for item in items])
+        self.ends = self.starts + self.counts
+        self.first_rows = np.cumsum(self.counts) - self.counts
+        self.singles = self.counts == 1
+        self.items = np.repeat(np.arange(len(items)), self.counts)
+        offsets = np.arange(len(self.items)) - self.first_rows[self.items]
+        self.positions = self.starts[self.items] + offsets
+        logits_from = _integers([item.logits_from for item in items])
+        self.wanted = np.flatnonzero(offsets >= logits_from[self.items])
+
+
+def _integers(values: list[int]) -> Integers:
+    return np.array(values, dtype=np.int64)
+
+
+def _token_ids(items: tuple[ScheduledSequence, ...]) -> list[int]:
+    token_ids: list[int] = []
+    for item in items:
+        token_ids += item.sequence.token_ids[item.start : item.start + item.num_new_tokens]
+    return token_ids

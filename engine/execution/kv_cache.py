@@ -1,0 +1,72 @@
+"""How many KV blocks there shall be: what the limits can use at most, within a share of the free memory."""
+
+from pathlib import Path
+
+import torch
+
+from engine.errors import InvalidParameter
+
+CPU_SHARE = 0.4
+CUDA_SHARE = 0.85
+"""Of the memory that is free after the model is loaded. A CPU's memory is other programs' too."""
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def choose_num_kv_blocks(
+    *, max_tokens: int, block_size: int, bytes_per_block: int, free_bytes: int, share: float
+) -> int:
+    """Usable blocks: enough for `max_tokens`, if these fit into `share` of `free_bytes`, else what fits.
+
+    One more, the null block, is counted as memory. Raises `InvalidParameter` when none fits.
+    """
+    if not 0 < share <= 1:
+        raise InvalidParameter("kv_memory_share", f"must be above 0 and at most 1, not {share!r}")
+    affordable = int(free_bytes * share) // bytes_per_block - 1
+    if affordable < 1:
+        raise InvalidParameter(
+            "num_kv_blocks",
+            f"{share:.0%} of the {free_bytes >> 20} MiB of free memory hold no KV block of"
+            f" {bytes_per_block >> 10} KiB; free some memory or use a smaller model",
+        )
+    return min(affordable, -(-max_tokens // block_size))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that may still be taken on `device`: in a container, what its limit leaves."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min([_available_bytes(), *_container_bytes()])
+
+
+def _available_bytes() -> int:
+    try:
+        lines = _MEMINFO.read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration) as error:
+        raise InvalidParameter(
+            "num_kv_blocks", f"must be set here: {_MEMINFO} does not say what memory is free"
+        ) from error
+
+
+def _container_bytes() -> list[int]:
+    """What the limits of the control group leave, if it has any. File caches that can be dropped are free."""
+    left = []
+    for limit, usage, stat, droppable in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            "total_inactive_file",
+        ),
+    ):
+        try:
+            most, used = (int((_CGROUP / name).read_text()) for name in (limit, usage))
+            stats = dict(line.split() for line in (_CGROUP / stat).read_text().splitlines())
+        except (OSError, ValueError):
+            # Another version of control groups, or "max": no limit.
+            continue
+        left.append(most - used + int(stats.get(droppable, 0)))
+    return left

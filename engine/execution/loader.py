@@ -1,0 +1,150 @@
+"""Loads a causal language model of transformers so that its attention is ours, or says why it cannot be.
+
+Law: a model that is returned has been tried: every layer calls our attention once, and a small model of its
+kind agrees with transformers' own attention. This file does not know budgets, blocks or tokenizers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from engine.errors import InvalidParameter
+from engine.execution.attention import ATTENTION_NAME, LayerSpec, install
+from engine.execution.model_files import find_model, fingerprint
+from engine.execution.probe import record_layers, refuse_by_config
+from engine.execution.quiet import quiet_transformers
+from engine.execution.trial import BackendFactory, check_agreement
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model ready to run, and what its files say.
+
+    `max_model_len`: tokens that its positions allow; None: no limit stated. `eos_token_ids`: all that end a
+    text, as its generation config has them; may be empty. `fingerprint`: see `model_files.fingerprint`.
+    """
+
+    model: PreTrainedModel
+    layers: tuple[LayerSpec, ...]
+    directory: Path
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int | None
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    fingerprint: str
+
+
+def load_model(
+    source: str,
+    *,
+    make_backend: BackendFactory,
+    dtype: str = "auto",
+    device: str = "auto",
+    progress: Callable[[str], None],
+) -> LoadedModel:
+    """Load the model in a directory or under a hub id.
+
+    `dtype`: "float32", "bfloat16", or "auto": the checkpoint's on CUDA, float32 on a CPU. `device`: "cpu",
+    "cuda", or "auto". `progress` is told in words what happens. Raises `InvalidParameter`, or
+    `UnsupportedModel` with the model's type and the reason.
+    """
+    target = find_device(device)
+    directory = find_model(source, progress)
+    with quiet_transformers():
+        config = _read_config(directory)
+        refuse_by_config(config)
+        install()
+        progress(f"trying paged attention on a small {config.model_type} model")
+        check_agreement(config, make_backend, target)
+        progress(f"loading {directory} on {target}")
+        model = _load_weights(directory, find_dtype(dtype, target), target)
+        layers = record_layers(model)
+    return LoadedModel(
+        model=model,
+        layers=layers,
+        directory=directory,
+        device=target,
+        dtype=model.dtype,
+        max_model_len=position_limit(config),
+        eos_token_ids=_eos_token_ids(model),
+        vocab_size=config.get_text_config().vocab_size,
+        fingerprint=fingerprint(directory),
+    )
+
+
+def find_device(device: str) -> torch.device:
+    """The device by its name in the settings. Raises `InvalidParameter`."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise InvalidParameter("device", f"must be auto, cpu or cuda, not {device!r}")
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise InvalidParameter("device", "this machine or this build of torch has no CUDA; use cpu or auto")
+    return torch.device("cuda" if has_cuda and device != "cpu" else "cpu")
+
+
+def find_dtype(dtype: str, device: torch.device) -> torch.dtype | None:
+    """The dtype by its name in the settings; None: the checkpoint's. Raises `InvalidParameter`."""
+    if dtype == "auto":
+        return None if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise InvalidParameter("dtype", f"must be auto, {' or '.join(DTYPES)}, not {dtype!r}")
+    return DTYPES[dtype]
+
+
+def position_limit(config: PretrainedConfig) -> int | None:
+    """Tokens that the model's positions allow in one sequence; None: it states no limit.
+
+    With RoPE of type `longrope` or `dynamic`, transformers changes the frequencies of a whole batch once its
+    longest position passes a length, so that one long request would change the others' tokens. Such models
+    end at that length: `longrope` at the original one, `dynamic` at `max_position_embeddings`.
+    """
+    text = config.get_text_config()
+    limits = [getattr(text, "max_position_embeddings", None)]
+    limits += [
+        rope.get("original_max_position_embeddings")
+        for rope in _ropes(text)
+        if rope.get("rope_type") == "longrope"
+    ]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _ropes(text: PretrainedConfig) -> list[dict[str, Any]]:
+    """The RoPE parameters: one set, or one for each kind of layer."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    return [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+
+
+def _read_config(directory: Path) -> PretrainedConfig:
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise InvalidParameter("model", f"the config in {directory} cannot be read: {error}") from error
+    return config
+
+
+def _load_weights(directory: Path, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
+    try:
+        # Typed as Any: the types of `from_pretrained` and `to` are lost in their decorators.
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype or "auto", attn_implementation=ATTENTION_NAME, trust_remote_code=False
+        )
+    except OSError as error:
+        raise InvalidParameter("model", f"the weights in {directory} cannot be read: {error}") from error
+    ready: PreTrainedModel = model.to(device).eval()
+    return ready
+
+
+def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    generation = getattr(model, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    if eos is None:
+        eos = model.config.get_text_config().eos_token_id
+    return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])

@@ -1,0 +1,55 @@
+"""Runs the model over what the scheduler decided, and hands back the logits that are wanted.
+
+Law: `execute` is the decision and nothing else; after an exception it may be called again with parts of the
+same decision. This file does not know why something was scheduled, or what is done with the logits.
+"""
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.execution.attention import AttentionBackend
+from engine.execution.faults import device_faults
+from engine.execution.inputs import InputBuilder, StepInputs, null_inputs
+from engine.outputs import SchedulerOutputs
+
+
+class ModelRunner:
+    """A model whose attention goes through `paged_attention`, and the backend that holds its KV pool."""
+
+    def __init__(self, model: PreTrainedModel, backend: AttentionBackend, inputs: InputBuilder) -> None:
+        self._model = model
+        self._backend = backend
+        self._inputs = inputs
+
+    def execute(self, outputs: SchedulerOutputs) -> torch.Tensor:
+        """Compute the scheduled tokens; returns logits [wanted rows, vocabulary] in the model's dtype.
+
+        The wanted rows of each item stand together, in the order of `outputs.scheduled`. Raises `DeviceLost`
+        when the device is gone; any other exception, out of memory too, as it comes.
+        """
+        with device_faults(), torch.inference_mode():
+            if outputs.blocks_to_zero:
+                self._backend.zero_blocks(outputs.blocks_to_zero)
+            return self._forward(self._inputs.build(outputs))
+
+    def check(self) -> None:
+        """Run a forward pass of one token that belongs to nobody; raises what the device raises."""
+        with device_faults(), torch.inference_mode():
+            self._forward(null_inputs())
+            self._backend.zero_blocks((0,))
+
+    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+        device = self._model.device
+        num_tokens = len(inputs.token_ids)
+        rows = inputs.logits_rows.to(device)
+        logits: torch.Tensor = self._model(
+            input_ids=inputs.token_ids[None].to(device),
+            position_ids=inputs.positions[None].to(device),
+            use_cache=False,
+            logits_to_keep=rows,
+            attention_step=self._backend.begin(inputs.batch),
+        ).logits[0]
+        if len(logits) == num_tokens != len(rows):
+            # A model that does not know `logits_to_keep` computes them all.
+            logits = logits[rows]
+        return logits

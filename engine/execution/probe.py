@@ -1,0 +1,74 @@
+"""Finds out how a model attends, and refuses those whose attention would be served wrongly.
+
+Law: nothing is assumed from a model's name or config that a forward pass can show. This file does not know
+whether the answers are right: see `trial.py`.
+"""
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from engine.errors import UnsupportedModel
+from engine.execution.attention import LayerCall, LayerSpec
+
+
+def refuse_by_config(config: PretrainedConfig) -> None:
+    """Raise `UnsupportedModel` for what its class or config already gives away, before weights are loaded."""
+    model_type = config.model_type
+    text = config.get_text_config()
+    # Classes by config class; transformers types its keys and values loosely.
+    mapping: Any = AutoModelForCausalLM._model_mapping
+    if type(config) not in mapping or config.is_encoder_decoder:
+        raise UnsupportedModel(f"model type {model_type!r} is not a decoder-only language model")
+    if not mapping[type(config)]._supports_attention_backend:
+        raise UnsupportedModel(
+            f"model type {model_type!r} does not use the attention interface of transformers"
+            " (_supports_attention_backend is false), so its attention cannot be served"
+        )
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        raise UnsupportedModel(f"model type {model_type!r} has chunked attention, which is not supported")
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        raise UnsupportedModel(f"model type {model_type!r} has bidirectional attention")
+
+
+def record_layers(model: PreTrainedModel) -> tuple[LayerSpec, ...]:
+    """What each attention layer asks for, by one forward pass of two tokens with attention left out.
+
+    Raises `UnsupportedModel` if not every layer calls the attention function exactly once.
+    """
+    recorder = _Recorder()
+    tokens = torch.arange(2, device=model.device)[None]
+    with torch.inference_mode():
+        model(input_ids=tokens, position_ids=tokens, use_cache=False, attention_step=recorder)
+    num_layers = model.config.get_text_config().num_hidden_layers
+    layers = [layer for layer, _ in recorder.calls]
+    if sorted(layers) != list(range(num_layers)):
+        raise UnsupportedModel(
+            f"model type {model.config.model_type!r} has {num_layers} layers but called the attention"
+            f" function {len(layers)} times, for {len(set(layers))} layers: each must call it once"
+        )
+    return tuple(spec for _, spec in sorted(recorder.calls, key=lambda call: call[0]))
+
+
+class _Recorder:
+    """Takes the place of a step; attention gives zeros."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, LayerSpec]] = []
+
+    def attend(
+        self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        spec = LayerSpec(
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            head_dim=query.shape[2],
+            value_dim=value.shape[2],
+            scaling=call.scaling,
+            sliding_window=call.sliding_window,
+            softcap=call.softcap,
+            sinks=call.sinks is not None,
+        )
+        self.calls.append((call.layer, spec))
+        return query.new_zeros(*query.shape[:2], value.shape[2])

@@ -1,0 +1,90 @@
+"""A model's tokenizer: text to ids, chats to ids by the model's own template, ids to text.
+
+Law: whatever a user sends either becomes ids or an `InvalidParameter` that names the field. This file does
+not know streams: it decodes what it is given.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from engine.errors import InvalidParameter
+from engine.execution.quiet import quiet_transformers
+
+
+class Tokenizer:
+    """Wraps a tokenizer of transformers; may be used by several threads at once.
+
+    `special_ids`: ids that leave no text. `vocab_size`: ids that it knows, perhaps fewer than the model's.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        # The Rust tokenizer beneath: a fifth of the time, and safe between threads. Old formats have none.
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        added = tokenizer.added_tokens_decoder.items()
+        self.special_ids = frozenset(tokenizer.all_special_ids) | {
+            token_id for token_id, token in added if token.special
+        }
+        self.vocab_size = len(tokenizer)
+        self.has_chat_template = tokenizer.chat_template is not None
+
+    @classmethod
+    def load(cls, directory: Path) -> "Tokenizer":
+        """The tokenizer in a model's directory. Raises `InvalidParameter`."""
+        with quiet_transformers():
+            try:
+                return cls(AutoTokenizer.from_pretrained(directory, trust_remote_code=False))
+            except (OSError, ValueError) as error:
+                raise InvalidParameter("model", f"{directory} has no usable tokenizer: {error}") from error
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The end of text as the tokenizer knows it, for models that state none."""
+        eos = self._tokenizer.eos_token_id
+        return frozenset() if eos is None else frozenset({eos})
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, with the special tokens that the tokenizer adds. Raises `InvalidParameter`."""
+        return self._encode("prompt", text, add_special_tokens=True)
+
+    def render_chat(self, messages: Iterable[Mapping[str, str]]) -> list[int]:
+        """Ids of a chat in the model's own template, up to where the assistant's answer begins.
+
+        Raises `InvalidParameter` when there is no template, or the template refuses the messages.
+        """
+        if not self.has_chat_template:
+            raise InvalidParameter("messages", "this model has no chat template; send a prompt instead")
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:
+            # A template is the model's program: what it raises at messages that it dislikes is its own.
+            raise InvalidParameter("messages", f"the model's chat template refuses them: {error}") from error
+        # The template has written the special tokens itself.
+        return self._encode("messages", text, add_special_tokens=False)
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids` as it is, no spaces tidied up; bytes that form no character are U+FFFD."""
+        if self._backend is not None:
+            return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        return str(
+            self._tokenizer.decode(
+                token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def _encode(self, field: str, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            # Half of a surrogate pair is a str in Python and no text anywhere else.
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidParameter(
+                field, f"is no valid Unicode text: a lone surrogate at {error.start}"
+            ) from error
+        if self._backend is not None:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))

@@ -1,0 +1,254 @@
+"""Paged attention in plain torch: right on every device, and what other backends are compared with.
+
+Law: a slot of the pool is read only after its sequence wrote it, or after it was zeroed for that sequence.
+So the pool needs no clearing, a value that is not finite cannot reach another sequence through a masked
+slot (0 x NaN = NaN), and a batch may be computed again after a failure. This file does not know models,
+requests or schedules.
+
+The pool's layout, per layer: keys [blocks, block_size, kv heads, head_dim], values likewise. A sequence
+that computes one token is gathered together with others of about its length; a chunk is attended alone.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine.execution.attention import AttentionBatch, Chunk, LayerCall, LayerSpec
+
+MAX_BUCKETS = 4
+SINGLES_PER_BUCKET = 8
+"""Fewer rows than this are not worth a gather of their own (measured on two CPU cores)."""
+MAX_SCORES = 1 << 24
+"""Scores that are held at once where they must be formed: 64 MiB in float32."""
+
+
+class TorchAttention:
+    """A KV pool of `num_blocks` blocks of `block_size` tokens for each layer, and attention over it."""
+
+    def __init__(
+        self,
+        specs: tuple[LayerSpec, ...],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.block_size = block_size
+        self.device = device
+
+        def pool(num_kv_heads: int, size: int) -> torch.Tensor:
+            # Not zeroed, but for the null block: memory that is not used yet is then not touched.
+            blocks = torch.empty(num_blocks, block_size, num_kv_heads, size, dtype=dtype, device=device)
+            blocks[0].zero_()
+            return blocks
+
+        self.keys = tuple(pool(spec.num_kv_heads, spec.head_dim) for spec in specs)
+        self.values = tuple(pool(spec.num_kv_heads, spec.value_dim) for spec in specs)
+
+    @staticmethod
+    def bytes_per_block(specs: tuple[LayerSpec, ...], block_size: int, dtype: torch.dtype) -> int:
+        """What one block takes in all layers together."""
+        return block_size * dtype.itemsize * sum(spec.kv_size for spec in specs)
+
+    def begin(self, batch: AttentionBatch) -> "TorchStep":
+        if len(batch.blocks_begun):
+            self._zero(batch.blocks_begun.to(self.device))
+        return TorchStep(self, batch)
+
+    def zero_blocks(self, blocks: tuple[int, ...]) -> None:
+        self._zero(torch.tensor(blocks, device=self.device))
+
+    def _zero(self, blocks: torch.Tensor) -> None:
+        for pool in (*self.keys, *self.values):
+            pool.index_fill_(0, blocks, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Rows of one token each, read to one width: `tables` [rows, blocks], `mask` [rows, tokens]."""
+
+    rows: torch.Tensor
+    tables: torch.Tensor
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Rows of one sequence: `slots` [tokens], `mask` [rows, tokens]; None: they see each other, causally."""
+
+    rows: slice
+    slots: torch.Tensor | None
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What the layers of one window read."""
+
+    buckets: tuple[_Bucket, ...]
+    chunks: tuple[_Chunk, ...]
+
+
+class TorchStep:
+    """One forward: plans the reads once for each window in use, then serves every layer."""
+
+    def __init__(self, backend: TorchAttention, batch: AttentionBatch) -> None:
+        self._backend = backend
+        self._batch = batch
+        self._slots = batch.slots.to(backend.device)
+        self._plans: dict[int | None, _Plan] = {}
+
+    def attend(
+        self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        keys, values = self._backend.keys[call.layer], self._backend.values[call.layer]
+        flat_keys, flat_values = keys.flatten(0, 1), values.flatten(0, 1)
+        flat_keys.index_copy_(0, self._slots, key)
+        flat_values.index_copy_(0, self._slots, value)
+        plan = self._plan(call.sliding_window)
+        out = query.new_empty(*query.shape[:2], value.shape[-1])
+        for bucket in plan.buckets:
+            seen = (keys[bucket.tables].flatten(1, 2), values[bucket.tables].flatten(1, 2))
+            out.index_copy_(0, bucket.rows, _attend_singles(call, query[bucket.rows], *seen, bucket.mask))
+        for chunk in plan.chunks:
+            rows, slots = chunk.rows, chunk.slots
+            seen = (key[rows], value[rows]) if slots is None else (flat_keys[slots], flat_values[slots])
+            out[rows] = _attend_chunk(call, query[rows], *seen, chunk.mask)
+        return out
+
+    def _plan(self, window: int | None) -> _Plan:
+        if window not in self._plans:
+            block_size, device = self._backend.block_size, self._backend.device
+            self._plans[window] = _Plan(
+                _plan_buckets(self._batch, window, block_size, device),
+                tuple(_plan_chunk(chunk, window, block_size, device) for chunk in self._batch.chunks),
+            )
+        return self._plans[window]
+
+
+def _plan_buckets(
+    batch: AttentionBatch, window: int | None, block_size: int, device: torch.device
+) -> tuple[_Bucket, ...]:
+    """Single rows in order of how much they read, cut into a few buckets, so that little is read in vain."""
+    lengths = batch.single_lengths
+    first_seen = torch.zeros_like(lengths) if window is None else (lengths - window).clamp(min=0)
+    first_blocks = first_seen // block_size
+    widths = (lengths + block_size - 1) // block_size - first_blocks
+    order = widths.argsort(stable=True)
+    num_buckets = max(1, min(MAX_BUCKETS, len(order) // SINGLES_PER_BUCKET))
+    buckets = []
+    for members in order.tensor_split(num_buckets) if len(order) else ():
+        columns = first_blocks[members, None] + torch.arange(int(widths[members[-1]]))
+        positions = (columns[..., None] * block_size + torch.arange(block_size)).flatten(1)
+        mask = (positions < lengths[members, None]) & (positions >= first_seen[members, None])
+        # A row of the bucket that is shorter than its widest reads past its own blocks; the mask hides that.
+        tables = batch.single_tables[members].gather(1, columns.clamp(max=batch.single_tables.shape[1] - 1))
+        rows = batch.single_rows[members]
+        buckets.append(_Bucket(rows.to(device), tables.to(device), mask.to(device)))
+    return tuple(buckets)
+
+
+def _plan_chunk(chunk: Chunk, window: int | None, block_size: int, device: torch.device) -> _Chunk:
+    """What the rows of a chunk see: all before them, or the window's last tokens."""
+    rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
+    end = chunk.start + chunk.num_rows
+    if chunk.start == 0 and (window is None or window >= end):
+        return _Chunk(rows, None, None)
+    first_seen = 0 if window is None else max(0, chunk.start - window + 1)
+    seen = torch.arange(first_seen, end)
+    own = torch.arange(chunk.start, end)[:, None]
+    mask = seen <= own
+    if window is not None:
+        mask &= seen > own - window
+    slots = chunk.table[seen // block_size] * block_size + seen % block_size
+    return _Chunk(rows, slots.to(device), mask.to(device))
+
+
+def _attend_singles(
+    call: LayerCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """`query` [rows, heads, size], `keys` and `values` [rows, tokens, kv heads, size], `mask` [rows, tokens].
+
+    The heads that share a key head stand as if they were its queries, so that no key is copied for them.
+    """
+    num_rows, num_heads, _ = query.shape
+    num_kv_heads = keys.shape[2]
+    grouped = query.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, -1)
+    keys, values, mask = keys.transpose(1, 2), values.transpose(1, 2), mask[:, None, None]
+    if call.softcap is None and call.sinks is None:
+        out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=call.scaling)
+    else:
+        out = _attend_by_scores(call, grouped, keys, values, mask, repeats=1)
+    return out.reshape(num_rows, num_heads, -1)
+
+
+def _attend_chunk(
+    call: LayerCall,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """`query` [rows, heads, size], `keys` and `values` [tokens, kv heads, size], `mask` [rows, tokens]."""
+    if call.softcap is not None or call.sinks is not None:
+        return _attend_chunk_by_scores(call, query, keys, values, mask)
+    out = scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        keys.transpose(0, 1)[None],
+        values.transpose(0, 1)[None],
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=call.scaling,
+        enable_gqa=query.shape[1] != keys.shape[1],
+    )
+    return out[0].transpose(0, 1)
+
+
+def _attend_chunk_by_scores(
+    call: LayerCall,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """The same in tiles of rows, so that a long chunk over a long context needs few scores at once."""
+    num_rows, num_heads, _ = query.shape
+    num_tokens, num_kv_heads, _ = keys.shape
+    if mask is None:
+        mask = torch.ones(num_rows, num_tokens, dtype=torch.bool, device=query.device).tril()
+    groups = num_heads // num_kv_heads
+    heads_first = (keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
+    tile = max(1, MAX_SCORES // (num_heads * num_tokens))
+    tiles = []
+    for at in range(0, num_rows, tile):
+        rows, seen = query[at : at + tile], mask[at : at + tile]
+        grouped = rows.transpose(0, 1).reshape(1, num_kv_heads, groups * len(rows), -1)
+        out = _attend_by_scores(call, grouped, *heads_first, seen.repeat(groups, 1), repeats=len(rows))
+        tiles.append(out.reshape(num_heads, len(rows), -1).transpose(0, 1))
+    return torch.cat(tiles)
+
+
+def _attend_by_scores(
+    call: LayerCall,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    repeats: int,
+) -> torch.Tensor:
+    """Attention with its scores in hand, in float32, for what the fused operator cannot do.
+
+    `query` [n, kv heads, groups * repeats, size], `keys`, `values` [n, kv heads, tokens, size]; `mask` fits
+    the scores [n, kv heads, groups * repeats, tokens].
+    """
+    scores = (query.float() @ keys.float().transpose(-1, -2)) * call.scaling
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    scores = scores.masked_fill(~mask, -torch.inf)
+    num_tokens = scores.shape[-1]
+    if call.sinks is not None:
+        sinks = call.sinks.float().repeat_interleave(repeats).reshape(1, keys.shape[1], -1, 1)
+        scores = torch.cat([scores, sinks.expand(len(scores), -1, -1, -1)], dim=-1)
+    weights = scores.softmax(-1)[..., :num_tokens]
+    return (weights @ values.float()).to(query.dtype)

@@ -1,0 +1,104 @@
+"""Serves prompts with the real engine on a model in memory."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.execution.attention import ATTENTION_NAME, AttentionBackend, install
+from engine.execution.inputs import InputBuilder
+from engine.execution.model_runner import ModelRunner
+from engine.execution.probe import record_layers
+from engine.execution.sampler import Sampler
+from engine.execution.torch_attention import TorchAttention
+from engine.outputs import ScheduledSequence
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+from tests.tiny_models import VOCAB_SIZE
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What an engine gave: tokens by request, errors by request, and how often it preempted."""
+
+    token_ids: dict[str, list[int]]
+    errors: dict[str, str]
+    num_preempted: int
+
+
+class NumberText:
+    """A tokenizer whose text nobody reads."""
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        return " ".join(map(str, token_ids))
+
+
+def make_runner(
+    model: PreTrainedModel,
+    config: EngineConfig,
+    wrap: Callable[[TorchAttention], AttentionBackend] = lambda backend: backend,
+) -> ModelRunner:
+    """A runner over `model`, which from then on attends through it. The pool starts full of NaN."""
+    install()
+    model.set_attn_implementation(ATTENTION_NAME)
+    backend = TorchAttention(
+        record_layers(model), config.num_kv_blocks + 1, config.block_size, model.dtype, model.device
+    )
+    for pool in (*backend.keys, *backend.values):
+        pool[1:] = torch.nan
+    inputs = InputBuilder(config.max_num_seqs, config.max_model_len, config.block_size)
+    return ModelRunner(model, wrap(backend), inputs)
+
+
+def serve(
+    runner: ModelRunner,
+    config: EngineConfig,
+    requests: dict[str, tuple[list[int], SamplingParams]],
+) -> Served:
+    """Run all requests at once to their ends."""
+    engine = Engine(config, runner, Sampler(), NumberText(), eos_token_ids=frozenset(), vocab_size=VOCAB_SIZE)
+    for arrival, (name, (prompt, params)) in enumerate(requests.items()):
+        engine.add(name, prompt, params, arrival=arrival)
+    token_ids: dict[str, list[int]] = {name: [] for name in requests}
+    errors: dict[str, str] = {}
+    num_preempted = 0
+    while engine.has_work:
+        step = engine.step()
+        num_preempted += step.report.num_preempted
+        for output in step.outputs:
+            if output.token_id is not None:
+                token_ids[output.request_id].append(output.token_id)
+            if output.error is not None:
+                errors[output.request_id] = output.error
+    return Served(token_ids, errors, num_preempted)
+
+
+def make_prompts(lengths: tuple[int, ...], seed: int = 1) -> dict[str, list[int]]:
+    """Random prompts of the given lengths, without special tokens, named by their length."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"{length} tokens": torch.randint(5, VOCAB_SIZE, (length,), generator=generator).tolist()
+        for length in lengths
+    }
+
+
+def seated(
+    seat: int, token_ids: list[int], block_table: list[int], params: SamplingParams = GREEDY
+) -> Sequence:
+    """A running sequence, as a scheduler would hand it to a runner."""
+    sequence = Sequence(f"seat {seat}", token_ids, params, arrival=0.0)
+    sequence.admit(seat)
+    sequence.block_table = block_table
+    return sequence
+
+
+def part(
+    sequence: Sequence, start: int, end: int, logits_from: int = 0, samples: bool = False
+) -> ScheduledSequence:
+    """Tokens `start` to `end` of a sequence, in one step."""
+    return ScheduledSequence(sequence, start, end - start, logits_from, samples)

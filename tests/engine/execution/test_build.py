@@ -1,0 +1,140 @@
+"""Limits that are set hold; those that are not follow from the model and the memory."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.engine import Engine
+from engine.errors import InvalidParameter
+from engine.execution import kv_cache
+from engine.execution.build import build_execution, model_length
+from engine.sampling_params import SamplingParams
+from tests.comparer import assert_equal_tokens, reference
+from tests.tiny_models import EOS, IM_END, VOCAB_SIZE, make_model, save_model
+
+GIB = 1 << 30
+
+
+def test_what_is_built_serves_what_transformers_generates(tiny_llama: Path) -> None:
+    execution = build_execution(str(tiny_llama), device="cpu", num_kv_blocks=64, max_num_batched_tokens=16)
+    assert execution.eos_token_ids == {EOS, IM_END}
+    assert execution.vocab_size == VOCAB_SIZE
+    assert (execution.dtype, execution.device) == ("float32", "cpu")
+    engine = Engine(
+        execution.config,
+        execution.runner,
+        execution.sampler,
+        execution.tokenizer,
+        eos_token_ids=execution.eos_token_ids,
+        vocab_size=execution.vocab_size,
+    )
+    prompt = execution.tokenizer.render_chat([{"role": "user", "content": "What is the capital of France?"}])
+    engine.add("r", prompt, SamplingParams(temperature=0.0, max_tokens=30), arrival=0.0)
+    token_ids: list[int] = []
+    while engine.has_work:
+        token_ids += [output.token_id for output in engine.step().outputs if output.token_id is not None]
+    right = reference(make_model("llama"), prompt, 30, execution.eos_token_ids)
+    assert_equal_tokens({"r": token_ids}, {"r": right})
+
+
+def test_limits_that_nobody_set(tiny_llama: Path) -> None:
+    config = build_execution(str(tiny_llama), device="cpu", max_num_seqs=2).config
+    assert config.max_model_len == 2048
+    assert config.num_kv_blocks == 2 * 2048 // 16
+    assert config.block_size == 16
+    assert config.chunked_prefill
+
+
+def test_limits_that_are_set(tiny_llama: Path) -> None:
+    config = build_execution(
+        str(tiny_llama),
+        device="cpu",
+        max_model_len=100,
+        num_kv_blocks=7,
+        block_size=8,
+        max_num_batched_tokens=33,
+        max_num_seqs=3,
+        max_num_prefill_seqs=2,
+        chunked_prefill=False,
+    ).config
+    assert (config.max_model_len, config.num_kv_blocks, config.block_size) == (100, 7, 8)
+    assert (config.max_num_batched_tokens, config.max_num_seqs) == (33, 3)
+    assert (config.max_num_prefill_seqs, config.chunked_prefill) == (2, False)
+
+
+def test_more_than_the_model_takes_is_refused(tiny_llama: Path) -> None:
+    with pytest.raises(InvalidParameter, match="max_model_len: is 2049, but the model takes at most 2048"):
+        build_execution(str(tiny_llama), device="cpu", max_model_len=2049)
+
+
+def test_a_bad_limit_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(InvalidParameter, match="max_num_seqs"):
+        build_execution("/nowhere", max_num_seqs=0)
+    with pytest.raises(InvalidParameter, match="num_kv_blocks"):
+        build_execution("/nowhere", num_kv_blocks=0)
+    with pytest.raises(InvalidParameter, match="max_model_len"):
+        build_execution("/nowhere", max_model_len=0)
+
+
+def test_a_model_without_an_end_takes_its_tokenizers(tmp_path: Path) -> None:
+    save_model(tmp_path, eos_token_id=None)
+    (tmp_path / "generation_config.json").unlink()
+    assert build_execution(str(tmp_path), device="cpu", num_kv_blocks=4).eos_token_ids == {EOS}
+
+
+def test_the_default_model_needs_a_place() -> None:
+    with pytest.raises(InvalidParameter, match="cache_dir: must be set"):
+        build_execution("SmolLM2-135M-Instruct")
+
+
+def test_a_model_that_states_no_length_needs_one() -> None:
+    assert model_length(None, 500) == 500
+    with pytest.raises(InvalidParameter, match="max_model_len: must be set"):
+        model_length(None, None)
+
+
+def test_blocks_within_a_share_of_the_memory() -> None:
+    def choose(free: int, max_tokens: int = 16_000_000, share: float = 0.5) -> int:
+        return kv_cache.choose_num_kv_blocks(
+            max_tokens=max_tokens, block_size=16, bytes_per_block=1 << 20, free_bytes=free, share=share
+        )
+
+    # Half of the memory, less the null block.
+    assert choose(2 * GIB) == 1023
+    assert choose(2 * GIB, share=1.0) == 2047
+    # No more than can be used.
+    assert choose(2 * GIB, max_tokens=161) == 11
+    with pytest.raises(InvalidParameter, match=r"num_kv_blocks: .* hold no KV block"):
+        choose(3 << 20)
+    for share in (0.0, 1.1, -1.0):
+        with pytest.raises(InvalidParameter, match="kv_memory_share"):
+            choose(GIB, share=share)
+
+
+def write_meminfo(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (directory / "meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable: 4194304 kB\n")
+    monkeypatch.setattr(kv_cache, "_MEMINFO", directory / "meminfo")
+    monkeypatch.setattr(kv_cache, "_CGROUP", directory)
+
+
+def test_the_memory_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_meminfo(tmp_path, monkeypatch)
+    assert kv_cache.free_bytes(kv_cache.torch.device("cpu")) == 4 * GIB
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("12345\n")
+    assert kv_cache.free_bytes(kv_cache.torch.device("cpu")) == 4 * GIB
+
+
+def test_the_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_meminfo(tmp_path, monkeypatch)
+    (tmp_path / "memory.max").write_text(f"{3 * GIB}\n")
+    (tmp_path / "memory.current").write_text(f"{2 * GIB}\n")
+    # A file that was read is counted as used, but given up when memory is wanted.
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {GIB // 2}\n")
+    assert kv_cache.free_bytes(kv_cache.torch.device("cpu")) == GIB + GIB // 2
+
+
+def test_a_system_that_does_not_tell_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "_MEMINFO", tmp_path / "none")
+    with pytest.raises(InvalidParameter, match="num_kv_blocks: must be set here"):
+        kv_cache.free_bytes(kv_cache.torch.device("cpu"))

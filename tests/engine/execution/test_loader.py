@@ -1,0 +1,116 @@
+"""What a model's files say is what is served; what cannot be served is said by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.errors import InvalidParameter, UnsupportedModel
+from engine.execution.loader import LoadedModel, find_device, find_dtype, load_model, position_limit
+from engine.execution.torch_attention import TorchAttention
+from tests.tiny_models import EOS, IM_END, VOCAB_SIZE, make_config, save_model
+
+
+def load(source: Path, **options: Any) -> LoadedModel:
+    told: list[str] = []
+    loaded = load_model(
+        str(source), make_backend=TorchAttention, device="cpu", progress=told.append, **options
+    )
+    assert told
+    return loaded
+
+
+def test_a_model_directory(tiny_llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    loaded = load(tiny_llama)
+    assert capfd.readouterr() == ("", "")
+    assert loaded.dtype == loaded.model.dtype == torch.float32
+    assert loaded.eos_token_ids == {EOS, IM_END}
+    assert loaded.vocab_size == VOCAB_SIZE
+    assert loaded.max_model_len == 2048
+    assert [layer.num_kv_heads for layer in loaded.layers] == [2, 2]
+    assert not loaded.model.training
+
+
+def test_the_dtype_that_is_asked_for(tiny_llama: Path) -> None:
+    loaded = load(tiny_llama, dtype="bfloat16")
+    assert {weight.dtype for weight in loaded.model.parameters()} == {torch.bfloat16}
+    assert loaded.dtype == torch.bfloat16
+
+
+def test_a_checkpoint_in_bfloat16_is_served_in_float32_on_a_cpu(tmp_path: Path) -> None:
+    assert load(save_model(tmp_path, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+def test_without_a_generation_config_the_config_says_what_ends_a_text(tmp_path: Path) -> None:
+    """vllm#4589: ends of text that only one of the files names were ignored."""
+    save_model(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    assert load(tmp_path).eos_token_ids == {EOS}
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "falcon"])
+def test_a_model_that_cannot_be_served_is_refused_before_its_weights_are_read(
+    tmp_path: Path, model_type: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(UnsupportedModel, match=f"'{model_type}'"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["{", "[]", "{}", '{"model_type": "no_such_model"}', '{"model_type": "llama", "hidden_size": "x"}'],
+)
+def test_a_config_that_cannot_be_read(tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(InvalidParameter, match="model: the config in"):
+        load(tmp_path)
+
+
+def test_a_directory_without_weights(tmp_path: Path) -> None:
+    make_config("llama").save_pretrained(tmp_path)
+    with pytest.raises(InvalidParameter, match="model: the weights in"):
+        load(tmp_path)
+
+
+def test_devices_and_dtypes_by_name() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert find_device("cpu") == cpu
+    assert find_dtype("auto", cpu) == torch.float32
+    assert find_dtype("auto", cuda) is None
+    assert find_dtype("bfloat16", cpu) == torch.bfloat16
+    with pytest.raises(InvalidParameter, match="device: must be auto, cpu or cuda"):
+        find_device("tpu")
+    with pytest.raises(InvalidParameter, match="dtype: must be auto"):
+        find_dtype("float8", cpu)
+
+
+def test_cuda_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert find_device("auto") == torch.device("cpu")
+    with pytest.raises(InvalidParameter, match=r"device: .* no CUDA"):
+        find_device("cuda")
+
+
+def test_positions_end_where_one_request_would_change_the_others() -> None:
+    """`longrope` switches the whole batch to other frequencies past its original length."""
+    assert position_limit(make_config("llama")) == 2048
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    longrope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 512,
+        **factors,
+    }
+    assert (
+        position_limit(make_config("phi3", rope_parameters=longrope, original_max_position_embeddings=512))
+        == 512
+    )
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert position_limit(make_config("llama", rope_parameters=dynamic)) == 2048
+    by_layer = {"full_attention": longrope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    config = make_config("llama")
+    config.rope_parameters = by_layer
+    assert position_limit(config) == 512

@@ -1,0 +1,62 @@
+"""Which model is it? The same files, the same string; anything else, another."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engine.errors import InvalidParameter
+from engine.execution.model_files import find_model, fingerprint
+from tests.tiny_models import save_model
+
+
+def test_a_copy_has_the_same_fingerprint(tiny_llama: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(tiny_llama, tmp_path / "elsewhere")
+    (copied / "README.md").write_text("not a part of the model")
+    assert fingerprint(copied) == fingerprint(tiny_llama)
+    assert len(fingerprint(copied)) == 32
+
+
+def test_other_weights_of_the_same_shape_are_another_model(tiny_llama: Path, tmp_path: Path) -> None:
+    assert fingerprint(save_model(tmp_path, seed=1)) != fingerprint(tiny_llama)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "chat_template.jinja", "tokenizer.json", "generation_config.json"]
+)
+def test_every_small_file_counts(tiny_llama: Path, tmp_path: Path, name: str) -> None:
+    copied = shutil.copytree(tiny_llama, tmp_path / "changed")
+    (copied / name).write_text((copied / name).read_text() + " ")
+    assert fingerprint(copied) != fingerprint(tiny_llama)
+
+
+def test_a_large_file_is_sampled(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(1_000_000))
+    before = fingerprint(tmp_path)
+    weights.write_bytes(bytes(999_999) + b"x")
+    assert fingerprint(tmp_path) != before
+
+
+def test_a_directory_is_found_as_it_is(tiny_llama: Path) -> None:
+    assert find_model(str(tiny_llama), lambda _: None) == tiny_llama
+
+
+def test_a_directory_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameter, match=r"model: .* has no config.json"):
+        find_model(str(tmp_path), lambda _: None)
+
+
+@pytest.mark.parametrize("source", ["/nowhere/at/all", "not a hub id", ""])
+def test_what_can_be_no_model(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(InvalidParameter, match="model: "):
+        find_model(source, lambda _: None)
+
+
+def test_a_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    told: list[str] = []
+    with pytest.raises(InvalidParameter, match="neither a directory nor a hub id"):
+        find_model("nobody/has-this-model", told.append)
+    assert told == ["looking for nobody/has-this-model on the hub and in its cache"]

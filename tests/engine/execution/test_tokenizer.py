@@ -1,0 +1,120 @@
+"""Any text becomes ids or an error that names its field; ids become text as it is."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import InvalidParameter
+from engine.execution.tokenizer import Tokenizer
+from tests.tiny_models import BOS, EOS, IM_END, IM_START, PAD, VOCAB_SIZE, make_tokenizer
+
+TOKENIZER = Tokenizer(make_tokenizer())
+USER = [{"role": "user", "content": "hello world"}]
+
+
+@given(st.text())
+def test_every_text_comes_back(text: str) -> None:
+    """Also NUL, which cut prompts short in llama.cpp#25543, and characters of several tokens."""
+    token_ids = TOKENIZER.encode(text)
+    assert token_ids[0] == BOS
+    assert TOKENIZER.decode(token_ids, skip_special_tokens=True) == text.replace("<s>", "")
+
+
+@pytest.mark.parametrize("text", ["\ud83d", "a\udc00b", "fine \ud800"])
+def test_half_a_surrogate_pair_is_refused(text: str) -> None:
+    """hermes-studio#1058, aider#3693: a lone surrogate came out as a UnicodeEncodeError."""
+    with pytest.raises(InvalidParameter, match=r"prompt: .*surrogate"):
+        TOKENIZER.encode(text)
+    with pytest.raises(InvalidParameter, match=r"messages: .*surrogate"):
+        TOKENIZER.render_chat([{"role": "user", "content": text}])
+
+
+def test_incomplete_characters_are_replaced() -> None:
+    token_ids = TOKENIZER.encode("é")[1:]
+    assert len(token_ids) == 2
+    assert TOKENIZER.decode(token_ids[:1]) == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_spaces_are_not_tidied_up() -> None:
+    text = "one , two . do n't  three"
+    assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
+
+
+def test_special_tokens_are_left_out_unless_asked_for() -> None:
+    token_ids = [BOS, *TOKENIZER.encode("fox")[1:], IM_END, EOS]
+    assert TOKENIZER.decode(token_ids) == "fox"
+    assert TOKENIZER.decode(token_ids, skip_special_tokens=False) == "<s>fox<|im_end|></s>"
+    assert TOKENIZER.special_ids == {BOS, EOS, PAD, IM_START, IM_END}
+
+
+def test_ids_that_only_the_model_knows_leave_no_text() -> None:
+    """A model's vocabulary is often padded beyond its tokenizer's."""
+    assert TOKENIZER.decode([VOCAB_SIZE + 5]) == ""
+    assert TOKENIZER.vocab_size == VOCAB_SIZE
+
+
+def test_a_chat_is_written_in_the_models_own_template() -> None:
+    token_ids = TOKENIZER.render_chat(USER)
+    text = "<s><|im_start|>user\nhello world<|im_end|>\n<|im_start|>assistant\n"
+    assert TOKENIZER.decode(token_ids, skip_special_tokens=False) == text
+    # The template writes the first token; the tokenizer must not add another.
+    assert token_ids.count(BOS) == 1
+
+
+@pytest.mark.parametrize("messages", [[{"role": "critic", "content": "no"}], [{}], []])
+def test_a_template_that_refuses_names_the_messages(messages: list[dict[str, str]]) -> None:
+    """vllm#39279: what a template raises must not come out as an internal error."""
+    with pytest.raises(InvalidParameter, match=r"messages: .*refuses them"):
+        TOKENIZER.render_chat(messages)
+
+
+def test_a_template_that_is_broken_names_the_messages() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% if %}"
+    with pytest.raises(InvalidParameter, match=r"messages: .*refuses them"):
+        Tokenizer(tokenizer).render_chat(USER)
+
+
+def test_a_model_without_a_template_says_so() -> None:
+    tokenizer = Tokenizer(make_tokenizer(chat_template=False))
+    assert not tokenizer.has_chat_template
+    assert TOKENIZER.has_chat_template
+    with pytest.raises(InvalidParameter, match="messages: this model has no chat template"):
+        tokenizer.render_chat(USER)
+
+
+def test_a_tokenizer_in_python_alone_does_the_same() -> None:
+    """Old formats have no Rust tokenizer beneath."""
+
+    class Old:
+        def __init__(self) -> None:
+            self._fast = make_tokenizer()
+
+        def __getattr__(self, name: str) -> object:
+            if name == "backend_tokenizer":
+                raise AttributeError(name)
+            return getattr(self._fast, name)
+
+        def __len__(self) -> int:
+            return len(self._fast)
+
+    old = Tokenizer(Old())
+    for text in ("hello , world", "é"):
+        token_ids = TOKENIZER.encode(text)
+        assert old.encode(text) == token_ids
+        assert old.decode(token_ids) == TOKENIZER.decode(token_ids)
+    assert old.render_chat(USER) == TOKENIZER.render_chat(USER)
+
+
+def test_a_saved_tokenizer_is_loaded(tiny_llama: Path) -> None:
+    tokenizer = Tokenizer.load(tiny_llama)
+    assert tokenizer.encode("the fox") == TOKENIZER.encode("the fox")
+    assert tokenizer.eos_token_ids == {EOS}
+    assert tokenizer.has_chat_template
+
+
+def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameter, match=r"model: .* has no usable tokenizer"):
+        Tokenizer.load(tmp_path)

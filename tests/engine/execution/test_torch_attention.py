@@ -1,0 +1,145 @@
+"""Paged attention against attention written out token by token, over shapes, windows and features."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from engine.execution import torch_attention
+from engine.execution.attention import LayerCall, LayerSpec
+from engine.execution.inputs import InputBuilder
+from engine.execution.torch_attention import TorchAttention
+from engine.outputs import SchedulerOutputs
+from tests.engine.execution.serving import part, seated
+
+LONGEST = 40
+NUM_SEATS = 24
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """All queries, keys and values of one sequence, and the blocks that hold them."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+def written_out(spec: LayerSpec, sinks: torch.Tensor | None, tokens: Tokens, position: int) -> torch.Tensor:
+    """The output of one token, in float64: [heads, value_dim]."""
+    first = 0 if spec.sliding_window is None else max(0, position - spec.sliding_window + 1)
+    rows = []
+    for head in range(spec.num_heads):
+        kv_head = head // (spec.num_heads // spec.num_kv_heads)
+        keys = tokens.key[first : position + 1, kv_head].double()
+        scores = keys @ tokens.query[position, head].double() * spec.scaling
+        if spec.softcap is not None:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        weights = scores.exp()
+        total = weights.sum() + (0 if sinks is None else sinks[head].double().exp())
+        rows.append((weights / total) @ tokens.value[first : position + 1, kv_head].double())
+    return torch.stack(rows)
+
+
+def check(spec: LayerSpec, block_size: int, dtype: torch.dtype = torch.float32) -> None:
+    """Run sequences of many lengths through chunks and single tokens, and compare every row."""
+    generator = torch.Generator().manual_seed(5)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    tokens = [
+        Tokens(
+            noise(LONGEST, spec.num_heads, spec.head_dim),
+            noise(LONGEST, spec.num_kv_heads, spec.head_dim),
+            noise(LONGEST, spec.num_kv_heads, spec.value_dim),
+        )
+        for _ in range(NUM_SEATS)
+    ]
+    sinks = noise(spec.num_heads) if spec.sinks else None
+    blocks_each = -(-LONGEST // block_size)
+    backend = TorchAttention((spec,), 1 + NUM_SEATS * blocks_each, block_size, dtype, torch.device("cpu"))
+    for pool in (*backend.keys, *backend.values):
+        pool[1:] = torch.nan
+    sequences = [
+        seated(seat, [0] * LONGEST, list(range(1 + seat, 1 + NUM_SEATS * blocks_each, NUM_SEATS)))
+        for seat in range(NUM_SEATS)
+    ]
+    inputs = InputBuilder(NUM_SEATS, LONGEST, block_size)
+    call = LayerCall(0, spec.scaling, spec.sliding_window, spec.softcap, sinks)
+
+    def step(*parts: tuple[int, int, int]) -> None:
+        items = tuple(part(sequences[who], start, end) for who, start, end in parts)
+        batch = inputs.build(SchedulerOutputs(prefill=items)).batch
+        rows = [
+            torch.cat([getattr(tokens[who], name)[start:end] for who, start, end in parts])
+            for name in ("query", "key", "value")
+        ]
+        found = backend.begin(batch).attend(call, *rows)
+        assert found.dtype == dtype
+        places = [(who, position) for who, start, end in parts for position in range(start, end)]
+        right = torch.stack([written_out(spec, sinks, tokens[who], at) for who, at in places])
+        tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(found.double(), right, rtol=tolerance, atol=tolerance)
+
+    # Fresh chunks of every length, one of them a single token; then all decode beside two that are read on.
+    step(*((who, 0, 1 + who) for who in range(NUM_SEATS - 2)))
+    step((NUM_SEATS - 2, 0, 9), (NUM_SEATS - 1, 0, 16))
+    step(
+        *((who, 1 + who, 2 + who) for who in range(NUM_SEATS - 2)),
+        (NUM_SEATS - 2, 9, 10),
+        (NUM_SEATS - 1, 16, 37),
+    )
+    step((0, 2, 7), (NUM_SEATS - 2, 10, LONGEST), (NUM_SEATS - 1, 37, 38))
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16, 64])
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 100])
+def test_windows_and_block_sizes(block_size: int, window: int | None) -> None:
+    check(LayerSpec(4, 2, 8, 8, 0.4, sliding_window=window), block_size)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(3, 3), (4, 1), (6, 2), (7, 1), (8, 1)])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 256])
+def test_heads_and_their_sizes(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    check(LayerSpec(num_heads, num_kv_heads, head_dim, head_dim, head_dim**-0.5), 4)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("value_dim", [8, 12])
+def test_features(window: int | None, softcap: float | None, sinks: bool, value_dim: int) -> None:
+    check(LayerSpec(6, 2, 8, value_dim, 0.5, window, softcap, sinks), 4)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_bfloat16(softcap: float | None) -> None:
+    check(LayerSpec(4, 2, 16, 16, 0.25, softcap=softcap), 4, torch.bfloat16)
+
+
+def test_scores_are_formed_tile_by_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_attention, "MAX_SCORES", 100)
+    check(LayerSpec(6, 2, 8, 8, 0.5, 6, 1.5, True), 4)
+
+
+def test_bytes_per_block_is_what_a_block_takes() -> None:
+    specs = (LayerSpec(4, 2, 8, 8, 1.0), LayerSpec(4, 4, 16, 24, 1.0))
+    backend = TorchAttention(specs, 3, 16, torch.bfloat16, torch.device("cpu"))
+    pools = (*backend.keys, *backend.values)
+    assert TorchAttention.bytes_per_block(specs, 16, torch.bfloat16) == sum(
+        math.prod(pool.shape[1:]) * pool.itemsize for pool in pools
+    )
+
+
+def test_zero_blocks_forgets_them() -> None:
+    backend = TorchAttention((LayerSpec(2, 2, 4, 4, 1.0),), 4, 2, torch.float32, torch.device("cpu"))
+    for pool in (*backend.keys, *backend.values):
+        pool[:] = torch.nan
+        pool[2] = 7.0
+    backend.zero_blocks((1, 3))
+    for pool in (*backend.keys, *backend.values):
+        assert not pool[1].any()
+        assert not pool[3].any()
+        assert bool((pool[2] == 7.0).all())
