@@ -127,8 +127,9 @@ class Settlement:
 class Write:
     """What an owner adds to one task: messages, facts, and at last its settlement.
 
-    `first_seq`: the `seq` of `entries[0]`. `facts`: names from `FACTS`; `"scheduled": "1"` is stamped with
-    the time and takes back why and behind whom the task waited. Raises ValueError for another name.
+    `first_seq`: the `seq` of `entries[0]`. `facts`: names from `FACTS`; `scheduled`, how many seconds ago a
+    step first took the task, is stored as a time and takes back why and behind whom it waited. Raises
+    ValueError for another name.
     """
 
     task_id: str

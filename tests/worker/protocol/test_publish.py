@@ -138,16 +138,31 @@ def test_one_who_never_was_an_owner(store: TaskStore, redis_client: redis.Redis)
     assert unchanged(redis_client, lambda: settle(store, nobody)) == Lost()
 
 
+@pytest.mark.parametrize(("ago", "is_accepted"), [("0.000001", False), ("1000", True)])
+def test_a_start_is_told_as_seconds_ago_and_is_never_before_the_acceptance(
+    store: TaskStore, redis_client: redis.Redis, ago: str, is_accepted: bool
+) -> None:
+    submit(store, redis_client)
+    claimed = claim_one(store)
+    publish(store, claimed, 0, 1, scheduled=ago)
+
+    snapshot = store.inspect(claimed.task_id)
+
+    assert snapshot is not None
+    assert snapshot.accepted_at <= snapshot.scheduled_at < snapshot.first_token_at
+    assert (snapshot.scheduled_at == snapshot.accepted_at) is is_accepted
+
+
 def test_times_are_stamped_once(store: TaskStore, redis_client: redis.Redis) -> None:
     submit(store, redis_client)
     first = claim_one(store, lease_seconds=-1)
-    publish(store, first, 0, 1, scheduled="1")
+    publish(store, first, 0, 1, scheduled="0")
     snapshot = store.inspect(first.task_id)
     assert snapshot is not None
     assert snapshot.status == "in_progress"
     assert snapshot.accepted_at <= snapshot.scheduled_at == snapshot.first_token_at <= snapshot.now
     second = taken_over(store, first)
-    publish(store, second, 1, 1, scheduled="1")
+    publish(store, second, 1, 1, scheduled="0")
     again = store.inspect(first.task_id)
     assert again is not None
     assert (again.scheduled_at, again.first_token_at) == (snapshot.scheduled_at, snapshot.first_token_at)

@@ -1,7 +1,7 @@
 -- Adds messages, facts and ends to tasks, each only for its owner. All writes of one call are one change.
 -- ARGV: retention, and one string of fields, each with the byte 31 after it: hundreds of arguments would
 -- cost the client more than all the rest. The fields of each write: id, owner, first seq, number of
--- entries, number of facts, scheduled ('1' or ''), status or '' | token, text, index, end of each entry |
+-- entries, number of facts, scheduled (seconds ago, or ''), status or '' | token, text, index, end of each entry |
 -- name, value of each fact | and with a status: reason, type of RQ's result, its return value, its
 -- exception, prompt tokens, completion tokens.
 -- Gives for each write ACCEPTED, LOST or, if its first seq is too high, the length of the log.
@@ -28,7 +28,8 @@ end
 
 local function add_facts(id, scheduled, at, settlement_at)
   if scheduled ~= '' then
-    call('HSETNX', K.run .. id, 'scheduled_at', seconds(now_us))
+    local accepted_us = tonumber(call('HGET', K.run .. id, 'accepted_us'))
+    call('HSETNX', K.run .. id, 'scheduled_at', seconds(math.max(accepted_us, now_us - scheduled * 1000000)))
     call('HDEL', K.run .. id, 'waiting_for', 'tokens_ahead', 'position')
   end
   if at < settlement_at then

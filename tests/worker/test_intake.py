@@ -1,0 +1,205 @@
+"""What is claimed, and what becomes of it: a real server, no threads."""
+
+import json
+import threading
+from typing import Any
+
+import pytest
+import redis
+
+from engine.outputs import SequenceOutput
+from tests.worker.workshop import (
+    WordTokenizer,
+    ended,
+    job_data,
+    new_metrics,
+    served_model,
+    submit,
+)
+from worker.inbox import Arrival, Inbox
+from worker.intake import Appetite, Intake, ServedModel
+from worker.loop import Load
+from worker.ownership import Holdings, Ownership
+from worker.protocol import keys
+from worker.protocol.messages import FinishedEvent, LogEntry
+from worker.protocol.store import TaskStore
+from worker.publisher import Publisher
+from worker.stream import Stream
+
+
+class Impatient(threading.Event):
+    """Nobody is waited for in a test of one thread."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return True
+
+
+class Gate:
+    """An intake whose arrivals and publishes can be looked at."""
+
+    def __init__(self, client: "redis.Redis", model: ServedModel | None = None, seats: int = 8) -> None:
+        self.client = client
+        self.load = Load()
+        wake = Impatient()
+        self.holdings = Holdings(wake)
+        self.inbox = Inbox()
+        store = TaskStore(client)
+        self.publisher = Publisher(store, self.holdings, new_metrics(), on_lost=lambda _: None)
+        self.intake = Intake(
+            store,
+            model or served_model(),
+            Appetite(max_num_seqs=seats, max_num_prefill_seqs=4),
+            self.holdings,
+            self.inbox,
+            self.publisher,
+            new_metrics(),
+            worker_name="w",
+            lease_seconds=60,
+            load=lambda: self.load,
+            wake=wake,
+        )
+
+    def turn(self) -> list[Arrival]:
+        self.intake.turn()
+        return [message for message in self.inbox.take(0) if isinstance(message, Arrival)]
+
+    def hand_back(self) -> None:
+        TaskStore(self.client).hand_back(self.holdings.owners())
+
+
+@pytest.mark.parametrize(
+    ("num_held", "num_running", "room"),
+    [
+        (0, 0, 16 + 8),  # what one step can start, and the look-ahead
+        (17, 17, 16 + 8),
+        (60, 60, 4 + 8),  # the last seats
+        (64, 64, 8),
+        (72, 64, 0),
+        (16, 0, 8),  # claimed and not started: there may be no KV blocks for more, so others shall have them
+        (24, 0, 0),
+        (40, 10, -6),
+    ],
+)
+def test_no_more_than_can_soon_be_started(num_held: int, num_running: int, room: int) -> None:
+    appetite = Appetite(max_num_seqs=64, max_num_prefill_seqs=16)
+
+    assert appetite.room(num_held, Load(num_running=num_running)) == room
+
+
+def test_other_workers_have_the_rest(redis_client: "redis.Redis") -> None:
+    tasks = [submit(redis_client) for _ in range(20)]
+    gate = Gate(redis_client, seats=8)
+
+    first = gate.turn()
+    second = gate.turn()
+
+    assert [one.ownership.task_id for one in first] == tasks[:5], "4 prefills a step and 1 of look-ahead"
+    assert second == [], "none of these has started"
+    gate.load = Load(num_running=5)
+    assert len(gate.turn()) == 4, "8 seats and 1 of look-ahead are held"
+    assert gate.turn() == []
+
+
+def test_the_prompt_is_stored_and_never_rendered_again(redis_client: "redis.Redis") -> None:
+    """A template may tell the date: a resumed request goes on after the prompt that it began with."""
+    task = submit(redis_client, messages=({"role": "user", "content": "four"},))
+    gate = Gate(redis_client)
+    (arrival,) = gate.turn()
+    gate.publisher.turn()
+    gate.hand_back()
+
+    class Tomorrow(WordTokenizer):
+        def render_chat(self, messages: Any) -> list[int]:
+            raise AssertionError("rendered again")
+
+    (again,) = Gate(redis_client, served_model(Tomorrow())).turn()
+
+    assert arrival.prompt_token_ids == again.prompt_token_ids == [1, 4, 2]
+    assert again.ownership.task_id == task
+    assert again.ownership.owner != arrival.ownership.owner
+
+
+def test_another_model_under_the_same_name_fails_the_resume(redis_client: "redis.Redis") -> None:
+    task = submit(redis_client)
+    gate = Gate(redis_client)
+    gate.turn()
+    gate.publisher.turn()
+    gate.hand_back()
+
+    other = Gate(redis_client, served_model(fingerprint="f2"))
+    assert other.turn() == []
+    other.publisher.turn()
+
+    (end,) = ended(redis_client, task)
+    assert isinstance(end, FinishedEvent)
+    assert end.error is not None
+    assert end.error["code"] == "model_changed"
+
+
+def test_a_resumed_request_brings_its_tokens(redis_client: "redis.Redis") -> None:
+    submit(redis_client)
+    gate = Gate(redis_client)
+    (arrival,) = gate.turn()
+    gate.publisher.turn()
+    stream = Stream(arrival.ownership)
+    for token in (7, 8):
+        stream.add(SequenceOutput(request_id="", token_id=token, text=f"<{token}>"))
+    TaskStore(redis_client).publish([stream.to_write()])
+    gate.hand_back()
+
+    (again,) = Gate(redis_client).turn()
+
+    assert again.output_token_ids == [7, 8]
+    assert arrival.output_token_ids is None
+
+
+def test_an_ended_log_is_settled_and_not_run(redis_client: "redis.Redis") -> None:
+    """celery#4354: what had ended ran again."""
+    task = submit(redis_client)
+    for seq, entry in enumerate((LogEntry.of_token(7, "<7>"), LogEntry.of_end("", "stop"))):
+        fields = {"t": entry.token, "x": entry.text, "m": entry.end}
+        redis_client.xadd(keys.log(task), {n: v for n, v in fields.items() if v}, id=f"0-{seq + 1}")
+    gate = Gate(redis_client)
+
+    assert gate.turn() == []
+    gate.publisher.turn()
+
+    snapshot = TaskStore(redis_client).inspect(task)
+    assert snapshot is not None
+    assert (snapshot.status, len(gate.holdings)) == ("completed", 0)
+
+
+def test_only_the_one_function_name_is_accepted(redis_client: "redis.Redis") -> None:
+    payload = {"id": "x", "model": "fake", "prompt_token_ids": [1], "sampling": {}}
+    calls = [
+        job_data(payload, function="os.system"),
+        job_data(payload, function="worker.tasks.generate2"),
+        json.dumps(["worker.tasks.generate", None, [], {}]).encode(),
+        json.dumps({"worker.tasks.generate": 1}).encode(),
+        b"\x78\x9cbroken zlib",
+        b"",
+    ]
+    tasks = [submit(redis_client, call) for call in calls]
+    gate = Gate(redis_client, seats=64)
+
+    assert gate.turn() == []
+    gate.publisher.turn()
+
+    codes = []
+    for task in tasks:
+        (end,) = ended(redis_client, task)
+        assert isinstance(end, FinishedEvent)
+        codes.append((end.error or {})["code"])
+    assert codes == ["unknown_function"] * 2 + ["unreadable_request"] * 4
+
+
+def test_owning_again_forgets_the_earlier_attempt() -> None:
+    holdings = Holdings(threading.Event())
+    old, new = Ownership("t", "1"), Ownership("t", "2")
+    holdings.take(old)
+    holdings.take(new)
+
+    assert old not in holdings
+    assert not holdings.drop(old)
+    assert holdings.owners() == {"t": "2"}
+    assert Ownership.of_request(new.request_id) == new

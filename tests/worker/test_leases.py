@@ -1,0 +1,143 @@
+"""Leases beat by beat: a real server, a clock that the test moves."""
+
+import threading
+from typing import Any
+
+import pytest
+import redis
+
+from tests.worker.workshop import SLUG, new_metrics, submit
+from worker.leases import Leases
+from worker.ownership import Holdings, Ownership
+from worker.protocol import keys
+from worker.protocol.store import TaskStore
+from worker.watching import Pulse
+
+
+class Beats:
+    """A lease thread without the thread. `store` may be told to fail."""
+
+    def __init__(self, client: "redis.Redis", lease_seconds: float = 60.0) -> None:
+        self.now = 0.0
+        self.client = client
+        self.fails = False
+        self.announced = 0
+        self.lost: list[Ownership] = []
+        self.waits: list[float] = []
+        self.holdings = Holdings(threading.Event())
+        self.pulse = Pulse(60.0, lambda: self.now, on_tick=lambda: None, arm=lambda _: None)
+        self.leases = Leases(
+            TaskStore(client),
+            self.holdings,
+            self.pulse,
+            new_metrics(),
+            slug=SLUG,
+            lease_seconds=lease_seconds,
+            max_task_seconds=86400,
+            announce=self.announce,
+            on_lost=self.lose,
+            clock=lambda: self.now,
+            wait=self.waits.append,
+        )
+
+    def announce(self) -> None:
+        self.announced += 1
+        if self.fails:
+            raise redis.ConnectionError("away")
+
+    def lose(self, ownership: Ownership) -> None:
+        self.lost.append(ownership)
+        self.holdings.drop(ownership)
+
+    def claim(self, lease_seconds: float = 60.0) -> Ownership:
+        submit(self.client)
+        (claimed,) = TaskStore(self.client).claim(SLUG, worker="w", max_tasks=1, lease_seconds=lease_seconds)
+        ownership = Ownership(claimed.task_id, claimed.owner)
+        self.holdings.take(ownership)
+        return ownership
+
+    def lapse(self, ownership: Ownership) -> None:
+        self.client.zadd(keys.LEASES, {ownership.task_id: 1})
+
+    def lapses_at(self, ownership: Ownership) -> float:
+        return float(self.client.zscore(keys.LEASES, ownership.task_id) or 0)
+
+
+@pytest.fixture
+def beats(redis_client: "redis.Redis") -> Beats:
+    return Beats(redis_client)
+
+
+def test_a_beat_renews_and_announces(beats: Beats) -> None:
+    held = beats.claim()
+    beats.lapse(held)
+    beats.leases.turn()
+
+    assert beats.lapses_at(held) > 1, "late, but nobody had taken it"
+    assert beats.lost == []
+    assert (beats.announced, beats.waits) == (1, [1.0])
+
+
+def test_short_leases_beat_three_times(redis_client: "redis.Redis") -> None:
+    beats = Beats(redis_client, lease_seconds=0.6)
+    beats.leases.turn()
+
+    assert beats.waits == [pytest.approx(0.2)]
+
+
+def test_a_stalled_loop_renews_nothing(beats: Beats) -> None:
+    """docling-jobkit#102: a heartbeat went on while the work hung, and the job with it."""
+    held = beats.claim()
+    before = beats.lapses_at(held)
+    beats.now = 61.0
+    beats.leases.turn()
+
+    assert beats.lapses_at(held) == before
+    assert beats.announced == 1
+
+
+def test_what_another_took_is_dropped(beats: Beats) -> None:
+    held, kept = beats.claim(), beats.claim()
+    beats.client.hset(keys.run(held.task_id), "owner", "another")
+    beats.leases.turn()
+
+    assert beats.lost == [held]
+    assert beats.holdings.owners() == dict([kept])
+
+
+def test_lapsed_leases_of_others_go_back(beats: Beats, redis_client: "redis.Redis") -> None:
+    dead = Beats(redis_client).claim()
+    beats.lapse(dead)
+    beats.leases.turn()
+
+    assert beats.lapses_at(dead) == 0
+    assert redis_client.hget(f"rq:job:{dead.task_id}", "status") == b"queued"
+
+
+def test_after_a_lost_connection_the_others_get_a_lease_to_come_back(
+    beats: Beats, redis_client: "redis.Redis"
+) -> None:
+    """rq#1846: after a restart of Redis, jobs were taken from workers that were about to reconnect."""
+    slow = Beats(redis_client).claim()
+    beats.lapse(slow)
+    beats.fails = True
+    with pytest.raises(redis.ConnectionError):
+        beats.leases.turn()
+    beats.fails = False
+
+    def is_reaped(seconds: float) -> bool:
+        beats.now = seconds
+        beats.pulse.tick()
+        beats.leases.turn()
+        return beats.lapses_at(slow) == 0
+
+    assert [is_reaped(seconds) for seconds in (1.0, 59.0, 60.0)] == [False, False, True]
+
+
+def test_other_errors_are_not_swallowed(beats: Beats) -> None:
+    def broken(*_: Any) -> None:
+        raise ValueError("a bug")
+
+    beats.leases._announce = broken  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="a bug"):
+        beats.leases.turn()

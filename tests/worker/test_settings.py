@@ -1,0 +1,105 @@
+"""Settings: one name each, a bad value names the variable and what is allowed."""
+
+import pytest
+
+from worker.errors import SettingsError
+from worker.protocol import naming
+from worker.settings import EngineSettings, Timing, WorkerSettings
+
+
+def test_an_empty_environment_gives_the_defaults() -> None:
+    settings = WorkerSettings.from_env({})
+
+    assert settings == WorkerSettings()
+    assert settings.served_model_name == naming.DEFAULT_MODEL
+    assert settings.engine == EngineSettings()
+    assert settings.timing == Timing()
+
+
+def test_every_setting_is_read() -> None:
+    settings = WorkerSettings.from_env(
+        {
+            "TOKENMILL_MODEL": "/models/some-model/",
+            "TOKENMILL_SERVED_MODEL_NAME": "mine",
+            "TOKENMILL_DTYPE": "bfloat16",
+            "TOKENMILL_DEVICE": "cpu",
+            "REDIS_URL": "redis://redis:6379/3",
+            "TOKENMILL_METRICS_PORT": "0",
+            "TOKENMILL_METRICS_HOST": "0.0.0.0",
+            "TOKENMILL_CACHE_DIR": "/cache",
+            "TOKENMILL_LOAD_SECONDS": "5",
+            "TOKENMILL_MAX_MODEL_LEN": "100",
+            "TOKENMILL_NUM_KV_BLOCKS": "101",
+            "TOKENMILL_BLOCK_SIZE": "8",
+            "TOKENMILL_MAX_NUM_BATCHED_TOKENS": "102",
+            "TOKENMILL_MAX_NUM_SEQS": "103",
+            "TOKENMILL_MAX_NUM_PREFILL_SEQS": "104",
+            "TOKENMILL_CHUNKED_PREFILL": "off",
+            "TOKENMILL_LEASE_SECONDS": "1.5",
+            "TOKENMILL_GRACE_SECONDS": "0",
+            "TOKENMILL_STALL_SECONDS": "7",
+            "TOKENMILL_RETENTION_SECONDS": "8",
+            "TOKENMILL_MAX_TASK_SECONDS": "9",
+        }
+    )
+
+    assert settings == WorkerSettings(
+        model="/models/some-model/",
+        served_model_name="mine",
+        dtype="bfloat16",
+        device="cpu",
+        redis_url="redis://redis:6379/3",
+        metrics_port=0,
+        metrics_host="0.0.0.0",
+        cache_dir="/cache",
+        load_seconds=5.0,
+        engine=EngineSettings(
+            max_model_len=100,
+            num_kv_blocks=101,
+            block_size=8,
+            max_num_batched_tokens=102,
+            max_num_seqs=103,
+            max_num_prefill_seqs=104,
+            chunked_prefill=False,
+        ),
+        timing=Timing(
+            lease_seconds=1.5,
+            grace_seconds=0.0,
+            stall_seconds=7.0,
+            retention_seconds=8.0,
+            max_task_seconds=9.0,
+        ),
+    )
+
+
+def test_a_directory_is_served_under_its_own_name() -> None:
+    assert WorkerSettings.from_env({"TOKENMILL_MODEL": "/models/tiny/"}).served_model_name == "tiny"
+
+
+def test_an_empty_variable_counts_as_unset() -> None:
+    empty = {"TOKENMILL_MODEL": "", "TOKENMILL_MAX_NUM_SEQS": " ", "TOKENMILL_LEASE_SECONDS": ""}
+    assert WorkerSettings.from_env(empty) == WorkerSettings()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("TOKENMILL_MAX_NUM_SEQS", "0", "from 1 to"),
+        ("TOKENMILL_MAX_NUM_SEQS", "1.5", "whole number"),
+        ("TOKENMILL_BLOCK_SIZE", "-1", "from 1 to"),
+        ("TOKENMILL_METRICS_PORT", "65536", "from 0 to 65535"),
+        ("TOKENMILL_LEASE_SECONDS", "0.1", "at least 0.5"),
+        ("TOKENMILL_LEASE_SECONDS", "nan", "number of seconds"),
+        ("TOKENMILL_GRACE_SECONDS", "-1", "at least 0"),
+        ("TOKENMILL_STALL_SECONDS", "inf", "number of seconds"),
+        ("TOKENMILL_CHUNKED_PREFILL", "maybe", "true or false"),
+        ("REDIS_URL", "http://redis", "redis://"),
+    ],
+)
+def test_a_bad_value_names_the_variable_and_what_is_allowed(name: str, value: str, allowed: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        WorkerSettings.from_env({name: value})
+
+    assert name in str(caught.value)
+    assert allowed in str(caught.value)
+    assert value in str(caught.value)

@@ -1,0 +1,264 @@
+"""Workers as processes that are killed or told to stop: every task ends once, with its undisturbed text."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from rq.job import Job
+from rq.serializers import JSONSerializer
+
+from tests.worker.fake_worker import PERMITS
+from tests.worker.running import running
+from tests.worker.workshop import (
+    SLUG,
+    WATCHDOG_SECONDS,
+    ended,
+    log_length,
+    submit,
+    tokens_of,
+    undisturbed,
+    until,
+    wait_for_length,
+)
+from worker.protocol import keys
+from worker.protocol.naming import DEFAULT_TENANT, queue_name
+from worker.protocol.store import TaskStore
+
+ROOT = Path(__file__).parents[2]
+LENGTH = 12
+QUEUE = queue_name(SLUG, 2, DEFAULT_TENANT)
+
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def start(redis_url: str) -> Iterator[Start]:
+    """Starts a worker process; keywords go into its environment."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start_worker(**env: str) -> "subprocess.Popen[bytes]":
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.worker.fake_worker"],
+                cwd=ROOT,
+                env={
+                    **os.environ,
+                    "REDIS_URL": redis_url,
+                    "TOKENMILL_LEASE_SECONDS": "1",
+                    "TOKENMILL_GRACE_SECONDS": "0",
+                    **env,
+                },
+            )
+        )
+        return started[-1]
+
+    yield start_worker
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def submit_some(client: "redis.Redis", count: int) -> list[str]:
+    return [
+        submit(client, prompt_token_ids=(number + 1,), sampling={"max_tokens": LENGTH, "temperature": 0})
+        for number in range(count)
+    ]
+
+
+def permit(client: "redis.Redis", steps: int) -> None:
+    client.rpush(PERMITS, *range(steps))
+
+
+def assert_all_undisturbed(client: "redis.Redis", tasks: list[str]) -> None:
+    """Each ended once, with the text of a request that nothing happened to, and nothing is left behind."""
+    for number, task in enumerate(tasks):
+        assert tokens_of(ended(client, task)) == undisturbed([number + 1], LENGTH)
+        job = Job.fetch(task, connection=client, serializer=JSONSerializer)
+        assert job.get_status() == "finished"
+        assert len(job.results()) == 1
+        assert job.return_value()["usage"]["completion_tokens"] == LENGTH
+    assert client.zcard(keys.LEASES) == 0
+    assert client.zcard(f"rq:wip:{QUEUE}") == 0
+    assert client.llen(f"rq:queue:{QUEUE}") == 0
+
+
+def test_killed_in_mid_decode(redis_url: str, redis_client: "redis.Redis", start: Start) -> None:
+    """rq#1164: a job of a worker that was killed stayed `started` for ever."""
+    tasks = submit_some(redis_client, 3)
+    worker = start(GATED="1")
+    permit(redis_client, 7)
+    wait_for_length(redis_client, tasks[0], 5)
+    worker.kill()
+    worker.wait()
+    before = {task: log_length(redis_client, task) for task in tasks}
+
+    with running(redis_url):
+        assert_all_undisturbed(redis_client, tasks)
+
+    assert 5 <= before[tasks[0]] < LENGTH, "it went on from its log"
+    snapshot = TaskStore(redis_client).inspect(tasks[0])
+    assert snapshot is not None
+    assert snapshot.attempt == 2
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "intake:0:before",
+        "intake:0:after",
+        "publisher:0:before",
+        "publisher:0:after",
+        "publisher:3:before",
+        "publisher:3:after",
+        "publisher:9:before",
+        "publisher:9:after",
+        "leases:0:after",
+    ],
+)
+def test_killed_between_any_two_calls(
+    redis_url: str, redis_client: "redis.Redis", start: Start, plan: str
+) -> None:
+    """rq#2236, rq#1716: between two calls of a worker there were places where a job was in no list."""
+    tasks = submit_some(redis_client, 6)
+    worker = start(DIE=plan, GATED="1")
+    while worker.poll() is None:
+        # In step with the log, so that the publisher calls as often as the engine steps.
+        length = sum(log_length(redis_client, task) for task in tasks)
+        permit(redis_client, 1)
+        until(
+            lambda seen=length: (
+                worker.poll() is not None or sum(log_length(redis_client, task) for task in tasks) > seen
+            ),
+            "a step is published or the worker is dead",
+        )
+    assert worker.returncode == -signal.SIGKILL
+
+    with running(redis_url):
+        assert_all_undisturbed(redis_client, tasks)
+
+
+def test_terminated_with_claimed_but_not_started(
+    redis_url: str, redis_client: "redis.Redis", start: Start
+) -> None:
+    """rq#2236, celery#3802: SIGTERM between taking a job and starting it lost the job."""
+    tasks = submit_some(redis_client, 6)
+    worker = start(GATED="1")
+    until(lambda: redis_client.zcard(keys.LEASES) == 5, "4 seats and a task of look-ahead are claimed")
+    worker.terminate()
+    until(lambda: TaskStore(redis_client).workers()[0].state == "draining", "it heard")
+    permit(redis_client, 1)
+
+    assert worker.wait(WATCHDOG_SECONDS) == 0
+    assert redis_client.zcard(keys.LEASES) == 0
+    waiting = redis_client.lrange(f"rq:queue:{QUEUE}", 0, -1)
+    assert [task.decode() for task in waiting] == tasks, "back at the front, in their old order"
+    with running(redis_url):
+        assert_all_undisturbed(redis_client, tasks)
+
+
+def test_terminated_in_mid_decode(redis_url: str, redis_client: "redis.Redis", start: Start) -> None:
+    """celery#3802: what was under way at SIGTERM goes on elsewhere, from where it was."""
+    tasks = submit_some(redis_client, 3)
+    worker = start(GATED="1")
+    permit(redis_client, 6)
+    wait_for_length(redis_client, tasks[0], 5)
+    worker.terminate()
+    until(lambda: TaskStore(redis_client).workers()[0].state == "draining", "it heard")
+    permit(redis_client, 1)
+    assert worker.wait(WATCHDOG_SECONDS) == 0
+    assert log_length(redis_client, tasks[0]) >= 5
+
+    with running(redis_url):
+        assert_all_undisturbed(redis_client, tasks)
+
+
+def test_terminated_within_grace_finishes_what_it_has(redis_client: "redis.Redis", start: Start) -> None:
+    tasks = submit_some(redis_client, 3)
+    worker = start(GATED="1", TOKENMILL_GRACE_SECONDS="60")
+    until(lambda: redis_client.zcard(keys.LEASES) == 3, "all are claimed")
+    worker.terminate()
+    until(lambda: TaskStore(redis_client).workers()[0].state == "draining", "it heard")
+    late = submit(redis_client)
+    permit(redis_client, 40)
+
+    assert worker.wait(WATCHDOG_SECONDS) == 0
+    for number, task in enumerate(tasks):
+        assert tokens_of(ended(redis_client, task)) == undisturbed([number + 1], LENGTH)
+    assert log_length(redis_client, late) == 0, "nothing new is claimed"
+    assert redis_client.lrange(f"rq:queue:{QUEUE}", 0, -1) == [late.encode()]
+
+
+def test_terminated_twice_ends_at_once(redis_url: str, redis_client: "redis.Redis", start: Start) -> None:
+    """The step under way is not waited for, and what is held is handed back all the same."""
+    tasks = submit_some(redis_client, 3)
+    worker = start(GATED="1", TOKENMILL_GRACE_SECONDS="1000")
+    permit(redis_client, 6)
+    wait_for_length(redis_client, tasks[0], 5)
+    worker.terminate()
+    until(lambda: TaskStore(redis_client).workers()[0].state == "draining", "it heard")
+    worker.terminate()
+
+    assert worker.wait(WATCHDOG_SECONDS) == 0
+    assert redis_client.zcard(keys.LEASES) == 0
+    with running(redis_url):
+        assert_all_undisturbed(redis_client, tasks)
+
+
+def test_terminated_right_after_the_last_token(
+    redis_url: str, redis_client: "redis.Redis", start: Start
+) -> None:
+    """celery#4354: a job that had ended ran again after the restart."""
+    (task,) = submit_some(redis_client, 1)
+    worker = start()
+    ended(redis_client, task)
+    worker.terminate()
+    assert worker.wait(WATCHDOG_SECONDS) == 0
+
+    with running(redis_url):
+        other = submit(redis_client)
+        ended(redis_client, other)
+        assert_all_undisturbed(redis_client, [task])
+    snapshot = TaskStore(redis_client).inspect(task)
+    assert snapshot is not None
+    assert snapshot.attempt == 1
+
+
+def test_stopped_past_its_lease_and_continued_adds_nothing(
+    redis_url: str, redis_client: "redis.Redis", start: Start
+) -> None:
+    """celery#5935: a worker that outlived its lease and the one that took over both wrote."""
+    tasks = submit_some(redis_client, 3)
+    zombie = start(GATED="1")
+    permit(redis_client, 5)
+    wait_for_length(redis_client, tasks[0], 4)
+    zombie.send_signal(signal.SIGSTOP)
+
+    with running(redis_url):
+        assert_all_undisturbed(redis_client, tasks)
+        logs = {task: ended(redis_client, task) for task in tasks}
+        permit(redis_client, 100)
+        zombie.send_signal(signal.SIGCONT)
+        until(
+            lambda: any(record.running == 0 for record in TaskStore(redis_client).workers()),
+            "both report again",
+        )
+        redis_client.delete(PERMITS)
+        zombie.terminate()
+        assert zombie.wait(WATCHDOG_SECONDS) == 0
+
+    assert {task: ended(redis_client, task) for task in tasks} == logs
+
+
+def test_a_hanging_step_ends_the_process(redis_url: str, redis_client: "redis.Redis", start: Start) -> None:
+    """docling-jobkit#102, dask/distributed#6324: native code held the interpreter, and nobody could act."""
+    tasks = submit_some(redis_client, 3)
+    worker = start(HANG="4", TOKENMILL_STALL_SECONDS="1")
+    assert worker.wait(WATCHDOG_SECONDS) == 1
+
+    with running(redis_url):
+        assert_all_undisturbed(redis_client, tasks)

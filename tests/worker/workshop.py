@@ -1,0 +1,174 @@
+"""What the worker's tests share: tasks as the API submits them, and an engine whose tokens can be foretold.
+
+The engine is the real one; its runner draws each token from all tokens before it, so that a resumed request
+goes on rightly only if every one of them was brought back.
+"""
+
+import json
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import redis
+from prometheus_client import CollectorRegistry
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import InvalidParameter
+from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
+from engine.sequence import Sequence as EngineSequence
+from monitoring.worker import WorkerMetrics
+from worker.intake import ServedModel
+from worker.protocol import keys, naming
+from worker.protocol.messages import JOB_FUNCTION, Event, FinishedEvent, GenerateRequest
+from worker.protocol.naming import DEFAULT_TENANT, new_task_id, queue_name
+from worker.protocol.store import Submission, TaskStore
+
+MODEL = "fake"
+SLUG = naming.model_slug(MODEL)
+VOCAB_SIZE = 1000
+EOS = 999
+WATCHDOG_SECONDS = 30.0
+
+
+class WordTokenizer:
+    """Each id is a word of its own; a text has a token for each of its words."""
+
+    has_chat_template = True
+
+    def encode(self, text: str) -> list[int]:
+        return [len(word) for word in text.split()]
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        if not self.has_chat_template:
+            raise InvalidParameter("messages", "this model has no chat template")
+        if any(message["role"] == "pirate" for message in messages):
+            raise InvalidParameter("messages", "unknown role pirate")
+        return [1, *(len(message["content"]) for message in messages), 2]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(f"<{token_id}>" for token_id in token_ids if token_id != EOS)
+
+
+def next_token(token_ids: list[int]) -> int:
+    """What the fake model says after `token_ids`; never an end."""
+    return (sum(31 * (place + 1) * token for place, token in enumerate(token_ids)) + 7) % 900 + 1
+
+
+def undisturbed(prompt: list[int], num_tokens: int) -> list[int]:
+    """What a request gives that nothing happens to."""
+    token_ids = list(prompt)
+    for _ in range(num_tokens):
+        token_ids.append(next_token(token_ids))
+    return token_ids[len(prompt) :]
+
+
+class FakeRunner:
+    """Runner and sampler in one. `before_step` may block or raise; `sample_fault` may raise for one."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.before_step: Callable[[], None] = lambda: None
+        self.sample_fault: Callable[[EngineSequence], None] = lambda _: None
+
+    def execute(self, outputs: SchedulerOutputs) -> None:
+        if outputs.scheduled:
+            self.before_step()
+            self.num_steps += 1
+
+    def check(self) -> None:
+        """The device never breaks by itself."""
+
+    def sample(self, logits: None, items: tuple[ScheduledSequence, ...]) -> list[SampledToken]:
+        return [self._draw(item.sequence) for item in items if item.samples]
+
+    def _draw(self, sequence: EngineSequence) -> SampledToken:
+        self.sample_fault(sequence)
+        return SampledToken(next_token(sequence.token_ids))
+
+
+def build_engine(runner: FakeRunner | None = None, **limits: int) -> Engine:
+    runner = runner or FakeRunner()
+    config = EngineConfig(**{"max_model_len": 200, "num_kv_blocks": 400, "block_size": 4, **limits})
+    return Engine(
+        config, runner, runner, WordTokenizer(), eos_token_ids=frozenset({EOS}), vocab_size=VOCAB_SIZE
+    )
+
+
+def served_model(tokenizer: Any = None, fingerprint: str = "f1") -> ServedModel:
+    return ServedModel(name=MODEL, slug=SLUG, fingerprint=fingerprint, tokenizer=tokenizer or WordTokenizer())
+
+
+def new_metrics() -> WorkerMetrics:
+    return WorkerMetrics(CollectorRegistry(), model=MODEL)
+
+
+def job_data(payload: object, function: str = JOB_FUNCTION) -> bytes:
+    return zlib.compress(json.dumps([function, None, [payload], {}]).encode())
+
+
+def submit(client: "redis.Redis", data: bytes | None = None, *, priority: int = 2, **request: Any) -> str:
+    """Queue a task as the API does; `request` holds fields of GenerateRequest. Gives its id."""
+    task_id = new_task_id()
+    if data is None:
+        fields = {"prompt_token_ids": (1, 2, 3), "sampling": {"max_tokens": 5, "temperature": 0}, **request}
+        if "prompt" in request or "messages" in request:
+            del fields["prompt_token_ids"]
+        data = job_data(GenerateRequest(id=task_id, model=MODEL, priority=priority, **fields).to_payload())
+    queue = queue_name(SLUG, priority, DEFAULT_TENANT)
+    submission = Submission(
+        task_id=task_id,
+        queue=queue,
+        slug=SLUG,
+        model=MODEL,
+        priority=priority,
+        tenant=DEFAULT_TENANT,
+        job_fields={
+            "status": "queued", "data": data, "origin": queue, "created_at": "2026-01-01T00:00:00.000000Z",
+            "enqueued_at": "2026-01-01T00:00:00.000000Z", "description": "generate", "timeout": -1,
+        },
+        cost=10,
+    )  # fmt: skip
+    TaskStore(client).submit(submission)
+    return task_id
+
+
+def until(condition: Callable[[], Any], what: str = "") -> Any:
+    """The first true value of `condition`."""
+    deadline = time.monotonic() + WATCHDOG_SECONDS
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"still not: {what}"
+        time.sleep(0.01)
+    return value
+
+
+def log_length(client: "redis.Redis", task_id: str) -> int:
+    return int(client.xlen(keys.log(task_id)))
+
+
+def wait_for_length(client: "redis.Redis", task_id: str, length: int) -> None:
+    until(lambda: log_length(client, task_id) >= length, f"{length} messages of {task_id}")
+
+
+def ended(client: "redis.Redis", task_id: str) -> list[Event]:
+    """Waits for the end; gives all messages, checked: gap-free, nothing after the end."""
+
+    def events() -> list[Event]:
+        found = TaskStore(client).read_log(task_id)
+        return found if found and isinstance(found[-1], FinishedEvent) and found[-1].done else []
+
+    found: list[Event] = until(events, f"{task_id} ends")
+    assert [event.seq for event in found] == list(range(len(found)))
+    assert sum(isinstance(event, FinishedEvent) for event in found) == 1
+    return found
+
+
+def end_of(client: "redis.Redis", task_id: str) -> FinishedEvent:
+    last = ended(client, task_id)[-1]
+    assert isinstance(last, FinishedEvent)
+    return last
+
+
+def tokens_of(events: Sequence[Event]) -> list[int]:
+    return [event.token for event in events if not isinstance(event, FinishedEvent)]

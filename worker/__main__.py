@@ -1,0 +1,188 @@
+"""`python -m worker`: reads the settings, loads the model, and lets a `BatchWorker` work. Wiring only.
+
+Exit status: 0 told to stop and stopped; 1 the watchdog ended a hanging process; 70 the engine or a thread
+failed and what was held was handed back; 78 a setting or the model cannot be used, so starting again is of no
+use; 69 no Redis for as long as loading may take.
+"""
+
+import logging
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import redis
+from prometheus_client import CollectorRegistry
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import InvalidParameter, UnsupportedModel
+from monitoring.engine import EngineMetrics
+from monitoring.http import serve_metrics
+from monitoring.worker import WorkerMetrics
+from worker.batch_worker import BatchWorker, new_worker_name
+from worker.connections import connect
+from worker.crew import Surroundings
+from worker.errors import SettingsError
+from worker.intake import ServedModel
+from worker.loading import Loading
+from worker.protocol import naming
+from worker.protocol.model_card import ModelCard
+from worker.protocol.store import TaskStore, WorkerRecord
+from worker.settings import WorkerSettings
+from worker.watching import arm_watchdog
+
+if TYPE_CHECKING:
+    from engine.execution.build import Execution
+
+logger = logging.getLogger("worker")
+
+EXIT_NO_REDIS = 69
+EXIT_UNUSABLE = 78
+REDIS_RETRY_SECONDS = 0.5
+
+
+class Process:
+    """One worker process from its settings to its exit status."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._slug = naming.model_slug(settings.served_model_name)
+        self._name = new_worker_name()
+        self._registry = CollectorRegistry()
+        self._metrics = WorkerMetrics(self._registry, model=settings.served_model_name)
+        self._worker: BatchWorker | None = None
+
+    def run(self) -> int:
+        settings = self._settings
+        server = serve_metrics(self._registry, settings.metrics_host, settings.metrics_port, self._is_ready)
+        logger.info("metrics at http://%s:%d/metrics", settings.metrics_host, server.port)
+        client = self._connect("loading")
+        if not _wait_for_redis(client, settings.load_seconds):
+            return EXIT_NO_REDIS
+        arm_watchdog(settings.load_seconds)
+        with Loading(client, self._loading_record(), self._metrics) as loading:
+            execution = _load(settings, loading)
+        TaskStore(client).put_model_card(self._slug, self._card(execution))
+        client.close()
+        self._worker = self._make_worker(execution)
+        self._worker.handle_signals()
+        return self._worker.work()
+
+    def _connect(self, thread: str) -> Any:
+        return connect(self._settings.redis_url, f"{self._name}:{thread}")
+
+    def _is_ready(self) -> bool:
+        return self._worker is not None and self._worker.is_ready
+
+    def _loading_record(self) -> WorkerRecord:
+        return WorkerRecord(
+            name=self._name,
+            model=self._settings.served_model_name,
+            slug=self._slug,
+            state="loading",
+            started_at=time.time(),
+        )
+
+    def _card(self, execution: "Execution") -> ModelCard:
+        return ModelCard(
+            model=self._settings.served_model_name,
+            vocab_size=execution.vocab_size,
+            max_model_len=execution.config.max_model_len,
+            max_prompt_tokens=max_prompt_tokens(execution.config),
+            has_chat_template=execution.tokenizer.has_chat_template,
+            fingerprint=execution.fingerprint,
+        )
+
+    def _make_worker(self, execution: "Execution") -> BatchWorker:
+        settings = self._settings
+        engine = Engine(
+            execution.config,
+            execution.runner,
+            execution.sampler,
+            execution.tokenizer,
+            eos_token_ids=execution.eos_token_ids,
+            vocab_size=execution.vocab_size,
+        )
+        engine_metrics = EngineMetrics(
+            self._registry,
+            model=settings.served_model_name,
+            max_model_len=execution.config.max_model_len,
+        )
+        model = ServedModel(
+            name=settings.served_model_name,
+            slug=self._slug,
+            fingerprint=execution.fingerprint,
+            tokenizer=execution.tokenizer,
+        )
+        given = Surroundings(
+            connect=self._connect,
+            metrics=self._metrics,
+            timing=settings.timing,
+            observers=(engine_metrics,),
+        )
+        return BatchWorker(engine, model, given, name=self._name)
+
+
+def max_prompt_tokens(config: EngineConfig) -> int:
+    """The longest prompt that the engine takes."""
+    limits = [config.max_model_len - 1, config.kv_capacity]
+    if not config.chunked_prefill:
+        limits.append(config.max_num_batched_tokens)
+    return min(limits)
+
+
+def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
+    # Takes seconds: by now a bad setting is told, and the worker's record says that it loads.
+    from engine.execution.build import build_execution
+
+    limits = settings.engine
+    return build_execution(
+        settings.model,
+        cache_dir=settings.cache_dir,
+        dtype=settings.dtype,
+        device=settings.device,
+        max_model_len=limits.max_model_len,
+        num_kv_blocks=limits.num_kv_blocks,
+        block_size=limits.block_size,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_prefill_seqs=limits.max_num_prefill_seqs,
+        chunked_prefill=limits.chunked_prefill,
+        progress=loading.progress,
+    )
+
+
+def _wait_for_redis(client: Any, seconds: float) -> bool:
+    """Before the model, which takes long: whether Redis answers within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            client.ping()
+        except redis.RedisError as error:
+            logger.warning("waiting for Redis: %s", error)
+            time.sleep(REDIS_RETRY_SECONDS)
+        else:
+            return True
+    return False
+
+
+def main() -> int:
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        return Process(WorkerSettings.from_env(os.environ)).run()
+    except (SettingsError, InvalidParameter, UnsupportedModel) as error:
+        logger.critical("%s", error)
+        return EXIT_UNUSABLE
+    except Exception:
+        logger.critical("the worker failed", exc_info=True)
+        return 1
+
+
+if __name__ == "__main__":
+    status = main()
+    logging.shutdown()
+    # Not sys.exit: a thread that hangs in native code must not keep the process, nor crash its end.
+    os._exit(status)

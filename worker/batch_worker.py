@@ -1,0 +1,202 @@
+"""One RQ worker that holds many jobs at once: it starts the threads, waits, and stops them in order.
+
+Law: signal handlers only leave a note, and the main thread follows it; whatever ends the worker, what it
+holds goes back to the front of its queue, and the process ends in time. Uses of RQ's `BaseWorker` only what
+shows a worker to others: never its dequeuing, its maintenance or its commands, which know one job at a time.
+"""
+
+import logging
+import os
+import queue
+import secrets
+import signal
+import socket
+import time
+from typing import Any
+
+from rq import Queue, worker_registration
+from rq.serializers import JSONSerializer
+from rq.worker import BaseWorker, WorkerStatus
+
+from engine.errors import EngineDead
+from worker.crew import Crew, Surroundings
+from worker.intake import ServedModel
+from worker.loop import SteppingEngine
+from worker.protocol import naming
+from worker.protocol.records import WorkerState
+from worker.protocol.store import TaskStore, WorkerRecord
+
+logger = logging.getLogger(__name__)
+
+EXIT_STOPPED = 0
+"""Told to stop, and stopped: by a signal or by RQ's `shutdown` command."""
+EXIT_FAILED = 70
+"""The engine is dead or a thread failed: what was held was handed back, start again."""
+
+RQ_SECONDS = 60
+"""A worker that died without a word leaves `rq info` so long after."""
+LAST_STEP_SECONDS = 5.0
+FLUSH_SECONDS = 3.0
+SHUTDOWN_SECONDS = 20.0
+"""Hard end of the process, counted from the end of the grace period."""
+DRAIN_POLL_SECONDS = 0.05
+NOTE_SECONDS = 1.0
+
+
+def new_worker_name() -> str:
+    """Never used before: RQ refuses a name whose earlier worker did not say good-bye."""
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+class BatchWorker(BaseWorker):
+    """Serves one model with one engine. `name`: as `new_worker_name` makes it."""
+
+    def __init__(
+        self, engine: SteppingEngine, model: ServedModel, given: Surroundings, *, name: str | None = None
+    ) -> None:
+        connection = given.connect("rq")
+        super().__init__(
+            [
+                Queue(
+                    naming.queue_name(model.slug, priority, naming.DEFAULT_TENANT),
+                    connection=connection,
+                    serializer=JSONSerializer,
+                )
+                for priority in naming.PRIORITIES
+            ],
+            name=name or new_worker_name(),
+            connection=connection,
+            serializer=JSONSerializer,
+        )
+        self._model = model
+        self._given = given
+        self._max_num_seqs = engine.config.max_num_seqs
+        self._started_at = time.time()
+        self._is_draining = False
+        self._last_step_seconds = LAST_STEP_SECONDS
+        self._store = TaskStore(connection, retention_seconds=given.timing.retention_seconds)
+        # Signal handlers put here: a SimpleQueue, unlike an Event, may be entered twice by one thread.
+        self._notes: queue.SimpleQueue[str | BaseException] = queue.SimpleQueue()
+        self._crew = Crew(
+            engine,
+            model,
+            given,
+            worker_name=self.name,
+            announce=self._announce,
+            on_shutdown=lambda: self.stop("RQ's shutdown command"),
+            on_failure=self._note_failure,
+        )
+
+    @property
+    def condition(self) -> WorkerState:
+        """What others are told of this worker."""
+        if self._is_draining:
+            return "draining"
+        return "stalled" if self._crew.pulse.is_stalled else "ready"
+
+    @property
+    def is_ready(self) -> bool:
+        return self.condition == "ready"
+
+    def work(self) -> int:  # type: ignore[override] # RQ's options are about one job at a time; none is taken
+        """Until a signal, a command or a failure ends it; gives the exit status of the process."""
+        self._initialize()
+        try:
+            return self._follow_notes()
+        finally:
+            self._shut_down()
+
+    def stop(self, why: str) -> None:
+        """As a signal does: the first drains, the second ends at once. From any thread."""
+        self._notes.put(why)
+
+    def handle_signals(self) -> None:
+        """SIGTERM and SIGINT stop this worker. For the main thread only."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda received, _: self.stop(signal.Signals(received).name))
+
+    def _initialize(self) -> None:
+        self.register_birth()  # type: ignore[no-untyped-call] # RQ's
+        self._announce()
+        self._crew.start()
+        logger.info("worker %s serves %s", self.name, self._model.name)
+
+    def _note_failure(self, thread: str, error: BaseException) -> None:
+        logger.critical("the %s failed: %s", thread, error, exc_info=not isinstance(error, EngineDead))
+        self._notes.put(error)
+
+    def _follow_notes(self) -> int:
+        note = self._next_note()
+        if isinstance(note, BaseException):
+            return EXIT_FAILED
+        logger.info("%s: claims nothing more, finishes what ends in time", note)
+        self._is_draining = True
+        self._crew.stop_claiming()
+        return self._drain()
+
+    def _next_note(self) -> str | BaseException:
+        """Waits in short pieces: a signal that the kernel gives to another thread ends no wait here."""
+        while True:
+            try:
+                return self._notes.get(timeout=NOTE_SECONDS)
+            except queue.Empty:
+                continue
+
+    def _drain(self) -> int:
+        deadline = self._given.clock() + self._given.timing.grace_seconds
+        while self._crew.has_work and self._given.clock() < deadline:
+            try:
+                note = self._notes.get(timeout=DRAIN_POLL_SECONDS)
+            except queue.Empty:
+                continue
+            if isinstance(note, BaseException):
+                return EXIT_FAILED
+            logger.info("%s again: ends now", note)
+            self._last_step_seconds = 0.0
+            break
+        return EXIT_STOPPED
+
+    def _shut_down(self) -> None:
+        self._is_draining = True
+        self._crew.stop_stepping(self._last_step_seconds)
+        # From here no tick arms it again, and it ends the process whatever hangs.
+        self._given.arm(SHUTDOWN_SECONDS)
+        self._crew.flush(FLUSH_SECONDS)
+        self._crew.hand_back(FLUSH_SECONDS)
+        self._crew.stop()
+        self._say_good_bye()
+
+    def _say_good_bye(self) -> None:
+        try:
+            self._store.drop_worker(self.name)
+            self.register_death()  # type: ignore[no-untyped-call] # RQ's
+        except Exception as error:  # noqa: BLE001 - the records expire by themselves; the exit status matters more
+            logger.warning("could not sign off: %s", error)
+
+    def _announce(self) -> None:
+        """To the API as a record, and to RQ's tools as a worker of theirs. Raises `RedisError`."""
+        load = self._crew.loop.load
+        record = WorkerRecord(
+            name=self.name,
+            model=self._model.name,
+            slug=self._model.slug,
+            state=self.condition,
+            started_at=self._started_at,
+            running=load.num_running,
+            waiting=load.num_waiting,
+            max_num_seqs=self._max_num_seqs,
+        )
+        self._store.put_worker(record, ttl_seconds=self._given.timing.lease_seconds)
+        state = WorkerStatus.BUSY if self._crew.holdings else WorkerStatus.IDLE
+        with self.connection.pipeline(transaction=False) as pipe:
+            self.heartbeat(RQ_SECONDS, pipeline=pipe)
+            # All of it and the registration too: after an outage the record may be gone.
+            pipe.hset(self.key, mapping={**self.serialize(), "state": state.value})
+            pipe.hset(self.key, "successful_job_count", str(self._crew.publisher.num_completed))
+            pipe.hset(self.key, "failed_job_count", str(self._crew.publisher.num_failed))
+            worker_registration.register(self, pipe)
+            pipe.execute()
+
+    def _set_connection(self, connection: Any) -> Any:
+        """RQ would make it wait seven minutes for a dead server."""
+        return connection

@@ -1,0 +1,231 @@
+"""The worker's threads, and who of them tells whom what. Each has a client of its own.
+
+Law: threads speak through queues, events and values; a task that is lost or cancelled is dropped everywhere,
+by one function. Decides nothing about when to start or to stop.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from monitoring.worker import WorkerMetrics
+from worker.connections import Connect
+from worker.inbox import Cancel, Discard, Inbox
+from worker.intake import Appetite, Intake, ServedModel
+from worker.leases import Leases
+from worker.listener import Listener
+from worker.loop import Loop, SteppingEngine
+from worker.ownership import Holdings, Ownership
+from worker.protocol.store import TaskStore
+from worker.publisher import Publisher
+from worker.service import Service
+from worker.settings import Timing
+from worker.watching import Observer, Observers, Pulse, arm_watchdog
+
+logger = logging.getLogger(__name__)
+
+JOIN_SECONDS = 5.0
+"""Longer than a call to Redis may take."""
+RETRY_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a worker is given from outside: where Redis is, what time it is, who looks on.
+
+    `connect` makes a Redis client for a thread. `clock`: seconds that never go back. `arm`: ends the process
+    unless called again within so many seconds.
+    """
+
+    connect: Connect
+    metrics: WorkerMetrics
+    timing: Timing = field(default_factory=Timing)
+    observers: Sequence[Observer] = ()
+    clock: Callable[[], float] = time.monotonic
+    arm: Callable[[float], None] = arm_watchdog
+
+
+class Crew:
+    """Five threads: loop, intake, publisher, leases, listener.
+
+    `announce` is called at each beat of the leases; `on_shutdown` when RQ's command to stop comes;
+    `on_failure` with the name and the exception of a thread that ended without being told to.
+    """
+
+    def __init__(
+        self,
+        engine: SteppingEngine,
+        model: ServedModel,
+        given: Surroundings,
+        *,
+        worker_name: str,
+        announce: Callable[[], None],
+        on_shutdown: Callable[[], None],
+        on_failure: Callable[[str, BaseException], None],
+    ) -> None:
+        self._given = given
+        self._model = model
+        self._worker_name = worker_name
+        self._on_failure = on_failure
+        self._wake = threading.Event()
+        self._inbox = Inbox()
+        self._store = self._store_of(given.connect("main"))
+        self.holdings = Holdings(self._wake)
+        self.pulse = Pulse(given.timing.stall_seconds, given.clock, on_tick=given.metrics.tick, arm=given.arm)
+        publishing, claiming, leasing = (given.connect(name) for name in ("publisher", "intake", "leases"))
+        listening = given.connect("listener")
+        self.publisher = Publisher(
+            self._store_of(publishing), self.holdings, given.metrics, on_lost=self._lose
+        )
+        self.loop = self._make_loop(engine)
+        self._publisher_service = self._serve("publisher", self.publisher.turn, publishing)
+        self._loop_service = self._serve("loop", self.loop.turn, None)
+        self._intake_service = self._serve("intake", self._make_intake(engine, claiming).turn, claiming)
+        self._leases_service = self._serve("leases", self._make_leases(leasing, announce).turn, leasing)
+        self._listener_service = self._serve(
+            "listener", self._make_listener(listening, on_shutdown).turn, listening
+        )
+
+    def start(self) -> None:
+        for service in (
+            self._leases_service,
+            self._publisher_service,
+            self._loop_service,
+            self._listener_service,
+            self._intake_service,
+        ):
+            service.start()
+
+    def stop_claiming(self) -> None:
+        self._intake_service.stop()
+        self._wake.set()
+
+    @property
+    def has_work(self) -> bool:
+        """Something is held, or a claim under way may bring something."""
+        return bool(self.holdings) or not self._intake_service.join(0)
+
+    def stop_stepping(self, seconds: float) -> None:
+        """Wait so long for claims and the step under way. What comes of them later is not stored."""
+        self.stop_claiming()
+        self._loop_service.stop()
+        self._intake_service.join(JOIN_SECONDS)
+        if not self._loop_service.join(seconds):
+            logger.warning("the step under way is not waited for")
+
+    def flush(self, seconds: float) -> None:
+        """Store what was said, as far as Redis takes it in time, and stop the publisher."""
+        self._publisher_service.stop()
+        deadline = self._given.clock() + seconds
+        if self._publisher_service.join(JOIN_SECONDS):
+            while not self.publisher.is_drained and self._given.clock() < deadline:
+                self._try(self.publisher.turn)
+
+    def hand_back(self, seconds: float) -> None:
+        """Put what is still held to the front of its queues. Without Redis, leases lapse instead."""
+        owners = self.holdings.owners()
+        deadline = self._given.clock() + seconds
+        while owners and self._given.clock() < deadline:
+            if self._try(lambda: self._given.metrics.handed_back(self._store.hand_back(owners))):
+                logger.info("handed back: %d unfinished requests", len(owners))
+                return
+
+    def stop(self) -> None:
+        """Everything else. The threads are daemons: one that hangs is left behind."""
+        for service in (self._leases_service, self._listener_service):
+            service.stop()
+        self._leases_service.join(JOIN_SECONDS)
+
+    def _lose(self, ownership: Ownership) -> None:
+        """Another has it now; or it was cancelled before, and the engine tells its end, for the numbers."""
+        if self.holdings.drop(ownership):
+            self._given.metrics.lost(1)
+            self._inbox.put(Discard(ownership))
+        self.publisher.forget(ownership.request_id)
+
+    def _cancel(self, ownership: Ownership) -> None:
+        """Its end is told already. The engine tells the end once more, for the numbers."""
+        self.holdings.drop(ownership)
+        self._inbox.put(Cancel(ownership))
+        self.publisher.forget(ownership.request_id)
+
+    def _try(self, call: Callable[[], object]) -> bool:
+        """Whether it worked. While the worker stops, nothing may keep it from the next thing to do."""
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - see above
+            self._given.metrics.redis_error("shutdown")
+            logger.warning("while the worker stops: %s: %s", type(error).__name__, error)
+            time.sleep(RETRY_SECONDS)
+            return False
+        return True
+
+    def _store_of(self, client: Any) -> TaskStore:
+        return TaskStore(client, retention_seconds=self._given.timing.retention_seconds)
+
+    def _serve(self, name: str, turn: Callable[[], None], client: Any) -> Service:
+        return Service(
+            name,
+            turn,
+            client=client,
+            on_redis_error=self._given.metrics.redis_error,
+            on_failure=self._on_failure,
+        )
+
+    def _make_loop(self, engine: SteppingEngine) -> Loop:
+        return Loop(
+            engine,
+            self._inbox,
+            self.publisher,
+            self.holdings,
+            observers=Observers(self._given.observers, self._given.metrics.observer_error),
+            pulse=self.pulse,
+            clock=self._given.clock,
+            wake=self._wake,
+        )
+
+    def _make_intake(self, engine: SteppingEngine, client: Any) -> Intake:
+        config = engine.config
+        return Intake(
+            self._store_of(client),
+            self._model,
+            Appetite(max_num_seqs=config.max_num_seqs, max_num_prefill_seqs=config.prefill_seqs_limit),
+            self.holdings,
+            self._inbox,
+            self.publisher,
+            self._given.metrics,
+            worker_name=self._worker_name,
+            lease_seconds=self._given.timing.lease_seconds,
+            load=lambda: self.loop.load,
+            wake=self._wake,
+        )
+
+    def _make_leases(self, client: Any, announce: Callable[[], None]) -> Leases:
+        return Leases(
+            self._store_of(client),
+            self.holdings,
+            self.pulse,
+            self._given.metrics,
+            slug=self._model.slug,
+            lease_seconds=self._given.timing.lease_seconds,
+            max_task_seconds=self._given.timing.max_task_seconds,
+            announce=announce,
+            on_lost=self._lose,
+            clock=self._given.clock,
+            wait=time.sleep,
+        )
+
+    def _make_listener(self, client: Any, on_shutdown: Callable[[], None]) -> Listener:
+        return Listener(
+            client,
+            self._store_of(client),
+            self.holdings,
+            slug=self._model.slug,
+            worker_name=self._worker_name,
+            wake=self._wake,
+            on_cancel=self._cancel,
+            on_shutdown=on_shutdown,
+        )

@@ -1,0 +1,43 @@
+"""The errors that the worker raises on purpose, and how a fault of one request is told to its client."""
+
+from worker.protocol.messages import TaskError
+
+
+class WorkerError(Exception):
+    """Base class of every error raised on purpose by the worker."""
+
+
+class SettingsError(WorkerError):
+    """A setting has a value that it cannot have. The message names the variable and what is allowed."""
+
+
+class RequestRefused(WorkerError):
+    """This one request cannot be served; `error` is what its client is told."""
+
+    def __init__(self, error: TaskError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+def invalid_request(code: str, message: str, param: str | None = None) -> TaskError:
+    """The client can put it right; `param` names the field as it wrote it."""
+    return TaskError(type="invalid_request_error", code=code, message=_writable(message), param=param)
+
+
+def invalid_value(param: str, message: str) -> TaskError:
+    return invalid_request("invalid_value", message, param)
+
+
+def server_error(code: str, message: str) -> TaskError:
+    """The client can only try again."""
+    return TaskError(type="server_error", code=code, message=_writable(message))
+
+
+def internal_error() -> TaskError:
+    """Something that nobody expected; the worker's log has the details, the client gets none of them."""
+    return server_error("internal_error", "the worker failed on this request; its log tells why")
+
+
+def _writable(message: str) -> str:
+    """Messages quote what clients wrote, and a lone surrogate cannot be written as UTF-8."""
+    return message.encode("utf-8", "replace").decode()

@@ -1,0 +1,63 @@
+"""What other threads tell the loop, in the order in which they told it. In-process only."""
+
+import queue
+from dataclasses import dataclass
+
+from engine.sampling_params import SamplingParams
+from worker.ownership import Ownership
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """A claimed request, ready for the engine.
+
+    `output_token_ids`: what earlier attempts published. `prompt_field`: how the client gave the prompt, for
+    the errors that the engine finds in it. `accepted_at`: epoch seconds; `waited_seconds` since then.
+    """
+
+    ownership: Ownership
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    accepted_at: float
+    prompt_field: str = "prompt"
+    priority: int = 2
+    output_token_ids: list[int] | None = None
+    waited_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The task was cancelled, and its readers have been told."""
+
+    ownership: Ownership
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """The task is somebody else's now."""
+
+    ownership: Ownership
+
+
+Message = Arrival | Cancel | Discard
+
+
+class Inbox:
+    """Many threads put, the loop takes."""
+
+    def __init__(self) -> None:
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+
+    def put(self, message: Message) -> None:
+        self._messages.put(message)
+
+    def take(self, wait_seconds: float) -> list[Message]:
+        """All that is there; waits for a first message up to `wait_seconds` (0: not at all)."""
+        taken: list[Message] = []
+        try:
+            if wait_seconds:
+                taken.append(self._messages.get(timeout=wait_seconds))
+            while True:
+                taken.append(self._messages.get_nowait())
+        except queue.Empty:
+            return taken

@@ -1,0 +1,179 @@
+"""Claims tasks and makes requests of them: as many as can soon be started; other workers have the rest.
+
+Law: what is claimed reaches the loop, or ends with a reason; one bad request fails alone. Tokenizing happens
+here, so that the loop never waits for it. Knows no engine but its limits.
+"""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from monitoring.worker import WorkerMetrics
+from worker.errors import RequestRefused, internal_error, server_error
+from worker.inbox import Arrival, Inbox
+from worker.jobs import read_job
+from worker.loop import Load
+from worker.ownership import Holdings, Ownership
+from worker.prompts import Tokenizer, prompt_field, to_sampling_params, to_token_ids
+from worker.protocol.messages import GenerateRequest
+from worker.protocol.store import Claimed, TaskStore
+from worker.publisher import Publisher
+from worker.resume import output_token_ids
+from worker.stream import Stream
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 1.0
+"""A wake message can be lost with its connection: look at the queue so often in any case."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What a worker serves. `fingerprint` tells checkpoints apart whose token ids must not be mixed."""
+
+    name: str
+    slug: str
+    fingerprint: str
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Appetite:
+    """How many tasks a worker takes.
+
+    `max_num_seqs` seats, and a few tasks more that are ready when one comes free. Those on their way to a
+    seat stay below what one step can start: a full pool shows there, before the seats are gone.
+    """
+
+    max_num_seqs: int
+    max_num_prefill_seqs: int
+
+    @property
+    def look_ahead(self) -> int:
+        return max(1, self.max_num_seqs // 8)
+
+    def room(self, num_held: int, load: Load) -> int:
+        seats = self.max_num_seqs - num_held
+        starts = self.max_num_prefill_seqs - (num_held - load.num_running)
+        return min(seats, starts) + self.look_ahead
+
+
+class Intake:
+    """`turn` belongs to one thread. `load` is asked for what the loop has at the moment."""
+
+    def __init__(
+        self,
+        store: TaskStore,
+        model: ServedModel,
+        appetite: Appetite,
+        holdings: Holdings,
+        inbox: Inbox,
+        publisher: Publisher,
+        metrics: WorkerMetrics,
+        *,
+        worker_name: str,
+        lease_seconds: float,
+        load: Callable[[], Load],
+        wake: threading.Event,
+    ) -> None:
+        self._store = store
+        self._model = model
+        self._appetite = appetite
+        self._holdings = holdings
+        self._inbox = inbox
+        self._publisher = publisher
+        self._metrics = metrics
+        self._worker_name = worker_name
+        self._lease_seconds = lease_seconds
+        self._load = load
+        self._wake = wake
+
+    def turn(self) -> None:
+        """Claim once; wait for a reason to claim again unless there may be more. Raises `RedisError`."""
+        self._wake.clear()
+        room = self._appetite.room(len(self._holdings), self._load())
+        claimed = self._claim(room) if room > 0 else []
+        for task in claimed:
+            self._admit(task)
+        if room <= 0 or len(claimed) < room:
+            self._wake.wait(POLL_SECONDS)
+
+    def _claim(self, room: int) -> list[Claimed]:
+        claimed = self._store.claim(
+            self._model.slug, worker=self._worker_name, max_tasks=room, lease_seconds=self._lease_seconds
+        )
+        # All at once, before the first is tokenized: from here on their leases are renewed.
+        for task in claimed:
+            self._holdings.take(_ownership(task))
+        if claimed:
+            self._metrics.claimed(len(claimed))
+        return claimed
+
+    def _admit(self, task: Claimed) -> None:
+        """Bring one claimed task on its way: to the loop, or to its end."""
+        ownership = _ownership(task)
+        try:
+            arrival = self._prepare(task)
+        except RequestRefused as refusal:
+            error = refusal.error
+        except BaseException:  # a tokenizer's panic in Rust is no Exception
+            logger.exception("%s: could not be prepared", task.task_id)
+            error = internal_error()
+        else:
+            self._send(task, arrival)
+            return
+        stream = Stream(ownership, entries=task.entries)
+        if not stream.has_ended:
+            stream.fail(error)
+        self._publisher.open(stream)
+
+    def _send(self, task: Claimed, arrival: Arrival) -> None:
+        """The stream first: the loop's outputs need it."""
+        facts = {
+            "prompt_ids": json.dumps(arrival.prompt_token_ids),
+            "prompt_tokens": str(len(arrival.prompt_token_ids)),
+            "fingerprint": self._model.fingerprint,
+        }
+        stream = Stream(
+            arrival.ownership,
+            entries=task.entries,
+            facts=facts if task.prompt_token_ids is None else None,
+            num_prompt_tokens=len(arrival.prompt_token_ids),
+        )
+        self._publisher.open(stream)
+        if not stream.has_ended:
+            self._inbox.put(arrival)
+
+    def _prepare(self, task: Claimed) -> Arrival:
+        """Raises `RequestRefused`."""
+        request = read_job(task.data)
+        return Arrival(
+            ownership=_ownership(task),
+            prompt_token_ids=self._prompt_token_ids(task, request),
+            params=to_sampling_params(request.sampling),
+            accepted_at=task.accepted_at,
+            prompt_field=prompt_field(request),
+            priority=task.priority,
+            output_token_ids=output_token_ids(task.entries) or None,
+            waited_seconds=max(0.0, time.time() - task.accepted_at),
+        )
+
+    def _prompt_token_ids(self, task: Claimed, request: GenerateRequest) -> list[int]:
+        """Those of the first attempt, so that a template which tells the date gives one prompt."""
+        if task.prompt_token_ids is None:
+            return to_token_ids(request, self._model.tokenizer)
+        if task.fingerprint != self._model.fingerprint:
+            raise RequestRefused(
+                server_error(
+                    "model_changed",
+                    "the model behind this name changed after the request had begun; send it again",
+                )
+            )
+        return list(task.prompt_token_ids)
+
+
+def _ownership(task: Claimed) -> Ownership:
+    return Ownership(task.task_id, task.owner)

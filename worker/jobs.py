@@ -1,0 +1,41 @@
+"""What an RQ job asks for, read without RQ.
+
+Law: nothing that a job names is imported or called. One function name is known, and it is only compared.
+"""
+
+import json
+import zlib
+
+from worker.errors import RequestRefused, invalid_request
+from worker.protocol.messages import JOB_FUNCTION, GenerateRequest, ProtocolError
+
+
+def read_job(data: bytes) -> GenerateRequest:
+    """The request in the `data` of an RQ job: zlib of JSON `[function, null, [payload], {}]`.
+
+    Raises `RequestRefused` for anything else.
+    """
+    function, payload = _read_call(data)
+    if function != JOB_FUNCTION:
+        raise RequestRefused(
+            invalid_request(
+                "unknown_function",
+                f"this queue takes jobs of {JOB_FUNCTION} only, not {function!r}; nothing was called",
+            )
+        )
+    try:
+        return GenerateRequest.from_payload(payload)
+    except ProtocolError as error:
+        raise RequestRefused(invalid_request("unreadable_request", str(error))) from error
+
+
+def _read_call(data: bytes) -> tuple[object, object]:
+    try:
+        # Like RQ, which stores the bytes as they are where they were not compressed.
+        plain = zlib.decompress(data) if data[:1] == b"\x78" else data
+        function, _, args, _ = json.loads(plain)
+        return function, args[0] if isinstance(args, list) and len(args) == 1 else None
+    except (ValueError, TypeError, zlib.error) as error:
+        raise RequestRefused(
+            invalid_request("unreadable_request", "the job's data is not a call in JSON; see JSONSerializer")
+        ) from error

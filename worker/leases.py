@@ -1,0 +1,85 @@
+"""Keeps what this worker owns, as long as its loop goes round, and brings back what others have lost.
+
+Law: a loop that hangs renews nothing. The fence in each write decides who owns a task; leases only say when
+somebody else may take it.
+"""
+
+import logging
+from collections.abc import Callable
+
+import redis
+
+from monitoring.worker import WorkerMetrics
+from worker.ownership import Holdings, Ownership
+from worker.protocol.store import TaskStore
+from worker.watching import Pulse
+
+logger = logging.getLogger(__name__)
+
+MAX_BEAT_SECONDS = 1.0
+
+
+class Leases:
+    """`turn` belongs to one thread.
+
+    `announce` shows the worker to others, as it is at the moment. `on_lost` gets tasks that another took or
+    a cancel ended. `wait` pauses between two turns.
+    """
+
+    def __init__(
+        self,
+        store: TaskStore,
+        holdings: Holdings,
+        pulse: Pulse,
+        metrics: WorkerMetrics,
+        *,
+        slug: str,
+        lease_seconds: float,
+        max_task_seconds: float,
+        announce: Callable[[], None],
+        on_lost: Callable[[Ownership], None],
+        clock: Callable[[], float],
+        wait: Callable[[float], None],
+    ) -> None:
+        self._store = store
+        self._holdings = holdings
+        self._pulse = pulse
+        self._metrics = metrics
+        self._slug = slug
+        self._lease_seconds = lease_seconds
+        self._max_task_seconds = max_task_seconds
+        self._announce = announce
+        self._on_lost = on_lost
+        self._clock = clock
+        self._wait = wait
+        self._reap_after = clock()
+
+    def turn(self) -> None:
+        """Renew, announce, reap, and wait for the next beat. Raises `RedisError`."""
+        try:
+            self._beat()
+        except redis.RedisError:
+            # Redis may have been away for all: the others get a lease's time to come back for theirs.
+            self._reap_after = self._clock() + self._lease_seconds
+            raise
+        self._wait(min(MAX_BEAT_SECONDS, self._lease_seconds / 3))
+
+    def _beat(self) -> None:
+        if not self._pulse.is_stalled:
+            self._renew()
+        self._announce()
+        if self._clock() >= self._reap_after:
+            self._reap()
+
+    def _renew(self) -> None:
+        owners = self._holdings.owners()
+        if not owners:
+            return
+        for task_id in self._store.renew(owners, self._lease_seconds):
+            self._on_lost(Ownership(task_id, owners[task_id]))
+
+    def _reap(self) -> None:
+        reaped = self._store.reap(self._slug, max_task_seconds=self._max_task_seconds)
+        if reaped.returned:
+            logger.warning("back to the queue, their worker is gone: %s", ", ".join(reaped.returned))
+            self._metrics.reclaimed(len(reaped.returned))

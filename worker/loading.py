@@ -1,0 +1,57 @@
+"""What a worker shows of itself while its model loads: the API waits for it, people want to see it move.
+
+Knows not how a model is loaded.
+"""
+
+import logging
+import time
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from monitoring.worker import WorkerMetrics
+from worker.protocol.store import TaskStore, WorkerRecord
+from worker.service import Service
+
+logger = logging.getLogger(__name__)
+
+BEAT_SECONDS = 1.0
+RECORD_SECONDS = 15.0
+"""Native code that reads a checkpoint may keep all threads from running for a while."""
+
+
+class Loading:
+    """A context in which `progress` lines are logged and stand in the worker's record."""
+
+    def __init__(self, client: Any, record: WorkerRecord, metrics: WorkerMetrics) -> None:
+        self._store = TaskStore(client)
+        self._record = record
+        self._metrics = metrics
+        self._began = time.monotonic()
+        self._service = Service(
+            "loading",
+            self._beat,
+            client=client,
+            on_redis_error=metrics.redis_error,
+            on_failure=lambda name, error: logger.error("%s: %s", name, error),
+        )
+
+    def __enter__(self) -> "Loading":
+        self._began = time.monotonic()
+        self._service.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._service.stop()
+        self._service.join(RECORD_SECONDS)
+        self._metrics.model_load_seconds(time.monotonic() - self._began)
+
+    def progress(self, line: str) -> None:
+        logger.info("%s", line)
+        self._record = replace(self._record, detail=line)
+
+    def _beat(self) -> None:
+        self._store.put_worker(self._record, ttl_seconds=RECORD_SECONDS)
+        time.sleep(BEAT_SECONDS)

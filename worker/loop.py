@@ -1,0 +1,160 @@
+"""The loop: take what came in, step the engine, hand on what came out.
+
+Law: a turn touches in-process queues only, and no request, observer or slow Redis can break it; `EngineDead`
+alone ends it. Knows neither Redis nor RQ nor a tokenizer.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.config import EngineConfig
+from engine.engine import WaitingSequence
+from engine.errors import InvalidParameter
+from engine.outputs import StepOutput
+from engine.sampling_params import SamplingParams
+from worker.errors import internal_error, invalid_value
+from worker.inbox import Arrival, Cancel, Discard, Inbox
+from worker.ownership import Holdings
+from worker.protocol.messages import TaskError
+from worker.watching import Observers, Pulse
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.25
+"""An idle loop ticks so often; what comes in wakes it at once."""
+TELL_WAITING_SECONDS = 0.5
+
+
+class SteppingEngine(Protocol):
+    """What the loop needs of `engine.Engine`."""
+
+    config: EngineConfig
+
+    @property
+    def has_work(self) -> bool: ...
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        arrival: float,
+        priority: int = 2,
+        output_token_ids: list[int] | None = None,
+        waited_seconds: float = 0.0,
+    ) -> None: ...
+    def cancel(self, request_id: str) -> bool: ...
+    def discard(self, request_id: str) -> bool: ...
+    def step(self) -> StepOutput: ...
+    def waiting(self) -> list[WaitingSequence]: ...
+
+
+class Outlet(Protocol):
+    """Where a step's results go; calls return at once."""
+
+    @property
+    def is_full(self) -> bool: ...
+    def hand(self, output: StepOutput) -> None: ...
+    def tell_waiting(self, line: list[WaitingSequence]) -> None: ...
+    def fail(self, request_id: str, error: TaskError) -> None: ...
+    def wait_for_room(self, seconds: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Sequences in the scheduler after a turn."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+
+
+class Loop:
+    """Turns, until told to stop. `load` is a value that other threads may read at any time."""
+
+    def __init__(
+        self,
+        engine: SteppingEngine,
+        inbox: Inbox,
+        outlet: Outlet,
+        holdings: Holdings,
+        *,
+        observers: Observers,
+        pulse: Pulse,
+        clock: Callable[[], float],
+        wake: threading.Event,
+    ) -> None:
+        self.load = Load()
+        self._engine = engine
+        self._inbox = inbox
+        self._outlet = outlet
+        self._holdings = holdings
+        self._observers = observers
+        self._pulse = pulse
+        self._clock = clock
+        self._wake = wake
+        self._next_telling = 0.0
+
+    def turn(self) -> None:
+        """One turn. Raises `EngineDead`; waits only when there is nothing to do or nowhere to put it."""
+        self._pulse.tick()
+        self._take_messages()
+        if self._outlet.is_full:
+            self._outlet.wait_for_room(IDLE_SECONDS)
+        elif self._engine.has_work or self.load != Load():
+            # Once more when all work was discarded, so that observers see an idle engine.
+            output = self._engine.step()
+            self._outlet.hand(output)
+            self._tell_waiting()
+            self._observers.observe(output.report)
+            self._note_load(output)
+
+    def _take_messages(self) -> None:
+        is_idle = not self._engine.has_work
+        for message in self._inbox.take(IDLE_SECONDS if is_idle else 0.0):
+            match message:
+                case Arrival():
+                    self._add(message)
+                case Cancel(ownership):
+                    self._engine.cancel(ownership.request_id)
+                case Discard(ownership):
+                    self._engine.discard(ownership.request_id)
+
+    def _add(self, arrival: Arrival) -> None:
+        if arrival.ownership not in self._holdings:
+            return  # lost or cancelled on its way here
+        request_id = arrival.ownership.request_id
+        try:
+            self._engine.add(
+                request_id,
+                arrival.prompt_token_ids,
+                arrival.params,
+                arrival=arrival.accepted_at,
+                priority=arrival.priority,
+                output_token_ids=arrival.output_token_ids,
+                waited_seconds=arrival.waited_seconds,
+            )
+        except InvalidParameter as error:
+            param = arrival.prompt_field if error.field == "prompt" else error.field
+            self._outlet.fail(request_id, invalid_value(param, str(error)))
+        except Exception:  # one request's fault stays its own
+            logger.exception("%s: the engine could not take the request", request_id)
+            self._engine.discard(request_id)
+            self._outlet.fail(request_id, internal_error())
+
+    def _tell_waiting(self) -> None:
+        now = self._clock()
+        if now >= self._next_telling and self._engine.num_waiting:
+            self._next_telling = now + TELL_WAITING_SECONDS
+            self._outlet.tell_waiting(self._engine.waiting())
+
+    def _note_load(self, output: StepOutput) -> None:
+        self.load = Load(self._engine.num_running, self._engine.num_waiting)
+        if output.started:
+            self._wake.set()  # the line is shorter: more may be claimed

@@ -1,0 +1,94 @@
+"""A request's prompt as token ids, and its sampling fields as `SamplingParams`.
+
+Law: what cannot be used is refused with the field named as the client wrote it. Knows no Redis; limits of the
+model are the engine's to check.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Protocol
+
+from engine.errors import InvalidParameter
+from engine.sampling_params import SamplingParams
+from worker.errors import RequestRefused, invalid_value
+from worker.protocol.messages import GenerateRequest
+
+_SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
+
+
+class Tokenizer(Protocol):
+    """What preparing a request needs of the model's tokenizer. Both raise `InvalidParameter`."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
+
+
+def prompt_field(request: GenerateRequest) -> str:
+    """Which of the three ways to give a prompt the client took."""
+    if request.messages is not None:
+        return "messages"
+    return "prompt" if request.prompt is not None else "prompt_token_ids"
+
+
+def to_token_ids(request: GenerateRequest, tokenizer: Tokenizer) -> list[int]:
+    """Raises `RequestRefused`."""
+    try:
+        if request.messages is not None:
+            return tokenizer.render_chat(_checked_messages(request.messages))
+        if request.prompt is not None:
+            return tokenizer.encode(_checked_text("prompt", request.prompt))
+    except InvalidParameter as error:
+        raise RequestRefused(invalid_value(error.field, str(error))) from error
+    token_ids = request.prompt_token_ids or ()
+    # True is an int to Python, and 1.5 would pass every comparison of ranges.
+    if not all(type(token_id) is int for token_id in token_ids):
+        raise _refused("prompt_token_ids", "must be a list of whole numbers")
+    return list(token_ids)
+
+
+def to_sampling_params(sampling: object) -> SamplingParams:
+    """Raises `RequestRefused`."""
+    if not isinstance(sampling, Mapping):
+        raise _refused("sampling", "must be an object")
+    for name in sampling:
+        if name not in _SAMPLING_FIELDS:
+            raise _refused(str(name), "is not known to this worker")
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in sampling.items()
+    }
+    for text in _strings(values.get("stop")):
+        _checked_text("stop", text)
+    try:
+        return SamplingParams(**values)
+    except InvalidParameter as error:
+        raise RequestRefused(invalid_value(error.field, str(error))) from error
+
+
+def _checked_messages(messages: Sequence[object]) -> list[Mapping[str, str]]:
+    if not messages:
+        raise _refused("messages", "must have at least one message")
+    checked: list[Mapping[str, str]] = []
+    for message in messages:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise _refused("messages", "each message is an object with `role` and `content`")
+        checked.append({name: _checked_text("messages", text) for name, text in message.items()})
+    return checked
+
+
+def _checked_text(field: str, text: object) -> str:
+    """JSON can hold half of a surrogate pair, which is no character and cannot be encoded."""
+    if not isinstance(text, str):
+        raise _refused(field, "must be text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _refused(field, "has half of a surrogate pair, which is not a character") from error
+    return text
+
+
+def _strings(value: object) -> list[str]:
+    return [item for item in value if isinstance(item, str)] if isinstance(value, tuple) else []
+
+
+def _refused(field: str, message: str) -> RequestRefused:
+    return RequestRefused(invalid_value(field, f"{field}: {message}"))

@@ -1,0 +1,211 @@
+"""Stores what the engine says: all that gathered since the last call, in one script call.
+
+Law: nothing is lost and nothing doubled, whatever happens to a call or its reply: what is not known to be
+stored is sent again under the same `seq`. Knows no engine but its outputs.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.engine import WaitingSequence
+from engine.outputs import SequenceOutput, StepOutput
+from engine.sequence import FinishReason
+from monitoring.worker import WorkerMetrics
+from worker.ownership import Holdings, Ownership
+from worker.protocol.messages import TaskError
+from worker.protocol.store import Accepted, Gap, Lost, Outcome, TaskStore, Write
+from worker.stream import Stream
+
+IDLE_SECONDS = 0.25
+MAX_BACKLOG = 4096
+"""Tokens that may wait for Redis before the loop stops stepping: at 64 sequences a minute of slow steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    stream: Stream
+
+
+@dataclass(frozen=True, slots=True)
+class _Stepped:
+    output: StepOutput
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    line: list[WaitingSequence]
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    request_id: str
+    error: TaskError
+
+
+@dataclass(frozen=True, slots=True)
+class _Forgotten:
+    request_id: str
+
+
+_Item = _Opened | _Stepped | _Line | _Failed | _Forgotten
+
+
+class Publisher:
+    """`turn` belongs to one thread; the other methods may be called from any and return at once."""
+
+    def __init__(
+        self,
+        store: TaskStore,
+        holdings: Holdings,
+        metrics: WorkerMetrics,
+        *,
+        on_lost: Callable[[Ownership], None],
+        max_backlog: int = MAX_BACKLOG,
+    ) -> None:
+        self.num_completed = 0
+        self.num_failed = 0
+        self._store = store
+        self._holdings = holdings
+        self._metrics = metrics
+        self._on_lost = on_lost
+        self._max_backlog = max_backlog
+        self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._streams: dict[str, Stream] = {}
+        self._room = threading.Event()
+        # Each counter has one writing thread: the loop's, and the publisher's two.
+        self._num_handed = 0
+        self._num_gathered = 0
+        self._num_unstored = 0
+
+    # What other threads say.
+
+    @property
+    def backlog(self) -> int:
+        """Outputs that Redis is not known to have."""
+        return self._num_handed - self._num_gathered + self._num_unstored
+
+    @property
+    def is_full(self) -> bool:
+        return self.backlog >= self._max_backlog
+
+    def wait_for_room(self, seconds: float) -> None:
+        self._room.clear()
+        if self.is_full:
+            self._room.wait(seconds)
+
+    def open(self, stream: Stream) -> None:
+        """From here on outputs of this request are stored in `stream`."""
+        self._items.put(_Opened(stream))
+
+    def hand(self, output: StepOutput) -> None:
+        self._num_handed += len(output.outputs)
+        self._items.put(_Stepped(output))
+
+    def tell_waiting(self, line: list[WaitingSequence]) -> None:
+        self._items.put(_Line(line))
+
+    def fail(self, request_id: str, error: TaskError) -> None:
+        self._items.put(_Failed(request_id, error))
+
+    def forget(self, request_id: str) -> None:
+        """It is not ours any more: what comes of it is not stored."""
+        self._items.put(_Forgotten(request_id))
+
+    # The publisher's thread.
+
+    def turn(self) -> None:
+        """Store what there is, waiting a moment for it. Raises `RedisError`; nothing is lost by that."""
+        self._gather(0.0 if self._num_unstored else IDLE_SECONDS)
+        self._store_news()
+
+    @property
+    def is_drained(self) -> bool:
+        """All that was said is stored."""
+        return self._items.empty() and not any(stream.has_news for stream in self._streams.values())
+
+    def _gather(self, wait_seconds: float) -> None:
+        try:
+            if wait_seconds:
+                self._take(self._items.get(timeout=wait_seconds))
+            while True:
+                self._take(self._items.get_nowait())
+        except queue.Empty:
+            self._count()
+
+    def _take(self, item: _Item) -> None:
+        match item:
+            case _Opened(stream):
+                self._streams[stream.ownership.request_id] = stream
+            case _Stepped(output):
+                self._take_step(output)
+            case _Line(line):
+                for waiting in line:
+                    self._note(waiting.request_id, _facts_of(waiting))
+            case _Failed(request_id, error):
+                if (failed := self._streams.get(request_id)) and not failed.has_ended:
+                    failed.fail(error)
+            case _Forgotten(request_id):
+                self._streams.pop(request_id, None)
+
+    def _take_step(self, output: StepOutput) -> None:
+        for request_id in output.started:
+            # When the step began, not when it came out: the first token is of the same step.
+            self._note(request_id, {"scheduled": f"{output.report.total_seconds:.6f}"})
+        for sequence_output in output.outputs:
+            self._take_output(sequence_output)
+        self._num_gathered += len(output.outputs)
+
+    def _take_output(self, output: SequenceOutput) -> None:
+        if output.finish_reason is FinishReason.CANCELLED:
+            # Who cancelled has told the readers already, in one script with all that belongs to it.
+            self._streams.pop(output.request_id, None)
+        elif (stream := self._streams.get(output.request_id)) and not stream.has_ended:
+            stream.add(output)
+
+    def _note(self, request_id: str, facts: dict[str, str]) -> None:
+        if stream := self._streams.get(request_id):
+            stream.note(facts)
+
+    def _store_news(self) -> None:
+        streams = [stream for stream in self._streams.values() if stream.has_news]
+        if not streams:
+            return
+        writes = [stream.to_write() for stream in streams]
+        for stream, write, outcome in zip(streams, writes, self._store.publish(writes), strict=True):
+            self._follow(stream, write, outcome)
+        self._metrics.published(sum(len(write.entries) for write in writes))
+        self._count()
+        self._room.set()
+
+    def _follow(self, stream: Stream, write: Write, outcome: Outcome) -> None:
+        match outcome:
+            case Accepted():
+                stream.stored(write)
+                if write.settlement:
+                    self._close(stream, completed=write.settlement.status == "completed")
+            case Gap(length):
+                stream.rewind(length)
+            case Lost():
+                del self._streams[stream.ownership.request_id]
+                self._on_lost(stream.ownership)
+
+    def _close(self, stream: Stream, *, completed: bool) -> None:
+        del self._streams[stream.ownership.request_id]
+        self._holdings.drop(stream.ownership)
+        self.num_completed += completed
+        self.num_failed += not completed
+
+    def _count(self) -> None:
+        self._num_unstored = sum(stream.num_unstored for stream in self._streams.values())
+        self._metrics.publish_backlog(self.backlog)
+
+
+def _facts_of(waiting: WaitingSequence) -> dict[str, str]:
+    return {
+        "waiting_for": waiting.reason.value,
+        # Readers are told how many stand before it, as by the rank in Redis.
+        "position": str(waiting.position - 1),
+        "tokens_ahead": str(waiting.tokens_ahead),
+    }

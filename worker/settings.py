@@ -1,0 +1,159 @@
+"""What the environment says about this worker, read once and checked.
+
+Law: one name a setting, the same word as the field; a bad value is an error that names the variable and says
+what is allowed. An empty variable counts as unset. Knows no default of the engine: None leaves it to the
+engine's loader.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from worker.errors import SettingsError
+from worker.protocol import naming
+
+_YES = frozenset({"1", "true", "yes", "on"})
+_NO = frozenset({"0", "false", "no", "off"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """How long things may take, in seconds.
+
+    `lease_seconds`: a claimed task without renewal for so long is anybody's. `grace_seconds`: what a worker
+    that is told to stop may still finish. `stall_seconds`: a loop without a tick for so long hangs.
+    `retention_seconds`: what ended can be read for so long. `max_task_seconds`: what waits longer ends.
+    """
+
+    lease_seconds: float = 10.0
+    grace_seconds: float = 30.0
+    stall_seconds: float = 60.0
+    retention_seconds: float = 3600.0
+    max_task_seconds: float = 86400.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSettings:
+    """The engine's limits as far as the environment names them; None is left to the loader."""
+
+    max_model_len: int | None = None
+    num_kv_blocks: int | None = None
+    block_size: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    max_num_prefill_seqs: int | None = None
+    chunked_prefill: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSettings:
+    """All settings of one worker process.
+
+    `model`: a directory, a hub id, or the default model's name, which lies converted under `cache_dir`.
+    `served_model_name`: its public name. `load_seconds`: deadline of loading the model. `metrics_port`: 0
+    takes any free port and logs it.
+    """
+
+    model: str = naming.DEFAULT_MODEL
+    served_model_name: str = naming.DEFAULT_MODEL
+    dtype: str = "auto"
+    device: str = "auto"
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = 9400
+    cache_dir: str = ".tokenmill"
+    load_seconds: float = 900.0
+    engine: EngineSettings = EngineSettings()
+    timing: Timing = Timing()
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> "WorkerSettings":
+        """Raises `SettingsError`."""
+        read = _Reader(env)
+        model = read.text("TOKENMILL_MODEL", naming.DEFAULT_MODEL)
+        return cls(
+            model=model,
+            served_model_name=naming.served_model_name(model, read.text("TOKENMILL_SERVED_MODEL_NAME", "")),
+            dtype=read.text("TOKENMILL_DTYPE", "auto"),
+            device=read.text("TOKENMILL_DEVICE", "auto"),
+            redis_url=read.redis_url("REDIS_URL", "redis://127.0.0.1:6379/0"),
+            metrics_host=read.text("TOKENMILL_METRICS_HOST", "127.0.0.1"),
+            metrics_port=read.whole("TOKENMILL_METRICS_PORT", 9400, least=0, most=65535),
+            cache_dir=read.text("TOKENMILL_CACHE_DIR", ".tokenmill"),
+            load_seconds=read.seconds("TOKENMILL_LOAD_SECONDS", 900.0),
+            engine=_engine_settings(read),
+            timing=_timing(read),
+        )
+
+
+def _engine_settings(read: "_Reader") -> EngineSettings:
+    return EngineSettings(
+        max_model_len=read.limit("TOKENMILL_MAX_MODEL_LEN"),
+        num_kv_blocks=read.limit("TOKENMILL_NUM_KV_BLOCKS"),
+        block_size=read.limit("TOKENMILL_BLOCK_SIZE"),
+        max_num_batched_tokens=read.limit("TOKENMILL_MAX_NUM_BATCHED_TOKENS"),
+        max_num_seqs=read.limit("TOKENMILL_MAX_NUM_SEQS"),
+        max_num_prefill_seqs=read.limit("TOKENMILL_MAX_NUM_PREFILL_SEQS"),
+        chunked_prefill=read.switch("TOKENMILL_CHUNKED_PREFILL"),
+    )
+
+
+def _timing(read: "_Reader") -> Timing:
+    default = Timing()
+    return Timing(
+        # Renewal comes three times a lease; below half a second a busy machine would lose its own tasks.
+        lease_seconds=read.seconds("TOKENMILL_LEASE_SECONDS", default.lease_seconds, least=0.5),
+        grace_seconds=read.seconds("TOKENMILL_GRACE_SECONDS", default.grace_seconds, least=0.0),
+        stall_seconds=read.seconds("TOKENMILL_STALL_SECONDS", default.stall_seconds, least=1.0),
+        retention_seconds=read.seconds("TOKENMILL_RETENTION_SECONDS", default.retention_seconds),
+        max_task_seconds=read.seconds("TOKENMILL_MAX_TASK_SECONDS", default.max_task_seconds),
+    )
+
+
+class _Reader:
+    """The values of an environment; each method raises `SettingsError` for one that does not fit."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._env = env
+
+    def text(self, name: str, default: str) -> str:
+        return self._env.get(name, "").strip() or default
+
+    def redis_url(self, name: str, default: str) -> str:
+        url = self.text(name, default)
+        if not url.startswith(("redis://", "rediss://", "unix://")):
+            raise SettingsError(f"{name} must start with redis://, rediss:// or unix://, not {url!r}")
+        return url
+
+    def whole(self, name: str, default: int, *, least: int, most: int) -> int:
+        text = self.text(name, str(default))
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            raise SettingsError(f"{name} must be a whole number from {least} to {most}, not {text!r}")
+        return value
+
+    def limit(self, name: str) -> int | None:
+        """A number of at least 1; None where it is not set."""
+        if not self.text(name, ""):
+            return None
+        return self.whole(name, 1, least=1, most=2**31 - 1)
+
+    def seconds(self, name: str, default: float, *, least: float = 1.0) -> float:
+        text = self.text(name, str(default))
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        # NaN compares false with everything.
+        if not least <= value < math.inf:
+            raise SettingsError(f"{name} must be a number of seconds, at least {least:g}, not {text!r}")
+        return value
+
+    def switch(self, name: str) -> bool | None:
+        text = self.text(name, "").lower()
+        if text and text not in _YES | _NO:
+            raise SettingsError(f"{name} must be true or false, not {text!r}")
+        return text in _YES if text else None

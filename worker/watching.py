@@ -1,0 +1,77 @@
+"""Those who look on: the steps' observers and the watchdog. One verb each, and no way to hurt the loop."""
+
+import faulthandler
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from engine.outputs import StepReport
+
+logger = logging.getLogger(__name__)
+
+
+class Observer(Protocol):
+    def observe(self, report: StepReport) -> None: ...
+
+
+class Observers:
+    """Passes each report on. What an observer raises is logged once for each observer, and counted."""
+
+    def __init__(self, observers: Sequence[Observer], on_error: Callable[[], None]) -> None:
+        self._observers = observers
+        self._on_error = on_error
+        self._logged: set[Observer] = set()
+
+    def observe(self, report: StepReport) -> None:
+        for observer in self._observers:
+            try:
+                observer.observe(report)
+            except Exception:  # an observer is anybody's code, and steps are worth more than their numbers
+                self._on_error()
+                if observer not in self._logged:
+                    self._logged.add(observer)
+                    logger.exception("an observer failed; the loop goes on without its numbers")
+
+
+def arm_watchdog(seconds: float) -> None:
+    """End the process, with the stack of each thread on stderr, unless armed again within `seconds`.
+
+    A C thread does it: a Python one never runs while native code holds the interpreter's lock.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True)
+
+
+def disarm_watchdog() -> None:
+    faulthandler.cancel_dump_traceback_later()
+
+
+class Pulse:
+    """The loop's sign of life: the time of its last turn, and the watchdog that waits for the next one."""
+
+    def __init__(
+        self,
+        stall_seconds: float,
+        clock: Callable[[], float],
+        *,
+        on_tick: Callable[[], None],
+        arm: Callable[[float], None] = arm_watchdog,
+    ) -> None:
+        self._stall_seconds = stall_seconds
+        self._clock = clock
+        self._on_tick = on_tick
+        self._arm = arm
+        self._last = clock()
+        self._next_arming = self._last
+
+    def tick(self) -> None:
+        now = self._clock()
+        self._last = now
+        # Arming starts a thread: once a second is enough.
+        if now >= self._next_arming:
+            self._next_arming = now + 1.0
+            self._arm(self._stall_seconds)
+            self._on_tick()
+
+    @property
+    def is_stalled(self) -> bool:
+        return self._clock() - self._last > self._stall_seconds
