@@ -6,13 +6,16 @@ import sys
 from api.server import CannotListen, serve
 from api.settings import ApiSettings, SettingError
 
+EXIT_UNUSABLE = 78
+"""A setting cannot be used: starting again is of no use. Of sysexits.h, as the worker's."""
+
 
 def main() -> int:
     try:
         serve(ApiSettings.from_env(os.environ))
     except (SettingError, CannotListen) as error:
         print(f"tokenmill api: {error}", file=sys.stderr)  # noqa: T201 - what the user must read
-        return 1
+        return EXIT_UNUSABLE
     return 0
 
 

@@ -309,7 +309,7 @@ def test_what_cannot_be_started_is_said_in_one_line(environ, words):
         text=True,
         timeout=60,
     )
-    assert process.returncode == 1
+    assert process.returncode == 78
     assert words in process.stderr
     assert len(process.stderr.splitlines()) == 1
 
@@ -317,5 +317,5 @@ def test_what_cannot_be_started_is_said_in_one_line(environ, words):
 def test_a_port_that_is_taken_is_named(server):
     port = str(server.address[1])
     process = run_to_its_end(TOKENMILL_PORT=port)
-    assert process.returncode == 1
+    assert process.returncode == 78
     assert f"port {port}: it is taken; set TOKENMILL_HOST and TOKENMILL_PORT" in process.stderr
