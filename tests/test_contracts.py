@@ -1,0 +1,123 @@
+"""The import contracts hold, and each of them can break: a violation is planted in a copy of the tree."""
+
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ["api", "engine", "monitoring", "tokenmill", "worker"]
+
+# contract's first word(s) -> (file that gets the line, the line)
+PLANTS = {
+    "protocol:": [
+        ("worker/protocol/messages.py", "import redis"),
+        ("worker/protocol/keys.py", "import worker.settings"),
+        ("worker/protocol/naming.py", "import rq"),
+    ],
+    "engine:": [
+        ("engine/scheduler.py", "import torch"),
+        ("engine/engine.py", "import engine.execution.model_runner"),
+        ("engine/budget.py", "import redis"),
+        ("engine/outputs.py", "import worker.protocol.messages"),
+        ("engine/sequence.py", "import prometheus_client"),
+    ],
+    "execution:": [
+        ("engine/execution/model_runner.py", "import monitoring.engine"),
+        ("engine/execution/model_runner.py", "import redis"),
+    ],
+    "monitoring:": [
+        ("monitoring/http.py", "import engine.outputs"),
+        ("monitoring/worker.py", "import worker.protocol.keys"),
+    ],
+    "monitoring.engine:": [
+        ("monitoring/engine.py", "import engine.scheduler"),
+        ("monitoring/engine.py", "import worker.protocol.keys"),
+    ],
+    "monitoring.queue:": [("monitoring/queue.py", "import worker.settings")],
+    "worker:": [
+        ("worker/loop.py", "import torch"),
+        ("worker/settings.py", "import tokenmill.config"),
+        ("worker/settings.py", "import flask"),
+    ],
+    "api:": [
+        ("api/app.py", "import engine.sampling_params"),
+        ("api/app.py", "import worker.settings"),
+        ("api/app.py", "import tokenmill.client"),
+        ("api/app.py", "import monitoring.engine"),
+        ("api/app.py", "import torch"),
+    ],
+    "tokenmill:": [
+        ("tokenmill/cli.py", "import worker.settings"),
+        ("tokenmill/serve.py", "import api.settings"),
+        ("tokenmill/reader.py", "import rq"),
+    ],
+    "torch is not even": [("engine/scheduler.py", "import engine.execution.model_runner")],
+}
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tree that the contracts speak of."""
+    directory = tmp_path_factory.mktemp("contracts")
+    for room in ROOMS:
+        shutil.copytree(ROOT / room, directory / room, ignore=shutil.ignore_patterns("__pycache__"))
+    (directory / "tests").mkdir()
+    shutil.copy(ROOT / "tests" / "import_contracts.py", directory / "tests")
+    shutil.copy(ROOT / "pyproject.toml", directory)
+    return directory
+
+
+def lint(directory: Path) -> tuple[int, str]:
+    """The exit code and output of lint-imports."""
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as main; main()"]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def broken_contracts(report: str) -> set[str]:
+    return {line.removesuffix(" BROKEN") for line in report.splitlines() if line.endswith(" BROKEN")}
+
+
+def test_the_contracts_hold(copy: Path) -> None:
+    code, report = lint(copy)
+
+    assert code == 0, report
+    assert "0 broken" in report
+
+
+@pytest.mark.parametrize("contract", PLANTS)
+def test_a_violation_breaks_its_contract(copy: Path, contract: str) -> None:
+    originals = {copy / file: (copy / file).read_text() for file, _ in PLANTS[contract]}
+    for file, line in PLANTS[contract]:
+        with (copy / file).open("a") as source:
+            source.write(f"\n{line}\n")
+
+    code, report = lint(copy)
+
+    for path, text in originals.items():
+        path.write_text(text)
+    assert code == 1, report
+    assert any(name.startswith(contract) for name in broken_contracts(report)), report
+    # Each planted line is found, not only the first one.
+    for file, line in PLANTS[contract]:
+        importer = file.removesuffix(".py").replace("/", ".")
+        imported = line.removeprefix("import ").strip()
+        assert any(importer in told and imported in told for told in report.splitlines()), (
+            file,
+            line,
+            report,
+        )
+
+
+def test_every_contract_has_a_violation() -> None:
+    """A contract that is added without one is not known to work."""
+    configuration = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    names = [contract["name"] for contract in configuration["tool"]["importlinter"]["contracts"]]
+
+    without = [name for name in names if not any(name.startswith(contract) for contract in PLANTS)]
+    assert not without
+    assert len(names) == len(PLANTS)

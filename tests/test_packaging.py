@@ -1,0 +1,76 @@
+"""The generic folder names are ours alone in this environment, and what is installed is all of it."""
+
+import tomllib
+from importlib.metadata import packages_distributions
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+ROOMS = ["api", "engine", "monitoring", "tokenmill", "worker"]
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_the_name_is_ours(name: str) -> None:
+    """Others are called `api`, `worker` and `monitoring` too; installed beside ours, they overwrite it."""
+    spec = find_spec(name)
+
+    assert spec is not None
+    assert spec.origin is not None
+    assert Path(spec.origin).parent == ROOT / name
+    assert set(packages_distributions().get(name, [])) <= {"tokenmill"}
+
+
+def test_every_package_is_listed() -> None:
+    found = {
+        ".".join(init.parent.relative_to(ROOT).parts)
+        for room in ROOMS
+        for init in (ROOT / room).rglob("__init__.py")
+    }
+
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found
+
+
+def test_every_folder_of_python_is_a_package() -> None:
+    """A folder without __init__.py would work from here, and be missing where it is installed."""
+    folders = {source.parent for room in ROOMS for source in (ROOT / room).rglob("*.py")}
+
+    assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
+def test_the_scripts_of_the_protocol_are_included() -> None:
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]["worker.protocol"]
+    folder = ROOT / "worker" / "protocol"
+    included = {path for pattern in patterns for path in folder.glob(pattern)}
+
+    assert included == {path for path in folder.rglob("*") if path.suffix == ".lua"}
+    assert included
+
+
+def test_tests_are_no_package() -> None:
+    """With an __init__.py, tests/engine would be found as `engine`."""
+    assert list((ROOT / "tests").rglob("__init__.py")) == []
+
+
+def test_nothing_can_be_uploaded() -> None:
+    assert "Private :: Do Not Upload" in PROJECT["project"]["classifiers"]
+
+
+def test_the_constraints_satisfy_every_requirement() -> None:
+    """Each requirement of the project is pinned, and inside its open range."""
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    )
+    versions = {name.lower().replace("_", "-"): version for name, version in pins.items()}
+    extras = PROJECT["project"]["optional-dependencies"].values()
+    wanted = [*PROJECT["project"]["dependencies"], *(text for extra in extras for text in extra)]
+
+    for text in wanted:
+        needed = Requirement(text)
+        if needed.name != "tokenmill":
+            assert needed.specifier.contains(versions[needed.name.lower()]), text

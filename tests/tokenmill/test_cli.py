@@ -1,0 +1,205 @@
+"""The command as a user types it: results on standard output, one line for every mistake, exit codes."""
+
+import json
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.tokenmill.fake_service import Answer, FakeService, finished, problem, task, token
+from tokenmill import cli, service_commands
+from tokenmill.cli import FAILED, MISUSED, REFUSED, UNREACHABLE
+from tokenmill.embedded_redis import free_port
+
+pytestmark = pytest.mark.usefixtures("clean_environment")
+
+
+def typed(*arguments: str, stdin: str | None = None, environ: dict[str, str] | None = None) -> Result:
+    return CliRunner().invoke(cli.main, arguments, input=stdin, env=environ)
+
+
+def at(service: FakeService, *arguments: str, stdin: str | None = None) -> Result:
+    return typed(*arguments, "--url", service.url, stdin=stdin)
+
+
+def test_submit_prints_the_id_alone(service: FakeService) -> None:
+    service.will_answer(Answer(task("queued"), 202))
+
+    result = at(service, "submit", "Once upon a time")
+
+    assert (result.exit_code, result.stdout) == (0, "t1\n")
+    assert service.calls[0].body == {"prompt": "Once upon a time"}
+
+
+def test_submit_sends_the_fields_that_are_given(service: FakeService) -> None:
+    service.will_answer(Answer(task("queued"), 202))
+
+    at(
+        service, "submit", "--chat", "--max-tokens", "5", "--temperature", "0", "--stop", "a", "--stop", "b",
+        "--seed", "0", "--priority", "1", "--model", "tiny", "hi",
+    )  # fmt: skip
+
+    assert service.calls[0].body == {
+        "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "temperature": 0.0,
+        "stop": ["a", "b"], "seed": 0, "priority": 1, "model": "tiny",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", [(), ("-",)])
+def test_submit_reads_standard_input(service: FakeService, arguments: tuple[str, ...]) -> None:
+    service.will_answer(Answer(task("queued"), 202))
+
+    at(service, "submit", *arguments, stdin="from a pipe\n")
+
+    assert service.calls[0].body == {"prompt": "from a pipe\n"}
+
+
+def test_submit_wait_prints_the_text(service: FakeService) -> None:
+    service.will_answer(Answer(task("queued"), 202), Answer(task("completed", "Paris.")))
+
+    assert at(service, "submit", "--wait", "x").stdout == "Paris.\n"
+
+
+def test_submit_stream_prints_the_text_as_it_comes(service: FakeService) -> None:
+    service.will_answer(
+        Answer(task("queued"), 202), Answer([token(0, "Pa"), token(1, "ris"), finished(2, text=".")])
+    )
+
+    result = at(service, "submit", "--stream", "x")
+
+    assert (result.exit_code, result.stdout) == (0, "Paris.\n")
+
+
+def test_a_stream_that_ends_badly_says_so(service: FakeService) -> None:
+    error = {"message": "the prompt has 9 tokens", "code": "prompt_too_long"}
+    service.will_answer(Answer(task("queued"), 202), Answer([token(0, "Pa"), finished(1, "error", error)]))
+
+    result = at(service, "submit", "--stream", "x")
+
+    assert result.exit_code == FAILED
+    assert result.stdout == "Pa\n"
+    assert result.stderr == "Error: the task failed: the prompt has 9 tokens (prompt_too_long)\n"
+
+
+@pytest.mark.parametrize("status", ["failed", "cancelled"])
+def test_a_task_that_did_not_complete_is_no_success(service: FakeService, status: str) -> None:
+    service.will_answer(Answer(task("queued"), 202), Answer(task(status, "Par")))
+
+    result = at(service, "submit", "--wait", "x")
+
+    assert (result.exit_code, result.stdout) == (FAILED, "Par\n")
+    assert result.stderr == f"Error: the task ended as {status}\n"
+
+
+def test_stream_and_wait_exclude_each_other(service: FakeService) -> None:
+    result = at(service, "submit", "--stream", "--wait", "x")
+
+    assert result.exit_code == MISUSED
+    assert service.calls == []
+
+
+def test_a_refusal_is_one_line(service: FakeService) -> None:
+    service.will_answer(Answer(problem("invalid_value", "temperature: must be 0 or more"), 400))
+
+    result = at(service, "submit", "--temperature", "-1", "x")
+
+    assert result.exit_code == REFUSED
+    assert result.stderr == "Error: temperature: must be 0 or more\n"
+
+
+def test_no_service_is_one_line() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+
+    result = typed("submit", "--url", url, "x")
+
+    assert result.exit_code == UNREACHABLE
+    assert result.stderr.startswith(f"Error: no Tokenmill answers at {url}, is it running?")
+    assert result.stderr.count("\n") == 1
+
+
+def test_status_shows_what_is_known(service: FakeService) -> None:
+    queue = {"position": 3, "tokens_ahead": 812, "eta_seconds": 12.5, "waiting_for": "capacity"}
+    service.will_answer(Answer(task("queued", queue=queue)))
+
+    lines = at(service, "status", "t1").stdout.splitlines()
+
+    assert [line.split(maxsplit=1)[0] for line in lines] == [
+        "id", "status", "model", "position", "tokens", "eta", "waiting", "tokens", "queue",
+    ]  # fmt: skip
+    assert "capacity" in lines[6]
+
+
+def test_status_as_json_is_the_task(service: FakeService) -> None:
+    service.will_answer(Answer(task("completed", "Zürich")))
+
+    assert json.loads(at(service, "status", "--json", "t1").stdout) == task("completed", "Zürich")
+
+
+def test_status_can_wait(service: FakeService) -> None:
+    service.will_answer(Answer(task("in_progress")), Answer(task("failed")))
+
+    assert at(service, "status", "--wait", "t1").exit_code == FAILED
+
+
+def test_status_of_a_failed_task_is_an_answer(service: FakeService) -> None:
+    service.will_answer(Answer(task("failed", error={"message": "m", "code": "c"})))
+
+    result = at(service, "status", "t1")
+
+    assert result.exit_code == 0
+    assert "m (c)" in result.stdout
+
+
+def test_cancel_prints_the_state(service: FakeService) -> None:
+    service.will_answer(Answer(task("cancelled")))
+
+    assert at(service, "cancel", "t1").stdout == "cancelled\n"
+    assert (service.calls[0].method, service.calls[0].path) == ("POST", "/v1/tasks/t1/cancel")
+
+
+@pytest.mark.parametrize(
+    "command", [(), ("serve",), ("worker",), ("api",), ("submit",), ("status",), ("cancel",)]
+)
+def test_every_help_has_examples(command: tuple[str, ...]) -> None:
+    result = typed(*command, "--help")
+
+    assert result.exit_code == 0
+    assert "Examples:" in result.stdout
+
+
+def test_the_exit_codes_are_documented() -> None:
+    text = typed("--help").stdout
+
+    for code in (FAILED, MISUSED, REFUSED, UNREACHABLE, cli.INTERRUPTED):
+        assert f"\n    {code} " in text
+
+
+def test_the_address_comes_from_flag_environment_or_file(service: FakeService, tmp_path: Any) -> None:
+    (tmp_path / "tokenmill.toml").write_text(f'url = "{service.url}"\n')
+    service.will_answer(*[Answer(task("queued"))] * 2)
+
+    assert typed("status", "t1").exit_code == 0
+    assert typed("status", "t1", environ={"TOKENMILL_URL": service.url}).exit_code == 0
+    assert typed("status", "t1", environ={"TOKENMILL_URL": f"http://127.0.0.1:{free_port()}"}).exit_code == 4
+
+
+def test_a_wrong_setting_is_one_line() -> None:
+    result = typed("worker", "--max-num-seqs", "many")
+
+    assert result.exit_code == MISUSED
+    assert result.stderr == "Error: --max-num-seqs: max_num_seqs must be a whole number, not 'many'\n"
+
+
+@pytest.mark.parametrize("name", ["worker", "api"])
+def test_flags_become_the_environment_of_the_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[tuple[str, ...], dict[str, str]]] = []
+    monkeypatch.setattr(
+        service_commands.os, "execve", lambda _, command, environ: started.append((command, environ))
+    )
+
+    result = typed(name, "--model", "m", "--redis-url", "redis://h:1/0", environ={"TOKENMILL_MODEL": "other"})
+
+    assert result.exit_code == 0
+    command, environ = started[0]
+    assert command[1:] == ("-P", "-m", name)
+    assert (environ["TOKENMILL_MODEL"], environ["REDIS_URL"]) == ("m", "redis://h:1/0")

@@ -1,0 +1,124 @@
+"""Settings: flag > environment > file, and an error that names the place of what cannot be used."""
+
+from pathlib import Path
+
+import pytest
+
+from api.settings import ApiSettings
+from engine.config import EngineConfig
+from tokenmill.config import BY_NAME, SETTINGS, ConfigError, find_file, read_file, resolve, to_environment
+from worker.settings import Timing, WorkerSettings
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def written(directory: Path, text: str) -> Path:
+    file = directory / "tokenmill.toml"
+    file.write_text(text)
+    return file
+
+
+def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    file = written(tmp_path, 'port = 1\nhost = "h1"\nmodel = "m1"\n')
+    environ = {"TOKENMILL_PORT": "2", "TOKENMILL_HOST": "h2"}
+
+    assert resolve({"port": "3"}, environ, file) == {"port": "3", "host": "h2", "model": "m1"}
+    assert resolve({"port": None}, environ, file)["port"] == "2"
+
+
+def test_an_empty_variable_is_not_set(tmp_path: Path) -> None:
+    file = written(tmp_path, "port = 1\n")
+
+    assert resolve({}, {"TOKENMILL_PORT": ""}, file) == {"port": "1"}
+
+
+def test_what_is_set_nowhere_is_left_to_the_rooms() -> None:
+    assert resolve({}, {}) == {}
+
+
+def test_the_redis_url_has_the_name_that_others_use() -> None:
+    resolved = resolve({}, {"REDIS_URL": "redis://h:1/0"})
+
+    assert to_environment(resolved) == {"REDIS_URL": "redis://h:1/0"}
+
+
+def test_values_of_a_file_become_text(tmp_path: Path) -> None:
+    file = written(tmp_path, "chunked_prefill = false\nlease_seconds = 2.5\nmax_num_seqs = 8\n")
+
+    assert resolve({}, {}, file) == {"chunked_prefill": "0", "lease_seconds": "2.5", "max_num_seqs": "8"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "text", "told"),
+    [
+        ({"port": "http"}, {}, "", "--port: port must be a whole number, not 'http'"),
+        ({}, {"TOKENMILL_PORT": "8e3"}, "", "TOKENMILL_PORT: port must be a whole number, not '8e3'"),
+        ({}, {}, "lease_seconds = 'long'", "tokenmill.toml: lease_seconds must be a number, not 'long'"),
+        ({}, {}, "chunked_prefill = 'maybe'", "chunked_prefill must be true or false, not 'maybe'"),
+        ({}, {}, "port = [1]", "port must be a whole number, not '[1]'"),
+        ({}, {}, "prot = 1", "unknown setting prot; known are: model, served_model_name"),
+        ({}, {}, "port = ", "tokenmill.toml: not TOML"),
+    ],
+)
+def test_what_cannot_be_used_is_named(
+    tmp_path: Path, flags: dict[str, str], environ: dict[str, str], text: str, told: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        resolve(flags, environ, written(tmp_path, text))
+
+    assert told in str(raised.value)
+
+
+def test_a_named_file_must_be_there(tmp_path: Path) -> None:
+    assert find_file(None, tmp_path) is None
+    missing = find_file(str(tmp_path / "other.toml"), tmp_path)
+    assert missing is not None
+    with pytest.raises(ConfigError, match=r"other\.toml: No such file"):
+        read_file(missing)
+
+
+def test_the_file_of_the_directory_is_found(tmp_path: Path) -> None:
+    file = written(tmp_path, "")
+
+    assert find_file(None, tmp_path) == file
+
+
+class Recorder(dict[str, str]):
+    """An empty environment that remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: set[str] = set()
+
+    def get(self, key: str, default: object = None) -> object:  # type: ignore[override]  # a dict's, but recorded
+        self.asked.add(key)
+        return default
+
+
+def test_the_table_names_exactly_what_the_rooms_read() -> None:
+    """A setting that a room gains is a flag, a line in the file and a row of the README, or this fails."""
+    environment = Recorder()
+    ApiSettings.from_env(environment)
+    WorkerSettings.from_env(environment)
+    own = {"TOKENMILL_STATE_DIR", "TOKENMILL_URL"}
+
+    assert {setting.variable for setting in SETTINGS} - own == environment.asked
+
+
+def test_the_defaults_that_are_told_are_those_of_the_rooms() -> None:
+    told = {name: setting.default for name, setting in BY_NAME.items() if setting.kind in (int, float)}
+    rooms = [ApiSettings.from_env({}), WorkerSettings.from_env({}), Timing()]
+    engine = EngineConfig(max_model_len=2, num_kv_blocks=1)
+    chosen_at_load = {"max_model_len", "num_kv_blocks", "max_num_prefill_seqs"}
+
+    for name, default in told.items():
+        values = [getattr(room, name) for room in rooms if hasattr(room, name)]
+        if not values and name not in chosen_at_load:
+            values = [getattr(engine, name)]
+        assert {float(value) for value in values} <= {float(default) if values else None}, name
+
+
+def test_the_readme_has_every_setting() -> None:
+    readme = (ROOT / "README.md").read_text()
+
+    assert [s.variable for s in SETTINGS if f"`{s.variable}`" not in readme] == []

@@ -1,0 +1,150 @@
+"""`tokenmill serve` with everything real but the size of the model: what a user does on the first day."""
+
+import io
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+
+import pytest
+import redis
+
+from tests.tiny_models import save_model
+from tests.tokenmill.served import REAL, ROOT, Served
+from tokenmill.client import Client
+from tokenmill.reader import TokenStream
+from worker.protocol import keys
+from worker.protocol.messages import Event
+
+#: Without an end of its own, so that it still runs when the worker is halted after its first tokens.
+LONG = {"prompt": "the quick brown fox", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+SHORT = {**LONG, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def serve(model: Path, tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    runs: list[Served] = []
+
+    def start(**settings: str) -> Served:
+        settings = {"TOKENMILL_MODEL": str(model), "TOKENMILL_GRACE_SECONDS": "0", **settings}
+        runs.append(Served(tmp_path, REAL, settings))
+        return runs[-1].wait_until_ready()
+
+    yield start
+    for served in runs:
+        served.end()
+
+
+def command(served: Served, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`tokenmill ...`, typed in the directory of the service."""
+    return subprocess.run(
+        [sys.executable, "-c", REAL, *arguments],
+        cwd=served.state.path.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@contextmanager
+def halted_worker(served: Served) -> Iterator[None]:
+    """Its task cannot end meanwhile, however fast the machine is."""
+    worker = served.state.processes()["worker"].pid
+    os.kill(worker, signal.SIGSTOP)
+    yield
+    os.kill(worker, signal.SIGCONT)
+
+
+def redis_url(served: Served) -> str:
+    url = served.state.address("redis-url")
+    assert url is not None
+    return url
+
+
+def readme_blocks(language: str) -> list[str]:
+    parts = (ROOT / "README.md").read_text().split(f"```{language}\n")[1:]
+    return [part.split("```")[0] for part in parts]
+
+
+def printed_by(code: str, **names: str) -> str:
+    output = io.StringIO()
+    with redirect_stdout(output):
+        exec(code, dict(names))
+    return output.getvalue()
+
+
+def joined(events: list[Event]) -> str:
+    return "".join(event.text for event in events)
+
+
+def test_submit_poll_stream_and_cancel(serve: Callable[..., Served]) -> None:
+    served = serve()
+    client = Client(url=served.url)
+
+    done = client.wait(client.submit(SHORT)["id"])
+    assert done["status"] == "completed"
+    text = done["outputs"][0]["text"]
+    assert joined(list(TokenStream(redis_url(served), done["id"]))) == text
+    assert joined(list(client.events(done["id"]))) == text
+
+    # The readers of the README, as they stand there.
+    readers = [block for block in readme_blocks("python") if "redis_url" in block]
+    assert len(readers) == 2
+    for code in readers:
+        assert printed_by(code, redis_url=redis_url(served), task_id=done["id"]) == text
+        live = client.submit(SHORT)["id"]
+        assert printed_by(code, redis_url=redis_url(served), task_id=live) == text
+
+    # The commands find the service by its directory.
+    flags = ["--max-tokens", "12", "--temperature", "0", "the quick brown fox"]
+    streamed = command(served, "submit", "--stream", *flags)
+    assert (streamed.returncode, streamed.stderr) == (0, "")
+    assert command(served, "submit", "--wait", *flags).stdout == streamed.stdout
+
+    running = client.submit(LONG)["id"]
+    next(iter(TokenStream(redis_url(served), running)))
+    with halted_worker(served):
+        assert command(served, "cancel", running).stdout == "cancelled\n"
+    shown = command(served, "status", running)
+    assert shown.returncode == 0
+    assert "cancelled" in shown.stdout
+
+
+def test_an_interrupted_task_goes_on_at_the_next_start(serve: Callable[..., Served]) -> None:
+    first = serve()
+    client = Client(url=first.url)
+    task_id = client.submit(LONG)["id"]
+    before = list(itertools.islice(TokenStream(redis_url(first), task_id), 20))
+
+    with halted_worker(first):
+        first.signal(signal.SIGINT)
+        first.lines.wait_for("api has stopped")
+
+    assert first.wait() == 0
+    order = ["api has stopped", "worker has stopped", "redis has stopped"]
+    stopped = [line.split("| ")[-1] for line in first.text() if line.endswith("has stopped")]
+    assert stopped == order, "\n".join(first.text())
+
+    second = serve()
+    client = Client(url=second.url)
+    done = client.wait(task_id)
+    assert done["status"] == "completed", done
+    assert done["usage"]["completion_tokens"] == LONG["max_tokens"]
+
+    events = list(TokenStream(redis_url(second), task_id))
+    assert [event.seq for event in events] == list(range(len(events)))
+    assert events[: len(before)] == before
+    with redis.Redis.from_url(redis_url(second)) as store:
+        assert store.hget(keys.run(task_id), "attempt") == b"2"
+    assert joined(events) == done["outputs"][0]["text"]

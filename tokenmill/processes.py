@@ -1,0 +1,149 @@
+"""Processes of the supervisor: children in groups of their own, and orphans of an earlier run.
+
+Law: a process that is not ours is never signalled. A recorded pid counts only together with the moment of its
+birth, as a pid can be given to a stranger. Knows no setting and no Redis.
+"""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+_ORPHAN_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A pid and when that process was born: together they name one process for good."""
+
+    pid: int
+    birth: str
+
+    @classmethod
+    def of(cls, pid: int) -> "ProcessId":
+        return cls(pid, birth(pid) or "")
+
+    @classmethod
+    def own(cls) -> "ProcessId":
+        return cls.of(os.getpid())
+
+    def is_alive(self) -> bool:
+        return bool(self.birth) and birth(self.pid) == self.birth
+
+
+def birth(pid: int) -> str | None:
+    """A text that differs between two processes that had the same pid; None if there is none, or a zombie."""
+    try:
+        # pid (name) state ppid ... starttime; the name may hold anything, also parentheses.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None if Path("/proc/self/stat").exists() else _birth_by_ps(pid)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return None if fields[0] == "Z" else f"{boot}/{fields[19]}"
+
+
+def _birth_by_ps(pid: int) -> str | None:
+    """For systems without /proc."""
+    listing = subprocess.run(
+        ["/bin/ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
+    )
+    return listing.stdout.strip() or None
+
+
+def stop_orphan(process: ProcessId, patience: float) -> None:
+    """End what an earlier, killed supervisor left: ask, wait for `patience` seconds, then kill its group."""
+    for number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, 10.0)):
+        if not process.is_alive():
+            return
+        _signal_group(process.pid, number)
+        deadline = time.monotonic() + seconds
+        while process.is_alive() and time.monotonic() < deadline:
+            time.sleep(_ORPHAN_POLL_SECONDS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildSpec:
+    """How to start a child. `stop_seconds`: how long it may take to end after SIGTERM.
+
+    `log`: its output goes to this file; None: line by line to the supervisor's printer. `final_codes`: exit
+    codes that say that another start would end the same way.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    stop_seconds: float
+    log: Path | None = None
+    final_codes: frozenset[int] = frozenset()
+
+
+class Child:
+    """A running child: the leader of a process group, so that the terminal's Ctrl-C does not reach it."""
+
+    def __init__(self, spec: ChildSpec, inherit: tuple[int, ...], print_line: Callable[[str, str], None]):
+        self.spec = spec
+        self._started = time.monotonic()
+        with spec.log.open("ab") if spec.log else nullcontext() as log:
+            self._process = subprocess.Popen(
+                spec.command,
+                env=dict(spec.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log or subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+                pass_fds=inherit,
+            )
+        self.id = ProcessId.of(self._process.pid)
+        self._pump: threading.Thread | None = None
+        if self._process.stdout:
+            arguments = (self._process.stdout, spec.name, print_line)
+            self._pump = threading.Thread(target=_pump, args=arguments, daemon=True, name=f"log-{spec.name}")
+            self._pump.start()
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; negative: the signal that ended it."""
+        return self._process.poll()
+
+    @property
+    def lived(self) -> float:
+        """Seconds since its start."""
+        return time.monotonic() - self._started
+
+    def signal(self, number: int) -> None:
+        """To the child alone, which passes on what its own children must know. Nothing if it has ended."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """At once, with everything in its group."""
+        if self._process.poll() is None:
+            _signal_group(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def wait(self) -> int:
+        """The exit code, when it has ended."""
+        return self._process.wait()
+
+    def finish_output(self, patience: float = 2.0) -> bool:
+        """Wait until the last lines are printed. False: a grandchild still holds the pipe."""
+        if self._pump is None:
+            return True
+        self._pump.join(patience)
+        return not self._pump.is_alive()
+
+
+def _pump(stream: IO[bytes], name: str, print_line: Callable[[str, str], None]) -> None:
+    with stream:
+        for line in stream:
+            print_line(name, line.decode(errors="replace").rstrip())
+
+
+def _signal_group(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(pid, number)

@@ -1,0 +1,168 @@
+"""What `tokenmill serve` runs: Redis (its own, if none is named), one worker, the API; and what it says.
+
+Law: whatever can be found wrong is found before anything heavy is started. Knows which processes make up the
+service; how they are kept up and stopped is the supervisor's.
+"""
+
+import os
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+from tokenmill import config, embedded_redis
+from tokenmill.client import Client
+from tokenmill.processes import ChildSpec
+from tokenmill.signals import StopRequested, StopSignals
+from tokenmill.state import SELF, StateDirectory
+from tokenmill.supervisor import CannotServe, Supervisor, take_over
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8000
+DEFAULT_METRICS_PORT = 9400
+_DEFAULT_GRACE_SECONDS = 30.0
+_DEFAULT_HTTP_GRACE_SECONDS = 10.0
+#: What a room needs to end once its own grace period is over.
+_EXTRA_SECONDS = 15.0
+_READY_TIMEOUT_SECONDS = 2.0
+#: BSD's EX_CONFIG: a setting is wrong, or the model is one that cannot be served.
+_EX_CONFIG = 78
+
+Print = Callable[[str, str], None]
+
+
+def serve(
+    state: StateDirectory, settings: Mapping[str, str], environ: Mapping[str, str], print_line: Print
+) -> None:
+    """Run the service until a stop is asked for, then stop all of it.
+
+    Raises `CannotServe` and `RedisUnavailable`, also after everything has been stopped.
+    """
+    with StopSignals() as signals:
+        lock = take_over(state, print_line)
+        supervisor = Supervisor(state, lock, signals, print_line)
+        try:
+            with suppress(StopRequested):
+                _run(supervisor, signals, state, settings, environ, print_line)
+            print_line(SELF, "stopping; Ctrl-C again hurries")
+        finally:
+            supervisor.stop()
+            os.close(lock)
+
+
+def _run(
+    supervisor: Supervisor,
+    signals: StopSignals,
+    state: StateDirectory,
+    settings: Mapping[str, str],
+    environ: Mapping[str, str],
+    print_line: Print,
+) -> None:
+    check_installed({"worker": "torch", "api": "flask"})
+    host = settings.get("host", DEFAULT_HOST)
+    port = int(settings.get("port", DEFAULT_PORT)) or embedded_redis.free_port()
+    check_port(host, port, "TOKENMILL_PORT")
+    metrics_host = settings.get("metrics_host", DEFAULT_HOST)
+    check_port(
+        metrics_host, int(settings.get("metrics_port", DEFAULT_METRICS_PORT)), "TOKENMILL_METRICS_PORT"
+    )
+    redis_url = _redis(supervisor, signals, state, settings.get("redis_url"))
+    api_url = f"http://{_reachable(host)}:{port}"
+    state.write_address("redis-url", redis_url)
+    state.write_address("api-url", api_url)
+    print_line(SELF, f"Redis at {embedded_redis.hide_password(redis_url)}; loading the model")
+    decided = {"redis_url": redis_url, "port": str(port)}
+    given = {**environ, **config.to_environment({**settings, **decided}), "PYTHONUNBUFFERED": "1"}
+    grace = float(settings.get("grace_seconds", _DEFAULT_GRACE_SECONDS))
+    http_grace = float(settings.get("http_grace_seconds", _DEFAULT_HTTP_GRACE_SECONDS))
+    supervisor.start(room("worker", given, grace + _EXTRA_SECONDS))
+    supervisor.start(room("api", given, http_grace + _EXTRA_SECONDS))
+    client = Client(url=api_url, timeout=_READY_TIMEOUT_SECONDS)
+    supervisor.watch(client.is_ready, lambda: _announce(api_url, redis_url, print_line))
+
+
+def room(name: str, environment: Mapping[str, str], stop_seconds: float) -> ChildSpec:
+    """How to start a room. `-P`: a folder of the same name in the current directory is not taken for it."""
+    return ChildSpec(
+        name=name,
+        command=room_command(name),
+        environment=environment,
+        stop_seconds=stop_seconds,
+        final_codes=frozenset({_EX_CONFIG}),
+    )
+
+
+def room_command(name: str) -> tuple[str, ...]:
+    return (sys.executable, "-P", "-m", name)
+
+
+def check_installed(modules: Mapping[str, str]) -> None:
+    """`modules`: room -> a module that it cannot do without. Raises `CannotServe`."""
+    for name, module in modules.items():
+        if find_spec(module) is None:
+            raise CannotServe(
+                f"{module} is not installed, which the {name} needs: pip install 'tokenmill[serve]'"
+            )
+
+
+def check_port(host: str, port: int, variable: str) -> None:
+    """Raises `CannotServe` if `port` cannot be listened on."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise CannotServe(f"port {port} of {host}: {reason}; choose another with {variable}") from error
+
+
+def _redis(supervisor: Supervisor, signals: StopSignals, state: StateDirectory, given: str | None) -> str:
+    """The URL of the server to use: the one that is given, or a new one on the data of earlier runs."""
+    if given:
+        embedded_redis.check_reachable(given)
+        return given
+    port = embedded_redis.free_port()
+    url = embedded_redis.local_url(port)
+    child = supervisor.start(embedded_redis.server_spec(state.redis_data, state.redis_log, port))
+    embedded_redis.wait_until_ready(url, state.redis_log, lambda: child.returncode is None, signals.pause)
+    return url
+
+
+def _reachable(host: str) -> str:
+    """The address at which a server that listens on `host` is reached from this machine."""
+    local = {"0.0.0.0": DEFAULT_HOST, "::": "::1"}.get(host, host)  # noqa: S104 - recognised, not bound
+    return f"[{local}]" if ":" in local else local
+
+
+def _announce(api_url: str, redis_url: str, print_line: Print) -> None:
+    body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
+    text = f"""
+Tokenmill is ready.
+  API    {api_url}
+  docs   {api_url}/docs
+  Redis  {embedded_redis.hide_password(redis_url)}
+
+Submit a task, then poll it with the id from the answer:
+  curl -s {api_url}/v1/tasks -H 'Content-Type: application/json' -d '{body}'
+  curl -s '{api_url}/v1/tasks/ID?wait=30'
+
+Or see its tokens as they come:
+  {_own_command()} submit --stream --chat "What is the capital of France?"
+
+Ctrl-C stops everything; unfinished tasks go on at the next start.
+"""
+    for line in text.splitlines():
+        print_line("", line)
+
+
+def _own_command() -> str:
+    """How this command can be typed again in this directory."""
+    given = Path(sys.argv[0])
+    if shutil.which(given.name) == str(given):
+        return given.name
+    return shlex.quote(os.path.relpath(given) if given.is_relative_to(Path.cwd()) else str(given))

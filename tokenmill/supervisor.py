@@ -1,0 +1,172 @@
+"""Starts the processes of a service, keeps them up, and stops them in the opposite order.
+
+Law: whatever way a run ends, nothing of it is left running and no task is lost. So the API stops first (no
+new tasks), then the worker (it finishes or hands back), Redis last. It knows the rooms as processes only,
+never as code, and reads no task.
+"""
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tokenmill.processes import Child, ChildSpec, ProcessId, stop_orphan
+from tokenmill.restarts import RestartHistory
+from tokenmill.signals import StopSignals
+from tokenmill.state import SELF, AlreadyRunning, StateDirectory
+
+_READY_POLL_SECONDS = 1.0
+_SIGNAL_GAP_SECONDS = 0.2
+_ORPHAN_PATIENCE_SECONDS = 10.0
+
+
+class CannotServe(Exception):
+    """The service cannot start or does not stay up; the message says why and what to do."""
+
+
+@dataclass
+class Place:
+    """A child's place: it outlives the processes that fill it. `due`: when the next one is started."""
+
+    spec: ChildSpec
+    child: Child | None = None
+    history: RestartHistory = field(default_factory=RestartHistory)
+    due: float = 0.0
+
+
+class Supervisor:
+    """One run: children are started one by one, watched together, and stopped in the opposite order.
+
+    `lock` is inherited by every child. `print_line(name, text)` shows a line of a child, or of the supervisor
+    itself (`SELF`).
+    """
+
+    def __init__(
+        self,
+        state: StateDirectory,
+        lock: int,
+        signals: StopSignals,
+        print_line: Callable[[str, str], None],
+    ):
+        self._state = state
+        self._lock = lock
+        self._signals = signals
+        self._print = print_line
+        self._places: list[Place] = []
+        self._was_ready = False
+
+    def start(self, spec: ChildSpec) -> Child:
+        """Start a child, and keep it up from now on."""
+        place = Place(spec)
+        self._places.append(place)
+        return self._fill(place)
+
+    def watch(self, is_ready: Callable[[], bool], on_ready: Callable[[], None]) -> None:
+        """Keep all children up until `StopRequested`. Raises `CannotServe` if one does not stay up.
+
+        `on_ready` is called once, when `is_ready` says so for the first time.
+        """
+        while True:
+            for place in self._places:
+                self._tend(place)
+            if not self._was_ready and is_ready():
+                self._was_ready = True
+                on_ready()
+            self._signals.pause(self._idle_seconds())
+
+    def stop(self) -> None:
+        """Stop every child, the last started first, and forget the run."""
+        for place in reversed(self._places):
+            if place.child:
+                self._stop(place.child)
+        self._state.forget_run()
+
+    def _fill(self, place: Place) -> Child:
+        place.child = Child(place.spec, (self._lock,), self._print)
+        living = {each.spec.name: each.child.id for each in reversed(self._places) if each.child}
+        self._state.write_processes({SELF: ProcessId.own(), **living})
+        return place.child
+
+    def _tend(self, place: Place) -> None:
+        """Bury a child that died, or start the next one when it is due."""
+        if place.child is None:
+            if time.monotonic() >= place.due:
+                self._fill(place)
+        elif place.child.returncode is not None:
+            self._bury(place, place.child)
+
+    def _bury(self, place: Place, child: Child) -> None:
+        child.finish_output()
+        place.child = None
+        place.history = place.history.after_death(child.lived, was_ready=self._was_ready)
+        place.due = time.monotonic() + place.history.delay
+        name, end = place.spec.name, _how_it_ended(child.returncode)
+        if child.returncode in place.spec.final_codes or (place.history.is_hopeless and not self._was_ready):
+            raise CannotServe(f"the {name} {end}; its last lines are above{_log_of(place.spec)}")
+        often = f" {place.history.early_deaths} times in a row" if place.history.is_hopeless else ""
+        self._print(SELF, f"the {name} {end}{often}; starting it again in {place.history.delay:g} s")
+
+    def _idle_seconds(self) -> float:
+        """Until something is to be done without a signal."""
+        waits = [place.due - time.monotonic() for place in self._places if place.child is None]
+        return min([*waits, _READY_POLL_SECONDS if not self._was_ready else 60.0])
+
+    def _stop(self, child: Child) -> None:
+        """SIGTERM, once more at a second request to stop; SIGKILL at the third, or when it takes too long."""
+        deadline = time.monotonic() + child.spec.stop_seconds
+        sent = 0
+        while child.returncode is None:
+            if time.monotonic() > deadline or self._signals.count > 2:
+                self._print(SELF, f"the {child.spec.name} does not stop; killing it")
+                child.kill()
+            elif sent < max(1, self._signals.count):
+                child.signal(signal.SIGTERM)
+                sent += 1
+                # Two signals sent at once would arrive as one.
+                self._signals.wait(_SIGNAL_GAP_SECONDS)
+            else:
+                self._signals.wait(min(_READY_POLL_SECONDS, deadline - time.monotonic()))
+        child.finish_output()
+        self._print(SELF, f"{child.spec.name} {_how_it_ended(child.returncode)}")
+
+
+def take_over(state: StateDirectory, print_line: Callable[[str, str], None]) -> int:
+    """Lock the state directory, once what a killed run left behind is gone. Raises `CannotServe`."""
+    try:
+        state.create()
+        return state.lock()
+    except AlreadyRunning:
+        pass
+    except OSError as error:
+        raise CannotServe(f"the state directory {state.path} cannot be used: {error.strerror}") from error
+    left = state.processes()
+    owner = left.pop(SELF, None)
+    if owner is None or owner.is_alive():
+        raise CannotServe(_already_running(state, owner))
+    for name, process in left.items():
+        if process.is_alive():
+            print_line(SELF, f"stopping the {name} (pid {process.pid}) of an earlier run that was killed")
+            stop_orphan(process, _ORPHAN_PATIENCE_SECONDS)
+    try:
+        return state.lock()
+    except AlreadyRunning:
+        raise CannotServe(_already_running(state, None)) from None
+
+
+def _already_running(state: StateDirectory, owner: ProcessId | None) -> str:
+    who = f"a tokenmill serve (pid {owner.pid})" if owner else "another process"
+    where = f" at {address}" if (address := state.address("api-url")) else ""
+    return (
+        f"{who} already uses {state.path}{where}; stop it first, or give this one a directory of its own "
+        "with --state-dir or TOKENMILL_STATE_DIR"
+    )
+
+
+def _how_it_ended(returncode: int | None) -> str:
+    if returncode is None or returncode >= 0:
+        return "has stopped" if returncode == 0 else f"ended with exit code {returncode}"
+    return f"was ended by {signal.Signals(-returncode).name}"
+
+
+def _log_of(spec: ChildSpec) -> str:
+    return f" (in {spec.log})" if spec.log else ""
