@@ -1,0 +1,46 @@
+"""Prometheus' and Docker's own checkers on what is shipped."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from monitoring.http import expose
+from tests.monitoring.exported import api_registry, worker_registry
+
+pytestmark = pytest.mark.services
+
+ROOT = Path(__file__).parents[2]
+PROMETHEUS = ROOT / "monitoring" / "prometheus"
+
+Program = Callable[[str], str]
+
+
+def check(*command: str | Path, stdin: bytes = b"") -> None:
+    ran = subprocess.run(command, input=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT)
+    assert ran.returncode == 0, ran.stdout.decode()
+
+
+def test_the_scrape_configuration(program: Program) -> None:
+    check(program("promtool"), "check", "config", PROMETHEUS / "prometheus.yml")
+
+
+def test_the_alert_rules(program: Program) -> None:
+    check(program("promtool"), "check", "rules", PROMETHEUS / "alerts.yml")
+
+
+def test_the_alert_rules_fire_when_they_should(program: Program) -> None:
+    check(program("promtool"), "test", "rules", PROMETHEUS / "alerts_test.yml")
+
+
+@pytest.mark.parametrize("registry", [api_registry(), worker_registry()], ids=["api", "worker"])
+def test_the_exposition_before_any_event(program: Program, registry: object) -> None:
+    body, _ = expose(registry)  # type: ignore[arg-type]  # a CollectorRegistry, as parametrize gives it
+    check(program("promtool"), "check", "metrics", stdin=body)
+
+
+@pytest.mark.parametrize("overlays", [[], ["docker-compose.gpu.yml"]], ids=["cpu", "gpu"])
+def test_compose_reads_the_files(program: Program, overlays: list[str]) -> None:
+    files = [argument for name in ["docker-compose.yml", *overlays] for argument in ("-f", name)]
+    check(program("docker-compose"), *files, "config", "--quiet")

@@ -1,0 +1,46 @@
+"""Tasks of every kind of end, for those who look at a live service. Knows only its HTTP interface."""
+
+import urllib.request
+
+from tests.live_service import LiveService, wait_for
+from tests.services.conftest import MAX_MODEL_LEN
+
+NUM_COMPLETED = 6
+NUM_CANCELLED = 5
+NUM_FAILED = 1
+NUM_TASKS = NUM_COMPLETED + NUM_CANCELLED + NUM_FAILED
+
+
+def start_long(live: LiveService) -> str:
+    """A task that still runs when the caller looks: about as long as the model allows."""
+    return live.submit(prompt="one two three", max_tokens=MAX_MODEL_LEN - 100, ignore_eos=True)
+
+
+def run_traffic(live: LiveService) -> dict[str, list[str]]:
+    """All ended; the ids by status."""
+    cancelled = [run_and_cancel(live) for _ in range(NUM_CANCELLED)]
+    completed = [
+        live.submit(prompt=f"the quick brown fox {number}", max_tokens=8 * (number + 1), ignore_eos=True)
+        for number in range(NUM_COMPLETED)
+    ]
+    # Only the worker can count its tokens, and find them too many.
+    failed = live.submit(prompt="the quick brown fox " * MAX_MODEL_LEN, max_tokens=4)
+    read_stream(live, completed[-1])
+    ids = {"completed": completed, "cancelled": cancelled, "failed": [failed]}
+    for status, tasks in ids.items():
+        for task in tasks:
+            assert live.wait_task(task)["status"] == status, live.task(task)
+    return ids
+
+
+def run_and_cancel(live: LiveService) -> str:
+    task_id = start_long(live)
+    wait_for(lambda: live.task(task_id)["status"] != "queued", "the task runs")
+    assert live.call("POST", f"/v1/tasks/{task_id}/cancel").status == 200
+    return task_id
+
+
+def read_stream(live: LiveService, task_id: str) -> None:
+    """Follow the event stream of a task to its end."""
+    with urllib.request.urlopen(f"{live.api_url}/v1/tasks/{task_id}/events", timeout=120) as stream:
+        assert b"event: finished" in stream.read()
