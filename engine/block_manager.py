@@ -1,29 +1,43 @@
 """Who holds which block of the KV cache. Numbers only: the tensors live with the runner.
 
-Law: a block is free or has at least one holder, never both; a failed allocation changes nothing.
+Law: a block is free or has holders, never both; a failed allocation changes nothing; a free block keeps what
+it holds, and stays findable, until somebody needs the room.
 """
 
-from collections import deque
+from collections import OrderedDict
 
+from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
 
 
 class BlockManager:
     """Hands out `num_kv_blocks` blocks of `block_size` tokens, numbered from 1: block 0 is the null block.
 
-    Nobody holds the null block: padding is written there and never read.
+    Nobody holds the null block: padding is written there and never read. Blocks with the same beginning of
+    a text are shared between sequences where `prefix_caching` is on.
     """
 
-    def __init__(self, num_kv_blocks: int, block_size: int) -> None:
+    def __init__(self, num_kv_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
         self.num_kv_blocks = num_kv_blocks
         self.block_size = block_size
-        self._free: deque[int] = deque(range(1, num_kv_blocks + 1))
+        self.prefix_cache = PrefixCache(block_size)
+        self._prefix_caching = prefix_caching
+        # In the order in which they are given away: what holds nothing, then the least recently used.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_kv_blocks + 1))
         self._reference_counts = [0] * (num_kv_blocks + 1)
-        self._tainted: set[int] = set()
+        self._num_cached_blocks = 0
+        self._zero_when_free: set[int] = set()
+        self._to_zero: set[int] = set()
 
     @property
     def num_free_blocks(self) -> int:
+        """Blocks that nobody holds, those that can be found again among them."""
         return len(self._free)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Free blocks that can be found again."""
+        return self._num_cached_blocks
 
     def reference_count(self, block: int) -> int:
         return self._reference_counts[block]
@@ -31,30 +45,79 @@ class BlockManager:
     def num_blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def allocate(self, sequence: Sequence) -> bool:
-        """Let `sequence` hold blocks for all its known tokens; False, and no change, if too few are free."""
-        num_missing = self.num_blocks_of(sequence.num_tokens) - len(sequence.block_table)
-        if num_missing > len(self._free):
+    def find_prefix(self, sequence: Sequence) -> list[int]:
+        """Blocks that hold a beginning of `sequence` already; nothing is held by asking."""
+        return self.prefix_cache.find(sequence) if self._prefix_caching else []
+
+    def allocate(self, sequence: Sequence, prefix: list[int] | None = None) -> bool:
+        """Let `sequence` hold blocks for all its known tokens; False, and no change, if too few are free.
+
+        `prefix`: what `find_prefix` found, for a sequence that holds nothing yet.
+        """
+        prefix = prefix or []
+        num_missing = self.num_blocks_of(sequence.num_tokens) - len(sequence.block_table) - len(prefix)
+        num_taken = sum(1 for block in prefix if not self._reference_counts[block])
+        if num_missing + num_taken > len(self._free):
             return False
+        for block in prefix:
+            self._hold(sequence, block)
+            sequence.num_published_blocks += 1
         for _ in range(num_missing):
-            block = self._free.popleft()
-            self._reference_counts[block] += 1
-            sequence.block_table.append(block)
+            block = next(iter(self._free))
+            self._hold(sequence, block)
+            self.prefix_cache.forget(block)
         return True
 
-    def free(self, sequence: Sequence, *, taint: bool = False) -> None:
-        """Take back all blocks of `sequence`. `taint`: they may hold values that are not finite."""
-        # The tail first: of a chain of blocks the head is the likeliest to be of use again.
+    def publish(self, sequence: Sequence) -> None:
+        """Make findable what the step that just ended has written of `sequence`."""
+        if self._prefix_caching:
+            num_full = sequence.num_computed_tokens // self.block_size
+            for number in range(sequence.num_published_blocks, num_full):
+                self.prefix_cache.publish(sequence, number)
+            sequence.num_published_blocks = num_full
+
+    def free(self, sequence: Sequence) -> None:
+        """Take back all blocks of `sequence`."""
+        # The tail first: of a chain of blocks the head is the likeliest to be of use again, and a tail whose
+        # head is gone could not be found.
         for block in reversed(sequence.block_table):
             self._reference_counts[block] -= 1
             if not self._reference_counts[block]:
-                self._free.append(block)
-                if taint:
-                    self._tainted.add(block)
+                self._give_back(block)
         sequence.block_table.clear()
 
-    def take_tainted(self) -> tuple[int, ...]:
-        """The blocks to set to zero before anything reads them: masked out, 0 times NaN is still NaN."""
-        tainted = tuple(sorted(self._tainted))
-        self._tainted.clear()
-        return tainted
+    def distrust(self, sequence: Sequence) -> None:
+        """Forget what `sequence` wrote: it may not be finite, and even masked out, 0 times NaN is NaN."""
+        for block in self.prefix_cache.published_by(sequence.request_id):
+            if not self._reference_counts[block]:
+                del self._free[block]
+                self._num_cached_blocks -= 1
+            self.prefix_cache.forget(block)
+            self._zero_when_free.add(block)
+            if not self._reference_counts[block]:
+                self._give_back(block)
+        # What stays findable in its table was written by another.
+        self._zero_when_free.update(one for one in sequence.block_table if one not in self.prefix_cache)
+
+    def take_blocks_to_zero(self) -> tuple[int, ...]:
+        """The blocks to set to zero before anything reads them."""
+        blocks = tuple(sorted(self._to_zero))
+        self._to_zero.clear()
+        return blocks
+
+    def _hold(self, sequence: Sequence, block: int) -> None:
+        if not self._reference_counts[block]:
+            del self._free[block]
+            self._num_cached_blocks -= block in self.prefix_cache
+        self._reference_counts[block] += 1
+        sequence.block_table.append(block)
+
+    def _give_back(self, block: int) -> None:
+        if block in self._zero_when_free:
+            self._zero_when_free.remove(block)
+            self._to_zero.add(block)
+        self._free[block] = None
+        if block in self.prefix_cache:
+            self._num_cached_blocks += 1
+        else:
+            self._free.move_to_end(block, last=False)

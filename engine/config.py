@@ -22,6 +22,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_prefill_seqs: int | None = None
     chunked_prefill: bool = True
+    prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         limits = {

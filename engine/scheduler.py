@@ -26,7 +26,9 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.block_manager = BlockManager(config.num_kv_blocks, config.block_size)
+        self.block_manager = BlockManager(
+            config.num_kv_blocks, config.block_size, prefix_caching=config.prefix_caching
+        )
         self.waiting_queue = WaitingQueue()
         self.running_queue: list[Sequence] = []
         self.finished_sequences: list[Sequence] = []
@@ -51,7 +53,9 @@ class Scheduler:
         if preempted:
             skipped += [Skipped(sequence, WaitingReason.KV_BLOCKS) for sequence in preempted]
         else:
-            prefill += self._admit_waiting(budget, skipped)
+            resumed, admitted = self._admit_waiting(budget, skipped)
+            decode += resumed
+            prefill += admitted
         self._passed_over = dict(skipped)
         return SchedulerOutputs(
             decode=tuple(decode),
@@ -59,7 +63,7 @@ class Scheduler:
             preempted=tuple(preempted),
             skipped=tuple(skipped),
             released_seats=self._take_released_seats(),
-            blocks_to_zero=self.block_manager.take_tainted(),
+            blocks_to_zero=self.block_manager.take_blocks_to_zero(),
             num_batched_tokens=budget.num_batched_tokens,
             bound_by=budget.bound_by or (skipped[0].reason if skipped else None),
         )
@@ -74,6 +78,7 @@ class Scheduler:
         for item in outputs.scheduled:
             sequence = item.sequence
             sampled = tokens.get(sequence)
+            self.block_manager.publish(sequence)
             if sampled and sampled.token_id is not None:
                 sequence.append(sampled.token_id)
             if reason := finishes.get(sequence):
@@ -83,7 +88,7 @@ class Scheduler:
         """End a sequence in whatever state it is; nothing happens if it has ended."""
         if sequence.is_finished():
             return
-        self._take_out(sequence, taint=reason is FinishReason.ERROR)
+        self._take_out(sequence, distrusted=reason is FinishReason.ERROR)
         sequence.finish(reason)
         self.finished_sequences.append(sequence)
 
@@ -127,35 +132,45 @@ class Scheduler:
             scheduled.append(_advance(sequence, num_new_tokens))
         return scheduled
 
-    def _admit_waiting(self, budget: SchedulingBudget, skipped: list[Skipped]) -> list[ScheduledSequence]:
-        """Strictly from the head: one that does not fit keeps all behind it waiting."""
-        scheduled: list[ScheduledSequence] = []
+    def _admit_waiting(
+        self, budget: SchedulingBudget, skipped: list[Skipped]
+    ) -> tuple[list[ScheduledSequence], list[ScheduledSequence]]:
+        """Strictly from the head: one that does not fit keeps all behind it waiting.
+
+        Returns those of which a prefix hit left a gap of one after they had sampled, and all others.
+        """
+        decode: list[ScheduledSequence] = []
+        prefill: list[ScheduledSequence] = []
         while (sequence := self.waiting_queue.head) is not None:
-            num_new_tokens = self._first_chunk(sequence, budget)
-            if reason := self._refusal(sequence, num_new_tokens, budget):
+            prefix = self.block_manager.find_prefix(sequence)
+            num_found_tokens = len(prefix) * self.config.block_size
+            num_new_tokens = self._first_chunk(sequence, num_found_tokens, budget)
+            if reason := self._refusal(sequence, prefix, num_new_tokens, budget):
                 skipped.append(Skipped(sequence, reason))
                 break
-            self._seat(self.waiting_queue.pop())
+            self._seat(self.waiting_queue.pop(), num_found_tokens)
             budget.add(num_new_tokens, 1, 1)
-            scheduled.append(_advance(sequence, num_new_tokens))
-        return scheduled
+            phase = decode if _is_decoding(sequence) else prefill
+            phase.append(_advance(sequence, num_new_tokens))
+        return decode, prefill
 
     def _refusal(
-        self, sequence: Sequence, num_new_tokens: int, budget: SchedulingBudget
+        self, sequence: Sequence, prefix: list[int], num_new_tokens: int, budget: SchedulingBudget
     ) -> WaitingReason | None:
         """Why the head cannot be admitted; if it can, it holds its blocks now."""
         if not self._free_seats:
             return WaitingReason.SEQ_BUDGET
         if reason := budget.refusal(num_new_tokens, 1, 1):
             return reason
-        return None if self.block_manager.allocate(sequence) else WaitingReason.KV_BLOCKS
+        return None if self.block_manager.allocate(sequence, prefix) else WaitingReason.KV_BLOCKS
 
-    def _first_chunk(self, sequence: Sequence, budget: SchedulingBudget) -> int:
+    def _first_chunk(self, sequence: Sequence, num_found_tokens: int, budget: SchedulingBudget) -> int:
+        num_left = sequence.num_tokens - num_found_tokens
         # What has sampled before may always be computed again in chunks: it can have grown past the budget,
         # and would never be computed in one step.
         if self.config.chunked_prefill or sequence.num_output_tokens:
-            return min(sequence.num_uncomputed_tokens, max(1, budget.remaining_tokens))
-        return sequence.num_uncomputed_tokens
+            return min(num_left, max(1, budget.remaining_tokens))
+        return num_left
 
     def _make_room(self, sequence: Sequence) -> list[Sequence]:
         """Let `sequence` hold its blocks, at the cost of the last in order, which may be itself.
@@ -171,17 +186,19 @@ class Scheduler:
             preempted.append(victim)
         return preempted
 
-    def _seat(self, sequence: Sequence) -> None:
-        sequence.admit(self._free_seats.pop())
+    def _seat(self, sequence: Sequence, num_found_tokens: int) -> None:
+        sequence.admit(self._free_seats.pop(), num_found_tokens)
         bisect.insort(self.running_queue, sequence, key=lambda one: one.order)
 
-    def _take_out(self, sequence: Sequence, *, taint: bool = False) -> None:
-        """Out of its queue, off its seat, its blocks back."""
+    def _take_out(self, sequence: Sequence, *, distrusted: bool = False) -> None:
+        """Out of its queue, off its seat, its blocks back; `distrusted`: what it wrote may not be finite."""
         if sequence.status is SequenceStatus.WAITING:
             self.waiting_queue.remove(sequence)
             return
         self.running_queue.remove(sequence)
-        self.block_manager.free(sequence, taint=taint)
+        if distrusted:
+            self.block_manager.distrust(sequence)
+        self.block_manager.free(sequence)
         assert sequence.seat is not None
         self._free_seats.append(sequence.seat)
         self._released_seats.append(sequence.seat)

@@ -42,13 +42,14 @@ class Sequence:
     `token_ids` are all that are known (prompt, then output); the keys and values of the first
     `num_computed_tokens` of them are computed or being computed. `block_table` lists the KV blocks that hold
     them, in order; `seat` is its row in the runner's arrays while it runs. `arrival` orders sequences of one
-    `priority` (lower first in both); it outlives preemption.
+    `priority` (lower first in both); it outlives preemption. `num_cached_tokens`: prompt tokens that were
+    found computed when it was first admitted; only sequences of one `cache_salt` find each other's.
     """
 
     __slots__ = (
-        "arrival", "block_table", "finish_reason", "num_cached_tokens", "num_computed_tokens",
-        "num_preemptions", "num_prompt_tokens", "params", "priority", "request_id", "seat", "status",
-        "token_ids",
+        "arrival", "block_digests", "block_table", "cache_salt", "finish_reason", "num_cached_tokens",
+        "num_computed_tokens", "num_preemptions", "num_prompt_tokens", "num_published_blocks", "params",
+        "priority", "request_id", "seat", "status", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -60,6 +61,7 @@ class Sequence:
         arrival: float,
         priority: int = 2,
         output_token_ids: list[int] | None = None,
+        cache_salt: bytes = b"",
     ) -> None:
         self.request_id = request_id
         self.params = params
@@ -70,7 +72,10 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.num_published_blocks = 0
         self.block_table: list[int] = []
+        self.block_digests: list[bytes] = []
+        self.cache_salt = cache_salt
         self.seat: int | None = None
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
@@ -110,15 +115,20 @@ class Sequence:
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
 
-    def admit(self, seat: int) -> None:
+    def admit(self, seat: int, num_found_tokens: int = 0) -> None:
+        """Take a seat. The first `num_found_tokens` need no computing: their blocks were found."""
         self._become(SequenceStatus.RUNNING)
         self.seat = seat
+        self.num_computed_tokens = num_found_tokens
+        if not self.num_preemptions:
+            self.num_cached_tokens = min(num_found_tokens, self.num_prompt_tokens)
 
     def preempt(self) -> None:
         """Give up the seat and what was computed; the tokens stay, to be computed again."""
         self._become(SequenceStatus.WAITING)
         self.seat = None
         self.num_computed_tokens = 0
+        self.num_published_blocks = 0
         self.num_preemptions += 1
 
     def finish(self, reason: FinishReason) -> None:

@@ -79,12 +79,13 @@ def build_engine(
 
 
 def add(engine: Engine, request_id: str, prompt_len: int, *, priority: int = 2, **params: object) -> None:
-    """Put a request of `prompt_len` tokens in line, after all that came before."""
+    """Put a request of `prompt_len` tokens in line, after all that came before; no two begin alike."""
+    arrival = next(_arrivals)
     engine.add(
         request_id,
-        list(range(1, prompt_len + 1)),
+        [1 + arrival % 900, *range(1, prompt_len)],
         SamplingParams(**params),  # type: ignore[arg-type]  # tests pass what users may
-        arrival=float(next(_arrivals)),
+        arrival=float(arrival),
         priority=priority,
     )
 

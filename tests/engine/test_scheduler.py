@@ -162,7 +162,7 @@ def test_the_oldest_is_never_preempted() -> None:
 
 
 def test_a_preempted_sequence_is_computed_again_in_chunks_even_with_chunking_off() -> None:
-    scheduler = build(max_num_batched_tokens=8, chunked_prefill=False, num_kv_blocks=5)
+    scheduler = build(max_num_batched_tokens=8, chunked_prefill=False, num_kv_blocks=5, prefix_caching=False)
     old, young = line_up(scheduler, 4, 4)
     while not young.num_preemptions:
         step(scheduler)

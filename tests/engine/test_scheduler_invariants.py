@@ -1,5 +1,7 @@
 """Whatever the order of arrivals, steps, ends and aborts: the books balance and work goes on."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -28,8 +30,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefills=st.integers(1, 5),
         blocks=st.integers(3, 14),
         chunked=st.booleans(),
+        cached=st.booleans(),
     )
-    def build(self, budget: int, seqs: int, prefills: int, blocks: int, chunked: bool) -> None:
+    def build(self, budget: int, seqs: int, prefills: int, blocks: int, chunked: bool, cached: bool) -> None:
         self.config = EngineConfig(
             max_model_len=40,
             num_kv_blocks=blocks,
@@ -38,16 +41,24 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=seqs,
             max_num_prefill_seqs=prefills,
             chunked_prefill=chunked,
+            prefix_caching=cached,
         )
+        # What a device would have in each slot of each block: all tokens up to the one computed there.
+        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self.scheduler = Scheduler(self.config)
         self.stop_rules = StopRules(self.config, frozenset())
         self.sequences: list[Sequence] = []
 
-    @rule(prompt=st.integers(1, 30), max_tokens=st.integers(1, 12), priority=st.integers(0, 4))
-    def arrive(self, prompt: int, max_tokens: int, priority: int) -> None:
+    @rule(
+        prompt=st.integers(1, 30),
+        last=st.integers(1, 2),
+        max_tokens=st.integers(1, 12),
+        priority=st.integers(0, 4),
+    )
+    def arrive(self, prompt: int, last: int, max_tokens: int, priority: int) -> None:
         sequence = Sequence(
             f"r{len(self.sequences)}",
-            [1] * prompt,
+            [*[1] * (prompt - 1), last],
             SamplingParams(max_tokens=max_tokens),
             arrival=float(len(self.sequences)),
             priority=priority,
@@ -68,6 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         waiting_before = list(self.scheduler.waiting_queue)
         outputs = self.scheduler.schedule()
         self.check(outputs, first, waiting_before)
+        self.compute(outputs)
         tokens, finishes = {}, {}
         for item in outputs.scheduled:
             if fails:
@@ -78,6 +90,21 @@ class SchedulerMachine(RuleBasedStateMachine):
                 if reason := self.stop_rules.reason(item.sequence, 7):
                     finishes[item.sequence] = reason
         self.scheduler.update(outputs, tokens, finishes)
+
+    def compute(self, outputs: SchedulerOutputs) -> None:
+        """As a device would: rows are written, then each sequence reads all that it claims to have."""
+        for item in outputs.scheduled:
+            for position in range(item.start, item.start + item.num_new_tokens):
+                self.slots[self.slot(item.sequence, position)] = tuple(
+                    item.sequence.token_ids[: position + 1]
+                )
+        for item in outputs.scheduled:
+            for position in range(item.start + item.num_new_tokens):
+                read = self.slots.get(self.slot(item.sequence, position))
+                assert read == tuple(item.sequence.token_ids[: position + 1]), "another's keys and values"
+
+    def slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
+        return sequence.block_table[position // 4], position % 4
 
     def check(
         self, outputs: SchedulerOutputs, first: Sequence | None, waiting_before: list[Sequence]
@@ -105,13 +132,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.abort(data.draw(st.sampled_from(live)), FinishReason.CANCELLED)
 
     @invariant()
-    def every_block_is_free_or_held_by_one(self) -> None:
+    def every_block_is_free_or_held_and_counted(self) -> None:
         blocks = self.scheduler.block_manager
-        held = [block for one in self.sequences for block in one.block_table]
-        assert len(held) == len(set(held))
+        held = Counter(block for one in self.sequences for block in one.block_table)
         assert 0 not in held
         assert len(held) + blocks.num_free_blocks == self.config.num_kv_blocks
-        assert all(blocks.reference_count(block) == 1 for block in held)
+        assert all(blocks.reference_count(block) == number for block, number in held.items())
+        cached = [block for block in blocks._free if block in blocks.prefix_cache]
+        assert blocks.num_cached_blocks == len(cached)
 
     @invariant()
     def only_those_who_run_hold_seats_and_blocks(self) -> None:
