@@ -12,7 +12,8 @@ class EngineConfig:
     `num_kv_blocks` counts the usable blocks of `block_size` tokens each. `max_model_len`: prompt and output
     of one sequence together. `chunked_prefill` off: a prompt is computed in one step or waits.
     `max_num_prefill_seqs`: sequences in one step that are not decoding; None: 16, or one prompt a step with
-    chunked prefill off, as in the worked example that this policy comes from.
+    chunked prefill off, as in the worked example that this policy comes from. `prefix_caching`: beginnings of
+    prompts that are computed already are not computed again.
     """
 
     max_model_len: int
@@ -50,3 +51,9 @@ class EngineConfig:
     def kv_capacity(self) -> int:
         """Tokens that the whole KV pool holds."""
         return self.num_kv_blocks * self.block_size
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The longest prompt that can ever be served: one output token must have room too."""
+        step = self.max_model_len if self.chunked_prefill else self.max_num_batched_tokens
+        return min(self.max_model_len - 1, self.kv_capacity, step)

@@ -47,7 +47,8 @@ class SchedulerOutputs:
 
     `decode`: sequences with a gap of one that have sampled before; `prefill`: all others. `released_seats`:
     seats that lost their sequence since the last step. `blocks_to_zero`: blocks that held non-finite values.
-    `bound_by`: the limit that kept more from being scheduled, or None.
+    `num_prefix_queried_tokens`: known tokens of those admitted; `num_prefix_hit_tokens`: how many of these
+    were found computed. `bound_by`: the limit that kept more from being scheduled, or None.
     """
 
     decode: tuple[ScheduledSequence, ...] = ()
@@ -57,6 +58,8 @@ class SchedulerOutputs:
     released_seats: tuple[int, ...] = ()
     blocks_to_zero: tuple[int, ...] = ()
     num_batched_tokens: int = 0
+    num_prefix_queried_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
     bound_by: WaitingReason | None = None
 
     @property
@@ -152,6 +155,9 @@ class StepReport:
     num_recomputed_tokens: int = 0
     num_kv_blocks: int = 0
     num_free_kv_blocks: int = 0
+    num_cached_kv_blocks: int = 0
+    num_prefix_queried_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
     num_generated_tokens: int = 0
     queue_seconds: tuple[float, ...] = ()
     first_token_seconds: tuple[float, ...] = ()

@@ -50,21 +50,23 @@ class Scheduler:
         skipped: list[Skipped] = []
         decode, preempted = self._schedule_decodes(budget, skipped)
         prefill = self._continue_prefills(budget, skipped)
+        admitted: list[ScheduledSequence] = []
         if preempted:
             skipped += [Skipped(sequence, WaitingReason.KV_BLOCKS) for sequence in preempted]
         else:
-            resumed, admitted = self._admit_waiting(budget, skipped)
-            decode += resumed
-            prefill += admitted
+            admitted = self._admit_waiting(budget, skipped)
         self._passed_over = dict(skipped)
+        resumed = [item for item in admitted if _resumes_decoding(item)]
         return SchedulerOutputs(
-            decode=tuple(decode),
-            prefill=tuple(prefill),
+            decode=(*decode, *resumed),
+            prefill=(*prefill, *(item for item in admitted if item not in resumed)),
             preempted=tuple(preempted),
             skipped=tuple(skipped),
             released_seats=self._take_released_seats(),
             blocks_to_zero=self.block_manager.take_blocks_to_zero(),
             num_batched_tokens=budget.num_batched_tokens,
+            num_prefix_queried_tokens=sum(item.sequence.num_tokens for item in admitted),
+            num_prefix_hit_tokens=sum(item.start for item in admitted),
             bound_by=budget.bound_by or (skipped[0].reason if skipped else None),
         )
 
@@ -132,15 +134,9 @@ class Scheduler:
             scheduled.append(_advance(sequence, num_new_tokens))
         return scheduled
 
-    def _admit_waiting(
-        self, budget: SchedulingBudget, skipped: list[Skipped]
-    ) -> tuple[list[ScheduledSequence], list[ScheduledSequence]]:
-        """Strictly from the head: one that does not fit keeps all behind it waiting.
-
-        Returns those of which a prefix hit left a gap of one after they had sampled, and all others.
-        """
-        decode: list[ScheduledSequence] = []
-        prefill: list[ScheduledSequence] = []
+    def _admit_waiting(self, budget: SchedulingBudget, skipped: list[Skipped]) -> list[ScheduledSequence]:
+        """Strictly from the head: one that does not fit keeps all behind it waiting."""
+        scheduled: list[ScheduledSequence] = []
         while (sequence := self.waiting_queue.head) is not None:
             prefix = self.block_manager.find_prefix(sequence)
             num_found_tokens = len(prefix) * self.config.block_size
@@ -150,9 +146,8 @@ class Scheduler:
                 break
             self._seat(self.waiting_queue.pop(), num_found_tokens)
             budget.add(num_new_tokens, 1, 1)
-            phase = decode if _is_decoding(sequence) else prefill
-            phase.append(_advance(sequence, num_new_tokens))
-        return decode, prefill
+            scheduled.append(_advance(sequence, num_new_tokens))
+        return scheduled
 
     def _refusal(
         self, sequence: Sequence, prefix: list[int], num_new_tokens: int, budget: SchedulingBudget
@@ -211,23 +206,23 @@ class Scheduler:
     def _refuse_what_never_fits(self, sequence: Sequence) -> None:
         config, prompt_len = self.config, sequence.get_prompt_len()
         if prompt_len >= config.max_model_len:
-            raise NeverFits(
-                "prompt",
-                f"has {prompt_len} tokens; the model takes at most {config.max_model_len - 1} and one output",
-            )
-        if prompt_len > config.kv_capacity:
-            raise NeverFits("prompt", f"has {prompt_len} tokens; the KV cache holds {config.kv_capacity}")
-        is_fresh = not sequence.num_output_tokens
-        if not config.chunked_prefill and is_fresh and prompt_len > config.max_num_batched_tokens:
-            raise NeverFits(
-                "prompt",
-                f"has {prompt_len} tokens; without chunked prefill a step takes at most "
-                f"{config.max_num_batched_tokens}",
-            )
+            limit = f"the model takes at most {config.max_model_len - 1} and one output"
+        elif prompt_len > config.kv_capacity:
+            limit = f"the KV cache holds {config.kv_capacity}"
+        elif prompt_len > config.max_prompt_tokens and not sequence.num_output_tokens:
+            limit = f"without chunked prefill a step takes at most {config.max_num_batched_tokens}"
+        else:
+            return
+        raise NeverFits("prompt", f"has {prompt_len} tokens; {limit}")
 
 
 def _is_decoding(sequence: Sequence) -> bool:
     return sequence.num_uncomputed_tokens == 1 and sequence.num_output_tokens > 0
+
+
+def _resumes_decoding(item: ScheduledSequence) -> bool:
+    """It has sampled before, and found all in the cache but its newest token."""
+    return item.samples and item.num_new_tokens == 1 and item.sequence.num_output_tokens > 0
 
 
 def _advance(sequence: Sequence, num_new_tokens: int) -> ScheduledSequence:

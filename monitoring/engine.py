@@ -13,6 +13,8 @@ from monitoring.families import POWER_BUCKETS, RATIO_BUCKETS, Families, length_b
 REASONS = tuple(reason.value for reason in WaitingReason)
 STAGES = ("schedule", "execute", "sample", "detokenize", "update", "total")
 KINDS = ("prefill", "decode")
+BLOCK_STATES = ("used", "cached", "free")
+"""`cached`: held by nobody and free to be taken, but found again if asked for before that."""
 
 
 class EngineMetrics:
@@ -140,14 +142,23 @@ class _Blocks:
     """The KV pool."""
 
     def __init__(self, families: Families) -> None:
-        self._blocks = families.gauges("kv_blocks", "KV blocks by state.", "state", ("used", "free"))
+        self._blocks = families.gauges("kv_blocks", "KV blocks by state.", "state", BLOCK_STATES)
         self._usage = families.gauge("kv_cache_usage_ratio", "Share of the KV blocks in use.")
+        self._queried = families.counter(
+            "prefix_cache_queried_tokens_total", "Tokens of requests when they were given a seat."
+        )
+        self._hit = families.counter(
+            "prefix_cache_hit_tokens_total", "Of these, tokens that were found computed already."
+        )
 
     def observe(self, report: StepReport) -> None:
         used = report.num_kv_blocks - report.num_free_kv_blocks
         self._blocks["used"].set(used)
-        self._blocks["free"].set(report.num_free_kv_blocks)
+        self._blocks["cached"].set(report.num_cached_kv_blocks)
+        self._blocks["free"].set(report.num_free_kv_blocks - report.num_cached_kv_blocks)
         self._usage.set(used / report.num_kv_blocks if report.num_kv_blocks else 0)
+        self._queried.inc(report.num_prefix_queried_tokens)
+        self._hit.inc(report.num_prefix_hit_tokens)
 
 
 class _Latencies:

@@ -76,6 +76,7 @@ SETTINGS = (
         "max_num_prefill_seqs", int, "16; 1 unchunked", "sequences of a step that are not decoding", _WORKER
     ),
     Setting("chunked_prefill", bool, "true", "compute long prompts in several steps", _WORKER),
+    Setting("prefix_caching", bool, "true", "reuse what is computed of prompts that begin alike", _WORKER),
     Setting("block_size", int, "16", "tokens in one KV block", _WORKER),
     Setting("num_kv_blocks", int, "from free memory", "KV blocks in the pool", _WORKER),
     Setting("host", str, "127.0.0.1", "address on which the API listens", _API),

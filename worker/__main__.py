@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import redis
 from prometheus_client import CollectorRegistry
 
-from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidParameter, UnsupportedModel
 from monitoring.engine import EngineMetrics
@@ -89,7 +88,7 @@ class Process:
             model=self._settings.served_model_name,
             vocab_size=execution.vocab_size,
             max_model_len=execution.config.max_model_len,
-            max_prompt_tokens=max_prompt_tokens(execution.config),
+            max_prompt_tokens=execution.config.max_prompt_tokens,
             has_chat_template=execution.tokenizer.has_chat_template,
             fingerprint=execution.fingerprint,
         )
@@ -124,14 +123,6 @@ class Process:
         return BatchWorker(engine, model, given, name=self._name)
 
 
-def max_prompt_tokens(config: EngineConfig) -> int:
-    """The longest prompt that the engine takes."""
-    limits = [config.max_model_len - 1, config.kv_capacity]
-    if not config.chunked_prefill:
-        limits.append(config.max_num_batched_tokens)
-    return min(limits)
-
-
 def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
     # Takes seconds: by now a bad setting is told, and the worker's record says that it loads.
     from engine.execution.build import build_execution
@@ -149,6 +140,7 @@ def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
         max_num_seqs=limits.max_num_seqs,
         max_num_prefill_seqs=limits.max_num_prefill_seqs,
         chunked_prefill=limits.chunked_prefill,
+        prefix_caching=limits.prefix_caching,
         progress=loading.progress,
     )
 

@@ -43,6 +43,7 @@ class EngineSettings:
     max_num_seqs: int | None = None
     max_num_prefill_seqs: int | None = None
     chunked_prefill: bool | None = None
+    prefix_caching: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +96,7 @@ def _engine_settings(read: "_Reader") -> EngineSettings:
         max_num_seqs=read.limit("TOKENMILL_MAX_NUM_SEQS"),
         max_num_prefill_seqs=read.limit("TOKENMILL_MAX_NUM_PREFILL_SEQS"),
         chunked_prefill=read.switch("TOKENMILL_CHUNKED_PREFILL"),
+        prefix_caching=read.switch("TOKENMILL_PREFIX_CACHING"),
     )
 
 

@@ -52,6 +52,7 @@ def build_execution(
     max_num_seqs: int | None = None,
     max_num_prefill_seqs: int | None = None,
     chunked_prefill: bool | None = None,
+    prefix_caching: bool | None = None,
     kv_memory_share: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Execution:
@@ -70,6 +71,7 @@ def build_execution(
         "max_num_seqs": max_num_seqs,
         "max_num_prefill_seqs": max_num_prefill_seqs,
         "chunked_prefill": chunked_prefill,
+        "prefix_caching": prefix_caching,
     }
     limits: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     # Checked before minutes are spent on loading; what is left open gets a value that passes.
