@@ -24,11 +24,12 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 
 @dataclass(frozen=True)
 class Served:
-    """What an engine gave: tokens by request, errors by request, and how often it preempted."""
+    """What an engine gave: tokens and errors by request, preemptions, and tokens found in the cache."""
 
     token_ids: dict[str, list[int]]
     errors: dict[str, str]
     num_preempted: int
+    num_found: int
 
 
 class NumberText:
@@ -66,16 +67,17 @@ def serve(
         engine.add(name, prompt, params, arrival=arrival)
     token_ids: dict[str, list[int]] = {name: [] for name in requests}
     errors: dict[str, str] = {}
-    num_preempted = 0
+    num_preempted = num_found = 0
     while engine.has_work:
         step = engine.step()
         num_preempted += step.report.num_preempted
+        num_found += step.report.num_prefix_hit_tokens
         for output in step.outputs:
             if output.token_id is not None:
                 token_ids[output.request_id].append(output.token_id)
             if output.error is not None:
                 errors[output.request_id] = output.error
-    return Served(token_ids, errors, num_preempted)
+    return Served(token_ids, errors, num_preempted, num_found)
 
 
 def make_prompts(lengths: tuple[int, ...], seed: int = 1) -> dict[str, list[int]]:

@@ -48,6 +48,25 @@ def test_equals_generate_in_chunks_and_out_of_blocks(arch: str) -> None:
     assert_equal_tokens(served.token_ids, expected(arch))
 
 
+@pytest.mark.parametrize("arch", ["llama", "mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("config", [CROWDED, replace(CROWDED, num_kv_blocks=60)])
+def test_a_prefix_found_in_the_cache_gives_the_same_tokens(arch: str, config: EngineConfig) -> None:
+    """nano-vllm#208, nano-vllm#211: prompts that begin alike, in one batch, and after preemptions."""
+    (beginning,) = make_prompts((22,), seed=7).values()
+    tails = make_prompts((1, 2, 3, 5, 8, 13), seed=8)
+    prompts = {name: beginning + tail for name, tail in tails.items()}
+    prompts["again"] = prompts["13 tokens"]
+    model = make_model(arch)
+    right = {name: reference(model, prompt, 20) for name, prompt in prompts.items()}
+
+    served = serve(
+        make_runner(make_model(arch), config), config, {name: (one, GREEDY) for name, one in prompts.items()}
+    )
+
+    assert served.num_found > 0
+    assert_equal_tokens(served.token_ids, right)
+
+
 def test_sampled_mates_do_not_change_greedy_rows() -> None:
     random = SamplingParams(temperature=1.5, top_p=0.9, max_tokens=20, seed=3)
     mates = {f"mate {name}": (prompt, random) for name, prompt in make_prompts((9, 30), seed=2).items()}
