@@ -1,7 +1,7 @@
 """Stand-ins for device and tokenizer: real rules, no tensors."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -108,3 +108,8 @@ def run(engine: Engine, max_steps: int = 500) -> dict[str, tuple[list[int], str,
                 assert output.request_id not in ends, "two ends"
                 ends[output.request_id] = output.finish_reason.value
     raise AssertionError(f"not done after {max_steps} steps")
+
+
+def words(token_ids: Iterable[int]) -> str:
+    """The text of `token_ids` in `WordTokenizer`'s words."""
+    return "".join(f"<{token_id}>" for token_id in token_ids)

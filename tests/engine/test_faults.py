@@ -1,0 +1,132 @@
+"""One request's fault is its own: failures in forward pass, sampler and tokenizer."""
+
+import pytest
+
+from engine.errors import DeviceLost, EngineDead
+from engine.outputs import SchedulerOutputs
+from engine.sequence import Sequence
+from tests.engine.fakes import EOS, ScriptedRunner, add, build_engine, run, words
+
+
+def test_one_request_s_fault_in_the_sampler_is_its_own() -> None:
+    """mstar#207: one request's exception failed the batch."""
+    runner = ScriptedRunner()
+
+    def fault(sequence: Sequence) -> None:
+        if sequence.request_id == "b" and sequence.num_output_tokens == 1:
+            raise KeyError("a penalty went wrong")
+
+    runner.sample_fault = fault
+    engine, _ = build_engine(runner)
+    for name in "abcd":
+        add(engine, name, 3, max_tokens=3)
+
+    result = run(engine)
+
+    assert result["b"] == ([100], "<100>", "error")
+    for name in "acd":
+        assert result[name] == ([100, 101, 102], words([100, 101, 102]), "length")
+
+
+def test_out_of_memory_is_tried_again_with_smaller_batches() -> None:
+    """vllm#5822: a forward pass that ran out of memory ended the loop."""
+    runner = ScriptedRunner()
+
+    def fault(outputs: SchedulerOutputs) -> None:
+        if len(outputs.scheduled) > 2:
+            raise MemoryError
+
+    runner.fault = fault
+    engine, _ = build_engine(runner)
+    for name in "abcd":
+        add(engine, name, 3, max_tokens=2)
+
+    assert run(engine) == {name: ([100, 101], words([100, 101]), "length") for name in "abcd"}
+
+
+def test_a_tokenizer_that_fails_on_a_token_fails_that_request() -> None:
+    engine, _ = build_engine(ScriptedRunner({"b": [100, 666]}))
+    decode = engine._tokenizer.decode
+
+    def broken(token_ids: list[int]) -> str:
+        if 666 in token_ids:
+            raise UnicodeError("no such token")
+        return decode(token_ids)
+
+    engine._tokenizer.decode = broken  # type: ignore[method-assign]
+    add(engine, "a", 3, max_tokens=3)
+    add(engine, "b", 3, max_tokens=3)
+
+    result = run(engine)
+
+    assert result["a"][2] == "length"
+    assert result["b"] == ([100], "<100>", "error")
+
+
+def test_a_failure_of_everything_is_the_devices_and_the_engine_is_dead() -> None:
+    engine, runner = build_engine()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    runner.fault = runner.check = broken
+    add(engine, "a", 3)
+    add(engine, "b", 3)
+
+    with pytest.raises(EngineDead):
+        engine.step()
+
+
+def test_a_request_that_always_fails_is_failed_where_the_device_still_works() -> None:
+    engine, runner = build_engine()
+
+    def broken(_: object) -> None:
+        raise RuntimeError("a bad prompt")
+
+    runner.fault = broken
+    add(engine, "a", 3)
+
+    (output,) = engine.step().outputs
+
+    assert output.finish_reason is not None
+    assert output.finish_reason.value == "error"
+    assert output.error == "RuntimeError: a bad prompt"
+
+
+def test_a_lost_device_is_not_blamed_on_anybody() -> None:
+    engine, runner = build_engine()
+
+    def lost(_: object) -> None:
+        raise DeviceLost("an illegal memory access")
+
+    runner.fault = lost
+    add(engine, "a", 3)
+
+    with pytest.raises(EngineDead, match="illegal memory access"):
+        engine.step()
+
+
+def test_nothing_leaks_over_many_requests_of_every_fate() -> None:
+    """xllm#828: usage passed 100 % after enough cancels."""
+    runner = ScriptedRunner({f"r{n}": [EOS] for n in range(0, 200, 5)})
+    engine, _ = build_engine(runner, max_num_batched_tokens=8, max_num_seqs=3)
+
+    def fault(sequence: Sequence) -> None:
+        if int(sequence.request_id[1:]) % 7 == 3:
+            raise ValueError("bad")
+
+    runner.sample_fault = fault
+    ends = 0
+    for n in range(200):
+        add(engine, f"r{n}", 1 + n % 13, max_tokens=1 + n % 4)
+        if n % 3 == 0:
+            engine.cancel(f"r{max(0, n - 2)}")
+        report = engine.step().report
+        ends += len(report.finished)
+        assert 0 <= report.num_free_kv_blocks <= report.num_kv_blocks
+    while engine.has_work:
+        ends += len(engine.step().report.finished)
+
+    assert ends == 200
+    assert engine.scheduler.block_manager.num_free_blocks == 16
+    assert engine._requests == {}

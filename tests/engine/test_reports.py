@@ -1,0 +1,94 @@
+"""What a step and the line of waiting requests tell: each event once, nothing stale."""
+
+from engine.outputs import FinishedSequence, WaitingReason
+from engine.sampling_params import SamplingParams
+from tests.engine.fakes import Clock, add, build_engine
+
+
+def test_the_line_tells_position_tokens_ahead_and_reason() -> None:
+    engine, _ = build_engine(max_num_seqs=1)
+    add(engine, "a", 4, max_tokens=9)
+    add(engine, "b", 5, max_tokens=3)
+    add(engine, "c", 6, max_tokens=3)
+    engine.step()
+
+    told = [(one.request_id, one.position, one.tokens_ahead, one.reason) for one in engine.waiting()]
+    assert told == [("b", 1, 1, WaitingReason.SEQ_BUDGET), ("c", 2, 9, WaitingReason.BEHIND)]
+
+
+def test_a_report_counts_each_event_once() -> None:
+    """vllm#31503, vllm#15167: ends and first tokens were counted elsewhere than their tokens."""
+    clock = Clock()
+    engine, runner = build_engine(clock=clock, max_num_batched_tokens=4)
+
+    def tick(_: object) -> None:
+        clock.now += 1.0
+
+    runner.fault = tick
+    add(engine, "chunked", 10, max_tokens=3)
+    add(engine, "short", 2, max_tokens=1)
+    add(engine, "gone", 2, max_tokens=1)
+    engine.cancel("gone")
+
+    reports = []
+    while engine.has_work:
+        reports.append(engine.step().report)
+
+    first_tokens = [seconds for one in reports for seconds in one.first_token_seconds]
+    assert first_tokens == [3.0, 3.0], "the whole of three chunks; the short prompt had to wait for two"
+    assert [s for one in reports for s in one.inter_token_seconds] == [1.0, 1.0]
+    finished = {one.num_prompt_tokens: one for report in reports for one in report.finished}
+    assert {one.reason for report in reports for one in report.finished} == {"length", "cancelled"}
+    assert finished[10] == FinishedSequence(
+        reason="length",
+        num_prompt_tokens=10,
+        num_output_tokens=3,
+        num_preemptions=0,
+        seconds=5.0,
+        first_token_seconds=3.0,
+    )
+    assert sum(one.num_generated_tokens for one in reports) == 4
+    assert sum(one.num_prefill_tokens for one in reports) == 12
+    assert sum(one.num_decode_tokens for one in reports) == 2
+
+
+def test_a_resumed_request_waits_and_starts_only_once() -> None:
+    engine, _ = build_engine()
+    engine.add("a", [1, 2], SamplingParams(max_tokens=4), arrival=0.0, output_token_ids=[100])
+
+    reports = []
+    while engine.has_work:
+        reports.append(engine.step().report)
+
+    assert [one for report in reports for one in report.first_token_seconds] == []
+    assert [one for report in reports for one in report.queue_seconds] == []
+    assert sum(len(report.inter_token_seconds) for report in reports) == 2
+    (finished,) = reports[-1].finished
+    assert (finished.first_token_seconds, finished.num_output_tokens) == (None, 4)
+
+
+def test_time_spent_in_line_elsewhere_counts() -> None:
+    engine, _ = build_engine()
+    engine.add("a", [1], SamplingParams(max_tokens=1), arrival=0.0, waited_seconds=5.0)
+
+    report = engine.step().report
+
+    assert report.queue_seconds == report.first_token_seconds == (5.0,)
+    assert report.finished[0].seconds == 5.0
+
+
+def test_a_cancel_of_all_leaves_an_empty_report() -> None:
+    """vllm#22545: gauges kept their last values when everything had been aborted."""
+    engine, _ = build_engine()
+    for name in "abcdef":
+        add(engine, name, 3)
+    engine.step()
+    for name in "abcdef":
+        engine.cancel(name)
+
+    report = engine.step().report
+
+    assert not engine.has_work
+    assert (report.num_running, report.num_waiting) == (0, 0)
+    assert report.num_free_kv_blocks == report.num_kv_blocks
+    assert [one.reason for one in report.finished] == ["cancelled"] * 6
