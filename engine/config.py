@@ -12,7 +12,7 @@ class EngineConfig:
     `num_kv_blocks` counts the usable blocks of `block_size` tokens each. `max_model_len`: prompt and output
     of one sequence together. `chunked_prefill` off: a prompt is computed in one step or waits.
     `max_num_prefill_seqs`: sequences in one step that are not decoding; None: 16, or one prompt a step with
-    chunked prefill off, as in the worked example that this policy comes from. `prefix_caching`: beginnings of
+    chunked prefill off, as in the worked example of `docs/decisions.md`. `prefix_caching`: beginnings of
     prompts that are computed already are not computed again.
     """
 

@@ -39,8 +39,9 @@ class IncrementalDecoder:
         self._told = tokenizer.decode(self._window)
 
     def push(self, token_id: int) -> str:
-        self._window.append(token_id)
-        text = self._tokenizer.decode(self._window)
+        window = [*self._window, token_id]
+        text = self._tokenizer.decode(window)
+        self._window = window  # not before: a token that cannot be decoded leaves the rest as it was
         if text.endswith(REPLACEMENT):
             return self._tell_all_but_pending(text)
         new = _beyond(text, self._told)
@@ -70,7 +71,17 @@ class IncrementalDecoder:
             return ""
         new = ripe[len(self._told) :]
         self._told = ripe
+        if len(self._window) > _WINDOW:
+            self._cut_back_broken(num_pending=len(text) - len(ripe))
         return new
+
+    def _cut_back_broken(self, num_pending: int) -> None:
+        """In a run of broken bytes, keep enough tokens that all pending ones are among them."""
+        context = self._window[-_WINDOW // 2 :]
+        text = self._tokenizer.decode(context)
+        if text.endswith(REPLACEMENT * num_pending):
+            self._window, self._told = context, text[: len(text) - num_pending]
+            self._num_told = 0
 
 
 class TextStream:

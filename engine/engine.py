@@ -235,7 +235,8 @@ class Engine:
             try:
                 piece, reason = self._text(request, sampled)
             except Exception as error:  # noqa: BLE001 - a tokenizer raises what it likes
-                request.error, reason = f"{type(error).__name__}: {error}", FinishReason.ERROR
+                request.error = request.error or f"{type(error).__name__}: {error}"
+                reason = FinishReason.ERROR
                 tokens[sequence] = SampledToken(None, request.error)
             else:
                 if piece is not None:
@@ -247,10 +248,11 @@ class Engine:
 
     def _text(self, request: _Request, sampled: SampledToken) -> tuple[str | None, FinishReason | None]:
         """The text that one more token sets free (None without a token), and the end that it brings."""
+        text = request.text
         if sampled.token_id is None:
             request.error = sampled.error
+            request.held_text = text.close()
             return None, FinishReason.ERROR
-        text = request.text
         reason = self._stop_rules.reason(request.sequence, sampled.token_id)
         piece = "" if reason is FinishReason.STOP else text.push(sampled.token_id)
         reason = FinishReason.STOP if text.stopped else reason

@@ -6,11 +6,12 @@ class EngineError(Exception):
 
 
 class InvalidParameter(EngineError, ValueError):
-    """A value that a user gave is out of range. `field` names it as the user wrote it."""
+    """A value that a user gave is out of range: `field` names it as the user wrote it, `message` says why."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+        self.message = message
 
 
 class NeverFits(InvalidParameter):

@@ -75,11 +75,16 @@ class SchedulerOutputs:
     def prefill_sequences(self) -> list[Sequence]:
         return [item.sequence for item in self.prefill]
 
-    def only(self, items: Iterable[ScheduledSequence]) -> "SchedulerOutputs":
-        """The same decision for some of its sequences, for a step that is executed in parts."""
+    def only(self, items: Iterable[ScheduledSequence], *, is_first: bool) -> "SchedulerOutputs":
+        """The same decision for some of its sequences, for a step that is executed in parts.
+
+        Only the part that is executed first tidies up: later, a block to zero may have been written again.
+        """
         kept = set(map(id, items))
         return replace(
             self,
+            released_seats=self.released_seats if is_first else (),
+            blocks_to_zero=self.blocks_to_zero if is_first else (),
             decode=tuple(item for item in self.decode if id(item) in kept),
             prefill=tuple(item for item in self.prefill if id(item) in kept),
         )

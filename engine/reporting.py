@@ -1,6 +1,5 @@
 """What is told of a step and of its requests: times and counts, as plain numbers. Decides nothing."""
 
-from collections import Counter
 from dataclasses import dataclass
 
 from engine.outputs import FinishedSequence, SchedulerOutputs, StepReport
@@ -80,7 +79,9 @@ class StepLog:
             bound_by=outputs.bound_by.value if outputs.bound_by else None,
             num_running=len(scheduler.running_queue),
             num_waiting=len(scheduler.waiting_queue),
-            waiting_reasons=_waiting_reasons(scheduler),
+            waiting_reasons=tuple(
+                (reason.value, number) for reason, number in scheduler.waiting_reasons().items()
+            ),
             num_preempted=len(outputs.preempted),
             num_recomputed_tokens=_num_recomputed_tokens(outputs),
             num_kv_blocks=config.num_kv_blocks,
@@ -97,12 +98,9 @@ class StepLog:
         )
 
 
-def _waiting_reasons(scheduler: Scheduler) -> tuple[tuple[str, int], ...]:
-    return tuple(Counter(scheduler.waiting_reason(one).value for one in scheduler.waiting_queue).items())
-
-
 def _num_recomputed_tokens(outputs: SchedulerOutputs) -> int:
-    """Tokens that were computed before: what a preempted sequence catches up, but for its newest token."""
+    """Tokens of this step that had been computed before a preemption."""
     return sum(
-        item.num_new_tokens - item.samples for item in outputs.prefill if item.sequence.num_preemptions
+        max(0, min(item.start + item.num_new_tokens, item.sequence.num_lost_tokens) - item.start)
+        for item in outputs.prefill
     )

@@ -6,6 +6,7 @@ a preemption and resuming after a crash are one case. This file knows neither ti
 """
 
 import bisect
+from collections import Counter
 from collections.abc import Mapping
 
 from engine.block_manager import BlockManager
@@ -56,14 +57,16 @@ class Scheduler:
         else:
             admitted = self._admit_waiting(budget, skipped)
         self._passed_over = dict(skipped)
+        # What a runner is to tidy up waits for a step that it executes.
+        is_busy = bool(decode or prefill or admitted)
         resumed = [item for item in admitted if _resumes_decoding(item)]
         return SchedulerOutputs(
             decode=(*decode, *resumed),
             prefill=(*prefill, *(item for item in admitted if item not in resumed)),
             preempted=tuple(preempted),
             skipped=tuple(skipped),
-            released_seats=self._take_released_seats(),
-            blocks_to_zero=self.block_manager.take_blocks_to_zero(),
+            released_seats=self._take_released_seats() if is_busy else (),
+            blocks_to_zero=self.block_manager.take_blocks_to_zero() if is_busy else (),
             num_batched_tokens=budget.num_batched_tokens,
             num_prefix_queried_tokens=sum(item.sequence.num_tokens for item in admitted),
             num_prefix_hit_tokens=sum(item.start for item in admitted),
@@ -101,6 +104,17 @@ class Scheduler:
     def waiting_reason(self, sequence: Sequence) -> WaitingReason:
         """Why a waiting sequence was not taken into the last step."""
         return self._passed_over.get(sequence, WaitingReason.BEHIND)
+
+    def waiting_reasons(self) -> dict[WaitingReason, int]:
+        """How many wait for which reason; looks at those passed over, not at all who wait."""
+        reasons = Counter(
+            reason
+            for sequence, reason in self._passed_over.items()
+            if sequence.status is SequenceStatus.WAITING
+        )
+        if num_behind := len(self.waiting_queue) - reasons.total():
+            reasons[WaitingReason.BEHIND] = num_behind
+        return reasons
 
     # Phases of a step, each in the sequences' order.
 

@@ -44,12 +44,13 @@ class Sequence:
     them, in order; `seat` is its row in the runner's arrays while it runs. `arrival` orders sequences of one
     `priority` (lower first in both); it outlives preemption. `num_cached_tokens`: prompt tokens that were
     found computed when it was first admitted; only sequences of one `cache_salt` find each other's.
+    `num_lost_tokens`: the most that a preemption made it compute again.
     """
 
     __slots__ = (
         "arrival", "block_digests", "block_table", "cache_salt", "finish_reason", "num_cached_tokens",
-        "num_computed_tokens", "num_preemptions", "num_prompt_tokens", "num_published_blocks", "params",
-        "priority", "request_id", "seat", "status", "token_ids",
+        "num_computed_tokens", "num_lost_tokens", "num_preemptions", "num_prompt_tokens",
+        "num_published_blocks", "params", "priority", "request_id", "seat", "status", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -72,6 +73,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.num_lost_tokens = 0
         self.num_published_blocks = 0
         self.block_table: list[int] = []
         self.block_digests: list[bytes] = []
@@ -127,6 +129,7 @@ class Sequence:
         """Give up the seat and what was computed; the tokens stay, to be computed again."""
         self._become(SequenceStatus.WAITING)
         self.seat = None
+        self.num_lost_tokens = max(self.num_lost_tokens, self.num_computed_tokens)
         self.num_computed_tokens = 0
         self.num_published_blocks = 0
         self.num_preemptions += 1

@@ -1,7 +1,7 @@
 """Runs what was decided: forward pass and sampling, so that one bad request fails alone.
 
-Law: a failure is bisected until the guilty request stands alone; only if the device cannot even run a forward
-pass of nothing is the engine dead. Knows no scheduling.
+Law: a failure is bisected until the guilty request stands alone; the engine is dead only if the device cannot
+even run a forward pass of nothing, or has no memory for any of several requests. Knows no scheduling.
 """
 
 import logging
@@ -21,7 +21,8 @@ class Runner(Protocol):
     def execute(self, outputs: SchedulerOutputs) -> Any:
         """The logits of the wanted rows, in the order of `outputs.scheduled`.
 
-        May be called again with a part of the same decision. Raises `DeviceLost` when nothing will work.
+        May be called again with a part of the same decision. Raises `DeviceLost` when nothing will work, and
+        `MemoryError` when there is not enough memory for this much.
         """
         ...
 
@@ -42,16 +43,21 @@ class StepExecution:
     def __init__(self, runner: Runner, sampler: Sampler) -> None:
         self._runner = runner
         self._sampler = sampler
+        self._num_starved = 0
 
     def run(self, outputs: SchedulerOutputs, timer: StepTimer) -> dict[Sequence, SampledToken]:
         """A token or an error for each sequence that samples, an error for each that failed.
 
         Raises `EngineDead` when nothing can be executed any more.
         """
+        num_starved = self._num_starved
         try:
-            return self._run_or_split(outputs, timer) if outputs.scheduled else {}
+            tokens = self._run_or_split(outputs, timer) if outputs.scheduled else {}
         except DeviceLost as error:
             raise EngineDead(f"the device is lost: {error}") from error
+        if 1 < len(outputs.scheduled) == self._num_starved - num_starved:
+            raise EngineDead("the device has no memory for any part of the step")
+        return tokens
 
     def _run_or_split(self, outputs: SchedulerOutputs, timer: StepTimer) -> dict[Sequence, SampledToken]:
         try:
@@ -65,9 +71,9 @@ class StepExecution:
                 return {items[0].sequence: self._blame(items[0].sequence, error)}
             log.warning("a step of %d sequences failed (%s); trying its halves", len(items), error)
             half = len(items) // 2
-            return self._run_or_split(outputs.only(items[:half]), timer) | self._run_or_split(
-                outputs.only(items[half:]), timer
-            )
+            first = outputs.only(items[:half], is_first=True)
+            second = outputs.only(items[half:], is_first=False)
+            return self._run_or_split(first, timer) | self._run_or_split(second, timer)
 
     def _run(self, outputs: SchedulerOutputs, timer: StepTimer) -> dict[Sequence, SampledToken]:
         with timer.stage("execute"):
@@ -85,5 +91,6 @@ class StepExecution:
             self._runner.check()
         except Exception as broken:  # noqa: BLE001 - whatever it raises, nothing works
             raise EngineDead(f"no forward pass works any more: {broken}") from error
+        self._num_starved += isinstance(error, MemoryError)
         log.error("request %s failed alone", sequence.request_id, exc_info=error)
         return SampledToken(None, f"{type(error).__name__}: {error}"[:500])

@@ -1,5 +1,6 @@
 """How many KV blocks there shall be: what the limits can use at most, within a share of the free memory."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -12,6 +13,8 @@ CUDA_SHARE = 0.85
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+_FREE_PART = 2
+"""Where only all of the memory is known, one part in so many is taken as free."""
 
 
 def choose_num_kv_blocks(
@@ -44,10 +47,24 @@ def _available_bytes() -> int:
     try:
         lines = _MEMINFO.read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration) as error:
-        raise InvalidParameter(
-            "num_kv_blocks", f"must be set here: {_MEMINFO} does not say what memory is free"
-        ) from error
+    except (OSError, StopIteration):
+        return _physical_bytes() // _FREE_PART
+
+
+def _physical_bytes() -> int:
+    """All memory of a system without /proc, such as macOS."""
+    try:
+        pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError) as error:
+        raise _unknown_memory() from error
+    # POSIX: -1 is "not known".
+    if pages < 1 or page_bytes < 1:
+        raise _unknown_memory()
+    return pages * page_bytes
+
+
+def _unknown_memory() -> InvalidParameter:
+    return InvalidParameter("num_kv_blocks", "must be set here: the system does not say what memory it has")
 
 
 def _container_bytes() -> list[int]:

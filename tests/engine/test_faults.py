@@ -130,3 +130,71 @@ def test_nothing_leaks_over_many_requests_of_every_fate() -> None:
     assert ends == 200
     assert engine.scheduler.block_manager.num_free_blocks == 16
     assert engine._requests == {}
+
+
+def test_a_step_in_parts_zeroes_no_block_that_one_of_them_has_written() -> None:
+    """Two faults in a row: blocks of the first, reused in the second, were zeroed again between its parts."""
+    runner = ScriptedRunner()
+    bad = {"x", "y"}
+
+    def fault(sequence: Sequence) -> None:
+        if sequence.request_id in bad:
+            raise ValueError("bad")
+
+    zeroed: list[tuple[int, ...]] = []
+    runner.sample_fault = fault
+    runner.fault = lambda outputs: zeroed.append(outputs.blocks_to_zero)
+    engine, _ = build_engine(runner, num_kv_blocks=4)
+    add(engine, "x", 8, max_tokens=2)
+    engine.step()
+    add(engine, "a", 4, max_tokens=2)
+    add(engine, "y", 4, max_tokens=2)
+
+    engine.step()
+
+    assert zeroed == [(), (1, 2), (1, 2), ()], "x; then a and y together, a alone, y alone"
+
+
+def test_no_memory_for_any_of_several_requests_is_the_devices_fault() -> None:
+    engine, runner = build_engine()
+
+    def starve(_: object) -> None:
+        raise MemoryError("in use by another process")
+
+    runner.fault = starve
+    add(engine, "a", 3)
+    add(engine, "b", 3)
+
+    with pytest.raises(EngineDead, match="memory"):
+        engine.step()
+
+
+def test_no_memory_for_one_request_is_its_own_fault() -> None:
+    engine, runner = build_engine()
+
+    def starve(outputs: SchedulerOutputs) -> None:
+        if "big" in {item.sequence.request_id for item in outputs.scheduled}:
+            raise MemoryError
+
+    runner.fault = starve
+    add(engine, "big", 9, max_tokens=2)
+    add(engine, "small", 3, max_tokens=2)
+
+    result = run(engine)
+
+    assert result["big"] == ([], "", "error")
+    assert result["small"][2] == "length"
+
+
+def test_text_that_was_held_back_is_told_when_a_request_fails() -> None:
+    runner = ScriptedRunner()
+
+    def fault(sequence: Sequence) -> None:
+        if sequence.num_output_tokens == 2:
+            raise ValueError("bad")
+
+    runner.sample_fault = fault
+    engine, _ = build_engine(runner)
+    add(engine, "a", 3, stop=("<100><101><7",))
+
+    assert run(engine) == {"a": ([100, 101], "<100><101>", "error")}

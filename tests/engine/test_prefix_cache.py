@@ -168,11 +168,12 @@ def test_what_is_not_finite_is_taken_out_and_zeroed_when_free() -> None:
     outputs = scheduler.schedule()
     held, shared = set(bad.block_table), set(bad.block_table[:2])
     assert set(mate.block_table[:2]) == shared, "the mate reads what the bad one wrote"
-    scheduler.update(outputs, {}, {bad: FinishReason.ERROR})
+    scheduler.update(outputs, {mate: SampledToken(7)}, {bad: FinishReason.ERROR})
 
-    assert set(scheduler.schedule().blocks_to_zero) == held - shared
+    assert set(step(scheduler).blocks_to_zero) == held - shared
     scheduler.abort(mate, FinishReason.CANCELLED)
-    assert set(scheduler.schedule().blocks_to_zero) == shared
+    arrive(scheduler, "r3", [5])
+    assert set(step(scheduler).blocks_to_zero) == shared
     assert serve(scheduler, "r2", [1] * 9).num_cached_tokens == 0
 
 

@@ -92,3 +92,18 @@ def test_a_cancel_of_all_leaves_an_empty_report() -> None:
     assert (report.num_running, report.num_waiting) == (0, 0)
     assert report.num_free_kv_blocks == report.num_kv_blocks
     assert [one.reason for one in report.finished] == ["cancelled"] * 6
+
+
+def test_recomputed_tokens_are_those_that_a_preemption_took() -> None:
+    engine, _ = build_engine(num_kv_blocks=3, prefix_caching=False)
+    add(engine, "old", 4, max_tokens=5)
+    add(engine, "young", 3, max_tokens=5)
+
+    reports = []
+    while engine.has_work:
+        reports.append(engine.step().report)
+
+    assert sum(report.num_preempted for report in reports) == 1
+    lost = next(n for n, report in enumerate(reports) if report.num_preempted)
+    # In each step before that, the young one had its prompt or one token more computed.
+    assert sum(report.num_recomputed_tokens for report in reports) == 3 + lost - 1

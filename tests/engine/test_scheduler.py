@@ -226,6 +226,8 @@ def test_an_abort_gives_everything_back_in_every_state() -> None:
     assert scheduler.take_finished() == [waiting, prefilling, running]
     assert not scheduler.has_unfinished_sequences()
     assert scheduler.block_manager.num_free_blocks == 16
+    assert scheduler.schedule().released_seats == (), "a step that runs nothing tidies up nothing"
+    line_up(scheduler, 1)
     assert sorted(scheduler.schedule().released_seats) == [0, 1]
 
 
@@ -236,8 +238,25 @@ def test_blocks_of_a_failed_sequence_are_zeroed_before_anyone_reads_them() -> No
     held = set(sequence.block_table)
     scheduler.update(outputs, {sequence: SampledToken(None, "not finite")}, {sequence: FinishReason.ERROR})
 
-    assert set(scheduler.schedule().blocks_to_zero) == held
-    assert scheduler.schedule().blocks_to_zero == ()
+    assert scheduler.schedule().blocks_to_zero == (), "a step that runs nothing zeroes nothing"
+    line_up(scheduler, 1)
+    assert set(step(scheduler).blocks_to_zero) == held
+    assert step(scheduler).blocks_to_zero == ()
+
+
+def test_a_step_does_not_walk_along_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = build(max_num_seqs=2)
+    sequences = line_up(scheduler, *[2] * 50)
+
+    def walk(_: object) -> None:
+        raise AssertionError("a step looked at all who wait")
+
+    monkeypatch.setattr("engine.waiting_queue.WaitingQueue.__iter__", walk)
+    step(scheduler)
+
+    assert scheduler.waiting_reasons() == {WaitingReason.SEQ_BUDGET: 1, WaitingReason.BEHIND: 47}
+    scheduler.abort(sequences[2], FinishReason.CANCELLED)
+    assert scheduler.waiting_reasons() == {WaitingReason.BEHIND: 47}
 
 
 def test_the_null_block_is_never_handed_out() -> None:

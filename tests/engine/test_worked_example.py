@@ -1,9 +1,9 @@
-"""The article's worked example, round by round: three requests, a budget of 256 tokens, four sequences."""
+"""The worked example of `docs/decisions.md`, round by round: three requests, 256 tokens, four sequences."""
 
 from tests.engine.fakes import add, build_engine
 
 
-def test_three_requests_flow_through_the_rounds_as_the_article_writes_them() -> None:
+def test_three_requests_flow_through_the_rounds_as_written() -> None:
     engine, _ = build_engine(
         max_model_len=512,
         num_kv_blocks=128,
@@ -37,7 +37,7 @@ def test_three_requests_flow_through_the_rounds_as_the_article_writes_them() -> 
 
     assert rounds == [
         (["A"], [], 100),  # B would bring it to 300, and C does not pass B.
-        (["B"], ["A"], 201),  # C would fit; the article takes in one prompt a round.
+        (["B"], ["A"], 201),  # C would fit; the example takes in one prompt a round.
         (["C"], ["A", "B"], 52),
         ([], ["A", "C"], 2),
         ([], ["C"], 1),

@@ -1,5 +1,6 @@
 """Limits that are set hold; those that are not follow from the model and the memory."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -134,7 +135,30 @@ def test_the_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert kv_cache.free_bytes(kv_cache.torch.device("cpu")) == GIB + GIB // 2
 
 
-def test_a_system_that_does_not_tell_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "_MEMINFO", tmp_path / "none")
+def without_meminfo(directory: Path, monkeypatch: pytest.MonkeyPatch, sysconf: Callable[[str], int]) -> None:
+    monkeypatch.setattr(kv_cache, "_MEMINFO", directory / "none")
+    monkeypatch.setattr(kv_cache, "_CGROUP", directory)
+    monkeypatch.setattr(kv_cache.os, "sysconf", sysconf)
+
+
+def test_a_system_without_proc_is_asked_for_all_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """macOS, which counts its pages but not those that are free."""
+    without_meminfo(
+        tmp_path, monkeypatch, {"SC_PHYS_PAGES": 8 * GIB >> 14, "SC_PAGE_SIZE": 1 << 14}.__getitem__
+    )
+    assert kv_cache.free_bytes(kv_cache.torch.device("cpu")) == 4 * GIB
+
+
+def unknown_name(name: str) -> int:
+    raise ValueError("unrecognized configuration name")
+
+
+@pytest.mark.parametrize("sysconf", [unknown_name, lambda _: -1])
+def test_a_system_that_does_not_tell_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sysconf: Callable[[str], int]
+) -> None:
+    without_meminfo(tmp_path, monkeypatch, sysconf)
     with pytest.raises(InvalidParameter, match="num_kv_blocks: must be set here"):
         kv_cache.free_bytes(kv_cache.torch.device("cpu"))
