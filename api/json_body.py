@@ -35,6 +35,8 @@ class JsonRequest(Request):
         """The body. Raises `Problem` whatever `silent` says: a bad body is never taken for an absent one."""
         if not self.is_json:
             raise Problem(415, "unsupported_media_type", "send the body as `Content-Type: application/json`")
+        if self.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity"):
+            raise Problem(415, "unsupported_encoding", "send the body without `Content-Encoding`")
         with silence_limit(self.environ, BODY_SILENCE_SECONDS):
             return parse_object(self._read(cache))
 
@@ -50,6 +52,9 @@ class JsonRequest(Request):
         except Exception as error:
             # Each server has errors of its own for a body that is wrongly framed.
             raise _unreadable(error) from error
+        if self.content_length is not None and len(body) < self.content_length:
+            detail = f"the body ends after {len(body)} of {self.content_length} bytes"
+            raise Problem(400, "unreadable_body", detail, param="body")
         return body
 
     def _goes_on(self) -> bool:

@@ -30,7 +30,8 @@ SAMPLING = (
 BYTES_PER_TOKEN = 4
 OUTPUT_GUESS = 256
 """Tokens that a task is taken to need where it names no `max_tokens`."""
-COST_CEILING = 2**31
+COST_CEILING = 2**17
+"""The most that a task is taken to need before a worker told its model's length."""
 QUEUE_FULL_SECONDS = 10
 """Retry-After of a full queue whose rate nobody knows."""
 MAX_KEY_CHARACTERS = 255

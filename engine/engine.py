@@ -190,7 +190,7 @@ class Engine:
             for token_id in token_ids:
                 if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
                     raise InvalidParameter(
-                        field, f"token id {token_id!r} is outside the vocabulary of {self._vocab_size}"
+                        field, f"token id {token_id!r:.40} is outside the vocabulary of {self._vocab_size}"
                     )
 
     def _replay(self, request: _Request) -> FinishReason | None:

@@ -55,21 +55,21 @@ class SamplingParams:
 
 def _whole(field: str, value: object, *, least: int, most: int | None = None) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidParameter(field, f"must be a whole number, not {value!r}")
+        raise InvalidParameter(field, f"must be a whole number, not {value!r:.40}")
     if value < least or (most is not None and value > most):
         raise InvalidParameter(field, f"must be at least {least}" + (f" and at most {most}" if most else ""))
 
 
 def _number(field: str, value: object, least: float, most: float) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise InvalidParameter(field, f"must be a number, not {value!r}")
+        raise InvalidParameter(field, f"must be a number, not {value!r:.40}")
     try:
         # NaN compares false with everything, so the range alone would let it through.
         is_good = math.isfinite(value) and least <= value <= most
     except OverflowError:  # a whole number that no float holds
         is_good = False
     if not is_good:
-        raise InvalidParameter(field, f"must be a finite number from {least} to {most}, not {value!r}")
+        raise InvalidParameter(field, f"must be a finite number from {least} to {most}, not {value!r:.40}")
 
 
 def _items(field: str, value: object) -> Iterable[object]:

@@ -293,3 +293,23 @@ def test_a_nul_in_a_prompt_is_kept(client, worker):
     _, _, (payload,), _ = json.loads(zlib.decompress(worker.owned[task_id].data))
     assert payload["prompt"] == "a\0b"
     assert math.isfinite(payload["sampling"]["seed"])
+
+
+def test_a_body_that_ends_before_its_length_is_no_task(client, redis_client):
+    reply = client.post(
+        "/v1/tasks",
+        data=json.dumps(GOOD),
+        content_type="application/json",
+        environ_overrides={"CONTENT_LENGTH": "500", "wsgi.input_terminated": True},
+    )
+    check_refused(client, redis_client, reply, 400, "body")
+
+
+def test_an_encoding_that_is_not_undone_is_refused(client, redis_client):
+    reply = client.post(
+        "/v1/tasks",
+        data=json.dumps(GOOD),
+        content_type="application/json",
+        headers={"Content-Encoding": "gzip"},
+    )
+    check_refused(client, redis_client, reply, 415)
