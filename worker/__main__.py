@@ -54,8 +54,7 @@ class Process:
 
     def run(self) -> int:
         settings = self._settings
-        server = serve_metrics(self._registry, settings.metrics_host, settings.metrics_port, self._is_ready)
-        logger.info("metrics at http://%s:%d/metrics", settings.metrics_host, server.port)
+        self._serve_metrics()
         client = self._connect("loading")
         if not _wait_for_redis(client, settings.load_seconds):
             return EXIT_NO_REDIS
@@ -67,6 +66,17 @@ class Process:
         self._worker = self._make_worker(execution)
         self._worker.handle_signals()
         return self._worker.work()
+
+    def _serve_metrics(self) -> None:
+        """Raises `SettingsError` when nothing can listen there."""
+        host, port = self._settings.metrics_host, self._settings.metrics_port
+        try:
+            server = serve_metrics(self._registry, host, port, self._is_ready)
+        except OSError as error:
+            raise SettingsError(
+                f"TOKENMILL_METRICS_HOST and TOKENMILL_METRICS_PORT: cannot listen at {host}:{port}: {error}"
+            ) from error
+        logger.info("metrics at http://%s:%d/metrics", host, server.port)
 
     def _connect(self, thread: str) -> Any:
         return connect(self._settings.redis_url, f"{self._name}:{thread}")

@@ -14,6 +14,7 @@ import socket
 import time
 from typing import Any
 
+import redis
 from rq import Queue, worker_registration
 from rq.serializers import JSONSerializer
 from rq.worker import BaseWorker, WorkerStatus
@@ -35,10 +36,16 @@ EXIT_FAILED = 70
 
 RQ_SECONDS = 60
 """A worker that died without a word leaves `rq info` so long after."""
-LAST_STEP_SECONDS = 5.0
-FLUSH_SECONDS = 3.0
-SHUTDOWN_SECONDS = 20.0
-"""Hard end of the process, counted from the end of the grace period."""
+SHUTDOWN_SECONDS = 14.0
+"""Hard end of the process, counted from the end of the grace period: a supervisor kills 15 s after that.
+
+The parts below come in this order and make 13 s. A call to Redis that hangs as its part is over may take some
+seconds more; if that is too long, the leases of what is held lapse instead.
+"""
+LAST_STEP_SECONDS = 4.0
+FLUSH_SECONDS = 4.0
+HAND_BACK_SECONDS = 3.0
+SIGN_OFF_SECONDS = 2.0
 DRAIN_POLL_SECONDS = 0.05
 NOTE_SECONDS = 1.0
 
@@ -158,12 +165,11 @@ class BatchWorker(BaseWorker):
 
     def _shut_down(self) -> None:
         self._is_draining = True
-        self._crew.stop_stepping(self._last_step_seconds)
-        # From here no tick arms it again, and it ends the process whatever hangs.
-        self._given.arm(SHUTDOWN_SECONDS)
+        self._crew.pulse.end_within(SHUTDOWN_SECONDS)
+        self._crew.stop_stepping(self._last_step_seconds, claim_seconds=LAST_STEP_SECONDS)
         self._crew.flush(FLUSH_SECONDS)
-        self._crew.hand_back(FLUSH_SECONDS)
-        self._crew.stop()
+        self._crew.hand_back(HAND_BACK_SECONDS)
+        self._crew.stop(SIGN_OFF_SECONDS)
         self._say_good_bye()
 
     def _say_good_bye(self) -> None:
@@ -175,6 +181,15 @@ class BatchWorker(BaseWorker):
 
     def _announce(self) -> None:
         """To the API as a record, and to RQ's tools as a worker of theirs. Raises `RedisError`."""
+        try:
+            self._put_record()
+            self._show_to_rq()
+        except redis.RedisError:
+            # The service that calls this renews the connections of its own client, not of this one.
+            self.connection.connection_pool.disconnect()
+            raise
+
+    def _put_record(self) -> None:
         load = self._crew.loop.load
         record = WorkerRecord(
             name=self.name,
@@ -187,6 +202,8 @@ class BatchWorker(BaseWorker):
             max_num_seqs=self._max_num_seqs,
         )
         self._store.put_worker(record, ttl_seconds=self._given.timing.lease_seconds)
+
+    def _show_to_rq(self) -> None:
         state = WorkerStatus.BUSY if self._crew.holdings else WorkerStatus.IDLE
         with self.connection.pipeline(transaction=False) as pipe:
             self.heartbeat(RQ_SECONDS, pipeline=pipe)

@@ -27,8 +27,6 @@ from worker.watching import Observer, Observers, Pulse, arm_watchdog
 
 logger = logging.getLogger(__name__)
 
-JOIN_SECONDS = 5.0
-"""Longer than a call to Redis may take."""
 RETRY_SECONDS = 0.5
 
 
@@ -78,7 +76,11 @@ class Crew:
         publishing, claiming, leasing = (given.connect(name) for name in ("publisher", "intake", "leases"))
         listening = given.connect("listener")
         self.publisher = Publisher(
-            self._store_of(publishing), self.holdings, given.metrics, on_lost=self._lose
+            self._store_of(publishing),
+            self.holdings,
+            given.metrics,
+            on_lost=self._lose,
+            on_cancelled=self._cancel,
         )
         self.loop = self._make_loop(engine)
         self._publisher_service = self._serve("publisher", self.publisher.turn, publishing)
@@ -108,19 +110,22 @@ class Crew:
         """Something is held, or a claim under way may bring something."""
         return bool(self.holdings) or not self._intake_service.join(0)
 
-    def stop_stepping(self, seconds: float) -> None:
-        """Wait so long for claims and the step under way. What comes of them later is not stored."""
+    def stop_stepping(self, seconds: float, *, claim_seconds: float) -> None:
+        """Wait so long for the step and the claim under way, at one time. Of a later step nothing is stored;
+        what a later claim takes comes back when its lease lapses.
+        """
+        began = self._given.clock()
         self.stop_claiming()
         self._loop_service.stop()
-        self._intake_service.join(JOIN_SECONDS)
-        if not self._loop_service.join(seconds):
+        self._intake_service.join(claim_seconds)
+        if not self._loop_service.join(began + seconds - self._given.clock()):
             logger.warning("the step under way is not waited for")
 
     def flush(self, seconds: float) -> None:
         """Store what was said, as far as Redis takes it in time, and stop the publisher."""
         self._publisher_service.stop()
         deadline = self._given.clock() + seconds
-        if self._publisher_service.join(JOIN_SECONDS):
+        if self._publisher_service.join(seconds):
             while not self.publisher.is_drained and self._given.clock() < deadline:
                 self._try(self.publisher.turn)
 
@@ -133,14 +138,14 @@ class Crew:
                 logger.info("handed back: %d unfinished requests", len(owners))
                 return
 
-    def stop(self) -> None:
-        """Everything else. The threads are daemons: one that hangs is left behind."""
+    def stop(self, seconds: float) -> None:
+        """Everything else. The threads are daemons: one that hangs for longer is left behind."""
         for service in (self._leases_service, self._listener_service):
             service.stop()
-        self._leases_service.join(JOIN_SECONDS)
+        self._leases_service.join(seconds)
 
     def _lose(self, ownership: Ownership) -> None:
-        """Another has it now; or it was cancelled before, and the engine tells its end, for the numbers."""
+        """Another has it now, or nobody. If it was cancelled before, that has dropped it already."""
         if self.holdings.drop(ownership):
             self._given.metrics.lost(1)
             self._inbox.put(Discard(ownership))
@@ -214,6 +219,7 @@ class Crew:
             max_task_seconds=self._given.timing.max_task_seconds,
             announce=announce,
             on_lost=self._lose,
+            on_cancelled=self._cancel,
             clock=self._given.clock,
             wait=time.sleep,
         )

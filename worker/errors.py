@@ -1,5 +1,6 @@
 """The errors that the worker raises on purpose, and how a fault of one request is told to its client."""
 
+from engine.errors import InvalidParameter, NeverFits
 from worker.protocol.messages import TaskError
 
 
@@ -26,6 +27,12 @@ def invalid_request(code: str, message: str, param: str | None = None) -> TaskEr
 
 def invalid_value(param: str, message: str) -> TaskError:
     return invalid_request("invalid_value", message, param)
+
+
+def invalid_parameter(error: InvalidParameter, param: str) -> TaskError:
+    """What the engine refused, under the name `param` that the client gave it; codes are the API's."""
+    code = "context_length_exceeded" if isinstance(error, NeverFits) else "invalid_value"
+    return invalid_request(code, f"{param}: {error.message}", param)
 
 
 def server_error(code: str, message: str) -> TaskError:

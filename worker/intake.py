@@ -7,21 +7,20 @@ here, so that the loop never waits for it. Knows no engine but its limits.
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from monitoring.worker import WorkerMetrics
 from worker.errors import RequestRefused, internal_error, server_error
-from worker.inbox import Arrival, Inbox
+from worker.inbox import Arrival, Discard, Inbox
 from worker.jobs import read_job
 from worker.loop import Load
 from worker.ownership import Holdings, Ownership
 from worker.prompts import Tokenizer, prompt_field, to_sampling_params, to_token_ids
 from worker.protocol.messages import GenerateRequest
+from worker.protocol.outputs import token_ids_of
 from worker.protocol.store import Claimed, TaskStore
 from worker.publisher import Publisher
-from worker.resume import output_token_ids
 from worker.stream import Stream
 
 logger = logging.getLogger(__name__)
@@ -107,10 +106,17 @@ class Intake:
         )
         # All at once, before the first is tokenized: from here on their leases are renewed.
         for task in claimed:
-            self._holdings.take(_ownership(task))
+            if old := self._holdings.take(_ownership(task)):
+                self._drop(old)
         if claimed:
             self._metrics.claimed(len(claimed))
         return claimed
+
+    def _drop(self, old: Ownership) -> None:
+        """An earlier attempt of ours at a task that came back before we noticed that it was lost."""
+        self._metrics.lost(1)
+        self._inbox.put(Discard(old))
+        self._publisher.forget(old.request_id)
 
     def _admit(self, task: Claimed) -> None:
         """Bring one claimed task on its way: to the loop, or to its end."""
@@ -125,7 +131,7 @@ class Intake:
         else:
             self._send(task, arrival)
             return
-        stream = Stream(ownership, entries=task.entries)
+        stream = Stream(ownership, entries=task.entries, num_prompt_tokens=len(task.prompt_token_ids or ()))
         if not stream.has_ended:
             stream.fail(error)
         self._publisher.open(stream)
@@ -157,8 +163,8 @@ class Intake:
             accepted_at=task.accepted_at,
             prompt_field=prompt_field(request),
             priority=task.priority,
-            output_token_ids=output_token_ids(task.entries) or None,
-            waited_seconds=max(0.0, time.time() - task.accepted_at),
+            output_token_ids=token_ids_of(task.entries) or None,
+            waited_seconds=task.waited_seconds,
         )
 
     def _prompt_token_ids(self, task: Claimed, request: GenerateRequest) -> list[int]:

@@ -22,8 +22,8 @@ MAX_BEAT_SECONDS = 1.0
 class Leases:
     """`turn` belongs to one thread.
 
-    `announce` shows the worker to others, as it is at the moment. `on_lost` gets tasks that another took or
-    a cancel ended. `wait` pauses between two turns.
+    `announce` shows the worker to others, as it is at the moment. `on_lost` gets tasks that another took,
+    `on_cancelled` those that a cancel ended. `wait` pauses between two turns.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class Leases:
         max_task_seconds: float,
         announce: Callable[[], None],
         on_lost: Callable[[Ownership], None],
+        on_cancelled: Callable[[Ownership], None],
         clock: Callable[[], float],
         wait: Callable[[float], None],
     ) -> None:
@@ -50,6 +51,7 @@ class Leases:
         self._max_task_seconds = max_task_seconds
         self._announce = announce
         self._on_lost = on_lost
+        self._on_cancelled = on_cancelled
         self._clock = clock
         self._wait = wait
         self._reap_after = clock()
@@ -75,8 +77,10 @@ class Leases:
         owners = self._holdings.owners()
         if not owners:
             return
-        for task_id in self._store.renew(owners, self._lease_seconds):
-            self._on_lost(Ownership(task_id, owners[task_id]))
+        renewed = self._store.renew(owners, self._lease_seconds)
+        for task_ids, tell in ((renewed.lost, self._on_lost), (renewed.cancelled, self._on_cancelled)):
+            for task_id in task_ids:
+                tell(Ownership(task_id, owners[task_id]))
 
     def _reap(self) -> None:
         reaped = self._store.reap(self._slug, max_task_seconds=self._max_task_seconds)

@@ -49,16 +49,22 @@ class Listener:
         self._wake_channel = keys.wake(slug)
         self._command_channel: str = PUBSUB_CHANNEL_TEMPLATE % worker_name
         self._pubsub: Any = None
+        self._message: dict[str, Any] | None = None
 
     def turn(self) -> None:
-        """Follow one message, or none after a moment. Raises `RedisError`; the next turn subscribes anew."""
+        """Follow one message, or none after a moment.
+
+        Raises `RedisError`; the next turn first follows what could not be followed, and subscribes anew.
+        """
         try:
-            message = self._subscribed().get_message(timeout=LISTEN_SECONDS)
+            if self._message is None:
+                self._message = self._subscribed().get_message(timeout=LISTEN_SECONDS)
+            if self._message is not None:
+                self._follow(self._message)
         except redis.RedisError:
             self.close()
             raise
-        if message is not None:
-            self._follow(message)
+        self._message = None
 
     def close(self) -> None:
         if self._pubsub is not None:

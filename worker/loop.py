@@ -15,7 +15,7 @@ from engine.engine import WaitingSequence
 from engine.errors import InvalidParameter
 from engine.outputs import StepOutput
 from engine.sampling_params import SamplingParams
-from worker.errors import internal_error, invalid_value
+from worker.errors import internal_error, invalid_parameter
 from worker.inbox import Arrival, Cancel, Discard, Inbox
 from worker.ownership import Holdings
 from worker.protocol.messages import TaskError
@@ -100,6 +100,7 @@ class Loop:
         self._clock = clock
         self._wake = wake
         self._next_telling = 0.0
+        self._has_told_a_line = False
 
     def turn(self) -> None:
         """One turn. Raises `EngineDead`; waits only when there is nothing to do or nowhere to put it."""
@@ -142,7 +143,7 @@ class Loop:
             )
         except InvalidParameter as error:
             param = arrival.prompt_field if error.field == "prompt" else error.field
-            self._outlet.fail(request_id, invalid_value(param, str(error)))
+            self._outlet.fail(request_id, invalid_parameter(error, param))
         except Exception:  # one request's fault stays its own
             logger.exception("%s: the engine could not take the request", request_id)
             self._engine.discard(request_id)
@@ -150,9 +151,12 @@ class Loop:
 
     def _tell_waiting(self) -> None:
         now = self._clock()
-        if now >= self._next_telling and self._engine.num_waiting:
+        # Once more when nobody waits any longer: who was told to wait is told that it does not.
+        if now >= self._next_telling and (self._engine.num_waiting or self._has_told_a_line):
             self._next_telling = now + TELL_WAITING_SECONDS
-            self._outlet.tell_waiting(self._engine.waiting())
+            line = self._engine.waiting()
+            self._outlet.tell_waiting(line)
+            self._has_told_a_line = bool(line)
 
     def _note_load(self, output: StepOutput) -> None:
         self.load = Load(self._engine.num_running, self._engine.num_waiting)

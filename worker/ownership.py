@@ -18,11 +18,6 @@ class Ownership(NamedTuple):
         """The engine's name for this attempt: a task that comes back is a new request, never a mix-up."""
         return f"{self.task_id}:{self.owner}"
 
-    @classmethod
-    def of_request(cls, request_id: str) -> "Ownership":
-        task_id, _, owner = request_id.partition(":")
-        return cls(task_id, owner)
-
 
 class Holdings:
     """The owned tasks, shared by all threads. `wake` is set when one goes, so that another may come."""
@@ -38,9 +33,12 @@ class Holdings:
     def __contains__(self, ownership: Ownership) -> bool:
         return self._owners.get(ownership.task_id) == ownership.owner
 
-    def take(self, ownership: Ownership) -> None:
+    def take(self, ownership: Ownership) -> Ownership | None:
+        """Gives the ownership that this one replaces: the task was lost, and nobody had noticed."""
         with self._lock:
+            old_owner = self._owners.get(ownership.task_id)
             self._owners[ownership.task_id] = ownership.owner
+        return Ownership(ownership.task_id, old_owner) if old_owner else None
 
     def drop(self, ownership: Ownership) -> bool:
         """False, and nothing changes, if it is not held (any more)."""

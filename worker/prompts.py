@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from engine.errors import InvalidParameter
 from engine.sampling_params import SamplingParams
-from worker.errors import RequestRefused, invalid_value
+from worker.errors import RequestRefused, invalid_parameter, invalid_value
 from worker.protocol.messages import GenerateRequest
 
 _SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
@@ -38,7 +38,7 @@ def to_token_ids(request: GenerateRequest, tokenizer: Tokenizer) -> list[int]:
         if request.prompt is not None:
             return tokenizer.encode(_checked_text("prompt", request.prompt))
     except InvalidParameter as error:
-        raise RequestRefused(invalid_value(error.field, str(error))) from error
+        raise RequestRefused(invalid_parameter(error, error.field)) from error
     token_ids = request.prompt_token_ids or ()
     # True is an int to Python, and 1.5 would pass every comparison of ranges.
     if not all(type(token_id) is int for token_id in token_ids):
@@ -61,7 +61,7 @@ def to_sampling_params(sampling: object) -> SamplingParams:
     try:
         return SamplingParams(**values)
     except InvalidParameter as error:
-        raise RequestRefused(invalid_value(error.field, str(error))) from error
+        raise RequestRefused(invalid_parameter(error, error.field)) from error
 
 
 def _checked_messages(messages: Sequence[object]) -> list[Mapping[str, str]]:

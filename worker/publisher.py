@@ -15,7 +15,7 @@ from engine.sequence import FinishReason
 from monitoring.worker import WorkerMetrics
 from worker.ownership import Holdings, Ownership
 from worker.protocol.messages import TaskError
-from worker.protocol.store import Accepted, Gap, Lost, Outcome, TaskStore, Write
+from worker.protocol.store import Accepted, Cancelled, Gap, Lost, Outcome, TaskStore, Write
 from worker.stream import Stream
 
 IDLE_SECONDS = 0.25
@@ -53,7 +53,11 @@ _Item = _Opened | _Stepped | _Line | _Failed | _Forgotten
 
 
 class Publisher:
-    """`turn` belongs to one thread; the other methods may be called from any and return at once."""
+    """`turn` belongs to one thread; the other methods may be called from any and return at once.
+
+    `on_lost` gets tasks that another took, `on_cancelled` those that a cancel ended: both as a refused write
+    tells it.
+    """
 
     def __init__(
         self,
@@ -62,6 +66,7 @@ class Publisher:
         metrics: WorkerMetrics,
         *,
         on_lost: Callable[[Ownership], None],
+        on_cancelled: Callable[[Ownership], None],
         max_backlog: int = MAX_BACKLOG,
     ) -> None:
         self.num_completed = 0
@@ -70,9 +75,11 @@ class Publisher:
         self._holdings = holdings
         self._metrics = metrics
         self._on_lost = on_lost
+        self._on_cancelled = on_cancelled
         self._max_backlog = max_backlog
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}
+        self._in_line: set[str] = set()
         self._room = threading.Event()
         # Each counter has one writing thread: the loop's, and the publisher's two.
         self._num_handed = 0
@@ -104,6 +111,7 @@ class Publisher:
         self._items.put(_Stepped(output))
 
     def tell_waiting(self, line: list[WaitingSequence]) -> None:
+        """All that wait in the scheduler; who was in the line before and is not now waits no longer."""
         self._items.put(_Line(line))
 
     def fail(self, request_id: str, error: TaskError) -> None:
@@ -137,22 +145,35 @@ class Publisher:
     def _take(self, item: _Item) -> None:
         match item:
             case _Opened(stream):
-                self._streams[stream.ownership.request_id] = stream
+                self._open(stream)
             case _Stepped(output):
                 self._take_step(output)
             case _Line(line):
-                for waiting in line:
-                    self._note(waiting.request_id, _facts_of(waiting))
+                self._take_line(line)
             case _Failed(request_id, error):
                 if (failed := self._streams.get(request_id)) and not failed.has_ended:
                     failed.fail(error)
             case _Forgotten(request_id):
                 self._streams.pop(request_id, None)
 
+    def _open(self, stream: Stream) -> None:
+        # One that was lost or cancelled while it was prepared has been forgotten before this.
+        if stream.ownership in self._holdings:
+            self._streams[stream.ownership.request_id] = stream
+
+    def _take_line(self, line: list[WaitingSequence]) -> None:
+        for waiting in line:
+            self._note(waiting.request_id, _facts_of(waiting))
+        waiting_ids = {waiting.request_id for waiting in line}
+        # A preempted request that runs again does not start again, so its start tells nothing.
+        for request_id in self._in_line - waiting_ids:
+            self._note(request_id, _NOT_WAITING)
+        self._in_line = waiting_ids
+
     def _take_step(self, output: StepOutput) -> None:
         for request_id in output.started:
             # When the step began, not when it came out: the first token is of the same step.
-            self._note(request_id, {"scheduled": f"{output.report.total_seconds:.6f}"})
+            self._note(request_id, {"scheduled": f"{output.report.total_seconds:.6f}", **_NOT_WAITING})
         for sequence_output in output.outputs:
             self._take_output(sequence_output)
         self._num_gathered += len(output.outputs)
@@ -173,9 +194,9 @@ class Publisher:
         if not streams:
             return
         writes = [stream.to_write() for stream in streams]
-        for stream, write, outcome in zip(streams, writes, self._store.publish(writes), strict=True):
+        outcomes = self._store.publish(writes)
+        for stream, write, outcome in zip(streams, writes, outcomes, strict=True):
             self._follow(stream, write, outcome)
-        self._metrics.published(sum(len(write.entries) for write in writes))
         self._count()
         self._room.set()
 
@@ -183,6 +204,7 @@ class Publisher:
         match outcome:
             case Accepted():
                 stream.stored(write)
+                self._metrics.published(len(write.entries))
                 if write.settlement:
                     self._close(stream, completed=write.settlement.status == "completed")
             case Gap(length):
@@ -190,6 +212,9 @@ class Publisher:
             case Lost():
                 del self._streams[stream.ownership.request_id]
                 self._on_lost(stream.ownership)
+            case Cancelled():
+                del self._streams[stream.ownership.request_id]
+                self._on_cancelled(stream.ownership)
 
     def _close(self, stream: Stream, *, completed: bool) -> None:
         del self._streams[stream.ownership.request_id]
@@ -200,6 +225,9 @@ class Publisher:
     def _count(self) -> None:
         self._num_unstored = sum(stream.num_unstored for stream in self._streams.values())
         self._metrics.publish_backlog(self.backlog)
+
+
+_NOT_WAITING = {"waiting_for": "", "position": "", "tokens_ahead": ""}
 
 
 def _facts_of(waiting: WaitingSequence) -> dict[str, str]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from worker.errors import SettingsError
 from worker.protocol import naming
 
+LONGEST_SECONDS = 1e9
+"""Thirty years; Redis and timers cannot count much longer."""
 _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"0", "false", "no", "off"})
 
@@ -150,8 +152,10 @@ class _Reader:
         except ValueError:
             value = math.nan
         # NaN compares false with everything.
-        if not least <= value < math.inf:
-            raise SettingsError(f"{name} must be a number of seconds, at least {least:g}, not {text!r}")
+        if not least <= value <= LONGEST_SECONDS:
+            raise SettingsError(
+                f"{name} must be a number of seconds, at least {least:g} and at most 1e9, not {text!r}"
+            )
         return value
 
     def switch(self, name: str) -> bool | None:

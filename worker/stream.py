@@ -6,14 +6,15 @@ sent. Knows neither Redis nor threads.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from engine.outputs import SequenceOutput
 from engine.sequence import FinishReason
 from worker.errors import server_error
 from worker.ownership import Ownership
 from worker.protocol.messages import LogEntry, TaskError, Usage
+from worker.protocol.outputs import end_of, has_ended, outputs_of, token_ids_of
 from worker.protocol.store import Settlement, Write
-from worker.resume import end_of, has_ended, output_token_ids
 
 _COMPLETED = frozenset({FinishReason.STOP.value, FinishReason.LENGTH.value})
 
@@ -54,8 +55,11 @@ class Stream:
         return self._settlement is not None
 
     def note(self, facts: Mapping[str, str]) -> None:
-        """Store these with the next write, as far as they are new."""
-        self._facts.update({n: text for n, text in facts.items() if self._stored_facts.get(n) != text})
+        """Store these with the next write, as far as they are new. A fact that is empty is none."""
+        for name, text in facts.items():
+            # What waits to be stored may be so already: the reply of a write that failed is not known.
+            if name in self._facts or self._stored_facts.get(name, "") != text:
+                self._facts[name] = text
 
     def add(self, output: SequenceOutput) -> None:
         """A token, an end, or both; nothing comes after an end."""
@@ -99,18 +103,13 @@ class Stream:
     def _settle_by_log(self) -> Settlement:
         """An earlier attempt wrote the end and could not settle."""
         end = end_of(self._entries[-1])
-        usage, error = end["usage"], end["error"]
-        message = str(error["message"]) if isinstance(error, dict) else ""
-        return self._settle(
-            str(end["finish_reason"]),
-            usage if isinstance(usage, dict) else self._usage(0).to_json(),
-            message,
-        )
+        usage, error = end["usage"] or self._usage(0).to_json(), end["error"]
+        return self._settle(end["finish_reason"], usage, error["message"] if error else "")
 
     def _usage(self, num_cached_tokens: int) -> Usage:
         return Usage(
             prompt_tokens=self._num_prompt_tokens,
-            completion_tokens=len(output_token_ids(self._entries)),
+            completion_tokens=len(token_ids_of(self._entries)),
             cached_tokens=num_cached_tokens,
         )
 
@@ -118,7 +117,9 @@ class Stream:
         return Settlement(
             status="completed" if reason in _COMPLETED else "failed",
             reason=reason,
-            result=json.dumps({"outputs": _outputs(self._entries), "usage": dict(usage)}),
+            result=json.dumps(
+                {"outputs": [asdict(one) for one in outputs_of(self._entries)], "usage": dict(usage)}
+            ),
             error_text=error_text,
             prompt_tokens=usage["prompt_tokens"],
             completion_tokens=usage["completion_tokens"],
@@ -131,18 +132,3 @@ def _error_of(output: SequenceOutput) -> TaskError | None:
     if output.finish_reason is FinishReason.TIMEOUT:
         return TaskError(type="timeout_error", code="timeout", message=output.error or "out of time")
     return None
-
-
-def _outputs(entries: Sequence[LogEntry]) -> list[dict[str, object]]:
-    """What RQ's `return_value()` and the API show of each of the task's outputs."""
-    indices = sorted({int(entry.index) for entry in entries})
-    return [_output(index, [one for one in entries if int(one.index) == index]) for index in indices]
-
-
-def _output(index: int, entries: Sequence[LogEntry]) -> dict[str, object]:
-    return {
-        "index": index,
-        "text": "".join(json.loads(entry.text) for entry in entries),
-        "token_ids": output_token_ids(entries),
-        "finish_reason": end_of(entries[-1]).get("finish_reason"),
-    }

@@ -2,6 +2,8 @@
 
 import faulthandler
 import logging
+import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -41,10 +43,6 @@ def arm_watchdog(seconds: float) -> None:
     faulthandler.dump_traceback_later(seconds, exit=True)
 
 
-def disarm_watchdog() -> None:
-    faulthandler.cancel_dump_traceback_later()
-
-
 class Pulse:
     """The loop's sign of life: the time of its last turn, and the watchdog that waits for the next one."""
 
@@ -62,15 +60,28 @@ class Pulse:
         self._arm = arm
         self._last = clock()
         self._next_arming = self._last
+        self._arming = threading.Lock()
 
     def tick(self) -> None:
         now = self._clock()
         self._last = now
         # Arming starts a thread: once a second is enough.
         if now >= self._next_arming:
+            with self._arming:
+                self._arm_again(now)
+            self._on_tick()
+
+    def end_within(self, seconds: float) -> None:
+        """End the process after so long whatever happens, ticks included."""
+        with self._arming:
+            self._next_arming = math.inf
+            self._arm(seconds)
+
+    def _arm_again(self, now: float) -> None:
+        # Unless the end was set meanwhile.
+        if now >= self._next_arming:
             self._next_arming = now + 1.0
             self._arm(self._stall_seconds)
-            self._on_tick()
 
     @property
     def is_stalled(self) -> bool:

@@ -44,6 +44,7 @@ def make_worker(
     timing: Timing = TIMING,
     connecting: Callable[[str], Any] | None = None,
     observers: Any = (),
+    arm: Callable[[float], None] = lambda _: None,
 ) -> BatchWorker:
     given = Surroundings(
         connect=connecting or (lambda name: connect(url, name)),
@@ -51,7 +52,7 @@ def make_worker(
         timing=timing,
         observers=observers,
         clock=time.monotonic,
-        arm=lambda _: None,
+        arm=arm,
     )
     return BatchWorker(engine or build_engine(), model or served_model(), given)
 

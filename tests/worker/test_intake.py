@@ -16,7 +16,7 @@ from tests.worker.workshop import (
     served_model,
     submit,
 )
-from worker.inbox import Arrival, Inbox
+from worker.inbox import Arrival, Discard, Inbox
 from worker.intake import Appetite, Intake, ServedModel
 from worker.loop import Load
 from worker.ownership import Holdings, Ownership
@@ -44,7 +44,10 @@ class Gate:
         self.holdings = Holdings(wake)
         self.inbox = Inbox()
         store = TaskStore(client)
-        self.publisher = Publisher(store, self.holdings, new_metrics(), on_lost=lambda _: None)
+        self.metrics = new_metrics()
+        self.publisher = Publisher(
+            store, self.holdings, new_metrics(), on_lost=lambda _: None, on_cancelled=lambda _: None
+        )
         self.intake = Intake(
             store,
             model or served_model(),
@@ -52,7 +55,7 @@ class Gate:
             self.holdings,
             self.inbox,
             self.publisher,
-            new_metrics(),
+            self.metrics,
             worker_name="w",
             lease_seconds=60,
             load=lambda: self.load,
@@ -134,6 +137,8 @@ def test_another_model_under_the_same_name_fails_the_resume(redis_client: "redis
     assert isinstance(end, FinishedEvent)
     assert end.error is not None
     assert end.error["code"] == "model_changed"
+    assert end.usage is not None
+    assert end.usage["prompt_tokens"] == 3, "as the first attempt counted"
 
 
 def test_a_resumed_request_brings_its_tokens(redis_client: "redis.Redis") -> None:
@@ -193,13 +198,31 @@ def test_only_the_one_function_name_is_accepted(redis_client: "redis.Redis") -> 
     assert codes == ["unknown_function"] * 2 + ["unreadable_request"] * 4
 
 
+def test_a_task_that_comes_back_unnoticed_replaces_its_earlier_attempt(redis_client: "redis.Redis") -> None:
+    """bullmq#3183: away for longer than a lease, and the task claimed again before the loss was noticed."""
+    submit(redis_client)
+    gate = Gate(redis_client)
+    (first,) = gate.turn()
+    gate.publisher.turn()
+    gate.hand_back()
+
+    gate.intake.turn()
+    discard, second = gate.inbox.take(0)
+    gate.publisher.turn()
+
+    assert discard == Discard(first.ownership)
+    assert isinstance(second, Arrival)
+    assert gate.holdings.owners() == dict([second.ownership])
+    assert gate.publisher._streams.keys() == {second.ownership.request_id}
+    assert gate.metrics._lost._value.get() == 1
+
+
 def test_owning_again_forgets_the_earlier_attempt() -> None:
     holdings = Holdings(threading.Event())
     old, new = Ownership("t", "1"), Ownership("t", "2")
-    holdings.take(old)
-    holdings.take(new)
+    assert holdings.take(old) is None
+    assert holdings.take(new) == old
 
     assert old not in holdings
     assert not holdings.drop(old)
     assert holdings.owners() == {"t": "2"}
-    assert Ownership.of_request(new.request_id) == new

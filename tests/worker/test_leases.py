@@ -23,6 +23,7 @@ class Beats:
         self.fails = False
         self.announced = 0
         self.lost: list[Ownership] = []
+        self.cancelled: list[Ownership] = []
         self.waits: list[float] = []
         self.holdings = Holdings(threading.Event())
         self.pulse = Pulse(60.0, lambda: self.now, on_tick=lambda: None, arm=lambda _: None)
@@ -36,6 +37,7 @@ class Beats:
             max_task_seconds=86400,
             announce=self.announce,
             on_lost=self.lose,
+            on_cancelled=self.cancelled.append,
             clock=lambda: self.now,
             wait=self.waits.append,
         )
@@ -101,8 +103,16 @@ def test_what_another_took_is_dropped(beats: Beats) -> None:
     beats.client.hset(keys.run(held.task_id), "owner", "another")
     beats.leases.turn()
 
-    assert beats.lost == [held]
+    assert (beats.lost, beats.cancelled) == ([held], [])
     assert beats.holdings.owners() == dict([kept])
+
+
+def test_what_was_cancelled_is_told_apart(beats: Beats) -> None:
+    held = beats.claim()
+    TaskStore(beats.client).cancel(held.task_id)
+    beats.leases.turn()
+
+    assert (beats.lost, beats.cancelled) == ([], [held])
 
 
 def test_lapsed_leases_of_others_go_back(beats: Beats, redis_client: "redis.Redis") -> None:

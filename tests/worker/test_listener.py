@@ -88,6 +88,25 @@ def test_stop_job_is_a_cancel(ear: Ear, redis_client: "redis.Redis") -> None:
     ear.hear(lambda: ear.cancelled == [held])
 
 
+def test_a_command_survives_an_error_of_redis(ear: Ear, redis_client: "redis.Redis") -> None:
+    """rq#2227: the stop command was ignored."""
+    held = claim(ear, redis_client)
+    cancel, faults = ear.store.cancel, [redis.ConnectionError("away"), redis.TimeoutError("slow")]
+
+    def fail_first(task_id: str) -> str | None:
+        if faults:
+            raise faults.pop()
+        return cancel(task_id)
+
+    ear.store.cancel = fail_first  # type: ignore[method-assign] # a call that fails
+    redis_client.publish("rq:pubsub:w", json.dumps({"command": "stop-job", "job_id": held.task_id}))
+    for _ in range(2):
+        with pytest.raises(redis.RedisError):
+            ear.hear(lambda: False)
+    # Its own cancel goes unheard, as the subscription comes later; a write or a renewal tells.
+    ear.hear(lambda: redis_client.hget(keys.run(held.task_id), "terminal") == b"cancelled")
+
+
 def test_nonsense_says_nothing(ear: Ear, redis_client: "redis.Redis") -> None:
     held = claim(ear, redis_client)
     for nonsense in (

@@ -66,9 +66,8 @@ class ScriptedEngine:
         return StepOutput(outputs=outputs, started=tuple(self.live), report=StepReport(step=len(self.calls)))
 
     def waiting(self) -> list[WaitingSequence]:
-        return [
-            WaitingSequence(request_id="w", position=1, tokens_ahead=3, reason=WaitingReason.TOKEN_BUDGET)
-        ]
+        one = WaitingSequence(request_id="w", position=1, tokens_ahead=3, reason=WaitingReason.TOKEN_BUDGET)
+        return [one] * self.num_waiting
 
 
 class Outlet:
@@ -187,20 +186,27 @@ def test_a_task_that_comes_back_is_a_new_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("refusal", "param"),
+    ("refusal", "param", "code", "message"),
     [
-        (NeverFits("prompt", "too long"), "messages"),
-        (InvalidParameter("stop_token_ids", "no such id"), "stop_token_ids"),
+        (NeverFits("prompt", "too long"), "messages", "context_length_exceeded", "messages: too long"),
+        (
+            InvalidParameter("stop_token_ids", "no such id"),
+            "stop_token_ids",
+            "invalid_value",
+            "stop_token_ids: no such id",
+        ),
     ],
 )
-def test_a_refused_request_fails_with_the_clients_field(refusal: Exception, param: str) -> None:
+def test_a_refused_request_fails_with_the_clients_field(
+    refusal: Exception, param: str, code: str, message: str
+) -> None:
     bench = Bench()
     bench.engine.refusal = refusal
     bench.arrive(A, prompt_field="messages")
     bench.loop.turn()
 
-    assert bench.outlet.failed["a:o1"].param == param
-    assert bench.outlet.failed["a:o1"].code == "invalid_value"
+    failed = bench.outlet.failed["a:o1"]
+    assert (failed.param, failed.code, failed.message) == (param, code, message)
 
 
 def test_an_unexpected_error_in_add_fails_that_request_alone() -> None:
@@ -242,6 +248,18 @@ def test_the_watchdog_is_armed_once_a_second() -> None:
     assert bench.armed == [60.0] * 4
 
 
+def test_no_tick_puts_the_end_of_the_process_off() -> None:
+    """docling-jobkit#102: a worker that was to end went on hanging."""
+    bench = Bench()
+    bench.loop.turn()
+    bench.pulse.end_within(14.0)
+    for second in range(1, 100):
+        bench.now = float(second)
+        bench.loop.turn()
+
+    assert bench.armed == [60.0, 14.0]
+
+
 def test_a_loop_without_turns_is_stalled() -> None:
     bench = Bench()
     bench.now = 60.0
@@ -281,6 +299,19 @@ def test_where_requests_wait_is_told_twice_a_second() -> None:
         bench.loop.turn()
 
     assert len(bench.outlet.lines) == 4
+
+
+def test_an_empty_line_is_told_once() -> None:
+    bench = Bench()
+    bench.engine.num_waiting = 1
+    bench.arrive(A)
+    bench.loop.turn()
+    bench.engine.num_waiting = 0
+    for second in range(1, 5):
+        bench.now = float(second)
+        bench.loop.turn()
+
+    assert [len(line) for line in bench.outlet.lines] == [1, 0]
 
 
 def test_observers_see_the_engine_idle_after_a_discard() -> None:

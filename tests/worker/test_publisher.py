@@ -15,8 +15,8 @@ from tests.worker.workshop import SLUG, ended, log_length, new_metrics, submit, 
 from worker.errors import invalid_value
 from worker.ownership import Holdings, Ownership
 from worker.protocol import keys
-from worker.protocol.messages import FinishedEvent
-from worker.protocol.store import Outcome, TaskStore, Write
+from worker.protocol.messages import FinishedEvent, LogEntry
+from worker.protocol.store import Outcome, TaskSnapshot, TaskStore, Write
 from worker.publisher import Publisher
 from worker.stream import Stream
 
@@ -48,10 +48,17 @@ class Desk:
         store = TaskStore(client)
         self.holdings = Holdings(threading.Event())
         self.lost: list[Ownership] = []
+        self.cancelled: list[Ownership] = []
+        self.metrics = new_metrics()
         self.unreliable = Unreliable(store)
         unreliable: Any = self.unreliable
         self.publisher = Publisher(
-            unreliable, self.holdings, new_metrics(), on_lost=self.lost.append, max_backlog=max_backlog
+            unreliable,
+            self.holdings,
+            self.metrics,
+            on_lost=self.lost.append,
+            on_cancelled=self.cancelled.append,
+            max_backlog=max_backlog,
         )
         (claimed,) = store.claim(SLUG, worker="w", max_tasks=1, lease_seconds=60)
         self.ownership = Ownership(claimed.task_id, claimed.owner)
@@ -63,6 +70,17 @@ class Desk:
             request_id=self.ownership.request_id, token_id=token, text=f"<{token}>" if token else "", **fields
         )
         self.publisher.hand(StepOutput(outputs=(output,), started=(), report=StepReport(step=1)))
+
+    @property
+    def num_published(self) -> float:
+        value: float = self.metrics._published._value.get()
+        return value
+
+    @property
+    def snapshot(self) -> TaskSnapshot:
+        found = TaskStore(self.client).inspect(self.task)
+        assert found is not None
+        return found
 
     def turn(self) -> None:
         try:
@@ -118,8 +136,10 @@ def test_a_log_that_lost_entries_is_filled_again(desk: Desk) -> None:
     desk.say(4, finish_reason=FinishReason.LENGTH)
     desk.turn()
     assert not desk.publisher.is_drained, "the gap is known"
+    assert desk.num_published == 3, "what was refused is not published"
     desk.turn()
 
+    assert desk.num_published == 8
     assert tokens_of(ended(desk.client, desk.task)) == [1, 2, 3, 4]
 
 
@@ -135,6 +155,30 @@ def test_a_lost_task_gets_nothing_more(desk: Desk) -> None:
     assert desk.lost == [desk.ownership]
     assert log_length(desk.client, desk.task) == 1
     assert desk.publisher.backlog == 0
+
+
+def test_a_cancelled_task_is_told_apart_from_a_lost_one(desk: Desk) -> None:
+    desk.say(1)
+    desk.turn()
+    TaskStore(desk.client).cancel(desk.task)
+    desk.say(2)
+    desk.turn()
+
+    assert (desk.lost, desk.cancelled) == ([], [desk.ownership])
+    assert (desk.publisher.backlog, desk.num_published) == (0, 1)
+
+
+def test_what_is_not_held_any_more_is_not_opened(desk: Desk) -> None:
+    """A resumed task that is cancelled while it is prepared is forgotten before it is opened.
+
+    Its stream has nothing to store, so no refused write would ever take it away.
+    """
+    other = Ownership(desk.task, "an earlier one")
+    desk.publisher.forget(other.request_id)
+    desk.publisher.open(Stream(other, entries=[LogEntry.of_token(1, "a")]))
+    desk.publisher.turn()
+
+    assert desk.publisher._streams.keys() == {desk.ownership.request_id}
 
 
 def test_the_engines_end_of_a_cancelled_request_is_not_written(desk: Desk) -> None:
@@ -196,6 +240,56 @@ def test_where_it_waits_is_told_and_taken_back(desk: Desk) -> None:
     started = TaskStore(desk.client).inspect(desk.task)
     assert started is not None
     assert (started.status, started.position, started.waiting_for) == ("in_progress", None, None)
+
+
+def test_a_preempted_request_that_runs_again_waits_no_longer(desk: Desk) -> None:
+    line = WaitingSequence(
+        request_id=desk.ownership.request_id, position=1, tokens_ahead=70, reason=WaitingReason.KV_BLOCKS
+    )
+    desk.publisher.hand(
+        StepOutput(outputs=(), started=(desk.ownership.request_id,), report=StepReport(step=1))
+    )
+    desk.turn()
+    desk.publisher.tell_waiting([line])
+    desk.turn()
+    assert (desk.snapshot.status, desk.snapshot.position, desk.snapshot.waiting_for) == (
+        "in_progress",
+        0,
+        "kv_blocks",
+    )
+    desk.publisher.tell_waiting([])
+    desk.turn()
+    assert (desk.snapshot.position, desk.snapshot.tokens_ahead, desk.snapshot.waiting_for) == (
+        None,
+        None,
+        None,
+    )
+    num_calls = len(desk.unreliable.calls)
+    desk.publisher.tell_waiting([])
+    desk.turn()
+    assert len(desk.unreliable.calls) == num_calls
+
+
+@pytest.mark.parametrize("lost", ["nothing", "call", "reply"])
+def test_who_started_since_the_line_was_told_waits_no_longer(desk: Desk, lost: str) -> None:
+    """A slow Redis: one write carries the wait and the start, whatever became of an earlier one."""
+    line = WaitingSequence(
+        request_id=desk.ownership.request_id, position=1, tokens_ahead=70, reason=WaitingReason.KV_BLOCKS
+    )
+    desk.publisher.tell_waiting([line])
+    if lost != "nothing":
+        setattr(desk.unreliable, f"lose_{lost}", True)
+        desk.turn()
+        setattr(desk.unreliable, f"lose_{lost}", False)
+    desk.publisher.hand(
+        StepOutput(outputs=(), started=(desk.ownership.request_id,), report=StepReport(step=1))
+    )
+    desk.turn()
+    assert (desk.snapshot.position, desk.snapshot.tokens_ahead, desk.snapshot.waiting_for) == (
+        None,
+        None,
+        None,
+    )
 
 
 def test_an_end_in_the_log_is_settled_again(redis_client: "redis.Redis") -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -143,3 +144,13 @@ def test_killed_and_resumed_with_the_same_text(
 def test_a_setting_that_cannot_be_used_ends_it_with_78(redis_client: "redis.Redis", start: Start) -> None:
     assert start(TOKENMILL_MAX_NUM_SEQS="many").wait(60) == 78
     assert start(TOKENMILL_MODEL="/nowhere/at/all").wait(60) == 78
+
+
+def test_a_metrics_port_that_is_taken_ends_it_with_78(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Starting again is of no use while another has the port, and the line says which setting to change."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert start(TOKENMILL_METRICS_PORT=str(port)).wait(60) == 78
+    assert f"TOKENMILL_METRICS_PORT: cannot listen at 127.0.0.1:{port}" in capfd.readouterr().err

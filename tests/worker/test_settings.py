@@ -1,10 +1,13 @@
 """Settings: one name each, a bad value names the variable and what is allowed."""
 
+import faulthandler
+
 import pytest
 
 from worker.errors import SettingsError
 from worker.protocol import naming
 from worker.settings import EngineSettings, Timing, WorkerSettings
+from worker.watching import arm_watchdog
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:
@@ -76,6 +79,12 @@ def test_a_directory_is_served_under_its_own_name() -> None:
     assert WorkerSettings.from_env({"TOKENMILL_MODEL": "/models/tiny/"}).served_model_name == "tiny"
 
 
+def test_the_longest_stall_can_be_watched_for() -> None:
+    timing = WorkerSettings.from_env({"TOKENMILL_STALL_SECONDS": "1e9"}).timing
+    arm_watchdog(timing.stall_seconds)
+    faulthandler.cancel_dump_traceback_later()
+
+
 def test_an_empty_variable_counts_as_unset() -> None:
     empty = {"TOKENMILL_MODEL": "", "TOKENMILL_MAX_NUM_SEQS": " ", "TOKENMILL_LEASE_SECONDS": ""}
     assert WorkerSettings.from_env(empty) == WorkerSettings()
@@ -91,7 +100,10 @@ def test_an_empty_variable_counts_as_unset() -> None:
         ("TOKENMILL_LEASE_SECONDS", "0.1", "at least 0.5"),
         ("TOKENMILL_LEASE_SECONDS", "nan", "number of seconds"),
         ("TOKENMILL_GRACE_SECONDS", "-1", "at least 0"),
+        ("TOKENMILL_RETENTION_SECONDS", "1e10", "at most 1e9"),
         ("TOKENMILL_STALL_SECONDS", "inf", "number of seconds"),
+        ("TOKENMILL_STALL_SECONDS", "1e10", "at most 1e9"),
+        ("TOKENMILL_LOAD_SECONDS", "1e10", "at most 1e9"),
         ("TOKENMILL_CHUNKED_PREFILL", "maybe", "true or false"),
         ("REDIS_URL", "http://redis", "redis://"),
     ],

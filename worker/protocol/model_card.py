@@ -1,7 +1,7 @@
 """What a worker tells the API of the model it serves, so that the API can refuse what it can decide."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,4 +21,6 @@ class ModelCard:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "ModelCard":
-        return cls(**json.loads(text))
+        """Of a newer version too: members that this one does not know are left out."""
+        known = {one.name for one in fields(cls)}
+        return cls(**{name: value for name, value in json.loads(text).items() if name in known})

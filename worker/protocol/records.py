@@ -6,7 +6,7 @@ Times are seconds since the epoch on Redis's clock.
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Literal
 
 from worker.protocol.messages import LogEntry
@@ -93,6 +93,7 @@ class Claimed:
 
     `data`: the RQ job's `data`, zlib of JSON `[function name, null, args, kwargs]`. `entries`: what earlier
     attempts published. `prompt_token_ids` and `fingerprint`: as the first attempt stored them.
+    `waited_seconds`: from the acceptance to this claim, on Redis's clock.
     """
 
     task_id: str
@@ -102,6 +103,7 @@ class Claimed:
     priority: int
     accepted_at: float
     data: bytes
+    waited_seconds: float = 0.0
     entries: tuple[LogEntry, ...] = ()
     prompt_token_ids: tuple[int, ...] | None = None
     fingerprint: str | None = None
@@ -151,7 +153,12 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Not the owner any more (cancelled, taken over, deleted): nothing was stored. Drop the sequence."""
+    """Not the owner any more (taken over, handed back, deleted): nothing was stored. Drop the sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The task was cancelled in this owner's hands: nothing was stored, and its end is told already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +168,15 @@ class Gap:
     length: int
 
 
-Outcome = Accepted | Lost | Gap
+Outcome = Accepted | Lost | Cancelled | Gap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renewed:
+    """Tasks that were not renewed: another's or nobody's by now, or cancelled in this owner's hands."""
+
+    lost: frozenset[str] = frozenset()
+    cancelled: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +207,9 @@ class WorkerRecord:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "WorkerRecord":
-        return cls(**json.loads(text))
+        """Of a newer version too: members that this one does not know are left out."""
+        known = {one.name for one in fields(cls)}
+        return cls(**{name: value for name, value in json.loads(text).items() if name in known})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from worker.protocol.model_card import ModelCard
 from worker.protocol.naming import tenant_hash
 from worker.protocol.records import (
     Accepted,
+    Cancelled,
     Claimed,
     Gap,
     IdempotencyConflict,
@@ -26,6 +27,7 @@ from worker.protocol.records import (
     QueueFull,
     QueueStats,
     Reaped,
+    Renewed,
     Settlement,
     Submission,
     Submitted,
@@ -37,6 +39,7 @@ from worker.protocol.snapshots import TaskSnapshot, log_entries, to_queue_stats,
 
 __all__ = [
     "Accepted",
+    "Cancelled",
     "Claimed",
     "Gap",
     "IdempotencyConflict",
@@ -45,6 +48,7 @@ __all__ = [
     "QueueFull",
     "QueueStats",
     "Reaped",
+    "Renewed",
     "Settlement",
     "Submission",
     "Submitted",
@@ -62,10 +66,14 @@ MAX_WAIT_ERROR = TaskError(
 )
 """Why a task ended that no worker took in time."""
 
+_OUTCOMES: Mapping[int, Outcome] = {-1: Accepted(), -2: Lost(), -3: Cancelled()}
+"""As `publish.lua` numbers them; any other number is the length of a log."""
+
 _SEPARATOR = "\x1f"
 """Stands in no JSON text, where control characters are escaped."""
 
-_REAPED_AT_ONCE = 100
+_TREATED_AT_ONCE = 100
+"""One script treats so many that lapsed, waited too long or were moved by others: Redis does nothing else."""
 _WORKER_INDEX_SECONDS = 480
 """RQ keeps a worker's index of executions so long after its last heartbeat."""
 
@@ -112,10 +120,13 @@ class TaskStore:
         """Take up to `max_tasks` waiting tasks of a model, the most urgent first.
 
         Order: priority class, less one for each minute that the head of a queue has waited; then acceptance.
-        What was claimed by a call whose reply was lost comes back when its lease lapses.
+        What was claimed by a call whose reply was lost comes back when its lease lapses. A call that meets
+        more than a hundred tasks which RQ's own tools ended may give fewer than wait; the next goes on.
         """
         owners = (secrets.token_hex(16) for _ in range(max_tasks))
-        rows = self._run("claim", slug, worker, lease_seconds, _WORKER_INDEX_SECONDS, *owners)
+        rows = self._run(
+            "claim", slug, worker, lease_seconds, _WORKER_INDEX_SECONDS, _TREATED_AT_ONCE, *owners
+        )
         return [_claimed(*row) for row in rows]
 
     def publish(self, writes: Sequence[Write]) -> list[Outcome]:
@@ -124,12 +135,12 @@ class TaskStore:
             return []
         return [_outcome(code) for code in self._run("publish", _packed(writes))]
 
-    def renew(self, owned: Mapping[str, str], lease_seconds: float) -> set[str]:
-        """Let the leases of `owned` (task -> owner) lapse that much later; gives the tasks that were lost."""
+    def renew(self, owned: Mapping[str, str], lease_seconds: float) -> Renewed:
+        """Let the leases of `owned` (task -> owner) lapse that much later; tells which are not owned."""
         if not owned:
-            return set()
-        lost = self._run("renew", lease_seconds, *chain.from_iterable(owned.items()))
-        return {task_id.decode() for task_id in lost}
+            return Renewed()
+        lost, cancelled = self._run("renew", lease_seconds, *chain.from_iterable(owned.items()))
+        return Renewed(lost=frozenset(_decoded(lost)), cancelled=frozenset(_decoded(cancelled)))
 
     def hand_back(self, owned: Mapping[str, str]) -> int:
         """Put `owned` (task -> owner) back to the front in order of acceptance. Gives how many were owned."""
@@ -139,7 +150,7 @@ class TaskStore:
         """Put back what has a lapsed lease, of any model; end what waits longer than `max_task_seconds`.
 
         Also ends what was cancelled or deleted with RQ's own tools, and drops expired ids from RQ's
-        registries. A call treats a hundred tasks of a kind at most.
+        registries. A call takes back, ends and puts right a hundred tasks of each kind at most.
         """
         returned, timed_out, cancelled = self._run(
             "reap",
@@ -148,7 +159,7 @@ class TaskStore:
             json.dumps(MAX_WAIT_ERROR.to_json(), separators=(",", ":")),
             _compressed(MAX_WAIT_ERROR.message),
             rq_keys.RESULT_FAILED,
-            _REAPED_AT_ONCE,
+            _TREATED_AT_ONCE,
         )
         return Reaped(
             returned=_decoded(returned), timed_out=_decoded(timed_out), cancelled=_decoded(cancelled)
@@ -207,6 +218,7 @@ def _claimed(
     queue: bytes,
     priority: bytes,
     accepted_us: bytes,
+    waited_seconds: bytes,
     data: bytes,
     prompt_ids: bytes,
     fingerprint: bytes,
@@ -220,6 +232,7 @@ def _claimed(
         priority=int(priority),
         accepted_at=int(accepted_us) / 1e6,
         data=data,
+        waited_seconds=float(waited_seconds),
         entries=log_entries(log),
         prompt_token_ids=tuple(json.loads(prompt_ids)) if prompt_ids else None,
         fingerprint=fingerprint.decode() or None,
@@ -262,9 +275,7 @@ def _settlement_fields(settlement: Settlement) -> Iterable[str]:
 
 
 def _outcome(code: int) -> Outcome:
-    if code == -1:
-        return Accepted()
-    return Lost() if code == -2 else Gap(code)
+    return _OUTCOMES[code] if code in _OUTCOMES else Gap(code)
 
 
 def _compressed(text: str) -> str:

@@ -21,7 +21,7 @@ from tests.worker.protocol.tasks import (
 )
 from worker.protocol import keys
 from worker.protocol.messages import FinishedEvent, LogEntry, Usage
-from worker.protocol.store import Lost, TaskStore, Write
+from worker.protocol.store import Cancelled, Lost, Renewed, TaskStore, Write
 
 
 def the_end(store: TaskStore, task_id: str) -> FinishedEvent:
@@ -59,15 +59,36 @@ def test_a_running_task_is_taken_from_its_owner(store: TaskStore, redis_client: 
         assert pubsub.get_message(timeout=60)["type"] == "subscribe"
         assert store.cancel(task_id) == "cancelled"
         assert json.loads(pubsub.get_message(timeout=60)["data"]) == {"cancel": task_id}
-    assert unchanged(redis_client, lambda: publish(store, claimed, 3, 1)) == Lost()
-    assert unchanged(redis_client, lambda: settle(store, claimed, 3)) == Lost()
+    assert unchanged(redis_client, lambda: publish(store, claimed, 3, 1)) == Cancelled()
+    assert unchanged(redis_client, lambda: settle(store, claimed, 3)) == Cancelled()
     # Also what is stored already is not told to be accepted: the owner must learn of it.
-    assert unchanged(redis_client, lambda: publish(store, claimed, 0, 3)) == Lost()
-    assert store.renew(owned([claimed]), 60) == {task_id}
+    assert unchanged(redis_client, lambda: publish(store, claimed, 0, 3)) == Cancelled()
+    assert store.renew(owned([claimed]), 60) == Renewed(cancelled=frozenset({task_id}))
     assert store.hand_back(owned([claimed])) == 0
     assert StartedJobRegistry(claimed.queue, connection=redis_client).count == 0
     usage = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4)
     assert the_end(store, task_id).usage == usage.to_json()
+
+
+def test_only_the_owner_at_the_end_is_told_of_the_cancel(store: TaskStore, redis_client: redis.Redis) -> None:
+    """vllm#31503: two that counted one cancel would be as wrong as none."""
+    task_id = submit(store, redis_client)
+    old = claim_one(store, lease_seconds=-1)
+    store.reap(SLUG, max_task_seconds=3600)
+    new = claim_one(store)
+    store.cancel(task_id)
+    assert (publish(store, old, 0, 1), publish(store, new, 0, 1)) == (Lost(), Cancelled())
+    assert store.renew(owned([old]), 60) == Renewed(lost=frozenset({task_id}))
+
+
+def test_a_task_that_was_cancelled_between_attempts_was_lost(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
+    task_id = submit(store, redis_client)
+    old = claim_one(store, lease_seconds=-1)
+    store.reap(SLUG, max_task_seconds=3600)
+    store.cancel(task_id)
+    assert publish(store, old, 0, 1) == Lost()
 
 
 def test_the_message_is_the_one_that_a_worker_would_write(

@@ -139,6 +139,30 @@ def test_what_rq_deleted_ends_and_stays_deleted(store: TaskStore, redis_client: 
     assert store.cancel(task_id) == "cancelled"
 
 
+def test_one_claim_ends_a_hundred_at_most(store: TaskStore, redis_client: redis.Redis) -> None:
+    """Redis serves nobody else while a script runs."""
+    given = submission(redis_client)
+    for _ in range(250):
+        submit(store, redis_client)
+    Queue(given.queue, connection=redis_client).empty()
+    kept = submit(store, redis_client)
+    ended = []
+    for _ in range(4):
+        claimed = [one.task_id for one in claim(store)]
+        ended.append((store.queue_stats(SLUG).totals["finished:cancelled"], claimed))
+    assert ended == [(100, []), (200, []), (250, [kept]), (250, [])]
+
+
+def test_the_wait_is_told_on_rediss_clock(store: TaskStore, redis_client: redis.Redis) -> None:
+    """The clocks of the hosts differ: a worker that subtracted its own would tell waits below nothing."""
+    task_id = submit(store, redis_client)
+    redis_client.hincrby(keys.run(task_id), "accepted_us", -MINUTE_US)
+    assert 60 <= claim_one(store).waited_seconds < 120
+    future = submit(store, redis_client)
+    redis_client.hincrby(keys.run(future), "accepted_us", MINUTE_US)
+    assert claim_one(store).waited_seconds == 0
+
+
 def test_a_task_without_its_run_hash_stops_nobody(store: TaskStore, redis_client: redis.Redis) -> None:
     """rq#1955: a server that evicts keys leaves ids without a hash."""
     evicted, kept = submit(store, redis_client), submit(store, redis_client)

@@ -33,7 +33,7 @@ from tests.worker.protocol.tasks import (
 from worker.protocol import keys
 from worker.protocol.messages import FinishedEvent
 from worker.protocol.naming import queue_name
-from worker.protocol.store import Accepted, Claimed, Gap, Lost, TaskStore, Write
+from worker.protocol.store import Accepted, Cancelled, Claimed, Gap, Lost, TaskStore, Write
 
 
 @dataclass
@@ -47,6 +47,7 @@ class Expected:
     lapsed: bool = False
     reason: str | None = None
     ended_by: str | None = None
+    cancelled_under: str | None = None
 
 
 @dataclass
@@ -119,8 +120,10 @@ class Service(RuleBasedStateMachine):
         """The log lost its end, as the owner sees it."""
         writes = [self.write(holder, holder.sent + 1, tokens(holder.sent + 1, 1)) for holder in held]
         for holder, outcome in zip(held, self.store.publish(writes), strict=True):
-            expected = Gap(self.tasks[holder.claimed.task_id].num_tokens) if self.owns(holder) else Lost()
-            assert outcome == expected
+            if self.owns(holder):
+                assert outcome == Gap(self.tasks[holder.claimed.task_id].num_tokens)
+            else:
+                assert outcome == self.refusal(holder)
 
     @rule(held=claims, reason=st.sampled_from(["stop", "length", "error", "timeout"]), again=st.booleans())
     def settle(self, held: list[Holder], reason: str, again: bool) -> None:
@@ -136,13 +139,16 @@ class Service(RuleBasedStateMachine):
                 if again:
                     assert self.store.publish([write]) == [Accepted()]
             else:
-                assert outcome == Lost()
+                assert outcome == self.refusal(holder)
 
     @rule(held=claims, lapsed=st.booleans())
     def renew(self, held: list[Holder], lapsed: bool) -> None:
-        lost = self.store.renew(owned([holder.claimed for holder in held]), -1 if lapsed else 600)
+        renewed = self.store.renew(owned([holder.claimed for holder in held]), -1 if lapsed else 600)
         for holder in held:
-            assert (holder.claimed.task_id in lost) is not self.owns(holder)
+            task_id = holder.claimed.task_id
+            is_cancelled = not self.owns(holder) and self.refusal(holder) == Cancelled()
+            assert (task_id in renewed.cancelled) is is_cancelled
+            assert (task_id in renewed.lost) is not (is_cancelled or self.owns(holder))
             if self.owns(holder):
                 self.tasks[holder.claimed.task_id].lapsed = lapsed
 
@@ -167,7 +173,7 @@ class Service(RuleBasedStateMachine):
         task = self.tasks[task_id]
         told = self.store.cancel(task_id)
         if task.reason is None:
-            task.reason, task.owner = "cancelled", None
+            task.reason, task.cancelled_under, task.owner = "cancelled", task.owner, None
             assert told == "cancelled"
         else:
             assert told == {"stop": "completed", "length": "completed", "cancelled": "cancelled"}.get(
@@ -277,7 +283,12 @@ class Service(RuleBasedStateMachine):
         if self.owns(holder):
             assert outcome == Accepted()
         elif self.tasks[holder.claimed.task_id].ended_by != holder.claimed.owner:
-            assert outcome == Lost()
+            assert outcome == self.refusal(holder)
+
+    def refusal(self, holder: Holder) -> Lost | Cancelled:
+        """What one who does not own the task is told."""
+        owner = self.tasks[holder.claimed.task_id].cancelled_under
+        return Cancelled() if owner == holder.claimed.owner else Lost()
 
 
 @pytest.mark.parametrize("steps", [30])

@@ -22,7 +22,7 @@ from tests.worker.protocol.tasks import (
 )
 from worker.protocol import keys
 from worker.protocol.messages import LogEntry, Usage
-from worker.protocol.store import Reaped, Settlement, TaskStore, Write
+from worker.protocol.store import Reaped, Renewed, Settlement, TaskStore, Write
 
 WATCHDOG_SECONDS = 60
 
@@ -30,11 +30,11 @@ WATCHDOG_SECONDS = 60
 def test_a_renewed_lease_does_not_lapse(store: TaskStore, redis_client: redis.Redis) -> None:
     submit(store, redis_client)
     claimed = claim_one(store, lease_seconds=-1)
-    assert store.renew(owned([claimed]), 60) == set()
+    assert store.renew(owned([claimed]), 60) == Renewed()
     assert reap(store) == Reaped()
-    assert store.renew(owned([claimed]), -1) == set()
+    assert store.renew(owned([claimed]), -1) == Renewed()
     assert reap(store).returned == (claimed.task_id,)
-    assert store.renew(owned([claimed]), 60) == {claimed.task_id}
+    assert store.renew(owned([claimed]), 60) == Renewed(lost=frozenset({claimed.task_id}))
 
 
 def test_leases_are_in_redis_time(store: TaskStore, redis_client: redis.Redis) -> None:
@@ -46,9 +46,9 @@ def test_leases_are_in_redis_time(store: TaskStore, redis_client: redis.Redis) -
 
 
 def test_nothing_owned_is_nothing(store: TaskStore, redis_client: redis.Redis) -> None:
-    assert store.renew({}, 60) == set()
+    assert store.renew({}, 60) == Renewed()
     assert store.hand_back({}) == 0
-    assert store.renew({"unknown": "me"}, 60) == {"unknown"}
+    assert store.renew({"unknown": "me"}, 60) == Renewed(lost=frozenset({"unknown"}))
     assert unchanged(redis_client, lambda: store.hand_back({"unknown": "me"})) == 0
 
 
@@ -148,7 +148,7 @@ def test_what_rq_ended_in_a_workers_hands(
     publish(store, claimed, 0, 1)
     getattr(fetch(redis_client, claimed.task_id), how)()
     if ending == "renew":
-        assert store.renew(owned([claimed]), 60) == {claimed.task_id}
+        assert store.renew(owned([claimed]), 60) == Renewed(cancelled=frozenset({claimed.task_id}))
     elif ending == "hand_back":
         assert store.hand_back(owned([claimed])) == 0
     else:

@@ -134,6 +134,31 @@ def test_one_call_ends_a_hundred_at_most(store: TaskStore, redis_client: redis.R
     assert [len(reap(store, max_task_seconds=0).timed_out) for _ in range(3)] == [100, 50, 0]
 
 
+@pytest.mark.parametrize("how", ["emptied", "unlisted", "listed"])
+def test_one_call_puts_a_hundred_right_at_most(store: TaskStore, redis_client: redis.Redis, how: str) -> None:
+    """Three thousand deleted jobs held up everybody else for most of a second."""
+    given = [submission(redis_client, priority=n % 2) for n in range(250)]
+    for one in given:
+        store.submit(one)
+    queues = [Queue(name, connection=redis_client) for name in sorted({one.queue for one in given})]
+    if how == "emptied":
+        for queue in queues:
+            queue.empty()
+        assert [len(reap(store).cancelled) for _ in range(4)] == [100, 100, 50, 0]
+        return
+    num_listed = []
+    if how == "unlisted":
+        redis_client.delete(*(queue.key for queue in queues))
+    else:
+        for number in range(250):
+            redis_client.rpush(queues[0].key, f"foreign-{number}")
+    for _ in range(4):
+        num_listed.append(sum(queue.count for queue in queues))
+        assert reap(store) == Reaped()
+    assert num_listed == ([0, 100, 200, 250] if how == "unlisted" else [500, 400, 300, 250])
+    assert sum(len(waiting(redis_client, queue.name)) for queue in queues) == 250
+
+
 def test_expired_ids_leave_the_registries(redis_client: redis.Redis) -> None:
     """romm#3195: registries that name jobs which have expired; RQ itself never trims the cancelled ones."""
     store = TaskStore(redis_client, retention_seconds=0.01)

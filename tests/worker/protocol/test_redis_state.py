@@ -20,7 +20,7 @@ from tests.worker.protocol.tasks import (
     submit,
 )
 from worker.protocol import keys
-from worker.protocol.store import TaskStore, WorkerRecord
+from worker.protocol.store import Renewed, TaskStore, WorkerRecord
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "redis-keys.md"
 
@@ -58,7 +58,7 @@ def test_full_memory_does_not_hinder_what_frees_it(store: TaskStore, memory: red
     ids = [submit(store, memory) for _ in range(4)]
     first, second, third = claim(store, 3, lease_seconds=-1)
     memory.config_set("maxmemory", 1)
-    assert store.renew(owned([first]), 60) == set()
+    assert store.renew(owned([first]), 60) == Renewed()
     assert store.hand_back(owned([second])) == 1
     assert store.reap(SLUG, max_task_seconds=3600).returned == (third.task_id,)
     assert store.cancel(ids[3]) == "cancelled"

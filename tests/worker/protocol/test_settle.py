@@ -25,7 +25,7 @@ from tests.worker.protocol.tasks import (
     unchanged,
 )
 from worker.protocol import keys
-from worker.protocol.store import Accepted, Claimed, Lost, TaskStore
+from worker.protocol.store import Accepted, Cancelled, Claimed, Lost, TaskStore
 
 
 def test_settling_ends_it_for_everybody(
@@ -112,7 +112,7 @@ def test_what_rq_ended_is_not_settled(
     """rq#2292: `Job.cancel()` of a running job only edits Redis, and the worker overwrote it at the end."""
     publish(store, claimed, 0, 2)
     getattr(fetch(redis_client, claimed.task_id), how)()
-    assert settle(store, claimed, 2) == Lost()
+    assert settle(store, claimed, 2) == Cancelled()
     snapshot = store.inspect(claimed.task_id)
     assert snapshot is not None
     assert snapshot.status == "cancelled"

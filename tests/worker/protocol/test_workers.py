@@ -1,6 +1,7 @@
 """Workers say what they do, and are forgotten when they stop saying it."""
 
 import dataclasses
+import json
 import time
 
 import redis
@@ -21,6 +22,14 @@ def test_a_record_is_told(store: TaskStore) -> None:
     store.put_worker(RECORD, 60)
     store.put_worker(other, 60)
     assert sorted(store.workers(), key=lambda record: record.name) == [RECORD, other]
+
+
+def test_a_record_of_a_newer_version_can_be_read(store: TaskStore, redis_client: redis.Redis) -> None:
+    """While workers are replaced one by one, old and new read each other."""
+    store.put_worker(RECORD, 60)
+    newer = {**json.loads(RECORD.to_json()), "num_devices": 8}
+    redis_client.set(keys.worker(RECORD.name), json.dumps(newer))
+    assert store.workers() == [RECORD]
 
 
 def test_the_newest_record_counts(store: TaskStore) -> None:

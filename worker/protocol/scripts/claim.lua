@@ -1,9 +1,10 @@
 -- Gives waiting tasks of a model to a worker, the most urgent first. In no moment is a task in no list.
--- ARGV: retention, slug, worker, seconds of the lease, seconds that RQ keeps a worker's index, one new owner
--- for each task wanted.
--- Gives {id, owner, attempt, queue, priority, accepted_us, data, prompt ids, fingerprint, log} for each.
+-- ARGV: retention, slug, worker, seconds of the lease, seconds that RQ keeps a worker's index, how many tasks
+-- to end at most that RQ's tools took (nobody else is served meanwhile), one new owner for each task wanted.
+-- Gives {id, owner, attempt, queue, priority, accepted_us, seconds waited, data, prompt ids, fingerprint, log}
+-- for each.
 
-local slug, worker, lease, index_seconds = ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5]
+local slug, worker, lease, index_seconds, limit = ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5], tonumber(ARGV[6])
 
 local function take(id, task, owner)
   local composite, stamp = id .. ':' .. owner, utcformat(now_us)
@@ -21,7 +22,7 @@ local function take(id, task, owner)
     'created_at', seconds(now_us), 'last_heartbeat', seconds(now_us))
   call('SADD', K.rq_worker .. worker .. K.rq_worker_executions, composite)
   return { id, owner, attempt, task.queue, task.priority, task.accepted_us,
-    call('HGET', K.rq_job .. id, 'data'), task.prompt_ids or '', task.fingerprint or '',
+    seconds(math.max(0, now_us - task.accepted_us)), call('HGET', K.rq_job .. id, 'data'), task.prompt_ids or '', task.fingerprint or '',
     call('XRANGE', K.log .. id, '-', '+') }
 end
 
@@ -30,8 +31,8 @@ for _, queue in ipairs(call('SMEMBERS', K.queues .. slug)) do
   heads[#heads + 1] = head_of(queue)
 end
 
-local claimed, next_owner = {}, 6
-while ARGV[next_owner] and #heads > 0 do
+local claimed, next_owner, num_dead = {}, 7, 0
+while ARGV[next_owner] and #heads > 0 and num_dead < limit do
   local first = 1
   for i = 2, #heads do
     if goes_before(heads[i], heads[first]) then
@@ -43,9 +44,12 @@ while ARGV[next_owner] and #heads > 0 do
   if task and call('HGET', K.rq_job .. head.id, 'status') == 'queued' then
     claimed[#claimed + 1] = take(head.id, task, ARGV[next_owner])
     next_owner = next_owner + 1
-  elseif task then
-    -- Cancelled or deleted with RQ's own tools.
-    finish_cancelled(head.id, task)
+  else
+    num_dead = num_dead + 1
+    if task then
+      -- Cancelled or deleted with RQ's own tools.
+      finish_cancelled(head.id, task)
+    end
   end
   local follower = head_of(head.queue)
   if follower then

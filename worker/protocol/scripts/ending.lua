@@ -74,6 +74,9 @@ local function finish(id, task, how)
   end
   end_job(id, task.queue, how.status)
   call('HSET', run, 'terminal', how.status, 'reason', how.reason, 'finished_at', seconds(now_us))
+  if task.owner then
+    call('HSET', run, 'last_owner', task.owner)
+  end
   count_end(task, how)
   for _, key in ipairs({ run, K.log .. id, K.rq_job .. id, K.rq_results .. id, task.idempotency }) do
     call('PEXPIRE', key, retention_ms)
@@ -107,6 +110,12 @@ end
 
 local function finish_cancelled(id, task)
   finish_here(id, task, { status = 'cancelled', reason = 'cancelled' }, 'null')
+end
+
+-- How the task ended while `owner` had it; nil if it did not.
+local function ended_under(id, owner)
+  local last_owner, terminal = unpack(call('HMGET', K.run .. id, 'last_owner', 'terminal'))
+  return last_owner == owner and terminal or nil
 end
 
 -- RQ's row of a job's results.

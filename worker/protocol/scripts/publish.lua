@@ -4,7 +4,7 @@
 -- entries, number of facts, scheduled (seconds ago, or ''), status or '' | token, text, index, end of each entry |
 -- name, value of each fact | and with a status: reason, type of RQ's result, its return value, its
 -- exception, prompt tokens, completion tokens.
--- Gives for each write ACCEPTED, LOST or, if its first seq is too high, the length of the log.
+-- Gives for each write ACCEPTED, LOST, CANCELLED or, if its first seq is too high, the length of the log.
 -- Runs once for every step of an engine: a plain write costs HGET, XLEN, XADD and PUBLISH, no more.
 
 local fields, num_fields = {}, 0
@@ -13,7 +13,7 @@ for text in string.gmatch(ARGV[2], '([^\31]*)\31') do
   fields[num_fields] = text
 end
 
-local ACCEPTED, LOST = -1, -2
+local ACCEPTED, LOST, CANCELLED = -1, -2, -3
 local HEADER, ENTRY, SETTLEMENT = 7, 4, 6
 
 local function add_entries(id, first, count, length, at)
@@ -42,12 +42,15 @@ local function settle(id, status, at)
   add_result(id, task, { type = fields[at + 1], return_value = fields[at + 2], exc_string = fields[at + 3] })
   finish(id, task, { status = status, reason = fields[at], prompt_tokens = fields[at + 4],
     completion_tokens = fields[at + 5] })
-  call('HSET', K.run .. id, 'settled_by', task.owner)
 end
 
 -- Not the owner. But perhaps the same call again, as its reply was lost: the settlement was this owner's.
 local function refuse(id, owner, sent, length)
-  return call('HGET', K.run .. id, 'settled_by') == owner and sent <= length and ACCEPTED or LOST
+  local terminal = ended_under(id, owner)
+  if terminal == 'cancelled' then
+    return CANCELLED
+  end
+  return terminal and sent <= length and ACCEPTED or LOST
 end
 
 local function write(at, count, facts_at, settlement_at)
@@ -60,7 +63,7 @@ local function write(at, count, facts_at, settlement_at)
   elseif status ~= '' and not is_started(id) then
     -- Cancelled or deleted with RQ's own tools.
     finish_cancelled(id, hash(K.run .. id))
-    return LOST
+    return CANCELLED
   end
   add_facts(id, fields[at + 5], facts_at, settlement_at)
   if count > 0 then

@@ -4,8 +4,8 @@
 -- Gives {ids put back}, {ids timed out}, {ids cancelled}.
 
 local slug, max_wait_us, error_json = ARGV[2], tonumber(ARGV[3]), ARGV[4]
-local exc_string, result_type, limit = ARGV[5], ARGV[6], ARGV[7]
-local returned, timed_out, cancelled = {}, {}, {}
+local exc_string, result_type, limit = ARGV[5], ARGV[6], tonumber(ARGV[7])
+local returned, timed_out, cancelled, num_mended = {}, {}, {}, 0
 
 local function take_back(id)
   local task = hash(K.run .. id)
@@ -54,24 +54,31 @@ local function relist(queue, id)
   end
 end
 
+-- Lets `treat` put right what stands in `ids` and not in `others`; what is over the limit, the next call.
+local function mend_those(queue, ids, others, treat)
+  local known = {}
+  for _, id in ipairs(others) do
+    known[id] = true
+  end
+  for _, id in ipairs(ids) do
+    if num_mended >= limit then
+      return
+    elseif not known[id] then
+      treat(queue, id)
+      num_mended = num_mended + 1
+    end
+  end
+end
+
 -- RQ's tools take a job from RQ's list, or put one there; ours notices by the lengths.
 local function mend(queue)
   local key, order = K.rq_queue .. queue, K.order .. queue
-  if call('LLEN', key) == call('ZCARD', order) then
+  if num_mended >= limit or call('LLEN', key) == call('ZCARD', order) then
     return
   end
-  local listed = {}
-  for _, id in ipairs(call('LRANGE', key, 0, -1)) do
-    listed[id] = true
-    if not call('ZSCORE', order, id) then
-      unlist(queue, id)
-    end
-  end
-  for _, id in ipairs(call('ZRANGE', order, 0, -1)) do
-    if not listed[id] then
-      relist(queue, id)
-    end
-  end
+  local listed, ordered = call('LRANGE', key, 0, -1), call('ZRANGE', order, 0, -1)
+  mend_those(queue, listed, ordered, unlist)
+  mend_those(queue, ordered, listed, relist)
 end
 
 -- RQ expires its registries when somebody looks at them, and the one of cancelled jobs never.

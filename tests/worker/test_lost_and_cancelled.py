@@ -1,0 +1,101 @@
+"""A task that is lost or cancelled leaves every part of the worker at once, and is counted as what it was."""
+
+import random
+import threading
+from collections import Counter
+
+import pytest
+import redis
+
+from engine.outputs import StepReport
+from tests.worker.running import running
+from tests.worker.workshop import (
+    SLUG,
+    FakeRunner,
+    build_engine,
+    ended,
+    log_length,
+    submit,
+    tokens_of,
+    undisturbed,
+    until,
+    wait_for_length,
+)
+from worker.batch_worker import BatchWorker
+from worker.loop import Load
+from worker.protocol import keys
+from worker.protocol.store import TaskStore
+
+
+class Ends:
+    """An observer of the ends of requests."""
+
+    def __init__(self) -> None:
+        self.reasons: Counter[str] = Counter()
+
+    def observe(self, report: StepReport) -> None:
+        self.reasons.update(str(one.reason) for one in report.finished)
+
+
+def count_lost(worker: BatchWorker) -> float:
+    value: float = worker._given.metrics._lost._value.get()
+    return value
+
+
+def reap_what_is_held(client: "redis.Redis", task: str) -> None:
+    """As if the worker had been away for longer than a lease."""
+    client.zadd(keys.LEASES, {task: 1})
+    TaskStore(client).reap(SLUG, max_task_seconds=86400)
+
+
+def test_a_task_that_is_claimed_again_runs_once(redis_url: str, redis_client: "redis.Redis") -> None:
+    """bullmq#3183: a worker that was away past its lease went on with an attempt that it had lost."""
+    runner, permits = FakeRunner(), threading.Semaphore(3)
+    runner.before_step = permits.acquire
+    engine = build_engine(runner)
+    task = submit(redis_client, sampling={"max_tokens": 20})
+
+    with running(redis_url, engine) as run:
+        wait_for_length(redis_client, task, 3)
+        first = redis_client.hget(keys.run(task), "owner")
+        reap_what_is_held(redis_client, task)
+        # No step runs, so only the claim can tell that the first attempt is lost; or a renewal before it.
+        until(lambda: redis_client.hget(keys.run(task), "owner") not in (None, first), "it is claimed again")
+        permits.release(2)
+        until(lambda: log_length(redis_client, task) > 3, "the second attempt runs")
+        assert [request.partition(":")[0] for request in engine._requests] == [task]
+        permits.release(100)
+        assert tokens_of(ended(redis_client, task)) == undisturbed([1, 2, 3], 20)
+        until(lambda: not run.worker._crew.holdings, "nothing is held")
+        until(lambda: run.worker._crew.loop.load == Load(), "nothing runs")
+        assert count_lost(run.worker) == 1
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_every_cancel_of_a_running_request_is_counted(
+    redis_url: str, redis_client: "redis.Redis", heard: bool
+) -> None:
+    """vllm#31503: what was aborted was missing among what had finished. Whoever tells of it first."""
+    num_tasks, ends, chance = 40, Ends(), random.Random(7)
+    tasks = [submit(redis_client, sampling={"max_tokens": 4900}) for _ in range(num_tasks)]
+    runner, permits = FakeRunner(), threading.Semaphore(0)
+    runner.before_step = permits.acquire
+    engine = build_engine(runner, max_num_seqs=num_tasks, num_kv_blocks=60000, max_model_len=5000)
+
+    def has_running(number: int) -> bool:
+        permits.release()
+        return run.worker._crew.loop.load == Load(num_running=number)
+
+    with running(redis_url, engine, observers=(ends,)) as run:
+        if not heard:
+            run.worker._crew._listener_service.stop()
+            until(lambda: run.worker._crew._listener_service.join(1), "nobody listens")
+        until(lambda: has_running(num_tasks), "all run")
+        chance.shuffle(tasks)
+        for task in tasks:
+            permits.release()
+            assert TaskStore(redis_client).cancel(task) == "cancelled"
+        until(lambda: has_running(0), "nothing runs")
+        assert ends.reasons == {"cancelled": num_tasks}
+        assert count_lost(run.worker) == 0
+        assert len(run.worker._crew.holdings) == 0

@@ -1,0 +1,113 @@
+"""The worker while Redis fails it: connections die, the server restarts or hangs, and nothing is lost."""
+
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from tests.conftest import free_port, start_redis
+from tests.worker.running import make_worker, running
+from tests.worker.workshop import (
+    FakeRunner,
+    build_engine,
+    ended,
+    submit,
+    tokens_of,
+    undisturbed,
+    until,
+    wait_for_length,
+)
+
+
+def count_calls(target: Any, name: str) -> list[None]:
+    """A list that grows with each call of `target.name`, which does what it did."""
+    calls: list[None] = []
+    method = getattr(target, name)
+
+    def counting() -> None:
+        calls.append(None)
+        method()
+
+    setattr(target, name, counting)
+    return calls
+
+
+def test_all_connections_are_killed_again_and_again(redis_url: str, redis_client: "redis.Redis") -> None:
+    """redis-py#1573, rq#1836: after a lost connection workers stayed deaf or ended."""
+    tasks = [submit(redis_client, prompt_token_ids=(n + 1,), sampling={"max_tokens": 60}) for n in range(8)]
+    runner, permits = FakeRunner(), threading.Semaphore(0)
+    runner.before_step = permits.acquire
+
+    with running(redis_url, build_engine(runner)) as run:
+        for round_number in range(1, 6):
+            permits.release(8)
+            wait_for_length(redis_client, tasks[0], round_number * 4)
+            redis_client.client_kill_filter(skipme=True, _type="normal")
+            redis_client.client_kill_filter(skipme=True, _type="pubsub")
+        permits.release(1000)
+        for number, task in enumerate(tasks):
+            assert tokens_of(ended(redis_client, task)) == undisturbed([number + 1], 60)
+        assert run.status is None, "the worker lives"
+        assert tokens_of(ended(redis_client, submit(redis_client))) == undisturbed([1, 2, 3], 5)
+
+
+def test_an_error_while_announcing_renews_the_connections(redis_url: str) -> None:
+    """After a failover a connection may live on to a server that only reads."""
+    worker = make_worker(redis_url)
+    before = worker.connection.client_id()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise redis.ReadOnlyError("a replica now")
+
+    worker._store.put_worker = refuse  # type: ignore[method-assign] # as a server that became a replica
+    with pytest.raises(redis.ReadOnlyError):
+        worker._announce()
+    assert worker.connection.client_id() != before
+
+
+def test_redis_restarts_under_the_worker(tmp_path: Path) -> None:
+    """redis-py#1573, rq#1846: after a restart of Redis workers hung, ended or stayed deaf."""
+    port = free_port()
+    server = start_redis(tmp_path, port)
+    runner, permits = FakeRunner(), threading.Semaphore(1)
+    runner.before_step = permits.acquire
+    try:
+        with redis.Redis.from_url(server.url) as client, running(server.url, build_engine(runner)) as run:
+            task = submit(client, sampling={"max_tokens": 30})
+            wait_for_length(client, task, 1)
+            server.process.kill()
+            server.process.wait()
+            permits.release(10)
+            until(lambda: run.worker._crew.publisher.backlog >= 10, "tokens wait for Redis")
+            server = start_redis(tmp_path, port)
+            permits.release(100)
+            assert tokens_of(ended(client, task)) == undisturbed([1, 2, 3], 30)
+            assert tokens_of(ended(client, submit(client))) == undisturbed([1, 2, 3], 5)
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+def test_the_loop_rests_while_redis_is_away_too_long(tmp_path: Path) -> None:
+    """A bounded buffer: no more is computed than can be kept, and the loop is not taken for stalled."""
+    server = start_redis(tmp_path, free_port())
+    runner = FakeRunner()
+    try:
+        with redis.Redis.from_url(server.url) as client, running(server.url, build_engine(runner)) as run:
+            run.worker._crew.publisher._max_backlog = 20
+            ticks = count_calls(run.worker._crew.pulse, "tick")
+            task = submit(client, sampling={"max_tokens": 190})
+            wait_for_length(client, task, 1)
+            server.process.send_signal(signal.SIGSTOP)
+            until(lambda: run.worker._crew.publisher.is_full, "the buffer is full")
+            num_ticks = len(ticks)
+            until(lambda: len(ticks) >= num_ticks + 3, "the loop goes round")
+            assert run.worker._crew.publisher.backlog == 20
+            server.process.send_signal(signal.SIGCONT)
+            assert tokens_of(ended(client, task)) == undisturbed([1, 2, 3], 190)
+    finally:
+        server.process.kill()
+        server.process.wait()
