@@ -70,7 +70,7 @@ class Task(BaseModel):
     created_at: float = Field(description="Seconds since the epoch.")
     model: str
     priority: int
-    queue: QueuePlace | None = Field(description="Null once the task was scheduled.")
+    queue: QueuePlace | None = Field(description="Null while the task runs, and once it has ended.")
     outputs: list[Output]
     usage: UsageView | None = Field(description="Null until the prompt's length is known.")
     timings: Timings
@@ -102,7 +102,9 @@ class WorkerView(BaseModel):
 
     name: str
     model: str
-    state: Literal["loading", "ready", "draining", "stalled"]
+    state: str = Field(
+        description="`loading`, `ready`, `draining`, `stalled`, or a word of a worker of a later version."
+    )
     detail: str = Field(description="While it loads: how far it is.")
     started_at: float
     running: int

@@ -65,7 +65,7 @@ class ApiSettings:
         read = _Reader(environ)
         default = cls()
         settings = cls(
-            redis_url=read.text("REDIS_URL", default.redis_url),
+            redis_url=read.redis_url("REDIS_URL", default.redis_url),
             host=read.text("TOKENMILL_HOST", default.host),
             port=read.whole("TOKENMILL_PORT", default.port, least=0, most=65535),
             model=read.text("TOKENMILL_MODEL", default.model),
@@ -95,12 +95,18 @@ class _Reader:
     def text(self, variable: str, default: str) -> str:
         return self._environ.get(variable, "").strip() or default
 
+    def redis_url(self, variable: str, default: str) -> str:
+        url = self.text(variable, default)
+        if not url.startswith(("redis://", "rediss://", "unix://")):
+            raise SettingError(variable, url, "an address that starts with redis://, rediss:// or unix://")
+        return url
+
     def whole(self, variable: str, default: int, *, least: int, most: int | None = None) -> int:
         wanted = f"a whole number, {least} or more" if most is None else f"a whole number, {least} to {most}"
         return self._number(variable, default, int, wanted, least, math.inf if most is None else most)
 
     def seconds(self, variable: str, default: float) -> float:
-        return self._number(variable, default, float, "seconds, at least 0.1", 0.1, 1e9)
+        return self._number(variable, default, float, "a number of seconds from 1 to 1e9", 1.0, 1e9)
 
     def _number(
         self,

@@ -1,11 +1,10 @@
 """A snapshot of a task as its JSON shows it. Pure functions."""
 
 import json
-from collections.abc import Iterable
-from typing import Any
+from dataclasses import asdict
 
 from api.reply_schemas import ErrorView, Output, QueuePlace, Task, Timings, Urls, UsageView
-from worker.protocol.messages import LogEntry
+from worker.protocol.outputs import end_of, outputs_of, token_ids_of
 from worker.protocol.store import TaskSnapshot
 
 TERMINAL = frozenset({"completed", "failed", "cancelled"})
@@ -18,15 +17,15 @@ def task_url(task_id: str) -> str:
 def view(snapshot: TaskSnapshot) -> Task:
     """The task object of every reply that carries one."""
     url = task_url(snapshot.task_id)
-    last = _end_members(snapshot.entries[-1]) if snapshot.entries else {}
+    last = end_of(snapshot.entries[-1]) if snapshot.entries else {}
     return Task(
         id=snapshot.task_id,
         status=snapshot.status,
         created_at=round(snapshot.accepted_at, 3),
         model=snapshot.model,
         priority=snapshot.priority,
-        queue=_place(snapshot) if snapshot.status == "queued" else None,
-        outputs=_outputs(snapshot.entries),
+        queue=_place(snapshot) if _waits(snapshot) else None,
+        outputs=[Output(**asdict(output)) for output in outputs_of(snapshot.entries)],
         usage=_usage(snapshot, last.get("usage")),
         timings=_timings(snapshot),
         error=ErrorView(**last["error"]) if last.get("error") else None,
@@ -42,6 +41,13 @@ def eta_seconds(snapshot: TaskSnapshot) -> float | None:
     return round(snapshot.tokens_ahead / snapshot.drain_rate, 3)
 
 
+def _waits(snapshot: TaskSnapshot) -> bool:
+    """Before its first step, and again after it was preempted or handed back."""
+    if snapshot.status in TERMINAL:
+        return False
+    return snapshot.status == "queued" or snapshot.position is not None
+
+
 def _place(snapshot: TaskSnapshot) -> QueuePlace:
     return QueuePlace(
         position=snapshot.position,
@@ -51,31 +57,12 @@ def _place(snapshot: TaskSnapshot) -> QueuePlace:
     )
 
 
-def _outputs(entries: Iterable[LogEntry]) -> list[Output]:
-    """One for each index that has begun, the first always."""
-    outputs: dict[int, Output] = {}
-    texts: dict[int, list[str]] = {}
-    for entry in (LogEntry("", '""'), *entries):
-        index = int(entry.index)
-        if index not in outputs:
-            outputs[index] = Output(index=index, text="", token_ids=[], finish_reason=None)
-            texts[index] = []
-        texts[index].append(json.loads(entry.text))
-        if entry.token:
-            outputs[index].token_ids.append(int(entry.token))
-        if entry.end:
-            outputs[index].finish_reason = _end_members(entry)["finish_reason"]
-    for index, output in outputs.items():
-        output.text = "".join(texts[index])
-    return [outputs[index] for index in sorted(outputs)]
-
-
 def _usage(snapshot: TaskSnapshot, final: dict[str, int] | None) -> UsageView | None:
     if final:
         return UsageView(**final)
     if snapshot.prompt_tokens is None:
         return None
-    completion = sum(1 for entry in snapshot.entries if entry.token)
+    completion = len(token_ids_of(snapshot.entries))
     return UsageView(
         prompt_tokens=snapshot.prompt_tokens,
         completion_tokens=completion,
@@ -93,8 +80,3 @@ def _timings(snapshot: TaskSnapshot) -> Timings:
         ttft_seconds=since_accepted(snapshot.first_token_at),
         total_seconds=since_accepted(snapshot.finished_at),
     )
-
-
-def _end_members(entry: LogEntry) -> dict[str, Any]:
-    members: dict[str, Any] = json.loads(f"{{{entry.end}}}")
-    return members

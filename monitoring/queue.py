@@ -18,6 +18,8 @@ from worker.protocol.records import QueueStats, WorkerRecord, WorkerState
 
 REASONS = ("stop", "length", "cancelled", "timeout", "error")
 """How a task can end."""
+OTHER_STATE = "other"
+"""A worker of a later version may be in a state that has no name here. A label is known in advance."""
 
 
 class QueueReader(Protocol):
@@ -106,10 +108,10 @@ class QueueCollector(Collector):
         )
 
     def _states(self, workers: Iterable[WorkerRecord]) -> dict[str, int]:
-        counts = dict.fromkeys(get_args(WorkerState), 0)
+        counts = dict.fromkeys((*get_args(WorkerState), OTHER_STATE), 0)
         for worker in workers:
             if worker.slug == self._slug:
-                counts[worker.state] += 1
+                counts[worker.state if worker.state in counts else OTHER_STATE] += 1
         return counts
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:

@@ -29,7 +29,7 @@ class WorkerMetrics:
     def _init_tasks(self, families: Families) -> None:
         self._claimed = families.counter("tasks_claimed_total", "Tasks that this worker took from the queue.")
         self._lost = families.counter(
-            "tasks_lost_total", "Tasks that this worker had claimed and that another owner or a cancel took."
+            "tasks_lost_total", "Tasks that this worker had claimed and that another has now, or nobody."
         )
         self._handed_back = families.counter(
             "tasks_handed_back_total", "Tasks that this worker put back to the front of the queue unfinished."

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 from typing import Any, TypeVar, cast
 from urllib.parse import quote, urlsplit
 
@@ -104,6 +105,9 @@ class Client:
         while True:
             progress = False
             with self._patiently(partial(self._stream, task_id, last)) as response:
+                if response.status == HTTPStatus.NO_CONTENT:
+                    # The task has ended, and not above `last`.
+                    return
                 for event in _events(response):
                     if event.seq <= last:
                         continue

@@ -36,6 +36,19 @@ class TestReadiness:
         worker.report(state)
         assert (client.get("/readyz").status_code, client.get("/readyz").json["state"]) == (503, state)
 
+    def test_a_worker_of_a_later_version_may_be_in_a_state_of_its_own(self, client, worker, store):
+        worker.report("hibernating")
+        reply = client.get("/readyz")
+        assert (reply.status_code, reply.json["state"]) == (503, "hibernating")
+        record = WorkerRecord(name="b", model="m", slug=worker.slug, state="ready", started_at=0.0)
+        store.put_worker(record, ttl_seconds=60)
+        reply = client.get("/readyz")
+        assert reply.status_code == 200
+        assert {view["state"] for view in reply.json["workers"]} == {"hibernating", "ready"}
+        assert re.search(
+            r'tokenmill_workers\{model="[^"]+",state="other"\} 1\.0', client.get("/metrics").text
+        )
+
     def test_one_ready_worker_is_enough(self, client, worker, store):
         worker.report("ready")
         record = WorkerRecord(name="b", model="m", slug=worker.slug, state="loading", started_at=0.0)

@@ -50,6 +50,39 @@ def test_a_claimed_task_shows_what_the_scheduler_says(client, submit, worker):
     assert task["queue"]["waiting_for"] == "kv_blocks"
 
 
+def test_a_task_that_was_handed_back_shows_its_place_again(client, submit, worker):
+    """Scheduled once, it waits all the same: no text comes until a worker takes it."""
+    task_id = submit()
+    worker.claim()
+    worker.start(task_id)
+    worker.say(task_id, "half")
+    worker.store.hand_back({task_id: worker.owned[task_id].owner})
+    task = client.get(f"/v1/tasks/{task_id}").json
+    assert (task["queue"]["position"], task["queue"]["waiting_for"]) == (0, "worker")
+    assert task["outputs"][0]["text"] == "half"
+    worker.claim()
+    worker.start(task_id)
+    assert client.get(f"/v1/tasks/{task_id}").json["queue"] is None
+
+
+def test_a_task_that_was_preempted_shows_its_place_again(client, submit, worker):
+    task_id = submit()
+    worker.claim()
+    worker.start(task_id)
+    facts = {"waiting_for": "kv_blocks", "position": "0", "tokens_ahead": "0"}
+    worker.store.publish([worker._write(task_id, facts=facts)])
+    queue = client.get(f"/v1/tasks/{task_id}").json["queue"]
+    assert (queue["position"], queue["waiting_for"]) == (0, "kv_blocks")
+
+
+def test_a_task_that_ended_while_it_waited_has_no_place(client, submit, worker):
+    task_id = submit()
+    worker.claim()
+    facts = {"waiting_for": "behind", "position": "3", "tokens_ahead": "70"}
+    worker.store.publish([worker._write(task_id, facts=facts)])
+    assert client.delete(f"/v1/tasks/{task_id}").json["queue"] is None
+
+
 def test_a_running_task_shows_its_text_so_far(client, submit, worker):
     task_id = submit()
     worker.claim()

@@ -18,7 +18,7 @@ def test_variables_are_read():
             "TOKENMILL_HOST": "0.0.0.0",
             "TOKENMILL_PORT": "0",
             "TOKENMILL_MODEL": "/models/Tiny-1B/",
-            "TOKENMILL_RETENTION_SECONDS": "0.5",
+            "TOKENMILL_RETENTION_SECONDS": "1.5",
             "TOKENMILL_MAX_WAITING_TASKS": "0",
             "TOKENMILL_HTTP_THREADS": "8",
             "TOKENMILL_MAX_STREAMS": "7",
@@ -27,7 +27,7 @@ def test_variables_are_read():
     assert (settings.redis_url, settings.host, settings.port) == ("redis://r:1/2", "0.0.0.0", 0)
     assert settings.public_model == "Tiny-1B"
     assert settings.slug.startswith("tiny-1b-")
-    assert (settings.retention_seconds, settings.waiting_limit) == (0.5, None)
+    assert (settings.retention_seconds, settings.waiting_limit) == (1.5, None)
 
 
 def test_the_public_name_may_be_chosen():
@@ -42,7 +42,9 @@ def test_the_public_name_may_be_chosen():
         ("TOKENMILL_PORT", "65536"),
         ("TOKENMILL_PORT", "-1"),
         ("TOKENMILL_PORT", "80.5"),
-        ("TOKENMILL_RETENTION_SECONDS", "0"),
+        ("REDIS_URL", "http://redis"),
+        ("TOKENMILL_RETENTION_SECONDS", "0.5"),
+        ("TOKENMILL_RETENTION_SECONDS", "1000000001"),
         ("TOKENMILL_RETENTION_SECONDS", "nan"),
         ("TOKENMILL_RETENTION_SECONDS", "inf"),
         ("TOKENMILL_MAX_TASK_SECONDS", "1 day"),

@@ -187,12 +187,51 @@ def test_cancelling_ends_the_stream(client, running, worker):
     assert json.loads(last.data)["finish_reason"] == "cancelled"
 
 
-def test_a_failure_is_an_event_not_an_empty_success(client, running, worker):
-    """mistral.rs#1874, llama.cpp#14566: a fault showed as an empty stream, or one that never closed."""
-    worker.finish(running, "error", TaskError(type="server_error", code="engine_error", message="it broke"))
-    (last,) = Stream(client, f"/v1/tasks/{running}/events")
-    assert last.event == "finished"
-    assert json.loads(last.data)["error"]["message"] == "it broke"
+class TestFaults:
+    """llama.cpp#14566, mistral.rs#1874, vllm PR40986: a fault showed as an empty success, or the stream of it
+    never closed, and a bad input was answered with 200 and a stream.
+    """
+
+    ERROR = TaskError(type="server_error", code="engine_error", message="it broke")
+
+    @pytest.mark.parametrize("words", [[], ["a", "b", "c"]], ids=["before-the-first-token", "after-three"])
+    @pytest.mark.parametrize("live", [True, False], ids=["live", "replayed"])
+    def test_a_fault_is_the_one_end_of_a_stream(self, client, running, worker, words, live):
+        """Told once, as an error and never as `stop` or `length`; then the stream closes by itself."""
+        stream = Stream(client, f"/v1/tasks/{running}/events") if live else None
+        worker.say(running, *words)
+        before = stream.next(len(words)) if stream else []
+        worker.finish(running, "error", self.ERROR)
+        frames = before + list(stream or Stream(client, f"/v1/tasks/{running}/events"))
+        assert [frame.event for frame in frames] == ["token"] * len(words) + ["finished"]
+        assert text(frames) == "".join(words)
+        last = json.loads(frames[-1].data)
+        assert (last["finish_reason"], last["done"], last["error"]) == ("error", True, self.ERROR.to_json())
+        assert last["usage"]["completion_tokens"] == len(words)
+        assert sum("finish_reason" in json.loads(frame.data) for frame in frames) == 1
+        assert client.get(f"/v1/tasks/{running}").json["status"] == "failed"
+
+    @pytest.mark.parametrize(
+        ("fields", "param"),
+        [
+            ({"prompt_token_ids": [5] * 101, "prompt": None}, "prompt_token_ids"),
+            ({"prompt_token_ids": [1000], "prompt": None}, "prompt_token_ids"),
+            ({"max_tokens": 0}, "max_tokens"),
+            ({"n": 0}, "n"),
+            ({"stream": True}, "stream"),
+        ],
+    )
+    def test_a_bad_input_is_refused_before_there_is_a_stream(self, client, card, fields, param):
+        body = {name: value for name, value in {"prompt": "hello", **fields}.items() if value is not None}
+        reply = client.post("/v1/tasks", json=body, headers={"Accept": "text/event-stream"})
+        assert 400 <= reply.status_code < 500
+        assert reply.content_type == "application/problem+json"
+        assert reply.json["error"]["type"] == "invalid_request_error"
+        assert reply.json["error"]["param"] == param
+
+    def test_no_stream_begins_for_what_is_not_there(self, client):
+        reply = client.get(f"/v1/tasks/{'f' * 32}/events", headers={"Accept": "text/event-stream"})
+        assert (reply.status_code, reply.content_type) == (404, "application/problem+json")
 
 
 class TestPlaces:

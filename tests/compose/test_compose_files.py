@@ -9,13 +9,29 @@ from typing import Any
 import pytest
 import yaml
 
+from api.settings import ApiSettings
+from tests.settings_read import variables_of
+from worker.batch_worker import SHUTDOWN_SECONDS
+from worker.settings import Timing, WorkerSettings
+
 ROOT = Path(__file__).parents[2]
 FILES = ["docker-compose.yml", "docker-compose.gpu.yml"]
 SERVICES = yaml.safe_load((ROOT / FILES[0]).read_text())["services"]
 OVERLAY = yaml.safe_load((ROOT / FILES[1]).read_text())["services"]
 OURS = ["api", "worker"]
+READ = {"api": variables_of(ApiSettings.from_env), "worker": variables_of(WorkerSettings.from_env)}
 OTHERS_VARIABLES = {"HF_TOKEN"}
 """Read by a library, not by our settings."""
+SET_BY_THE_IMAGE = {"TOKENMILL_CACHE_DIR"}
+"""Where the volume is mounted."""
+PART_OF_THE_SHAPE = {
+    "REDIS_URL",
+    "TOKENMILL_HOST",
+    "TOKENMILL_PORT",
+    "TOKENMILL_METRICS_HOST",
+    "TOKENMILL_METRICS_PORT",
+}
+"""Addresses inside the containers, which other lines of the file rely on."""
 
 each_service = pytest.mark.parametrize("name", SERVICES)
 
@@ -82,20 +98,29 @@ def test_redis_keeps_every_accepted_task() -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_variables_are_those_that_the_settings_read(name: str) -> None:
-    variables = set(SERVICES[name]["environment"]) | set(OVERLAY.get(name, {}).get("environment", {}))
-    read = set(re.findall(r'"([A-Z][A-Z_]+)"', (ROOT / name / "settings.py").read_text()))
-    shared = set(yaml.safe_load((ROOT / FILES[0]).read_text())["x-shared-environment"])
-    assert variables - OTHERS_VARIABLES <= read
-    assert shared <= variables
+def test_every_setting_can_be_set_from_outside(name: str) -> None:
+    environment = SERVICES[name]["environment"]
+    read = READ[name] - SET_BY_THE_IMAGE
+    assert set(environment) == read | (OTHERS_VARIABLES if name == "worker" else set())
+    passed_on = {
+        variable: text for variable, text in environment.items() if variable not in PART_OF_THE_SHAPE
+    }
+    assert passed_on == {variable: f"${{{variable}:-}}" for variable in passed_on}
+    assert set(OVERLAY.get(name, {}).get("environment", {})) <= read
 
 
 @pytest.mark.parametrize(
-    ("name", "grace"), [("api", "TOKENMILL_HTTP_GRACE_SECONDS"), ("worker", "TOKENMILL_GRACE_SECONDS")]
+    ("name", "needed"),
+    [("api", ApiSettings().http_grace_seconds), ("worker", Timing().grace_seconds + SHUTDOWN_SECONDS)],
 )
-def test_a_container_is_stopped_later_than_its_process_needs(name: str, grace: str) -> None:
-    service = SERVICES[name]
-    assert seconds(service["stop_grace_period"]) > int(service["environment"][grace])
+def test_a_container_is_stopped_later_than_its_process_needs(name: str, needed: float) -> None:
+    """Ten times later: the graces are settings, and a process that keeps them ends itself."""
+    assert seconds(SERVICES[name]["stop_grace_period"]) >= 10 * needed
+
+
+def test_the_images_set_what_compose_leaves_to_them() -> None:
+    assert re.search(r"\bTOKENMILL_CACHE_DIR=/cache\b", (ROOT / "worker/Dockerfile").read_text())
+    assert SERVICES["worker"]["volumes"] == ["model-cache:/cache"]
 
 
 def test_health_checks_ask_the_ports_that_are_set() -> None:

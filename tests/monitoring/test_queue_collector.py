@@ -118,6 +118,18 @@ def test_workers_are_counted_by_state_and_those_of_other_models_are_not(
     assert states == {"loading": 1, "ready": 2, "draining": 0, "stalled": 0}
 
 
+def test_a_worker_of_a_later_version_may_be_in_a_state_of_its_own(
+    registry: CollectorRegistry, store: CountingStore
+) -> None:
+    """As in a rolling upgrade: the scrape goes on, and the label is one that was known before."""
+    assert value(registry, "workers", state="other") == 0
+    unknown = replace(worker("a", "ready"), state="hibernating")  # type: ignore[arg-type]  # the point
+    store.records = [unknown, worker("b", "ready")]
+    assert value(registry, "workers", state="other") == 1
+    assert value(registry, "workers", state="ready") == 1
+    assert value(registry, "workers", state="hibernating") is None
+
+
 def test_a_scrape_reads_the_queue_once_and_registering_never(
     registry: CollectorRegistry, store: CountingStore
 ) -> None:

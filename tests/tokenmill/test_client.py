@@ -90,6 +90,13 @@ def test_reading_can_start_later(service: FakeService) -> None:
     assert service.calls[0].headers["last-event-id"] == "4"
 
 
+def test_nothing_is_left_to_read_of_a_task_that_has_ended(service: FakeService) -> None:
+    service.will_answer(Answer([], 204))
+
+    assert texts(client_of(service), after=6) == []
+    assert len(service.calls) == 1
+
+
 def test_an_event_of_a_later_version_is_passed_over(service: FakeService) -> None:
     service.will_answer(Answer(["event: weather\ndata: {}\n\n", token(0, "a"), finished(1)]))
 
