@@ -102,7 +102,8 @@ def test_why_it_waits(store: TaskStore, redis_client: redis.Redis) -> None:
     assert inspect(store, first).waiting_for == "capacity"
     assert inspect(store, second).waiting_for == "behind"
     claimed = claim_one(store)
-    assert inspect(store, first).waiting_for is None
+    at_worker = inspect(store, first)
+    assert (at_worker.waiting_for, at_worker.position, at_worker.tokens_ahead) == ("capacity", 0, 0)
     publish(store, claimed, 0, 0, waiting_for="token_budget", position="0")
     assert (inspect(store, first).waiting_for, inspect(store, first).position) == ("token_budget", 0)
 

@@ -10,7 +10,9 @@ local function take(id, task, owner)
   local composite, stamp = id .. ':' .. owner, utcformat(now_us)
   leave(task.queue, slug, id)
   local attempt = call('HINCRBY', K.run .. id, 'attempt', 1)
-  call('HSET', K.run .. id, 'owner', owner, 'worker', worker, 'claimed_at', seconds(now_us))
+  -- Until the worker tells its place there, it is taken to be the next that starts.
+  call('HSET', K.run .. id, 'owner', owner, 'worker', worker, 'claimed_at', seconds(now_us),
+    'position', '0', 'tokens_ahead', '0', 'waiting_for', 'capacity')
   call('ZADD', K.leases, seconds(now_us + lease * 1000000), id)
   call('HSET', K.rq_job .. id, 'status', 'started', 'started_at', stamp, 'last_heartbeat', stamp,
     'worker_name', worker)
@@ -22,8 +24,8 @@ local function take(id, task, owner)
     'created_at', seconds(now_us), 'last_heartbeat', seconds(now_us))
   call('SADD', K.rq_worker .. worker .. K.rq_worker_executions, composite)
   return { id, owner, attempt, task.queue, task.priority, task.accepted_us,
-    seconds(math.max(0, now_us - task.accepted_us)), call('HGET', K.rq_job .. id, 'data'), task.prompt_ids or '', task.fingerprint or '',
-    call('XRANGE', K.log .. id, '-', '+') }
+    seconds(math.max(0, now_us - task.accepted_us)), call('HGET', K.rq_job .. id, 'data'),
+    task.prompt_ids or '', task.fingerprint or '', call('XRANGE', K.log .. id, '-', '+') }
 end
 
 local heads = {}
