@@ -6,6 +6,7 @@ import sys
 from api.server import CannotListen, serve
 from api.settings import ApiSettings, SettingError
 
+EXIT_FAILED = 1
 EXIT_UNUSABLE = 78
 """A setting cannot be used: starting again is of no use. Of sysexits.h, as the worker's."""
 
@@ -15,7 +16,8 @@ def main() -> int:
         serve(ApiSettings.from_env(os.environ))
     except (SettingError, CannotListen) as error:
         print(f"tokenmill api: {error}", file=sys.stderr)  # noqa: T201 - what the user must read
-        return EXIT_UNUSABLE
+        # An address that is taken today may be free at the next start.
+        return EXIT_UNUSABLE if isinstance(error, SettingError) else EXIT_FAILED
     return 0
 
 

@@ -32,12 +32,20 @@ def listen(settings: ApiSettings) -> int:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
         return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG).detach()
-    except OSError as error:
-        reason = "it is taken" if error.errno == errno.EADDRINUSE else error.strerror
-        raise CannotListen(
-            f"cannot listen on {settings.host} port {settings.port}: {reason};"
-            " set TOKENMILL_HOST and TOKENMILL_PORT to an address that is free"
-        ) from error
+    # UnicodeError: of a name that cannot be one, as `a..b`.
+    except (OSError, UnicodeError) as error:
+        raise CannotListen(_why_not(settings, error)) from error
+
+
+def _why_not(settings: ApiSettings, error: OSError | UnicodeError) -> str:
+    where = f"cannot listen on {settings.host} port {settings.port}"
+    number = getattr(error, "errno", None)
+    if number == errno.EADDRINUSE:
+        return f"{where}: it is taken; set TOKENMILL_PORT to one that is free"
+    if number == errno.EACCES:
+        return f"{where}: that is not allowed; set TOKENMILL_PORT to one above 1023"
+    reason = getattr(error, "strerror", None) or error
+    return f"{where}: {reason}; set TOKENMILL_HOST to an address of this machine"
 
 
 class ApiServer(BaseApplication):  # type: ignore[misc]  # gunicorn ships no types
@@ -87,6 +95,13 @@ class StreamWorker(ThreadWorker):  # type: ignore[misc]  # gunicorn ships no typ
     def handle_quit(self, sig: int, frame: FrameType | None) -> None:
         self.app.shutdown.requested = True
         super().handle_quit(sig, frame)
+
+    def is_parent_alive(self) -> bool:
+        """Asked once a second. A worker without a master ends; open streams would hold it, and the port."""
+        alive = bool(super().is_parent_alive())
+        if not alive:
+            self.app.shutdown.requested = True
+        return alive
 
 
 def serve(settings: ApiSettings) -> None:

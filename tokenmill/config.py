@@ -1,9 +1,11 @@
 """Every setting of the service by name, and where its value comes from: flag > environment > file.
 
 A setting has one name: the flag `--max-num-seqs`, the variable `TOKENMILL_MAX_NUM_SEQS` and the key
-`max_num_seqs` are the same. Knows no room: what it gives is text for their environment.
+`max_num_seqs` are the same. A value that a room would refuse is refused here, before anything starts. Knows
+no room: what it gives is text for their environment.
 """
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +29,21 @@ class Part(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers that a setting may have, both ends among them."""
+
+    least: float = -math.inf
+    most: float = math.inf
+
+    def __contains__(self, value: float) -> bool:
+        # NaN compares false with everything, so it is in no range.
+        return self.least <= value <= self.most
+
+    def __str__(self) -> str:
+        return f"{self.least} or more" if self.most == math.inf else f"from {self.least} to {self.most}"
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
     """One setting. `kind` is int, float, bool or str; `default` is told to people, never passed on."""
 
@@ -45,18 +62,26 @@ class Setting:
         return "--" + self.name.replace("_", "-")
 
     def to_text(self, value: object, where: str) -> str:
-        """The value as the environment carries it. Raises `ConfigError` if it is not of this kind."""
+        """The value as the environment carries it. Raises `ConfigError` if it cannot be used."""
         text = str(value).strip()
         try:
             if self.kind is bool:
                 return _TRUTH[text.lower()]
-            return str(self.kind(text))
+            if self.kind is str:
+                return text
+            number = self.kind(text)
         except (KeyError, ValueError):
-            raise ConfigError(f"{where}: {self.name} must be {_KINDS[self.kind]}, not {text!r}") from None
+            number = math.nan
+        if number not in _RANGES.get(self.name, Range()):
+            raise ConfigError(f"{where}: {self.name} must be {self._wanted()}, not {text!r}")
+        return str(number)
+
+    def _wanted(self) -> str:
+        return f"{_KINDS[self.kind]} {_RANGES.get(self.name, '')}".rstrip()
 
 
 _TRUTH = {"1": "1", "true": "1", "yes": "1", "on": "1", "0": "0", "false": "0", "no": "0", "off": "0"}
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 _API = frozenset({Part.API})
 _WORKER = frozenset({Part.WORKER})
 _BOTH = _API | _WORKER
@@ -100,6 +125,23 @@ SETTINGS = (
     Setting("url", str, "the running service's", "the API that submit, status and cancel talk to", _CLIENT),
 )
 
+# Thirty years; Redis and timers cannot count much longer.
+_LONGEST = 10**9
+_RANGES = {
+    **dict.fromkeys(("port", "metrics_port"), Range(0, 65535)),
+    **{setting.name: Range(1, _LONGEST) for setting in SETTINGS if setting.name.endswith("_seconds")},
+    # A lease is renewed three times; below half a second a busy machine would lose its own tasks.
+    "lease_seconds": Range(0.5, _LONGEST),
+    "grace_seconds": Range(0, _LONGEST),
+    **dict.fromkeys(("max_model_len", "max_num_batched_tokens", "max_num_seqs"), Range(1, 2**31 - 1)),
+    **dict.fromkeys(("max_num_prefill_seqs", "block_size", "num_kv_blocks"), Range(1, 2**31 - 1)),
+    "max_waiting_tasks": Range(0),
+    "max_body_bytes": Range(1024),
+    "http_threads": Range(2),
+    "max_streams": Range(1),
+}
+"""Of every setting that is a number."""
+
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 
@@ -140,11 +182,23 @@ def resolve(
     for name, value in (read_file(file) if file else {}).items():
         resolved[name] = BY_NAME[name].to_text(value, str(file))
     for setting in SETTINGS:
-        if environ.get(setting.variable):
+        if environ.get(setting.variable, "").strip():
             resolved[setting.name] = setting.to_text(environ[setting.variable], setting.variable)
         if flags.get(setting.name) is not None:
             resolved[setting.name] = setting.to_text(flags[setting.name], setting.flag)
+    _check_streams(resolved)
     return resolved
+
+
+def _check_streams(resolved: Mapping[str, str]) -> None:
+    """What neither of two settings shows alone."""
+    streams, threads = (BY_NAME[name] for name in ("max_streams", "http_threads"))
+    most = int(resolved.get(threads.name, threads.default))
+    if (given := int(resolved.get(streams.name, streams.default))) >= most:
+        raise ConfigError(
+            f"{streams.variable} must be below {threads.variable} ({most}), which also answer short calls,"
+            f" not {given}"
+        )
 
 
 def to_environment(resolved: Mapping[str, str]) -> dict[str, str]:

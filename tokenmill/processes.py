@@ -84,10 +84,16 @@ class ChildSpec:
 
 
 class Child:
-    """A running child: the leader of a process group, so that the terminal's Ctrl-C does not reach it."""
+    """A running child: the leader of a process group, so that the terminal's Ctrl-C does not reach it.
+
+    Whatever it leaves in its group when it ends is killed with it: a worker that outlives its master would
+    keep the port from the next one. `last_line`: what it printed last, "" if nothing or to a log.
+    """
 
     def __init__(self, spec: ChildSpec, inherit: tuple[int, ...], print_line: Callable[[str, str], None]):
         self.spec = spec
+        self.last_line = ""
+        self._print = print_line
         self._started = time.monotonic()
         with spec.log.open("ab") if spec.log else nullcontext() as log:
             self._process = subprocess.Popen(
@@ -101,15 +107,16 @@ class Child:
             )
         self.id = ProcessId.of(self._process.pid)
         self._pump: threading.Thread | None = None
-        if self._process.stdout:
-            arguments = (self._process.stdout, spec.name, print_line)
-            self._pump = threading.Thread(target=_pump, args=arguments, daemon=True, name=f"log-{spec.name}")
+        if stream := self._process.stdout:
+            self._pump = threading.Thread(
+                target=self._pass_on, args=(stream,), daemon=True, name=f"log-{spec.name}"
+            )
             self._pump.start()
 
     @property
     def returncode(self) -> int | None:
         """None while it runs; negative: the signal that ended it."""
-        return self._process.poll()
+        return self._end(os.WNOHANG)
 
     @property
     def lived(self) -> float:
@@ -118,16 +125,19 @@ class Child:
 
     def signal(self, number: int) -> None:
         """To the child alone, which passes on what its own children must know. Nothing if it has ended."""
-        self._process.send_signal(number)
+        if self.returncode is None:
+            # Not send_signal(), which may bury the child without its group. The pid is the child's till then.
+            os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         """At once, with everything in its group."""
-        if self._process.poll() is None:
+        if self.returncode is None:
             _signal_group(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self._end()
 
     def wait(self) -> int:
         """The exit code, when it has ended."""
+        self._end()
         return self._process.wait()
 
     def finish_output(self, patience: float = 2.0) -> bool:
@@ -137,13 +147,32 @@ class Child:
         self._pump.join(patience)
         return not self._pump.is_alive()
 
+    def _end(self, options: int = 0) -> int | None:
+        """Wait for its end, or only look (WNOHANG); then kill what is left of its group. The exit code."""
+        process = self._process
+        if process.returncode is not None:
+            return process.returncode
+        if not hasattr(os, "waitid"):
+            # macOS before Python 3.13. It gives pids in turn: this one is not a stranger's so soon.
+            code = process.poll() if options else process.wait()
+            if code is not None:
+                _signal_group(process.pid, signal.SIGKILL)
+            return code
+        if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | options) is None:
+            return None
+        # The child is not buried yet, so that the group's name, its pid, cannot be a stranger's.
+        _signal_group(process.pid, signal.SIGKILL)
+        return process.wait()
 
-def _pump(stream: IO[bytes], name: str, print_line: Callable[[str, str], None]) -> None:
-    with stream:
-        for line in stream:
-            print_line(name, line.decode(errors="replace").rstrip())
+    def _pass_on(self, stream: IO[bytes]) -> None:
+        with stream:
+            for line in stream:
+                text = line.decode(errors="replace").rstrip()
+                self.last_line = text or self.last_line
+                self._print(self.spec.name, text)
 
 
 def _signal_group(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):
+    # macOS refuses a group that has only dead members.
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)

@@ -4,6 +4,7 @@ Law: whatever can be found wrong is found before anything heavy is started. Know
 service; how they are kept up and stopped is the supervisor's.
 """
 
+import errno
 import os
 import shlex
 import shutil
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 from tokenmill import config, embedded_redis
@@ -19,7 +21,7 @@ from tokenmill.client import Client
 from tokenmill.processes import ChildSpec
 from tokenmill.signals import StopRequested, StopSignals
 from tokenmill.state import SELF, StateDirectory
-from tokenmill.supervisor import CannotServe, Supervisor, take_over
+from tokenmill.supervisor import CannotServe, Supervisor, Unusable, take_over
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
@@ -31,6 +33,7 @@ _EXTRA_SECONDS = 15.0
 _READY_TIMEOUT_SECONDS = 2.0
 #: BSD's EX_CONFIG: a setting is wrong, or the model is one that cannot be served.
 _EX_CONFIG = 78
+_FAULTS_OF_THE_PORT = frozenset({errno.EADDRINUSE, errno.EACCES})
 
 Print = Callable[[str, str], None]
 
@@ -40,7 +43,7 @@ def serve(
 ) -> None:
     """Run the service until a stop is asked for, then stop all of it.
 
-    Raises `CannotServe` and `RedisUnavailable`, also after everything has been stopped.
+    Raises `ConfigError`, `CannotServe` and `RedisUnavailable`, also after everything has been stopped.
     """
     with StopSignals() as signals:
         lock = take_over(state, print_line)
@@ -49,6 +52,8 @@ def serve(
             with suppress(StopRequested):
                 _run(supervisor, signals, state, settings, environ, print_line)
             print_line(SELF, "stopping; Ctrl-C again hurries")
+        except Unusable as error:
+            raise config.ConfigError(str(error)) from error
         finally:
             supervisor.stop()
             os.close(lock)
@@ -65,11 +70,11 @@ def _run(
     check_installed({"worker": "torch", "api": "flask"})
     host = settings.get("host", DEFAULT_HOST)
     port = int(settings.get("port", DEFAULT_PORT)) or embedded_redis.free_port()
-    check_port(host, port, "TOKENMILL_PORT")
     metrics_host = settings.get("metrics_host", DEFAULT_HOST)
-    check_port(
-        metrics_host, int(settings.get("metrics_port", DEFAULT_METRICS_PORT)), "TOKENMILL_METRICS_PORT"
-    )
+    metrics_port = int(settings.get("metrics_port", DEFAULT_METRICS_PORT))
+    check_address(host, port, "host", "port")
+    check_address(metrics_host, metrics_port, "metrics_host", "metrics_port")
+    check_apart((host, port), (metrics_host, metrics_port))
     redis_url = _redis(supervisor, signals, state, settings.get("redis_url"))
     api_url = f"http://{_reachable(host)}:{port}"
     state.write_address("redis-url", redis_url)
@@ -109,16 +114,35 @@ def check_installed(modules: Mapping[str, str]) -> None:
             )
 
 
-def check_port(host: str, port: int, variable: str) -> None:
-    """Raises `CannotServe` if `port` cannot be listened on."""
+def check_address(host: str, port: int, host_setting: str, port_setting: str) -> None:
+    """Raises `ConfigError` if `host` is none of this machine's, `CannotServe` if `port` cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
-        except (OSError, OverflowError) as error:
+        # UnicodeError: of a name that cannot be one, as `a..b`.
+        except (OSError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise CannotServe(f"port {port} of {host}: {reason}; choose another with {variable}") from error
+            if getattr(error, "errno", None) in _FAULTS_OF_THE_PORT:
+                variable = config.BY_NAME[port_setting].variable
+                raise CannotServe(
+                    f"port {port} of {host}: {reason}; choose another with {variable}"
+                ) from error
+            variable = config.BY_NAME[host_setting].variable
+            raise config.ConfigError(f"{variable}: {host} is no address of this machine: {reason}") from error
+
+
+def check_apart(api: tuple[str, int], metrics: tuple[str, int]) -> None:
+    """Two pairs of a host and a port that can be had. Raises `ConfigError` if not both can be at once."""
+    if api[1] != metrics[1]:
+        return
+    first, second = (_ip_address(host) for host, _ in (api, metrics))
+    every = first.version == second.version and (first.is_unspecified or second.is_unspecified)
+    if every or first == second:
+        raise config.ConfigError(
+            f"TOKENMILL_PORT and TOKENMILL_METRICS_PORT are both {api[1]}; choose another for one of them"
+        )
 
 
 def _redis(supervisor: Supervisor, signals: StopSignals, state: StateDirectory, given: str | None) -> str:
@@ -131,6 +155,10 @@ def _redis(supervisor: Supervisor, signals: StopSignals, state: StateDirectory, 
     child = supervisor.start(embedded_redis.server_spec(state.redis_data, state.redis_log, port))
     embedded_redis.wait_until_ready(url, state.redis_log, lambda: child.returncode is None, signals.pause)
     return url
+
+
+def _ip_address(host: str) -> IPv4Address | IPv6Address:
+    return ip_address(host if ":" in host else socket.gethostbyname(host))
 
 
 def _reachable(host: str) -> str:

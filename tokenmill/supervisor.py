@@ -18,10 +18,16 @@ from tokenmill.state import SELF, AlreadyRunning, StateDirectory
 _READY_POLL_SECONDS = 1.0
 _SIGNAL_GAP_SECONDS = 0.2
 _ORPHAN_PATIENCE_SECONDS = 10.0
+_LOCK_PATIENCE_SECONDS = 5.0
+_LOCK_POLL_SECONDS = 0.05
 
 
 class CannotServe(Exception):
     """The service cannot start or does not stay up; the message says why and what to do."""
+
+
+class Unusable(CannotServe):
+    """A child says that with these settings it never will."""
 
 
 @dataclass
@@ -62,7 +68,10 @@ class Supervisor:
         return self._fill(place)
 
     def watch(self, is_ready: Callable[[], bool], on_ready: Callable[[], None]) -> None:
-        """Keep all children up until `StopRequested`. Raises `CannotServe` if one does not stay up.
+        """Keep all children up until `StopRequested`.
+
+        Raises `CannotServe` if one does not stay up, `Unusable` if it ends with a code that is final. Once
+        the service was ready no code is final: what it was started with has worked.
 
         `on_ready` is called once, when `is_ready` says so for the first time.
         """
@@ -101,8 +110,11 @@ class Supervisor:
         place.history = place.history.after_death(child.lived, was_ready=self._was_ready)
         place.due = time.monotonic() + place.history.delay
         name, end = place.spec.name, _how_it_ended(child.returncode)
-        if child.returncode in place.spec.final_codes or (place.history.is_hopeless and not self._was_ready):
-            raise CannotServe(f"the {name} {end}; its last lines are above{_log_of(place.spec)}")
+        if not self._was_ready:
+            if child.returncode in place.spec.final_codes:
+                raise Unusable(f"the {name} {end}{_last_words(child)}")
+            if place.history.is_hopeless:
+                raise CannotServe(f"the {name} {end}{_last_words(child)}")
         often = f" {place.history.early_deaths} times in a row" if place.history.is_hopeless else ""
         self._print(SELF, f"the {name} {end}{often}; starting it again in {place.history.delay:g} s")
 
@@ -147,10 +159,19 @@ def take_over(state: StateDirectory, print_line: Callable[[str, str], None]) -> 
         if process.is_alive():
             print_line(SELF, f"stopping the {name} (pid {process.pid}) of an earlier run that was killed")
             stop_orphan(process, _ORPHAN_PATIENCE_SECONDS)
-    try:
-        return state.lock()
-    except AlreadyRunning:
-        raise CannotServe(_already_running(state, None)) from None
+    return _lock_patiently(state)
+
+
+def _lock_patiently(state: StateDirectory) -> int:
+    """A process that has died holds its files for a moment longer, the more so if it had many threads."""
+    deadline = time.monotonic() + _LOCK_PATIENCE_SECONDS
+    while True:
+        try:
+            return state.lock()
+        except AlreadyRunning:
+            if time.monotonic() > deadline:
+                raise CannotServe(_already_running(state, None)) from None
+        time.sleep(_LOCK_POLL_SECONDS)
 
 
 def _already_running(state: StateDirectory, owner: ProcessId | None) -> str:
@@ -168,5 +189,8 @@ def _how_it_ended(returncode: int | None) -> str:
     return f"was ended by {signal.Signals(-returncode).name}"
 
 
-def _log_of(spec: ChildSpec) -> str:
-    return f" (in {spec.log})" if spec.log else ""
+def _last_words(child: Child) -> str:
+    """At the end of everything, as the lines of the others that stop hide them."""
+    if child.spec.log:
+        return f"; its lines are in {child.spec.log}"
+    return f"; its last line: {child.last_line}" if child.last_line else "; it said nothing"

@@ -26,6 +26,9 @@ def stop(*_):
     print('bye', flush=True)
     sys.exit(0)
 signal.signal(signal.SIGTERM, stop)
+if os.environ.get('TOKENMILL_MODEL') == 'unsupported':
+    print('no such model')
+    sys.exit(78)
 print('model', os.environ.get('TOKENMILL_MODEL'), 'redis', os.environ['REDIS_URL'], flush=True)
 time.sleep(600)
 """

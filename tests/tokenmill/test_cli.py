@@ -187,7 +187,8 @@ def test_a_wrong_setting_is_one_line() -> None:
     result = typed("worker", "--max-num-seqs", "many")
 
     assert result.exit_code == MISUSED
-    assert result.stderr == "Error: --max-num-seqs: max_num_seqs must be a whole number, not 'many'\n"
+    told = "Error: --max-num-seqs: max_num_seqs must be a whole number from 1 to 2147483647, not 'many'\n"
+    assert result.stderr == told
 
 
 @pytest.mark.parametrize("name", ["worker", "api"])

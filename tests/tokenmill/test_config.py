@@ -1,15 +1,23 @@
 """Settings: flag > environment > file, and an error that names the place of what cannot be used."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from api.settings import ApiSettings
+from api.settings import ApiSettings, SettingError
 from engine.config import EngineConfig
+from tests.settings_read import variables_of
 from tokenmill.config import BY_NAME, SETTINGS, ConfigError, find_file, read_file, resolve, to_environment
+from worker.errors import SettingsError
 from worker.settings import Timing, WorkerSettings
 
 ROOT = Path(__file__).parent.parent.parent
+TEXTS = (
+    "-3", "-1", "-0.1", "0", "0.49", "0.5", "0.999", "1", " 1 ", "1.5", "2", "16", "225", "255", "256", "300",
+    "1023", "1024", "9400", "65535", "65536", "99999", "2147483647", "2147483648", "1e9", "1000000001",
+    "1e10", "1e400", "nan", "inf", "-inf", "", " ", "1 day", "1_0", "0x10", "true", "No", "maybe",
+)  # fmt: skip
 
 
 def written(directory: Path, text: str) -> Path:
@@ -51,11 +59,27 @@ def test_values_of_a_file_become_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "environ", "text", "told"),
     [
-        ({"port": "http"}, {}, "", "--port: port must be a whole number, not 'http'"),
-        ({}, {"TOKENMILL_PORT": "8e3"}, "", "TOKENMILL_PORT: port must be a whole number, not '8e3'"),
-        ({}, {}, "lease_seconds = 'long'", "tokenmill.toml: lease_seconds must be a number, not 'long'"),
+        ({"port": "http"}, {}, "", "--port: port must be a whole number from 0 to 65535, not 'http'"),
+        (
+            {},
+            {"TOKENMILL_PORT": "8e3"},
+            "",
+            "TOKENMILL_PORT: port must be a whole number from 0 to 65535, not '8e3'",
+        ),
+        (
+            {},
+            {},
+            "lease_seconds = 'long'",
+            "tokenmill.toml: lease_seconds must be a number from 0.5 to 1000000000, not 'long'",
+        ),
         ({}, {}, "chunked_prefill = 'maybe'", "chunked_prefill must be true or false, not 'maybe'"),
-        ({}, {}, "port = [1]", "port must be a whole number, not '[1]'"),
+        ({}, {}, "port = [1]", "port must be a whole number from 0 to 65535, not '[1]'"),
+        ({}, {"TOKENMILL_PORT": "99999"}, "", "TOKENMILL_PORT: port must be a whole number from 0 to 65535"),
+        ({}, {"TOKENMILL_PORT": "-1"}, "", "TOKENMILL_PORT: port must be"),
+        ({}, {"TOKENMILL_GRACE_SECONDS": "nan"}, "", "TOKENMILL_GRACE_SECONDS: grace_seconds must be"),
+        ({}, {"TOKENMILL_HTTP_GRACE_SECONDS": "1e400"}, "", "TOKENMILL_HTTP_GRACE_SECONDS: http_grace"),
+        ({"max_streams": "300"}, {}, "", "TOKENMILL_MAX_STREAMS must be below TOKENMILL_HTTP_THREADS (256)"),
+        ({}, {}, "http_threads = 224", "TOKENMILL_MAX_STREAMS must be below TOKENMILL_HTTP_THREADS (224)"),
         ({}, {}, "prot = 1", "unknown setting prot; known are: model, served_model_name"),
         ({}, {}, "port = ", "tokenmill.toml: not TOML"),
     ],
@@ -83,26 +107,29 @@ def test_the_file_of_the_directory_is_found(tmp_path: Path) -> None:
     assert find_file(None, tmp_path) == file
 
 
-class Recorder(dict[str, str]):
-    """An empty environment that remembers what it was asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: set[str] = set()
-
-    def get(self, key: str, default: object = None) -> object:  # type: ignore[override]  # a dict's, but recorded
-        self.asked.add(key)
-        return default
-
-
 def test_the_table_names_exactly_what_the_rooms_read() -> None:
     """A setting that a room gains is a flag, a line in the file and a row of the README, or this fails."""
-    environment = Recorder()
-    ApiSettings.from_env(environment)
-    WorkerSettings.from_env(environment)
+    read = variables_of(ApiSettings.from_env) | variables_of(WorkerSettings.from_env)
     own = {"TOKENMILL_STATE_DIR", "TOKENMILL_URL"}
 
-    assert {setting.variable for setting in SETTINGS} - own == environment.asked
+    assert {setting.variable for setting in SETTINGS} - own == read
+
+
+def is_taken(read: Callable[[], object]) -> bool:
+    try:
+        read()
+    except (ConfigError, SettingError, SettingsError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("variable", [s.variable for s in SETTINGS if s.kind in (int, float, bool)])
+def test_the_table_refuses_exactly_what_the_rooms_refuse(variable: str) -> None:
+    """So it is told before anything starts, and nothing is told that a room would have taken."""
+    rooms = [room for room in (ApiSettings, WorkerSettings) if variable in variables_of(room.from_env)]
+    for text in TEXTS:
+        by_rooms = {is_taken(lambda: room.from_env({variable: text})) for room in rooms}  # noqa: B023 - called at once
+        assert {is_taken(lambda: resolve({}, {variable: text}))} == by_rooms, text  # noqa: B023 - called at once
 
 
 def test_the_defaults_that_are_told_are_those_of_the_rooms() -> None:

@@ -118,6 +118,35 @@ def test_killing_takes_the_whole_group(lines: Lines) -> None:
     assert child.finish_output(WATCHDOG_SECONDS)
 
 
+@pytest.mark.parametrize("ask", ["returncode", "wait", "signal", "kill"])
+def test_what_a_child_leaves_is_killed_however_its_end_is_found(lines: Lines, ask: str) -> None:
+    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEPER!r}]); input()"
+    child = Child(spec_of(parent), (), lines)
+    # The parent has ended by itself, as its standard input is empty.
+    lines.wait_for("EOFError")
+    lines.wait_for("up")
+    os.waitid(os.P_PID, child.id.pid, os.WEXITED | os.WNOWAIT)
+
+    answers = {
+        "returncode": lambda: child.returncode,
+        "wait": child.wait,
+        "signal": lambda: child.signal(signal.SIGTERM),
+        "kill": child.kill,
+    }
+    answers[ask]()
+
+    assert child.finish_output(WATCHDOG_SECONDS)
+    assert child.returncode == 1
+
+
+def test_the_last_line_is_known(lines: Lines) -> None:
+    child = Child(spec_of("print('first'); print('the reason'); print()"), (), lines)
+    child.wait()
+
+    assert child.finish_output(WATCHDOG_SECONDS)
+    assert child.last_line == "the reason"
+
+
 def test_an_orphan_that_does_not_stop_is_killed(orphan: subprocess.Popen[bytes]) -> None:
     # An orphan is nobody's child here, so somebody must bury it.
     undertaker = threading.Thread(target=orphan.wait)

@@ -4,13 +4,17 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import redis
 
 from tests.tokenmill.served import WITH_FAKE_ROOMS, Served
-from tokenmill.serve import check_installed, check_port
+from tokenmill.cli import MISUSED
+from tokenmill.config import ConfigError
+from tokenmill.embedded_redis import free_port
+from tokenmill.serve import check_address, check_apart, check_installed
 from tokenmill.state import SELF
 from tokenmill.supervisor import CannotServe
 
@@ -155,14 +159,65 @@ def test_any_free_port_will_do_for_zero(start: Start) -> None:
     assert not address.endswith(":0")
 
 
-def test_a_port_out_of_range_is_told() -> None:
-    with pytest.raises(CannotServe, match="TOKENMILL_PORT"):
-        check_port("127.0.0.1", 70000, "TOKENMILL_PORT")
+@pytest.mark.parametrize("host", ["999.1.1.1", "192.0.2.1", "::9", "a..b"])
+def test_an_address_of_another_machine_is_told(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"TOKENMILL_METRICS_HOST: {host} is no address of this machine"):
+        check_address(host, 0, "metrics_host", "metrics_port")
 
 
-def test_an_address_of_another_machine_is_told() -> None:
-    with pytest.raises(CannotServe, match="TOKENMILL_PORT"):
-        check_port("192.0.2.1", 8000, "TOKENMILL_PORT")
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"TOKENMILL_PORT": "99999"}, "TOKENMILL_PORT: port must be a whole number from 0 to 65535"),
+        ({"TOKENMILL_GRACE_SECONDS": "inf"}, "TOKENMILL_GRACE_SECONDS: grace_seconds must be a number from"),
+        ({"TOKENMILL_MAX_STREAMS": "300"}, "TOKENMILL_MAX_STREAMS must be below TOKENMILL_HTTP_THREADS"),
+        ({"TOKENMILL_HOST": "999.1.1.1"}, "TOKENMILL_HOST: 999.1.1.1 is no address of this machine"),
+    ],
+)
+def test_a_wrong_setting_is_found_before_anything_starts(
+    start: Start, settings: dict[str, str], told: str
+) -> None:
+    served = start(**settings)
+
+    assert served.wait() == MISUSED
+    assert len(served.text()) == 1
+    assert told in served.text()[0]
+    assert not served.state.redis_log.exists()
+
+
+def test_two_services_on_one_port_are_found_before_anything_starts(start: Start) -> None:
+    port = str(free_port())
+    served = start(TOKENMILL_PORT=port, TOKENMILL_METRICS_PORT=port)
+
+    assert served.wait() == MISUSED
+    assert f"TOKENMILL_PORT and TOKENMILL_METRICS_PORT are both {port}" in served.text()[-1]
+    assert not served.state.redis_log.exists()
+
+
+@pytest.mark.parametrize(
+    ("api", "metrics", "apart"),
+    [
+        (("127.0.0.1", 8000), ("127.0.0.1", 9400), True),
+        (("127.0.0.1", 8000), ("127.0.0.2", 8000), True),
+        (("::", 8000), ("127.0.0.1", 8000), True),
+        (("127.0.0.1", 8000), ("localhost", 8000), False),
+        (("0.0.0.0", 8000), ("127.0.0.1", 8000), False),
+        (("::1", 8000), ("::", 8000), False),
+    ],
+)
+def test_one_port_on_two_addresses_is_allowed(
+    api: tuple[str, int], metrics: tuple[str, int], apart: bool
+) -> None:
+    with nullcontext() if apart else pytest.raises(ConfigError):
+        check_apart(api, metrics)
+
+
+def test_a_room_that_refuses_its_settings_is_a_wrong_setting(start: Start) -> None:
+    served = start(TOKENMILL_MODEL="unsupported")
+
+    assert served.wait() == MISUSED
+    assert served.text()[-1] == "Error: the worker ended with exit code 78; its last line: no such model"
+    assert not any("starting it again" in line for line in served.text())
 
 
 def test_a_part_that_is_not_installed_is_told() -> None:

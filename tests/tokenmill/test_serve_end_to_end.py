@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -13,8 +14,11 @@ from pathlib import Path
 import pytest
 import redis
 
+from tests.live_service import http, wait_for
 from tests.tiny_models import save_model
 from tests.tokenmill.served import REAL, ROOT, Served
+from tests.tokenmill.test_processes import WATCHDOG_SECONDS
+from tokenmill.cli import MISUSED
 from tokenmill.client import Client
 from tokenmill.reader import TokenStream
 from worker.protocol import keys
@@ -70,6 +74,11 @@ def redis_url(served: Served) -> str:
     url = served.state.address("redis-url")
     assert url is not None
     return url
+
+
+def has_open_stream(served: Served) -> bool:
+    text = http("GET", f"{served.url}/metrics").body.decode()
+    return "\ntokenmill_http_streams_open 1.0\n" in text
 
 
 def readme_blocks(language: str) -> list[str]:
@@ -148,3 +157,48 @@ def test_an_interrupted_task_goes_on_at_the_next_start(serve: Callable[..., Serv
     with redis.Redis.from_url(redis_url(second)) as store:
         assert store.hget(keys.run(task_id), "attempt") == b"2"
     assert joined(events) == done["outputs"][0]["text"]
+
+
+def test_a_killed_api_comes_back_and_its_streams_go_on(serve: Callable[..., Served]) -> None:
+    """With a stream and a poll open: a worker of the server that outlives its master keeps the port."""
+    served = serve(TOKENMILL_HTTP_GRACE_SECONDS="600")
+    client = Client(url=served.url)
+    task_id = client.submit(LONG)["id"]
+    events: list[Event] = []
+    reader = threading.Thread(target=lambda: events.extend(client.events(task_id)), daemon=True)
+    waited: list[str] = []
+    waiter = threading.Thread(target=lambda: waited.append(client.wait(task_id)["status"]), daemon=True)
+    with halted_worker(served):
+        waiter.start()
+        reader.start()
+        wait_for(lambda: has_open_stream(served), "a stream is open, after a poll")
+        os.kill(served.state.processes()["api"].pid, signal.SIGKILL)
+        served.lines.wait_for("the api was ended by SIGKILL; starting it again")
+
+    reader.join(WATCHDOG_SECONDS)
+    waiter.join(WATCHDOG_SECONDS)
+    assert waited == ["completed"], "\n".join(served.text())
+    assert [event.seq for event in events] == list(range(len(events)))
+    assert joined(events) == client.task(task_id)["outputs"][0]["text"]
+    assert sum("the api " in line for line in served.text()) == 1
+
+
+def test_the_next_start_copes_with_a_killed_supervisor(serve: Callable[..., Served]) -> None:
+    """Its processes are of many threads here, and hold the lock a moment longer than they live."""
+    first = serve()
+    task_id = Client(url=first.url).submit(LONG)["id"]
+    first.process.kill()
+    first.process.wait()
+
+    second = serve()
+
+    assert Client(url=second.url).wait(task_id)["status"] == "completed"
+
+
+def test_a_model_that_cannot_be_served_is_told_at_the_end(tmp_path: Path) -> None:
+    served = Served(tmp_path, REAL, {"TOKENMILL_MODEL": str(tmp_path / "nothing")})
+
+    assert served.wait() == MISUSED
+    told = served.text()[-1]
+    assert told.startswith("Error: the worker ended with exit code 78; its last line: ")
+    assert str(tmp_path / "nothing") in told

@@ -1,8 +1,7 @@
-"""The supervisor with tiny children: order of stopping, restarts, giving up, and what a killed one left."""
+"""The supervisor with tiny children: order of stopping, restarts and giving up."""
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from tokenmill import restarts
 from tokenmill.processes import ChildSpec, ProcessId
 from tokenmill.signals import StopRequested, StopSignals
 from tokenmill.state import SELF, StateDirectory
-from tokenmill.supervisor import CannotServe, Supervisor, take_over
+from tokenmill.supervisor import CannotServe, Supervisor, Unusable, take_over
 
 POLITE = """
 import signal, sys, time
@@ -43,6 +42,22 @@ while True:
 """
 
 
+# Ends with a code that is final, but not before it is told to.
+REFUSING = """
+import signal
+signal.signal(signal.SIGUSR1, lambda *_: exit(78))
+print('up', flush=True)
+signal.pause()
+"""
+# As a server's master: the worker that it forks lives on when it is killed.
+FORKING = """
+import os, time
+if not os.fork():
+    print('forked', os.getpid(), flush=True)
+time.sleep(300)
+"""
+
+
 @dataclass
 class Stage:
     """A supervisor with its surroundings."""
@@ -66,10 +81,10 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
     state, lines = StateDirectory(tmp_path / "state"), Lines()
     lock = take_over(state, lines)
     with StopSignals() as signals:
-        supervisor = Supervisor(state, lock, signals, lines)
-        yield Stage(supervisor, signals, state, lines)
+        stage = Stage(Supervisor(state, lock, signals, lines), signals, state, lines)
+        yield stage
         signals.count = 9
-        supervisor.stop()
+        stage.supervisor.stop()
     os.close(lock)
 
 
@@ -163,7 +178,7 @@ def test_what_never_stays_up_ends_the_service(stage: Stage, monkeypatch: pytest.
     monkeypatch.setattr(restarts, "_FIRST_SECONDS", 0.01)
     stage.start("worker", "print('no such model'); raise SystemExit(1)")
 
-    with pytest.raises(CannotServe, match="the worker ended with exit code 1; its last lines are above"):
+    with pytest.raises(CannotServe, match="the worker ended with exit code 1; its last line: no such model"):
         stage.supervisor.watch(lambda: False, ask_to_stop)
 
     assert [text for name, text in stage.lines.seen if name == "worker"] == ["no such model"] * 3
@@ -172,10 +187,53 @@ def test_what_never_stays_up_ends_the_service(stage: Stage, monkeypatch: pytest.
 def test_what_cannot_work_is_not_tried_again(stage: Stage) -> None:
     stage.start("worker", "raise SystemExit(78)", final_codes=frozenset({78}))
 
-    with pytest.raises(CannotServe, match="exit code 78"):
+    with pytest.raises(Unusable, match="exit code 78; it said nothing"):
         stage.supervisor.watch(lambda: False, ask_to_stop)
 
     assert stage.own_lines() == []
+
+
+def test_what_has_worked_is_tried_again_whatever_its_code(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "_FIRST_SECONDS", 0.01)
+    stage.start("api", POLITE, final_codes=frozenset({78}))
+    stage.start("worker", REFUSING, final_codes=frozenset({78}))
+    stage.lines.wait_for("up", times=2)
+
+    def let_it_end() -> None:
+        os.kill(stage.state.processes()["worker"].pid, signal.SIGUSR1)
+
+    def print_line(name: str, text: str) -> None:
+        stage.lines(name, text)
+        if "starting it again" in text:
+            ask_to_stop()
+
+    monkeypatch.setattr(stage.supervisor, "_print", print_line)
+    with pytest.raises(StopRequested):
+        stage.supervisor.watch(lambda: True, let_it_end)
+
+    assert "the worker ended with exit code 78; starting it again in" in stage.own_lines()[0]
+
+
+def test_what_a_dead_child_forked_is_gone_before_it_starts_again(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server's worker that outlives its master keeps the port, and the next master cannot listen."""
+    monkeypatch.setattr(restarts, "_FIRST_SECONDS", 0.01)
+    stage.start("api", FORKING)
+    stage.lines.wait_for("forked")
+    forked = ProcessId.of(int(stage.lines.seen[0][1].split()[1]))
+    assert forked.is_alive()
+    os.kill(stage.state.processes()["api"].pid, signal.SIGKILL)
+
+    def is_back() -> bool:
+        return sum("forked" in text for _, text in stage.lines.seen) == 2
+
+    with pytest.raises(StopRequested):
+        stage.supervisor.watch(is_back, ask_to_stop)
+
+    assert not forked.is_alive()
 
 
 def test_a_service_that_was_ready_is_not_given_up(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,57 +252,3 @@ def test_a_service_that_was_ready_is_not_given_up(stage: Stage, monkeypatch: pyt
         stage.supervisor.watch(lambda: True, lambda: None)
 
     assert "ended with exit code 1 4 times in a row" in stage.own_lines()[3]
-
-
-def test_a_directory_in_use_is_refused(stage: Stage) -> None:
-    stage.start("redis", SLEEPER)
-    stage.state.write_address("api-url", "http://127.0.0.1:8000")
-
-    with pytest.raises(CannotServe) as raised:
-        take_over(stage.state, stage.lines)
-
-    told = str(raised.value)
-    assert f"a tokenmill serve (pid {os.getpid()}) already uses" in told
-    assert "at http://127.0.0.1:8000" in told
-    assert "TOKENMILL_STATE_DIR" in told
-
-
-def test_a_directory_that_cannot_be_used_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-
-    with pytest.raises(CannotServe, match="cannot be used: Not a directory"):
-        take_over(StateDirectory(tmp_path / "file" / "state"), Lines())
-
-
-def test_orphans_of_a_killed_supervisor_are_stopped(tmp_path: Path) -> None:
-    state, lines = StateDirectory(tmp_path / "state"), Lines()
-    lock = take_over(state, lines)
-    orphans = [
-        subprocess.Popen(
-            [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, process_group=0, pass_fds=[lock]
-        )
-        for _ in range(2)
-    ]
-    os.close(lock)
-    ids = [ProcessId.of(orphan.pid) for orphan in orphans]
-    state.write_processes({SELF: ProcessId(os.getpid(), "killed"), "api": ids[0], "redis": ids[1]})
-
-    os.close(take_over(state, lines))
-
-    assert [orphan.wait() for orphan in orphans] == [-signal.SIGTERM] * 2
-    assert [text.split(" (pid")[0] for _, text in lines.seen] == ["stopping the api", "stopping the redis"]
-    for orphan in orphans:
-        assert orphan.stdin is not None
-        orphan.stdin.close()
-
-
-def test_an_unrecorded_child_of_a_killed_supervisor_is_told(tmp_path: Path) -> None:
-    """It may be a Redis server: a second one over the same files would destroy them."""
-    state, lines = StateDirectory(tmp_path / "state"), Lines()
-    lock = take_over(state, lines)
-    state.write_processes({SELF: ProcessId(os.getpid(), "killed")})
-
-    with pytest.raises(CannotServe, match="another process already uses"):
-        take_over(state, lines)
-
-    os.close(lock)
