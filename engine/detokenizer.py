@@ -84,7 +84,7 @@ class IncrementalDecoder:
             self._num_told = 0
 
 
-class TextStream:
+class Detokenizer:
     """The text of one sequence that may be told: decoded, and free of stop strings."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], params: SamplingParams) -> None:
@@ -111,7 +111,7 @@ def final_text(
     params: SamplingParams,
 ) -> str:
     """The text of a finished output, cut at its stop string. `output_token_ids`: without an ending token."""
-    stream = TextStream(tokenizer, prompt_token_ids, params)
+    stream = Detokenizer(tokenizer, prompt_token_ids, params)
     return "".join(map(stream.push, output_token_ids)) + stream.close()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.config import EngineConfig
-from engine.detokenizer import TextStream, Tokenizer
+from engine.detokenizer import Detokenizer, Tokenizer
 from engine.errors import InvalidParameter
 from engine.outputs import (
     SampledToken,
@@ -42,7 +42,7 @@ class _Request:
     """What the engine keeps of a request beside its sequence."""
 
     sequence: Sequence
-    text: TextStream
+    text: Detokenizer
     times: RequestTimes
     held_text: str = ""
     error: str | None = None
@@ -119,7 +119,7 @@ class Engine:
         )
         request = _Request(
             sequence,
-            TextStream(self._tokenizer, prompt_token_ids, params),
+            Detokenizer(self._tokenizer, prompt_token_ids, params),
             RequestTimes(self._clock() - waited_seconds, resumed=bool(output_token_ids)),
         )
         ended = self._replay(request) if output_token_ids else None

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engine.detokenizer import IncrementalDecoder, TextStream, final_text
+from engine.detokenizer import Detokenizer, IncrementalDecoder, final_text
 from engine.sampling_params import SamplingParams
 from engine.stop_strings import StopStrings
 
@@ -186,9 +186,9 @@ def test_a_text_that_ends_inside_a_character_or_a_stop_string_is_told_to_its_end
 def test_a_resumed_stream_tells_what_the_undisturbed_one_would(output: bytes, crash: int) -> None:
     params = SamplingParams(stop=("zzzz", "\u4e16"))
     tokenizer, prompt = ByteTokenizer(), list(b"prompt")
-    first = TextStream(tokenizer, prompt, params)
+    first = Detokenizer(tokenizer, prompt, params)
     told = "".join(map(first.push, output[:crash]))
-    second = TextStream(tokenizer, prompt, params)
+    second = Detokenizer(tokenizer, prompt, params)
     assert "".join(map(second.push, output[:crash])) == told
     told += "".join(map(second.push, output[crash:])) + second.close()
 
