@@ -43,15 +43,18 @@ def test_a_step_that_wants_no_logits() -> None:
 
 
 def test_parts_of_a_decision_may_be_computed_again() -> None:
-    """vllm#5822: after one request's exception the others must go on as if alone."""
+    """vllm#5822: after one request's exception the others must go on as if alone.
+
+    Block 1 is to be zeroed before the step: not again between its parts, when the first has written there.
+    """
     runner = make_runner(make_model("llama"), CONFIG)
     sequences = [
         seated(seat, PROMPT[seat:], [1 + seat, 11 + seat, 21 + seat, 5 + seat, 16]) for seat in (0, 1)
     ]
     items = tuple(part(one, 0, 15, logits_from=14) for one in sequences)
-    outputs = SchedulerOutputs(prefill=items, released_seats=(0, 1))
+    outputs = SchedulerOutputs(prefill=items, released_seats=(0, 1), blocks_to_zero=(1,))
     whole = runner.execute(outputs)
-    halves = [runner.execute(outputs.only([item])) for item in items]
+    halves = [runner.execute(outputs.only([item], is_first=item is items[0])) for item in items]
     torch.testing.assert_close(torch.cat(halves), whole, rtol=1e-4, atol=1e-4)
     later = runner.execute(SchedulerOutputs(decode=tuple(part(one, 15, 16) for one in sequences)))
     torch.testing.assert_close(later[0], eager_logits(PROMPT)[15], rtol=1e-4, atol=1e-4)
@@ -125,11 +128,13 @@ class Broken:
     ("error", "raised"),
     [
         (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), DeviceLost),
-        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
+        (torch.OutOfMemoryError("CUDA out of memory"), MemoryError),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate"), MemoryError),
+        (RuntimeError("anything else"), RuntimeError),
         (ValueError("anything"), ValueError),
     ],
 )
-def test_only_a_lost_device_is_called_so(error: Exception, raised: type[Exception]) -> None:
+def test_a_lost_device_and_a_lack_of_memory_are_called_so(error: Exception, raised: type[Exception]) -> None:
     runner: ModelRunner = make_runner(make_model("llama"), CONFIG, lambda _: Broken(error))
     sequence = seated(0, PROMPT, [1, 2, 3, 4, 5])
     with pytest.raises(raised):
