@@ -61,6 +61,8 @@ def test_a_task_that_is_claimed_again_runs_once(redis_url: str, redis_client: "r
         reap_what_is_held(redis_client, task)
         # No step runs, so only the claim can tell that the first attempt is lost; or a renewal before it.
         until(lambda: redis_client.hget(keys.run(task), "owner") not in (None, first), "it is claimed again")
+        # The loop stands in a step of the first attempt; it must not begin another before it hears of it.
+        until(lambda: run.worker._crew._inbox._messages.qsize() == 2, "the loop will hear of both attempts")
         permits.release(2)
         until(lambda: log_length(redis_client, task) > 3, "the second attempt runs")
         assert [request.partition(":")[0] for request in engine._requests] == [task]
