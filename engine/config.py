@@ -3,17 +3,28 @@
 from dataclasses import dataclass
 
 from engine.errors import InvalidParameter
+from engine.validation import number, whole
+
+POLICIES = ("fifo", "skip_ahead")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """Limits of the engine. Tokens, sequences and blocks; no seconds.
+    """Limits of the engine, in tokens, sequences, blocks and seconds.
 
     `num_kv_blocks` counts the usable blocks of `block_size` tokens each. `max_model_len`: prompt and output
     of one sequence together. `chunked_prefill` off: a prompt is computed in one step or waits.
     `max_num_prefill_seqs`: sequences in one step that are not decoding; None: 16, or one prompt a step with
     chunked prefill off, as in the worked example of `docs/decisions.md`. `prefix_caching`: beginnings of
     prompts that are computed already are not computed again.
+
+    Who goes first: `policy` "fifo" lets nobody past a waiting head that does not fit, "skip_ahead" lets up to
+    `max_skip_ahead` others past it in a step. `fair_sharing`: of one priority, the tenant that was served the
+    fewest tokens goes first. A waiting sequence counts as one priority class better for each
+    `ageing_seconds` (None: never), and goes before all others after `max_waiting_seconds` (None: never).
+    `max_preemptions`: a sequence that lost its blocks so often is not preempted again. `prefill_reserve`: the
+    share of a step's tokens that decodes leave to prefills while there are any. `max_chunk_tokens`: the most
+    that one prompt takes of a step while other prompts wait (None: half of a step's tokens).
     """
 
     max_model_len: int
@@ -24,9 +35,19 @@ class EngineConfig:
     max_num_prefill_seqs: int | None = None
     chunked_prefill: bool = True
     prefix_caching: bool = True
+    policy: str = "fifo"
+    max_skip_ahead: int = 16
+    fair_sharing: bool = True
+    ageing_seconds: float | None = 30.0
+    max_waiting_seconds: float | None = 120.0
+    max_preemptions: int = 3
+    prefill_reserve: float = 0.0
+    max_chunk_tokens: int | None = None
 
     def __post_init__(self) -> None:
         limits = {
+            "max_skip_ahead": self.max_skip_ahead,
+            "max_chunk_tokens": self.chunk_tokens_limit,
             "max_model_len": self.max_model_len,
             "num_kv_blocks": self.num_kv_blocks,
             "block_size": self.block_size,
@@ -35,10 +56,10 @@ class EngineConfig:
             "max_num_prefill_seqs": self.prefill_seqs_limit,
         }
         for field, value in limits.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InvalidParameter(field, f"must be a whole number of at least 1, not {value!r}")
+            whole(field, value, least=1)
         if self.max_model_len < 2:
             raise InvalidParameter("max_model_len", "must hold a prompt token and an output token")
+        self._check_policies()
 
     @property
     def prefill_seqs_limit(self) -> int:
@@ -46,6 +67,13 @@ class EngineConfig:
         if self.max_num_prefill_seqs is None:
             return 16 if self.chunked_prefill else 1
         return self.max_num_prefill_seqs
+
+    @property
+    def chunk_tokens_limit(self) -> int:
+        """`max_chunk_tokens`, or its default."""
+        if self.max_chunk_tokens is None:
+            return max(1, self.max_num_batched_tokens // 2)
+        return self.max_chunk_tokens
 
     @property
     def kv_capacity(self) -> int:
@@ -57,3 +85,12 @@ class EngineConfig:
         """The longest prompt that can ever be served: one output token must have room too."""
         step = self.max_model_len if self.chunked_prefill else self.max_num_batched_tokens
         return min(self.max_model_len - 1, self.kv_capacity, step)
+
+    def _check_policies(self) -> None:
+        if self.policy not in POLICIES:
+            raise InvalidParameter("policy", f"must be one of {', '.join(POLICIES)}, not {self.policy!r:.40}")
+        whole("max_preemptions", self.max_preemptions, least=0)
+        number("prefill_reserve", self.prefill_reserve, 0.0, 0.9)
+        for field in ("ageing_seconds", "max_waiting_seconds"):
+            if getattr(self, field) is not None:
+                number(field, getattr(self, field), 0.001, 86400.0 * 366)

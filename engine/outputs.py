@@ -15,6 +15,14 @@ class WaitingReason(Enum):
     SEQ_BUDGET = "seq_budget"
     PREFILL_BUDGET = "prefill_budget"
     KV_BLOCKS = "kv_blocks"
+    #: The decodes of a step leave a share of its tokens to prefills.
+    PREFILL_RESERVE = "prefill_reserve"
+    #: A tenant that was served fewer tokens goes first.
+    FAIR_SHARE = "fair_share"
+    #: Its grammar is being compiled.
+    GRAMMAR = "grammar"
+    #: The first of its request's outputs is still computing the prompt that they share.
+    SIBLING = "sibling"
     #: Others stand before it.
     BEHIND = "behind"
 
@@ -90,12 +98,24 @@ class SchedulerOutputs:
         )
 
 
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of the model's own probabilities at one place of a text.
+
+    `logprob` is that of `token_id`, which stands there; `top` are the likeliest ids with theirs, in order.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class SampledToken:
     """What the sampler drew for one row: a token, or the reason why there is none."""
 
     token_id: int | None
     error: str | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +125,8 @@ class SequenceOutput:
     `index`: which of a request's n outputs. `token_id` is None when the end came without a token. `text` may
     be empty while an incomplete character or a possible stop string is held back; `held_text` is what of that
     the end sets free. `num_cached_tokens`: prompt tokens that were not computed again, told at the end.
+    `logprobs` are those of `token_id`, where they were asked for. `prompt_logprobs` come with the first token
+    of index 0: one for each prompt token, None for the first.
     """
 
     request_id: str
@@ -115,6 +137,8 @@ class SequenceOutput:
     finish_reason: FinishReason | None = None
     error: str | None = None
     num_cached_tokens: int = 0
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,84 +1,119 @@
 """What a user may ask of the choice of each next token, checked where it is made."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from engine.errors import InvalidParameter
+from engine.structured_outputs import StructuredOutputs
+from engine.validation import boolean, number, numbers_by_token_id, strings, token_ids, whole
 
 GREEDY_BELOW = 1e-4
 """Temperatures under this choose the most likely token: dividing by less overflows float32."""
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_BIAS = 100.0
+MAX_REPETITION_PENALTY = 100.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How the tokens of one request are chosen, and when it ends.
 
-    `max_tokens`: at most so many output tokens; None: up to the model's length. `temperature`: 0 is greedy.
-    `top_k`: 0 keeps all. `top_p`, `min_p`: shares of probability. `seed`: 64 bits; one seed gives one text,
-    whatever runs beside it. `stop`: strings that end the text and are cut from it. `stop_token_ids`: ids that
-    end it and leave no text. `ignore_eos`: the model's own end is not an end.
+    `n`: outputs of one request; each has a seed of its own, made of `seed` and its index. `max_tokens`: at
+    most so many output tokens; None: up to the model's length. `min_tokens`: nothing ends the output before.
+    `temperature`: 0 is greedy. `top_k`: 0 keeps all. `top_p`, `min_p`: shares of probability. `seed`: 64
+    bits; one seed gives one text, whatever runs beside it.
+
+    `presence_penalty`, `frequency_penalty`: taken off the logits of output tokens, once or as often as they
+    stand there (OpenAI). `repetition_penalty`: divides (where negative: multiplies) the logits of prompt and
+    output tokens (CTRL, arXiv:1909.05858; transformers). `logit_bias`: added to the logits of these ids.
+    `allowed_token_ids`: no others are chosen. `bad_words`: texts whose tokens are not chosen in this order.
+    `structured_outputs`: what the whole text must look like.
+
+    `stop`: strings that end the text; they are cut from it unless `include_stop_str_in_output`.
+    `stop_token_ids`: ids that end it and leave no text. `ignore_eos`: the model's own end is not an end.
+    `skip_special_tokens`: special tokens leave no text. `logprobs`: of each output token, and of so many of
+    the likeliest beside it; None: not told. `prompt_logprobs`: the same of each prompt token but the first.
+    Both are the model's own, before penalties and temperature.
 
     Raises `InvalidParameter`, which names the field.
     """
 
+    n: int = 1
     max_tokens: int | None = None
+    min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    structured_outputs: StructuredOutputs | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, least=1)
-        _number("temperature", self.temperature, 0.0, math.inf)
-        _whole("top_k", self.top_k, least=0)
-        _number("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0:
-            raise InvalidParameter("top_p", "must be above 0")
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _whole("seed", self.seed, least=-(2**63), most=2**64 - 1)
-        _strings("stop", self.stop)
-        for token_id in _items("stop_token_ids", self.stop_token_ids):
-            _whole("stop_token_ids", token_id, least=0)
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidParameter("ignore_eos", "must be true or false")
+        self._check_lengths()
+        self._check_shape()
+        self._check_penalties()
+        self._check_constraints()
+        self._check_ends()
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name), least=0, most=MAX_LOGPROBS)
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
+    def _check_lengths(self) -> None:
+        whole("n", self.n, least=1, most=MAX_N)
+        if self.max_tokens is not None:
+            whole("max_tokens", self.max_tokens, least=1)
+        whole("min_tokens", self.min_tokens, least=0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParameter("min_tokens", f"must be at most max_tokens ({self.max_tokens})")
 
-def _whole(field: str, value: object, *, least: int, most: int | None = None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidParameter(field, f"must be a whole number, not {value!r:.40}")
-    if value < least or (most is not None and value > most):
-        raise InvalidParameter(field, f"must be at least {least}" + (f" and at most {most}" if most else ""))
+    def _check_shape(self) -> None:
+        number("temperature", self.temperature, 0.0, math.inf)
+        whole("top_k", self.top_k, least=0)
+        number("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0:
+            raise InvalidParameter("top_p", "must be above 0")
+        number("min_p", self.min_p, 0.0, 1.0)
+        whole("seed", self.seed, least=-(2**63), most=2**64 - 1)
 
+    def _check_penalties(self) -> None:
+        number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        number("repetition_penalty", self.repetition_penalty, 0.0, MAX_REPETITION_PENALTY)
+        if self.repetition_penalty == 0:
+            raise InvalidParameter("repetition_penalty", "must be above 0")
 
-def _number(field: str, value: object, least: float, most: float) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise InvalidParameter(field, f"must be a number, not {value!r:.40}")
-    try:
-        # NaN compares false with everything, so the range alone would let it through.
-        is_good = math.isfinite(value) and least <= value <= most
-    except OverflowError:  # a whole number that no float holds
-        is_good = False
-    if not is_good:
-        raise InvalidParameter(field, f"must be a finite number from {least} to {most}, not {value!r:.40}")
+    def _check_constraints(self) -> None:
+        numbers_by_token_id("logit_bias", self.logit_bias, -MAX_BIAS, MAX_BIAS)
+        if self.allowed_token_ids is not None:
+            token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not self.allowed_token_ids:
+                raise InvalidParameter("allowed_token_ids", "must have at least one id")
+        strings("bad_words", self.bad_words)
+        if not isinstance(self.structured_outputs, (StructuredOutputs, type(None))):
+            raise InvalidParameter("structured_outputs", "must be an object with one constraint")
 
-
-def _items(field: str, value: object) -> Iterable[object]:
-    if not isinstance(value, (tuple, list)):
-        raise InvalidParameter(field, "must be a list")
-    return value
-
-
-def _strings(field: str, value: object) -> None:
-    for item in _items(field, value):
-        if not isinstance(item, str) or not item:
-            raise InvalidParameter(field, "must be a list of strings that are not empty")
+    def _check_ends(self) -> None:
+        strings("stop", self.stop)
+        token_ids("stop_token_ids", self.stop_token_ids)
+        boolean("include_stop_str_in_output", self.include_stop_str_in_output)
+        boolean("ignore_eos", self.ignore_eos)
+        boolean("skip_special_tokens", self.skip_special_tokens)

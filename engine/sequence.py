@@ -6,6 +6,7 @@ Law: every change of status goes through `Sequence._become`, and every legal cha
 
 from enum import Enum
 
+from engine.constraints import FREE, Constraints
 from engine.errors import IllegalTransition
 from engine.sampling_params import SamplingParams
 
@@ -37,20 +38,23 @@ TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
 
 
 class Sequence:
-    """One request in flight.
+    """One output of one request in flight: `index` of `params.n`.
 
     `token_ids` are all that are known (prompt, then output); the keys and values of the first
     `num_computed_tokens` of them are computed or being computed. `block_table` lists the KV blocks that hold
     them, in order; `seat` is its row in the runner's arrays while it runs. `arrival` orders sequences of one
-    `priority` (lower first in both); it outlives preemption. `num_cached_tokens`: prompt tokens that were
-    found computed when it was first admitted; only sequences of one `cache_salt` find each other's.
-    `num_lost_tokens`: the most that a preemption made it compute again.
+    `priority` (lower first in both); it outlives preemption. `accepted`: since when it has waited, on the
+    scheduler's clock; None: since it joined. `num_cached_tokens`: prompt tokens that were found computed when
+    it was first admitted; only sequences of one `cache_salt` find each other's, and the outputs of one
+    request also where prefix caching is off. `num_lost_tokens`: the most that a preemption made it compute
+    again.
     """
 
     __slots__ = (
-        "arrival", "block_digests", "block_table", "cache_salt", "finish_reason", "num_cached_tokens",
-        "num_computed_tokens", "num_lost_tokens", "num_preemptions", "num_prompt_tokens",
-        "num_published_blocks", "params", "priority", "request_id", "seat", "status", "token_ids",
+        "accepted", "arrival", "block_digests", "block_table", "cache_salt", "constraints", "finish_reason",
+        "index", "num_cached_tokens", "num_computed_tokens", "num_lost_tokens", "num_preemptions",
+        "num_prompt_tokens", "num_published_blocks", "order", "params", "priority", "request_id", "seat",
+        "status", "tenant", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -60,11 +64,19 @@ class Sequence:
         params: SamplingParams,
         *,
         arrival: float,
+        index: int = 0,
         priority: int = 2,
+        tenant: str = "default",
+        accepted: float | None = None,
         output_token_ids: list[int] | None = None,
         cache_salt: bytes = b"",
+        constraints: Constraints = FREE,
     ) -> None:
         self.request_id = request_id
+        self.index = index
+        self.tenant = tenant
+        self.accepted = accepted
+        self.constraints = constraints
         self.params = params
         self.arrival = arrival
         self.priority = priority
@@ -81,11 +93,13 @@ class Sequence:
         self.seat: int | None = None
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
+        #: What comes first when not all can be served; id and index make it total.
+        self.order = (priority, arrival, request_id, index)
 
     @property
-    def order(self) -> tuple[int, float, str]:
-        """What comes first when not all can be served; the id makes it total."""
-        return (self.priority, self.arrival, self.request_id)
+    def shares_blocks(self) -> bool:
+        """Several outputs of one request share the blocks of its prompt."""
+        return self.params.n > 1
 
     @property
     def num_tokens(self) -> int:
