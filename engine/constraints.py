@@ -1,4 +1,4 @@
-"""What a request's parameters come to once tokenizer and model are known: frozen, decided when it is added."""
+"""What a request's parameters come to once tokenizer and model are known: decided when it is added."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,7 +15,9 @@ class Grammar(Protocol):
         ...
 
     def fill_bitmask(self, row: Any) -> None:
-        """Write which tokens may come next: `row` int32 [ceil(vocabulary / 32)], bit `i % 32` of word `i // 32`."""
+        """Write which tokens may come next into `row`, int32 [ceil(vocabulary / 32)]: bit `i % 32` of word
+        `i // 32` says it of token `i`.
+        """
         ...
 
     @property

@@ -12,8 +12,8 @@ LONGEST_SECONDS = 366 * 86400.0
 class Deadlines:
     """The longest that a request may take, in seconds since it was accepted; None: no limit.
 
-    `queue_seconds`: until it is first scheduled. `ttft_seconds`: until its first token. `total_seconds`: until
-    its end. What is late ends as `timeout`, with what was generated so far. Raises `InvalidParameter`.
+    `queue_seconds`: until it is first scheduled. `ttft_seconds`: until its first token. `total_seconds`:
+    until its end. What is late ends as `timeout`, with what was generated so far. Raises `InvalidParameter`.
     """
 
     queue_seconds: float | None = None
@@ -31,7 +31,7 @@ NO_DEADLINES = Deadlines()
 
 @dataclass(frozen=True, slots=True)
 class ResumedOutput:
-    """What an earlier engine generated of output `index`. With a `finish_reason` it has ended, and stays so."""
+    """What an earlier engine generated of output `index`; with a `finish_reason` it has ended."""
 
     index: int
     token_ids: tuple[int, ...]
