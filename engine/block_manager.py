@@ -14,7 +14,8 @@ class BlockManager:
     """Hands out `num_kv_blocks` blocks of `block_size` tokens, numbered from 1: block 0 is the null block.
 
     Nobody holds the null block: padding is written there and never read. Blocks with the same beginning of
-    a text are shared between sequences where `prefix_caching` is on.
+    a text are shared between sequences where `prefix_caching` is on, and always between the outputs of one
+    request.
     """
 
     def __init__(self, num_kv_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
@@ -47,15 +48,24 @@ class BlockManager:
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
         """Blocks that hold a beginning of `sequence` already; nothing is held by asking."""
-        return self.prefix_cache.find(sequence) if self._prefix_caching else []
+        return self.prefix_cache.find(sequence) if self._is_shared(sequence) else []
 
-    def allocate(self, sequence: Sequence, prefix: list[int] | None = None) -> bool:
+    def can_allocate(self, num_tokens: int, prefix: list[int], *, without: Sequence) -> bool:
+        """Whether a new sequence would get blocks for so many tokens if `without` held none."""
+        num_missing = self.num_blocks_of(num_tokens) - len(prefix)
+        gone = {block for block in without.block_table if self._reference_counts[block] == 1}
+        num_taken = sum(1 for block in prefix if block in gone or not self._reference_counts[block])
+        return num_missing + num_taken <= len(self._free) + len(gone)
+
+    def allocate(self, sequence: Sequence, prefix: list[int] | None = None, num_tokens: int = 0) -> bool:
         """Let `sequence` hold blocks for all its known tokens; False, and no change, if too few are free.
 
-        `prefix`: what `find_prefix` found, for a sequence that holds nothing yet.
+        `prefix`: what `find_prefix` found, for a sequence that holds nothing yet. `num_tokens`: hold blocks
+        for so many tokens, if that is more.
         """
         prefix = prefix or []
-        num_missing = self.num_blocks_of(sequence.num_tokens) - len(sequence.block_table) - len(prefix)
+        num_tokens = max(num_tokens, sequence.num_tokens)
+        num_missing = self.num_blocks_of(num_tokens) - len(sequence.block_table) - len(prefix)
         num_taken = sum(1 for block in prefix if not self._reference_counts[block])
         if num_missing + num_taken > len(self._free):
             return False
@@ -70,11 +80,11 @@ class BlockManager:
 
     def publish(self, sequence: Sequence) -> None:
         """Make findable what the step that just ended has written of `sequence`."""
-        if self._prefix_caching:
-            num_full = sequence.num_computed_tokens // self.block_size
+        num_full = sequence.num_computed_tokens // self.block_size
+        if self._is_shared(sequence):
             for number in range(sequence.num_published_blocks, num_full):
                 self.prefix_cache.publish(sequence, number)
-            sequence.num_published_blocks = num_full
+        sequence.num_published_blocks = num_full
 
     def free(self, sequence: Sequence) -> None:
         """Take back all blocks of `sequence`."""
@@ -104,6 +114,9 @@ class BlockManager:
         blocks = tuple(sorted(self._to_zero))
         self._to_zero.clear()
         return blocks
+
+    def _is_shared(self, sequence: Sequence) -> bool:
+        return self._prefix_caching or sequence.shares_blocks
 
     def _hold(self, sequence: Sequence, block: int) -> None:
         if not self._reference_counts[block]:

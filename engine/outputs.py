@@ -27,8 +27,7 @@ class WaitingReason(Enum):
     BEHIND = "behind"
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """A sequence's share of one step: tokens `start` to `start + num_new_tokens` of it are computed.
 
     `logits_from`: the first of these rows (0 to `num_new_tokens`) whose logits are wanted;

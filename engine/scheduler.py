@@ -2,76 +2,97 @@
 
 Law: there is no prefill phase and no decode phase. A sequence knows tokens and has computed some of them;
 each step lets it catch up as far as the budget and the blocks allow. So chunked prefill, recomputation after
-a preemption and resuming after a crash are one case. This file knows neither time nor tensors.
+a preemption and resuming after a crash are one case. Who goes before whom is for the policies in the files
+beside this one to say; it knows no tensors.
 """
 
 import bisect
-from collections import Counter
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
+from engine.admission import admission_of, refuse_what_never_fits
 from engine.block_manager import BlockManager
-from engine.budget import SchedulingBudget
 from engine.config import EngineConfig
-from engine.errors import NeverFits
-from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, Skipped, WaitingReason
+from engine.decode_turns import DecodeTurns
+from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, WaitingReason
+from engine.preemption import Preemption
+from engine.seats import Seats
 from engine.sequence import FinishReason, Sequence, SequenceStatus
-from engine.waiting_queue import WaitingQueue
+from engine.step_plan import StepPlan
+from engine.waiting_room import WaitingRoom
+
+_new_tuple = tuple.__new__
 
 
 class Scheduler:
     """Moves sequences between three containers: `waiting_queue`, `running_queue`, `finished_sequences`.
 
     `running_queue` is sorted by `Sequence.order`. `finished_sequences` are those that ended since
-    `take_finished` was last called.
+    `take_finished` was last called. `clock` gives seconds that never go back.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self.block_manager = BlockManager(
             config.num_kv_blocks, config.block_size, prefix_caching=config.prefix_caching
         )
-        self.waiting_queue = WaitingQueue()
         self.running_queue: list[Sequence] = []
         self.finished_sequences: list[Sequence] = []
-        self._free_seats = list(reversed(range(config.max_num_seqs)))
-        self._released_seats: list[int] = []
-        self._passed_over: dict[Sequence, WaitingReason] = {}
+        self._clock = clock
+        self._waiting_room = WaitingRoom(config)
+        self.waiting_queue = self._waiting_room.queue
+        self._seats = Seats(config.max_num_seqs)
+        self._admission = admission_of(config)
+        self._preemption = Preemption(config)
+        self._decode_turns = DecodeTurns(config)
+        # Another gave up its seat for it, so nobody skips ahead of it.
+        self._claimant: Sequence | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        """Those in line, and those held."""
+        return len(self._waiting_room)
+
+    @property
+    def held_sequences(self) -> list[Sequence]:
+        return self._waiting_room.held
 
     def has_unfinished_sequences(self) -> bool:
-        return bool(self.running_queue) or self.waiting_queue.head is not None
+        return bool(self.running_queue or self._waiting_room)
 
-    def add_sequence(self, sequence: Sequence) -> None:
-        """Put a new or resumed sequence in line. Raises `NeverFits`, and changes nothing."""
-        self._refuse_what_never_fits(sequence)
-        self.waiting_queue.add(sequence)
+    def add_sequence(self, sequence: Sequence, held: WaitingReason | None = None) -> None:
+        """Put a new or resumed sequence in line, or hold it outside of the line until it is released.
+
+        Raises `NeverFits`, and changes nothing.
+        """
+        refuse_what_never_fits(self.config, sequence)
+        if sequence.accepted is None:
+            sequence.accepted = self._clock()
+        sequence.waiting_since = sequence.accepted
+        if held:
+            self._waiting_room.hold(sequence, held)
+        else:
+            self._waiting_room.join(sequence, self.running_queue)
+
+    def release(self, sequence: Sequence) -> None:
+        """A held sequence takes its place in line; nothing happens to one that is not held."""
+        if self._waiting_room.release(sequence):
+            self._waiting_room.join(sequence, self.running_queue)
 
     def schedule(self) -> SchedulerOutputs:
         """Decide one step: decodes first, then prefills that are under way, then those who wait."""
-        budget = SchedulingBudget.of(self.config)
-        skipped: list[Skipped] = []
-        decode, preempted = self._schedule_decodes(budget, skipped)
-        prefill = self._continue_prefills(budget, skipped)
-        admitted: list[ScheduledSequence] = []
-        if preempted:
-            skipped += [Skipped(sequence, WaitingReason.KV_BLOCKS) for sequence in preempted]
-        else:
-            admitted = self._admit_waiting(budget, skipped)
-        self._passed_over = dict(skipped)
+        plan = StepPlan(self.config, self._clock())
+        self.waiting_queue.advance(plan.now)
+        self._take_a_seat(plan)
+        decoding, prefilling = self._by_need()
+        self._schedule_decodes(decoding, prefilling, plan)
+        self._continue_prefills(prefilling, plan)
+        self._admit_waiting(plan)
+        self._waiting_room.note(plan.skipped)
         # What a runner is to tidy up waits for a step that it executes.
-        is_busy = bool(decode or prefill or admitted)
-        resumed = [item for item in admitted if _resumes_decoding(item)]
-        return SchedulerOutputs(
-            decode=(*decode, *resumed),
-            prefill=(*prefill, *(item for item in admitted if item not in resumed)),
-            preempted=tuple(preempted),
-            skipped=tuple(skipped),
-            released_seats=self._take_released_seats() if is_busy else (),
-            blocks_to_zero=self.block_manager.take_blocks_to_zero() if is_busy else (),
-            num_batched_tokens=budget.num_batched_tokens,
-            num_prefix_queried_tokens=sum(item.sequence.num_tokens for item in admitted),
-            num_prefix_hit_tokens=sum(item.start for item in admitted),
-            bound_by=budget.bound_by or (skipped[0].reason if skipped else None),
-        )
+        if not plan.is_busy:
+            return plan.close()
+        return plan.close(self._seats.take_released(), self.block_manager.take_blocks_to_zero())
 
     def update(
         self,
@@ -80,20 +101,28 @@ class Scheduler:
         finishes: Mapping[Sequence, FinishReason],
     ) -> None:
         """Retire a step: append what was sampled, end what is to end, and free its blocks."""
-        for item in outputs.scheduled:
-            sequence = item.sequence
+        running, block_size = SequenceStatus.RUNNING, self.config.block_size
+        for sequence, _, _, _, _ in outputs.scheduled:
+            if sequence.status is not running:
+                continue  # It ended while the step was under way.
+            if sequence.num_computed_tokens - sequence.num_published_blocks * block_size >= block_size:
+                self.block_manager.publish(sequence)
             sampled = tokens.get(sequence)
-            self.block_manager.publish(sequence)
-            if sampled and sampled.token_id is not None:
-                sequence.append(sampled.token_id)
-            if reason := finishes.get(sequence):
+            if sampled is not None and sampled.token_id is not None:
+                sequence.token_ids.append(sampled.token_id)
+            if finishes and (reason := finishes.get(sequence)):
                 self.abort(sequence, reason)
 
     def abort(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence in whatever state it is; nothing happens if it has ended."""
         if sequence.is_finished():
             return
-        self._take_out(sequence, distrusted=reason is FinishReason.ERROR)
+        if sequence.status is SequenceStatus.WAITING:
+            self._waiting_room.leave(sequence)
+        else:
+            if reason is FinishReason.ERROR:
+                self.block_manager.distrust(sequence)  # What it wrote may not be finite.
+            self._unseat(sequence)
         sequence.finish(reason)
         self.finished_sequences.append(sequence)
 
@@ -102,147 +131,164 @@ class Scheduler:
         return finished
 
     def waiting_reason(self, sequence: Sequence) -> WaitingReason:
-        """Why a waiting sequence was not taken into the last step."""
-        return self._passed_over.get(sequence, WaitingReason.BEHIND)
+        """Why a waiting sequence was not taken into the last step. Raises KeyError when it does not wait."""
+        return self._waiting_room.reason(sequence)
 
     def waiting_reasons(self) -> dict[WaitingReason, int]:
-        """How many wait for which reason; looks at those passed over, not at all who wait."""
-        reasons = Counter(
-            reason
-            for sequence, reason in self._passed_over.items()
-            if sequence.status is SequenceStatus.WAITING
-        )
-        if num_behind := len(self.waiting_queue) - reasons.total():
-            reasons[WaitingReason.BEHIND] = num_behind
-        return reasons
+        """How many wait for which reason; the cost does not grow with how many wait."""
+        return self._waiting_room.reasons()
 
-    # Phases of a step, each in the sequences' order.
+    # The phases of a step, each in the sequences' order.
 
-    def _schedule_decodes(
-        self, budget: SchedulingBudget, skipped: list[Skipped]
-    ) -> tuple[list[ScheduledSequence], list[Sequence]]:
-        scheduled: list[ScheduledSequence] = []
-        preempted: list[Sequence] = []
-        for sequence in [one for one in self.running_queue if _is_decoding(one)]:
-            if sequence.status is not SequenceStatus.RUNNING:
-                continue  # Preempted above, for one that comes before it.
-            if reason := budget.refusal(1, 1):
-                skipped.append(Skipped(sequence, reason))
-                continue
-            preempted += self._make_room(sequence)
-            if sequence.status is SequenceStatus.RUNNING:
-                budget.add(1, 1)
-                scheduled.append(_advance(sequence, 1))
-        return scheduled, preempted
-
-    def _continue_prefills(self, budget: SchedulingBudget, skipped: list[Skipped]) -> list[ScheduledSequence]:
-        scheduled: list[ScheduledSequence] = []
-        for sequence in self.running_queue:
-            if not sequence.num_uncomputed_tokens or _is_decoding(sequence):
-                continue  # Taken into this step already, or passed over as a decode.
-            num_new_tokens = min(sequence.num_uncomputed_tokens, max(1, budget.remaining_tokens))
-            if reason := budget.refusal(num_new_tokens, 1, 1):
-                skipped.append(Skipped(sequence, reason))
-                continue
-            budget.add(num_new_tokens, 1, 1)
-            scheduled.append(_advance(sequence, num_new_tokens))
-        return scheduled
-
-    def _admit_waiting(self, budget: SchedulingBudget, skipped: list[Skipped]) -> list[ScheduledSequence]:
-        """Strictly from the head: one that does not fit keeps all behind it waiting."""
-        scheduled: list[ScheduledSequence] = []
-        while (sequence := self.waiting_queue.head) is not None:
-            prefix = self.block_manager.find_prefix(sequence)
-            num_found_tokens = len(prefix) * self.config.block_size
-            num_new_tokens = self._first_chunk(sequence, num_found_tokens, budget)
-            if reason := self._refusal(sequence, prefix, num_new_tokens, budget):
-                skipped.append(Skipped(sequence, reason))
-                break
-            self._seat(self.waiting_queue.pop(), num_found_tokens)
-            budget.add(num_new_tokens, 1, 1)
-            scheduled.append(_advance(sequence, num_new_tokens))
-        return scheduled
-
-    def _refusal(
-        self, sequence: Sequence, prefix: list[int], num_new_tokens: int, budget: SchedulingBudget
-    ) -> WaitingReason | None:
-        """Why the head cannot be admitted; if it can, it holds its blocks now."""
-        if not self._free_seats:
-            return WaitingReason.SEQ_BUDGET
-        if reason := budget.refusal(num_new_tokens, 1, 1):
-            return reason
-        return None if self.block_manager.allocate(sequence, prefix) else WaitingReason.KV_BLOCKS
-
-    def _first_chunk(self, sequence: Sequence, num_found_tokens: int, budget: SchedulingBudget) -> int:
-        num_left = sequence.num_tokens - num_found_tokens
-        # What has sampled before may always be computed again in chunks: it can have grown past the budget,
-        # and would never be computed in one step.
-        if self.config.chunked_prefill or sequence.num_output_tokens:
-            return min(num_left, max(1, budget.remaining_tokens))
-        return num_left
-
-    def _make_room(self, sequence: Sequence) -> list[Sequence]:
-        """Let `sequence` hold its blocks, at the cost of the last in order, which may be itself.
-
-        The first in order never loses: alone it fits, since one that outgrows the pool ends before.
-        """
-        preempted: list[Sequence] = []
-        while sequence.status is SequenceStatus.RUNNING and not self.block_manager.allocate(sequence):
-            victim = self.running_queue[-1]
-            self._take_out(victim)
-            victim.preempt()
-            self.waiting_queue.add(victim)
-            preempted.append(victim)
-        return preempted
-
-    def _seat(self, sequence: Sequence, num_found_tokens: int) -> None:
-        sequence.admit(self._free_seats.pop(), num_found_tokens)
-        bisect.insort(self.running_queue, sequence, key=lambda one: one.order)
-
-    def _take_out(self, sequence: Sequence, *, distrusted: bool = False) -> None:
-        """Out of its queue, off its seat, its blocks back; `distrusted`: what it wrote may not be finite."""
-        if sequence.status is SequenceStatus.WAITING:
-            self.waiting_queue.remove(sequence)
+    def _take_a_seat(self, plan: StepPlan) -> None:
+        """With all seats taken, the head displaces one of lower priority, if it can then be taken in."""
+        queue, running = self.waiting_queue, self.running_queue
+        if self._seats or not queue or queue.best_priority >= running[-1].priority:
             return
-        self.running_queue.remove(sequence)
-        if distrusted:
-            self.block_manager.distrust(sequence)
+        self._waiting_room.settle(running)
+        head = queue.head
+        assert head is not None
+        victim = None if queue.is_head_promoted else self._preemption.victim_for_seat(running, head)
+        if victim and self.block_manager.can_allocate(
+            self._preemption.num_tokens_to_hold(head), self.block_manager.find_prefix(head), without=victim
+        ):
+            self._preempt(victim, WaitingReason.SEQ_BUDGET, plan)
+            self._claimant = head
+
+    def _by_need(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Those of the running ones that decode, and those that compute what they know already."""
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for sequence in self.running_queue:
+            num_tokens = len(sequence.token_ids)
+            num_uncomputed_tokens = num_tokens - sequence.num_computed_tokens
+            if num_uncomputed_tokens == 1 and num_tokens > sequence.num_prompt_tokens:
+                decoding.append(sequence)
+            elif num_uncomputed_tokens:
+                prefilling.append(sequence)
+        return decoding, prefilling
+
+    def _schedule_decodes(self, decoding: list[Sequence], prefilling: list[Sequence], plan: StepPlan) -> None:
+        chosen, passed_over, reason = self._decode_turns.choose(
+            decoding, lambda: self._num_prefill_tokens(prefilling)
+        )
+        scheduled, block_size = plan.decode, self.config.block_size
+        for sequence in chosen:
+            start = sequence.num_computed_tokens
+            if start == len(sequence.block_table) * block_size and not self._make_room(sequence, plan):
+                continue
+            sequence.num_computed_tokens = start + 1
+            # Past its own constructor, which takes twice the time.
+            scheduled.append(_new_tuple(ScheduledSequence, (sequence, start, 1, 0, True)))
+        plan.budget.add(len(scheduled), len(scheduled))
+        for sequence in passed_over:
+            plan.skip(sequence, reason)
+
+    def _continue_prefills(self, prefilling: list[Sequence], plan: StepPlan) -> None:
+        for sequence in prefilling:
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue  # Preempted for one of those that decode.
+            num_new_tokens = plan.prefills.first_share(sequence, sequence.num_computed_tokens)
+            if reason := plan.budget.refusal(num_new_tokens, 1, 1):
+                plan.skip(sequence, reason)
+            else:
+                plan.prefills.take(sequence, num_new_tokens)
+
+    def _admit_waiting(self, plan: StepPlan) -> None:
+        """In order, as far as the policy lets others go past one that does not fit."""
+        queue, set_aside, num_tried = self.waiting_queue, list[Sequence](), 0
+        if self._seats and plan.budget.remaining_tokens:
+            self._waiting_room.settle(self.running_queue)
+        while (head := queue.head) is not None and num_tried <= self._admission.max_others:
+            if reason := self._admit(head, plan):
+                if head not in plan.preempted:
+                    plan.skip(head, reason)
+                is_guarded = queue.is_head_promoted or head is self._claimant
+                if is_guarded or not self._admission.lets_another_try(reason):
+                    break
+                queue.remove(head)
+                set_aside.append(head)
+            num_tried += bool(set_aside)
+        for sequence in set_aside:
+            queue.add(sequence)
+
+    def _admit(self, sequence: Sequence, plan: StepPlan) -> WaitingReason | None:
+        """Give the head its seat and its blocks, or say why it gets none; nothing has changed then."""
+        if plan.lacks_blocks:
+            return WaitingReason.KV_BLOCKS
+        if not self._seats:
+            return WaitingReason.SEQ_BUDGET
+        if reason := plan.budget.refusal(1, 1, 1):
+            return reason
+        prefix = self.block_manager.find_prefix(sequence)
+        num_found_tokens = len(prefix) * self.config.block_size
+        num_new_tokens = plan.prefills.first_share(sequence, num_found_tokens)
+        if reason := plan.budget.refusal(num_new_tokens, 1, 1):
+            return reason
+        num_tokens = self._preemption.num_tokens_to_hold(sequence)
+        if not self.block_manager.allocate(sequence, prefix, num_tokens):
+            return WaitingReason.KV_BLOCKS
+        self._seat(sequence, num_found_tokens, plan)
+        plan.prefills.take(sequence, num_new_tokens)
+        return None
+
+    def _num_prefill_tokens(self, prefilling: list[Sequence]) -> int:
+        """Tokens that prefills could use in this step, if decodes left them."""
+        num_tokens = sum(sequence.num_uncomputed_tokens for sequence in prefilling)
+        head = self.waiting_queue.head
+        if head is None or not self._seats or len(prefilling) >= self.config.prefill_seqs_limit:
+            return num_tokens
+        num_blocks = self.block_manager.num_blocks_of(self._preemption.num_tokens_to_hold(head))
+        fits = num_blocks - len(self.block_manager.find_prefix(head)) <= self.block_manager.num_free_blocks
+        return num_tokens + head.num_tokens * fits
+
+    def _make_room(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Let a running sequence hold its blocks, at the cost of the last in order, which may be itself.
+
+        The first in order never loses: alone it fits, since one that outgrows the pool ends before. It waits
+        where all others are pinned; these need no more blocks, and end.
+        """
+        while sequence.status is SequenceStatus.RUNNING and not self.block_manager.allocate(sequence):
+            plan.lacks_blocks = True
+            victim = self._preemption.victim_for_blocks(self.running_queue)
+            if victim is None:
+                plan.skip(sequence, WaitingReason.KV_BLOCKS)
+                return False
+            self._preempt(victim, WaitingReason.KV_BLOCKS, plan)
+        return sequence.status is SequenceStatus.RUNNING
+
+    # Changes of state: seat, blocks and container together.
+
+    def _seat(self, sequence: Sequence, num_found_tokens: int, plan: StepPlan) -> None:
+        """Out of the line; its tenant is charged for what is to be computed and never was before."""
+        sequence.is_promoted = self.waiting_queue.is_head_promoted
+        sequence.is_pinned = self._preemption.is_to_be_pinned(sequence)
+        sequence.num_charged_tokens = max(sequence.num_charged_tokens, num_found_tokens)
+        self._waiting_room.charge([sequence])
+        self._waiting_room.leave(sequence)
+        sequence.admit(self._seats.take(), num_found_tokens)
+        sequence.waited_seconds = plan.now - sequence.waiting_since
+        bisect.insort(self.running_queue, sequence, key=_order)
+        plan.admitted.append(sequence)
+        if sequence is self._claimant:
+            self._claimant = None
+
+    def _preempt(self, victim: Sequence, reason: WaitingReason, plan: StepPlan) -> None:
+        self._unseat(victim)
+        victim.preempt()
+        victim.waiting_since = plan.now - victim.waited_seconds
+        self._waiting_room.join(victim, self.running_queue)
+        plan.preempted.append(victim)
+        plan.skip(victim, reason)
+
+    def _unseat(self, sequence: Sequence) -> None:
+        """Off its seat, its blocks back, and its tenant charged for all of it."""
+        del self.running_queue[bisect.bisect_left(self.running_queue, sequence.order, key=_order)]
+        self._waiting_room.charge([sequence])
         self.block_manager.free(sequence)
         assert sequence.seat is not None
-        self._free_seats.append(sequence.seat)
-        self._released_seats.append(sequence.seat)
-
-    def _take_released_seats(self) -> tuple[int, ...]:
-        released = tuple(self._released_seats)
-        self._released_seats.clear()
-        return released
-
-    def _refuse_what_never_fits(self, sequence: Sequence) -> None:
-        config, prompt_len = self.config, sequence.get_prompt_len()
-        if prompt_len >= config.max_model_len:
-            limit = f"the model takes at most {config.max_model_len - 1} and one output"
-        elif prompt_len > config.kv_capacity:
-            limit = f"the KV cache holds {config.kv_capacity}"
-        elif prompt_len > config.max_prompt_tokens and not sequence.num_output_tokens:
-            limit = f"without chunked prefill a step takes at most {config.max_num_batched_tokens}"
-        else:
-            return
-        raise NeverFits("prompt", f"has {prompt_len} tokens; {limit}")
+        self._seats.give_back(sequence.seat)
 
 
-def _is_decoding(sequence: Sequence) -> bool:
-    return sequence.num_uncomputed_tokens == 1 and sequence.num_output_tokens > 0
-
-
-def _resumes_decoding(item: ScheduledSequence) -> bool:
-    """It has sampled before, and found all in the cache but its newest token."""
-    return item.samples and item.num_new_tokens == 1 and item.sequence.num_output_tokens > 0
-
-
-def _advance(sequence: Sequence, num_new_tokens: int) -> ScheduledSequence:
-    start = sequence.num_computed_tokens
-    sequence.num_computed_tokens += num_new_tokens
-    samples = sequence.num_computed_tokens == sequence.num_tokens
-    return ScheduledSequence(
-        sequence, start, num_new_tokens, logits_from=num_new_tokens - samples, samples=samples
-    )
+def _order(sequence: Sequence) -> tuple[int, float, str, int]:
+    return sequence.order

@@ -47,14 +47,20 @@ class Sequence:
     scheduler's clock; None: since it joined. `num_cached_tokens`: prompt tokens that were found computed when
     it was first admitted; only sequences of one `cache_salt` find each other's, and the outputs of one
     request also where prefix caching is off. `num_lost_tokens`: the most that a preemption made it compute
-    again.
+    again. `num_charged_tokens`: known tokens that its tenant was charged for, or that were free.
+
+    `waiting_since`: when its waiting would have begun if it had never run (a preempted one has waited as long
+    as before, and not while it ran); `waited_seconds`: what it had waited when it was last admitted.
+    `is_promoted`: it runs because it had waited too long. `is_pinned`: it runs and holds
+    blocks for all that it may ever know, and keeps them.
     """
 
     __slots__ = (
         "accepted", "arrival", "block_digests", "block_table", "cache_salt", "constraints", "finish_reason",
-        "index", "num_cached_tokens", "num_computed_tokens", "num_lost_tokens", "num_preemptions",
-        "num_prompt_tokens", "num_published_blocks", "order", "params", "priority", "request_id", "seat",
-        "status", "tenant", "token_ids",
+        "index", "is_pinned", "is_promoted", "num_cached_tokens", "num_charged_tokens", "num_computed_tokens",
+        "num_lost_tokens", "num_preemptions", "num_prompt_tokens", "num_published_blocks", "order", "params",
+        "priority", "request_id", "seat", "status", "tenant", "token_ids",
+        "waited_seconds", "waiting_since",
     )  # fmt: skip
 
     def __init__(
@@ -87,6 +93,11 @@ class Sequence:
         self.num_preemptions = 0
         self.num_lost_tokens = 0
         self.num_published_blocks = 0
+        self.num_charged_tokens = 0
+        self.waiting_since = 0.0 if accepted is None else accepted
+        self.waited_seconds = 0.0
+        self.is_promoted = False
+        self.is_pinned = False
         self.block_table: list[int] = []
         self.block_digests: list[bytes] = []
         self.cache_salt = cache_salt
@@ -147,6 +158,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_published_blocks = 0
         self.num_preemptions += 1
+        self.is_promoted = False
 
     def finish(self, reason: FinishReason) -> None:
         self._become(SequenceStatus.FINISHED)

@@ -1,50 +1,207 @@
-"""The line of waiting sequences: by priority, then by arrival, whoever joins when.
+"""The line of waiting sequences, as long as it may be: who is next costs the same whoever waits.
 
-A preempted or resumed sequence keeps its arrival and so takes up its old place. Decides nothing.
+Law: promoted ones first (the longest waiting before the others), then by standing, then the tenant that was
+served the fewest tokens, then by arrival. A sequence that comes back takes up its old place. This file
+orders; it takes nobody in. Only the heads of lines are looked at: one line for each priority and tenant.
 """
 
-from collections import deque
+import itertools
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+from engine.ageing import PROMOTED, Ageing
+from engine.fair_share import Sharing
+from engine.lazy_heap import LazyHeap
 from engine.sequence import Sequence
+
+Entry = tuple[tuple[int, float, str, int], int, Sequence]
+"""A sequence in its line, and a number that makes it another's equal never."""
+Place = tuple[float, tuple[int, float, str, int], int, "_Line"]
+"""A line among those of its standing, by counter (promoted: by time), then by its head."""
+
+
+class _Line:
+    """The sequences of one priority and one tenant (or of all, where tenants do not share)."""
+
+    __slots__ = ("entries", "name", "num_waiting", "place", "priority", "served", "standing")
+
+    def __init__(self, priority: int, name: str, entries: LazyHeap[Entry]) -> None:
+        self.priority = priority
+        self.name = name
+        self.entries = entries
+        self.num_waiting = 0
+        self.standing: float = priority
+        self.served = 0
+        self.place: Place | None = None
+
+    @property
+    def head(self) -> Sequence:
+        entry = self.entries.top()
+        assert entry is not None, "a line with nobody in it"
+        return entry[2]
 
 
 class WaitingQueue:
-    """Waiting sequences in their `order`; a step looks at the head only, however many wait."""
+    """Waiting sequences; `head` is who is next. Removal and return of any of them cost O(log n)."""
 
-    def __init__(self) -> None:
-        self._lines: dict[int, deque[Sequence]] = {}
+    def __init__(self, ageing: Ageing, sharing: Sharing) -> None:
+        self._ageing = ageing
+        self._sharing = sharing
+        self._now = 0.0
+        self._numbers = itertools.count()
+        self._entries: dict[Sequence, Entry] = {}
+        self._lines: dict[tuple[int, str], _Line] = {}
+        self._lines_of: defaultdict[str, list[_Line]] = defaultdict(list)
+        self._places: dict[float, LazyHeap[Place]] = {}
+        # (when, place): its head's standing gets better then, if it is still its head.
+        self._timers = LazyHeap[tuple[float, int, Place]](lambda timer: _is_current(timer[2]))
+        self._num_lines: Counter[int] = Counter()
+        self._num_by_standing: Counter[float] = Counter()
+        self._num_by_served: Counter[tuple[float, int]] = Counter()
 
     def __len__(self) -> int:
-        return sum(map(len, self._lines.values()))
+        return len(self._entries)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._entries
 
     def __iter__(self) -> Iterator[Sequence]:
-        for priority in sorted(self._lines):
-            yield from self._lines[priority]
+        """All in the order in which they would go if nothing changed. O(n log n)."""
+        ranked: list[tuple[tuple[float, float], tuple[int, float, str, int], Sequence]] = []
+        for line in self._lines.values():
+            rank = (PROMOTED, -1.0)
+            for order, _, sequence in sorted(line.entries):
+                # Nobody passes another of the same line.
+                rank = max(rank, self._rank(sequence, line))
+                ranked.append((rank, order, sequence))
+        return (sequence for _, _, sequence in sorted(ranked))
 
     @property
     def head(self) -> Sequence | None:
-        return self._lines[min(self._lines)][0] if self._lines else None
+        line = self._first_line()
+        return line.head if line else None
+
+    @property
+    def best_priority(self) -> int:
+        """The best own priority of all who wait. Raises ValueError when nobody does."""
+        return min(self._num_lines)
+
+    @property
+    def is_head_promoted(self) -> bool:
+        """A promoted one waits, so that the head is one."""
+        return bool(self._num_by_standing[PROMOTED])
+
+    def advance(self, now: float) -> None:
+        """Let time go on; those whose standing is better now move up."""
+        self._now = now
+        while (timer := self._timers.top()) is not None and timer[0] <= now:
+            self._put(timer[2][3])
 
     def add(self, sequence: Sequence) -> None:
-        line = self._lines.setdefault(sequence.priority, deque())
-        if not line or line[-1].order < sequence.order:
-            line.append(sequence)
-        else:
-            place = next(i for i, other in enumerate(line) if sequence.order < other.order)
-            line.insert(place, sequence)
+        line = self._line_of(sequence)
+        self._entries[sequence] = entry = (sequence.order, next(self._numbers), sequence)
+        line.entries.push(entry)
+        line.num_waiting += 1
+        self._tally(line, 1)
+        if line.head is sequence:
+            self._put(line)
 
     def remove(self, sequence: Sequence) -> None:
-        """Raises ValueError when it is not in line."""
-        line = self._lines.get(sequence.priority, deque())
-        line.remove(sequence)
-        if not line:
-            del self._lines[sequence.priority]
+        """Raises KeyError when it is not in line."""
+        if sequence not in self._entries:
+            raise KeyError(sequence.request_id)
+        line = self._line_of(sequence)
+        was_head = line.head is sequence
+        del self._entries[sequence]
+        line.num_waiting -= 1
+        self._tally(line, -1)
+        if not line.num_waiting:
+            self._close(line)
+        elif was_head:
+            self._put(line)
 
-    def pop(self) -> Sequence:
-        """Take the head out. Raises IndexError when nobody waits."""
-        head = self.head
-        if head is None:
-            raise IndexError("nobody waits")
-        self.remove(head)
-        return head
+    def served(self, name: str) -> None:
+        """The counter of the lines of this name has changed: count anew who goes behind it, or before."""
+        for line in self._lines_of.get(name, ()):
+            self._tally(line, -line.num_waiting)
+            line.served = 0 if line.standing == PROMOTED else self._sharing.counter(name)
+            self._tally(line, line.num_waiting)
+
+    def yields_to_another_tenant(self, sequence: Sequence) -> bool:
+        """Whether the head, of the same standing, goes first as its tenant was served fewer tokens."""
+        first, line = self._first_line(), self._line_of(sequence)
+        return first is not None and first.standing == line.standing and first.served < line.served
+
+    @property
+    def num_yielding(self) -> int:
+        """How many `yields_to_another_tenant`."""
+        first = self._first_line()
+        if first is None:
+            return 0
+        return self._num_by_standing[first.standing] - self._num_by_served[first.standing, first.served]
+
+    def _line_of(self, sequence: Sequence) -> _Line:
+        name = self._sharing.line(sequence.tenant)
+        line = self._lines.get((sequence.priority, name))
+        if line is None:
+            entries = LazyHeap[Entry](lambda entry: self._entries.get(entry[2]) is entry)
+            line = self._lines[sequence.priority, name] = _Line(sequence.priority, name, entries)
+            line.served = self._sharing.counter(name)
+            self._lines_of[name].append(line)
+            self._num_lines[sequence.priority] += 1
+        return line
+
+    def _first_line(self) -> _Line | None:
+        for standing in sorted(self._places):
+            places = self._places[standing]
+            while (place := places.top()) is not None:
+                line = place[3]
+                if standing == PROMOTED or place[0] == self._sharing.counter(line.name):
+                    return line
+                self._put(line)  # It was served since it took this place.
+            del self._places[standing]
+        return None
+
+    def _put(self, line: _Line) -> None:
+        """Give `line` the place that is due to its head."""
+        head = line.head
+        self._tally(line, -line.num_waiting)
+        line.standing, key = self._rank(head, line)
+        line.served = 0 if line.standing == PROMOTED else int(key)
+        self._tally(line, line.num_waiting)
+        line.place = place = (key, head.order, next(self._numbers), line)
+        if line.standing not in self._places:
+            self._places[line.standing] = LazyHeap(_is_current)
+        self._places[line.standing].push(place)
+        better_at = self._ageing.next_change(head, self._now)
+        if better_at < math.inf:
+            self._timers.push((better_at, place[2], place))
+
+    def _rank(self, sequence: Sequence, line: _Line) -> tuple[float, float]:
+        standing = self._ageing.standing(sequence, self._now)
+        if standing == PROMOTED:
+            return standing, sequence.waiting_since
+        return standing, self._sharing.counter(line.name)
+
+    def _tally(self, line: _Line, num_more: int) -> None:
+        """So many more are in `line`, as it stands."""
+        self._num_by_standing[line.standing] += num_more
+        key = (line.standing, line.served)
+        self._num_by_served[key] += num_more
+        if not self._num_by_served[key]:
+            del self._num_by_served[key]
+
+    def _close(self, line: _Line) -> None:
+        line.place = None
+        del self._lines[line.priority, line.name]
+        self._num_lines[line.priority] -= 1
+        if not self._num_lines[line.priority]:
+            del self._num_lines[line.priority]
+        self._lines_of[line.name].remove(line)
+        if not self._lines_of[line.name]:
+            del self._lines_of[line.name]
+
+
+def _is_current(place: Place) -> bool:
+    return place[3].place is place

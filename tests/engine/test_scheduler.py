@@ -49,7 +49,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_samples_at_its_end() -> None:
 
 
 def test_decodes_go_before_chunks_and_chunks_before_those_who_wait() -> None:
-    scheduler = build(max_num_batched_tokens=8)
+    scheduler = build(max_num_batched_tokens=8, max_chunk_tokens=8)
     line_up(scheduler, 4, 12, 3)
 
     assert shares(step(scheduler)) == [("r0", 4, True), ("r1", 4, False)]
@@ -76,7 +76,7 @@ def test_rows_are_wanted_only_where_a_token_is_sampled() -> None:
             WaitingReason.TOKEN_BUDGET,
         ),
         ({"chunked_prefill": False}, WaitingReason.PREFILL_BUDGET),
-        ({"max_num_batched_tokens": 8}, WaitingReason.TOKEN_BUDGET),
+        ({"max_num_batched_tokens": 8, "max_chunk_tokens": 8}, WaitingReason.TOKEN_BUDGET),
         ({"max_num_prefill_seqs": 1}, WaitingReason.PREFILL_BUDGET),
         ({"num_kv_blocks": 3}, WaitingReason.KV_BLOCKS),
     ],
@@ -268,7 +268,7 @@ def test_the_null_block_is_never_handed_out() -> None:
 
 
 def test_a_gap_of_one_is_a_decode_only_after_a_token_was_sampled() -> None:
-    scheduler = build(max_num_batched_tokens=8)
+    scheduler = build(max_num_batched_tokens=8, max_chunk_tokens=8)
     chunked, single = line_up(scheduler, 9, 1)
 
     assert step(scheduler).prefill_sequences == [chunked]

@@ -1,9 +1,10 @@
 """Whatever the order of arrivals, steps, ends and aborts: the books balance and work goes on."""
 
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -16,70 +17,151 @@ from hypothesis.stateful import (
 
 from engine.config import EngineConfig
 from engine.errors import NeverFits
-from engine.outputs import SampledToken, SchedulerOutputs, Skipped
+from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, WaitingReason
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence, SequenceStatus
 from engine.stopping import StopRules
+from tests.engine.fakes import Clock
+
+BLOCK_SIZE = 4
+HELD = (WaitingReason.GRAMMAR, WaitingReason.SIBLING)
+
+
+@dataclass
+class Before:
+    """What a step found."""
+
+    line: list[Sequence]
+    running: list[Sequence]
+    promoted: set[Sequence]
+    pinned: set[Sequence]
+
+
+def configs() -> st.SearchStrategy[EngineConfig]:
+    return st.builds(
+        EngineConfig,
+        max_model_len=st.just(40),
+        num_kv_blocks=st.integers(3, 14),
+        block_size=st.just(BLOCK_SIZE),
+        max_num_batched_tokens=st.integers(1, 12),
+        max_num_seqs=st.integers(1, 5),
+        max_num_prefill_seqs=st.integers(1, 5),
+        chunked_prefill=st.booleans(),
+        prefix_caching=st.booleans(),
+        policy=st.sampled_from(["fifo", "skip_ahead"]),
+        max_skip_ahead=st.integers(1, 3),
+        fair_sharing=st.booleans(),
+        ageing_seconds=st.sampled_from([None, 3.0, 10.0]),
+        max_waiting_seconds=st.sampled_from([None, 5.0, 20.0]),
+        max_preemptions=st.integers(0, 2),
+        prefill_reserve=st.sampled_from([0.0, 0.0, 0.3, 0.6]),
+        max_chunk_tokens=st.sampled_from([None, 1, 3]),
+    )
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    @initialize(
-        budget=st.integers(1, 12),
-        seqs=st.integers(1, 5),
-        prefills=st.integers(1, 5),
-        blocks=st.integers(3, 14),
-        chunked=st.booleans(),
-        cached=st.booleans(),
-    )
-    def build(self, budget: int, seqs: int, prefills: int, blocks: int, chunked: bool, cached: bool) -> None:
-        self.config = EngineConfig(
-            max_model_len=40,
-            num_kv_blocks=blocks,
-            block_size=4,
-            max_num_batched_tokens=budget,
-            max_num_seqs=seqs,
-            max_num_prefill_seqs=prefills,
-            chunked_prefill=chunked,
-            prefix_caching=cached,
-        )
+    @initialize(config=configs())
+    def build(self, config: EngineConfig) -> None:
+        self.config = config
+        self.clock = Clock()
         # What a device would have in each slot of each block: all tokens up to the one computed there.
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
-        self.scheduler = Scheduler(self.config)
-        self.stop_rules = StopRules(self.config, frozenset())
+        self.scheduler = Scheduler(config, clock=self.clock)
+        self.stop_rules = StopRules(config, frozenset())
         self.sequences: list[Sequence] = []
+        self.held: set[Sequence] = set()
+        self.num_empty_steps = 0
 
     @rule(
         prompt=st.integers(1, 30),
         last=st.integers(1, 2),
         max_tokens=st.integers(1, 12),
         priority=st.integers(0, 4),
+        tenant=st.sampled_from("abc"),
+        n=st.sampled_from([1, 1, 1, 3]),
+        held=st.sampled_from([None, None, *HELD]),
+        prompt_logprobs=st.sampled_from([None, None, None, 1]),
     )
-    def arrive(self, prompt: int, last: int, max_tokens: int, priority: int) -> None:
-        sequence = Sequence(
-            f"r{len(self.sequences)}",
-            [*[1] * (prompt - 1), last],
-            SamplingParams(max_tokens=max_tokens),
-            arrival=float(len(self.sequences)),
-            priority=priority,
-        )
-        try:
-            self.scheduler.add_sequence(sequence)
-        except NeverFits:
-            assert sequence not in self.scheduler.waiting_queue
-        else:
+    def arrive(
+        self,
+        prompt: int,
+        last: int,
+        max_tokens: int,
+        priority: int,
+        tenant: str,
+        n: int,
+        held: WaitingReason | None,
+        prompt_logprobs: int | None,
+    ) -> None:
+        arrival = len(self.sequences)
+        params = SamplingParams(max_tokens=max_tokens, n=n, prompt_logprobs=prompt_logprobs)
+        for index in range(n):
+            sequence = Sequence(
+                f"r{arrival}",
+                [*[1] * (prompt - 1), last],
+                params,
+                arrival=float(arrival),
+                index=index,
+                priority=priority,
+                tenant=tenant,
+                cache_salt=b"" if n == 1 else b"%d" % arrival,
+            )
+            held = WaitingReason.SIBLING if index else held
+            try:
+                self.scheduler.add_sequence(sequence, held)
+            except NeverFits:
+                assert sequence not in self.scheduler.waiting_queue
+                assert not index
+                return
             self.sequences.append(sequence)
+            if held:
+                self.held.add(sequence)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(sorted(self.held, key=order)))
+        self.held.remove(sequence)
+        self.scheduler.release(sequence)
+        self.scheduler.release(sequence)
+
+    @rule(seconds=st.sampled_from([0.5, 2.0, 7.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.now += seconds
 
     @precondition(lambda self: self.scheduler.has_unfinished_sequences())
-    @rule(fails=st.booleans())
-    def step(self, fails: bool) -> None:
-        first = min(
-            (s for s in self.sequences if s.status is SequenceStatus.RUNNING), key=order, default=None
+    @rule(fails=st.booleans(), data=st.data())
+    def step(self, fails: bool, data: st.DataObject) -> None:
+        self.one_step(fails=fails, data=data)
+
+    @precondition(lambda self: self.scheduler.has_unfinished_sequences())
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        live = [one for one in self.sequences if not one.is_finished()]
+        self.end(data.draw(st.sampled_from(live)))
+
+    def end(self, sequence: Sequence) -> None:
+        self.held.discard(sequence)
+        self.scheduler.abort(sequence, FinishReason.CANCELLED)
+
+    def one_step(self, *, fails: bool = False, data: st.DataObject | None = None) -> None:
+        self.scheduler.waiting_queue.advance(self.clock.now)
+        running = list(self.scheduler.running_queue)
+        before = Before(
+            list(self.scheduler.waiting_queue),
+            running,
+            {one for one in self.sequences if waits_too_long(one, self.config, self.clock.now)},
+            {one for one in running if one.is_pinned},
         )
-        waiting_before = list(self.scheduler.waiting_queue)
         outputs = self.scheduler.schedule()
-        self.check(outputs, first, waiting_before)
+        self.check_budgets(outputs)
+        self.check_order(outputs, before)
+        self.check_preemption(outputs, before)
+        self.check_rows(outputs)
         self.compute(outputs)
+        if data and outputs.scheduled and data.draw(st.booleans()):
+            self.end(data.draw(st.sampled_from(outputs.scheduled)).sequence)
         tokens, finishes = {}, {}
         for item in outputs.scheduled:
             if fails:
@@ -91,45 +173,89 @@ class SchedulerMachine(RuleBasedStateMachine):
                     finishes[item.sequence] = reason
         self.scheduler.update(outputs, tokens, finishes)
 
-    def compute(self, outputs: SchedulerOutputs) -> None:
-        """As a device would: rows are written, then each sequence reads all that it claims to have."""
-        for item in outputs.scheduled:
-            for position in range(item.start, item.start + item.num_new_tokens):
-                self.slots[self.slot(item.sequence, position)] = tuple(
-                    item.sequence.token_ids[: position + 1]
-                )
-        for item in outputs.scheduled:
-            for position in range(item.start + item.num_new_tokens):
-                read = self.slots.get(self.slot(item.sequence, position))
-                assert read == tuple(item.sequence.token_ids[: position + 1]), "another's keys and values"
-
-    def slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
-        return sequence.block_table[position // 4], position % 4
-
-    def check(
-        self, outputs: SchedulerOutputs, first: Sequence | None, waiting_before: list[Sequence]
-    ) -> None:
+    def check_budgets(self, outputs: SchedulerOutputs) -> None:
         config = self.config
         scheduled = [item.sequence for item in outputs.scheduled]
-        assert scheduled, "there is work, yet nothing was scheduled"
+        if scheduled or self.held == {one for one in self.sequences if not one.is_finished()}:
+            self.num_empty_steps = 0
+        else:
+            self.num_empty_steps += 1
+            assert outputs.skipped, "there is work, nothing was scheduled, and no reason is given"
+            assert self.num_empty_steps < 2, "there is work, yet nothing was scheduled"
         assert len(set(scheduled)) == len(scheduled)
+        assert all(one.status is SequenceStatus.RUNNING for one in scheduled)
         num_tokens = sum(item.num_new_tokens for item in outputs.scheduled)
         assert num_tokens == outputs.num_batched_tokens <= config.max_num_batched_tokens
         assert len(scheduled) <= config.max_num_seqs
         assert len(outputs.prefill) <= config.max_num_prefill_seqs
         assert all(item.num_new_tokens == 1 for item in outputs.decode)
         assert all(item.num_new_tokens >= 1 for item in outputs.prefill)
-        assert first not in outputs.preempted
-        admitted = [one for one in waiting_before if one in scheduled]
-        assert admitted == waiting_before[: len(admitted)], "one passed another in line"
-        assert not (outputs.preempted and admitted)
-        assert all(isinstance(one, Skipped) for one in outputs.skipped)
+        if not config.chunked_prefill:
+            whole = [item for item in outputs.prefill if not item.sequence.num_output_tokens]
+            assert all(item.samples for item in whole), "a prompt was cut, with chunked prefill off"
 
-    @precondition(lambda self: self.scheduler.has_unfinished_sequences())
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        live = [one for one in self.sequences if not one.is_finished()]
-        self.scheduler.abort(data.draw(st.sampled_from(live)), FinishReason.CANCELLED)
+    def check_order(self, outputs: SchedulerOutputs, before: Before) -> None:
+        """No one passed another of its own line, a promoted one, or, under "fifo", the head."""
+        admitted = {item.sequence for item in outputs.scheduled} & set(before.line)
+        if outputs.preempted and not self.took_a_seat(outputs):
+            assert not admitted, "a step that preempted for blocks took others in"
+        left = [one for one in before.line if one not in admitted]
+        if self.config.policy == "fifo":
+            for line in self.lines(before.line):
+                taken = [one for one in line if one in admitted]
+                assert taken == line[: len(taken)], "one passed another of its line"
+        for promoted in before.promoted.intersection(left):
+            if promoted not in admitted and promoted == left[0]:
+                later = before.line[before.line.index(promoted) :]
+                assert not admitted.intersection(later), "one passed a promoted one"
+
+    def lines(self, line: list[Sequence]) -> list[list[Sequence]]:
+        lines: dict[tuple[int, str], list[Sequence]] = {}
+        for one in line:
+            key = (one.priority, one.tenant if self.config.fair_sharing else "")
+            lines.setdefault(key, []).append(one)
+        return list(lines.values())
+
+    def took_a_seat(self, outputs: SchedulerOutputs) -> bool:
+        reasons = dict(outputs.skipped)
+        return any(reasons.get(one) is WaitingReason.SEQ_BUDGET for one in outputs.preempted)
+
+    def check_preemption(self, outputs: SchedulerOutputs, before: Before) -> None:
+        assert not before.pinned.intersection(outputs.preempted), "a pinned one lost its blocks"
+        for victim in outputs.preempted:
+            assert victim.num_preemptions <= self.config.max_preemptions
+            if dict(outputs.skipped)[victim] is WaitingReason.SEQ_BUDGET:
+                assert len(before.running) == self.config.max_num_seqs
+                assert before.line[0].priority < victim.priority
+                assert before.line[0] not in before.promoted
+            else:
+                assert victim is not before.running[0], "the first in order lost its blocks"
+
+    def check_rows(self, outputs: SchedulerOutputs) -> None:
+        for item in outputs.scheduled:
+            end = item.start + item.num_new_tokens
+            assert item.samples == (end == item.sequence.num_tokens)
+            wants_all = item.sequence.params.prompt_logprobs is not None
+            if wants_all and not item.sequence.num_output_tokens:
+                assert item.logits_from == 0
+            else:
+                assert item.logits_from == item.num_new_tokens - item.samples
+
+    def compute(self, outputs: SchedulerOutputs) -> None:
+        """As a device would: rows are written, then each sequence reads all that it claims to have."""
+        for block in outputs.blocks_to_zero:
+            for place in range(BLOCK_SIZE):
+                self.slots.pop((block, place), None)
+        for item in outputs.scheduled:
+            for position in range(item.start, item.start + item.num_new_tokens):
+                self.slots[self.slot(item.sequence, position)] = known(item, position)
+        for item in outputs.scheduled:
+            for position in range(item.start + item.num_new_tokens):
+                read = self.slots.get(self.slot(item.sequence, position))
+                assert read == known(item, position), "another's keys and values"
+
+    def slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
+        return sequence.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE
 
     @invariant()
     def every_block_is_free_or_held_and_counted(self) -> None:
@@ -149,39 +275,84 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert None not in seats
         for one in self.sequences:
             assert one.status is SequenceStatus.RUNNING or not (one.block_table or one.seat is not None)
-            assert one.num_computed_tokens <= len(one.block_table) * 4 or one.is_finished()
+            assert one.num_computed_tokens <= len(one.block_table) * BLOCK_SIZE or one.is_finished()
+
+    @invariant()
+    def one_that_is_pinned_holds_all_that_it_may_ever_need(self) -> None:
+        config = self.config
+        for one in self.scheduler.running_queue:
+            assert one.is_pinned == (one.num_preemptions >= config.max_preemptions)
+            most = min(one.num_prompt_tokens + one.params.max_tokens, config.max_model_len)
+            if one.is_pinned:
+                assert len(one.block_table) * BLOCK_SIZE >= min(most, config.kv_capacity)
 
     @invariant()
     def each_stands_in_the_container_of_its_status(self) -> None:
+        scheduler = self.scheduler
         for status, container in (
-            (SequenceStatus.WAITING, list(self.scheduler.waiting_queue)),
-            (SequenceStatus.RUNNING, self.scheduler.running_queue),
-            (SequenceStatus.FINISHED, self.scheduler.finished_sequences),
+            (SequenceStatus.WAITING, [*scheduler.waiting_queue, *scheduler.held_sequences]),
+            (SequenceStatus.RUNNING, scheduler.running_queue),
+            (SequenceStatus.FINISHED, scheduler.finished_sequences),
         ):
             expected = [one for one in self.sequences if one.status is status]
             assert sorted(container, key=order) == sorted(expected, key=order)
-        assert list(self.scheduler.waiting_queue) == sorted(self.scheduler.waiting_queue, key=order)
-        assert self.scheduler.running_queue == sorted(self.scheduler.running_queue, key=order)
+        assert set(scheduler.held_sequences) == self.held
+        assert len(scheduler.waiting_queue) == len(list(scheduler.waiting_queue))
+        assert scheduler.running_queue == sorted(scheduler.running_queue, key=order)
+
+    @invariant()
+    def the_line_has_its_order(self) -> None:
+        line = list(self.scheduler.waiting_queue)
+        for one in self.lines(line):
+            assert one == sorted(one, key=order)
+        assert (self.scheduler.waiting_queue.head or None) == (line[0] if line else None)
+
+    @invariant()
+    def each_waits_for_one_reason_and_all_are_counted(self) -> None:
+        waiting = [one for one in self.sequences if one.status is SequenceStatus.WAITING]
+        reasons = Counter(map(self.scheduler.waiting_reason, waiting))
+        assert reasons == self.scheduler.waiting_reasons()
+        assert reasons.total() == self.scheduler.num_waiting
+        assert all((self.scheduler.waiting_reason(one) in HELD) == (one in self.held) for one in waiting)
 
     def teardown(self) -> None:
         """Whatever is left comes to its end in a bounded number of steps, and nothing leaks."""
         if not hasattr(self, "scheduler"):
             return
+        for sequence in sorted(self.held, key=order):
+            self.scheduler.release(sequence)
+        self.held.clear()
         tokens_left = sum(40 * 40 for one in self.sequences if not one.is_finished())
         for _ in range(tokens_left):
             if not self.scheduler.has_unfinished_sequences():
                 break
-            self.step(fails=False)
+            self.one_step()
         assert not self.scheduler.has_unfinished_sequences(), "livelock"
         assert self.scheduler.block_manager.num_free_blocks == self.config.num_kv_blocks
 
 
-def order(sequence: Sequence) -> tuple[int, float, str]:
+def waits_too_long(sequence: Sequence, config: EngineConfig, now: float) -> bool:
+    limit = config.max_waiting_seconds
+    is_waiting = sequence.status is SequenceStatus.WAITING
+    return limit is not None and is_waiting and now >= sequence.waiting_since + limit
+
+
+def known(item: ScheduledSequence, position: int) -> tuple[int, ...]:
+    return tuple(item.sequence.token_ids[: position + 1])
+
+
+def order(sequence: Sequence) -> tuple[int, float, str, int]:
     return sequence.order
 
 
-@pytest.mark.parametrize("steps", [25, 60])
-def test_the_books_balance(steps: int) -> None:
+@pytest.mark.parametrize(("examples", "steps"), [(80, 25), (40, 80)])
+def test_the_books_balance(examples: int, steps: int) -> None:
     run_state_machine_as_test(
-        SchedulerMachine, settings=settings(max_examples=120, stateful_step_count=steps, deadline=None)
+        SchedulerMachine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+        ),
     )

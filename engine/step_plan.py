@@ -1,0 +1,72 @@
+"""The decision on one step while it is being made. Knows how it is written down, not how it is made."""
+
+from engine.budget import SchedulingBudget
+from engine.config import EngineConfig
+from engine.outputs import ScheduledSequence, SchedulerOutputs, Skipped, WaitingReason
+from engine.prefill_shares import PrefillShares, wants_prompt_logprobs
+from engine.sequence import Sequence
+
+
+class StepPlan:
+    """What a step takes, what it passes over and why, and its ledger.
+
+    `lacks_blocks`: a running sequence lost its blocks, or did not get those that it needs.
+    """
+
+    __slots__ = (
+        "admitted", "budget", "decode", "lacks_blocks", "now", "preempted", "prefills", "skipped",
+    )  # fmt: skip
+
+    def __init__(self, config: EngineConfig, now: float) -> None:
+        self.now = now
+        self.budget = SchedulingBudget.of(config)
+        self.prefills = PrefillShares(config, self.budget)
+        self.decode: list[ScheduledSequence] = []
+        self.admitted: list[Sequence] = []
+        self.preempted: list[Sequence] = []
+        self.skipped: list[Skipped] = []
+        self.lacks_blocks = False
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.decode or self.prefills)
+
+    def skip(self, sequence: Sequence, reason: WaitingReason) -> None:
+        self.skipped.append(Skipped(sequence, reason))
+
+    def close(
+        self, released_seats: tuple[int, ...] = (), blocks_to_zero: tuple[int, ...] = ()
+    ) -> SchedulerOutputs:
+        """Deal out what is left, advance all that are taken, and freeze the decision."""
+        num_queried_tokens = sum(sequence.num_tokens for sequence in self.admitted)
+        num_hit_tokens = sum(sequence.num_computed_tokens for sequence in self.admitted)
+        decode = self.decode
+        prefill: list[ScheduledSequence] = []
+        for sequence, num_new_tokens in self.prefills.deal().items():
+            item = _advance(sequence, num_new_tokens)
+            (decode if _resumes_decoding(item) else prefill).append(item)
+        return SchedulerOutputs(
+            decode=tuple(decode),
+            prefill=tuple(prefill),
+            preempted=tuple(self.preempted),
+            skipped=tuple(self.skipped),
+            released_seats=released_seats,
+            blocks_to_zero=blocks_to_zero,
+            num_batched_tokens=self.budget.num_batched_tokens,
+            num_prefix_queried_tokens=num_queried_tokens,
+            num_prefix_hit_tokens=num_hit_tokens,
+            bound_by=self.budget.bound_by or (self.skipped[0].reason if self.skipped else None),
+        )
+
+
+def _advance(sequence: Sequence, num_new_tokens: int) -> ScheduledSequence:
+    start = sequence.num_computed_tokens
+    sequence.num_computed_tokens += num_new_tokens
+    samples = sequence.num_computed_tokens == sequence.num_tokens
+    logits_from = 0 if wants_prompt_logprobs(sequence) else num_new_tokens - samples
+    return ScheduledSequence(sequence, start, num_new_tokens, logits_from, samples)
+
+
+def _resumes_decoding(item: ScheduledSequence) -> bool:
+    """It has sampled before, and found all in the cache but its newest token."""
+    return item.samples and item.num_new_tokens == 1 and item.sequence.num_output_tokens > 0
