@@ -189,6 +189,8 @@ class Engine:
             self._end(request, FinishReason.TIMEOUT, reason)
 
     def _start_compiled_ones(self) -> None:
+        if not self._grammars.is_awaited:
+            return
         is_idle = not self.num_running and self.num_waiting == len(self.scheduler.held_sequences)
         for request, error in self._grammars.take_ready(is_idle=is_idle):
             if error:

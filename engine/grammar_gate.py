@@ -47,6 +47,11 @@ class GrammarGate:
         self._waiting: dict[str, Request] = {}
         self._keys: dict[Request, str] = {}
 
+    @property
+    def is_awaited(self) -> bool:
+        """Some request waits for its grammar."""
+        return bool(self._waiting)
+
     def check(self, structured_outputs: StructuredOutputs | None) -> None:
         """Raises `InvalidParameter`."""
         if structured_outputs is not None and self._compiler is None:
@@ -73,8 +78,7 @@ class GrammarGate:
         The outputs of the others have their grammars then, or an error of their own. `is_idle`: there is
         nothing else to do.
         """
-        if self._compiler is None or not self._waiting:
-            return []
+        assert self._compiler is not None, "nothing is submitted without one"
         if is_idle:
             self._compiler.wait(IDLE_WAIT_SECONDS)
         return [self._open(key, compiled) for key, compiled in self._compiler.take_ready()]
@@ -93,7 +97,7 @@ class GrammarGate:
         sequence = output.sequence
         try:
             sequence.constraints = replace(sequence.constraints, grammar=make())
-            if self._rules.has_complete_grammar(sequence):
+            if self._rules.has_completed_grammar(sequence):
                 output.end = FinishReason.STOP
                 output.close()
         except Exception as error:  # noqa: BLE001 - a grammar library raises what it likes

@@ -42,16 +42,14 @@ class Output:
 
         Raises whatever tokenizer and grammar raise.
         """
-        if rules.is_stop_token(self.sequence, token_id):
+        reason = rules.reason(self.sequence, token_id)
+        if reason is FinishReason.STOP:
             self.held_text = self.text.close(token_id)
-            return "", FinishReason.STOP
+            return "", reason
         is_complete = rules.completes_grammar(self.sequence, token_id)
         piece = self.text.push(token_id)
-        reason = None
         if is_complete or self.text.stopped:
             reason = FinishReason.STOP
-        elif not rules.has_room(self.sequence):
-            reason = FinishReason.LENGTH
         if reason:
             self.held_text = self.text.close()
         return piece, reason

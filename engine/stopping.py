@@ -4,7 +4,7 @@ Law: none of the first `min_tokens` tokens ends an output, unless there is no ro
 """
 
 from engine.config import EngineConfig
-from engine.sequence import Sequence
+from engine.sequence import FinishReason, Sequence
 
 
 class StopRules:
@@ -14,10 +14,13 @@ class StopRules:
         # A sequence that knows more tokens than the pool holds could not compute the last of them.
         self._max_num_tokens = min(config.max_model_len, config.kv_capacity + 1)
 
-    def is_stop_token(self, sequence: Sequence, token_id: int) -> bool:
-        """Whether `token_id`, as the next of `sequence`, ends the text; it leaves no text itself."""
-        is_end = token_id in sequence.constraints.end_token_ids
-        return is_end and _may_end(sequence, sequence.num_output_tokens)
+    def reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        """The end that `token_id` brings as the next of `sequence`; one that stops it leaves no text."""
+        if token_id in sequence.constraints.end_token_ids and _may_end(sequence, sequence.num_output_tokens):
+            return FinishReason.STOP
+        max_tokens = sequence.params.max_tokens
+        is_last = max_tokens is not None and sequence.num_output_tokens + 1 >= max_tokens
+        return FinishReason.LENGTH if is_last or sequence.num_tokens + 1 >= self._max_num_tokens else None
 
     def completes_grammar(self, sequence: Sequence, token_id: int) -> bool:
         """Whether nothing but the end may follow `token_id`. Raises ValueError if the grammar forbids it."""
@@ -27,20 +30,13 @@ class StopRules:
         grammar.advance([*sequence.output_token_ids, token_id])
         return grammar.is_complete and _may_end(sequence, sequence.num_output_tokens)
 
-    def has_complete_grammar(self, sequence: Sequence) -> bool:
-        """Whether a resumed output was at its grammar's end. Raises ValueError where it does not match."""
+    def has_completed_grammar(self, sequence: Sequence) -> bool:
+        """Whether a resumed output was at its grammar's end. Raises ValueError if it does not match."""
         grammar = sequence.constraints.grammar
         if grammar is None or not sequence.num_output_tokens:
             return False
         grammar.advance(sequence.output_token_ids)
         return grammar.is_complete and _may_end(sequence, sequence.num_output_tokens - 1)
-
-    def has_room(self, sequence: Sequence) -> bool:
-        """Whether `sequence` may grow beyond one more token."""
-        max_tokens = sequence.params.max_tokens
-        return sequence.num_tokens + 1 < self._max_num_tokens and (
-            max_tokens is None or sequence.num_output_tokens + 1 < max_tokens
-        )
 
 
 def _may_end(sequence: Sequence, output_index: int) -> bool:
