@@ -145,8 +145,8 @@ class SequenceOutput:
 class FinishedSequence:
     """A request whose last output ended in this step: plain numbers.
 
-    It is one request, and its prompt counts once, however many outputs it has: `reason` is the worst of their
-    ends (error, timeout, cancelled, length, stop), `num_output_tokens` and `num_preemptions` are sums. Seconds
+    However many outputs it has, it counts once, and so does its prompt: `reason` is the worst of their ends
+    (error, timeout, cancelled, length, stop), `num_output_tokens` and `num_preemptions` are sums. Seconds
     count from when it was accepted; None: never came.
     """
 

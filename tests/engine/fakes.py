@@ -102,11 +102,31 @@ class WordTokenizer:
         return SPECIAL.get(text)
 
 
+class PieceTokenizer:
+    """Ids are places in a list of texts; the last `num_special` of these are special tokens."""
+
+    def __init__(self, *pieces: str, num_special: int = 0) -> None:
+        self.pieces = pieces
+        first = len(pieces) - num_special
+        self.special = {text: first + n for n, text in enumerate(pieces[first:])}
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        skipped = self.special.values() if skip_special_tokens else ()
+        return "".join(self.pieces[one] for one in token_ids if one not in skipped)
+
+    def encode_text(self, text: str) -> list[int]:
+        return [self.pieces.index(text)] if text in self.pieces else []
+
+    def special_token_id(self, text: str) -> int | None:
+        return self.special.get(text)
+
+
 def build_engine(
     runner: ScriptedRunner | None = None,
     clock: Clock | None = None,
     grammar_compiler: GrammarCompiler | None = None,
     tokenizer: Tokenizer | None = None,
+    eos_token_ids: frozenset[int] = frozenset({EOS}),
     **limits: int,
 ) -> tuple[Engine, ScriptedRunner]:
     config = EngineConfig(**{"max_model_len": 48, "num_kv_blocks": 16, "block_size": 4, **limits})
@@ -116,7 +136,7 @@ def build_engine(
         runner,
         runner,
         tokenizer or WordTokenizer(),
-        eos_token_ids=frozenset({EOS}),
+        eos_token_ids=eos_token_ids,
         vocab_size=VOCAB_SIZE,
         grammar_compiler=grammar_compiler,
         clock=clock or Clock(),
