@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.engine import WaitingSequence
 from engine.errors import InvalidParameter
 from engine.outputs import StepOutput
+from engine.requests import ResumedOutput
 from engine.sampling_params import SamplingParams
 from worker.errors import internal_error, invalid_parameter
 from worker.inbox import Arrival, Cancel, Discard, Inbox
@@ -47,7 +48,7 @@ class SteppingEngine(Protocol):
         *,
         arrival: float,
         priority: int = 2,
-        output_token_ids: list[int] | None = None,
+        resumed: tuple[ResumedOutput, ...] = (),
         waited_seconds: float = 0.0,
     ) -> None: ...
     def cancel(self, request_id: str) -> bool: ...
@@ -138,7 +139,7 @@ class Loop:
                 arrival.params,
                 arrival=arrival.accepted_at,
                 priority=arrival.priority,
-                output_token_ids=arrival.output_token_ids,
+                resumed=_resumed(arrival.output_token_ids),
                 waited_seconds=arrival.waited_seconds,
             )
         except InvalidParameter as error:
@@ -162,3 +163,7 @@ class Loop:
         self.load = Load(self._engine.num_running, self._engine.num_waiting)
         if output.started:
             self._wake.set()  # the line is shorter: more may be claimed
+
+
+def _resumed(token_ids: list[int] | None) -> tuple[ResumedOutput, ...]:
+    return (ResumedOutput(0, tuple(token_ids)),) if token_ids else ()

@@ -1,6 +1,7 @@
 """What a step and the line of waiting requests tell: each event once, nothing stale."""
 
 from engine.outputs import FinishedSequence, WaitingReason
+from engine.requests import ResumedOutput
 from engine.sampling_params import SamplingParams
 from tests.engine.fakes import Clock, add, build_engine
 
@@ -35,7 +36,7 @@ def test_a_report_counts_each_event_once() -> None:
         reports.append(engine.step().report)
 
     first_tokens = [seconds for one in reports for seconds in one.first_token_seconds]
-    assert first_tokens == [3.0, 3.0], "the whole of three chunks; the short prompt had to wait for two"
+    assert first_tokens == [1.0, 3.0], "the short prompt beside a chunk; the whole of three chunks"
     assert [s for one in reports for s in one.inter_token_seconds] == [1.0, 1.0]
     finished = {one.num_prompt_tokens: one for report in reports for one in report.finished}
     assert {one.reason for report in reports for one in report.finished} == {"length", "cancelled"}
@@ -54,7 +55,7 @@ def test_a_report_counts_each_event_once() -> None:
 
 def test_a_resumed_request_waits_and_starts_only_once() -> None:
     engine, _ = build_engine()
-    engine.add("a", [1, 2], SamplingParams(max_tokens=4), arrival=0.0, output_token_ids=[100])
+    engine.add("a", [1, 2], SamplingParams(max_tokens=4), arrival=0.0, resumed=(ResumedOutput(0, (100,)),))
 
     reports = []
     while engine.has_work:

@@ -1,0 +1,212 @@
+"""Limits of time: each ends what is late with what it has, and costs those that wait nothing."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.deadlines import DeadlineHeap, Limit
+from engine.engine import Engine
+from engine.outputs import SequenceOutput, StepOutput
+from engine.requests import Deadlines, ResumedOutput
+from engine.sequence import FinishReason
+from tests.engine.fakes import Clock, ScriptedRunner, add, build_engine, run
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request that counts how often it is asked."""
+
+    met: set[Limit] = field(default_factory=set)
+    num_asked: int = 0
+
+    def awaits(self, limit: Limit) -> bool:
+        self.num_asked += 1
+        return limit not in self.met
+
+
+def late(step: StepOutput) -> list[tuple[str, int, str | None]]:
+    return [
+        (one.request_id, one.index, one.error)
+        for one in step.outputs
+        if one.finish_reason is FinishReason.TIMEOUT
+    ]
+
+
+def step_at(engine: Engine, clock: Clock, now: float) -> StepOutput:
+    clock.now = now
+    return engine.step()
+
+
+def test_one_that_is_not_started_in_time_ends_and_the_running_one_goes_on() -> None:
+    clock = Clock()
+    engine, runner = build_engine(clock=clock, max_num_seqs=1)
+    limits = Deadlines(queue_seconds=5)
+    add(engine, "runs", 3, max_tokens=9, deadlines=limits)
+    add(engine, "waits", 3, deadlines=limits)
+    engine.step()
+
+    assert late(step_at(engine, clock, 4.9)) == []
+    step = step_at(engine, clock, 5.0)
+
+    assert late(step) == [("waits", 0, "not started within queue_timeout_seconds (5 s)")]
+    assert step.report.num_waiting == 0
+    assert run(engine)["runs"][2] == "length"
+    assert all(who == "runs" for computed in runner.steps for who, _, _ in computed)
+
+
+def test_a_prompt_that_takes_too_long_has_no_first_token_in_time() -> None:
+    clock = Clock()
+    engine, _ = build_engine(clock=clock, max_num_batched_tokens=4)
+    add(engine, "a", 40, max_tokens=3, deadlines=Deadlines(queue_seconds=1, ttft_seconds=2.5))
+    engine.step()
+
+    assert late(step_at(engine, clock, 2.0)) == []
+    assert late(step_at(engine, clock, 2.5)) == [("a", 0, "no token within ttft_timeout_seconds (2.5 s)")]
+    assert not engine.has_work
+    assert engine.scheduler.block_manager.num_free_blocks == 16
+
+
+def test_what_was_generated_is_told_with_the_text_that_was_held() -> None:
+    clock = Clock()
+    engine, _ = build_engine(clock=clock)
+    limits = Deadlines(ttft_seconds=1, total_seconds=3)
+    add(engine, "a", 3, stop=("<101><9",), deadlines=limits)
+    first = engine.step().outputs + engine.step().outputs
+
+    (end,) = step_at(engine, clock, 3.0).outputs
+
+    assert "".join(one.text for one in first) == "<100>"
+    assert end == SequenceOutput(
+        request_id="a",
+        held_text="<101>",
+        finish_reason=FinishReason.TIMEOUT,
+        error="not done within timeout_seconds (3 s)",
+    )
+
+
+def test_one_that_was_late_when_it_came_ends_at_the_next_step_and_computes_nothing() -> None:
+    engine, runner = build_engine()
+    add(engine, "a", 3, deadlines=Deadlines(queue_seconds=5), waited_seconds=5)
+    add(engine, "b", 3, deadlines=Deadlines(total_seconds=0))
+
+    assert engine.has_work
+    assert [who for who, _, _ in late(engine.step())] == ["a", "b"]
+    assert runner.steps == []
+
+
+def test_limits_count_from_acceptance() -> None:
+    clock = Clock()
+    engine, _ = build_engine(clock=clock)
+    add(engine, "a", 3, deadlines=Deadlines(total_seconds=60), waited_seconds=50)
+    engine.step()
+
+    assert late(step_at(engine, clock, 9.0)) == []
+    assert late(step_at(engine, clock, 10.0)) == [("a", 0, "not done within timeout_seconds (60 s)")]
+
+
+def test_a_late_request_ends_in_each_of_its_outputs_and_is_counted_once() -> None:
+    clock = Clock()
+    engine, _ = build_engine(ScriptedRunner({"a/0": [999]}), clock, max_num_seqs=2)
+    add(engine, "a", 3, n=4, deadlines=Deadlines(total_seconds=2))
+    engine.step()
+    engine.step()
+
+    step = step_at(engine, clock, 2.0)
+
+    assert [index for _, index, _ in late(step)] == [1, 2, 3]
+    assert [one.reason for one in step.report.finished] == ["timeout"]
+
+
+def test_a_resumed_request_has_started_and_had_its_first_token() -> None:
+    clock = Clock()
+    engine, _ = build_engine(clock=clock, max_num_seqs=1)
+    limits = Deadlines(queue_seconds=5, ttft_seconds=5, total_seconds=100)
+    add(engine, "a", 3, deadlines=limits, resumed=(ResumedOutput(0, (100,)),), waited_seconds=50)
+
+    assert late(engine.step()) == []
+    assert late(step_at(engine, clock, 50.0)) == [("a", 0, "not done within timeout_seconds (100 s)")]
+
+
+def test_a_preempted_request_has_started() -> None:
+    clock = Clock()
+    engine, _ = build_engine(clock=clock, num_kv_blocks=3, prefix_caching=False)
+    add(engine, "old", 4, max_tokens=5)
+    add(engine, "young", 3, max_tokens=5, deadlines=Deadlines(queue_seconds=5))
+    while not engine.step().report.num_preempted:
+        pass
+
+    clock.now = 6.0
+
+    assert run(engine)["young"][2] == "length"
+
+
+def test_of_several_limits_that_are_over_the_first_is_named() -> None:
+    clock = Clock()
+    engine, _ = build_engine(clock=clock)
+    add(engine, "a", 3, deadlines=Deadlines(queue_seconds=3, ttft_seconds=2, total_seconds=1))
+
+    assert late(step_at(engine, clock, 9.0)) == [("a", 0, "not done within timeout_seconds (1 s)")]
+
+
+def test_a_step_looks_at_nobody_whose_time_has_not_come() -> None:
+    heap = DeadlineHeap[Asked]()
+    requests = [Asked() for _ in range(100_000)]
+    for request in requests:
+        heap.add(request, 0.0, Deadlines(queue_seconds=10))
+    before = sum(request.num_asked for request in requests)
+
+    assert heap.take_late(9.0) == []
+    assert sum(request.num_asked for request in requests) == before
+    assert before < 4 * len(requests), "and few are looked at while they come"
+
+
+def test_requests_that_ended_do_not_stay_in_memory() -> None:
+    heap = DeadlineHeap[Asked]()
+    for _ in range(5_000):
+        request = Asked()
+        heap.add(request, 0.0, Deadlines(total_seconds=86400))
+        request.met.add(Limit.TOTAL)
+
+    assert len(heap) < 200
+
+
+@given(
+    st.lists(st.tuples(*[st.one_of(st.none(), st.integers(0, 6))] * 3, st.sets(st.sampled_from(Limit)))),
+    st.lists(st.integers(0, 6)),
+)
+def test_who_is_late_is_who_awaits_a_moment_that_is_over(
+    asked: list[tuple[int | None, int | None, int | None, set[Limit]]], moments: list[int]
+) -> None:
+    heap = DeadlineHeap[Asked]()
+    requests: list[tuple[Asked, dict[Limit, int | None]]] = []
+    for queue, ttft, total, met in asked:
+        request = Asked()
+        limits = Deadlines(queue_seconds=queue, ttft_seconds=ttft, total_seconds=total)
+        heap.add(request, 0.0, limits)
+        request.met = met
+        requests.append((request, {Limit.QUEUE: queue, Limit.TTFT: ttft, Limit.TOTAL: total}))
+
+    for now in sorted(moments):
+        told = [request for request, _ in heap.take_late(now)]
+        expected = [
+            request
+            for request, limits in requests
+            if any(
+                when is not None and when <= now and one not in request.met for one, when in limits.items()
+            )
+        ]
+        assert sorted(map(id, told)) == sorted(map(id, expected))
+        for request in told:
+            request.met = set(Limit)
+
+
+@pytest.mark.parametrize("name", ["queue_seconds", "ttft_seconds", "total_seconds"])
+def test_no_limit_is_no_limit(name: str) -> None:
+    clock = Clock()
+    engine, _ = build_engine(clock=clock)
+    add(engine, "a", 3, max_tokens=2, deadlines=Deadlines(**{name: None}))
+    clock.now = 1e9
+
+    assert run(engine)["a"][2] == "length"

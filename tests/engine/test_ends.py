@@ -1,0 +1,250 @@
+"""What ends a text, and what of it is told: stop strings, special tokens, `min_tokens`, lengths."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.detokenizer import Detokenizer, final_text
+from engine.errors import InvalidParameter
+from engine.outputs import SequenceOutput
+from engine.requests import ResumedOutput
+from engine.sampling_params import SamplingParams
+from tests.engine.fakes import (
+    EOS,
+    PieceTokenizer,
+    ScriptedRunner,
+    add,
+    build_engine,
+    run,
+    words,
+)
+
+
+def told_of(
+    script: list[int], tokenizer: PieceTokenizer | None = None, **params: object
+) -> list[SequenceOutput]:
+    engine, _ = build_engine(ScriptedRunner({"a": script}), tokenizer=tokenizer)
+    engine.add("a", [0], SamplingParams(**params), arrival=0.0)  # type: ignore[arg-type]
+    outputs: list[SequenceOutput] = []
+    while engine.has_work:
+        outputs += engine.step().outputs
+    return outputs
+
+
+def text_of(outputs: list[SequenceOutput]) -> str:
+    return "".join(one.text + one.held_text for one in outputs)
+
+
+@pytest.mark.parametrize(("included", "text"), [(False, "aDE"), (True, "aDEFGH")])
+def test_a_stop_string_that_ends_inside_a_token_is_cut_or_kept_whole(included: bool, text: str) -> None:
+    """vllm#3574, TGI#1039: a stop string over several tokens was missed, or its start was told."""
+    tokenizer = PieceTokenizer("prompt", "?", "a", "DE", "FG", "Hx")
+
+    told = told_of([2, 3, 4, 5], tokenizer, stop=("FGH",), include_stop_str_in_output=included)
+
+    assert text_of(told) == text
+    assert told[-1].finish_reason is not None
+    assert told[-1].finish_reason.value == "stop"
+    assert not any("F" in one.text for one in told[:-1]), "nothing of it before it is complete"
+
+
+INJURY = PieceTokenizer("prompt", "?", "injury", ".", "<eos>", "<eos2>", num_special=2)
+
+
+@pytest.mark.parametrize("skips_special", [True, False])
+@pytest.mark.parametrize("by", ["stop", "stop_token_ids"])
+@pytest.mark.parametrize("included", [True, False])
+def test_a_special_token_stops_whether_or_not_special_tokens_are_text(
+    skips_special: bool, by: str, included: bool
+) -> None:
+    """vllm#2123: a stop that is a special token never matched, since it left no text; vllm#3150: a stop
+    token that leaves no text cut the text before it.
+    """
+    stop = {"stop": ("<eos2>",)} if by == "stop" else {"stop_token_ids": (5,)}
+    params = {**stop, "skip_special_tokens": skips_special, "include_stop_str_in_output": included}
+
+    told = told_of([2, 3, 5, 2], INJURY, **params)
+
+    assert [one.token_id for one in told] == [2, 3, 5]
+    assert told[-1].finish_reason is not None
+    assert told[-1].finish_reason.value == "stop"
+    assert text_of(told) == ("injury.<eos2>" if included and by == "stop" else "injury.")
+
+
+@pytest.mark.parametrize(("skips_special", "text"), [(True, "injury."), (False, "injury<eos2>.")])
+def test_special_tokens_are_text_where_they_are_asked_for(skips_special: bool, text: str) -> None:
+    told = told_of([2, 5, 3], INJURY, max_tokens=3, skip_special_tokens=skips_special)
+
+    assert text_of(told) == text
+
+
+def test_the_text_of_a_special_stop_comes_after_what_was_held() -> None:
+    told = told_of(
+        [2, 3, 5], INJURY, stop=(".!", "<eos2>"), include_stop_str_in_output=True, skip_special_tokens=False
+    )
+
+    assert [(one.text, one.held_text) for one in told] == [("injury", ""), ("", ""), ("", ".<eos2>")]
+
+
+def test_letters_that_spell_a_special_token_stop_as_text() -> None:
+    tokenizer = PieceTokenizer("prompt", "?", "a<eo", "s2>", "<eos2>", num_special=1)
+
+    told = told_of([2, 3, 2], tokenizer, stop=("<eos2>",))
+
+    assert text_of(told) == "a"
+
+
+EOS_TOO = 7
+
+
+@pytest.mark.parametrize(
+    ("params", "num_tokens", "end"),
+    [
+        ({}, 3, "stop"),
+        ({"ignore_eos": True}, 4, "stop"),
+        ({"ignore_eos": True, "stop": ()}, 8, "length"),
+        ({"min_tokens": 5}, 6, "stop"),
+        ({"min_tokens": 5, "stop_token_ids": (9,)}, 6, "stop"),
+        ({"min_tokens": 8}, 8, "length"),
+    ],
+)
+def test_no_second_end_of_text_beats_ignore_eos_or_min_tokens(
+    params: dict[str, object], num_tokens: int, end: str
+) -> None:
+    """vllm#4589, vllm#21987: of several ends of text only the first was ignored or put off, or a stop string
+    ended a text before its `min_tokens`.
+    """
+    script = [100, 9, EOS_TOO, 4, EOS, EOS_TOO, 4, 4]
+    engine, _ = build_engine(ScriptedRunner({"a": script}), eos_token_ids=frozenset({EOS, EOS_TOO}))
+    add(engine, "a", 2, **{"max_tokens": 8, "stop": ("<4>",), **params})
+
+    tokens, _, reason = run(engine)["a"]
+
+    assert (tokens, reason) == (script[:num_tokens], end)
+
+
+def test_a_stop_string_before_min_tokens_is_text_and_the_next_one_stops() -> None:
+    told = told_of([4, 5, 4, 5], min_tokens=2, stop=("<4>",))
+
+    assert text_of(told) == words([4, 5])
+    assert [one.token_id for one in told] == [4, 5, 4]
+
+
+def test_a_stop_string_that_begins_before_min_tokens_and_ends_after_stops() -> None:
+    told = told_of([4, 5, 6], min_tokens=1, stop=("<4><5>",))
+
+    assert text_of(told) == ""
+    assert [one.token_id for one in told] == [4, 5]
+
+
+PIECES = PieceTokenizer("p", "", "a", "b", "ab", "ca", "bcb")
+
+
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=14),
+    st.lists(st.text("abc", min_size=1, max_size=3), max_size=3),
+    st.integers(0, 6),
+    st.booleans(),
+    st.integers(0, 14),
+)
+def test_the_text_is_that_of_all_tokens_up_to_the_first_stop_that_counts(
+    script: list[int], stop: list[str], min_tokens: int, included: bool, crash: int
+) -> None:
+    """By another way: of the whole text, the first place where a stop string ends that may end it."""
+    params = SamplingParams(stop=tuple(stop), min_tokens=min_tokens, include_stop_str_in_output=included)
+    whole = "".join(PIECES.pieces[one] for one in script)
+    token_of = [place for place, one in enumerate(script) for _ in PIECES.pieces[one]]
+    ends = [
+        (end, -len(one))
+        for end, one in itertools.product(range(1, len(whole) + 1), stop)
+        if whole[:end].endswith(one) and token_of[end - 1] >= min_tokens
+    ]
+    end, length = min(ends, default=(len(whole), 0))
+    expected = whole[: end if included else end + length]
+
+    assert final_text(PIECES, [0], script, params) == expected
+    streams = [Detokenizer(PIECES, [0], params) for _ in range(2)]
+    told = "".join(map(streams[0].push, script[:crash]))
+    assert "".join(map(streams[1].push, script[:crash])) == told
+    told += "".join(map(streams[1].push, script[crash:])) + streams[1].close()
+    assert told == expected
+    assert streams[1].stopped is bool(ends)
+
+
+@pytest.mark.parametrize("crash", range(1, 7))
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"stop": ("<103><104>",), "min_tokens": 3},
+        {"stop": ("<104>",), "min_tokens": 6, "max_tokens": 6},
+        {"stop": ("<101><102>",), "include_stop_str_in_output": True, "max_tokens": 6},
+        {"stop": ("<eos2>", "<104><9"), "include_stop_str_in_output": True},
+        {"skip_special_tokens": False, "max_tokens": 6},
+    ],
+)
+def test_a_resumed_request_tells_what_the_undisturbed_one_would(
+    params: dict[str, object], crash: int
+) -> None:
+    script = [100, 101, 102, 103, 104, 998]
+    undisturbed = told_of(script, **params)
+    before = [one for one in undisturbed[:crash] if one.token_id is not None]
+    engine, _ = build_engine(ScriptedRunner({"a": script}))
+    tokens = tuple(one.token_id for one in before if one.token_id is not None)
+    add(engine, "a", 1, resumed=(ResumedOutput(0, tokens),), **params)
+
+    after: list[SequenceOutput] = []
+    while engine.has_work:
+        after += engine.step().outputs
+
+    assert "".join(one.text for one in before) + text_of(after) == text_of(undisturbed)
+    ids = [one.token_id for one in (*before, *after) if one.token_id is not None]
+    assert ids == [one.token_id for one in undisturbed]
+    assert after[-1].finish_reason == undisturbed[-1].finish_reason
+
+
+def test_ids_and_logprobs_come_with_their_token_while_its_text_is_held() -> None:
+    """vllm#36830: text was held for a stop string and ids were not, and they drifted apart."""
+    told = told_of([100, 101, 102, 103], stop=("<101><102><9",), logprobs=1, max_tokens=4)
+
+    assert [one.token_id for one in told] == [100, 101, 102, 103]
+    assert [one.logprobs.token_id for one in told if one.logprobs] == [100, 101, 102, 103]
+    assert [one.text for one in told] == ["<100>", "", "", words([101, 102, 103])]
+
+
+def test_logprobs_come_only_where_they_were_asked_for() -> None:
+    assert [one.logprobs for one in told_of([100, 101], max_tokens=2)] == [None, None]
+
+
+@pytest.mark.parametrize(("max_tokens", "num_tokens"), [(None, 47), (1, 1), (10**9, 47)])
+def test_without_max_tokens_a_text_goes_on_to_the_models_length(
+    max_tokens: int | None, num_tokens: int
+) -> None:
+    """vllm#19862: a null `max_tokens` was an error inside."""
+    told = told_of([100], max_tokens=max_tokens)
+
+    assert len(told) == num_tokens
+    assert told[-1].finish_reason is not None
+    assert told[-1].finish_reason.value == "length"
+
+
+@pytest.mark.parametrize("max_tokens", [0, -1, True, "5", 1.5])
+def test_a_max_tokens_that_is_no_number_of_tokens_is_refused(max_tokens: object) -> None:
+    """vllm#19862, vllm#39556."""
+    with pytest.raises(InvalidParameter, match="max_tokens"):
+        SamplingParams(max_tokens=max_tokens)  # type: ignore[arg-type]
+
+
+def test_an_idle_engine_steps_and_tells_nothing() -> None:
+    """transformers#48303: an engine that was started with nothing to do failed."""
+    engine, runner = build_engine()
+
+    for _ in range(3):
+        step = engine.step()
+        assert (step.outputs, step.started, step.report.num_running) == ((), (), 0)
+    add(engine, "a", 3, max_tokens=1)
+
+    assert run(engine) == {"a": ([100], "<100>", "length")}
+    assert len(runner.steps) == 1
+    assert not engine.cancel("a"), "it has ended"

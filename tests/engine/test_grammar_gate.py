@@ -1,0 +1,242 @@
+"""Requests that wait for a grammar: alone in their waiting, alone in their failing."""
+
+from collections.abc import Callable
+
+import pytest
+
+from engine.constraints import Grammar
+from engine.engine import Engine
+from engine.errors import InvalidParameter
+from engine.outputs import WaitingReason
+from engine.requests import Deadlines, ResumedOutput
+from engine.sequence import FinishReason
+from engine.structured_outputs import StructuredOutputs
+from tests.engine.fakes import Clock, ScriptedRunner, add, build_engine, run, words
+
+ONE_WORD = StructuredOutputs(regex="word")
+MAKE = Callable[[], Grammar]
+
+
+class Countdown:
+    """A grammar of exactly `length` tokens, none of which is 666."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.shown: list[int] = []
+
+    def advance(self, token_ids: list[int]) -> None:
+        assert token_ids[: len(self.shown)] == self.shown, "another output's tokens"
+        self.shown = list(token_ids)
+        if 666 in token_ids:
+            raise ValueError("no such word")
+
+    def fill_bitmask(self, row: object) -> None:
+        """Nothing is masked here."""
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.shown) >= self.length
+
+
+class ScriptedCompiler:
+    """Compiles when a test says so."""
+
+    def __init__(self) -> None:
+        self.submitted: dict[str, StructuredOutputs] = {}
+        self.ready: list[tuple[str, MAKE | str]] = []
+        self.num_waits = 0
+        self.on_wait: Callable[[], None] = lambda: None
+
+    def submit(self, key: str, structured_outputs: StructuredOutputs) -> None:
+        assert key not in self.submitted
+        self.submitted[key] = structured_outputs
+
+    def take_ready(self) -> list[tuple[str, MAKE | str]]:
+        ready, self.ready = self.ready, []
+        return ready
+
+    def forget(self, key: str) -> None:
+        self.submitted.pop(key, None)
+        self.ready = [(one, compiled) for one, compiled in self.ready if one != key]
+
+    def wait(self, seconds: float) -> None:
+        assert 0 < seconds < 0.1
+        self.num_waits += 1
+        self.on_wait()
+
+    def finish(self, compiled: MAKE | str) -> None:
+        """All that was submitted comes to `compiled`."""
+        self.ready += [(key, compiled) for key in self.submitted]
+        self.submitted.clear()
+
+
+def build(runner: ScriptedRunner | None = None, **given: object) -> tuple[Engine, ScriptedCompiler]:
+    compiler = ScriptedCompiler()
+    engine, _ = build_engine(runner, grammar_compiler=compiler, **given)  # type: ignore[arg-type]
+    return engine, compiler
+
+
+def test_a_request_waits_outside_the_line_while_others_run() -> None:
+    engine, compiler = build()
+    add(engine, "a", 3, max_tokens=9, structured_outputs=ONE_WORD)
+    add(engine, "b", 3, max_tokens=4)
+
+    for _ in range(2):
+        assert [one.request_id for one in engine.step().outputs] == ["b"]
+    assert [(one.request_id, one.reason) for one in engine.waiting()] == [("a", WaitingReason.GRAMMAR)]
+    assert dict(engine.step().report.waiting_reasons) == {"grammar": 1}
+    compiler.finish(lambda: Countdown(3))
+
+    assert compiler.num_waits == 0, "there was something else to do"
+    result = run(engine)
+    assert result["a"] == ([100, 101, 102], words([100, 101, 102]), "stop")
+    assert result["b"][2] == "length"
+
+
+def test_a_step_with_nothing_else_to_do_waits_instead_of_spinning() -> None:
+    engine, compiler = build()
+    add(engine, "a", 3, n=2, max_tokens=9, structured_outputs=ONE_WORD)
+    compiler.on_wait = lambda: compiler.finish(lambda: Countdown(1)) if compiler.num_waits == 3 else None
+
+    assert engine.step().outputs == engine.step().outputs == ()
+    assert len(engine.step().outputs) == 1
+
+    assert compiler.num_waits == 3
+    run(engine)
+    assert compiler.num_waits == 3, "nobody waits for a grammar any more"
+
+
+def test_a_bad_grammar_ends_its_request_alone_and_is_named() -> None:
+    engine, compiler = build()
+    add(engine, "a", 3, n=2, structured_outputs=ONE_WORD)
+    add(engine, "b", 3, max_tokens=2)
+    compiler.finish("unbalanced parenthesis")
+
+    outputs = [one for one in engine.step().outputs if one.request_id == "a"]
+
+    assert [(one.index, one.finish_reason, one.error) for one in outputs] == [
+        (index, FinishReason.ERROR, "structured_outputs: unbalanced parenthesis") for index in (0, 1)
+    ]
+    assert run(engine)["b"][2] == "length"
+
+
+def test_an_engine_without_a_compiler_refuses_structured_outputs() -> None:
+    engine, _ = build_engine()
+
+    with pytest.raises(InvalidParameter) as refused:
+        add(engine, "a", 3, structured_outputs=ONE_WORD)
+
+    assert refused.value.field == "structured_outputs"
+    assert not engine.has_work
+
+
+def test_each_output_has_a_grammar_of_its_own() -> None:
+    runner = ScriptedRunner({"a/0": [1, 2, 3], "a/1": [4, 5, 6]})
+    engine, compiler = build(runner)
+    add(engine, "a", 3, n=2, max_tokens=9, structured_outputs=ONE_WORD)
+    made: list[Countdown] = []
+
+    def make() -> Countdown:
+        made.append(Countdown(2))
+        return made[-1]
+
+    compiler.finish(make)
+
+    assert run(engine) == {"a": ([1, 2], words([1, 2]), "stop"), "a/1": ([4, 5], words([4, 5]), "stop")}
+    assert [one.shown for one in made] == [[1, 2], [4, 5]]
+
+
+def test_a_token_that_the_grammar_forbids_fails_its_output_alone() -> None:
+    engine, compiler = build(ScriptedRunner({"a/0": [1, 666], "a/1": [1, 2]}))
+    add(engine, "a", 3, n=2, max_tokens=9, structured_outputs=ONE_WORD)
+    compiler.finish(lambda: Countdown(2))
+
+    assert run(engine) == {"a": ([1], "<1>", "error"), "a/1": ([1, 2], words([1, 2]), "stop")}
+
+
+def test_a_complete_text_at_max_tokens_stopped_and_was_not_cut() -> None:
+    engine, compiler = build()
+    add(engine, "a", 3, max_tokens=2, structured_outputs=ONE_WORD)
+    compiler.finish(lambda: Countdown(2))
+
+    assert run(engine)["a"][2] == "stop"
+
+
+def test_a_grammar_does_not_end_an_output_before_min_tokens() -> None:
+    engine, compiler = build()
+    add(engine, "a", 3, min_tokens=4, max_tokens=9, structured_outputs=ONE_WORD)
+    compiler.finish(lambda: Countdown(2))
+
+    assert run(engine)["a"][0] == [100, 101, 102, 103, 104]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_tokens", "end"), [((100, 101), 9, "stop"), ((100, 101), 2, "stop"), ((100,), 1, "length")]
+)
+def test_a_resumed_output_that_was_at_its_end_only_ends(
+    tokens: tuple[int, ...], max_tokens: int, end: str
+) -> None:
+    engine, compiler = build()
+    resumed = (ResumedOutput(0, tokens),)
+    add(engine, "a", 3, max_tokens=max_tokens, structured_outputs=ONE_WORD, resumed=resumed)
+    compiler.finish(lambda: Countdown(2))
+
+    assert run(engine) == {"a": ([], "", end)}
+
+
+def test_a_resumed_output_goes_on_where_its_grammar_stood() -> None:
+    engine, compiler = build()
+    resumed = (ResumedOutput(0, (100, 101)), ResumedOutput(1, (100, 101, 102)))
+    add(engine, "a", 3, n=3, max_tokens=9, structured_outputs=ONE_WORD, resumed=resumed)
+    compiler.finish(lambda: Countdown(3))
+
+    assert run(engine) == {
+        "a": ([102], "<102>", "stop"),
+        "a/1": ([], "", "stop"),
+        "a/2": ([100, 101, 102], words([100, 101, 102]), "stop"),
+    }
+
+
+def test_resumed_tokens_that_do_not_match_fail_their_output_alone() -> None:
+    engine, compiler = build()
+    resumed = (ResumedOutput(0, (666,)),)
+    add(engine, "a", 3, n=2, max_tokens=9, structured_outputs=ONE_WORD, resumed=resumed)
+    compiler.finish(lambda: Countdown(1))
+
+    outputs = sorted(engine.step().outputs, key=lambda one: one.index)
+
+    assert [(one.index, one.finish_reason) for one in outputs] == [
+        (0, FinishReason.ERROR),
+        (1, FinishReason.STOP),
+    ]
+    assert outputs[0].error == "structured_outputs: ValueError: no such word"
+
+
+def test_one_that_ends_while_it_waits_is_forgotten_and_its_id_is_free() -> None:
+    engine, compiler = build()
+    add(engine, "a", 3, structured_outputs=ONE_WORD)
+    engine.cancel("a")
+    assert run(engine) == {"a": ([], "", "cancelled")}
+    add(engine, "a", 3, structured_outputs=StructuredOutputs(regex="other"))
+    engine.discard("a")
+    add(engine, "a", 3, structured_outputs=StructuredOutputs(regex="third"))
+
+    assert [one.regex for one in compiler.submitted.values()] == ["third"]
+    compiler.finish(lambda: Countdown(1))
+    assert run(engine) == {"a": ([100], "<100>", "stop")}
+    assert not engine._grammars.is_awaited
+
+
+def test_a_limit_of_time_is_told_though_nothing_can_run() -> None:
+    clock = Clock()
+    engine, compiler = build(clock=clock)
+    add(engine, "a", 3, structured_outputs=ONE_WORD, deadlines=Deadlines(queue_seconds=5))
+
+    assert engine.step().outputs == ()
+    assert engine.has_work
+    clock.now = 5.0
+    (end,) = engine.step().outputs
+
+    assert end.error == "not started within queue_timeout_seconds (5 s)"
+    assert compiler.submitted == {}
+    assert not engine.has_work

@@ -1,0 +1,81 @@
+"""Texts of parameters as token ids, and ids that the model does not have."""
+
+import pytest
+
+from engine.errors import InvalidParameter
+from engine.resolving import Resolver
+from engine.sampling_params import SamplingParams
+from tests.engine.fakes import EOS, VOCAB_SIZE, PieceTokenizer, WordTokenizer, build_engine
+
+RESOLVER = Resolver(WordTokenizer(), frozenset({EOS}), VOCAB_SIZE)
+
+
+def ends(**params: object) -> frozenset[int]:
+    return RESOLVER.resolve(SamplingParams(**params)).constraints.end_token_ids  # type: ignore[arg-type]
+
+
+def bad(*words: str) -> tuple[tuple[int, ...], ...]:
+    return RESOLVER.resolve(SamplingParams(bad_words=words)).constraints.bad_token_ids
+
+
+def test_what_ends_an_output() -> None:
+    assert ends() == {EOS}
+    assert ends(ignore_eos=True) == set()
+    assert ends(stop_token_ids=(5,), stop=("<eos2>", "<6>", "text")) == {EOS, 5, 998}
+    assert ends(stop_token_ids=(EOS,), ignore_eos=True) == {EOS}
+
+
+def test_bad_words_are_spelled_with_and_without_a_space_before() -> None:
+    assert bad("<7>") == ((7,), (507,))
+    assert bad("<7><8>", " <7>") == ((7, 8), (507, 8), (7,), (507,))
+
+
+def test_a_word_that_only_stands_after_a_space_has_one_spelling() -> None:
+    resolver = Resolver(PieceTokenizer("a", " word"), frozenset(), 10)
+
+    assert resolver.resolve(SamplingParams(bad_words=("word",))).constraints.bad_token_ids == ((1,),)
+
+
+def test_a_bad_word_without_tokens_is_refused() -> None:
+    with pytest.raises(InvalidParameter, match="bad_words"):
+        bad("no tokens")
+
+
+def test_a_bad_word_that_is_no_text_is_refused_by_the_field_s_name() -> None:
+    class Strict(WordTokenizer):
+        def encode_text(self, text: str) -> list[int]:
+            raise InvalidParameter("text", "is no valid Unicode text")
+
+    with pytest.raises(InvalidParameter) as refused:
+        Resolver(Strict(), frozenset(), VOCAB_SIZE).resolve(SamplingParams(bad_words=("\ud800",)))
+
+    assert refused.value.field == "bad_words"
+    assert refused.value.message == "is no valid Unicode text"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "field"),
+    [
+        ([], {}, "prompt"),
+        ([-1], {}, "prompt"),
+        ([1000], {}, "prompt"),
+        ([5279552648203111001], {}, "prompt"),
+        ([True], {}, "prompt"),
+        ([1], {"stop_token_ids": (99999,)}, "stop_token_ids"),
+        ([1], {"stop_token_ids": (99999,), "min_tokens": 3}, "stop_token_ids"),
+        ([1], {"logit_bias": {1000: 5.0}}, "logit_bias"),
+        ([1], {"allowed_token_ids": (5, 1000)}, "allowed_token_ids"),
+    ],
+)
+def test_a_request_that_names_an_unknown_token_is_refused_and_leaves_nothing(
+    prompt: list[int], params: dict[str, object], field: str
+) -> None:
+    """vllm#9634, vllm#54195: ids outside the vocabulary crashed the forward pass or wrote elsewhere."""
+    engine, _ = build_engine()
+
+    with pytest.raises(InvalidParameter) as refused:
+        engine.add("a", prompt, SamplingParams(**params), arrival=0.0)  # type: ignore[arg-type]
+
+    assert refused.value.field == field
+    assert not engine.has_work
+    assert not engine.cancel("a")
