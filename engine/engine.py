@@ -155,7 +155,7 @@ class Engine:
         step_log = StepLog(self._num_steps, timer)
         with timer.stage("schedule"):
             outputs = self.scheduler.schedule()
-        tokens = self._execution.run(outputs, timer)
+        tokens = self._execution.run(outputs, timer).tokens
         started = self._start_times(outputs, step_log)
         with timer.stage("detokenize"):
             pieces, finishes = self._texts(tokens, step_log)

@@ -27,15 +27,14 @@ class Filters:
 
 
 def decide(
-    largest: torch.Tensor, logits: torch.Tensor, filters: Filters
+    largest: torch.Tensor, total: torch.Tensor, filters: Filters, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Thresholds [rows] by the `largest` [rows, window] of `logits` [rows, vocabulary], in descending order.
+    """Thresholds [rows] by the `largest` [rows, window] of each row's logits, in descending order.
 
-    Each row's logits are shifted so that their largest is 0. Returns also which rows are decided: only there
-    is the threshold right, and does all that reaches it stand in the window.
+    Each row's logits are shifted so that their largest is 0; `total` [rows], float64: the sum of their
+    exponentials. Returns also which rows are decided: only there is the threshold right, and does all that
+    reaches it stand in the window.
     """
-    vocab_size = logits.shape[1]
-    total = logits.exp().sum(-1).double()
     by_k, by_p = _thresholds(largest, total, filters, vocab_size)
     threshold = torch.maximum(by_k, by_p)
     if largest.shape[1] == vocab_size:
@@ -47,7 +46,7 @@ def decide(
 
 def thresholds_of_sorted(values: torch.Tensor, filters: Filters) -> torch.Tensor:
     """Thresholds [rows] of whole rows [rows, vocabulary] in descending order, their largest shifted to 0."""
-    total = values.exp().sum(-1).double()
+    total = values.exp().double().cumsum(-1)[:, -1]
     return torch.maximum(*_thresholds(values, total, filters, values.shape[1]))
 
 
@@ -61,8 +60,12 @@ def _thresholds(
     width = values.shape[1]
     by_k = values.gather(1, filters.top_k.clamp(max=width)[:, None] - 1)
     mass = values.exp().double()
-    kept = torch.where(filters.top_k == vocab_size, total, mass.masked_fill(values < by_k, 0).sum(-1))
-    more_likely = mass.cumsum(-1) - mass
+    # Summed up in one order: how a plain sum adds depends on the number of rows and threads.
+    mass_so_far = mass.cumsum(-1)
+    num_by_k = (values >= by_k).sum(-1, keepdim=True).clamp(min=1)
+    mass_by_k = mass_so_far.gather(1, num_by_k - 1)[:, 0]
+    kept = torch.where(filters.top_k == vocab_size, total, mass_by_k)
+    more_likely = mass_so_far - mass
     num_kept = (more_likely < (filters.top_p * kept)[:, None]).sum(-1, keepdim=True)
     # None at all in a row with NaN, which must not become an index out of range.
     by_p = values.gather(1, num_kept.clamp(min=1) - 1)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
+from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
@@ -46,6 +46,11 @@ class ScriptedRunner:
 
     def sample(self, logits: None, items: tuple[ScheduledSequence, ...]) -> list[SampledToken]:
         return [self._draw(item.sequence) for item in items if item.samples]
+
+    def prompt_logprobs(
+        self, logits: None, items: tuple[ScheduledSequence, ...]
+    ) -> list[tuple[ScheduledSequence, list[TokenLogprobs]]]:
+        return []
 
     def _draw(self, sequence: Sequence) -> SampledToken:
         self.sample_fault(sequence)

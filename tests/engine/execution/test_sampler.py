@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import DeviceLost
-from engine.execution import sampler
+from engine.execution import draw
 from engine.execution.gumbel import gumbel_noise, row_keys
 from engine.execution.sampler import Sampler
 from engine.outputs import SampledToken, ScheduledSequence
@@ -264,7 +264,7 @@ def test_noise_made_tile_by_tile_is_the_same_noise(width: int, monkeypatch: pyte
     logits = random_logits(30, 500)
     items = [row(SamplingParams(seed=seed, min_p=0.01)) for seed in range(30)]
     whole = sample(logits, *items)
-    monkeypatch.setattr(sampler, "TILE", width)
+    monkeypatch.setattr(draw, "TILE", width)
     assert sample(logits, *items) == whole
 
 
