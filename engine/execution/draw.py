@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.execution.filters import WINDOW, Filters, decide, thresholds_of_sorted
+from engine.execution.filters import WINDOW, Filters, decide, mass, thresholds_of_sorted
 from engine.execution.gumbel import gumbel_noise, row_keys
 from engine.execution.largest import largest
 from engine.sequence import Sequence
@@ -75,9 +75,7 @@ def _draw_from_window(logits: torch.Tensor, draws: Draws, tokens: torch.Tensor) 
     rows = draws.filtered
     logits = take(logits, rows)
     values, token_ids = largest(logits, min(WINDOW, logits.shape[1]))
-    # The largest is 0, so its share of the mass tells the mass. A plain sum would depend on the rows beside
-    # it: threads split a lone row, and add up its parts in another order.
-    total = 1 / logits.softmax(-1).gather(1, token_ids[:, :1])[:, 0].double()
+    total = mass(logits, token_ids[:, 0])
     threshold, decided = decide(values, total, draws.filters.of(rows), logits.shape[1])
     lowest = torch.maximum(threshold, draws.lowest[rows])
     noisy = _with_noise(values, lowest, draws.keys[rows], token_ids.int())
