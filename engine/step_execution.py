@@ -40,18 +40,23 @@ class Sampler(Protocol):
     def prompt_logprobs(
         self, logits: Any, items: tuple[ScheduledSequence, ...]
     ) -> list[tuple[ScheduledSequence, list[TokenLogprobs]]]:
-        """Of the prompt tokens after each row, for each item whose request asks for them."""
+        """For each item that asks for them: those of the prompt tokens behind its wanted rows, in order."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutedStep:
-    """What a step computed. `tokens`: a token or an error for each sequence that samples or failed."""
+    """What came of a step: a token or an error for each sequence that samples, an error for each that failed.
+
+    `prompt_logprobs`: where a request asks for them, those of the prompt tokens `start + 1` and on, where
+    `start` is the first token of this step whose logits were wanted. None of a sequence that failed.
+    """
 
     tokens: dict[Sequence, SampledToken] = field(default_factory=dict)
     prompt_logprobs: dict[Sequence, list[TokenLogprobs]] = field(default_factory=dict)
 
     def __or__(self, other: "ExecutedStep") -> "ExecutedStep":
+        """Both, of two parts of one step."""
         return ExecutedStep(self.tokens | other.tokens, self.prompt_logprobs | other.prompt_logprobs)
 
 
@@ -64,7 +69,7 @@ class StepExecution:
         self._num_starved = 0
 
     def run(self, outputs: SchedulerOutputs, timer: StepTimer) -> ExecutedStep:
-        """A token or an error for each sequence that samples, an error for each that failed.
+        """Execute what was decided, in parts where a request is at fault.
 
         Raises `EngineDead` when nothing can be executed any more.
         """
@@ -94,17 +99,18 @@ class StepExecution:
             return self._run_or_split(first, timer) | self._run_or_split(second, timer)
 
     def _run(self, outputs: SchedulerOutputs, timer: StepTimer) -> ExecutedStep:
-        items = outputs.scheduled
         with timer.stage("execute"):
             logits = self._runner.execute(outputs)
-        wants_prompt = any(item.sequence.params.prompt_logprobs is not None for item in items)
+        items = outputs.scheduled
         sampling = [item.sequence for item in items if item.samples]
+        executed = ExecutedStep()
         with timer.stage("sample"):
-            rows = self._sampler.prompt_logprobs(logits, items) if wants_prompt else []
-            sampled = self._sampler.sample(logits, items) if sampling else []
-        return ExecutedStep(
-            dict(zip(sampling, sampled, strict=True)), {item.sequence: logprobs for item, logprobs in rows}
-        )
+            if sampling:
+                executed.tokens.update(zip(sampling, self._sampler.sample(logits, items), strict=True))
+            if any(item.sequence.params.prompt_logprobs is not None for item in outputs.prefill):
+                found = self._sampler.prompt_logprobs(logits, items)
+                executed.prompt_logprobs.update((item.sequence, logprobs) for item, logprobs in found)
+        return executed
 
     def _blame(self, sequence: Sequence, error: Exception) -> SampledToken:
         """It failed alone. If the device runs a pass of nothing, the request is at fault, not the device."""

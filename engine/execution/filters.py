@@ -26,16 +26,23 @@ class Filters:
         return Filters(self.top_k[rows], self.top_p[rows])
 
 
-def decide(
-    largest: torch.Tensor, logits: torch.Tensor, filters: Filters
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Thresholds [rows] by the `largest` [rows, window] of `logits` [rows, vocabulary], in descending order.
+def mass(logits: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
+    """The sum of each row's exponentials [rows], in float64: `likeliest` [rows] are where logits are 0.
 
-    Each row's logits are shifted so that their largest is 0. Returns also which rows are decided: only there
-    is the threshold right, and does all that reaches it stand in the window.
+    Their shares tell it. A plain sum would depend on the rows beside it: a lone row is split among threads,
+    and its parts are added up in another order.
     """
-    vocab_size = logits.shape[1]
-    total = logits.exp().sum(-1).double()
+    return 1 / logits.softmax(-1).gather(1, likeliest[:, None])[:, 0].double()
+
+
+def decide(
+    largest: torch.Tensor, total: torch.Tensor, filters: Filters, vocab_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Thresholds [rows] by the `largest` [rows, window] of each row's logits, in descending order.
+
+    Each row's logits are shifted so that their largest is 0; `total` [rows]: their `mass`. Returns also which
+    rows are decided: only there is the threshold right, and does all that reaches it stand in the window.
+    """
     by_k, by_p = _thresholds(largest, total, filters, vocab_size)
     threshold = torch.maximum(by_k, by_p)
     if largest.shape[1] == vocab_size:
@@ -47,7 +54,7 @@ def decide(
 
 def thresholds_of_sorted(values: torch.Tensor, filters: Filters) -> torch.Tensor:
     """Thresholds [rows] of whole rows [rows, vocabulary] in descending order, their largest shifted to 0."""
-    total = values.exp().sum(-1).double()
+    total = values.exp().double().cumsum(-1)[:, -1]
     return torch.maximum(*_thresholds(values, total, filters, values.shape[1]))
 
 
@@ -60,9 +67,13 @@ def _thresholds(
     """
     width = values.shape[1]
     by_k = values.gather(1, filters.top_k.clamp(max=width)[:, None] - 1)
-    mass = values.exp().double()
-    kept = torch.where(filters.top_k == vocab_size, total, mass.masked_fill(values < by_k, 0).sum(-1))
-    more_likely = mass.cumsum(-1) - mass
+    weights = values.exp().double()
+    # Summed up in one order: how a plain sum adds depends on the number of rows and threads.
+    mass_so_far = weights.cumsum(-1)
+    num_by_k = (values >= by_k).sum(-1, keepdim=True).clamp(min=1)
+    mass_by_k = mass_so_far.gather(1, num_by_k - 1)[:, 0]
+    kept = torch.where(filters.top_k == vocab_size, total, mass_by_k)
+    more_likely = mass_so_far - weights
     num_kept = (more_likely < (filters.top_p * kept)[:, None]).sum(-1, keepdim=True)
     # None at all in a row with NaN, which must not become an index out of range.
     by_p = values.gather(1, num_kept.clamp(min=1) - 1)

@@ -1,35 +1,36 @@
-"""Draws the next token of each row: a pure function of the row, its request's parameters and output index.
+"""Chooses the next token of each row: a pure function of the row and of its sequence's tokens and parameters.
 
 Law: a row's token depends on nothing else: not on the other rows, not on any generator's state. The order is
-temperature, top-k, top-p, min-p, then the largest of logit + noise. This file does not know sequences'
-states, stops or texts.
+penalties and bias, masks, then the draw. This file does not know sequences' states, stops or texts.
 """
-
-from dataclasses import dataclass
 
 import torch
 
+from engine.execution.draw import Draws, draw, take
+from engine.execution.edits import Edited, LogitEdits
 from engine.execution.faults import device_faults
-from engine.execution.filters import WINDOW, Filters, decide, thresholds_of_sorted
-from engine.execution.gumbel import gumbel_noise, row_keys
-from engine.outputs import SampledToken, ScheduledSequence
+from engine.execution.largest import first_largest
+from engine.execution.logprobs import token_logprobs
+from engine.outputs import SampledToken, ScheduledSequence, TokenLogprobs
 from engine.sequence import Sequence
 
 NON_FINITE = "the model computed non-finite logits"
-TILE = 2048
-"""Tokens whose noise is made at once on a CPU, so that it stays in the cache: a third of the time."""
-HIGHEST_TEMPERATURE = 1e30
-"""All tokens are equally likely long before; more would be infinite in float32."""
+NO_TOKEN = "no token is allowed: penalties, masks and grammar leave none"  # noqa: S105 - no secret
+_ERRORS = {-1: NON_FINITE, -2: NO_TOKEN}
 
 
 class Sampler:
-    """Draws for a whole batch at once; has no state."""
+    """Chooses for a whole batch at once. What it remembers of a sequence can be made again from it."""
+
+    def __init__(self) -> None:
+        self._edits = LogitEdits()
 
     def sample(self, logits: torch.Tensor, items: tuple[ScheduledSequence, ...]) -> list[SampledToken]:
-        """One token for each item that samples, in order.
+        """One token for each item that samples, in order; `logits` stay as they are.
 
         `logits` [wanted rows of all items, vocabulary], any float dtype. A row that has NaN or +inf, or
-        nothing but -inf, gives an error and no token. Raises `DeviceLost`.
+        nothing but -inf, gives an error and no token; so does one whose masks leave nothing, and one whose
+        grammar fails. Raises `DeviceLost`.
         """
         rows, sequences = _sampling_rows(items)
         if not rows:
@@ -38,24 +39,37 @@ class Sampler:
             if len(rows) < len(logits):
                 logits = logits[torch.tensor(rows, device=logits.device)]
             logits = logits.float()
-            # The largest of a row with NaN is NaN.
-            largest, tokens = logits.max(-1)
-            self._draw_random(logits, largest, tokens, sequences)
-            drawn = torch.where(largest.isfinite(), tokens, -1).tolist()
-        return [SampledToken(token) if token >= 0 else SampledToken(None, NON_FINITE) for token in drawn]
+            edited = self._edits.apply(logits, sequences)
+            token_ids = _choose(logits, edited, sequences)
+            logprobs = _sampled_logprobs(logits, token_ids, sequences)
+        faults = edited.faults if edited else {}
+        return [
+            SampledToken(token_id, None, logprobs.get(row))
+            if token_id >= 0 and row not in faults
+            else SampledToken(None, faults.get(row) or _ERRORS[token_id])
+            for row, token_id in enumerate(token_ids)
+        ]
 
-    def _draw_random(
-        self, logits: torch.Tensor, largest: torch.Tensor, tokens: torch.Tensor, sequences: list[Sequence]
-    ) -> None:
-        """Replace the most likely token where a request asks for a random one."""
-        random = [row for row, sequence in enumerate(sequences) if not sequence.params.is_greedy]
-        if not random:
-            return
-        rows = torch.tensor(random, device=logits.device)
-        draws = Draws.of([sequences[row] for row in random], logits.shape[1], logits.device)
-        # Shifted before it is divided: the draw is the same, and nothing overflows at a small temperature.
-        shifted = _take(logits, rows) - largest[rows, None]
-        tokens[rows] = draw(shifted.div_(draws.temperature[:, None]), draws)
+    def prompt_logprobs(
+        self, logits: torch.Tensor, items: tuple[ScheduledSequence, ...]
+    ) -> list[tuple[ScheduledSequence, list[TokenLogprobs]]]:
+        """Log-probabilities of the prompt tokens behind the wanted rows of each item that asks for them.
+
+        `logits` as in `sample`. A chunk's row j is about token `start + j + 1`, if that is in the prompt.
+        Raises `DeviceLost`.
+        """
+        found: list[tuple[ScheduledSequence, list[TokenLogprobs]]] = []
+        end = 0
+        with device_faults(), torch.inference_mode():
+            for item in items:
+                begin, end = end, end + item.num_new_tokens - item.logits_from
+                number = item.sequence.params.prompt_logprobs
+                first = item.start + item.logits_from + 1
+                token_ids = item.sequence.token_ids[first : item.sequence.num_prompt_tokens][: end - begin]
+                if number is not None and token_ids:
+                    rows = logits[begin : begin + len(token_ids)]
+                    found.append((item, token_logprobs(rows, token_ids, [number] * len(token_ids))))
+        return found
 
 
 def _sampling_rows(items: tuple[ScheduledSequence, ...]) -> tuple[list[int], list[Sequence]]:
@@ -71,91 +85,52 @@ def _sampling_rows(items: tuple[ScheduledSequence, ...]) -> tuple[list[int], lis
     return rows, sequences
 
 
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """The parameters of the rows that are drawn at random, each [rows]; `keys` [rows, 2] name the noise.
-
-    `lowest`: what min-p leaves out lies below this, on a scale where the row's largest logit is 0.
-    `filtered`, `unfiltered`: the rows that do or do not ask for top-k or top-p.
-    """
-
-    temperature: torch.Tensor
-    filters: Filters
-    lowest: torch.Tensor
-    keys: torch.Tensor
-    filtered: torch.Tensor
-    unfiltered: torch.Tensor
-
-    @classmethod
-    def of(cls, sequences: list[Sequence], vocab_size: int, device: torch.device) -> "Draws":
-        params = [sequence.params for sequence in sequences]
-        top_k = torch.tensor([min(p.top_k or vocab_size, vocab_size) for p in params])
-        top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64)
-        min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64)
-        filtered = (top_k < vocab_size) | (top_p < 1)
-        return cls(
-            temperature=torch.tensor(
-                [min(p.temperature, HIGHEST_TEMPERATURE) for p in params], dtype=torch.float32, device=device
-            ),
-            filters=Filters(top_k.to(device), top_p.to(device)),
-            lowest=min_p.log().float().to(device),
-            keys=row_keys([(s.params.seed, s.num_output_tokens) for s in sequences], device),
-            filtered=filtered.nonzero()[:, 0].to(device),
-            unfiltered=(~filtered).nonzero()[:, 0].to(device),
-        )
+def _choose(logits: torch.Tensor, edited: Edited | None, sequences: list[Sequence]) -> list[int]:
+    """The token of each row, or the key of its error."""
+    largest, tokens = first_largest(logits)
+    # The largest of a row with NaN is NaN. Of the model's own row: a mask's -inf is no fault.
+    is_finite = largest.isfinite()
+    if edited:
+        largest[edited.rows], tokens[edited.rows] = first_largest(edited.logits)
+    random = [row for row, sequence in enumerate(sequences) if not sequence.params.is_greedy]
+    if random:
+        rows = torch.tensor(random, device=logits.device)
+        draws = Draws.of([sequences[row] for row in random], logits.shape[1], logits.device)
+        shifted = _shifted(logits, edited, largest, rows)
+        tokens[rows] = draw(shifted.div_(draws.temperature[:, None]), draws)
+    tokens.masked_fill_(largest == -torch.inf, -2).masked_fill_(~is_finite, -1)
+    return tokens.tolist()
 
 
-def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """Tokens [rows] from logits [rows, vocabulary] after temperature, each row's largest shifted to 0."""
-    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    lowest = draws.lowest.clone()
-    whole = draws.unfiltered
-    if len(draws.filtered):
-        undecided = _draw_from_window(logits, draws, tokens)
-        if len(undecided):
-            values = _take(logits, undecided).sort(-1, descending=True).values
-            threshold = thresholds_of_sorted(values, draws.filters.of(undecided))
-            lowest[undecided] = torch.maximum(lowest[undecided], threshold)
-        whole = torch.cat([whole, undecided]).sort().values
-    if len(whole):
-        tokens[whole] = _draw_from_all(_take(logits, whole), lowest[whole], draws.keys[whole])
-    return tokens
-
-
-def _draw_from_window(logits: torch.Tensor, draws: Draws, tokens: torch.Tensor) -> torch.Tensor:
-    """Draw filtered rows among their most likely tokens; returns the rows for which these are too few."""
-    rows = draws.filtered
-    logits = _take(logits, rows)
-    values, token_ids = logits.topk(min(WINDOW, logits.shape[1]))
-    threshold, decided = decide(values, logits, draws.filters.of(rows))
-    lowest = torch.maximum(threshold, draws.lowest[rows])
-    noisy = _with_noise(values, lowest, draws.keys[rows], token_ids.int())
-    tokens[rows] = token_ids.gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
-    return rows[~decided]
-
-
-def _draw_from_all(logits: torch.Tensor, lowest: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Draw among all tokens; `logits` [rows, vocabulary], `lowest` [rows], `keys` [rows, 2]."""
-    vocab_size, device = logits.shape[1], logits.device
-    best = torch.full((len(logits),), -torch.inf, device=device)
-    tokens = torch.zeros(len(logits), dtype=torch.int64, device=device)
-    width = TILE if device.type == "cpu" else vocab_size
-    for start in range(0, vocab_size, width):
-        tile = logits[:, start : start + width]
-        token_ids = torch.arange(start, start + tile.shape[1], dtype=torch.int32, device=device)
-        values, places = _with_noise(tile, lowest, keys, token_ids).max(-1)
-        tokens = torch.where(values > best, places + start, tokens)
-        best = torch.maximum(best, values)
-    return tokens
-
-
-def _take(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """`logits[rows]` for ascending `rows`, without a copy when these are all."""
-    return logits if len(rows) == len(logits) else logits[rows]
-
-
-def _with_noise(
-    logits: torch.Tensor, lowest: torch.Tensor, keys: torch.Tensor, token_ids: torch.Tensor
+def _shifted(
+    logits: torch.Tensor, edited: Edited | None, largest: torch.Tensor, rows: torch.Tensor
 ) -> torch.Tensor:
-    """Logits plus each token's noise; -inf for those under their row's `lowest`."""
-    return logits.masked_fill(logits < lowest[:, None], -torch.inf) + gumbel_noise(keys, token_ids)
+    """The edited logits of `rows`, ascending, in a tensor of their own, each row's largest at 0.
+
+    Shifted before they are divided: the draw is the same, and nothing overflows at a small temperature.
+    """
+    if edited and len(edited.rows) == len(logits):
+        logits, edited = edited.logits, None
+    shifted = take(logits, rows) - largest[rows, None]
+    if edited:
+        is_random = torch.isin(edited.rows, rows)
+        changed = edited.rows[is_random]
+        places = torch.searchsorted(rows, changed)
+        shifted[places] = edited.logits[is_random] - largest[changed, None]
+    return shifted
+
+
+def _sampled_logprobs(
+    logits: torch.Tensor, token_ids: list[int], sequences: list[Sequence]
+) -> dict[int, TokenLogprobs]:
+    """By row, for those that ask for them and have a token."""
+    asked = {
+        row: sequence.params.logprobs
+        for row, sequence in enumerate(sequences)
+        if sequence.params.logprobs is not None and token_ids[row] >= 0
+    }
+    if not asked:
+        return {}
+    rows = torch.tensor(list(asked), device=logits.device)
+    chosen = [token_ids[row] for row in asked]
+    return dict(zip(asked, token_logprobs(take(logits, rows), chosen, list(asked.values())), strict=True))

@@ -8,59 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import DeviceLost
-from engine.execution import sampler
-from engine.execution.gumbel import gumbel_noise, row_keys
+from engine.execution import draw
 from engine.execution.sampler import Sampler
 from engine.outputs import SampledToken, ScheduledSequence
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-
-CPU = torch.device("cpu")
-
-
-def row(params: SamplingParams, index: int = 0) -> ScheduledSequence:
-    """An item of one row whose request has `index` output tokens so far."""
-    sequence = Sequence("r", [1], params, arrival=0.0, output_token_ids=[1] * index)
-    return ScheduledSequence(sequence, 0, 1, 0, True)
-
-
-def sample(logits: torch.Tensor, *items: ScheduledSequence) -> list[int | None]:
-    return [token.token_id for token in Sampler().sample(logits, items)]
-
-
-def random_logits(rows: int, vocab_size: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
-    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
-
-
-def naive_kept(logits: list[float], params: SamplingParams) -> set[int]:
-    """The tokens that the filters leave, one filter after the other, in Python floats."""
-    scaled = [(value - max(logits)) / params.temperature for value in logits]
-    kept = set(range(len(logits)))
-    if 0 < params.top_k < len(logits):
-        kth = sorted(scaled, reverse=True)[params.top_k - 1]
-        kept = {token for token in kept if scaled[token] >= kth}
-    if params.top_p < 1:
-        mass = {token: math.exp(scaled[token]) for token in kept}
-        total = math.fsum(mass.values())
-        kept = {
-            token
-            for token in kept
-            if math.fsum(mass[other] for other in mass if scaled[other] > scaled[token])
-            < params.top_p * total
-        }
-    return {token for token in kept if math.exp(scaled[token]) >= params.min_p}
-
-
-def naive_draw(logits: torch.Tensor, params: SamplingParams, index: int) -> int:
-    values = logits.tolist()
-    kept = naive_kept(values, params)
-    noise = gumbel_noise(row_keys([(params.seed, index)], CPU), torch.arange(len(values), dtype=torch.int32))[
-        0
-    ]
-    scaled = (logits - logits.max()) / torch.tensor(params.temperature)
-    noisy = (scaled + noise).tolist()
-    return max(kept, key=noisy.__getitem__)
-
+from tests.engine.execution.sampling import naive_draw, naive_kept, random_logits, row, sample
 
 any_params = st.builds(
     SamplingParams,
@@ -264,7 +217,7 @@ def test_noise_made_tile_by_tile_is_the_same_noise(width: int, monkeypatch: pyte
     logits = random_logits(30, 500)
     items = [row(SamplingParams(seed=seed, min_p=0.01)) for seed in range(30)]
     whole = sample(logits, *items)
-    monkeypatch.setattr(sampler, "TILE", width)
+    monkeypatch.setattr(draw, "TILE", width)
     assert sample(logits, *items) == whole
 
 

@@ -1,0 +1,91 @@
+"""Applies what requests ask of their logits before the draw, to the rows that ask for anything.
+
+Law: rows that ask for nothing are neither copied nor looked at twice, and the given logits stay as they are.
+The order is penalties, bias, masks. What is kept of a sequence is kept by its seat while it sits there, and
+can be made again from the sequence at any time.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.execution.logit_masks import RowMasks, mask
+from engine.execution.penalties import Bias, TokenCounts, add_bias, penalize
+from engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Edited:
+    """Changed copies `logits` [edited rows, vocabulary] of `rows`; `faults`: errors, by row of the batch."""
+
+    rows: torch.Tensor
+    logits: torch.Tensor
+    faults: dict[int, str]
+
+
+class LogitEdits:
+    """Edits the logits of a batch; remembers counts and masks of the sequences that sit in its seats."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int | None, _Kept] = {}
+
+    def apply(self, logits: torch.Tensor, sequences: list[Sequence]) -> Edited | None:
+        """Edit what must be of `logits` [rows, vocabulary], float32; None if no row asks for anything."""
+        if self._kept:
+            self._forget_those_who_left()
+        edited = [row for row, sequence in enumerate(sequences) if _is_edited(sequence)]
+        if not edited:
+            return None
+        rows = torch.tensor(edited, device=logits.device)
+        changed = logits[rows] if len(edited) < len(sequences) else logits.clone()
+        kept = [self._keep(sequences[row], logits.shape[1]) for row in edited]
+        penalize(changed, [(at, one.repetition, one.counts) for at, one in enumerate(kept) if one.counts])
+        add_bias(changed, [(at, one.bias) for at, one in enumerate(kept) if one.bias])
+        faults = mask(changed, [(at, one.masks) for at, one in enumerate(kept) if one.masks])
+        return Edited(rows, changed, {edited[at]: fault for at, fault in faults.items()})
+
+    def _keep(self, sequence: Sequence, vocab_size: int) -> "_Kept":
+        kept = self._kept.get(sequence.seat)
+        # Compared by identity: another sequence may have taken the seat.
+        if kept is None or kept.sequence is not sequence:
+            kept = self._kept[sequence.seat] = _Kept(sequence, vocab_size)
+        elif kept.counts:
+            kept.counts.catch_up()
+        return kept
+
+    def _forget_those_who_left(self) -> None:
+        left = [seat for seat, kept in self._kept.items() if kept.sequence.seat != seat]
+        for seat in left:
+            del self._kept[seat]
+
+
+class _Kept:
+    """Made once for each sequence that is edited."""
+
+    __slots__ = ("bias", "counts", "masks", "repetition", "sequence")
+
+    def __init__(self, sequence: Sequence, vocab_size: int) -> None:
+        self.sequence = sequence
+        self.repetition = sequence.params.repetition_penalty
+        self.counts = TokenCounts(sequence, vocab_size) if _is_penalized(sequence) else None
+        self.bias = Bias(sequence, vocab_size) if sequence.params.logit_bias else None
+        self.masks = RowMasks(sequence, vocab_size) if _is_masked(sequence) else None
+
+
+def _is_edited(sequence: Sequence) -> bool:
+    return _is_penalized(sequence) or bool(sequence.params.logit_bias) or _is_masked(sequence)
+
+
+def _is_penalized(sequence: Sequence) -> bool:
+    params = sequence.params
+    return bool(params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty)
+
+
+def _is_masked(sequence: Sequence) -> bool:
+    params, constraints = sequence.params, sequence.constraints
+    return bool(
+        constraints.grammar is not None
+        or constraints.bad_token_ids
+        or params.allowed_token_ids is not None
+        or params.min_tokens > sequence.num_output_tokens
+    )

@@ -1,0 +1,136 @@
+"""Which tokens a row may not take: everything here makes logits -inf, and nothing else does.
+
+Law: a mask is made of its own sequence alone, and a grammar that fails fails its own row. Where a grammar
+leaves nothing but the end, the end stays allowed before `min_tokens`. Knows no penalties and no draws.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.execution.penalties import within
+from engine.sequence import Sequence
+
+Bits = npt.NDArray[np.int32]
+# For each byte of a bitmask, what its eight bits add to their logits.
+_ADDED = np.where((np.arange(256)[:, None] >> np.arange(8)) & 1, np.float32(0), np.float32(-np.inf))
+
+
+class RowMasks:
+    """The masks of one sequence: what stays the same is made once, the rest from its newest tokens."""
+
+    def __init__(self, sequence: Sequence, vocab_size: int) -> None:
+        self._sequence = sequence
+        self._vocab_size = vocab_size
+        constraints, allowed = sequence.constraints, sequence.params.allowed_token_ids
+        self.grammar = constraints.grammar
+        self._ends = within(list(constraints.end_token_ids), vocab_size)
+        self._allowed = None if allowed is None else _bits(within(list(allowed), vocab_size), vocab_size)
+        self._always: list[int] = []
+        # By the token before the last: what else comes before it, and the last.
+        self._bad_after: defaultdict[int, list[tuple[list[int], int]]] = defaultdict(list)
+        for *before, last in constraints.bad_token_ids:
+            if within([last], vocab_size):
+                if before:
+                    self._bad_after[before[-1]].append((before, last))
+                else:
+                    self._always.append(last)
+
+    @property
+    def is_dense(self) -> bool:
+        """It names what is allowed, not what is not."""
+        return self.grammar is not None or self._allowed is not None
+
+    def banned(self) -> list[int]:
+        """The ids that must not come next, but for what `allow` says."""
+        return self._bad() + (self._ends if self._is_too_short else [])
+
+    def allow(self, row: Bits) -> None:
+        """Write what may come next into `row`, int32 [ceil(vocabulary / 32)], zeros at first.
+
+        Raises what the grammar raises.
+        """
+        if self.grammar is None:
+            row.fill(-1)
+        else:
+            self.grammar.advance(self._sequence.output_token_ids)
+            self.grammar.fill_bitmask(row)
+            _clear(row, range(self._vocab_size, 32 * len(row)))
+        if self._allowed is not None:
+            row &= self._allowed
+        _clear(row, self._bad())
+        if self._is_too_short:
+            self._clear_ends(row)
+
+    def _clear_ends(self, row: Bits) -> None:
+        without = row.copy()
+        _clear(without, self._ends)
+        if self.grammar is None or without.any():
+            row[:] = without
+
+    @property
+    def _is_too_short(self) -> bool:
+        return self._sequence.num_output_tokens < self._sequence.params.min_tokens
+
+    def _bad(self) -> list[int]:
+        num_output_tokens, token_ids = self._sequence.num_output_tokens, self._sequence.token_ids
+        if not self._bad_after or not num_output_tokens:
+            return self._always
+        return self._always + [
+            last
+            for before, last in self._bad_after.get(token_ids[-1], ())
+            if len(before) <= num_output_tokens and token_ids[-len(before) :] == before
+        ]
+
+
+def mask(logits: torch.Tensor, masks: list[tuple[int, RowMasks]]) -> dict[int, str]:
+    """Make what must not come -inf in `logits` [rows, vocabulary]; returns the faults of grammars by row."""
+    dense = [(row, one) for row, one in masks if one.is_dense]
+    sparse = [(row, one.banned()) for row, one in masks if not one.is_dense]
+    vocab_size = logits.shape[1]
+    places = [row * vocab_size + token_id for row, banned in sparse for token_id in banned]
+    if places:
+        logits.view(-1)[torch.tensor(places, device=logits.device)] = -torch.inf
+    return _mask_dense(logits, dense) if dense else {}
+
+
+def _mask_dense(logits: torch.Tensor, masks: list[tuple[int, RowMasks]]) -> dict[int, str]:
+    vocab_size = logits.shape[1]
+    bits = np.zeros((len(masks), -(-vocab_size // 32)), dtype=np.int32)
+    faults: dict[int, str] = {}
+    for (row, one), allowed in zip(masks, bits, strict=True):
+        try:
+            one.allow(allowed)
+        except Exception as error:  # noqa: BLE001 - a grammar library raises what it likes
+            faults[row] = f"its grammar failed: {type(error).__name__}: {error}"[:500]
+    added = unpacked(bits, logits.device)[:, :vocab_size]
+    logits.index_add_(0, torch.tensor([row for row, _ in masks], device=logits.device), added)
+    return faults
+
+
+def unpacked(bits: Bits, device: torch.device) -> torch.Tensor:
+    """What is added to logits [rows, 32 * words]: 0 where a bit is set, -inf where it is not."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.take(_ADDED, bits.view(np.uint8), axis=0)).flatten(1)
+    return unpacked_on(bits, device)
+
+
+def unpacked_on(bits: Bits, device: torch.device) -> torch.Tensor:
+    """The same; only the bits travel to the device. On a CPU ten times slower."""
+    table = torch.from_numpy(_ADDED).to(device)
+    return table[torch.from_numpy(bits.view(np.uint8)).to(device).long()].flatten(1)
+
+
+def _bits(token_ids: list[int], vocab_size: int) -> Bits:
+    flags = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    flags[token_ids] = 1
+    return np.packbits(flags, bitorder="little").view(np.int32)
+
+
+def _clear(row: Bits, token_ids: Iterable[int]) -> None:
+    words = row.view(np.uint32)
+    for token_id in token_ids:
+        words[token_id >> 5] &= 0xFFFFFFFF ^ (1 << (token_id & 31))

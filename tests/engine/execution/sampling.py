@@ -1,0 +1,175 @@
+"""Rows for the sampler, and what a slow and obvious reader of the rules makes of them."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.constraints import Constraints
+from engine.execution.gumbel import gumbel_noise, row_keys
+from engine.execution.sampler import NO_TOKEN, NON_FINITE, Sampler
+from engine.outputs import SampledToken, ScheduledSequence, TokenLogprobs
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+
+CPU = torch.device("cpu")
+
+
+class ModuloGrammar:
+    """After outputs that sum to s, allows what is s modulo `divisor`; `end` too where that is 0."""
+
+    is_complete = False
+
+    def __init__(self, divisor: int, end: int = 0, fault: Exception | None = None) -> None:
+        self._divisor = divisor
+        self._end = end
+        self._fault = fault
+        self._sum = 0
+
+    def advance(self, token_ids: list[int]) -> None:
+        if self._fault:
+            raise self._fault
+        self._sum = sum(token_ids)
+
+    def allows(self, token_id: int) -> bool:
+        place = self._sum % self._divisor
+        return token_id % self._divisor == place or (token_id == self._end and place == 0)
+
+    def fill_bitmask(self, row: Any) -> None:
+        for token_id in range(32 * len(row)):
+            if self.allows(token_id):
+                row.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+
+class SetGrammar(ModuloGrammar):
+    """Allows some tokens, whatever came before."""
+
+    def __init__(self, *token_ids: int) -> None:
+        super().__init__(1)
+        self._token_ids = token_ids
+
+    def allows(self, token_id: int) -> bool:
+        return token_id in self._token_ids
+
+
+def row(
+    params: SamplingParams,
+    index: int = 0,
+    *,
+    prompt: list[int] | None = None,
+    output: list[int] | None = None,
+    **constraints: Any,
+) -> ScheduledSequence:
+    """An item of one row whose request has `output` tokens so far, or `index` of them."""
+    sequence = Sequence(
+        "r",
+        prompt or [1],
+        params,
+        arrival=0.0,
+        output_token_ids=[1] * index if output is None else output,
+        constraints=Constraints(**constraints),
+    )
+    return ScheduledSequence(sequence, 0, 1, 0, True)
+
+
+def sample(logits: torch.Tensor, *items: ScheduledSequence) -> list[int | None]:
+    return [token.token_id for token in Sampler().sample(logits, items)]
+
+
+def random_logits(rows: int, vocab_size: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
+    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def naive_kept(logits: list[float], params: SamplingParams) -> set[int]:
+    """The tokens that the filters leave, one filter after the other, in Python floats."""
+    scaled = [(value - max(logits)) / params.temperature for value in logits]
+    kept = set(range(len(logits)))
+    if 0 < params.top_k < len(logits):
+        kth = sorted(scaled, reverse=True)[params.top_k - 1]
+        kept = {token for token in kept if scaled[token] >= kth}
+    if params.top_p < 1:
+        mass = {token: math.exp(scaled[token]) for token in kept}
+        total = math.fsum(mass.values())
+        kept = {
+            token
+            for token in kept
+            if math.fsum(mass[other] for other in mass if scaled[other] > scaled[token])
+            < params.top_p * total
+        }
+    return {token for token in kept if math.exp(scaled[token]) >= params.min_p}
+
+
+def naive_draw(logits: torch.Tensor, params: SamplingParams, index: int) -> int:
+    values = logits.tolist()
+    kept = naive_kept(values, params)
+    token_ids = torch.arange(len(values), dtype=torch.int32)
+    noise = gumbel_noise(row_keys([(params.seed, index)], CPU), token_ids)[0]
+    scaled = (logits - logits.max()) / torch.tensor(params.temperature)
+    noisy = (scaled + noise).tolist()
+    return max(kept, key=noisy.__getitem__)
+
+
+def naive_edited(logits: torch.Tensor, sequence: Sequence) -> torch.Tensor:
+    """Penalties, bias and masks, token by token, in single floats."""
+    params, output = sequence.params, sequence.output_token_ids
+    edited = logits.clone().numpy()
+    for token, value in enumerate(edited):
+        if token in sequence.token_ids:
+            repetition = np.float32(params.repetition_penalty)
+            value = value / repetition if value > 0 else value * repetition
+        if token in output:
+            taken = params.frequency_penalty * output.count(token) + params.presence_penalty
+            value = value - np.float32(taken)
+        value = value + np.float32(params.logit_bias.get(token, 0.0))
+        edited[token] = value if naive_allowed(sequence, token) else -np.inf
+    edited = np.where(naive_ends(sequence, edited), -np.inf, edited).astype(np.float32)
+    return torch.from_numpy(edited)
+
+
+def naive_allowed(sequence: Sequence, token: int) -> bool:
+    """By all masks but that of `min_tokens`."""
+    params, constraints = sequence.params, sequence.constraints
+    with_it = [*sequence.output_token_ids, token]
+    if any(with_it[-len(bad) :] == list(bad) for bad in constraints.bad_token_ids):
+        return False
+    if constraints.grammar is not None:
+        constraints.grammar.advance(sequence.output_token_ids)
+        if not constraints.grammar.allows(token):  # type: ignore[attr-defined]  # a grammar of this file
+            return False
+    return params.allowed_token_ids is None or token in params.allowed_token_ids
+
+
+def naive_ends(sequence: Sequence, edited: "np.ndarray[Any, Any]") -> list[bool]:
+    """The ends that `min_tokens` forbids: none, where a grammar leaves nothing else."""
+    ends = [token in sequence.constraints.end_token_ids for token in range(len(edited))]
+    is_too_short = sequence.num_output_tokens < sequence.params.min_tokens
+    others = [token for token, is_end in enumerate(ends) if not is_end and naive_allowed(sequence, token)]
+    if not is_too_short or (sequence.constraints.grammar is not None and not others):
+        return [False] * len(edited)
+    return ends
+
+
+def naive_logprobs(logits: torch.Tensor, token_id: int, number: int) -> TokenLogprobs:
+    logprobs = logits.float().log_softmax(-1).tolist()
+    order = sorted(range(len(logprobs)), key=lambda token: (-logprobs[token], token))
+    return TokenLogprobs(
+        token_id, logprobs[token_id], tuple((token, logprobs[token]) for token in order[:number])
+    )
+
+
+def naive_sample(logits: torch.Tensor, item: ScheduledSequence) -> SampledToken:
+    """The whole pipeline for one row."""
+    sequence, params = item.sequence, item.sequence.params
+    if not logits.max().isfinite():
+        return SampledToken(None, NON_FINITE)
+    edited = naive_edited(logits.float(), sequence)
+    if edited.max() == -torch.inf:
+        return SampledToken(None, NO_TOKEN)
+    if params.is_greedy:
+        token_id = int(edited.argmax())
+    else:
+        token_id = naive_draw(edited, params, sequence.num_output_tokens)
+    if params.logprobs is None:
+        return SampledToken(token_id)
+    return SampledToken(token_id, None, naive_logprobs(logits, token_id, params.logprobs))

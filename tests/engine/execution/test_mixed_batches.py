@@ -1,0 +1,209 @@
+"""Any mix of what requests ask of the sampler: each row as if it were alone."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.constraints import Constraints
+from engine.execution.edits import LogitEdits
+from engine.execution.sampler import NO_TOKEN, NON_FINITE, Sampler
+from engine.outputs import SampledToken, ScheduledSequence
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+from tests.engine.execution.sampling import ModuloGrammar, naive_sample, random_logits, row, sample
+
+VOCAB = 70
+ids = st.integers(0, VOCAB - 1)
+#: Few, so that penalties and bad words meet what stands in prompts and outputs.
+common_ids = st.integers(0, 9)
+
+
+@st.composite
+def requests(draw: st.DrawFn, vocab_size: int = VOCAB) -> ScheduledSequence:
+    """A request in the middle of its output, that asks for anything."""
+    rarely = st.integers(0, 2).map(lambda number: number == 0)
+    params = SamplingParams(
+        temperature=draw(st.sampled_from([0.0, 0.5, 1.0, 3.0])),
+        top_k=draw(st.sampled_from([0, 1, 4, 300])),
+        top_p=draw(st.sampled_from([0.2, 0.9, 1.0])),
+        min_p=draw(st.sampled_from([0.0, 0.1])),
+        seed=draw(st.integers(0, 2**64 - 1)),
+        min_tokens=draw(st.sampled_from([0, 0, 2, 4])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.3, 0.5])),
+        presence_penalty=draw(st.sampled_from([0.0, 1.1, -2.0])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.7, -0.1])),
+        logit_bias=draw(st.dictionaries(common_ids, st.floats(-100, 100, width=32), max_size=3)),
+        allowed_token_ids=tuple(draw(st.lists(ids, min_size=1))) if draw(rarely) else None,
+        logprobs=draw(st.none() | st.integers(0, 20)),
+    )
+    return row(
+        params,
+        prompt=draw(st.lists(common_ids, min_size=1, max_size=6)),
+        output=draw(st.lists(common_ids, max_size=5)),
+        end_token_ids=frozenset(draw(st.sets(common_ids, max_size=3))),
+        bad_token_ids=tuple(map(tuple, draw(st.lists(st.lists(common_ids, min_size=1, max_size=3))))),
+        grammar=ModuloGrammar(draw(st.integers(1, 40)), draw(common_ids)) if draw(rarely) else None,
+    )
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(
+    items=st.lists(requests(), min_size=1, max_size=6),
+    seed=st.integers(0, 1000),
+    levels=st.sampled_from([None, 3]),
+    bad_row=st.none() | st.integers(0, 5),
+)
+def test_equals_the_rules_read_slowly(
+    items: list[ScheduledSequence], seed: int, levels: int | None, bad_row: int | None
+) -> None:
+    """vllm#5639, unsloth#11039: penalties and filters of one row reached another, or crashed the batch.
+
+    With `levels`, many logits are equal. A row with NaN fails alone, whatever it asks for.
+    """
+    logits = random_logits(len(items), VOCAB, seed)
+    if levels:
+        logits = (logits / 3 * levels).round() / levels
+    if bad_row is not None and bad_row < len(items):
+        logits[bad_row, 3] = torch.nan
+    before = logits.clone()
+    found = Sampler().sample(logits, tuple(items))
+    assert found == [naive_sample(one, item) for one, item in zip(logits, items, strict=True)]
+    torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
+
+
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(
+    items=st.lists(requests(), min_size=2, max_size=5),
+    plain=st.lists(st.booleans(), min_size=5, max_size=5),
+    seed=st.integers(0, 1000),
+    threads=st.sampled_from([1, 2]),
+)
+def test_a_row_is_bitwise_what_it_is_alone(
+    items: list[ScheduledSequence], plain: list[bool], seed: int, threads: int
+) -> None:
+    """In a vocabulary large enough to be tiled, filtered by its window, and split among threads."""
+    batch: list[ScheduledSequence] = []
+    for number, (item, is_plain) in enumerate(zip(items, plain, strict=False)):
+        batch += [item] + [row(SamplingParams(seed=number, top_p=0.9, logprobs=3))] * is_plain
+    logits = random_logits(len(batch), 33_000, seed)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = Sampler().sample(logits, tuple(batch))
+        alone = [Sampler().sample(logits[[at]], (item,))[0] for at, item in enumerate(batch)]
+    finally:
+        torch.set_num_threads(before)
+    assert together == alone
+
+
+def test_five_kinds_in_all_orders() -> None:
+    """tenstorrent/vllm#286, vllm-metal#646: parameters were applied to another row, by its place."""
+    kinds = [
+        row(SamplingParams(temperature=0.0)),
+        row(SamplingParams(temperature=0.0, repetition_penalty=2.0), prompt=[5, 6, 7], output=[8, 9]),
+        row(SamplingParams(seed=3, top_k=1)),
+        row(SamplingParams(seed=4, top_k=5)),
+        row(SamplingParams(seed=5, min_tokens=9), end_token_ids=frozenset(range(0, 60, 2))),
+    ]
+    logits = random_logits(5, 60)
+    logits[:, 8] = 9.0
+    logits[4, 2] = 20.0
+    alone = [naive_sample(one, kind) for one, kind in zip(logits, kinds, strict=True)]
+    assert alone[1].token_id != 8
+    for order in itertools.permutations(range(5)):
+        found = Sampler().sample(logits[list(order)], tuple(kinds[at] for at in order))
+        assert found == [alone[at] for at in order]
+
+
+def test_rows_that_ask_for_nothing_are_not_edited() -> None:
+    """And a batch of such rows is neither copied nor remembered."""
+    edits, logits = LogitEdits(), random_logits(3, 50)
+    plain = [row(SamplingParams(seed=seed)).sequence for seed in (1, 2)]
+    assert edits.apply(logits, plain) is None
+    assert not edits._kept
+    edited = edits.apply(logits, [plain[0], row(SamplingParams(logit_bias={3: 1.0})).sequence, plain[1]])
+    assert edited
+    assert edited.rows.tolist() == [1]
+    assert edited.logits.shape == (1, 50)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_with_no_token_left_fails_alone_and_says_so(temperature: float) -> None:
+    logits = random_logits(4, 100)
+    impossible = row(
+        SamplingParams(temperature=temperature, allowed_token_ids=(4, 7), seed=1), bad_token_ids=((4,), (7,))
+    )
+    broken = row(SamplingParams(temperature=temperature, allowed_token_ids=(4, 7), seed=1))
+    mate = row(SamplingParams(seed=3))
+    logits[2, 50] = torch.nan
+    found = Sampler().sample(logits, (mate, impossible, broken, mate))
+    assert found[1] == SampledToken(None, NO_TOKEN)
+    assert found[2] == SampledToken(None, NON_FINITE)
+    assert [found[0].token_id, found[3].token_id] == sample(logits[[0, 3]], mate, mate)
+
+
+def test_a_grammar_that_raises_fails_its_row_alone() -> None:
+    logits = random_logits(3, 100)
+    mates = [row(SamplingParams(seed=1)), row(SamplingParams(seed=2), grammar=ModuloGrammar(7))]
+    bad = row(SamplingParams(seed=3), grammar=ModuloGrammar(7, fault=ValueError("no such token")))
+    found = Sampler().sample(logits, (mates[0], bad, mates[1]))
+    assert found[1].token_id is None
+    assert found[1].error == "its grammar failed: ValueError: no such token"
+    assert [found[0].token_id, found[2].token_id] == sample(logits[[0, 2]], *mates)
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    moves=st.lists(
+        st.tuples(st.sampled_from(["grow", "grow", "leave", "again", "preempt"]), st.integers(0, 2)),
+        max_size=30,
+    ),
+    tokens=st.lists(common_ids, min_size=30, max_size=30),
+)
+def test_what_is_remembered_is_what_the_tokens_say(moves: list[tuple[str, int]], tokens: list[int]) -> None:
+    """nano-vllm#217, vllm#16832: after a preemption, prompt and output were mixed up for penalties.
+
+    Three seats, whose sequences grow, are preempted and come back to any seat, end, or are sampled twice for
+    one token, as after a fault. At each step one sampler that has seen it all agrees with a fresh reader.
+    """
+    sampler = Sampler()
+    seats = [seated(seat, seat) for seat in range(3)]
+    for number, (move, seat) in enumerate(moves):
+        if move == "grow":
+            seats[seat].append(tokens[number])
+        elif move == "leave":
+            seats[seat].preempt()
+            seats[seat] = seated(seat, number)
+        elif move == "preempt":
+            # Two are preempted and come back, each on the other's seat.
+            other = (seat + 1) % 3
+            seats[seat].preempt()
+            seats[other].preempt()
+            seats[seat], seats[other] = seats[other], seats[seat]
+            seats[seat].admit(seat)
+            seats[other].admit(other)
+        items = tuple(ScheduledSequence(sequence, 0, 1, 0, True) for sequence in seats)
+        logits = random_logits(3, 20, number)
+        assert sampler.sample(logits, items) == list(map(naive_sample, logits, items))
+
+
+def seated(seat: int, number: int) -> Sequence:
+    params = SamplingParams(
+        temperature=0.0, repetition_penalty=1.5, frequency_penalty=0.4, presence_penalty=0.3, logprobs=1
+    )
+    bad = Constraints(bad_token_ids=((number % 10,), (3, 4)))
+    sequence = Sequence("r", [number % 7, 2], params, arrival=0.0, constraints=bad)
+    sequence.admit(seat)
+    return sequence
+
+
+def test_nothing_is_remembered_of_those_who_left() -> None:
+    sampler, sequence = Sampler(), seated(2, 1)
+    sampler.sample(random_logits(1, 20), (ScheduledSequence(sequence, 0, 1, 0, True),))
+    assert list(sampler._edits._kept) == [2]
+    sequence.preempt()
+    sampler.sample(random_logits(1, 20), (row(SamplingParams()),))
+    assert not sampler._edits._kept
