@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from engine.errors import InvalidParameter
 from engine.execution.quiet import quiet_transformers
+from engine.execution.token_bytes import spelling_of
 
 
 class Tokenizer:
@@ -24,13 +25,14 @@ class Tokenizer:
         self._tokenizer = tokenizer
         # The Rust tokenizer beneath: a fifth of the time, and safe between threads. Old formats have none.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        added = tokenizer.added_tokens_decoder.items()
+        self._added = {token_id: str(token) for token_id, token in tokenizer.added_tokens_decoder.items()}
         self.special_ids = frozenset(tokenizer.all_special_ids) | {
-            token_id for token_id, token in added if token.special
+            token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         }
         self._special_ids_by_text = {
             tokenizer.convert_ids_to_tokens(token_id): token_id for token_id in self.special_ids
         }
+        self._spelling = None if self._backend is None else spelling_of(self._backend)
         self.vocab_size = len(tokenizer)
         self.has_chat_template = tokenizer.chat_template is not None
 
@@ -87,6 +89,24 @@ class Tokenizer:
                 token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
         )
+
+    @property
+    def knows_bytes(self) -> bool:
+        """`token_bytes` is exact for every token."""
+        return self._spelling is not None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text, also parts of a character; of a special token its name's.
+
+        Empty for ids that only the model knows. Not exact where the tokenizer's vocabulary is not understood
+        (`knows_bytes`): then what the token alone decodes to.
+        """
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        if self._backend is None or self._spelling is None:
+            return self.decode([token_id], skip_special_tokens=False).encode()
+        piece = self._backend.id_to_token(token_id)
+        return b"" if piece is None else self._spelling(piece)
 
     def _encode(self, field: str, text: str, *, add_special_tokens: bool) -> list[int]:
         try:

@@ -1,0 +1,61 @@
+"""From what a user gave to a grammar in llguidance's Lark, and from its errors to words for the user.
+
+Law: nothing that was asked for is left out silently: what the library cannot do is an error. Knows no tokens.
+"""
+
+import json
+import re
+from collections import Counter
+from typing import Any
+
+from llguidance import regex_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+
+from engine.structured_outputs import StructuredOutputs
+
+# Between two parts of a JSON text. Without a bound, a model can write blank lines until its tokens run out.
+WHITESPACE = r"[ \t\n\r]{1,64}"
+# Every spelling of an allowed text is allowed; the library would choose one by a tokenizer that it has not.
+NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+MAX_ERROR = 400
+
+
+def to_lark(structured_outputs: StructuredOutputs) -> str:
+    """The grammar as Lark text, with start symbol `start`. Raises `ValueError`."""
+    return _start_of(structured_outputs) + NO_FORCING
+
+
+def explain(error: str) -> str:
+    """The library's error without its listing of the grammar and its places in our text."""
+    first, *others = error.splitlines()
+    reasons = [line.removeprefix("error: ") for line in others if line.startswith("error: ")]
+    text = " ".join([re.sub(r"^at \d+\(\d+\): ", "", first), *reasons])
+    return text if len(text) <= MAX_ERROR else text[: MAX_ERROR - 3] + "..."
+
+
+def _start_of(given: StructuredOutputs) -> str:
+    if given.regex is not None:
+        # As in the patterns of JSON schemas: ASCII digits and letters.
+        return f"start: /{regex_to_lark(given.regex, 'dw')}/"
+    if given.choice is not None:
+        return "start: " + " | ".join(map(json.dumps, given.choice))
+    if given.grammar is not None:
+        return _grammar(given.grammar)
+    return _json({"type": "object"} if given.json is None else json.loads(given.json_schema))
+
+
+def _json(schema: Any) -> str:
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    options = {"whitespace_pattern": WHITESPACE}
+    # The library's own options are ours to set; to a JSON schema this is one more unknown word.
+    return f"start: %json {json.dumps({**schema, 'x-guidance': options})}"
+
+
+def _grammar(text: str) -> str:
+    if is_lark_syntax(text):
+        return text
+    rules = Counter(re.findall(r"(?m)^[ \t]*([\w-]+)\s*::=", text))
+    if twice := [rule for rule, times in rules.items() if times > 1]:
+        raise ValueError(f"grammar: {twice[0]} is defined twice")
+    return gbnf_to_lark(text)
