@@ -113,6 +113,11 @@ class Sequence:
         return self.params.n > 1
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """The logits of every row of its prompt are wanted: it has not come to its first output token."""
+        return self.params.prompt_logprobs is not None and not self.num_output_tokens
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 

@@ -1,0 +1,202 @@
+"""Random mixes of all that a request may ask for, on a pool that is too small: each request is itself alone.
+
+The model computes in float64, so that rounding does not depend on a request's mates and tokens are compared
+as they are.
+"""
+
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.execution.grammars import LlguidanceBackend
+from engine.execution.model_runner import ModelRunner
+from engine.execution.sampler import Sampler
+from engine.execution.tokenizer import Tokenizer
+from engine.grammars import GrammarCompiler
+from engine.outputs import SequenceOutput, TokenLogprobs
+from engine.sampling_params import SamplingParams
+from engine.structured_outputs import StructuredOutputs
+from tests.engine.execution.serving import make_runner
+from tests.tiny_models import EOS, VOCAB_SIZE, make_model, make_tokenizer
+
+PREFIX = [random.Random(0).randrange(5, VOCAB_SIZE) for _ in range(24)]
+ROOMY = EngineConfig(
+    max_model_len=128, num_kv_blocks=400, block_size=4, max_num_batched_tokens=512, prefix_caching=False
+)
+STOPS = ["e", "a", "th", "he ", "\ufffd", "<|im_end|>"]
+GRAMMARS = [
+    StructuredOutputs(regex="[a-z]{3,9} [0-9]+"),
+    StructuredOutputs(choice=("the fox", "the dog", "nothing")),
+    StructuredOutputs(json={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
+]
+TOKENIZER = Tokenizer(make_tokenizer())
+
+
+@dataclass(frozen=True)
+class Asked:
+    prompt: list[int]
+    params: SamplingParams
+    priority: int
+    tenant: str
+    salt: bytes
+
+
+@dataclass
+class Given:
+    """What one output of a request gave."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None
+    logprobs: list[TokenLogprobs | None]
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
+
+
+def draw_params(rng: random.Random) -> SamplingParams:
+    """Each feature in about one request of three."""
+
+    def some(value: object, other: object) -> object:
+        return value if rng.random() < 0.3 else other
+
+    fields: dict[str, object] = {
+        "n": some(rng.randint(2, 4), 1),
+        "max_tokens": rng.randint(1, 14),
+        "min_tokens": some(1, 0),
+        "temperature": rng.choice([0.0, 0.0, 0.7, 1.0, 1.5]),
+        "top_k": some(rng.choice([1, 5, 40]), 0),
+        "top_p": some(0.8, 1.0),
+        "min_p": some(0.05, 0.0),
+        "seed": rng.randrange(2**64),
+        "presence_penalty": some(1.5, 0.0),
+        "frequency_penalty": some(-0.5, 0.0),
+        "repetition_penalty": some(1.8, 1.0),
+        "logit_bias": some({rng.randrange(VOCAB_SIZE): 3.0, rng.randrange(VOCAB_SIZE): -100.0}, {}),
+        "allowed_token_ids": some(tuple(rng.sample(range(VOCAB_SIZE), 40)), None),
+        "stop_token_ids": some((rng.randrange(VOCAB_SIZE),), ()),
+        "stop": some(tuple(rng.sample(STOPS, 2)), ()),
+        "bad_words": some(("e", "the", "o"), ()),
+        "skip_special_tokens": rng.random() < 0.5,
+        "include_stop_str_in_output": rng.random() < 0.5,
+        "ignore_eos": rng.random() < 0.5,
+        "logprobs": some(rng.randint(0, 5), None),
+        "prompt_logprobs": some(rng.randint(0, 3), None),
+    }
+    if rng.random() < 0.2:
+        fields |= {"structured_outputs": rng.choice(GRAMMARS), "allowed_token_ids": None, "bad_words": ()}
+    return SamplingParams(**fields)  # type: ignore[arg-type]  # drawn by name
+
+
+def draw_requests(rng: random.Random, number: int) -> dict[str, Asked]:
+    requests = {}
+    for index in range(number):
+        own = [rng.randrange(5, VOCAB_SIZE) for _ in range(rng.randint(1, 30))]
+        prompt = PREFIX[: rng.choice([0, 0, 8, 23, 24])] + own
+        requests[f"r{index}"] = Asked(
+            prompt, draw_params(rng), rng.randrange(5), rng.choice("ab"), rng.choice([b"", b"", b"salt"])
+        )
+    return requests
+
+
+def serve(
+    runner: ModelRunner, config: EngineConfig, requests: dict[str, Asked], rng: random.Random | None = None
+) -> tuple[dict[tuple[str, int], Given], int]:
+    """All outputs by (request, index), and how often a sequence was preempted. With `rng` they come in steps."""
+    ends = frozenset({EOS})
+    engine = Engine(
+        config,
+        runner,
+        Sampler(),
+        TOKENIZER,
+        eos_token_ids=ends,
+        vocab_size=VOCAB_SIZE,
+        grammar_compiler=GrammarCompiler(
+            LlguidanceBackend(TOKENIZER, vocab_size=VOCAB_SIZE, eos_token_ids=ends),
+            timeout_seconds=300.0,
+        ),
+    )
+    given: dict[tuple[str, int], Given] = {}
+    to_come = list(requests.items())
+    num_preempted = arrival = 0
+    while to_come or engine.has_work:
+        while to_come and (rng is None or not engine.has_work or rng.random() < 0.4):
+            name, asked = to_come.pop(0)
+            engine.add(
+                name, asked.prompt, asked.params, arrival=arrival, priority=asked.priority,
+                tenant=asked.tenant, cache_salt=asked.salt,
+            )  # fmt: skip
+            arrival += 1
+        step = engine.step()
+        num_preempted += step.report.num_preempted
+        for output in step.outputs:
+            _note(given, output)
+    return given, num_preempted
+
+
+def _note(given: dict[tuple[str, int], Given], output: SequenceOutput) -> None:
+    one = given.setdefault((output.request_id, output.index), Given([], "", None, [], None))
+    assert one.finish_reason is None, "nothing comes after an end"
+    assert output.error is None or "no token is allowed" in output.error
+    if output.token_id is not None:
+        one.token_ids.append(output.token_id)
+        one.logprobs.append(output.logprobs)
+    one.text += output.text + output.held_text
+    one.prompt_logprobs = output.prompt_logprobs or one.prompt_logprobs
+    one.finish_reason = output.finish_reason.value if output.finish_reason else None
+
+
+def assert_same(found: Given, right: Given, place: str) -> None:
+    assert (found.token_ids, found.text, found.finish_reason) == (
+        right.token_ids, right.text, right.finish_reason,
+    ), place  # fmt: skip
+    assert_close(found.logprobs, right.logprobs, place)
+    assert_close(list(found.prompt_logprobs or ()), list(right.prompt_logprobs or ()), place)
+
+
+def assert_close(found: list[TokenLogprobs | None], right: list[TokenLogprobs | None], place: str) -> None:
+    assert [one and (one.token_id, [token for token, _ in one.top]) for one in found] == [
+        one and (one.token_id, [token for token, _ in one.top]) for one in right
+    ], place
+    for one, other in zip(found, right, strict=True):
+        if one and other:
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4), place
+
+
+CONFIGS = {
+    "tight": {"num_kv_blocks": 30},
+    "skip ahead": {"num_kv_blocks": 30, "policy": "skip_ahead", "max_num_seqs": 5},
+    "no cache": {"num_kv_blocks": 30, "prefix_caching": False},
+    "odd chunks": {
+        "num_kv_blocks": 48,
+        "max_num_batched_tokens": 13,
+        "max_chunk_tokens": 5,
+        "max_num_seqs": 6,
+    },
+    "whole prompts": {"num_kv_blocks": 30, "chunked_prefill": False, "max_num_batched_tokens": 64},
+    "pins soon": {"num_kv_blocks": 30, "max_preemptions": 1},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_request_in_any_mix_is_itself_alone(name: str) -> None:
+    rng = random.Random(name)
+    model = make_model(dtype=torch.float64)
+    requests = draw_requests(rng, 24)
+    alone: dict[tuple[str, int], Given] = {}
+    runner = make_runner(model, ROOMY)
+    for one, asked in requests.items():
+        alone |= serve(runner, ROOMY, {one: asked})[0]
+    limits = {"max_num_batched_tokens": 40, "max_num_seqs": 8, **CONFIGS[name]}
+    config = (
+        replace(ROOMY, prefix_caching=True, **limits)
+        if "prefix_caching" not in limits
+        else replace(ROOMY, **limits)
+    )
+    mixed, num_preempted = serve(make_runner(model, config), config, requests, rng)
+    assert mixed.keys() == alone.keys()
+    for place, right in alone.items():
+        assert_same(mixed[place], right, f"{place}: {requests[place[0]].params}")
+    assert num_preempted or name == "odd chunks", "the pool was to be too small"
