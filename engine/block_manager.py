@@ -76,10 +76,11 @@ class BlockManager:
             block = next(iter(self._free))
             self._hold(sequence, block)
             self.prefix_cache.forget(block)
+        sequence.block_end = self.num_blocks_of(sequence.num_tokens) * self.block_size
         return True
 
     def publish(self, sequence: Sequence) -> None:
-        """Make findable what the step that just ended has written of `sequence`."""
+        """Make findable what steps that have ended wrote of `sequence`."""
         num_full = sequence.num_computed_tokens // self.block_size
         if self._is_shared(sequence):
             for number in range(sequence.num_published_blocks, num_full):
@@ -95,6 +96,7 @@ class BlockManager:
             if not self._reference_counts[block]:
                 self._give_back(block)
         sequence.block_table.clear()
+        sequence.block_end = 0
 
     def distrust(self, sequence: Sequence) -> None:
         """Forget what `sequence` wrote: it may not be finite, and even masked out, 0 times NaN is NaN."""

@@ -6,7 +6,6 @@ Large Language Models" (Sheng et al., OSDI 2024): virtual token counters. Knows 
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import Protocol
 
 from engine.config import EngineConfig
@@ -18,11 +17,6 @@ MAX_REMEMBERED_TENANTS = 10_000
 
 class Sharing(Protocol):
     """What the waiting queue orders the lines of one standing by."""
-
-    @property
-    def is_contested(self) -> bool:
-        """More than one tenant waits, so that counters decide."""
-        ...
 
     def line(self, tenant: str) -> str:
         """Whom `tenant` shares a line with, by name."""
@@ -36,12 +30,8 @@ class Sharing(Protocol):
 
     def leaves(self, line: str) -> None: ...
 
-    def is_new(self, line: str) -> bool:
-        """None of it waits."""
-        ...
-
-    def charge(self, sequences: Iterable[Sequence]) -> Iterable[str]:
-        """Charge what these know and were not charged for; the lines whose counters changed."""
+    def charge(self, sequence: Sequence) -> None:
+        """Charge its tenant for all that it knows and was not charged for."""
         ...
 
 
@@ -51,8 +41,6 @@ def sharing_of(config: EngineConfig) -> Sharing:
 
 class ByArrival:
     """One line for all tenants."""
-
-    is_contested = False
 
     def line(self, tenant: str) -> str:  # noqa: ARG002 - all are one
         return ""
@@ -64,11 +52,7 @@ class ByArrival:
 
     def leaves(self, line: str) -> None: ...
 
-    def is_new(self, line: str) -> bool:  # noqa: ARG002
-        return False
-
-    def charge(self, sequences: Iterable[Sequence]) -> Iterable[str]:  # noqa: ARG002
-        return ()
+    def charge(self, sequence: Sequence) -> None: ...
 
 
 class FairShare:
@@ -86,18 +70,11 @@ class FairShare:
         self._least = LazyHeap[tuple[int, str]](lambda entry: self._entries.get(entry[1]) is entry)
         self._last_counter = 0
 
-    @property
-    def is_contested(self) -> bool:
-        return len(self._num_waiting) > 1
-
     def line(self, tenant: str) -> str:
         return tenant
 
     def counter(self, line: str) -> int:
         return self._counters.get(line, self._last_counter)
-
-    def is_new(self, line: str) -> bool:
-        return line not in self._num_waiting
 
     def joins(self, line: str) -> None:
         """One of a tenant joins the line. What it did not ask for while it was away is not owed to it."""
@@ -114,16 +91,12 @@ class FairShare:
             del self._num_waiting[line], self._entries[line]
             self._last_counter = self.counter(line)
 
-    def charge(self, sequences: Iterable[Sequence]) -> Iterable[str]:
-        charged: Counter[str] = Counter()
-        for sequence in sequences:
-            num_tokens = len(sequence.token_ids)
-            if num_tokens > sequence.num_charged_tokens:
-                charged[sequence.tenant] += num_tokens - sequence.num_charged_tokens
-                sequence.num_charged_tokens = num_tokens
-        for tenant, num_tokens in charged.items():
-            self._counters[tenant] = self.counter(tenant) + num_tokens
-        return charged
+    def charge(self, sequence: Sequence) -> None:
+        num_tokens = len(sequence.token_ids)
+        if num_tokens > sequence.num_charged_tokens:
+            tenant = sequence.tenant
+            self._counters[tenant] = self.counter(tenant) + num_tokens - sequence.num_charged_tokens
+            sequence.num_charged_tokens = num_tokens
 
     def _least_counter(self) -> int:
         """The least of those who wait; with nobody in line, that of the tenant who left it last."""
