@@ -30,8 +30,8 @@ class Sharing(Protocol):
 
     def leaves(self, line: str) -> None: ...
 
-    def charge(self, sequence: Sequence) -> None:
-        """Charge its tenant for all that it knows and was not charged for."""
+    def charge(self, sequence: Sequence) -> str:
+        """Charge its tenant for all that it knows and was not charged for. The line whose counter changes."""
         ...
 
 
@@ -52,7 +52,8 @@ class ByArrival:
 
     def leaves(self, line: str) -> None: ...
 
-    def charge(self, sequence: Sequence) -> None: ...
+    def charge(self, sequence: Sequence) -> str:  # noqa: ARG002
+        return ""
 
 
 class FairShare:
@@ -91,12 +92,13 @@ class FairShare:
             del self._num_waiting[line], self._entries[line]
             self._last_counter = self.counter(line)
 
-    def charge(self, sequence: Sequence) -> None:
-        num_tokens = len(sequence.token_ids)
+    def charge(self, sequence: Sequence) -> str:
+        tenant, num_tokens = sequence.tenant, len(sequence.token_ids)
         if num_tokens > sequence.num_charged_tokens:
-            tenant = sequence.tenant
-            self._counters[tenant] = self.counter(tenant) + num_tokens - sequence.num_charged_tokens
+            counter = self._counters.get(tenant, self._last_counter)
+            self._counters[tenant] = counter + num_tokens - sequence.num_charged_tokens
             sequence.num_charged_tokens = num_tokens
+        return tenant
 
     def _least_counter(self) -> int:
         """The least of those who wait; with nobody in line, that of the tenant who left it last."""

@@ -245,22 +245,23 @@ class Scheduler:
             return False  # Preempted for one that comes before it.
         self._waiting_room.charge(sequence)
         self.block_manager.publish(sequence)
-        return self._make_room(sequence, plan)
+        return self.block_manager.allocate_next(sequence) or self._make_room(sequence, plan)
 
     def _make_room(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Let a running sequence hold its blocks, at the cost of the last in order, which may be itself.
+        """A block more for a running sequence, at the cost of the last in order, which may be itself.
 
         The first in order never loses: alone it fits, since one that outgrows the pool ends before. It waits
         where all others are pinned; these need no more blocks, and end.
         """
-        while sequence.status is SequenceStatus.RUNNING and not self.block_manager.allocate(sequence):
-            plan.lacks_blocks = True
-            victim = self._preemption.victim_for_blocks(self.running_queue)
-            if victim is None:
-                plan.skip(sequence, WaitingReason.KV_BLOCKS)
-                return False
-            self._preempt(victim, WaitingReason.KV_BLOCKS, plan)
-        return sequence.status is SequenceStatus.RUNNING
+        plan.lacks_blocks = True
+        victim = self._preemption.victim_for_blocks(self.running_queue)
+        if victim is None:
+            plan.skip(sequence, WaitingReason.KV_BLOCKS)
+            return False
+        self._preempt(victim, WaitingReason.KV_BLOCKS, plan)
+        if victim is sequence:
+            return False
+        return self.block_manager.allocate_next(sequence) or self._make_room(sequence, plan)
 
     # Changes of state: seat, blocks and container together.
 

@@ -19,12 +19,14 @@ Entry = tuple[tuple[int, float, str, int], int, Sequence]
 """A sequence in its line, and a number that makes it another's equal never."""
 Place = tuple[float, tuple[int, float, str, int], int, "_Line"]
 """A line among those of its standing, by counter (promoted: by time), then by its head."""
+Timer = tuple[float, int, "_Line"]
+"""When the standing of a line's head gets better."""
 
 
 class _Line:
     """The sequences of one priority and one tenant (or of all, where tenants do not share)."""
 
-    __slots__ = ("entries", "name", "num_waiting", "place", "priority", "served", "standing")
+    __slots__ = ("entries", "name", "num_waiting", "place", "priority", "served", "standing", "timer")
 
     def __init__(self, priority: int, name: str, entries: LazyHeap[Entry]) -> None:
         self.priority = priority
@@ -34,6 +36,7 @@ class _Line:
         self.standing: float = priority
         self.served = 0
         self.place: Place | None = None
+        self.timer: Timer | None = None
 
     @property
     def head(self) -> Sequence:
@@ -54,11 +57,10 @@ class WaitingQueue:
         self._lines: dict[tuple[int, str], _Line] = {}
         self._lines_of: defaultdict[str, list[_Line]] = defaultdict(list)
         self._places: dict[float, LazyHeap[Place]] = {}
-        # (when, place): its head's standing gets better then, if it is still its head.
-        self._timers = LazyHeap[tuple[float, int, Place]](lambda timer: _is_current(timer[2]))
+        self._timers = LazyHeap[Timer](lambda timer: timer[2].timer is timer)
         self._num_lines: Counter[int] = Counter()
         self._num_by_standing: Counter[float] = Counter()
-        self._num_by_served: Counter[tuple[float, int]] = Counter()
+        self._num_by_served: dict[tuple[float, int], int] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -96,7 +98,7 @@ class WaitingQueue:
         """Let time go on; those whose standing is better now move up."""
         self._now = now
         while (timer := self._timers.top()) is not None and timer[0] <= now:
-            self._put(timer[2][3])
+            self._put(timer[2])
 
     def add(self, sequence: Sequence) -> None:
         line = self._line_of(sequence)
@@ -122,11 +124,19 @@ class WaitingQueue:
             self._put(line)
 
     def served(self, name: str) -> None:
-        """The counter of the lines of this name has changed: count anew who goes behind it, or before."""
-        for line in self._lines_of.get(name, ()):
-            self._tally(line, -line.num_waiting)
-            line.served = 0 if line.standing == PROMOTED else self._sharing.counter(name)
-            self._tally(line, line.num_waiting)
+        """The counter of the lines of this name may have changed; their places change when it matters."""
+        if name not in self._lines_of:
+            return
+        counter, num_by_served = self._sharing.counter(name), self._num_by_served
+        for line in self._lines_of[name]:
+            if counter == line.served or line.standing == PROMOTED:
+                continue
+            before, after = (line.standing, line.served), (line.standing, counter)
+            num_left = num_by_served.pop(before) - line.num_waiting
+            if num_left:
+                num_by_served[before] = num_left
+            num_by_served[after] = num_by_served.get(after, 0) + line.num_waiting
+            line.served = counter
 
     def yields_to_another_tenant(self, sequence: Sequence) -> bool:
         """Whether the head, of the same standing, goes first as its tenant was served fewer tokens."""
@@ -139,7 +149,9 @@ class WaitingQueue:
         first = self._first_line()
         if first is None:
             return 0
-        return self._num_by_standing[first.standing] - self._num_by_served[first.standing, first.served]
+        return self._num_by_standing[first.standing] - self._num_by_served.get(
+            (first.standing, first.served), 0
+        )
 
     def _line_of(self, sequence: Sequence) -> _Line:
         name = self._sharing.line(sequence.tenant)
@@ -157,9 +169,11 @@ class WaitingQueue:
             places = self._places[standing]
             while (place := places.top()) is not None:
                 line = place[3]
-                if standing == PROMOTED or place[0] == self._sharing.counter(line.name):
+                if standing == PROMOTED or place[0] == line.served:
                     return line
-                self._put(line)  # It was served since it took this place.
+                # It was served since it took this place.
+                line.place = (line.served, place[1], next(self._numbers), line)
+                places.replace_top(line.place)
             del self._places[standing]
         return None
 
@@ -170,13 +184,15 @@ class WaitingQueue:
         line.standing, key = self._rank(head, line)
         line.served = 0 if line.standing == PROMOTED else int(key)
         self._tally(line, line.num_waiting)
-        line.place = place = (key, head.order, next(self._numbers), line)
+        number = next(self._numbers)
+        line.place = (key, head.order, number, line)
         if line.standing not in self._places:
             self._places[line.standing] = LazyHeap(_is_current)
-        self._places[line.standing].push(place)
+        self._places[line.standing].push(line.place)
         better_at = self._ageing.next_change(head, self._now)
+        line.timer = (better_at, number, line)
         if better_at < math.inf:
-            self._timers.push((better_at, place[2], place))
+            self._timers.push(line.timer)
 
     def _rank(self, sequence: Sequence, line: _Line) -> tuple[float, float]:
         standing = self._ageing.standing(sequence, self._now)
@@ -187,13 +203,14 @@ class WaitingQueue:
     def _tally(self, line: _Line, num_more: int) -> None:
         """So many more are in `line`, as it stands."""
         self._num_by_standing[line.standing] += num_more
-        key = (line.standing, line.served)
-        self._num_by_served[key] += num_more
-        if not self._num_by_served[key]:
-            del self._num_by_served[key]
+        num_by_served, key = self._num_by_served, (line.standing, line.served)
+        if num := num_by_served.get(key, 0) + num_more:
+            num_by_served[key] = num
+        else:
+            num_by_served.pop(key, None)
 
     def _close(self, line: _Line) -> None:
-        line.place = None
+        line.place = line.timer = None
         del self._lines[line.priority, line.name]
         self._num_lines[line.priority] -= 1
         if not self._num_lines[line.priority]:

@@ -54,8 +54,7 @@ class WaitingRoom:
 
     def charge(self, sequence: Sequence) -> None:
         """Charge its tenant for what it knows and was not charged for."""
-        self._sharing.charge(sequence)
-        self.queue.served(self._sharing.line(sequence.tenant))
+        self.queue.served(self._sharing.charge(sequence))
 
     def note(self, skipped: list[Skipped]) -> None:
         """Those whom the last step examined and passed over."""
