@@ -47,8 +47,13 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Blocks that hold a beginning of `sequence` already; nothing is held by asking."""
-        return self.prefix_cache.find(sequence) if self._is_shared(sequence) else []
+        """Blocks that hold a beginning of `sequence` already; nothing is held by asking.
+
+        None where the rows of the prompt itself are wanted: what is not computed has no logits.
+        """
+        if sequence.wants_prompt_logprobs or not self._is_shared(sequence):
+            return []
+        return self.prefix_cache.find(sequence)
 
     def can_allocate(self, num_tokens: int, prefix: list[int], *, without: Sequence) -> bool:
         """Whether a new sequence would get blocks for so many tokens if `without` held none."""

@@ -18,6 +18,11 @@ MAX_REMEMBERED_TENANTS = 10_000
 class Sharing(Protocol):
     """What the waiting queue orders the lines of one standing by."""
 
+    @property
+    def is_contested(self) -> bool:
+        """More than one tenant waits."""
+        ...
+
     def line(self, tenant: str) -> str:
         """Whom `tenant` shares a line with, by name."""
         ...
@@ -41,6 +46,8 @@ def sharing_of(config: EngineConfig) -> Sharing:
 
 class ByArrival:
     """One line for all tenants."""
+
+    is_contested = False
 
     def line(self, tenant: str) -> str:  # noqa: ARG002 - all are one
         return ""
@@ -70,6 +77,10 @@ class FairShare:
         self._entries: dict[str, tuple[int, str]] = {}
         self._least = LazyHeap[tuple[int, str]](lambda entry: self._entries.get(entry[1]) is entry)
         self._last_counter = 0
+
+    @property
+    def is_contested(self) -> bool:
+        return len(self._num_waiting) > 1
 
     def line(self, tenant: str) -> str:
         return tenant

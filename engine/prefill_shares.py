@@ -54,11 +54,6 @@ class PrefillShares:
         return self._shares
 
     def _most(self, sequence: Sequence) -> int:
-        if self._config.chunked_prefill and wants_prompt_logprobs(sequence):
+        if self._config.chunked_prefill and sequence.wants_prompt_logprobs:
             return MAX_PROMPT_LOGPROBS_ROWS
         return self._config.max_num_batched_tokens
-
-
-def wants_prompt_logprobs(sequence: Sequence) -> bool:
-    """Every row of its prompt is wanted: it has not come to its first output token."""
-    return sequence.params.prompt_logprobs is not None and not sequence.num_output_tokens

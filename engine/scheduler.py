@@ -271,7 +271,7 @@ class Scheduler:
         sequence.is_pinned = self._preemption.is_to_be_pinned(sequence)
         sequence.num_charged_tokens = max(sequence.num_charged_tokens, num_found_tokens)
         self._waiting_room.charge(sequence)
-        self._waiting_room.leave(sequence)
+        self._waiting_room.take(sequence)
         sequence.admit(self._seats.take(), num_found_tokens)
         sequence.waited_seconds = plan.now - sequence.waiting_since
         bisect.insort(self.running_queue, sequence, key=_order)

@@ -115,6 +115,11 @@ class Sequence:
         return self.params.n > 1
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Every row of its prompt is wanted, until it has come to its first output."""
+        return self.params.prompt_logprobs is not None and len(self.token_ids) == self.num_prompt_tokens
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 

@@ -3,7 +3,7 @@
 from engine.budget import SchedulingBudget
 from engine.config import EngineConfig
 from engine.outputs import ScheduledSequence, SchedulerOutputs, Skipped, WaitingReason
-from engine.prefill_shares import PrefillShares, wants_prompt_logprobs
+from engine.prefill_shares import PrefillShares
 from engine.sequence import Sequence
 
 
@@ -63,7 +63,7 @@ def _advance(sequence: Sequence, num_new_tokens: int) -> ScheduledSequence:
     start = sequence.num_computed_tokens
     sequence.num_computed_tokens += num_new_tokens
     samples = sequence.num_computed_tokens == sequence.num_tokens
-    logits_from = 0 if wants_prompt_logprobs(sequence) else num_new_tokens - samples
+    logits_from = 0 if sequence.wants_prompt_logprobs else num_new_tokens - samples
     return ScheduledSequence(sequence, start, num_new_tokens, logits_from, samples)
 
 

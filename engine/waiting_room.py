@@ -46,6 +46,11 @@ class WaitingRoom:
         self._sharing.joins(self._sharing.line(sequence.tenant))
         self.queue.add(sequence)
 
+    def take(self, sequence: Sequence) -> None:
+        """Out of the line, to be served."""
+        self.queue.take(sequence)
+        self._sharing.leaves(self._sharing.line(sequence.tenant))
+
     def leave(self, sequence: Sequence) -> None:
         """Out of the line, or out of where it was held. Raises KeyError when it is in neither."""
         if not self.release(sequence):
