@@ -1,6 +1,6 @@
 """Who decodes when a step has fewer tokens than there are decodes: they take turns.
 
-Law: who was passed over goes before those who were not, so that no running sequence starves; and decodes
+Law: nobody decodes twice before another has decoded once, so that no running sequence starves; and decodes
 leave to prefills the share of a step that is kept for them, as far as these can use it. Takes no blocks.
 """
 
@@ -17,7 +17,8 @@ class DecodeTurns:
     def __init__(self, config: EngineConfig) -> None:
         self._num_tokens = config.max_num_batched_tokens
         self._num_reserved = int(config.prefill_reserve * config.max_num_batched_tokens)
-        self._passed_over: list[Sequence] = []
+        # Who goes first when not all can, while that lasts.
+        self._line: list[Sequence] = []
 
     def choose(
         self, decoding: list[Sequence], num_prefill_tokens: Callable[[], int]
@@ -27,17 +28,21 @@ class DecodeTurns:
         `num_prefill_tokens`: how many tokens prefills could use; asked only when it matters.
         """
         if len(decoding) <= self._num_tokens - self._num_reserved:
-            self._passed_over = []
+            self._line = []
             return decoding, [], WaitingReason.TOKEN_BUDGET
         num_kept = min(self._num_reserved, num_prefill_tokens()) if self._num_reserved else 0
-        chosen, self._passed_over = self._take_turns(decoding, self._num_tokens - num_kept)
+        chosen = self._take_turns(decoding, self._num_tokens - num_kept)
         reason = WaitingReason.PREFILL_RESERVE if num_kept else WaitingReason.TOKEN_BUDGET
-        return chosen, self._passed_over, reason
+        return (
+            [sequence for sequence in decoding if sequence in chosen],
+            [sequence for sequence in decoding if sequence not in chosen],
+            reason,
+        )
 
-    def _take_turns(self, decoding: list[Sequence], num_places: int) -> tuple[list[Sequence], list[Sequence]]:
-        present = set(decoding)
-        waited = [sequence for sequence in self._passed_over if sequence in present]
-        first = set(waited)
-        line = waited + [sequence for sequence in decoding if sequence not in first]
-        chosen = set(line[:num_places])
-        return [sequence for sequence in decoding if sequence in chosen], line[num_places:]
+    def _take_turns(self, decoding: list[Sequence], num_places: int) -> set[Sequence]:
+        present, known = set(decoding), set(self._line)
+        line = [sequence for sequence in self._line if sequence in present]
+        line += [sequence for sequence in decoding if sequence not in known]
+        chosen, passed_over = line[:num_places], line[num_places:]
+        self._line = passed_over + chosen
+        return set(chosen)

@@ -6,7 +6,6 @@ Large Language Models" (Sheng et al., OSDI 2024): virtual token counters. Knows 
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import Protocol
 
 from engine.config import EngineConfig
@@ -21,7 +20,7 @@ class Sharing(Protocol):
 
     @property
     def is_contested(self) -> bool:
-        """More than one tenant waits, so that counters decide."""
+        """More than one tenant waits."""
         ...
 
     def line(self, tenant: str) -> str:
@@ -36,12 +35,8 @@ class Sharing(Protocol):
 
     def leaves(self, line: str) -> None: ...
 
-    def is_new(self, line: str) -> bool:
-        """None of it waits."""
-        ...
-
-    def charge(self, sequences: Iterable[Sequence]) -> Iterable[str]:
-        """Charge what these know and were not charged for; the lines whose counters changed."""
+    def charge(self, sequence: Sequence) -> str:
+        """Charge its tenant for all that it knows and was not charged for. The line whose counter changes."""
         ...
 
 
@@ -64,11 +59,8 @@ class ByArrival:
 
     def leaves(self, line: str) -> None: ...
 
-    def is_new(self, line: str) -> bool:  # noqa: ARG002
-        return False
-
-    def charge(self, sequences: Iterable[Sequence]) -> Iterable[str]:  # noqa: ARG002
-        return ()
+    def charge(self, sequence: Sequence) -> str:  # noqa: ARG002
+        return ""
 
 
 class FairShare:
@@ -96,9 +88,6 @@ class FairShare:
     def counter(self, line: str) -> int:
         return self._counters.get(line, self._last_counter)
 
-    def is_new(self, line: str) -> bool:
-        return line not in self._num_waiting
-
     def joins(self, line: str) -> None:
         """One of a tenant joins the line. What it did not ask for while it was away is not owed to it."""
         if line not in self._num_waiting:
@@ -114,16 +103,13 @@ class FairShare:
             del self._num_waiting[line], self._entries[line]
             self._last_counter = self.counter(line)
 
-    def charge(self, sequences: Iterable[Sequence]) -> Iterable[str]:
-        charged: Counter[str] = Counter()
-        for sequence in sequences:
-            num_tokens = len(sequence.token_ids)
-            if num_tokens > sequence.num_charged_tokens:
-                charged[sequence.tenant] += num_tokens - sequence.num_charged_tokens
-                sequence.num_charged_tokens = num_tokens
-        for tenant, num_tokens in charged.items():
-            self._counters[tenant] = self.counter(tenant) + num_tokens
-        return charged
+    def charge(self, sequence: Sequence) -> str:
+        tenant, num_tokens = sequence.tenant, len(sequence.token_ids)
+        if num_tokens > sequence.num_charged_tokens:
+            counter = self._counters.get(tenant, self._last_counter)
+            self._counters[tenant] = counter + num_tokens - sequence.num_charged_tokens
+            sequence.num_charged_tokens = num_tokens
+        return tenant
 
     def _least_counter(self) -> int:
         """The least of those who wait; with nobody in line, that of the tenant who left it last."""

@@ -45,3 +45,7 @@ class LazyHeap(Generic[Entry]):
                 return entries[0]
             heapq.heappop(entries)
         return None
+
+    def replace_top(self, entry: Entry) -> None:
+        """Put `entry` in the place of the top, which has died."""
+        heapq.heapreplace(self._entries, entry)

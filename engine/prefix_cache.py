@@ -5,8 +5,8 @@ the ones asked for. This file knows what blocks hold, not who holds blocks.
 """
 
 import hashlib
-from array import array
-from dataclasses import dataclass
+import struct
+from typing import NamedTuple
 
 from engine.sequence import Sequence
 
@@ -14,20 +14,19 @@ ROOT = b""
 """The parent of a first block."""
 
 
-@dataclass(frozen=True, slots=True)
-class CachedBlock:
-    """What a findable block holds. `publisher`: the request whose forward passes wrote it."""
+class CachedBlock(NamedTuple):
+    """What a findable block holds: `tokens` as int64. `publisher`: the request that wrote it."""
 
     digest: bytes
     parent: bytes
-    token_ids: tuple[int, ...]
+    tokens: bytes
     salt: bytes
     publisher: str
 
 
-def block_digest(parent: bytes, token_ids: list[int], salt: bytes) -> bytes:
+def block_digest(parent: bytes, tokens: bytes, salt: bytes) -> bytes:
     """The address of a full block: sha256 over the chain of blocks before it, its tokens, and the salt."""
-    return hashlib.sha256(parent + array("q", token_ids).tobytes() + salt).digest()
+    return hashlib.sha256(parent + tokens + salt).digest()
 
 
 class PrefixCache:
@@ -35,6 +34,7 @@ class PrefixCache:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
+        self._pack = struct.Struct(f"{block_size}q").pack
         self._block_of: dict[bytes, int] = {}
         self._held_by: dict[int, CachedBlock] = {}
 
@@ -52,26 +52,31 @@ class PrefixCache:
         found: list[int] = []
         parent = ROOT
         for number in range((sequence.num_tokens - 1) // self._block_size):
-            digest = self._digest(sequence, number)
+            tokens = self._tokens(sequence, number)
+            digest = _digest(sequence, number, parent, tokens)
             block = self._block_of.get(digest)
-            if block is None or not self._holds(block, sequence, number, parent):
+            if block is None or self._held_by[block][:4] != (digest, parent, tokens, sequence.cache_salt):
                 break
             found.append(block)
             parent = digest
         return found
 
-    def publish(self, sequence: Sequence, number: int) -> None:
-        """Make block `number` of `sequence` findable: it is full and its values are written."""
-        digest = self._digest(sequence, number)
-        block = sequence.block_table[number]
-        if digest in self._block_of or block in self._held_by:
-            return  # The first of two equal blocks stays the one that is found.
-        parent = self._digest(sequence, number - 1) if number else ROOT
-        tokens = self._tokens(sequence, number)
-        self._block_of[digest] = block
-        self._held_by[block] = CachedBlock(
-            digest, parent, tuple(tokens), sequence.cache_salt, sequence.request_id
-        )
+    def publish(self, sequence: Sequence, first: int, end: int) -> None:
+        """Make blocks `first` to `end - 1` of `sequence` findable: they are full, and written.
+
+        Those before `first` were found here, or published.
+        """
+        block_of, held_by = self._block_of, self._held_by
+        parent = sequence.block_digests[first - 1] if first else ROOT
+        for number in range(first, end):
+            tokens = self._tokens(sequence, number)
+            digest = _digest(sequence, number, parent, tokens)
+            block = sequence.block_table[number]
+            # The first of two equal blocks stays the one that is found.
+            if digest not in block_of and block not in held_by:
+                block_of[digest] = block
+                held_by[block] = CachedBlock(digest, parent, tokens, sequence.cache_salt, sequence.request_id)
+            parent = digest
 
     def forget(self, block: int) -> None:
         """Its values are going to be overwritten."""
@@ -81,21 +86,14 @@ class PrefixCache:
     def published_by(self, request_id: str) -> list[int]:
         return [block for block, cached in self._held_by.items() if cached.publisher == request_id]
 
-    def _holds(self, block: int, sequence: Sequence, number: int, parent: bytes) -> bool:
-        cached = self._held_by[block]
-        return (
-            cached.parent == parent
-            and cached.salt == sequence.cache_salt
-            and cached.token_ids == tuple(self._tokens(sequence, number))
-        )
+    def _tokens(self, sequence: Sequence, number: int) -> bytes:
+        first = number * self._block_size
+        return self._pack(*sequence.token_ids[first : first + self._block_size])
 
-    def _tokens(self, sequence: Sequence, number: int) -> list[int]:
-        return sequence.token_ids[number * self._block_size : (number + 1) * self._block_size]
 
-    def _digest(self, sequence: Sequence, number: int) -> bytes:
-        """Computed once for each block of a sequence, and kept with it."""
-        digests = sequence.block_digests
-        while len(digests) <= number:
-            parent = digests[-1] if digests else ROOT
-            digests.append(block_digest(parent, self._tokens(sequence, len(digests)), sequence.cache_salt))
-        return digests[number]
+def _digest(sequence: Sequence, number: int, parent: bytes, tokens: bytes) -> bytes:
+    """Computed once for each block of a sequence, in order, and kept with it."""
+    digests = sequence.block_digests
+    if number == len(digests):
+        digests.append(block_digest(parent, tokens, sequence.cache_salt))
+    return digests[number]

@@ -37,6 +37,8 @@ class Scheduler:
             config.num_kv_blocks, config.block_size, prefix_caching=config.prefix_caching
         )
         self.running_queue: list[Sequence] = []
+        # Those of the running ones that have more to compute than their newest token, in the same order.
+        self._prefilling: list[Sequence] = []
         self.finished_sequences: list[Sequence] = []
         self._clock = clock
         self._waiting_room = WaitingRoom(config)
@@ -72,12 +74,12 @@ class Scheduler:
         if held:
             self._waiting_room.hold(sequence, held)
         else:
-            self._waiting_room.join(sequence, self.running_queue)
+            self._waiting_room.join(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """A held sequence takes its place in line; nothing happens to one that is not held."""
         if self._waiting_room.release(sequence):
-            self._waiting_room.join(sequence, self.running_queue)
+            self._waiting_room.join(sequence)
 
     def schedule(self) -> SchedulerOutputs:
         """Decide one step: decodes first, then prefills that are under way, then those who wait."""
@@ -100,17 +102,21 @@ class Scheduler:
         tokens: Mapping[Sequence, SampledToken],
         finishes: Mapping[Sequence, FinishReason],
     ) -> None:
-        """Retire a step: append what was sampled, end what is to end, and free its blocks."""
-        running, block_size = SequenceStatus.RUNNING, self.config.block_size
-        for sequence, _, _, _, _ in outputs.scheduled:
-            if sequence.status is not running:
-                continue  # It ended while the step was under way.
-            if sequence.num_computed_tokens - sequence.num_published_blocks * block_size >= block_size:
-                self.block_manager.publish(sequence)
-            sampled = tokens.get(sequence)
-            if sampled is not None and sampled.token_id is not None:
+        """Retire a step: append what was sampled, end what is to end, and free its blocks.
+
+        Each sequence that samples has a token in `tokens` or an end in `finishes`. What ended while the step
+        was under way is passed over.
+        """
+        running = SequenceStatus.RUNNING
+        for sequence, sampled in tokens.items():
+            if sampled.token_id is not None and sequence.status is running:
                 sequence.token_ids.append(sampled.token_id)
-            if finishes and (reason := finishes.get(sequence)):
+        for item in outputs.prefill:
+            if item.sequence.status is running:
+                self._retire_prefill(item.sequence)
+        for sequence, reason in finishes.items():
+            if sequence.status is running:
+                self.block_manager.publish(sequence)
                 self.abort(sequence, reason)
 
     def abort(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -145,7 +151,6 @@ class Scheduler:
         queue, running = self.waiting_queue, self.running_queue
         if self._seats or not queue or queue.best_priority >= running[-1].priority:
             return
-        self._waiting_room.settle(running)
         head = queue.head
         assert head is not None
         victim = None if queue.is_head_promoted else self._preemption.victim_for_seat(running, head)
@@ -157,25 +162,19 @@ class Scheduler:
 
     def _by_need(self) -> tuple[list[Sequence], list[Sequence]]:
         """Those of the running ones that decode, and those that compute what they know already."""
-        decoding: list[Sequence] = []
-        prefilling: list[Sequence] = []
-        for sequence in self.running_queue:
-            num_tokens = len(sequence.token_ids)
-            num_uncomputed_tokens = num_tokens - sequence.num_computed_tokens
-            if num_uncomputed_tokens == 1 and num_tokens > sequence.num_prompt_tokens:
-                decoding.append(sequence)
-            elif num_uncomputed_tokens:
-                prefilling.append(sequence)
-        return decoding, prefilling
+        if not self._prefilling:
+            return list(self.running_queue), []
+        prefilling = set(self._prefilling)
+        return [one for one in self.running_queue if one not in prefilling], list(self._prefilling)
 
     def _schedule_decodes(self, decoding: list[Sequence], prefilling: list[Sequence], plan: StepPlan) -> None:
         chosen, passed_over, reason = self._decode_turns.choose(
             decoding, lambda: self._num_prefill_tokens(prefilling)
         )
-        scheduled, block_size = plan.decode, self.config.block_size
+        scheduled = plan.decode
         for sequence in chosen:
             start = sequence.num_computed_tokens
-            if start == len(sequence.block_table) * block_size and not self._make_room(sequence, plan):
+            if start == sequence.block_end and not self._next_block(sequence, plan):
                 continue
             sequence.num_computed_tokens = start + 1
             # Past its own constructor, which takes twice the time.
@@ -197,8 +196,6 @@ class Scheduler:
     def _admit_waiting(self, plan: StepPlan) -> None:
         """In order, as far as the policy lets others go past one that does not fit."""
         queue, set_aside, num_tried = self.waiting_queue, list[Sequence](), 0
-        if self._seats and plan.budget.remaining_tokens:
-            self._waiting_room.settle(self.running_queue)
         while (head := queue.head) is not None and num_tried <= self._admission.max_others:
             if reason := self._admit(head, plan):
                 if head not in plan.preempted:
@@ -242,20 +239,29 @@ class Scheduler:
         fits = num_blocks - len(self.block_manager.find_prefix(head)) <= self.block_manager.num_free_blocks
         return num_tokens + head.num_tokens * fits
 
+    def _next_block(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """One block is full: its tenant is charged, it can be found, and another is needed."""
+        if sequence.status is not SequenceStatus.RUNNING:
+            return False  # Preempted for one that comes before it.
+        self._waiting_room.charge(sequence)
+        self.block_manager.publish(sequence)
+        return self.block_manager.allocate_next(sequence) or self._make_room(sequence, plan)
+
     def _make_room(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Let a running sequence hold its blocks, at the cost of the last in order, which may be itself.
+        """A block more for a running sequence, at the cost of the last in order, which may be itself.
 
         The first in order never loses: alone it fits, since one that outgrows the pool ends before. It waits
         where all others are pinned; these need no more blocks, and end.
         """
-        while sequence.status is SequenceStatus.RUNNING and not self.block_manager.allocate(sequence):
-            plan.lacks_blocks = True
-            victim = self._preemption.victim_for_blocks(self.running_queue)
-            if victim is None:
-                plan.skip(sequence, WaitingReason.KV_BLOCKS)
-                return False
-            self._preempt(victim, WaitingReason.KV_BLOCKS, plan)
-        return sequence.status is SequenceStatus.RUNNING
+        plan.lacks_blocks = True
+        victim = self._preemption.victim_for_blocks(self.running_queue)
+        if victim is None:
+            plan.skip(sequence, WaitingReason.KV_BLOCKS)
+            return False
+        self._preempt(victim, WaitingReason.KV_BLOCKS, plan)
+        if victim is sequence:
+            return False
+        return self.block_manager.allocate_next(sequence) or self._make_room(sequence, plan)
 
     # Changes of state: seat, blocks and container together.
 
@@ -264,27 +270,37 @@ class Scheduler:
         sequence.is_promoted = self.waiting_queue.is_head_promoted
         sequence.is_pinned = self._preemption.is_to_be_pinned(sequence)
         sequence.num_charged_tokens = max(sequence.num_charged_tokens, num_found_tokens)
-        self._waiting_room.charge([sequence])
-        self._waiting_room.leave(sequence)
+        self._waiting_room.charge(sequence)
+        self._waiting_room.take(sequence)
         sequence.admit(self._seats.take(), num_found_tokens)
         sequence.waited_seconds = plan.now - sequence.waiting_since
         bisect.insort(self.running_queue, sequence, key=_order)
+        if not _is_decoding(sequence):
+            bisect.insort(self._prefilling, sequence, key=_order)
         plan.admitted.append(sequence)
         if sequence is self._claimant:
             self._claimant = None
 
+    def _retire_prefill(self, sequence: Sequence) -> None:
+        self.block_manager.publish(sequence)
+        if _is_decoding(sequence):
+            self._prefilling.remove(sequence)
+
     def _preempt(self, victim: Sequence, reason: WaitingReason, plan: StepPlan) -> None:
+        self.block_manager.publish(victim)
         self._unseat(victim)
         victim.preempt()
         victim.waiting_since = plan.now - victim.waited_seconds
-        self._waiting_room.join(victim, self.running_queue)
+        self._waiting_room.join(victim)
         plan.preempted.append(victim)
         plan.skip(victim, reason)
 
     def _unseat(self, sequence: Sequence) -> None:
         """Off its seat, its blocks back, and its tenant charged for all of it."""
         del self.running_queue[bisect.bisect_left(self.running_queue, sequence.order, key=_order)]
-        self._waiting_room.charge([sequence])
+        if sequence in self._prefilling:
+            self._prefilling.remove(sequence)
+        self._waiting_room.charge(sequence)
         self.block_manager.free(sequence)
         assert sequence.seat is not None
         self._seats.give_back(sequence.seat)
@@ -292,3 +308,8 @@ class Scheduler:
 
 def _order(sequence: Sequence) -> tuple[int, float, str, int]:
     return sequence.order
+
+
+def _is_decoding(sequence: Sequence) -> bool:
+    """Its gap is one, and it has sampled before."""
+    return sequence.num_uncomputed_tokens == 1 and sequence.num_output_tokens > 0

@@ -42,12 +42,13 @@ class Sequence:
 
     `token_ids` are all that are known (prompt, then output); the keys and values of the first
     `num_computed_tokens` of them are computed or being computed. `block_table` lists the KV blocks that hold
-    them, in order; `seat` is its row in the runner's arrays while it runs. `arrival` orders sequences of one
-    `priority` (lower first in both); it outlives preemption. `accepted`: since when it has waited, on the
-    scheduler's clock; None: since it joined. `num_cached_tokens`: prompt tokens that were found computed when
-    it was first admitted; only sequences of one `cache_salt` find each other's, and the outputs of one
-    request also where prefix caching is off. `num_lost_tokens`: the most that a preemption made it compute
-    again. `num_charged_tokens`: known tokens that its tenant was charged for, or that were free.
+    them, in order; `block_end`: where the block of its newest token ends, in tokens. `seat` is its row in the
+    runner's arrays while it runs. `arrival` orders sequences of one `priority` (lower first in both); it
+    outlives preemption. `accepted`: when its waiting began, on the scheduler's clock; None: as it joins.
+    `num_cached_tokens`: prompt tokens that were found computed when it was first admitted; only sequences of
+    one `cache_salt` find each other's, and the outputs of one request also where prefix caching is off.
+    `num_lost_tokens`: the most that a preemption made it compute again. `num_charged_tokens`: known tokens
+    that its tenant was charged for, or that were free.
 
     `waiting_since`: when its waiting would have begun if it had never run (a preempted one has waited as long
     as before, and not while it ran); `waited_seconds`: what it had waited when it was last admitted.
@@ -56,11 +57,11 @@ class Sequence:
     """
 
     __slots__ = (
-        "accepted", "arrival", "block_digests", "block_table", "cache_salt", "constraints", "finish_reason",
-        "index", "is_pinned", "is_promoted", "num_cached_tokens", "num_charged_tokens", "num_computed_tokens",
-        "num_lost_tokens", "num_preemptions", "num_prompt_tokens", "num_published_blocks", "order", "params",
-        "priority", "request_id", "seat", "status", "tenant", "token_ids",
-        "waited_seconds", "waiting_since",
+        "accepted", "arrival", "block_digests", "block_end", "block_table", "cache_salt", "constraints",
+        "finish_reason", "index", "is_pinned", "is_promoted", "num_cached_tokens", "num_charged_tokens",
+        "num_computed_tokens", "num_lost_tokens", "num_preemptions", "num_prompt_tokens",
+        "num_published_blocks", "order", "params", "priority", "request_id", "seat", "status", "tenant",
+        "token_ids", "waited_seconds", "waiting_since",
     )  # fmt: skip
 
     def __init__(
@@ -99,6 +100,7 @@ class Sequence:
         self.is_promoted = False
         self.is_pinned = False
         self.block_table: list[int] = []
+        self.block_end = 0
         self.block_digests: list[bytes] = []
         self.cache_salt = cache_salt
         self.seat: int | None = None
@@ -114,8 +116,8 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """The logits of every row of its prompt are wanted: it has not come to its first output token."""
-        return self.params.prompt_logprobs is not None and not self.num_output_tokens
+        """Every row of its prompt is wanted, until it has come to its first output."""
+        return self.params.prompt_logprobs is not None and len(self.token_ids) == self.num_prompt_tokens
 
     @property
     def num_tokens(self) -> int:

@@ -1,8 +1,10 @@
 """The line of waiting sequences, as long as it may be: who is next costs the same whoever waits.
 
 Law: promoted ones first (the longest waiting before the others), then by standing, then the tenant that was
-served the fewest tokens, then by arrival. A sequence that comes back takes up its old place. This file
-orders; it takes nobody in. Only the heads of lines are looked at: one line for each priority and tenant.
+served the fewest tokens, then by arrival. A sequence that comes back takes up its old place. While several
+tenants wait, a line ages from when it was last served: what one waits behind its own tenant's others is no
+ground to pass another tenant's. This file orders; it takes nobody in. Only the heads of lines are looked at:
+one line for each priority and tenant.
 """
 
 import itertools
@@ -15,16 +17,24 @@ from engine.fair_share import Sharing
 from engine.lazy_heap import LazyHeap
 from engine.sequence import Sequence
 
-Entry = tuple[tuple[int, float, str, int], int, Sequence]
+Arrival = tuple[float, str, int]
+Entry = tuple[Arrival, int, Sequence]
 """A sequence in its line, and a number that makes it another's equal never."""
-Place = tuple[float, tuple[int, float, str, int], int, "_Line"]
+Place = tuple[float, Arrival, int, "_Line"]
 """A line among those of its standing, by counter (promoted: by time), then by its head."""
+Timer = tuple[float, int, "_Line"]
+"""When the standing of a line's head gets better."""
+
+
+_MAX_REMEMBERED = 10_000
 
 
 class _Line:
     """The sequences of one priority and one tenant (or of all, where tenants do not share)."""
 
-    __slots__ = ("entries", "name", "num_waiting", "place", "priority", "served", "standing")
+    __slots__ = (
+        "entries", "last_served", "name", "num_waiting", "place", "priority", "served", "standing", "timer",
+    )  # fmt: skip
 
     def __init__(self, priority: int, name: str, entries: LazyHeap[Entry]) -> None:
         self.priority = priority
@@ -32,8 +42,11 @@ class _Line:
         self.entries = entries
         self.num_waiting = 0
         self.standing: float = priority
+        self.last_served = -math.inf
+        # The counter of its tenant, as it counts for its place.
         self.served = 0
         self.place: Place | None = None
+        self.timer: Timer | None = None
 
     @property
     def head(self) -> Sequence:
@@ -53,12 +66,12 @@ class WaitingQueue:
         self._entries: dict[Sequence, Entry] = {}
         self._lines: dict[tuple[int, str], _Line] = {}
         self._lines_of: defaultdict[str, list[_Line]] = defaultdict(list)
+        self._last_served: dict[tuple[int, str], float] = {}
         self._places: dict[float, LazyHeap[Place]] = {}
-        # (when, place): its head's standing gets better then, if it is still its head.
-        self._timers = LazyHeap[tuple[float, int, Place]](lambda timer: _is_current(timer[2]))
+        self._timers = LazyHeap[Timer](lambda timer: timer[2].timer is timer)
         self._num_lines: Counter[int] = Counter()
         self._num_by_standing: Counter[float] = Counter()
-        self._num_by_served: Counter[tuple[float, int]] = Counter()
+        self._num_by_served: dict[tuple[float, int], int] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -68,13 +81,15 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         """All in the order in which they would go if nothing changed. O(n log n)."""
-        ranked: list[tuple[tuple[float, float], tuple[int, float, str, int], Sequence]] = []
+        ranked: list[tuple[tuple[float, float], Arrival, Sequence]] = []
         for line in self._lines.values():
-            rank = (PROMOTED, -1.0)
-            for order, _, sequence in sorted(line.entries):
+            head, *others = sorted(line.entries)
+            rank = self._rank(head[2], line)
+            ranked.append((rank, head[0], head[2]))
+            for arrival, _, sequence in others:
                 # Nobody passes another of the same line.
-                rank = max(rank, self._rank(sequence, line))
-                ranked.append((rank, order, sequence))
+                rank = max(rank, self._rank_when_head(sequence, line))
+                ranked.append((rank, arrival, sequence))
         return (sequence for _, _, sequence in sorted(ranked))
 
     @property
@@ -96,16 +111,24 @@ class WaitingQueue:
         """Let time go on; those whose standing is better now move up."""
         self._now = now
         while (timer := self._timers.top()) is not None and timer[0] <= now:
-            self._put(timer[2][3])
+            self._put(timer[2])
 
     def add(self, sequence: Sequence) -> None:
         line = self._line_of(sequence)
-        self._entries[sequence] = entry = (sequence.order, next(self._numbers), sequence)
+        self._entries[sequence] = entry = (_arrival(sequence), next(self._numbers), sequence)
         line.entries.push(entry)
         line.num_waiting += 1
         self._tally(line, 1)
         if line.head is sequence:
             self._put(line)
+
+    def take(self, sequence: Sequence) -> None:
+        """It is served: out of the line, which starts to wait anew if others wait too."""
+        line = self._line_of(sequence)
+        if self._sharing.is_contested:
+            line.last_served = self._last_served[line.priority, line.name] = self._now
+            self._forget_some()
+        self.remove(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Raises KeyError when it is not in line."""
@@ -122,11 +145,19 @@ class WaitingQueue:
             self._put(line)
 
     def served(self, name: str) -> None:
-        """The counter of the lines of this name has changed: count anew who goes behind it, or before."""
-        for line in self._lines_of.get(name, ()):
-            self._tally(line, -line.num_waiting)
-            line.served = 0 if line.standing == PROMOTED else self._sharing.counter(name)
-            self._tally(line, line.num_waiting)
+        """The counter of the lines of this name may have changed; their places change when it matters."""
+        if name not in self._lines_of:
+            return
+        counter, num_by_served = self._sharing.counter(name), self._num_by_served
+        for line in self._lines_of[name]:
+            if counter == line.served or line.standing == PROMOTED:
+                continue
+            before, after = (line.standing, line.served), (line.standing, counter)
+            num_left = num_by_served.pop(before) - line.num_waiting
+            if num_left:
+                num_by_served[before] = num_left
+            num_by_served[after] = num_by_served.get(after, 0) + line.num_waiting
+            line.served = counter
 
     def yields_to_another_tenant(self, sequence: Sequence) -> bool:
         """Whether the head, of the same standing, goes first as its tenant was served fewer tokens."""
@@ -139,7 +170,9 @@ class WaitingQueue:
         first = self._first_line()
         if first is None:
             return 0
-        return self._num_by_standing[first.standing] - self._num_by_served[first.standing, first.served]
+        return self._num_by_standing[first.standing] - self._num_by_served.get(
+            (first.standing, first.served), 0
+        )
 
     def _line_of(self, sequence: Sequence) -> _Line:
         name = self._sharing.line(sequence.tenant)
@@ -147,6 +180,7 @@ class WaitingQueue:
         if line is None:
             entries = LazyHeap[Entry](lambda entry: self._entries.get(entry[2]) is entry)
             line = self._lines[sequence.priority, name] = _Line(sequence.priority, name, entries)
+            line.last_served = self._last_served.get((sequence.priority, name), -math.inf)
             line.served = self._sharing.counter(name)
             self._lines_of[name].append(line)
             self._num_lines[sequence.priority] += 1
@@ -157,9 +191,11 @@ class WaitingQueue:
             places = self._places[standing]
             while (place := places.top()) is not None:
                 line = place[3]
-                if standing == PROMOTED or place[0] == self._sharing.counter(line.name):
+                if standing == PROMOTED or place[0] == line.served:
                     return line
-                self._put(line)  # It was served since it took this place.
+                # It was served since it took this place.
+                line.place = (line.served, place[1], next(self._numbers), line)
+                places.replace_top(line.place)
             del self._places[standing]
         return None
 
@@ -170,30 +206,45 @@ class WaitingQueue:
         line.standing, key = self._rank(head, line)
         line.served = 0 if line.standing == PROMOTED else int(key)
         self._tally(line, line.num_waiting)
-        line.place = place = (key, head.order, next(self._numbers), line)
+        number = next(self._numbers)
+        line.place = (key, _arrival(head), number, line)
         if line.standing not in self._places:
             self._places[line.standing] = LazyHeap(_is_current)
-        self._places[line.standing].push(place)
-        better_at = self._ageing.next_change(head, self._now)
+        self._places[line.standing].push(line.place)
+        since = max(head.waiting_since, line.last_served)
+        better_at = self._ageing.next_change(line.priority, since, self._now)
+        line.timer = (better_at, number, line)
         if better_at < math.inf:
-            self._timers.push((better_at, place[2], place))
+            self._timers.push(line.timer)
 
     def _rank(self, sequence: Sequence, line: _Line) -> tuple[float, float]:
-        standing = self._ageing.standing(sequence, self._now)
-        if standing == PROMOTED:
-            return standing, sequence.waiting_since
-        return standing, self._sharing.counter(line.name)
+        since = max(sequence.waiting_since, line.last_served)
+        standing = self._ageing.standing(line.priority, since, self._now)
+        return standing, since if standing == PROMOTED else self._sharing.counter(line.name)
+
+    def _rank_when_head(self, sequence: Sequence, line: _Line) -> tuple[float, float]:
+        """As far as it can be told now: those before it will have been served by then."""
+        if self._sharing.is_contested:
+            return line.priority, self._sharing.counter(line.name)
+        return self._rank(sequence, line)
 
     def _tally(self, line: _Line, num_more: int) -> None:
         """So many more are in `line`, as it stands."""
         self._num_by_standing[line.standing] += num_more
-        key = (line.standing, line.served)
-        self._num_by_served[key] += num_more
-        if not self._num_by_served[key]:
-            del self._num_by_served[key]
+        num_by_served, key = self._num_by_served, (line.standing, line.served)
+        if num := num_by_served.get(key, 0) + num_more:
+            num_by_served[key] = num
+        else:
+            num_by_served.pop(key, None)
+
+    def _forget_some(self) -> None:
+        """What was served longer ago than anybody waits for a promotion says nothing any more."""
+        if len(self._last_served) > _MAX_REMEMBERED + 2 * len(self._lines):
+            since = self._now - self._ageing.longest_seconds
+            self._last_served = {key: time for key, time in self._last_served.items() if time > since}
 
     def _close(self, line: _Line) -> None:
-        line.place = None
+        line.place = line.timer = None
         del self._lines[line.priority, line.name]
         self._num_lines[line.priority] -= 1
         if not self._num_lines[line.priority]:
@@ -205,3 +256,8 @@ class WaitingQueue:
 
 def _is_current(place: Place) -> bool:
     return place[3].place is place
+
+
+def _arrival(sequence: Sequence) -> Arrival:
+    """Its order among those of one standing: what it was before it aged counts no more."""
+    return sequence.order[1:]

@@ -4,7 +4,6 @@ Law: each waiting sequence is in line or held, never both, and has one reason at
 """
 
 from collections import Counter
-from collections.abc import Iterable
 
 from engine.ageing import Ageing
 from engine.config import EngineConfig
@@ -42,14 +41,15 @@ class WaitingRoom:
             self._num_held[reason] -= 1
         return reason is not None
 
-    def join(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
-        """Into the line, at its place. `running`: those whose tenants were not charged for all yet."""
-        line = self._sharing.line(sequence.tenant)
-        if self._sharing.is_new(line):
-            # It starts level with the others, by what they were served until now.
-            self.charge(running)
-        self._sharing.joins(line)
+    def join(self, sequence: Sequence) -> None:
+        """Into the line, at its place."""
+        self._sharing.joins(self._sharing.line(sequence.tenant))
         self.queue.add(sequence)
+
+    def take(self, sequence: Sequence) -> None:
+        """Out of the line, to be served."""
+        self.queue.take(sequence)
+        self._sharing.leaves(self._sharing.line(sequence.tenant))
 
     def leave(self, sequence: Sequence) -> None:
         """Out of the line, or out of where it was held. Raises KeyError when it is in neither."""
@@ -57,15 +57,9 @@ class WaitingRoom:
             self.queue.remove(sequence)
             self._sharing.leaves(self._sharing.line(sequence.tenant))
 
-    def charge(self, sequences: Iterable[Sequence]) -> None:
-        """Charge tenants for what these know and were not charged for."""
-        for line in self._sharing.charge(sequences):
-            self.queue.served(line)
-
-    def settle(self, running: Iterable[Sequence]) -> None:
-        """Bring the order up to date, where what tenants were served decides it."""
-        if self._sharing.is_contested:
-            self.charge(running)
+    def charge(self, sequence: Sequence) -> None:
+        """Charge its tenant for what it knows and was not charged for."""
+        self.queue.served(self._sharing.charge(sequence))
 
     def note(self, skipped: list[Skipped]) -> None:
         """Those whom the last step examined and passed over."""

@@ -151,7 +151,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         before = Before(
             list(self.scheduler.waiting_queue),
             running,
-            {one for one in self.sequences if waits_too_long(one, self.config, self.clock.now)},
+            set(list(self.scheduler.waiting_queue)[: self.scheduler.waiting_queue.is_head_promoted]),
             {one for one in running if one.is_pinned},
         )
         outputs = self.scheduler.schedule()
@@ -204,10 +204,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             for line in self.lines(before.line):
                 taken = [one for one in line if one in admitted]
                 assert taken == line[: len(taken)], "one passed another of its line"
-        for promoted in before.promoted.intersection(left):
-            if promoted not in admitted and promoted == left[0]:
-                later = before.line[before.line.index(promoted) :]
-                assert not admitted.intersection(later), "one passed a promoted one"
+        if before.promoted.intersection(left):
+            assert not admitted, "one passed a promoted one"
 
     def lines(self, line: list[Sequence]) -> list[list[Sequence]]:
         lines: dict[tuple[int, str], list[Sequence]] = {}
@@ -329,12 +327,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.one_step()
         assert not self.scheduler.has_unfinished_sequences(), "livelock"
         assert self.scheduler.block_manager.num_free_blocks == self.config.num_kv_blocks
-
-
-def waits_too_long(sequence: Sequence, config: EngineConfig, now: float) -> bool:
-    limit = config.max_waiting_seconds
-    is_waiting = sequence.status is SequenceStatus.WAITING
-    return limit is not None and is_waiting and now >= sequence.waiting_since + limit
 
 
 def known(item: ScheduledSequence, position: int) -> tuple[int, ...]:

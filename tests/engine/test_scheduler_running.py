@@ -1,0 +1,300 @@
+"""How those who run share a step, its blocks and its seats: turns, chunks, reserve, preemption, pinning."""
+
+import pytest
+
+from engine.outputs import WaitingReason
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+from tests.engine.scheduling import Bench, names, shares
+
+# Tokens: turns, the reserve, chunks.
+
+
+def test_decodes_that_do_not_fit_into_a_step_take_turns() -> None:
+    """vllm#7391: with more running than the budget has tokens; the first in order took every step."""
+    bench = Bench(max_num_batched_tokens=4, max_num_seqs=6, prefill_reserve=0.5, num_kv_blocks=40)
+    sequences = [bench.add(1, 12) for _ in range(6)]
+    while any(one.num_output_tokens == 0 for one in sequences):
+        bench.step()
+    before = [one.num_output_tokens for one in sequences]
+
+    first, second, third = bench.step(), bench.step(), bench.step()
+
+    assert [len(names(outputs)) for outputs in (first, second, third)] == [4, 4, 4]
+    gained = [one.num_output_tokens - had for one, had in zip(sequences, before, strict=True)]
+    assert gained == [2] * 6, "two rounds for each in three steps"
+    assert {one.reason for one in first.skipped} == {WaitingReason.TOKEN_BUDGET}
+
+
+def test_nothing_is_kept_for_prefills_where_there_are_none() -> None:
+    bench = Bench(max_num_batched_tokens=8, max_num_seqs=8, prefill_reserve=0.5, num_kv_blocks=40)
+    for _ in range(8):
+        bench.add(1, 30)
+    bench.step()
+    assert len(names(bench.step())) == 8, "all decode: nobody could use a reserve"
+
+
+def test_the_reserve_is_named_as_the_reason_of_the_decodes_that_it_keeps_out() -> None:
+    bench = Bench(max_num_batched_tokens=8, max_num_seqs=9, prefill_reserve=0.5, num_kv_blocks=40)
+    running = [bench.add(1, 30) for _ in range(8)]
+    bench.step()
+    prompt = bench.add(20)
+
+    outputs = bench.step()
+
+    assert shares(outputs)[prompt.request_id] == 4
+    assert len(outputs.decode) == 4
+    assert outputs.skipped == tuple((one, WaitingReason.PREFILL_RESERVE) for one in running[4:])
+    assert outputs.bound_by is WaitingReason.PREFILL_RESERVE
+    assert outputs.num_batched_tokens == 8
+
+
+def test_a_prompt_that_lacks_blocks_keeps_no_reserve() -> None:
+    bench = Bench(max_num_batched_tokens=8, max_num_seqs=9, prefill_reserve=0.5, num_kv_blocks=12)
+    for _ in range(8):
+        bench.add(1, 30)
+    bench.step()
+    bench.add(20)
+
+    assert len(bench.step().decode) == 8
+
+
+def test_a_long_prompt_leaves_the_short_ones_something() -> None:
+    """vllm#10774: a very long chunked prefill took whole steps, and short prompts got no first token."""
+    bench = Bench(max_num_batched_tokens=16)
+    decoding = bench.add(2, 20)
+    bench.step()
+    long = bench.add(40)
+    assert shares(bench.step()) == {decoding.request_id: 1, long.request_id: 15}
+    short = bench.add(2)
+
+    outputs = bench.step()
+
+    assert shares(outputs) == {decoding.request_id: 1, long.request_id: 13, short.request_id: 2}
+    assert short.num_output_tokens == 1
+    assert long.num_output_tokens == 0
+
+
+def test_a_chunk_is_capped_only_as_far_as_another_can_use_what_it_leaves() -> None:
+    bench = Bench(max_num_batched_tokens=16, max_chunk_tokens=2, num_kv_blocks=11)
+    long = bench.add(40)
+    bench.add(30)
+
+    assert shares(bench.step()) == {long.request_id: 16}, "the other lacks blocks"
+
+
+def test_with_chunked_prefill_off_no_cap_cuts_a_prompt() -> None:
+    bench = Bench(max_num_batched_tokens=16, max_chunk_tokens=2, chunked_prefill=False)
+    first = bench.add(12)
+    bench.add(12)
+
+    assert shares(bench.step()) == {first.request_id: 12}
+
+
+def test_all_rows_of_a_prompt_are_wanted_for_its_logprobs_and_it_reads_no_cache() -> None:
+    """vllm#8268, vllm#3251: prompt logprobs together with cached prefixes gave wrong rows."""
+    bench = Bench(max_num_batched_tokens=6, prefix_caching=True)
+    bench.add([1] * 9, 1)
+    bench.run_out()
+    params = SamplingParams(max_tokens=3, prompt_logprobs=0)
+    asks = bench.add([1] * 9, params=params)
+
+    steps = [bench.step().scheduled[0] for _ in range(3)]
+
+    assert [(one.start, one.num_new_tokens, one.logits_from) for one in steps] == [
+        (0, 6, 0),
+        (6, 3, 0),
+        (9, 1, 0),
+    ]
+    assert asks.num_cached_tokens == 0
+
+
+def test_a_chunk_whose_rows_are_all_wanted_stays_bounded() -> None:
+    limits = {"max_model_len": 2000, "num_kv_blocks": 600, "max_num_batched_tokens": 1000}
+    for chunked, rows in ((True, [256, 256, 88]), (False, [600])):
+        bench = Bench(chunked_prefill=chunked, **limits)
+        bench.add(600, params=SamplingParams(max_tokens=1, prompt_logprobs=5))
+        taken = []
+        while bench.scheduler.has_unfinished_sequences():
+            taken += [item.num_new_tokens for item in bench.step().scheduled]
+        assert taken == rows
+
+
+# Seats.
+
+
+def test_a_higher_priority_takes_the_seat_of_the_lowest_and_equals_never_do() -> None:
+    """vllm#40004: a high priority waited for a low one; the naive cure let equals displace each other."""
+    bench = Bench(max_num_seqs=1)
+    low = bench.add(4, 20, priority=3)
+    bench.step()
+    bench.step()
+    high = bench.add(4, 5, priority=1)
+
+    outputs = bench.step()
+
+    assert outputs.preempted == (low,)
+    assert names(outputs) == [high.request_id]
+    assert bench.scheduler.waiting_reason(low) is WaitingReason.SEQ_BUDGET
+    equal = bench.add(4, 5, priority=1)
+    while not high.is_finished():
+        assert bench.step().preempted == ()
+    bench.run_out()
+    assert (high.num_preemptions, equal.num_preemptions, low.num_preemptions) == (0, 0, 1)
+    assert low.num_output_tokens == 20
+
+
+def test_ageing_makes_nobody_take_a_seat() -> None:
+    bench = Bench(max_num_seqs=1, ageing_seconds=1.0, max_waiting_seconds=None)
+    bench.add(4, 30, priority=2)
+    bench.step()
+    bench.add(4, 5, priority=3)
+    bench.clock.now = 100.0
+
+    assert bench.step().preempted == ()
+
+
+def test_no_seat_is_taken_while_a_promoted_one_waits() -> None:
+    bench = Bench(max_num_seqs=1, max_waiting_seconds=60.0)
+    running = bench.add(4, 3, priority=4, accepted=1000.0)
+    bench.clock.now = 1000.0
+    bench.step()
+    promoted = bench.add(4, 5, priority=4, accepted=0.0)
+    urgent = bench.add(4, 5, priority=0)
+
+    while not running.is_finished():
+        assert bench.step().preempted == ()
+    assert names(bench.step()) == [promoted.request_id]
+    while not promoted.is_finished():
+        assert bench.step().preempted == (), "it got in by promotion: nobody takes its seat"
+    assert names(bench.step()) == [urgent.request_id]
+
+
+def test_no_seat_is_taken_for_one_that_would_not_fit_then() -> None:
+    bench = Bench(max_num_seqs=2, num_kv_blocks=8)
+    bench.add(16, 12, priority=1)
+    bench.add(2, 8, priority=3)
+    bench.step()
+    large = bench.add(24, priority=0)
+
+    assert bench.step().preempted == ()
+    assert bench.scheduler.waiting_reason(large) is WaitingReason.SEQ_BUDGET
+
+
+def test_nobody_skips_ahead_into_a_seat_that_was_taken_for_another() -> None:
+    limits = {"max_num_batched_tokens": 16, "chunked_prefill": False, "max_num_prefill_seqs": 4}
+    bench = Bench(max_num_seqs=4, policy="skip_ahead", num_kv_blocks=40, **limits)
+    running = [bench.add(2, 30, priority=1) for _ in range(3)]
+    low = bench.add(2, 30, priority=3)
+    bench.step()
+    large = bench.add(16, 2, priority=0)
+
+    outputs = bench.step()
+    assert outputs.preempted == (low,)
+    assert names(outputs) == [one.request_id for one in running], "with their tokens it does not fit yet"
+    for _ in range(3):
+        assert low.request_id not in names(bench.step())
+    bench.end(*running)
+    assert names(bench.step()) == [large.request_id]
+
+
+# Blocks.
+
+
+def test_one_that_lost_its_blocks_too_often_comes_back_with_all_that_it_will_need() -> None:
+    """vllm#45388, vllm-ascend#16315: pinned without a reservation they deadlock, not pinned they thrash."""
+    bench = Bench(num_kv_blocks=9, max_preemptions=1, max_model_len=40)
+    old, young = bench.add(4, 20), bench.add(4, 20)
+    while not young.num_preemptions:
+        bench.step()
+    bench.step()
+    assert not young.is_pinned
+    assert bench.scheduler.waiting_reason(young) is WaitingReason.KV_BLOCKS
+    while not old.is_finished():
+        assert not young.is_pinned, "six blocks for 24 tokens are not free while the other runs"
+        bench.step()
+
+    bench.step()
+    assert young.is_pinned
+    assert len(young.block_table) == 6
+    bench.run_out()
+    assert young.num_preemptions == 1
+
+
+def test_the_first_in_order_waits_where_all_others_are_pinned() -> None:
+    bench = Bench(num_kv_blocks=9, max_preemptions=0, max_num_seqs=2, max_model_len=40)
+    pinned = bench.add(4, 20, priority=2)
+    bench.step()
+    first = bench.add(4, 12, priority=1)
+    first.num_preemptions = -9  # May be preempted yet, and holds no reservation.
+    bench.step()
+    while first.num_tokens < 12:
+        bench.step()
+    stalled = 0
+    while not pinned.is_finished():
+        outputs = bench.step()
+        assert not outputs.preempted
+        assert pinned.is_finished() or pinned.request_id in names(outputs)
+        stalled += (first, WaitingReason.KV_BLOCKS) in outputs.skipped
+    assert stalled
+    bench.run_out()
+    assert first.num_output_tokens == 12
+
+
+def test_any_pool_that_fits_one_request_serves_all() -> None:
+    for num_kv_blocks in (6, 7, 9, 12):
+        for max_preemptions in (0, 1, 3):
+            bench = Bench(
+                num_kv_blocks=num_kv_blocks,
+                max_preemptions=max_preemptions,
+                max_model_len=24,
+                max_num_batched_tokens=16,
+                prefix_caching=bool(num_kv_blocks % 2),
+            )
+            sequences = [bench.add(1 + n % 7, 12 + n % 5, priority=n % 3) for n in range(12)]
+            bench.run_out()
+            assert [one.num_output_tokens for one in sequences] == [12 + n % 5 for n in range(12)]
+            assert max(one.num_preemptions for one in sequences) <= max_preemptions
+
+
+def group(bench: Bench, n: int) -> list[Sequence]:
+    params = SamplingParams(n=n, max_tokens=3)
+    return [
+        bench.add(
+            [1] * 9,
+            params=params,
+            index=index,
+            arrival=0.0,
+            cache_salt=b"of this request alone",
+            held=WaitingReason.SIBLING if index else None,
+        )
+        for index in range(n)
+    ]
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_the_outputs_of_one_request_share_the_blocks_of_its_prompt(prefix_caching: bool) -> None:
+    bench = Bench(prefix_caching=prefix_caching)
+    first, *others = group(bench, 3)
+    assert shares(bench.step()) == {first.request_id: 9}
+    for one in others:
+        assert bench.scheduler.waiting_reason(one) is WaitingReason.SIBLING
+        bench.scheduler.release(one)
+
+    assert shares(bench.step()) == {first.request_id: 1, **{one.request_id: 1 for one in others}}
+    for block in first.block_table[:2]:
+        assert bench.scheduler.block_manager.reference_count(block) == 3
+    bench.run_out()
+
+
+def test_what_is_ended_while_its_step_is_under_way_is_not_published() -> None:
+    bench = Bench(prefix_caching=True)
+    gone = bench.add([1] * 9)
+    outputs = bench.scheduler.schedule()
+    bench.end(gone)
+    bench.scheduler.update(outputs, {}, {})
+
+    again = bench.add([1] * 9)
+    bench.step()
+    assert again.num_cached_tokens == 0
+    bench.run_out()
