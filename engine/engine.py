@@ -211,7 +211,7 @@ class Engine:
                 request.num_cached_tokens = item.sequence.num_cached_tokens
                 started.append(request.request_id)
             if logprobs := executed.prompt_logprobs.get(item.sequence):
-                request.note_prompt_logprobs(item.start, logprobs)
+                request.note_prompt_logprobs(item.start + item.logits_from, logprobs)
         return tuple(started)
 
     def _texts(

@@ -132,7 +132,7 @@ class Request:
         return head
 
     def note_prompt_logprobs(self, start: int, logprobs: list[TokenLogprobs]) -> None:
-        """Those of the prompt tokens after `start`; after a preemption the same ones come again."""
+        """Those of the prompt tokens after place `start`; after a preemption the same ones come again."""
         if self.prompt_logprobs is not None:
             self.prompt_logprobs[start + 1 : start + 1 + len(logprobs)] = logprobs
 
