@@ -137,12 +137,9 @@ class Request:
             self.prompt_logprobs[start + 1 : start + 1 + len(logprobs)] = logprobs
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
-        """Once, when they are complete."""
-        logprobs = self.prompt_logprobs
-        if logprobs is None or len(logprobs) < self.outputs[0].sequence.num_prompt_tokens:
-            return None
-        self.prompt_logprobs = None
-        return tuple(logprobs)
+        """Once: at the first token of all, which comes after the whole prompt."""
+        logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        return None if logprobs is None else tuple(logprobs)
 
 
 def describe(error: Exception) -> str:
