@@ -15,7 +15,7 @@ from engine.grammar_gate import GrammarCompiler, GrammarGate
 from engine.outputs import SampledToken, SchedulerOutputs, SequenceOutput, StepOutput
 from engine.reporting import StepLog
 from engine.request_group import Output, Request, describe
-from engine.request_maker import RequestMaker
+from engine.request_maker import NewRequest, RequestMaker
 from engine.requests import NO_DEADLINES, Deadlines, ResumedOutput
 from engine.resolving import Resolver
 from engine.sampling_params import SamplingParams
@@ -108,15 +108,17 @@ class Engine:
             raise InvalidParameter("id", f"{request_id} is being served already")
         self._grammars.check(params.structured_outputs)
         request = self._maker.make(
-            request_id,
-            prompt_token_ids,
-            params,
-            arrival=arrival,
-            priority=priority,
-            tenant=tenant,
-            cache_salt=cache_salt,
-            resumed=resumed,
-            waited_seconds=waited_seconds,
+            NewRequest(
+                request_id=request_id,
+                prompt_token_ids=prompt_token_ids,
+                params=params,
+                arrival=arrival,
+                priority=priority,
+                tenant=tenant,
+                cache_salt=cache_salt,
+                resumed=resumed,
+                waited_seconds=waited_seconds,
+            )
         )
         self._siblings.hold(request)
         self._requests[request_id] = request
@@ -211,7 +213,7 @@ class Engine:
                 request.num_cached_tokens = item.sequence.num_cached_tokens
                 started.append(request.request_id)
             if logprobs := executed.prompt_logprobs.get(item.sequence):
-                request.note_prompt_logprobs(item.start, logprobs)
+                request.note_prompt_logprobs(item.start + item.logits_from, logprobs)
         return tuple(started)
 
     def _texts(

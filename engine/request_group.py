@@ -132,17 +132,14 @@ class Request:
         return head
 
     def note_prompt_logprobs(self, start: int, logprobs: list[TokenLogprobs]) -> None:
-        """Those of the prompt tokens after `start`; after a preemption the same ones come again."""
+        """Those of the prompt tokens after place `start`; after a preemption the same ones come again."""
         if self.prompt_logprobs is not None:
             self.prompt_logprobs[start + 1 : start + 1 + len(logprobs)] = logprobs
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
-        """Once, when they are complete."""
-        logprobs = self.prompt_logprobs
-        if logprobs is None or len(logprobs) < self.outputs[0].sequence.num_prompt_tokens:
-            return None
-        self.prompt_logprobs = None
-        return tuple(logprobs)
+        """Once: at the first token of all, which comes after the whole prompt."""
+        logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        return None if logprobs is None else tuple(logprobs)
 
 
 def describe(error: Exception) -> str:

@@ -5,17 +5,32 @@ Law: what cannot be served is refused here, before anything is changed. Knows no
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer, Tokenizer
 from engine.errors import InvalidParameter
 from engine.request_group import Output, Request, RequestTimes
 from engine.requests import ResumedOutput
-from engine.resolving import Resolver, params_of_output
+from engine.resolving import Resolved, Resolver, params_of_output
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.stopping import StopRules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRequest:
+    """What was asked; see `Engine.add`."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival: float
+    priority: int
+    tenant: str
+    cache_salt: bytes
+    resumed: tuple[ResumedOutput, ...]
+    waited_seconds: float
 
 
 class RequestMaker:
@@ -36,56 +51,57 @@ class RequestMaker:
         self._clock = clock
         self._serials = itertools.count()
 
-    def make(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        arrival: float,
-        priority: int,
-        tenant: str,
-        cache_salt: bytes,
-        resumed: tuple[ResumedOutput, ...],
-        waited_seconds: float,
-    ) -> Request:
-        """See `Engine.add`. Raises `InvalidParameter`, or what the tokenizer raises."""
-        self._resolver.check(prompt_token_ids, params)
+    def make(self, new: NewRequest) -> Request:
+        """Raises `InvalidParameter`, or what the tokenizer raises."""
+        params = new.params
+        self._resolver.check(new.prompt_token_ids, params)
         resolved = self._resolver.resolve(params)
-        before = _by_index(resumed, params.n)
-        request = Request(
-            request_id,
-            params,
-            RequestTimes(self._clock() - waited_seconds, any(one.token_ids for one in resumed)),
-            ended_before=tuple(one for one in resumed if one.finish_reason),
+        before = _by_index(new.resumed, params.n)
+        times = RequestTimes(
+            self._clock() - new.waited_seconds, resumed=any(one.token_ids for one in new.resumed)
         )
-        # The first token of all told those of the prompt.
-        if params.prompt_logprobs is not None and not request.times.resumed:
+        ended = tuple(one for one in new.resumed if one.finish_reason)
+        request = Request(new.request_id, params, times, ended_before=ended)
+        # Those of the prompt were told with the first token of all.
+        if params.prompt_logprobs is not None and not times.resumed:
             request.prompt_logprobs = [None]
-        plain = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
-        if params.n > 1 and not self._config.prefix_caching:
-            # The outputs find each other's blocks, and nobody else's.
-            cache_salt = f"{next(self._serials)}:{request_id}".encode()
+        cache_salt = self._cache_salt(new)
         for index in range(params.n):
-            if (one := before.get(index)) and one.finish_reason:
-                continue
-            sequence = Sequence(
-                request_id,
-                prompt_token_ids,
-                params_of_output(plain, index),
-                arrival=arrival,
-                index=index,
-                priority=priority,
-                tenant=tenant,
-                accepted=request.times.accepted,
-                cache_salt=cache_salt,
-                constraints=resolved.constraints,
-            )
-            text = Detokenizer(self._tokenizer, prompt_token_ids, params, resolved.end_texts)
-            output = Output(sequence, text, request)
-            output.resume(one.token_ids if one else (), self._rules)
-            request.outputs.append(output)
+            start = before.get(index, ResumedOutput(index, ()))
+            if start.finish_reason is None:
+                request.outputs.append(self._output(request, new, resolved, start, cache_salt))
         return request
+
+    def _output(
+        self,
+        request: Request,
+        new: NewRequest,
+        resolved: Resolved,
+        start: ResumedOutput,
+        cache_salt: bytes,
+    ) -> Output:
+        sequence = Sequence(
+            new.request_id,
+            new.prompt_token_ids,
+            params_of_output(new.params, start.index),
+            arrival=new.arrival,
+            index=start.index,
+            priority=new.priority,
+            tenant=new.tenant,
+            accepted=request.times.accepted,
+            cache_salt=cache_salt,
+            constraints=resolved.constraints,
+        )
+        text = Detokenizer(self._tokenizer, new.prompt_token_ids, new.params, resolved.end_texts)
+        output = Output(sequence, text, request)
+        output.resume(start.token_ids, self._rules)
+        return output
+
+    def _cache_salt(self, new: NewRequest) -> bytes:
+        """Without prefix caching, outputs of one request find each other's blocks and nobody else's."""
+        if self._config.prefix_caching or new.params.n == 1:
+            return new.cache_salt
+        return f"{next(self._serials)} {new.request_id}".encode()
 
 
 def _by_index(resumed: tuple[ResumedOutput, ...], n: int) -> dict[int, ResumedOutput]:

@@ -73,11 +73,12 @@ class Resolver:
 
 
 def params_of_output(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of output `index`: a seed of its own, and the prompt's logprobs with the first alone.
+    """The parameters of output `index`: a seed of its own, and no logprobs of the prompt.
 
-    The seed of index 0 is the request's, so that it is the text of the same request with n of 1.
+    The seed of index 0 is the request's, so that it is the text of the same request with n of 1. Which output
+    computes the prompt, and with it the logprobs, is seen later: `Request.choose_head`.
     """
     if index == 0:
-        return params
+        return params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
     digest = hashlib.sha256(f"{params.seed % 2**64}:{index}".encode()).digest()
     return replace(params, seed=int.from_bytes(digest[:8], "big"), prompt_logprobs=None)

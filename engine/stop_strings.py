@@ -18,6 +18,8 @@ class StopStrings:
 
         Without `may_stop`, a stop string that `text` completes is text like any other.
         """
+        if not self._stop:
+            return text
         if self.matched:
             return ""
         num_old = len(self._held)

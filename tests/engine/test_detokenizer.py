@@ -193,3 +193,14 @@ def test_a_resumed_stream_tells_what_the_undisturbed_one_would(output: bytes, cr
     told += "".join(map(second.push, output[crash:])) + second.close()
 
     assert told == final_text(tokenizer, prompt, list(output), params)
+
+
+def test_a_stop_string_that_did_not_count_when_it_came_does_not_count_later() -> None:
+    """It is held as the start of a longer one; only what ends in the new text may stop."""
+    strings = StopStrings(("ab", "xabq"))
+
+    assert strings.push("xab", may_stop=False) == ""
+    assert strings.push("c") == "xabc"
+    assert not strings.matched
+    assert strings.push("ab") == ""
+    assert strings.matched

@@ -55,6 +55,20 @@ def test_ids_that_only_the_model_knows_leave_no_text() -> None:
     assert TOKENIZER.vocab_size == VOCAB_SIZE
 
 
+def test_a_part_of_a_text_has_no_special_tokens_added() -> None:
+    assert TOKENIZER.encode_text("fox") == TOKENIZER.encode("fox")[1:]
+    assert TOKENIZER.encode_text("") == []
+    with pytest.raises(InvalidParameter, match="surrogate"):
+        TOKENIZER.encode_text("\ud83d")
+
+
+def test_a_special_token_is_found_by_how_it_is_written() -> None:
+    assert TOKENIZER.special_token_id("<|im_end|>") == IM_END
+    assert TOKENIZER.special_token_id("</s>") == EOS
+    for text in ("fox", "<|im_end", "<|im_end|> ", ""):
+        assert TOKENIZER.special_token_id(text) is None
+
+
 def test_a_chat_is_written_in_the_models_own_template() -> None:
     token_ids = TOKENIZER.render_chat(USER)
     text = "<s><|im_start|>user\nhello world<|im_end|>\n<|im_start|>assistant\n"

@@ -1,0 +1,76 @@
+"""The class for a list of prompts, on a tiny model from disk."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine import LLM, SamplingParams
+from engine.errors import InvalidParameter
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+HELLO = [{"role": "user", "content": "hello world"}]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama: Path) -> Iterator[LLM]:
+    return LLM(str(tiny_llama), max_model_len=64, num_kv_blocks=64, max_num_seqs=4)
+
+
+def test_texts_and_ids_are_served_alike_and_in_order(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = ["the quick fox", "hello", "a b c d e f g h", "the lazy dog"]
+
+    results = llm.generate(texts, GREEDY)
+    bar = capsys.readouterr().err
+    again = llm.generate([one.prompt_token_ids for one in results], GREEDY, show_progress=False)
+
+    assert [one.outputs for one in again] == [one.outputs for one in results]
+    assert all(
+        len(one.outputs[0].token_ids) == 8 or one.outputs[0].finish_reason == "stop" for one in results
+    )
+    assert "4/4" in bar
+    assert capsys.readouterr().err == ""
+    (alone,) = llm.generate(texts[2], GREEDY, show_progress=False)
+    assert alone.outputs == results[2].outputs
+
+
+def test_each_prompt_may_have_parameters_of_its_own(llm: LLM) -> None:
+    params = [
+        SamplingParams(max_tokens=1, ignore_eos=True),
+        SamplingParams(max_tokens=3, n=2, ignore_eos=True),
+    ]
+
+    results = llm.generate(["hello", "hello"], params, show_progress=False)
+
+    assert [[len(output.token_ids) for output in one.outputs] for one in results] == [[1], [3, 3]]
+
+
+def test_a_chat_is_a_prompt_in_the_models_template(llm: LLM) -> None:
+    (one,) = llm.chat(HELLO, GREEDY, show_progress=False)
+    first, second = llm.chat([HELLO, HELLO], GREEDY, show_progress=False)
+
+    assert one.prompt_token_ids == llm._tokenizer.render_chat(HELLO)
+    assert one.outputs == first.outputs == second.outputs
+
+
+@pytest.mark.parametrize("prompts", [["fine", "\ud83d"], ["fine", 7], ["fine", None]])
+def test_a_prompt_that_is_no_text_is_named_by_its_place(llm: LLM, prompts: list[str]) -> None:
+    with pytest.raises(InvalidParameter, match=r"^prompt 1: "):
+        llm.generate(prompts, GREEDY, show_progress=False)
+
+
+def test_a_conversation_that_is_none_is_named_by_its_place(llm: LLM) -> None:
+    with pytest.raises(InvalidParameter, match=r"^conversation 1: "):
+        llm.chat([HELLO, []], GREEDY, show_progress=False)
+    with pytest.raises(InvalidParameter, match=r"^conversation 1: .*surrogate"):
+        llm.chat([HELLO, [{"role": "user", "content": "\ud83d"}]], GREEDY, show_progress=False)
+
+
+def test_parameters_that_are_not_one_for_each_prompt_are_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidParameter, match="each of the 3 prompts, not 2"):
+        llm.generate(["a", "b", "c"], [GREEDY, GREEDY], show_progress=False)
+
+
+def test_no_prompts_are_no_results(llm: LLM) -> None:
+    assert llm.generate([], GREEDY, show_progress=False) == []
+    assert llm.chat([], GREEDY, show_progress=False) == []
