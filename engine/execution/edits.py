@@ -52,6 +52,7 @@ class LogitEdits:
         return kept
 
     def forget_those_who_left(self) -> None:
+        """Those whose seat another one has, or nobody: preempted and ended sequences have none."""
         left = [seat for seat, kept in self._kept.items() if kept.sequence.seat != seat]
         for seat in left:
             del self._kept[seat]

@@ -75,8 +75,9 @@ class Sampler:
                 begin, end = end, end + item.num_new_tokens - item.logits_from
                 number = item.sequence.params.prompt_logprobs
                 first = item.start + item.logits_from + 1
-                token_ids = item.sequence.token_ids[first : item.sequence.num_prompt_tokens][: end - begin]
-                if number is not None and token_ids:
+                last = min(first + end - begin, item.sequence.num_prompt_tokens)
+                if number is not None and first < last:
+                    token_ids = item.sequence.token_ids[first:last]
                     rows = logits[begin : begin + len(token_ids)]
                     found.append((item, token_logprobs(rows, token_ids, [number] * len(token_ids))))
         return found

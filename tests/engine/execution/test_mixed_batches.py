@@ -84,7 +84,7 @@ def test_equals_the_rules_read_slowly(
 def test_a_row_is_bitwise_what_it_is_alone(
     items: list[ScheduledSequence], plain: list[bool], seed: int
 ) -> None:
-    """In a vocabulary so large that it is tiled and filtered by its window, beside rows that ask for little."""
+    """In a vocabulary so large that tiles and windows are used, and beside rows that ask for little."""
     batch: list[ScheduledSequence] = []
     for number, (item, is_plain) in enumerate(zip(items, plain, strict=False)):
         batch += [item] + [row(SamplingParams(seed=number, top_p=0.9, logprobs=3))] * is_plain
