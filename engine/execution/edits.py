@@ -31,8 +31,6 @@ class LogitEdits:
 
     def apply(self, logits: torch.Tensor, sequences: list[Sequence]) -> Edited | None:
         """Edit what must be of `logits` [rows, vocabulary], float32; None if no row asks for anything."""
-        if self._kept:
-            self._forget_those_who_left()
         edited = [row for row, sequence in enumerate(sequences) if _is_edited(sequence)]
         if not edited:
             return None
@@ -53,7 +51,8 @@ class LogitEdits:
             kept.counts.catch_up()
         return kept
 
-    def _forget_those_who_left(self) -> None:
+    def forget_those_who_left(self) -> None:
+        """Those whose seat another one has, or nobody: preempted and ended sequences have none."""
         left = [seat for seat, kept in self._kept.items() if kept.sequence.seat != seat]
         for seat in left:
             del self._kept[seat]

@@ -5,7 +5,6 @@ leaves nothing but the end, the end stays allowed before `min_tokens`. Knows no 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -24,43 +23,36 @@ class RowMasks:
 
     def __init__(self, sequence: Sequence, vocab_size: int) -> None:
         self._sequence = sequence
-        self._vocab_size = vocab_size
         constraints, allowed = sequence.constraints, sequence.params.allowed_token_ids
         self.grammar = constraints.grammar
+        #: It names what is allowed, not what is not.
+        self.is_dense = self.grammar is not None or allowed is not None
         self._ends = within(list(constraints.end_token_ids), vocab_size)
-        self._allowed = None if allowed is None else _bits(within(list(allowed), vocab_size), vocab_size)
-        self._always: list[int] = []
-        # By the token before the last: what else comes before it, and the last.
+        self._never = within([bad[0] for bad in constraints.bad_token_ids if len(bad) == 1], vocab_size)
+        # By the token before the last: all before the last, and the last.
         self._bad_after: defaultdict[int, list[tuple[list[int], int]]] = defaultdict(list)
         for *before, last in constraints.bad_token_ids:
-            if within([last], vocab_size):
-                if before:
-                    self._bad_after[before[-1]].append((before, last))
-                else:
-                    self._always.append(last)
-
-    @property
-    def is_dense(self) -> bool:
-        """It names what is allowed, not what is not."""
-        return self.grammar is not None or self._allowed is not None
+            if before and within([last], vocab_size):
+                self._bad_after[before[-1]].append((before, last))
+        ever = None if allowed is None else within(list(allowed), vocab_size)
+        self._ever = _bits(ever, self._never, vocab_size)
 
     def banned(self) -> list[int]:
         """The ids that must not come next, but for what `allow` says."""
-        return self._bad() + (self._ends if self._is_too_short else [])
+        return self._never + self._bad() + (self._ends if self._is_too_short else [])
 
     def allow(self, row: Bits) -> None:
         """Write what may come next into `row`, int32 [ceil(vocabulary / 32)], zeros at first.
 
         Raises what the grammar raises.
         """
-        if self.grammar is None:
-            row.fill(-1)
-        else:
+        row.fill(-1)
+        if self.grammar is not None:
+            row.fill(0)
             self.grammar.advance(self._sequence.output_token_ids)
             self.grammar.fill_bitmask(row)
-            _clear(row, range(self._vocab_size, 32 * len(row)))
-        if self._allowed is not None:
-            row &= self._allowed
+        # Also takes away what a grammar says of ids beyond the vocabulary.
+        row &= self._ever
         _clear(row, self._bad())
         if self._is_too_short:
             self._clear_ends(row)
@@ -76,10 +68,9 @@ class RowMasks:
         return self._sequence.num_output_tokens < self._sequence.params.min_tokens
 
     def _bad(self) -> list[int]:
+        """The ends of bad sequences whose beginning the output ends with."""
         num_output_tokens, token_ids = self._sequence.num_output_tokens, self._sequence.token_ids
-        if not self._bad_after or not num_output_tokens:
-            return self._always
-        return self._always + [
+        return [
             last
             for before, last in self._bad_after.get(token_ids[-1], ())
             if len(before) <= num_output_tokens and token_ids[-len(before) :] == before
@@ -124,13 +115,15 @@ def unpacked_on(bits: Bits, device: torch.device) -> torch.Tensor:
     return table[torch.from_numpy(bits.view(np.uint8)).to(device).long()].flatten(1)
 
 
-def _bits(token_ids: list[int], vocab_size: int) -> Bits:
+def _bits(ever: list[int] | None, never: list[int], vocab_size: int) -> Bits:
+    """A bitmask of the ids `ever` (None: all) but for those that are `never` to come."""
     flags = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
-    flags[token_ids] = 1
+    flags[slice(vocab_size) if ever is None else ever] = 1
+    flags[never] = 0
     return np.packbits(flags, bitorder="little").view(np.int32)
 
 
-def _clear(row: Bits, token_ids: Iterable[int]) -> None:
+def _clear(row: Bits, token_ids: list[int]) -> None:
     words = row.view(np.uint32)
     for token_id in token_ids:
         words[token_id >> 5] &= 0xFFFFFFFF ^ (1 << (token_id & 31))

@@ -12,7 +12,7 @@ from engine.sequence import Sequence
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
-HIGHEST = float(np.finfo(np.float32).max)
+HIGHEST, SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
 
 def within(token_ids: list[int], vocab_size: int) -> list[int]:
@@ -89,7 +89,9 @@ def penalize(logits: torch.Tensor, counts: list[tuple[int, float, TokenCounts]])
         return
     places = _places(logits, [(row, one.token_ids) for row, _, one in counts])
     lengths = [len(one.token_ids) for _, _, one in counts]
-    repetition = np.repeat(np.array([penalty for _, penalty, _ in counts], dtype=np.float32), lengths)
+    # Not zero in float32: -inf times zero is no number.
+    penalties = [max(penalty, SMALLEST) for _, penalty, _ in counts]
+    repetition = np.repeat(np.array(penalties, dtype=np.float32), lengths)
     taken = np.concatenate([one.taken for _, _, one in counts])
     divisor = torch.from_numpy(repetition).to(logits.device)
     flat = logits.view(-1)

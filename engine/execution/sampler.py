@@ -16,6 +16,8 @@ from engine.sequence import Sequence
 
 NON_FINITE = "the model computed non-finite logits"
 NO_TOKEN = "no token is allowed: penalties, masks and grammar leave none"  # noqa: S105 - no secret
+ROWS_AT_ONCE = 32
+"""On a CPU, so that what is made of them stays in its cache, and a large batch takes no more memory."""
 _ERRORS = {-1: NON_FINITE, -2: NO_TOKEN}
 
 
@@ -38,10 +40,18 @@ class Sampler:
         with device_faults(), torch.inference_mode():
             if len(rows) < len(logits):
                 logits = logits[torch.tensor(rows, device=logits.device)]
-            logits = logits.float()
-            edited = self._edits.apply(logits, sequences)
-            token_ids = _choose(logits, edited, sequences)
-            logprobs = _sampled_logprobs(logits, token_ids, sequences)
+            self._edits.forget_those_who_left()
+            step = ROWS_AT_ONCE if logits.device.type == "cpu" else len(rows)
+            sampled: list[SampledToken] = []
+            for start in range(0, len(rows), step):
+                part = slice(start, start + step)
+                sampled += self._sample(logits[part].float(), sequences[part])
+        return sampled
+
+    def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken]:
+        edited = self._edits.apply(logits, sequences)
+        token_ids = _choose(logits, edited, sequences)
+        logprobs = _sampled_logprobs(logits, token_ids, sequences)
         faults = edited.faults if edited else {}
         return [
             SampledToken(token_id, None, logprobs.get(row))
@@ -65,8 +75,9 @@ class Sampler:
                 begin, end = end, end + item.num_new_tokens - item.logits_from
                 number = item.sequence.params.prompt_logprobs
                 first = item.start + item.logits_from + 1
-                token_ids = item.sequence.token_ids[first : item.sequence.num_prompt_tokens][: end - begin]
-                if number is not None and token_ids:
+                last = min(first + end - begin, item.sequence.num_prompt_tokens)
+                if number is not None and first < last:
+                    token_ids = item.sequence.token_ids[first:last]
                     rows = logits[begin : begin + len(token_ids)]
                     found.append((item, token_logprobs(rows, token_ids, [number] * len(token_ids))))
         return found

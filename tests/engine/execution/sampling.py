@@ -1,5 +1,6 @@
 """Rows for the sampler, and what a slow and obvious reader of the rules makes of them."""
 
+import itertools
 import math
 from typing import Any
 
@@ -89,15 +90,24 @@ def naive_kept(logits: list[float], params: SamplingParams) -> set[int]:
         kth = sorted(scaled, reverse=True)[params.top_k - 1]
         kept = {token for token in kept if scaled[token] >= kth}
     if params.top_p < 1:
-        mass = {token: math.exp(scaled[token]) for token in kept}
-        total = math.fsum(mass.values())
-        kept = {
-            token
-            for token in kept
-            if math.fsum(mass[other] for other in mass if scaled[other] > scaled[token])
-            < params.top_p * total
-        }
+        kept = nucleus({token: scaled[token] for token in kept}, params.top_p)
     return {token for token in kept if math.exp(scaled[token]) >= params.min_p}
+
+
+def nucleus(scaled: dict[int, float], top_p: float) -> set[int]:
+    """Those before which less than `top_p` of all mass stands; equal ones go together."""
+    limit = top_p * math.fsum(map(math.exp, scaled.values()))
+    nucleus: set[int] = set()
+    before = 0.0
+    for value, equals in itertools.groupby(
+        sorted(scaled, key=scaled.__getitem__, reverse=True), scaled.__getitem__
+    ):
+        if before >= limit:
+            break
+        tokens = list(equals)
+        nucleus.update(tokens)
+        before += len(tokens) * math.exp(value)
+    return nucleus
 
 
 def naive_draw(logits: torch.Tensor, params: SamplingParams, index: int) -> int:

@@ -118,6 +118,13 @@ def test_a_small_divisor_does_not_make_infinity() -> None:
     assert sample(logits, row(SamplingParams(repetition_penalty=1e-3, top_p=0.5), prompt=[0])) == [0]
 
 
+def test_the_smallest_penalty_makes_no_nan_of_an_impossible_token() -> None:
+    logits = torch.tensor([[-torch.inf, 1.0, -2.0]])
+    assert (
+        edited(logits, row(SamplingParams(repetition_penalty=1e-300), prompt=[0])).tolist() == logits.tolist()
+    )
+
+
 def test_counts_grow_with_the_sequence_and_no_token_is_counted_twice() -> None:
     params = SamplingParams(frequency_penalty=1.0, repetition_penalty=2.0)
     sequence = row(params, prompt=[1, 2, 1]).sequence

@@ -228,8 +228,13 @@ def test_nothing_sampled_from_nothing() -> None:
 
 def test_a_device_that_is_lost_while_sampling() -> None:
     class Lost:
+        device = torch.device("cpu")
+
         def __len__(self) -> int:
             return 1
+
+        def __getitem__(self, rows: slice) -> "Lost":
+            return self
 
         def float(self) -> torch.Tensor:
             raise torch.AcceleratorError("CUDA error: unspecified launch failure")
