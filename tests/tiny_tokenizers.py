@@ -8,7 +8,9 @@ from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 CHARACTERS = '▁abcdefghijklmnopqrstuvwxyz"{}[]:,.-0123456789é'
-MERGES = [("▁", "a"), ("t", "h"), ("th", "e"), ("▁", "the"), ("▁", "▁"), ('"', ":"), ('{', '"'), ("1", "2")]  # fmt: skip
+MERGES = [
+    ("▁", "a"), ("t", "h"), ("th", "e"), ("▁", "the"), ("▁", "▁"), ('"', ":"), ("{", '"'), ("1", "2"),
+]  # fmt: skip
 
 
 def make_sentencepiece() -> PreTrainedTokenizerFast:

@@ -15,7 +15,7 @@ PATIENCE = 20.0
 
 
 class GatedBackend:
-    """Compiles a regex to a factory that gives the regex back; those that start with "hang" wait for a gate."""
+    """Gives each regex back; those that start with "hang" wait for a gate."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
