@@ -35,7 +35,7 @@ KINDS = {
     "json_object": StructuredOutputs(json_object=True),
     "regex": StructuredOutputs(regex=r"^(\d{1,3}-[a-f]+x?|[^a-z\d]{2,4})$"),
     "choice": StructuredOutputs(choice=("yes", "no", "not sure", "née 世👋", 'a "quoted\\ one"\n\0', "</s>")),
-    "grammar": StructuredOutputs(grammar='root ::= "<" item{1,4} ">"\nitem ::= [0-9]+ "," | "é"'),
+    "grammar": StructuredOutputs(grammar='root ::= "<" item{1,4} ">"\nitem ::= [0-9]{1,6} "," | "é"'),
 }
 
 
@@ -50,7 +50,7 @@ class Tiny:
             self.tokenizer, vocab_size=self.vocab_size, eos_token_ids=eos_token_ids
         )
         spelt = [self.tokenizer.token_bytes(one) for one in range(self.tokenizer.vocab_size)]
-        self.closing = frozenset(i for i, one in enumerate(spelt) if one and one in b'"}]>0') | eos_token_ids
+        self.closing = frozenset(i for i, one in enumerate(spelt) if one and one in b'"}]>') | eos_token_ids
         self.factories: dict[str, GrammarFactory] = {}
 
     def fresh(self, kind: str) -> TokenGrammar:
