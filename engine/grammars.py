@@ -158,6 +158,8 @@ class GrammarCompiler:
             _, job = self._waiting.popitem(last=False)
             job.started = self._clock()
             self._running.append(job)
+            # Who waits must know of its limit.
+            self._condition.notify_all()
             return job
 
     def _compile(self, structured_outputs: StructuredOutputs) -> Compiled:

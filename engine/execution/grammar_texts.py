@@ -27,7 +27,9 @@ def to_lark(structured_outputs: StructuredOutputs) -> str:
 
 def explain(error: str) -> str:
     """The library's error without its listing of the grammar and its places in our text."""
-    first, *others = error.splitlines()
+    first, *others = error.splitlines() or [""]
+    if first in ("NoExtension", "NoExtensionBias"):
+        return "no text fits it"
     reasons = [line.removeprefix("error: ") for line in others if line.startswith("error: ")]
     text = " ".join([re.sub(r"^at \d+\(\d+\): ", "", first), *reasons])
     return text if len(text) <= MAX_ERROR else text[: MAX_ERROR - 3] + "..."
@@ -47,15 +49,33 @@ def _start_of(given: StructuredOutputs) -> str:
 def _json(schema: Any) -> str:
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
-    options = {"whitespace_pattern": WHITESPACE}
+    options = {"whitespace_pattern": WHITESPACE, "json_allow_general_unicode_escapes": True}
     # The library's own options are ours to set; to a JSON schema this is one more unknown word.
     return f"start: %json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 def _grammar(text: str) -> str:
-    if is_lark_syntax(text):
+    if is_lark_syntax(text) or "::=" not in text:
         return text
     rules = Counter(re.findall(r"(?m)^[ \t]*([\w-]+)\s*::=", text))
     if twice := [rule for rule, times in rules.items() if times > 1]:
         raise ValueError(f"grammar: {twice[0]} is defined twice")
-    return gbnf_to_lark(text)
+    try:
+        return gbnf_to_lark(_ESCAPE.sub(_spell_out, text))
+    except Exception as error:
+        # The library's converter has no error of its own for what it does not expect.
+        raise ValueError(f"grammar: is no GBNF: {error}"[:MAX_ERROR]) from error
+
+
+# All escapes, so that the second half of an escaped backslash is not taken for the start of another.
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+
+
+def _spell_out(escape: re.Match[str]) -> str:
+    """The character itself for `\\uXXXX` and `\\UXXXXXXXX`, which the library's converter gets wrong."""
+    code = escape[1] or escape[2]
+    if code is None:
+        return escape[0]
+    character = chr(int(code, 16))
+    character.encode()
+    return character if character.isalnum() or ord(character) > 127 else f"\\x{ord(character):02x}"

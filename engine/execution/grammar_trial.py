@@ -16,8 +16,6 @@ from typing import IO
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-MAX_BYTES = 1 << 30
-"""Address space of a child."""
 # The library's defaults, but for fewer items and states: the worst step stays below some tenth of a second,
 # and the automaton of one output below some 40 MB.
 LIMITS = LLParserLimits(step_max_items=10_000, max_lexer_states=20_000, verbose_errors=False)
@@ -27,11 +25,13 @@ TOO_LARGE = "the grammar is too large to compile; simplify it"
 class Trials:
     """Children that compile one grammar at a time; as many as there are calls at once, kept for the next.
 
-    A child ends when it is asked too much, and with whoever started it.
+    A child ends when it is asked for more than `seconds` or `max_bytes` of address space, and with whoever
+    started it.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, max_bytes: int = 1 << 30) -> None:
         self._seconds = seconds
+        self._max_bytes = max_bytes
         self._idle: list[subprocess.Popen[bytes]] = []
         weakref.finalize(self, _end_all, self._idle)
 
@@ -40,10 +40,7 @@ class Trials:
 
         Any thread may call.
         """
-        try:
-            child = self._idle.pop()
-        except IndexError:
-            child = self._start()
+        child = self._take()
         answer = _ask(child, lark)
         if answer is not None:
             self._idle.append(child)
@@ -53,9 +50,20 @@ class Trials:
             return f"the grammar was not compiled within {self._seconds:g} seconds; simplify it"
         return TOO_LARGE
 
+    def _take(self) -> "subprocess.Popen[bytes]":
+        while True:
+            try:
+                child = self._idle.pop()
+            except IndexError:
+                return self._start()
+            # One that somebody else has ended says nothing about the next grammar.
+            if child.poll() is None:
+                return child
+            _end_all([child])
+
     def _start(self) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
-            [sys.executable, "-I", __file__, str(self._seconds)],
+            [sys.executable, "-I", __file__, str(self._seconds), str(self._max_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -90,12 +98,13 @@ def _say(file: IO[bytes], text: str) -> None:
 
 def main() -> None:
     """The child: for each line of JSON, a grammar, such a line with its error or an empty string."""
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+    seconds, max_bytes = float(sys.argv[1]), int(sys.argv[2])
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokenizer = LLTokenizer("byte")
     for line in sys.stdin.buffer:
         # Nobody handles this signal: it ends the process, also inside the library and without a parent.
-        signal.setitimer(signal.ITIMER_REAL, float(sys.argv[1]))
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         matcher = LLMatcher(tokenizer, json.loads(line), log_level=0, limits=LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()

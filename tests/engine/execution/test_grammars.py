@@ -1,0 +1,239 @@
+"""Grammars over real tokenizers: every text that comes through the masks is what was asked for."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import InvalidParameter
+from engine.execution.grammars import LlguidanceBackend, TokenGrammar
+from engine.execution.tokenizer import Tokenizer
+from engine.structured_outputs import StructuredOutputs
+from tests.grammar_checks import allowed_ids, check_text, compiler_of, draw
+from tests.tiny_grammars import BYTE_LEVEL, EOS_IDS, KINDS, PADDED, PERSON, SENTENCEPIECE, Tiny, bytes_to_ids
+from tests.tiny_models import EOS, IM_END, IM_START, VOCAB_SIZE
+
+NUM_TEXTS = 200
+TINY = pytest.mark.parametrize("tiny", [BYTE_LEVEL, SENTENCEPIECE], ids=["bytes", "sentencepiece"])
+
+
+@TINY
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_text_is_what_was_asked_for(tiny: Tiny, kind: str) -> None:
+    """Also characters of several tokens: a mask that knows whole characters only would never end them."""
+    texts = []
+    for seed in range(NUM_TEXTS):
+        output = tiny.draw(kind, seed)
+        if output is not None:
+            # A token before it, so that SentencePiece's first space is not taken off.
+            text = tiny.tokenizer.decode([tiny.tokenizer.encode("a")[-1], *output], False).removeprefix("a")
+            check_text(KINDS[kind], text)
+            assert "\N{REPLACEMENT CHARACTER}" not in text
+            texts.append(text)
+    assert len(texts) >= NUM_TEXTS * 0.9
+    assert len(set(texts)) >= 5
+    assert kind == "json_object" or any(not text.isascii() for text in texts)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([BYTE_LEVEL, SENTENCEPIECE]), st.sampled_from(sorted(KINDS)), st.integers(0, 10**6))
+def test_a_replay_stands_where_the_undisturbed_one_stands(tiny: Tiny, kind: str, seed: int) -> None:
+    """At every point of the text: after a crash, and after any number of steps at once."""
+    output = (tiny.draw(kind, seed) or [])[:60]
+    undisturbed = tiny.fresh(kind)
+    for split in range(len(output) + 1):
+        undisturbed.advance(output[:split])
+        replayed = tiny.fresh(kind)
+        replayed.advance(output[:split])
+        assert np.array_equal(tiny.row(undisturbed), tiny.row(replayed))
+        assert undisturbed.is_complete == replayed.is_complete
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text(min_size=1), min_size=1, max_size=8))
+def test_any_text_can_be_a_choice(choices: list[str]) -> None:
+    grammar = BYTE_LEVEL.backend.compile(StructuredOutputs(choice=tuple(choices)))()
+    for text in choices:
+        one = BYTE_LEVEL.backend.compile(StructuredOutputs(choice=tuple(choices)))()
+        one.advance(bytes_to_ids(text))
+        row = np.zeros((BYTE_LEVEL.vocab_size + 31) // 32, np.int32)
+        one.fill_bitmask(row)
+        assert set(allowed_ids(row)) >= EOS_IDS
+    assert not grammar.is_complete
+
+
+def test_the_end_is_allowed_exactly_where_the_text_may_end() -> None:
+    numbers = StructuredOutputs(regex="[0-9]{2,3}")
+    assert not BYTE_LEVEL.mask(numbers, "1") & EOS_IDS
+    assert BYTE_LEVEL.mask(numbers, "12") > EOS_IDS
+    assert BYTE_LEVEL.mask(numbers, "123") == EOS_IDS
+
+
+def test_no_special_token_is_ever_allowed() -> None:
+    """Not where anything goes, and not where a grammar asks for one by its number."""
+    specials = BYTE_LEVEL.tokenizer.special_ids
+    anything = BYTE_LEVEL.mask(StructuredOutputs(regex=r"(?s:.*)"))
+    assert anything & specials == EOS_IDS
+    assert not any(one >= VOCAB_SIZE for one in anything), "ids that only the model knows"
+    numbered = StructuredOutputs(grammar=f'start: "a" | <[{IM_START}]>')
+    assert not BYTE_LEVEL.mask(numbered) & specials
+    for grammar in (f"start: <[{IM_START}]>", "start: <|im_start|>"):
+        with pytest.raises(ValueError, match=r"no text|special token"):
+            BYTE_LEVEL.backend.compile(StructuredOutputs(grammar=grammar))
+
+
+def test_any_spelling_of_an_allowed_text_is_allowed() -> None:
+    """The model's own choice of tokens decides, not the tokenizer's."""
+    grammar = BYTE_LEVEL.backend.compile(StructuredOutputs(choice=("the quick brown fox",)))
+    for token_ids in (
+        bytes_to_ids("the quick brown fox"),
+        BYTE_LEVEL.tokenizer.encode("the quick brown fox")[1:],
+    ):
+        one = grammar()
+        one.advance(token_ids)
+        assert one.is_complete
+    assert len(bytes_to_ids("the quick brown fox")) > len(token_ids)
+
+
+def test_tokens_that_end_the_text_are_passed_over() -> None:
+    """A request that ignores the end goes on where it stood."""
+    grammar = BYTE_LEVEL.backend.compile(StructuredOutputs(regex="(ab)+"))()
+    grammar.advance([*bytes_to_ids("ab"), EOS, IM_END])
+    assert not grammar.is_complete
+    grammar.advance([*bytes_to_ids("ab"), EOS, IM_END, *bytes_to_ids("ab")])
+    with pytest.raises(ValueError, match="does not go back"):
+        grammar.advance([])
+
+
+def test_a_complete_grammar_still_allows_the_end() -> None:
+    """With `min_tokens`, the sampler must see that nothing else is left."""
+    grammar = BYTE_LEVEL.backend.compile(KINDS["choice"])()
+    assert not grammar.is_complete
+    grammar.advance(bytes_to_ids("yes"))
+    assert grammar.is_complete
+    assert isinstance(grammar, TokenGrammar)
+    assert set(allowed_ids(BYTE_LEVEL.row(grammar))) == EOS_IDS
+
+
+def test_a_token_outside_the_grammar_is_an_error_and_stays_one() -> None:
+    grammar = BYTE_LEVEL.backend.compile(KINDS["choice"])()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="satisfy the grammar"):
+            grammar.advance(bytes_to_ids("x"))
+    with pytest.raises(ValueError, match="satisfy the grammar"):
+        assert grammar.is_complete
+    with pytest.raises(ValueError, match="satisfy the grammar"):
+        grammar.fill_bitmask(np.zeros((BYTE_LEVEL.vocab_size + 31) // 32, np.int32))
+
+
+def test_outputs_of_one_request_do_not_share_a_place() -> None:
+    factory = BYTE_LEVEL.backend.compile(KINDS["choice"])
+    first, second = factory(), factory()
+    first.advance(bytes_to_ids("yes"))
+    assert first.is_complete
+    assert not second.is_complete
+
+
+def test_a_model_without_an_end_can_still_complete_a_text() -> None:
+    backend = LlguidanceBackend(BYTE_LEVEL.tokenizer, vocab_size=PADDED, eos_token_ids=frozenset())
+    grammar = backend.compile(KINDS["choice"])()
+    grammar.advance(bytes_to_ids("yes"))
+    assert grammar.is_complete
+    row = np.zeros((PADDED + 31) // 32, np.int32)
+    grammar.fill_bitmask(row)
+    assert not row.any()
+
+
+def test_a_vocabulary_that_ends_with_a_word() -> None:
+    """The library's own end is the first bit of a word that the model's row does not have."""
+    backend = LlguidanceBackend(BYTE_LEVEL.tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=EOS_IDS)
+    assert VOCAB_SIZE % 32 == 0
+    grammar = backend.compile(KINDS["choice"])()
+    row = np.zeros(VOCAB_SIZE // 32, np.int32)
+    grammar.fill_bitmask(row)
+    assert row.any()
+
+
+def test_whitespace_between_parts_of_json_has_an_end() -> None:
+    """OpenAI's guide to JSON mode warns of whitespace until the tokens are used up."""
+    schema = StructuredOutputs(json={"type": "array"})
+    assert {len(one) for one in map(BYTE_LEVEL.tokenizer.token_bytes, BYTE_LEVEL.mask(schema, "["))} >= {1}
+    space = bytes_to_ids(" ")[0]
+    assert space in BYTE_LEVEL.mask(schema, "[" + " " * 63)
+    assert space not in BYTE_LEVEL.mask(schema, "[" + " " * 64)
+
+
+def test_escapes_of_any_character_are_json_too() -> None:
+    text = StructuredOutputs(json={"type": "string"})
+    assert BYTE_LEVEL.mask(text, r'"\u00e9\ud83d\ude00\n"') == EOS_IDS
+    with pytest.raises(ValueError, match="satisfy the grammar"):
+        BYTE_LEVEL.mask(text, r'"\ud83d"')
+
+
+def test_a_step_that_costs_too_much_is_an_error() -> None:
+    """Compiled, but with a text that the parser cannot follow in bounded work."""
+    grammar = BYTE_LEVEL.backend.compile(StructuredOutputs(regex="((a{1,1000}){1,1000}){1,1000}"))()
+    row = np.zeros((BYTE_LEVEL.vocab_size + 31) // 32, np.int32)
+
+    def write(num_tokens: int) -> None:
+        for length in range(num_tokens):
+            grammar.advance(bytes_to_ids("a" * length))
+            grammar.fill_bitmask(row)
+
+    with pytest.raises(ValueError, match="too many expressions"):
+        write(500)
+
+
+def test_a_tokenizer_that_does_not_tell_its_bytes_is_refused_when_asked() -> None:
+    class Old:
+        """No Rust tokenizer beneath."""
+
+        def __getattr__(self, name: str) -> object:
+            if name == "backend_tokenizer":
+                raise AttributeError(name)
+            return getattr(BYTE_LEVEL.tokenizer._tokenizer, name)
+
+        def __len__(self) -> int:
+            return VOCAB_SIZE
+
+    compiler = compiler_of(Tokenizer(Old()), vocab_size=VOCAB_SIZE, eos_token_ids=EOS_IDS)
+    with pytest.raises(InvalidParameter, match=r"structured_outputs: .*tokenizer"):
+        compiler.submit("r", KINDS["json"])
+
+
+def test_through_the_compiler() -> None:
+    compiler = compiler_of(BYTE_LEVEL.tokenizer, vocab_size=PADDED, eos_token_ids=EOS_IDS)
+    compiler.submit("good", KINDS["json"])
+    compiler.submit("bad", StructuredOutputs(json={"type": "text"}))
+    ready: dict[str, Any] = {}
+    while len(ready) < 2:
+        compiler.wait(20.0)
+        ready.update(compiler.take_ready())
+    assert "Invalid type: text" in ready["bad"]
+    random = np.random.default_rng(0)
+    for _ in range(2):
+        output = draw(
+            ready["good"](), random, vocab_size=PADDED, eos_token_ids=EOS_IDS, favoured=BYTE_LEVEL.closing
+        )
+        assert output is not None
+        check_text(KINDS["json"], BYTE_LEVEL.tokenizer.decode(output))
+
+
+def test_hundreds_of_grammars_leave_nothing_behind() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    def compile_some(start: int) -> None:
+        for index in range(start, start + 100):
+            properties = {**PERSON["properties"], f"field_{index}": {"type": "string"}}
+            schema = StructuredOutputs(json={**PERSON, "properties": properties})
+            BYTE_LEVEL.backend.compile(schema)().advance([])
+
+    compile_some(0)
+    before = resident()
+    compile_some(100)
+    compile_some(200)
+    assert resident() - before < 16 << 20

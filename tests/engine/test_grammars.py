@@ -1,0 +1,244 @@
+"""The compiler of grammars: nobody waits for another's bad grammar, and nothing grows without bound."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.errors import InvalidParameter
+from engine.grammars import BUSY, GrammarCompiler, GrammarFactory
+from engine.structured_outputs import StructuredOutputs
+from tests.engine.fakes import Clock
+
+PATIENCE = 20.0
+
+
+class GatedBackend:
+    """Gives each regex back; those that start with "hang" wait for a gate."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.entered = threading.Semaphore(0)
+        self.compiled: list[str] = []
+        self.is_usable = True
+
+    def check(self) -> None:
+        if not self.is_usable:
+            raise InvalidParameter("structured_outputs", "not with this tokenizer")
+
+    def compile(self, structured_outputs: StructuredOutputs) -> GrammarFactory:
+        regex = structured_outputs.regex
+        assert regex is not None
+        self.compiled.append(regex)
+        self.entered.release()
+        if regex.startswith("hang"):
+            assert self.gate.wait(PATIENCE)
+        if regex.startswith("bad"):
+            raise ValueError(f"{regex} is bad")
+        if regex.startswith("panic"):
+            raise BaseException("a panic")
+        factory: Any = lambda: regex  # noqa: E731
+        return factory
+
+
+def regex(text: str) -> StructuredOutputs:
+    return StructuredOutputs(regex=text)
+
+
+def take(compiler: GrammarCompiler, count: int) -> dict[str, str | GrammarFactory]:
+    """The next `count` results, by key."""
+    ready: dict[str, str | GrammarFactory] = {}
+    while len(ready) < count:
+        compiler.wait(PATIENCE)
+        new = compiler.take_ready()
+        assert new, "nothing came in time"
+        assert not set(dict(new)) & set(ready), "two answers"
+        ready.update(new)
+    return ready
+
+
+def until(condition: Callable[[], bool]) -> None:
+    waiter = threading.Event()
+    for _ in range(2000):
+        if condition():
+            return
+        waiter.wait(0.01)
+    raise AssertionError("it did not come about")
+
+
+def test_every_key_comes_out_once() -> None:
+    compiler = GrammarCompiler(GatedBackend())
+    for index in range(20):
+        compiler.submit(f"r{index}", regex(f"a{index}"))
+    ready = take(compiler, 20)
+    assert {key: factory() for key, factory in ready.items()} == {f"r{i}": f"a{i}" for i in range(20)}  # type: ignore[operator]
+    assert compiler.take_ready() == []
+
+
+def test_a_bad_grammar_fails_alone() -> None:
+    """vllm#43920: one malformed grammar ended the engine."""
+    compiler = GrammarCompiler(GatedBackend())
+    for key in ("bad", "panic", "good"):
+        compiler.submit(key, regex(key))
+    ready = take(compiler, 3)
+    assert ready["bad"] == "bad is bad"
+    assert ready["panic"] == "a panic"
+    assert callable(ready["good"])
+
+
+def test_the_same_grammar_is_compiled_once() -> None:
+    backend = GatedBackend()
+    compiler = GrammarCompiler(backend)
+    compiler.submit("a", regex("hang"))
+    assert backend.entered.acquire(timeout=PATIENCE)
+    compiler.submit("b", regex("hang"))
+    backend.gate.set()
+    take(compiler, 2)
+    compiler.submit("c", regex("hang"))
+    assert [key for key, _ in compiler.take_ready()] == ["c"]
+    assert backend.compiled == ["hang"]
+
+
+def test_errors_are_kept_too() -> None:
+    backend = GatedBackend()
+    compiler = GrammarCompiler(backend)
+    compiler.submit("a", regex("bad"))
+    take(compiler, 1)
+    compiler.submit("b", regex("bad"))
+    assert compiler.take_ready() == [("b", "bad is bad")]
+    assert backend.compiled == ["bad"]
+
+
+def test_the_least_recently_used_is_dropped() -> None:
+    backend = GatedBackend()
+    compiler = GrammarCompiler(backend, max_cached=2, num_threads=1)
+    for name in ("a", "b", "a", "c", "a", "b"):
+        compiler.submit(name, regex(name))
+        take(compiler, 1)
+    assert backend.compiled == ["a", "b", "c", "b"]
+
+
+def test_a_grammar_that_is_never_done_holds_up_nobody() -> None:
+    backend, clock = GatedBackend(), Clock()
+    compiler = GrammarCompiler(backend, num_threads=1, max_threads=2, timeout_seconds=10.0, clock=clock)
+    compiler.submit("slow", regex("hang"))
+    assert backend.entered.acquire(timeout=PATIENCE)
+    compiler.submit("next", regex("next"))
+    assert compiler.take_ready() == []
+    clock.now = 10.0
+    ready = dict(compiler.take_ready())
+    assert ready.pop("slow") == "the grammar was not compiled within 10 seconds; simplify it"
+    while not ready:
+        until(lambda: len(backend.compiled) == 2)
+        ready.update(compiler.take_ready())
+    assert callable(ready["next"])
+    backend.gate.set()
+    until(lambda: compiler.num_threads == 0)
+    # It came late, and whoever asks again has it at once.
+    compiler.submit("again", regex("hang"))
+    assert callable(dict(compiler.take_ready())["again"])
+
+
+def test_threads_are_bounded_and_those_behind_are_told() -> None:
+    backend, clock = GatedBackend(), Clock()
+    compiler = GrammarCompiler(backend, num_threads=2, max_threads=3, timeout_seconds=10.0, clock=clock)
+    for index in range(5):
+        compiler.submit(f"r{index}", regex(f"hang{index}"))
+    answers: dict[str, object] = {}
+    for num_started in (2, 3):
+        until(lambda n=num_started: len(backend.compiled) == n)  # type: ignore[misc]
+        clock.now += 10.0
+        answers.update(compiler.take_ready())
+    assert compiler.num_threads == 3
+    assert [answers[f"r{index}"] for index in (3, 4)] == [BUSY, BUSY]
+    assert all("not compiled within" in str(answers[f"r{index}"]) for index in range(3))
+    backend.gate.set()
+    until(lambda: compiler.num_threads == 0)
+    compiler.submit("later", regex("later"))
+    until(lambda: "later" in backend.compiled)
+
+
+def test_a_thread_that_comes_back_makes_room() -> None:
+    backend, clock = GatedBackend(), Clock()
+    compiler = GrammarCompiler(backend, num_threads=1, max_threads=1, timeout_seconds=10.0, clock=clock)
+    compiler.submit("slow", regex("hang"))
+    assert backend.entered.acquire(timeout=PATIENCE)
+    clock.now = 10.0
+    compiler.take_ready()
+    compiler.submit("next", regex("next"))
+    backend.gate.set()
+    until(lambda: compiler.num_threads == 0)
+    assert backend.compiled == ["hang", "next"]
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_what_is_forgotten_does_not_come_out(is_running: bool) -> None:
+    backend = GatedBackend()
+    compiler = GrammarCompiler(backend, num_threads=1)
+    compiler.submit("first", regex("hang"))
+    assert backend.entered.acquire(timeout=PATIENCE)
+    compiler.submit("second", regex("second"))
+    compiler.forget("first" if is_running else "second")
+    compiler.forget("never heard of")
+    backend.gate.set()
+    until(lambda: compiler.num_threads == 0)
+    assert [key for key, _ in compiler.take_ready()] == ["second" if is_running else "first"]
+    assert backend.compiled == (["hang", "second"] if is_running else ["hang"])
+
+
+def test_what_is_ready_can_be_forgotten() -> None:
+    compiler = GrammarCompiler(GatedBackend())
+    compiler.submit("a", regex("a"))
+    compiler.wait(PATIENCE)
+    compiler.forget("a")
+    assert compiler.take_ready() == []
+
+
+def test_waiting_for_nothing_returns() -> None:
+    compiler = GrammarCompiler(GatedBackend())
+    compiler.wait(PATIENCE * 100)
+    compiler.submit("a", regex("a"))
+    take(compiler, 1)
+    compiler.wait(PATIENCE * 100)
+
+
+def test_waiting_ends_with_its_time() -> None:
+    backend = GatedBackend()
+    compiler = GrammarCompiler(backend)
+    compiler.submit("a", regex("hang"))
+    compiler.wait(0.01)
+    assert compiler.take_ready() == []
+    backend.gate.set()
+    take(compiler, 1)
+
+
+def test_waiting_ends_when_a_grammar_is_over_its_time() -> None:
+    backend = GatedBackend()
+    compiler = GrammarCompiler(backend, timeout_seconds=0.05)
+    compiler.submit("a", regex("hang"))
+    compiler.wait(PATIENCE * 100)
+    assert "not compiled within" in str(compiler.take_ready())
+    backend.gate.set()
+    until(lambda: compiler.num_threads == 0)
+
+
+def test_threads_end_and_keep_no_process_alive() -> None:
+    backend = GatedBackend()
+    compiler = GrammarCompiler(backend)
+    compiler.submit("a", regex("hang"))
+    assert backend.entered.acquire(timeout=PATIENCE)
+    assert all(one.daemon for one in threading.enumerate() if one.name == "grammar")
+    backend.gate.set()
+    take(compiler, 1)
+    until(lambda: compiler.num_threads == 0)
+    until(lambda: not any(one.name == "grammar" for one in threading.enumerate()))
+
+
+def test_a_model_without_grammars_refuses_at_once() -> None:
+    backend = GatedBackend()
+    backend.is_usable = False
+    compiler = GrammarCompiler(backend)
+    with pytest.raises(InvalidParameter, match="not with this tokenizer"):
+        compiler.submit("a", regex("a"))
+    assert compiler.num_threads == 0
