@@ -5,20 +5,21 @@ that hold are those of `Execution.config`. This file decides on limits only.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter
 from engine.execution.default_model import DEFAULT_MODEL, default_model
-from engine.execution.inputs import InputBuilder
 from engine.execution.kv_cache import CPU_SHARE, CUDA_SHARE, choose_num_kv_blocks, free_bytes
+from engine.execution.kv_pool import KVPool
 from engine.execution.loader import LoadedModel, load_model
-from engine.execution.model_runner import ModelRunner
+from engine.execution.numerics import DETERMINISTIC, PLAIN
 from engine.execution.sampler import Sampler
 from engine.execution.tokenizer import Tokenizer
-from engine.execution.torch_attention import TorchAttention
+from engine.step_execution import Runner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,7 @@ class Execution:
     `eos_token_ids`: all that end a text. `fingerprint`: the same files give the same string.
     """
 
-    runner: ModelRunner
+    runner: Runner
     sampler: Sampler
     tokenizer: Tokenizer
     config: EngineConfig
@@ -45,53 +46,61 @@ def build_execution(
     cache_dir: Path | str | None = None,
     dtype: str = "auto",
     device: str = "auto",
-    max_model_len: int | None = None,
-    num_kv_blocks: int | None = None,
-    block_size: int | None = None,
-    max_num_batched_tokens: int | None = None,
-    max_num_seqs: int | None = None,
-    max_num_prefill_seqs: int | None = None,
-    chunked_prefill: bool | None = None,
-    prefix_caching: bool | None = None,
+    deterministic: bool = False,
     kv_memory_share: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
+    **limits: Any,
 ) -> Execution:
     """Load a model and make it ready to run; a pass of one token has been run when this returns.
 
     `model`: a directory, a hub id, or `DEFAULT_MODEL`, which is converted once into `cache_dir`. `dtype`,
-    `device`, `progress`: see `load_model`. `max_model_len`: at most the model's own, which is the default.
-    `num_kv_blocks`: by default enough for `max_num_seqs` sequences of `max_model_len`, but at most
-    `kv_memory_share` of the memory that is free once the model is loaded (0.4 on a CPU, 0.85 on CUDA).
+    `device`, `progress`: see `load_model`. `deterministic`: a sequence's logits are the same to the bit
+    whatever else is computed, in whatever chunks, found in the cache or computed again; this is slower, and
+    models for which it does not hold are refused.
+
+    `limits`: fields of `EngineConfig`; None leaves one to its default, but for fields that take None.
+    `max_model_len`: at most the model's own, which is the default. `num_kv_blocks`: by default enough for
+    `max_num_seqs` sequences of `max_model_len`, but at most `kv_memory_share` of the memory that is free once
+    the model is loaded (0.4 on a CPU, 0.85 on CUDA).
 
     Raises `InvalidParameter`, or `UnsupportedModel` with the model's type and the reason.
     """
-    given = {
-        "block_size": block_size,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "max_num_seqs": max_num_seqs,
-        "max_num_prefill_seqs": max_num_prefill_seqs,
-        "chunked_prefill": chunked_prefill,
-        "prefix_caching": prefix_caching,
-    }
-    limits: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    given = _given_limits(limits)
     # Checked before minutes are spent on loading; what is left open gets a value that passes.
-    EngineConfig(
-        max_model_len=2 if max_model_len is None else max_model_len,
-        num_kv_blocks=1 if num_kv_blocks is None else num_kv_blocks,
-        **limits,
-    )
+    EngineConfig(**{"max_model_len": 2, "num_kv_blocks": 1, **given})
+    numerics = DETERMINISTIC if deterministic else PLAIN
     loaded = load_model(
         _source(model, cache_dir, progress),
-        make_backend=TorchAttention,
+        make_backend=numerics.make_backend,
+        prepare=numerics.prepare,
         dtype=dtype,
         device=device,
         progress=progress,
     )
-    config = _engine_config(loaded, max_model_len, num_kv_blocks, kv_memory_share, limits)
+    config = _engine_config(loaded, kv_memory_share, given)
     tokenizer = Tokenizer.load(loaded.directory)
-    runner = _make_runner(loaded, config)
+    runner = numerics.make_runner(loaded, config, progress)
     runner.check()
     progress(f"ready: {config.num_kv_blocks} KV blocks, {config.max_model_len} tokens a sequence")
+    return _execution(loaded, config, tokenizer, runner)
+
+
+def _given_limits(limits: dict[str, Any]) -> dict[str, Any]:
+    """Those that were set. Every field of `EngineConfig` may be, so that none can be forgotten here.
+
+    Raises `TypeError` for another name, as a call does.
+    """
+    known = {field.name: field for field in fields(EngineConfig)}
+    if unknown := limits.keys() - known:
+        raise TypeError(f"EngineConfig has no field {', '.join(sorted(unknown))}")
+    return {
+        name: value
+        for name, value in limits.items()
+        if value is not None or NoneType in get_args(known[name].type)
+    }
+
+
+def _execution(loaded: LoadedModel, config: EngineConfig, tokenizer: Tokenizer, runner: Runner) -> Execution:
     return Execution(
         runner=runner,
         sampler=Sampler(),
@@ -113,22 +122,16 @@ def _source(model: str, cache_dir: Path | str | None, progress: Callable[[str], 
     return str(default_model(Path(cache_dir), progress))
 
 
-def _engine_config(
-    loaded: LoadedModel,
-    max_model_len: int | None,
-    num_kv_blocks: int | None,
-    share: float | None,
-    limits: dict[str, Any],
-) -> EngineConfig:
+def _engine_config(loaded: LoadedModel, share: float | None, given: dict[str, Any]) -> EngineConfig:
     """The limits that nobody set, from what the model and the memory allow."""
-    length = model_length(loaded.max_model_len, max_model_len)
-    if num_kv_blocks is not None:
-        return EngineConfig(max_model_len=length, num_kv_blocks=num_kv_blocks, **limits)
-    config = EngineConfig(max_model_len=length, num_kv_blocks=1, **limits)
+    length = model_length(loaded.max_model_len, given.get("max_model_len"))
+    config = EngineConfig(**{"num_kv_blocks": 1, **given, "max_model_len": length})
+    if "num_kv_blocks" in given:
+        return config
     chosen = choose_num_kv_blocks(
         max_tokens=config.max_num_seqs * length,
         block_size=config.block_size,
-        bytes_per_block=TorchAttention.bytes_per_block(loaded.layers, config.block_size, loaded.dtype),
+        bytes_per_block=KVPool.bytes_per_block(loaded.layers, config.block_size, loaded.dtype),
         free_bytes=free_bytes(loaded.device),
         share=share if share is not None else CUDA_SHARE if loaded.device.type == "cuda" else CPU_SHARE,
     )
@@ -146,11 +149,3 @@ def model_length(most: int | None, asked: int | None) -> int:
     if most is not None and asked > most:
         raise InvalidParameter("max_model_len", f"is {asked}, but the model takes at most {most} tokens")
     return asked
-
-
-def _make_runner(loaded: LoadedModel, config: EngineConfig) -> ModelRunner:
-    backend = TorchAttention(
-        loaded.layers, config.num_kv_blocks + 1, config.block_size, loaded.dtype, loaded.device
-    )
-    inputs = InputBuilder(config.max_num_seqs, config.max_model_len, config.block_size)
-    return ModelRunner(loaded.model, backend, inputs)

@@ -18,7 +18,7 @@ from engine.execution.attention import ATTENTION_NAME, LayerSpec, install
 from engine.execution.model_files import find_model, fingerprint
 from engine.execution.probe import record_layers, refuse_by_config
 from engine.execution.quiet import quiet_transformers
-from engine.execution.trial import BackendFactory, check_agreement
+from engine.execution.trial import BackendFactory, Preparation, check_agreement
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -46,6 +46,7 @@ def load_model(
     source: str,
     *,
     make_backend: BackendFactory,
+    prepare: Preparation = lambda _: None,
     dtype: str = "auto",
     device: str = "auto",
     progress: Callable[[str], None],
@@ -53,7 +54,8 @@ def load_model(
     """Load the model in a directory or under a hub id.
 
     `dtype`: "float32", "bfloat16", or "auto": the checkpoint's on CUDA, float32 on a CPU. `device`: "cpu",
-    "cuda", or "auto". `progress` is told in words what happens. Raises `InvalidParameter`, or
+    "cuda", or "auto". `prepare` is done to the model and, before, to the small one that is tried. `progress`
+    is told in words what happens. Raises `InvalidParameter`, or
     `UnsupportedModel` with the model's type and the reason.
     """
     target = find_device(device)
@@ -63,9 +65,10 @@ def load_model(
         refuse_by_config(config)
         install()
         progress(f"trying paged attention on a small {config.model_type} model")
-        check_agreement(config, make_backend, target)
+        check_agreement(config, make_backend, target, prepare)
         progress(f"loading {directory} on {target}")
         model = _load_weights(directory, find_dtype(dtype, target), target)
+        prepare(model)
         layers = record_layers(model)
     return LoadedModel(
         model=model,

@@ -30,15 +30,16 @@ class ModelRunner:
         with device_faults(), torch.inference_mode():
             if outputs.blocks_to_zero:
                 self._backend.zero_blocks(outputs.blocks_to_zero)
-            return self._forward(self._inputs.build(outputs))
+            return self.forward(self._inputs.build(outputs))
 
     def check(self) -> None:
         """Run a forward pass of one token that belongs to nobody; raises what the device raises."""
         with device_faults(), torch.inference_mode():
-            self._forward(null_inputs())
+            self.forward(null_inputs())
             self._backend.zero_blocks((0,))
 
-    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """One forward pass as it stands; returns logits [wanted rows, vocabulary] in the model's dtype."""
         device = self._model.device
         num_tokens = len(inputs.token_ids)
         rows = inputs.logits_rows.to(device)

@@ -1,12 +1,10 @@
 """Paged attention in plain torch: right on every device, and what other backends are compared with.
 
-Law: a slot of the pool is read only after its sequence wrote it, or after it was zeroed for that sequence.
-So the pool needs no clearing, a value that is not finite cannot reach another sequence through a masked
-slot (0 x NaN = NaN), and a batch may be computed again after a failure. This file does not know models,
-requests or schedules.
+Law: every row sees the tokens of its own sequence up to itself and nothing else, and a batch may be computed
+again after a failure. This file does not know models, requests or schedules.
 
-The pool's layout, per layer: keys [blocks, block_size, kv heads, head_dim], values likewise. A sequence
-that computes one token is gathered together with others of about its length; a chunk is attended alone.
+A sequence that computes one token is gathered together with others of about its length; a chunk is attended
+alone.
 """
 
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.execution.attention import AttentionBatch, Chunk, LayerCall, LayerSpec
+from engine.execution.kv_pool import KVPool
 
 MAX_BUCKETS = 4
 SINGLES_PER_BUCKET = 8
@@ -34,34 +33,14 @@ class TorchAttention:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.block_size = block_size
-        self.device = device
-
-        def pool(num_kv_heads: int, size: int) -> torch.Tensor:
-            # Not zeroed, but for the null block: memory that is not used yet is then not touched.
-            blocks = torch.empty(num_blocks, block_size, num_kv_heads, size, dtype=dtype, device=device)
-            blocks[0].zero_()
-            return blocks
-
-        self.keys = tuple(pool(spec.num_kv_heads, spec.head_dim) for spec in specs)
-        self.values = tuple(pool(spec.num_kv_heads, spec.value_dim) for spec in specs)
-
-    @staticmethod
-    def bytes_per_block(specs: tuple[LayerSpec, ...], block_size: int, dtype: torch.dtype) -> int:
-        """What one block takes in all layers together."""
-        return block_size * dtype.itemsize * sum(spec.kv_size for spec in specs)
+        self.pool = KVPool(specs, num_blocks, block_size, dtype, device)
 
     def begin(self, batch: AttentionBatch) -> "TorchStep":
-        if len(batch.blocks_begun):
-            self._zero(batch.blocks_begun.to(self.device))
-        return TorchStep(self, batch)
+        self.pool.prepare(batch)
+        return TorchStep(self.pool, batch)
 
     def zero_blocks(self, blocks: tuple[int, ...]) -> None:
-        self._zero(torch.tensor(blocks, device=self.device))
-
-    def _zero(self, blocks: torch.Tensor) -> None:
-        for pool in (*self.keys, *self.values):
-            pool.index_fill_(0, blocks, 0)
+        self.pool.zero_blocks(blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +72,18 @@ class _Plan:
 class TorchStep:
     """One forward: plans the reads once for each window in use, then serves every layer."""
 
-    def __init__(self, backend: TorchAttention, batch: AttentionBatch) -> None:
-        self._backend = backend
+    def __init__(self, pool: KVPool, batch: AttentionBatch) -> None:
+        self._pool = pool
         self._batch = batch
-        self._slots = batch.slots.to(backend.device)
+        self._slots = batch.slots.to(pool.device)
         self._plans: dict[int | None, _Plan] = {}
 
     def attend(
         self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        keys, values = self._backend.keys[call.layer], self._backend.values[call.layer]
+        self._pool.store(call.layer, self._slots, key, value)
+        keys, values = self._pool.keys[call.layer], self._pool.values[call.layer]
         flat_keys, flat_values = keys.flatten(0, 1), values.flatten(0, 1)
-        flat_keys.index_copy_(0, self._slots, key)
-        flat_values.index_copy_(0, self._slots, value)
         plan = self._plan(call.sliding_window)
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         for bucket in plan.buckets:
@@ -119,7 +97,7 @@ class TorchStep:
 
     def _plan(self, window: int | None) -> _Plan:
         if window not in self._plans:
-            block_size, device = self._backend.block_size, self._backend.device
+            block_size, device = self._pool.block_size, self._pool.device
             self._plans[window] = _Plan(
                 _plan_buckets(self._batch, window, block_size, device),
                 tuple(_plan_chunk(chunk, window, block_size, device) for chunk in self._batch.chunks),

@@ -60,11 +60,23 @@ BackendFactory = Callable[[tuple[LayerSpec, ...], int, int, torch.dtype, torch.d
 """Layers, blocks (the null block included), block size, dtype, device."""
 
 
-def check_agreement(config: PretrainedConfig, make_backend: BackendFactory, device: torch.device) -> None:
-    """Raise `UnsupportedModel`, which names the model type and the reason, unless both ways agree."""
+Preparation = Callable[[PreTrainedModel], None]
+"""What is done to a model before it is served."""
+
+
+def check_agreement(
+    config: PretrainedConfig,
+    make_backend: BackendFactory,
+    device: torch.device,
+    prepare: Preparation = lambda _: None,
+) -> None:
+    """Raise `UnsupportedModel`, which names the model type and the reason, unless both ways agree.
+
+    `prepare` is done to the model only once its own way has been computed.
+    """
     name = f"model type {config.model_type!r}"
     try:
-        difference = _difference(config, make_backend, device)
+        difference = _difference(config, make_backend, device, prepare)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{name}: {error}") from error
     except Exception as error:
@@ -78,7 +90,9 @@ def check_agreement(config: PretrainedConfig, make_backend: BackendFactory, devi
         )
 
 
-def _difference(config: PretrainedConfig, make_backend: BackendFactory, device: torch.device) -> float:
+def _difference(
+    config: PretrainedConfig, make_backend: BackendFactory, device: torch.device, prepare: Preparation
+) -> float:
     small = shrink(config)
     model = _small_model(small, device)
     token_ids = 1 + torch.arange(LONG + SHORT) * 37 % (small.get_text_config().vocab_size - 1)
@@ -89,6 +103,7 @@ def _difference(config: PretrainedConfig, make_backend: BackendFactory, device: 
             for one in sequences
         ]
     model.set_attn_implementation(ATTENTION_NAME)
+    prepare(model)
     backend = make_backend(record_layers(model), NUM_BLOCKS, BLOCK_SIZE, torch.float32, device)
     found = _run(ModelRunner(model, backend, InputBuilder(2, LONG, BLOCK_SIZE)), sequences)
     return max(

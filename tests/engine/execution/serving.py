@@ -50,7 +50,7 @@ def make_runner(
     backend = TorchAttention(
         record_layers(model), config.num_kv_blocks + 1, config.block_size, model.dtype, model.device
     )
-    for pool in (*backend.keys, *backend.values):
+    for pool in (*backend.pool.keys, *backend.pool.values):
         pool[1:] = torch.nan
     inputs = InputBuilder(config.max_num_seqs, config.max_model_len, config.block_size)
     return ModelRunner(model, wrap(backend), inputs)

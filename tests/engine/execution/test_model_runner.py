@@ -99,7 +99,7 @@ def test_check_leaves_the_null_block_empty() -> None:
     runner = make_runner(make_model("llama"), CONFIG)
     runner.check()
     backend = runner._backend
-    assert all(not pool[0].any() for pool in (*backend.keys, *backend.values))
+    assert all(not pool[0].any() for pool in (*backend.pool.keys, *backend.pool.values))
 
 
 def test_blocks_to_zero_are_zeroed() -> None:
@@ -107,8 +107,8 @@ def test_blocks_to_zero_are_zeroed() -> None:
     sequence = seated(0, PROMPT, [1, 2, 3, 4, 5])
     runner.execute(SchedulerOutputs(prefill=(part(sequence, 0, 4),), blocks_to_zero=(9, 10)))
     backend = runner._backend
-    assert all(not pool[9:11].any() for pool in (*backend.keys, *backend.values))
-    assert all(bool(pool[11].isnan().all()) for pool in (*backend.keys, *backend.values))
+    assert all(not pool[9:11].any() for pool in (*backend.pool.keys, *backend.pool.values))
+    assert all(bool(pool[11].isnan().all()) for pool in (*backend.pool.keys, *backend.pool.values))
 
 
 class Broken:

@@ -9,6 +9,7 @@ import torch
 from engine.execution import torch_attention
 from engine.execution.attention import LayerCall, LayerSpec
 from engine.execution.inputs import InputBuilder
+from engine.execution.kv_pool import KVPool
 from engine.execution.torch_attention import TorchAttention
 from engine.outputs import SchedulerOutputs
 from tests.engine.execution.serving import part, seated
@@ -60,7 +61,7 @@ def check(spec: LayerSpec, block_size: int, dtype: torch.dtype = torch.float32) 
     sinks = noise(spec.num_heads) if spec.sinks else None
     blocks_each = -(-LONGEST // block_size)
     backend = TorchAttention((spec,), 1 + NUM_SEATS * blocks_each, block_size, dtype, torch.device("cpu"))
-    for pool in (*backend.keys, *backend.values):
+    for pool in (*backend.pool.keys, *backend.pool.values):
         pool[1:] = torch.nan
     sequences = [
         seated(seat, [0] * LONGEST, list(range(1 + seat, 1 + NUM_SEATS * blocks_each, NUM_SEATS)))
@@ -127,19 +128,19 @@ def test_scores_are_formed_tile_by_tile(monkeypatch: pytest.MonkeyPatch) -> None
 def test_bytes_per_block_is_what_a_block_takes() -> None:
     specs = (LayerSpec(4, 2, 8, 8, 1.0), LayerSpec(4, 4, 16, 24, 1.0))
     backend = TorchAttention(specs, 3, 16, torch.bfloat16, torch.device("cpu"))
-    pools = (*backend.keys, *backend.values)
-    assert TorchAttention.bytes_per_block(specs, 16, torch.bfloat16) == sum(
+    pools = (*backend.pool.keys, *backend.pool.values)
+    assert KVPool.bytes_per_block(specs, 16, torch.bfloat16) == sum(
         math.prod(pool.shape[1:]) * pool.itemsize for pool in pools
     )
 
 
 def test_zero_blocks_forgets_them() -> None:
     backend = TorchAttention((LayerSpec(2, 2, 4, 4, 1.0),), 4, 2, torch.float32, torch.device("cpu"))
-    for pool in (*backend.keys, *backend.values):
+    for pool in (*backend.pool.keys, *backend.pool.values):
         pool[:] = torch.nan
         pool[2] = 7.0
     backend.zero_blocks((1, 3))
-    for pool in (*backend.keys, *backend.values):
+    for pool in (*backend.pool.keys, *backend.pool.values):
         assert not pool[1].any()
         assert not pool[3].any()
         assert bool((pool[2] == 7.0).all())

@@ -1,0 +1,202 @@
+"""Paged attention whose every output row is the same to the bit, whatever is computed beside it.
+
+Law: how a row is computed follows from its position alone. Queries stand in tiles of `QUERY_TILE` at their
+absolute positions, whether one of them is computed or all; a tile reads whole tiles of `KEY_TILE` keys, as
+many as its position asks for. So the matrices of a row have one size and one order of reduction when it is
+decoded, part of any chunk, or computed again; only the number of such matrices in a batched product
+changes. That rows and matrices do not touch each other is the kernel's affair: see `deterministic_trial.py`.
+
+Scores are held in float32. Rows beyond the batch's, which only fill a forward up, give zeros.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from engine.execution.attention import AttentionBatch, LayerCall, LayerSpec
+from engine.execution.kv_pool import KVPool
+
+QUERY_TILE = 4
+KEY_TILE = 64
+MAX_GATHERED = 1 << 21
+"""Numbers of keys that are held at once: 8 MiB in float32 (measured; they then stay in the cache)."""
+
+
+class DeterministicAttention:
+    """A KV pool of `num_blocks` blocks of `block_size` tokens for each layer, and attention over it."""
+
+    def __init__(
+        self,
+        specs: tuple[LayerSpec, ...],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.pool = KVPool(specs, num_blocks, block_size, dtype, device)
+
+    def begin(self, batch: AttentionBatch) -> "DeterministicStep":
+        self.pool.prepare(batch)
+        return DeterministicStep(self.pool, batch)
+
+    def zero_blocks(self, blocks: tuple[int, ...]) -> None:
+        self.pool.zero_blocks(blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Query tiles: `first` [tiles]: the position of a tile's first query; `tables` [tiles, blocks].
+
+    `rows` [tiles, QUERY_TILE]: the batch's row at each place, or -1 for a place that is not computed. A table
+    ends with null blocks.
+    """
+
+    first: torch.Tensor
+    tables: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Query tiles that read the same number of keys.
+
+    `queries` [tiles * QUERY_TILE]: a row for each place; `slots` [tiles, keys]; `hidden` [tiles, QUERY_TILE,
+    keys]. `places` and `rows` [rows]: where the rows that are wanted stand, and where they belong.
+    """
+
+    queries: torch.Tensor
+    slots: torch.Tensor
+    hidden: torch.Tensor
+    places: torch.Tensor
+    rows: torch.Tensor
+
+
+class DeterministicStep:
+    """One forward: plans the reads once for each window in use, then serves every layer."""
+
+    def __init__(self, pool: KVPool, batch: AttentionBatch) -> None:
+        self._pool = pool
+        self._slots = batch.slots.to(pool.device)
+        self._tiles = _query_tiles(batch)
+        self._plans: dict[int | None, tuple[_Bucket, ...]] = {}
+
+    def attend(
+        self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        num_rows = len(self._slots)
+        self._pool.store(call.layer, self._slots, key[:num_rows], value[:num_rows])
+        keys = self._pool.keys[call.layer].flatten(0, 1)
+        values = self._pool.values[call.layer].flatten(0, 1)
+        out = query.new_zeros(*query.shape[:2], value.shape[-1])
+        for bucket in self._plan(call.sliding_window):
+            found = _attend(call, query[bucket.queries], keys, values, bucket)
+            out.index_copy_(0, bucket.rows, found[bucket.places])
+        return out
+
+    def _plan(self, window: int | None) -> tuple[_Bucket, ...]:
+        if window not in self._plans:
+            pool = self._pool
+            self._plans[window] = tuple(_plan_buckets(self._tiles, window, pool.block_size, pool.device))
+        return self._plans[window]
+
+
+def _query_tiles(batch: AttentionBatch) -> _Tiles:
+    places = torch.arange(QUERY_TILE)
+    positions = batch.single_lengths - 1
+    first = [positions - positions % QUERY_TILE]
+    rows = [torch.where(first[0][:, None] + places == positions[:, None], batch.single_rows[:, None], -1)]
+    tables = [batch.single_tables]
+    for chunk in batch.chunks:
+        end = chunk.start + chunk.num_rows
+        tiles = torch.arange(chunk.start // QUERY_TILE, -(-end // QUERY_TILE)) * QUERY_TILE
+        at = tiles[:, None] + places
+        first.append(tiles)
+        rows.append(torch.where((at >= chunk.start) & (at < end), at - chunk.start + chunk.first_row, -1))
+        tables.append(chunk.table.expand(len(tiles), -1))
+    width = 1 + max(table.shape[1] for table in tables)
+    padded = [torch.nn.functional.pad(table, (0, width - table.shape[1])) for table in tables]
+    return _Tiles(torch.cat(first), torch.cat(padded), torch.cat(rows))
+
+
+def _plan_buckets(
+    tiles: _Tiles, window: int | None, block_size: int, device: torch.device
+) -> Iterator[_Bucket]:
+    """A tile's keys begin with the first that any of its places may see, also if that one is not wanted."""
+    seen_from = torch.zeros_like(tiles.first) if window is None else (tiles.first - window + 1).clamp(min=0)
+    begins = seen_from // KEY_TILE * KEY_TILE
+    ends = (tiles.first + QUERY_TILE + KEY_TILE - 1) // KEY_TILE * KEY_TILE
+    widths = ends - begins
+    for width in sorted(set(widths.tolist())):
+        members = torch.nonzero(widths == width).flatten()
+        at = begins[members, None] + torch.arange(width)
+        # Past its own blocks a sequence reads the null block; the mask hides that.
+        blocks = (at // block_size).clamp(max=tiles.tables.shape[1] - 1)
+        slots = tiles.tables[members].gather(1, blocks) * block_size + at % block_size
+        own = (tiles.first[members, None] + torch.arange(QUERY_TILE))[..., None]
+        hidden = at[:, None] > own
+        if window is not None:
+            hidden |= at[:, None] <= own - window
+        rows = tiles.rows[members].flatten()
+        places = torch.nonzero(rows >= 0).flatten()
+        yield _Bucket(
+            queries=rows.clamp(min=0).to(device),
+            slots=slots.to(device),
+            hidden=hidden.to(device),
+            places=places.to(device),
+            rows=rows[places].to(device),
+        )
+
+
+def _attend(
+    call: LayerCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bucket: _Bucket
+) -> torch.Tensor:
+    """`query` [tiles * QUERY_TILE, heads, size], `keys` and `values` [slots, kv heads, size].
+
+    Returns [tiles * QUERY_TILE, heads, value_dim]. In parts, so that few keys are held at once.
+    """
+    num_tiles, num_keys = bucket.slots.shape
+    part = max(1, MAX_GATHERED // (num_keys * keys[0].numel()))
+    found = []
+    for at in range(0, num_tiles, part):
+        slots, hidden = bucket.slots[at : at + part], bucket.hidden[at : at + part]
+        queries = query[at * QUERY_TILE : (at + part) * QUERY_TILE]
+        found.append(_attend_tiles(call, queries, keys[slots], values[slots], hidden))
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _attend_tiles(
+    call: LayerCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor
+) -> torch.Tensor:
+    """`query` [tiles * QUERY_TILE, heads, size], `keys`, `values` [tiles, keys, kv heads, size].
+
+    The heads that share a key head are rows of one matrix: [tiles * kv heads, groups * QUERY_TILE, size].
+    """
+    num_tiles, num_keys, num_kv_heads, size = keys.shape
+    num_heads = query.shape[1]
+    groups = num_heads // num_kv_heads
+    grouped = query.reshape(num_tiles, QUERY_TILE, num_kv_heads, groups, size).permute(0, 2, 3, 1, 4)
+    scaled = (grouped.float() * call.scaling).reshape(num_tiles * num_kv_heads, groups * QUERY_TILE, size)
+    scores = _multiply(scaled, _heads_first(keys).transpose(1, 2))
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    scores = scores.view(num_tiles, num_heads, QUERY_TILE, num_keys)
+    scores.masked_fill_(hidden[:, None], -torch.inf)
+    if call.sinks is not None:
+        sinks = call.sinks.float()[:, None, None].expand(num_tiles, -1, QUERY_TILE, 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(-1)[..., :num_keys].reshape(len(scaled), groups * QUERY_TILE, num_keys)
+    out = _multiply(weights, _heads_first(values)).view(num_tiles, num_heads, QUERY_TILE, -1)
+    return out.transpose(1, 2).flatten(0, 1).to(query.dtype)
+
+
+def _heads_first(gathered: torch.Tensor) -> torch.Tensor:
+    """[tiles, keys, kv heads, size] as float32 [tiles * kv heads, keys, size]."""
+    return gathered.transpose(1, 2).float().flatten(0, 1).contiguous()
+
+
+def _multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """A batched product of two at least: a lone product may be computed by another kernel."""
+    if len(left) > 1:
+        return torch.bmm(left, right)
+    return torch.bmm(left.expand(2, -1, -1), right.expand(2, -1, -1))[:1]

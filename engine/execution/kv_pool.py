@@ -1,0 +1,59 @@
+"""The memory that keys and values of all running sequences live in.
+
+Law: a slot is read only after its sequence wrote it, or after it was zeroed for that sequence. So the pool
+needs no clearing, and a value that is not finite cannot reach another sequence through a masked slot
+(0 x NaN = NaN). This file does not know how attention is computed.
+
+The layout, per layer: keys [blocks, block_size, kv heads, head_dim], values likewise.
+"""
+
+import torch
+
+from engine.execution.attention import AttentionBatch, LayerSpec
+
+
+class KVPool:
+    """`num_blocks` blocks of `block_size` tokens for each layer; block 0 is nobody's and holds zeros."""
+
+    def __init__(
+        self,
+        specs: tuple[LayerSpec, ...],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.block_size = block_size
+        self.device = device
+
+        def pool(num_kv_heads: int, size: int) -> torch.Tensor:
+            # Not zeroed, but for the null block: memory that is not used yet is then not touched.
+            blocks = torch.empty(num_blocks, block_size, num_kv_heads, size, dtype=dtype, device=device)
+            blocks[0].zero_()
+            return blocks
+
+        self.keys = tuple(pool(spec.num_kv_heads, spec.head_dim) for spec in specs)
+        self.values = tuple(pool(spec.num_kv_heads, spec.value_dim) for spec in specs)
+
+    @staticmethod
+    def bytes_per_block(specs: tuple[LayerSpec, ...], block_size: int, dtype: torch.dtype) -> int:
+        """What one block takes in all layers together."""
+        return block_size * dtype.itemsize * sum(spec.kv_size for spec in specs)
+
+    def prepare(self, batch: AttentionBatch) -> None:
+        """Zero what the batch's sequences may read before they have written it."""
+        if len(batch.blocks_begun):
+            self._zero(batch.blocks_begun.to(self.device))
+
+    def store(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write one row of `key` [rows, kv heads, head_dim] and `value` to each of `slots` [rows]."""
+        self.keys[layer].flatten(0, 1).index_copy_(0, slots, key)
+        self.values[layer].flatten(0, 1).index_copy_(0, slots, value)
+
+    def zero_blocks(self, blocks: tuple[int, ...]) -> None:
+        """Forget what these blocks hold."""
+        self._zero(torch.tensor(blocks, device=self.device))
+
+    def _zero(self, blocks: torch.Tensor) -> None:
+        for pool in (*self.keys, *self.values):
+            pool.index_fill_(0, blocks, 0)

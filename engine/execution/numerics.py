@@ -1,0 +1,60 @@
+"""How a model's rows are computed: as fast as it goes, or so that nothing beside a row changes its bits.
+
+Law: the two ways differ in what stands here and in nothing else. This file does not know how either works.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from engine.config import EngineConfig
+from engine.execution.deterministic_attention import DeterministicAttention
+from engine.execution.deterministic_experts import use_whole_rows
+from engine.execution.deterministic_runner import DeterministicRunner
+from engine.execution.deterministic_trial import agreeing_row_counts
+from engine.execution.inputs import InputBuilder
+from engine.execution.loader import LoadedModel
+from engine.execution.model_runner import ModelRunner
+from engine.execution.torch_attention import TorchAttention
+from engine.execution.trial import BackendFactory, Preparation
+from engine.step_execution import Runner
+
+
+class Numerics(NamedTuple):
+    """The parts that belong together. `make_runner` is told how to say in words what takes long."""
+
+    make_backend: BackendFactory
+    prepare: Preparation
+    make_runner: Callable[[LoadedModel, EngineConfig, Callable[[str], None]], Runner]
+
+
+def _plain_runner(loaded: LoadedModel, config: EngineConfig, _: Callable[[str], None]) -> Runner:
+    backend = TorchAttention(
+        loaded.layers, config.num_kv_blocks + 1, config.block_size, loaded.dtype, loaded.device
+    )
+    return ModelRunner(loaded.model, backend, _input_builder(config))
+
+
+def _deterministic_runner(
+    loaded: LoadedModel, config: EngineConfig, progress: Callable[[str], None]
+) -> Runner:
+    progress("trying which sizes of a forward give the same bits")
+    row_counts = agreeing_row_counts(
+        loaded.model,
+        loaded.layers,
+        DeterministicAttention,
+        max_model_len=config.max_model_len,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+    progress(f"deterministic: forwards of {', '.join(map(str, row_counts))} rows give the same bits")
+    backend = DeterministicAttention(
+        loaded.layers, config.num_kv_blocks + 1, config.block_size, loaded.dtype, loaded.device
+    )
+    return DeterministicRunner(loaded.model, backend, _input_builder(config), row_counts)
+
+
+def _input_builder(config: EngineConfig) -> InputBuilder:
+    return InputBuilder(config.max_num_seqs, config.max_model_len, config.block_size)
+
+
+PLAIN = Numerics(TorchAttention, lambda _: None, _plain_runner)
+DETERMINISTIC = Numerics(DeterministicAttention, use_whole_rows, _deterministic_runner)
