@@ -23,8 +23,8 @@ from worker.batch_worker import BatchWorker, new_worker_name
 from worker.connections import connect
 from worker.crew import Surroundings
 from worker.errors import SettingsError
-from worker.intake import ServedModel
 from worker.loading import Loading
+from worker.preparation import ServedModel
 from worker.protocol import naming
 from worker.protocol.model_card import ModelCard
 from worker.protocol.store import TaskStore, WorkerRecord

@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.engine import WaitingSequence
 from engine.errors import InvalidParameter
 from engine.outputs import StepOutput
+from engine.requests import NO_DEADLINES, Deadlines, ResumedOutput
 from engine.sampling_params import SamplingParams
 from worker.errors import internal_error, invalid_parameter
 from worker.inbox import Arrival, Cancel, Discard, Inbox
@@ -47,7 +48,10 @@ class SteppingEngine(Protocol):
         *,
         arrival: float,
         priority: int = 2,
-        output_token_ids: list[int] | None = None,
+        tenant: str = "default",
+        cache_salt: bytes = b"",
+        deadlines: Deadlines = NO_DEADLINES,
+        resumed: tuple[ResumedOutput, ...] = (),
         waited_seconds: float = 0.0,
     ) -> None: ...
     def cancel(self, request_id: str) -> bool: ...
@@ -138,7 +142,10 @@ class Loop:
                 arrival.params,
                 arrival=arrival.accepted_at,
                 priority=arrival.priority,
-                output_token_ids=arrival.output_token_ids,
+                tenant=arrival.tenant,
+                cache_salt=arrival.cache_salt,
+                deadlines=arrival.deadlines,
+                resumed=arrival.resumed,
                 waited_seconds=arrival.waited_seconds,
             )
         except InvalidParameter as error:

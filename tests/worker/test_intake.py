@@ -17,9 +17,10 @@ from tests.worker.workshop import (
     submit,
 )
 from worker.inbox import Arrival, Discard, Inbox
-from worker.intake import Appetite, Intake, ServedModel
+from worker.intake import Appetite, Intake
 from worker.loop import Load
 from worker.ownership import Holdings, Ownership
+from worker.preparation import ServedModel
 from worker.protocol import keys
 from worker.protocol.messages import FinishedEvent, LogEntry
 from worker.protocol.store import TaskStore

@@ -19,7 +19,7 @@ from engine.errors import InvalidParameter
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
 from engine.sequence import Sequence as EngineSequence
 from monitoring.worker import WorkerMetrics
-from worker.intake import ServedModel
+from worker.preparation import ServedModel
 from worker.protocol import keys, naming
 from worker.protocol.messages import JOB_FUNCTION, Event, FinishedEvent, GenerateRequest
 from worker.protocol.naming import DEFAULT_TENANT, new_task_id, queue_name
