@@ -238,7 +238,7 @@ BIG = {
     "unknown fields": json.dumps({"prompt": "x", **{f"f{i}": 0 for i in range(100_000)}}).encode(),
     "one field twice": b'{"prompt": "x"' + b', "a": 0' * 100_000 + b"}",
     "long stop": json.dumps({"prompt": "x", "stop": "s" * 1_000_000}).encode(),
-    "many biases": json.dumps({"prompt": "x", "logit_bias": {str(i): "a" for i in range(200_000)}}).encode(),
+    "many biases": json.dumps({"prompt": "x", "logit_bias": {str(i): "a" for i in range(100_000)}}).encode(),
     "bad words": json.dumps({"prompt": "x", "bad_words": [1] * 300_000}).encode(),
     "choices": json.dumps({"prompt": "x", "structured_outputs": {"choice": [1] * 300_000}}).encode(),
     "long schema": json.dumps({"prompt": "x", "structured_outputs": {"json": "[" * 1_000_000}}).encode(),
