@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import redis
@@ -137,21 +138,14 @@ def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
     # Takes seconds: by now a bad setting is told, and the worker's record says that it loads.
     from engine.execution.build import build_execution
 
-    limits = settings.engine
     return build_execution(
         settings.model,
         cache_dir=settings.cache_dir,
         dtype=settings.dtype,
         device=settings.device,
-        max_model_len=limits.max_model_len,
-        num_kv_blocks=limits.num_kv_blocks,
-        block_size=limits.block_size,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_prefill_seqs=limits.max_num_prefill_seqs,
-        chunked_prefill=limits.chunked_prefill,
-        prefix_caching=limits.prefix_caching,
+        deterministic=settings.deterministic,
         progress=loading.progress,
+        **{name: value for name, value in asdict(settings.engine).items() if value is not None},
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 import redis
 
 from engine.outputs import SequenceOutput
+from engine.requests import ResumedOutput
 from tests.worker.workshop import (
     WordTokenizer,
     ended,
@@ -155,8 +156,8 @@ def test_a_resumed_request_brings_its_tokens(redis_client: "redis.Redis") -> Non
 
     (again,) = Gate(redis_client).turn()
 
-    assert again.output_token_ids == [7, 8]
-    assert arrival.output_token_ids is None
+    assert again.resumed == (ResumedOutput(0, (7, 8)),)
+    assert arrival.resumed == ()
 
 
 def test_an_ended_log_is_settled_and_not_run(redis_client: "redis.Redis") -> None:

@@ -221,12 +221,15 @@ def test_a_request_fails_once(desk: Desk) -> None:
 
 
 def test_where_it_waits_is_told_and_taken_back(desk: Desk) -> None:
-    line = WaitingSequence(
-        request_id=desk.ownership.request_id, position=3, tokens_ahead=70, reason=WaitingReason.KV_BLOCKS
-    )
-    desk.publisher.tell_waiting([line])
+    line = [
+        WaitingSequence(
+            request_id=request_id, position=place, tokens_ahead=70, reason=WaitingReason.KV_BLOCKS
+        )
+        for place, request_id in enumerate(["x:1", "y:1", "y:1", desk.ownership.request_id], start=1)
+    ]
+    desk.publisher.tell_waiting(line)
     desk.turn()
-    desk.publisher.tell_waiting([line])
+    desk.publisher.tell_waiting(line)
     desk.turn()
     waiting = TaskStore(desk.client).inspect(desk.task)
     assert waiting is not None
