@@ -121,11 +121,19 @@ def _of_prompt(item: ScheduledSequence) -> Iterator[TokenLogprobs]:
             yield TokenLogprobs(item.sequence.token_ids[place], -float(place))
 
 
-def build_engine(runner: FakeRunner | None = None, **limits: int) -> Engine:
+def build_engine(
+    runner: FakeRunner | None = None, clock: Callable[[], float] = time.monotonic, **limits: int
+) -> Engine:
     runner = runner or FakeRunner()
     config = EngineConfig(**{"max_model_len": 200, "num_kv_blocks": 400, "block_size": 4, **limits})
     return Engine(
-        config, runner, runner, WordTokenizer(), eos_token_ids=frozenset({EOS}), vocab_size=VOCAB_SIZE
+        config,
+        runner,
+        runner,
+        WordTokenizer(),
+        eos_token_ids=frozenset({EOS}),
+        vocab_size=VOCAB_SIZE,
+        clock=clock,
     )
 
 
