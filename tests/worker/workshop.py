@@ -170,7 +170,7 @@ def submit(client: "redis.Redis", data: bytes | None = None, *, priority: int = 
             "enqueued_at": "2026-01-01T00:00:00.000000Z", "description": "generate", "timeout": -1,
         },
         cost=10,
-        num_outputs=request.get("sampling", {}).get("n", 1),
+        num_outputs=int(request.get("sampling", {}).get("n", 1)),
         limits=TimeLimits(**{name: request.get(name) for name in time_limits.NAMES}),
     )  # fmt: skip
     TaskStore(client).submit(submission)
