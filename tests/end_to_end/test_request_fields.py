@@ -1,4 +1,4 @@
-"""Several outputs, logprobs, limits and shapes of a text, by HTTP and by stream, through the whole service."""
+"""Several outputs, logprobs, limits and shapes of a text, by HTTP and by stream, with real processes."""
 
 import json
 from collections.abc import Iterator
@@ -76,7 +76,7 @@ def test_logprobs_stream_poll_and_align(service: LiveService) -> None:
         assert [event.logprobs for event in own] == output["logprobs"]
         assert len(output["logprobs"]) == len(output["token_ids"]) == 6
         for token_id, told in zip(output["token_ids"], output["logprobs"], strict=True):
-            assert [one["id"] for one in told["top"]][0] == token_id, "greedy"
+            assert told["top"][0]["id"] == token_id, "greedy"
             assert told["logprob"] == told["top"][0]["logprob"] <= 0
             assert len({tuple(one["bytes"]) for one in told["top"]}) == 3
     assert len(task["prompt_logprobs"]) == task["usage"]["prompt_tokens"]
