@@ -21,8 +21,8 @@ from rq.worker import BaseWorker, WorkerStatus
 
 from engine.errors import EngineDead
 from worker.crew import Crew, Surroundings
-from worker.intake import ServedModel
 from worker.loop import SteppingEngine
+from worker.preparation import ServedModel
 from worker.protocol import naming
 from worker.protocol.records import WorkerState
 from worker.protocol.store import TaskStore, WorkerRecord

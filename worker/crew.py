@@ -14,11 +14,12 @@ from typing import Any
 from monitoring.worker import WorkerMetrics
 from worker.connections import Connect
 from worker.inbox import Cancel, Discard, Inbox
-from worker.intake import Appetite, Intake, ServedModel
+from worker.intake import Appetite, Intake
 from worker.leases import Leases
 from worker.listener import Listener
 from worker.loop import Loop, SteppingEngine
 from worker.ownership import Holdings, Ownership
+from worker.preparation import ServedModel
 from worker.protocol.store import TaskStore
 from worker.publisher import Publisher
 from worker.service import Service

@@ -1,6 +1,7 @@
 """The errors that the worker raises on purpose, and how a fault of one request is told to its client."""
 
 from engine.errors import InvalidParameter, NeverFits
+from engine.structured_outputs import FIELD as STRUCTURED_OUTPUTS
 from worker.protocol.messages import TaskError
 
 
@@ -38,6 +39,13 @@ def invalid_parameter(error: InvalidParameter, param: str) -> TaskError:
 def server_error(code: str, message: str) -> TaskError:
     """The client can only try again."""
     return TaskError(type="server_error", code=code, message=_writable(message))
+
+
+def engine_error(message: str) -> TaskError:
+    """What the engine says of a request that it had taken; a field that it names can be put right."""
+    if message.startswith(f"{STRUCTURED_OUTPUTS}:"):
+        return invalid_value(STRUCTURED_OUTPUTS, message)
+    return server_error("engine_error", message)
 
 
 def internal_error() -> TaskError:

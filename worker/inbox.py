@@ -3,16 +3,19 @@
 import queue
 from dataclasses import dataclass
 
+from engine.requests import NO_DEADLINES, Deadlines, ResumedOutput
 from engine.sampling_params import SamplingParams
 from worker.ownership import Ownership
+from worker.protocol.naming import DEFAULT_TENANT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
     """A claimed request, ready for the engine.
 
-    `output_token_ids`: what earlier attempts published. `prompt_field`: how the client gave the prompt, for
-    the errors that the engine finds in it. `accepted_at`: epoch seconds; `waited_seconds` since then.
+    `resumed`: what earlier attempts published. `prompt_field`: how the client gave the prompt, for the errors
+    that the engine finds in it. `accepted_at`: epoch seconds; `waited_seconds` since then, and `deadlines`
+    count from then. `tenant`: as the scheduler tells tenants apart.
     """
 
     ownership: Ownership
@@ -21,7 +24,10 @@ class Arrival:
     accepted_at: float
     prompt_field: str = "prompt"
     priority: int = 2
-    output_token_ids: list[int] | None = None
+    tenant: str = DEFAULT_TENANT
+    cache_salt: bytes = b""
+    deadlines: Deadlines = NO_DEADLINES
+    resumed: tuple[ResumedOutput, ...] = ()
     waited_seconds: float = 0.0
 
 

@@ -11,14 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from monitoring.worker import WorkerMetrics
-from worker.errors import RequestRefused, internal_error, server_error
+from worker.errors import RequestRefused, internal_error
 from worker.inbox import Arrival, Discard, Inbox
-from worker.jobs import read_job
+from worker.logprobs import LogprobsWriter
 from worker.loop import Load
 from worker.ownership import Holdings, Ownership
-from worker.prompts import Tokenizer, prompt_field, to_sampling_params, to_token_ids
-from worker.protocol.messages import GenerateRequest
-from worker.protocol.outputs import token_ids_of
+from worker.preparation import Preparation, ServedModel, ownership_of
 from worker.protocol.store import Claimed, TaskStore
 from worker.publisher import Publisher
 from worker.stream import Stream
@@ -30,21 +28,12 @@ POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
-    """What a worker serves. `fingerprint` tells checkpoints apart whose token ids must not be mixed."""
-
-    name: str
-    slug: str
-    fingerprint: str
-    tokenizer: Tokenizer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Appetite:
     """How many tasks a worker takes.
 
     `max_num_seqs` seats, and a few tasks more that are ready when one comes free. Those on their way to a
-    seat stay below what one step can start: a full pool shows there, before the seats are gone.
+    seat stay below what one step can start: a full pool shows there, before the seats are gone. A task with
+    several outputs counts as one until they are in the scheduler.
     """
 
     max_num_seqs: int
@@ -55,8 +44,9 @@ class Appetite:
         return max(1, self.max_num_seqs // 8)
 
     def room(self, num_held: int, load: Load) -> int:
-        seats = self.max_num_seqs - num_held
-        starts = self.max_num_prefill_seqs - (num_held - load.num_running)
+        num_seqs = max(num_held, load.num_running + load.num_waiting)
+        seats = self.max_num_seqs - num_seqs
+        starts = self.max_num_prefill_seqs - (num_seqs - load.num_running)
         return min(seats, starts) + self.look_ahead
 
 
@@ -80,6 +70,8 @@ class Intake:
     ) -> None:
         self._store = store
         self._model = model
+        self._preparation = Preparation(model)
+        self._logprobs = LogprobsWriter(model.tokenizer.token_bytes)
         self._appetite = appetite
         self._holdings = holdings
         self._inbox = inbox
@@ -106,7 +98,7 @@ class Intake:
         )
         # All at once, before the first is tokenized: from here on their leases are renewed.
         for task in claimed:
-            if old := self._holdings.take(_ownership(task)):
+            if old := self._holdings.take(ownership_of(task)):
                 self._drop(old)
         if claimed:
             self._metrics.claimed(len(claimed))
@@ -120,9 +112,8 @@ class Intake:
 
     def _admit(self, task: Claimed) -> None:
         """Bring one claimed task on its way: to the loop, or to its end."""
-        ownership = _ownership(task)
         try:
-            arrival = self._prepare(task)
+            arrival = self._preparation.arrival(task)
         except RequestRefused as refusal:
             error = refusal.error
         except BaseException:  # a tokenizer's panic in Rust is no Exception
@@ -131,7 +122,7 @@ class Intake:
         else:
             self._send(task, arrival)
             return
-        stream = Stream(ownership, entries=task.entries, num_prompt_tokens=len(task.prompt_token_ids or ()))
+        stream = self._stream(task, len(task.prompt_token_ids or ()))
         if not stream.has_ended:
             stream.fail(error)
         self._publisher.open(stream)
@@ -143,43 +134,19 @@ class Intake:
             "prompt_tokens": str(len(arrival.prompt_token_ids)),
             "fingerprint": self._model.fingerprint,
         }
-        stream = Stream(
-            arrival.ownership,
-            entries=task.entries,
-            facts=facts if task.prompt_token_ids is None else None,
-            num_prompt_tokens=len(arrival.prompt_token_ids),
-        )
+        stream = self._stream(task, len(arrival.prompt_token_ids))
+        if task.prompt_token_ids is None:
+            stream.note(facts)
         self._publisher.open(stream)
         if not stream.has_ended:
             self._inbox.put(arrival)
 
-    def _prepare(self, task: Claimed) -> Arrival:
-        """Raises `RequestRefused`."""
-        request = read_job(task.data)
-        return Arrival(
-            ownership=_ownership(task),
-            prompt_token_ids=self._prompt_token_ids(task, request),
-            params=to_sampling_params(request.sampling),
-            accepted_at=task.accepted_at,
-            prompt_field=prompt_field(request),
-            priority=task.priority,
-            output_token_ids=token_ids_of(task.entries) or None,
-            waited_seconds=task.waited_seconds,
+    def _stream(self, task: Claimed, num_prompt_tokens: int) -> Stream:
+        return Stream(
+            ownership_of(task),
+            entries=task.entries,
+            num_prompt_tokens=num_prompt_tokens,
+            num_outputs=task.num_outputs,
+            num_cached_tokens=task.cached_tokens,
+            logprobs=self._logprobs,
         )
-
-    def _prompt_token_ids(self, task: Claimed, request: GenerateRequest) -> list[int]:
-        """Those of the first attempt, so that a template which tells the date gives one prompt."""
-        if task.prompt_token_ids is None:
-            return to_token_ids(request, self._model.tokenizer)
-        if task.fingerprint != self._model.fingerprint:
-            raise RequestRefused(
-                server_error(
-                    "model_changed",
-                    "the model behind this name changed after the request had begun; send it again",
-                )
-            )
-        return list(task.prompt_token_ids)
-
-
-def _ownership(task: Claimed) -> Ownership:
-    return Ownership(task.task_id, task.owner)

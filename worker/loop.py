@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.engine import WaitingSequence
 from engine.errors import InvalidParameter
 from engine.outputs import StepOutput
-from engine.requests import ResumedOutput
+from engine.requests import NO_DEADLINES, Deadlines, ResumedOutput
 from engine.sampling_params import SamplingParams
 from worker.errors import internal_error, invalid_parameter
 from worker.inbox import Arrival, Cancel, Discard, Inbox
@@ -48,6 +48,9 @@ class SteppingEngine(Protocol):
         *,
         arrival: float,
         priority: int = 2,
+        tenant: str = "default",
+        cache_salt: bytes = b"",
+        deadlines: Deadlines = NO_DEADLINES,
         resumed: tuple[ResumedOutput, ...] = (),
         waited_seconds: float = 0.0,
     ) -> None: ...
@@ -139,7 +142,10 @@ class Loop:
                 arrival.params,
                 arrival=arrival.accepted_at,
                 priority=arrival.priority,
-                resumed=_resumed(arrival.output_token_ids),
+                tenant=arrival.tenant,
+                cache_salt=arrival.cache_salt,
+                deadlines=arrival.deadlines,
+                resumed=arrival.resumed,
                 waited_seconds=arrival.waited_seconds,
             )
         except InvalidParameter as error:
@@ -163,7 +169,3 @@ class Loop:
         self.load = Load(self._engine.num_running, self._engine.num_waiting)
         if output.started:
             self._wake.set()  # the line is shorter: more may be claimed
-
-
-def _resumed(token_ids: list[int] | None) -> tuple[ResumedOutput, ...]:
-    return (ResumedOutput(0, tuple(token_ids)),) if token_ids else ()

@@ -1,19 +1,30 @@
-"""A request's prompt as token ids, and its sampling fields as `SamplingParams`.
+"""A request's prompt as token ids, its sampling fields as `SamplingParams`, its limits as `Deadlines`.
 
 Law: what cannot be used is refused with the field named as the client wrote it. Knows no Redis; limits of the
 model are the engine's to check.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Protocol
 
 from engine.errors import InvalidParameter
+from engine.requests import Deadlines
 from engine.sampling_params import SamplingParams
+from engine.structured_outputs import FIELD as STRUCTURED_OUTPUTS
+from engine.structured_outputs import StructuredOutputs
 from worker.errors import RequestRefused, invalid_parameter, invalid_value
 from worker.protocol.messages import GenerateRequest
 
 _SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
+_DIGITS = re.compile("0|[1-9][0-9]{0,18}")
+_DEADLINES = {
+    "queue_timeout_seconds": "queue_seconds",
+    "ttft_timeout_seconds": "ttft_seconds",
+    "timeout_seconds": "total_seconds",
+}
+"""A request's names and the engine's."""
 
 
 class Tokenizer(Protocol):
@@ -21,6 +32,7 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
 
 
 def prompt_field(request: GenerateRequest) -> str:
@@ -53,15 +65,41 @@ def to_sampling_params(sampling: object) -> SamplingParams:
     for name in sampling:
         if name not in _SAMPLING_FIELDS:
             raise _refused(str(name), "is not known to this worker")
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in sampling.items()
-    }
-    for text in _strings(values.get("stop")):
-        _checked_text("stop", text)
+    try:
+        values = {name: _as_engine_has_it(name, value) for name, value in sampling.items()}
+    except InvalidParameter as error:
+        raise RequestRefused(invalid_parameter(error, error.field)) from error
+    for field in ("stop", "bad_words"):
+        for text in _strings(values.get(field)):
+            _checked_text(field, text)
     try:
         return SamplingParams(**values)
     except InvalidParameter as error:
         raise RequestRefused(invalid_parameter(error, error.field)) from error
+
+
+def to_deadlines(request: GenerateRequest) -> Deadlines:
+    """Raises `RequestRefused`."""
+    given = {name: getattr(request, name) for name in _DEADLINES}
+    try:
+        return Deadlines(**{_DEADLINES[name]: seconds for name, seconds in given.items()})
+    except InvalidParameter as error:
+        field = next(name for name, inner in _DEADLINES.items() if inner == error.field)
+        raise RequestRefused(invalid_parameter(error, field)) from error
+
+
+def _as_engine_has_it(name: str, value: object) -> Any:
+    """A value of JSON, which has neither tuples nor numbers as names. Raises `InvalidParameter`."""
+    if name == STRUCTURED_OUTPUTS and value is not None:
+        return StructuredOutputs.from_json(value)
+    if name == "logit_bias" and isinstance(value, Mapping):
+        return {_token_id(key): bias for key, bias in value.items()}
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _token_id(key: object) -> object:
+    # A name that is no token id is refused as what it is.
+    return int(key) if isinstance(key, str) and _DIGITS.fullmatch(key) else key
 
 
 def _checked_messages(messages: Sequence[object]) -> list[Mapping[str, str]]:

@@ -1,7 +1,7 @@
 """One task's messages as this worker knows them: what is said, and how much of that Redis has stored.
 
-Law: entries are only ever added, each `seq` once; what is stored follows from the replies, never from having
-sent. Knows neither Redis nor threads.
+Law: entries are only ever added, each `seq` once; each output ends once, and with the last of them the task.
+What is stored follows from the replies, never from having sent. Knows neither Redis nor threads.
 """
 
 import json
@@ -10,20 +10,32 @@ from dataclasses import asdict
 
 from engine.outputs import SequenceOutput
 from engine.sequence import FinishReason
-from worker.errors import server_error
+from worker.errors import engine_error
+from worker.logprobs import LogprobsWriter
 from worker.ownership import Ownership
 from worker.protocol.messages import LogEntry, TaskError, Usage
-from worker.protocol.outputs import end_of, has_ended, outputs_of, token_ids_of
+from worker.protocol.outputs import has_ended, members_of, num_tokens_of, outputs_of, prompt_logprobs_of
 from worker.protocol.store import Settlement, Write
 
+_WORST_FIRST = tuple(
+    reason.value
+    for reason in (
+        FinishReason.CANCELLED,
+        FinishReason.ERROR,
+        FinishReason.TIMEOUT,
+        FinishReason.LENGTH,
+        FinishReason.STOP,
+    )
+)
 _COMPLETED = frozenset({FinishReason.STOP.value, FinishReason.LENGTH.value})
 
 
 class Stream:
     """The log of one owned task, from its first entry on, with those of earlier attempts.
 
-    `facts` are stored with the next write. All entries are kept while the task lives: a log that lost its
-    end with its host is filled up again from here.
+    A task is completed if all its `num_outputs` have ended by stop or length, else it has failed, with the
+    error of the first that failed. All entries are kept while the task lives: a log that lost its end with
+    its host is filled up again from here. `num_cached_tokens`: as an earlier attempt told them.
     """
 
     def __init__(
@@ -31,15 +43,23 @@ class Stream:
         ownership: Ownership,
         *,
         entries: Sequence[LogEntry] = (),
-        facts: Mapping[str, str] | None = None,
         num_prompt_tokens: int = 0,
+        num_outputs: int = 1,
+        num_cached_tokens: int = 0,
+        logprobs: LogprobsWriter | None = None,
     ) -> None:
         self.ownership = ownership
         self._entries = list(entries)
         self._num_stored = len(self._entries)
         self._num_prompt_tokens = num_prompt_tokens
-        self._facts: dict[str, str] = dict(facts or {})
+        self._num_outputs = num_outputs
+        self._num_cached_tokens = num_cached_tokens
+        self._logprobs = logprobs
+        self._facts: dict[str, str] = {}
         self._stored_facts: dict[str, str] = {}
+        ends = {int(entry.index): members_of(entry) for entry in self._entries if entry.is_end}
+        self._reasons: dict[int, str] = {index: end["finish_reason"] for index, end in ends.items()}
+        self._error = next((error for end in ends.values() if (error := end.get("error"))), None)
         self._settlement = self._settle_by_log() if has_ended(self._entries) else None
 
     @property
@@ -54,6 +74,11 @@ class Stream:
     def has_ended(self) -> bool:
         return self._settlement is not None
 
+    @property
+    def num_open(self) -> int:
+        """Outputs that have not ended."""
+        return len(self._open())
+
     def note(self, facts: Mapping[str, str]) -> None:
         """Store these with the next write, as far as they are new. A fact that is empty is none."""
         for name, text in facts.items():
@@ -62,17 +87,23 @@ class Stream:
                 self._facts[name] = text
 
     def add(self, output: SequenceOutput) -> None:
-        """A token, an end, or both; nothing comes after an end."""
+        """A token, an end, or both; nothing comes after the end of an output."""
+        if output.index in self._reasons:
+            return
         if output.token_id is not None:
-            self._entries.append(LogEntry.of_token(output.token_id, output.text, output.index))
+            members = self._logprobs.members(output) if self._logprobs else None
+            self._entries.append(LogEntry.of_token(output.token_id, output.text, output.index, members))
         if output.finish_reason:
-            error = _error_of(output)
-            self.note({"cached_tokens": str(output.num_cached_tokens)})
-            self._end(output.finish_reason.value, output.held_text, output.num_cached_tokens, error)
+            if output.index == 0:
+                # The prompt is one for all outputs, and the first of them computed it.
+                self._num_cached_tokens = output.num_cached_tokens
+                self.note({"cached_tokens": str(output.num_cached_tokens)})
+            self._end(output.index, output.finish_reason.value, output.held_text, _error_of(output))
 
     def fail(self, error: TaskError) -> None:
         """End the task as failed; what was published stays."""
-        self._end(FinishReason.ERROR.value, "", 0, error)
+        for index in self._open():
+            self._end(index, FinishReason.ERROR.value, "", error)
 
     def to_write(self) -> Write:
         """All that is not stored yet."""
@@ -95,40 +126,53 @@ class Stream:
         """Redis has lost entries: its log has `length`."""
         self._num_stored = length
 
-    def _end(self, reason: str, text: str, num_cached_tokens: int, error: TaskError | None) -> None:
-        usage = self._usage(num_cached_tokens)
-        self._entries.append(LogEntry.of_end(text, reason, usage=usage, error=error))
-        self._settlement = self._settle(reason, usage.to_json(), error.message if error else "")
+    def _open(self) -> list[int]:
+        return [index for index in range(self._num_outputs) if index not in self._reasons]
+
+    def _end(self, index: int, reason: str, text: str, error: TaskError | None) -> None:
+        self._reasons[index] = reason
+        if self._open():
+            self._entries.append(LogEntry.of_end(text, reason, index=index, done=False, error=error))
+            self._error = self._error or (error.to_json() if error else None)
+            return
+        error = TaskError(**self._error) if self._error else error
+        usage = self._usage()
+        self._entries.append(LogEntry.of_end(text, reason, index=index, usage=usage, error=error))
+        self._settlement = self._settle(usage.to_json(), error.message if error else "")
 
     def _settle_by_log(self) -> Settlement:
         """An earlier attempt wrote the end and could not settle."""
-        end = end_of(self._entries[-1])
-        usage, error = end["usage"] or self._usage(0).to_json(), end["error"]
-        return self._settle(end["finish_reason"], usage, error["message"] if error else "")
+        end = members_of(self._entries[-1])
+        usage, error = end["usage"] or self._usage().to_json(), end["error"]
+        return self._settle(usage, error["message"] if error else "")
 
-    def _usage(self, num_cached_tokens: int) -> Usage:
+    def _usage(self) -> Usage:
         return Usage(
             prompt_tokens=self._num_prompt_tokens,
-            completion_tokens=len(token_ids_of(self._entries)),
-            cached_tokens=num_cached_tokens,
+            completion_tokens=num_tokens_of(self._entries),
+            cached_tokens=self._num_cached_tokens,
         )
 
-    def _settle(self, reason: str, usage: Mapping[str, int], error_text: str) -> Settlement:
+    def _settle(self, usage: Mapping[str, int], error_text: str) -> Settlement:
+        reason = min(self._reasons.values(), key=_WORST_FIRST.index)
         return Settlement(
             status="completed" if reason in _COMPLETED else "failed",
             reason=reason,
-            result=json.dumps(
-                {"outputs": [asdict(one) for one in outputs_of(self._entries)], "usage": dict(usage)}
-            ),
+            result=self._result(usage),
             error_text=error_text,
             prompt_tokens=usage["prompt_tokens"],
             completion_tokens=usage["completion_tokens"],
         )
 
+    def _result(self, usage: Mapping[str, int]) -> str:
+        outputs = [asdict(one) for one in outputs_of(self._entries, self._num_outputs)]
+        prompt_logprobs = prompt_logprobs_of(self._entries)
+        return json.dumps({"outputs": outputs, "usage": dict(usage), "prompt_logprobs": prompt_logprobs})
+
 
 def _error_of(output: SequenceOutput) -> TaskError | None:
     if output.finish_reason is FinishReason.ERROR:
-        return server_error("engine_error", output.error or "the engine failed on this request")
+        return engine_error(output.error or "the engine failed on this request")
     if output.finish_reason is FinishReason.TIMEOUT:
         return TaskError(type="timeout_error", code="timeout", message=output.error or "out of time")
     return None

@@ -11,7 +11,7 @@ from tests.worker.workshop import WATCHDOG_SECONDS, build_engine, new_metrics, s
 from worker.batch_worker import BatchWorker
 from worker.connections import connect
 from worker.crew import Surroundings
-from worker.intake import ServedModel
+from worker.preparation import ServedModel
 from worker.settings import Timing
 
 TIMING = Timing(lease_seconds=2.0, grace_seconds=10.0)

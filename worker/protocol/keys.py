@@ -56,6 +56,11 @@ def cost(queue: str) -> str:
     return f"tokenmill:cost:{queue}"
 
 
+def deadlines(slug: str) -> str:
+    """Sorted set: waiting task of a model -> when its first own limit passes (Redis time, seconds)."""
+    return f"tokenmill:deadlines:{slug}"
+
+
 def totals(slug: str) -> str:
     """Hash: counters of a model that only grow, written in the transactions that they count."""
     return f"tokenmill:totals:{slug}"

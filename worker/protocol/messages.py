@@ -4,7 +4,7 @@ Text is JSON-encoded here, in Python; the scripts only concatenate. Knows neithe
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,7 +23,8 @@ class GenerateRequest:
     """One request as the API puts it on the queue.
 
     Exactly one of `prompt`, `messages` and `prompt_token_ids` is given. `sampling` holds fields of the
-    engine's SamplingParams by name.
+    engine's SamplingParams by name, as JSON has them. The limits are seconds since the acceptance. Prompts
+    find each other's computed beginnings only under one `cache_salt`.
     """
 
     id: str
@@ -33,6 +34,10 @@ class GenerateRequest:
     prompt_token_ids: tuple[int, ...] | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     priority: int = 2
+    cache_salt: str | None = None
+    queue_timeout_seconds: float | None = None
+    ttft_timeout_seconds: float | None = None
+    timeout_seconds: float | None = None
 
     def to_payload(self) -> dict[str, Any]:
         """Plain JSON values; what is None is left out."""
@@ -89,20 +94,26 @@ class TaskError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
-    """One token of one output of a task. `text` may be empty while characters are held back."""
+    """One token of one output of a task. `text` may be empty while characters are held back.
+
+    `logprobs`, where they were asked for: `logprob`, `token` (as text), `bytes` and `top` of this token.
+    `prompt_logprobs` come once, with a first token: one for each prompt token, None for the first of them.
+    """
 
     id: str
     seq: int
     token: int
     text: str
     index: int = 0
+    logprobs: Mapping[str, Any] | None = None
+    prompt_logprobs: Sequence[Mapping[str, Any] | None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedEvent:
-    """The end of one output; with `done`, of the whole task, and then `usage` and `error` are told.
+    """The end of one output; with `done`, of the whole task, and then `usage` and `error` are the task's.
 
-    `text` is what had been held back.
+    `text` is what had been held back. Without `done`, `error` is that of this output.
     """
 
     id: str
@@ -122,18 +133,25 @@ Event = TokenEvent | FinishedEvent
 class LogEntry:
     """One message as the log stores it: compact strings.
 
-    `token`: the id in digits, or "" at an end. `text`: a JSON string literal. `index`: digits. `end`: "" or
-    the JSON members that only an end has, such as `"finish_reason":"stop","done":true,...`.
+    `token`: the id in digits, or "" at an end. `text`: a JSON string literal. `index`: digits. `members`: ""
+    or further JSON members: of an end `"finish_reason":"stop","done":true,...`, of a token its logprobs.
     """
 
     token: str
     text: str
     index: str = "0"
-    end: str = ""
+    members: str = ""
+
+    @property
+    def is_end(self) -> bool:
+        """Of an output, or of the whole task."""
+        return not self.token
 
     @classmethod
-    def of_token(cls, token: int, text: str, index: int = 0) -> "LogEntry":
-        return cls(str(token), _json(text), str(index))
+    def of_token(
+        cls, token: int, text: str, index: int = 0, members: Mapping[str, Any] | None = None
+    ) -> "LogEntry":
+        return cls(str(token), _json(text), str(index), _json(members)[1:-1] if members else "")
 
     @classmethod
     def of_end(
@@ -151,6 +169,8 @@ class LogEntry:
             members["done"] = True
             members["usage"] = usage.to_json() if usage else None
             members["error"] = error.to_json() if error else None
+        elif error:
+            members["error"] = error.to_json()
         return cls("", _json(text), str(index), _json(members)[1:-1])
 
     @classmethod
@@ -165,10 +185,10 @@ class LogEntry:
 
     def to_message(self, task_id: str, seq: int) -> str:
         """The published JSON, byte for byte as the script builds it."""
-        end = f",{self.end}" if self.end else ""
+        members = f",{self.members}" if self.members else ""
         return (
             f'{{"v":{VERSION},"id":"{task_id}","seq":{seq},"index":{self.index},'
-            f'"token":{self.token or "null"},"text":{self.text}{end}}}'
+            f'"token":{self.token or "null"},"text":{self.text}{members}}}'
         )
 
 
@@ -178,7 +198,12 @@ def decode(message: str | bytes) -> Event:
         fields = json.loads(message)
         common = {name: fields[name] for name in ("id", "seq", "index", "text")}
         if fields["token"] is not None:
-            return TokenEvent(token=fields["token"], **common)
+            return TokenEvent(
+                token=fields["token"],
+                logprobs=fields.get("logprobs"),
+                prompt_logprobs=fields.get("prompt_logprobs"),
+                **common,
+            )
         return FinishedEvent(
             finish_reason=fields["finish_reason"],
             done=fields.get("done", False),

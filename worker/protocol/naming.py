@@ -35,6 +35,11 @@ def queue_name(slug: str, priority: int, tenant: str) -> str:
     return f"tm:{slug}:{priority}:{tenant_hash(tenant)}"
 
 
+def tenant_of(queue: str) -> str:
+    """The tenant of a queue's tasks, as the queue's name has it: hashed, but for the default one."""
+    return queue.rsplit(":", 1)[-1]
+
+
 def tenant_hash(tenant: str) -> str:
     return tenant if tenant == DEFAULT_TENANT else _digest(tenant)[:12]
 

@@ -13,42 +13,61 @@ from worker.protocol.messages import LogEntry
 
 @dataclass(slots=True, kw_only=True)
 class TaskOutput:
-    """One output of a task as far as it has come. `finish_reason`: None until it has ended."""
+    """One output of a task as far as it has come. `finish_reason`: None until it has ended.
+
+    `logprobs`: one for each of `token_ids`; None where they were not asked for.
+    """
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    logprobs: list[dict[str, Any]] | None = None
 
 
-def outputs_of(entries: Iterable[LogEntry]) -> list[TaskOutput]:
-    """One for each index that has begun, in order; the first always."""
-    outputs = {0: TaskOutput(index=0)}
-    pieces: dict[int, list[str]] = {0: []}
+def outputs_of(entries: Iterable[LogEntry], num_outputs: int = 1) -> list[TaskOutput]:
+    """All outputs of a task, by index, also those that have not begun."""
+    outputs = {index: TaskOutput(index=index) for index in range(num_outputs)}
+    pieces: dict[int, list[str]] = {index: [] for index in outputs}
     for entry in entries:
         index = int(entry.index)
-        output = outputs.setdefault(index, TaskOutput(index=index))
+        _add(outputs.setdefault(index, TaskOutput(index=index)), entry)
         pieces.setdefault(index, []).append(json.loads(entry.text))
-        if entry.token:
-            output.token_ids.append(int(entry.token))
-        if entry.end:
-            output.finish_reason = end_of(entry)["finish_reason"]
     for index, output in outputs.items():
         output.text = "".join(pieces[index])
     return [outputs[index] for index in sorted(outputs)]
 
 
-def token_ids_of(entries: Iterable[LogEntry]) -> list[int]:
-    """The tokens that were published, in order."""
-    return [int(entry.token) for entry in entries if entry.token]
+def _add(output: TaskOutput, entry: LogEntry) -> None:
+    if entry.is_end:
+        output.finish_reason = members_of(entry)["finish_reason"]
+        return
+    output.token_ids.append(int(entry.token))
+    if entry.members and (logprobs := members_of(entry).get("logprobs")):
+        if output.logprobs is None:
+            output.logprobs = []
+        output.logprobs.append(logprobs)
+
+
+def num_tokens_of(entries: Iterable[LogEntry]) -> int:
+    """The tokens that were published, of all outputs together."""
+    return sum(not entry.is_end for entry in entries)
+
+
+def prompt_logprobs_of(entries: Iterable[LogEntry]) -> list[dict[str, Any] | None] | None:
+    """Those of the prompt's tokens, which came with a first token; None where there are none."""
+    # Where text has these words, its quotation marks are escaped.
+    told = next((entry for entry in entries if '"prompt_logprobs":' in entry.members), None)
+    logprobs: list[dict[str, Any] | None] | None = members_of(told)["prompt_logprobs"] if told else None
+    return logprobs
 
 
 def has_ended(entries: Sequence[LogEntry]) -> bool:
     """The last entry ends the whole task: there is nothing to run, only to settle."""
-    return bool(entries) and bool(end_of(entries[-1]).get("done"))
+    return bool(entries) and bool(members_of(entries[-1]).get("done"))
 
 
-def end_of(entry: LogEntry) -> dict[str, Any]:
-    """The members that an end has and a token has not: `finish_reason`, `usage`, `error` ..."""
-    members: dict[str, Any] = json.loads(f"{{{entry.end}}}")
+def members_of(entry: LogEntry) -> dict[str, Any]:
+    """What a message has beyond token and text: of an end `finish_reason`, `usage`, `error` ..."""
+    members: dict[str, Any] = json.loads(f"{{{entry.members}}}")
     return members

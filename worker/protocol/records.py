@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Literal
 
 from worker.protocol.messages import LogEntry
+from worker.protocol.time_limits import NO_LIMITS, TimeLimits
 
 JOB_ID = re.compile(r"[A-Za-z0-9_-]+")
 """What RQ takes as the id of a job; also safe in a key and in a JSON string."""
@@ -51,7 +52,8 @@ class Submission:
 
     `job_fields`: RQ's `Job.to_dict()`. `cost`: estimated tokens, prompt and output together. `metadata`:
     JSON text, given back as it is. `body_digest` tells the bodies of one `idempotency_key` apart.
-    `max_waiting`: limit of waiting tasks of this model; None means none.
+    `max_waiting`: limit of waiting tasks of this model; None means none. `num_outputs`: texts that the task
+    gives. `limits`: the time limits that it sets for itself.
     Raises ValueError where a value cannot stand in a key or a message.
     """
 
@@ -67,12 +69,16 @@ class Submission:
     idempotency_key: str | None = None
     body_digest: str = ""
     max_waiting: int | None = None
+    num_outputs: int = 1
+    limits: TimeLimits = NO_LIMITS
 
     def __post_init__(self) -> None:
         if not JOB_ID.fullmatch(self.task_id):
             raise ValueError(f"task_id: letters, digits, _ and - only, not {self.task_id!r}")
         if not self.queue.startswith(f"tm:{self.slug}:{self.priority}:"):
             raise ValueError(f"queue: the one of this model and priority, not {self.queue!r}")
+        if self.num_outputs < 1:
+            raise ValueError(f"num_outputs: 1 or more, not {self.num_outputs}")
         if self.cost < 0:
             raise ValueError(f"cost: tokens, 0 or more, not {self.cost}")
         if "data" not in self.job_fields:
@@ -93,7 +99,8 @@ class Claimed:
 
     `data`: the RQ job's `data`, zlib of JSON `[function name, null, args, kwargs]`. `entries`: what earlier
     attempts published. `prompt_token_ids` and `fingerprint`: as the first attempt stored them.
-    `waited_seconds`: from the acceptance to this claim, on Redis's clock.
+    `waited_seconds`: from the acceptance to this claim, on Redis's clock. `num_outputs`: as submitted.
+    `has_started`: a step of an earlier attempt took it. `cached_tokens`: as an earlier attempt told them.
     """
 
     task_id: str
@@ -107,14 +114,18 @@ class Claimed:
     entries: tuple[LogEntry, ...] = ()
     prompt_token_ids: tuple[int, ...] | None = None
     fingerprint: str | None = None
+    num_outputs: int = 1
+    has_started: bool = False
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settlement:
     """How a task ended. Goes with the write that carries its terminal entry.
 
-    `reason`: `stop`, `length`, `timeout` or `error`. `result`: JSON text, what RQ's `return_value()` gives,
-    partial for failed ones. `error_text`: what RQ shows as the exception of a failed one.
+    `reason`: `stop`, `length`, `timeout` or `error`; of several outputs the worst. `result`: JSON text, what
+    RQ's `return_value()` gives, partial for failed ones. `error_text`: what RQ shows as the exception of a
+    failed one.
     """
 
     status: Literal["completed", "failed"]

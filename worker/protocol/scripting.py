@@ -9,16 +9,17 @@ from typing import Any, Protocol
 
 from worker.protocol import keys, rq_keys
 
+_ENDING = ("clock", "deadlines", "order", "served", "ending")
 _PARTS = {
-    "submit": ("clock", "order"),
-    "claim": ("clock", "order", "served", "ending"),
-    "publish": ("clock", "order", "served", "ending"),
-    "renew": ("clock", "order", "served", "ending"),
-    "hand_back": ("clock", "order", "served", "ending"),
-    "cancel": ("clock", "order", "served", "ending"),
-    "reap": ("clock", "order", "served", "ending"),
-    "inspect": ("clock", "order", "served"),
-    "queue_stats": ("clock", "order", "served"),
+    "submit": ("clock", "deadlines", "order"),
+    "claim": _ENDING,
+    "publish": _ENDING,
+    "renew": _ENDING,
+    "hand_back": _ENDING,
+    "cancel": _ENDING,
+    "reap": _ENDING,
+    "inspect": ("clock", "deadlines", "order", "served"),
+    "queue_stats": ("clock", "deadlines", "order", "served"),
     "put_worker": ("clock",),
     "drop_worker": ("clock",),
     "workers": ("clock",),
@@ -46,6 +47,7 @@ _PREFIXES: dict[str, Callable[[str], str]] = {
     "clock": keys.clock,
     "order": keys.order,
     "cost": keys.cost,
+    "deadlines": keys.deadlines,
     "totals": keys.totals,
     "drained": keys.drained,
     "wake": keys.wake,

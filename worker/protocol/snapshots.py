@@ -42,6 +42,7 @@ class TaskSnapshot:
     cached_tokens: int
     entries: tuple[LogEntry, ...]
     attempt: int
+    num_outputs: int = 1
 
 
 def log_entries(rows: Sequence[Any]) -> tuple[LogEntry, ...]:
@@ -80,6 +81,7 @@ def to_snapshot(task_id: str, reply: Sequence[Any]) -> TaskSnapshot:
         cached_tokens=int(run.get("cached_tokens", "0")),
         entries=log_entries(log),
         attempt=int(run.get("attempt", "0")),
+        num_outputs=int(run.get("n", "1")),
     )
 
 

@@ -6,16 +6,15 @@ Knows no policy: who may submit, what to claim next on a worker and when to reap
 import hashlib
 import json
 import secrets
-import zlib
-from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from worker.protocol import event_log, keys, rq_keys
+from worker.protocol import event_log, keys, rq_keys, time_limits
 from worker.protocol.messages import Event, TaskError
 from worker.protocol.model_card import ModelCard
 from worker.protocol.naming import tenant_hash
+from worker.protocol.packing import compressed, packed
 from worker.protocol.records import (
     Accepted,
     Cancelled,
@@ -36,6 +35,7 @@ from worker.protocol.records import (
 )
 from worker.protocol.scripting import RedisClient, register
 from worker.protocol.snapshots import TaskSnapshot, log_entries, to_queue_stats, to_snapshot
+from worker.protocol.time_limits import timeout_error
 
 __all__ = [
     "Accepted",
@@ -68,9 +68,6 @@ MAX_WAIT_ERROR = TaskError(
 
 _OUTCOMES: Mapping[int, Outcome] = {-1: Accepted(), -2: Lost(), -3: Cancelled()}
 """As `publish.lua` numbers them; any other number is the length of a log."""
-
-_SEPARATOR = "\x1f"
-"""Stands in no JSON text, where control characters are escaped."""
 
 _TREATED_AT_ONCE = 100
 """One script treats so many that lapsed, waited too long or were moved by others: Redis does nothing else."""
@@ -108,6 +105,8 @@ class TaskStore:
             record,
             submission.body_digest,
             "" if submission.max_waiting is None else submission.max_waiting,
+            submission.num_outputs,
+            *map(_seconds, submission.limits),
             *chain.from_iterable(submission.job_fields.items()),
         )
         if outcome == b"conflict":
@@ -133,7 +132,7 @@ class TaskStore:
         """Add messages, facts and settlements, all in one change; one outcome for each write."""
         if not writes:
             return []
-        return [_outcome(code) for code in self._run("publish", _packed(writes))]
+        return [_outcome(code) for code in self._run("publish", packed(writes))]
 
     def renew(self, owned: Mapping[str, str], lease_seconds: float) -> Renewed:
         """Let the leases of `owned` (task -> owner) lapse that much later; tells which are not owned."""
@@ -147,7 +146,8 @@ class TaskStore:
         return int(self._run("hand_back", *chain.from_iterable(owned.items()))) if owned else 0
 
     def reap(self, slug: str, *, max_task_seconds: float) -> Reaped:
-        """Put back what has a lapsed lease, of any model; end what waits longer than `max_task_seconds`.
+        """Put back what has a lapsed lease, of any model; end what waits longer than `max_task_seconds` or
+        than its own limits allow.
 
         Also ends what was cancelled or deleted with RQ's own tools, and drops expired ids from RQ's
         registries. A call takes back, ends and puts right a hundred tasks of each kind at most.
@@ -156,10 +156,9 @@ class TaskStore:
             "reap",
             slug,
             round(max_task_seconds * 1e6),
-            json.dumps(MAX_WAIT_ERROR.to_json(), separators=(",", ":")),
-            _compressed(MAX_WAIT_ERROR.message),
             rq_keys.RESULT_FAILED,
             _TREATED_AT_ONCE,
+            *_MISSED_LIMITS,
         )
         return Reaped(
             returned=_decoded(returned), timed_out=_decoded(timed_out), cancelled=_decoded(cancelled)
@@ -222,6 +221,9 @@ def _claimed(
     data: bytes,
     prompt_ids: bytes,
     fingerprint: bytes,
+    num_outputs: bytes,
+    has_started: bytes,
+    cached_tokens: bytes,
     log: Sequence[Any],
 ) -> Claimed:
     return Claimed(
@@ -236,41 +238,9 @@ def _claimed(
         entries=log_entries(log),
         prompt_token_ids=tuple(json.loads(prompt_ids)) if prompt_ids else None,
         fingerprint=fingerprint.decode() or None,
-    )
-
-
-def _packed(writes: Sequence[Write]) -> bytes:
-    """As `publish.lua` reads them. Raises ValueError for a value that holds the separator."""
-    fields = list(chain.from_iterable(map(_write_fields, writes)))
-    packed = _SEPARATOR.join((*fields, ""))
-    if packed.count(_SEPARATOR) != len(fields):
-        raise ValueError("entries hold JSON text, and no fact holds a control character")
-    # A lone surrogate must not keep the other writes from being stored.
-    return packed.encode(errors="replace")
-
-
-def _write_fields(write: Write) -> Iterator[str]:
-    facts = {name: value for name, value in write.facts.items() if name != "scheduled"}
-    scheduled = write.facts.get("scheduled", "")
-    status = write.settlement.status if write.settlement else ""
-    counts = (str(write.first_seq), str(len(write.entries)), str(len(facts)))
-    yield from (write.task_id, write.owner, *counts, scheduled, status)
-    for entry in write.entries:
-        yield from (entry.token, entry.text, entry.index, entry.end)
-    yield from chain.from_iterable(facts.items())
-    if write.settlement:
-        yield from _settlement_fields(write.settlement)
-
-
-def _settlement_fields(settlement: Settlement) -> Iterable[str]:
-    failed = settlement.status == "failed"
-    return (
-        settlement.reason,
-        str(rq_keys.RESULT_FAILED if failed else rq_keys.RESULT_SUCCESSFUL),
-        b64encode(settlement.result.encode(errors="replace")).decode(),
-        _compressed(settlement.error_text) if failed else "",
-        str(settlement.prompt_tokens),
-        str(settlement.completion_tokens),
+        num_outputs=int(num_outputs),
+        has_started=bool(has_started),
+        cached_tokens=int(cached_tokens),
     )
 
 
@@ -278,9 +248,19 @@ def _outcome(code: int) -> Outcome:
     return _OUTCOMES[code] if code in _OUTCOMES else Gap(code)
 
 
-def _compressed(text: str) -> str:
-    """As RQ keeps the text of an exception."""
-    return b64encode(zlib.compress(text.encode(errors="replace"))).decode()
+def _seconds(limit: float | None) -> str:
+    """As a script reads it and a message shows it."""
+    if limit is None:
+        return ""
+    return str(int(limit)) if limit == int(limit) else repr(limit)
+
+
+def _missed_limits() -> Iterator[str]:
+    """What `reap.lua` tells of each limit that has passed."""
+    errors = {"": MAX_WAIT_ERROR, **{name: timeout_error(name) for name in time_limits.NAMES}}
+    for name, error in errors.items():
+        told = error.message.replace(time_limits.PLACE, "so many")
+        yield from (name, json.dumps(error.to_json(), separators=(",", ":")), compressed(told))
 
 
 def _digest(text: str) -> str:
@@ -289,3 +269,6 @@ def _digest(text: str) -> str:
 
 def _decoded(ids: Iterable[bytes]) -> tuple[str, ...]:
     return tuple(task_id.decode() for task_id in ids)
+
+
+_MISSED_LIMITS = tuple(_missed_limits())

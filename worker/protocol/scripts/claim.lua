@@ -1,8 +1,8 @@
 -- Gives waiting tasks of a model to a worker, the most urgent first. In no moment is a task in no list.
 -- ARGV: retention, slug, worker, seconds of the lease, seconds that RQ keeps a worker's index, how many tasks
 -- to end at most that RQ's tools took (nobody else is served meanwhile), one new owner for each task wanted.
--- Gives {id, owner, attempt, queue, priority, accepted_us, seconds waited, data, prompt ids, fingerprint, log}
--- for each.
+-- Gives {id, owner, attempt, queue, priority, accepted_us, seconds waited, data, prompt ids, fingerprint,
+-- outputs, '1' if a step has taken it before, cached tokens, log} for each.
 
 local slug, worker, lease, index_seconds, limit = ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5], tonumber(ARGV[6])
 
@@ -25,7 +25,8 @@ local function take(id, task, owner)
   call('SADD', K.rq_worker .. worker .. K.rq_worker_executions, composite)
   return { id, owner, attempt, task.queue, task.priority, task.accepted_us,
     seconds(math.max(0, now_us - task.accepted_us)), call('HGET', K.rq_job .. id, 'data'),
-    task.prompt_ids or '', task.fingerprint or '', call('XRANGE', K.log .. id, '-', '+') }
+    task.prompt_ids or '', task.fingerprint or '', task.n or '1', task.scheduled_at and '1' or '',
+    task.cached_tokens or '0', call('XRANGE', K.log .. id, '-', '+') }
 end
 
 local heads = {}

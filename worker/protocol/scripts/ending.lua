@@ -1,20 +1,24 @@
 -- Messages, owners and ends: a task gets its messages in order, has one owner or none, and ends once.
 -- `task` is its run hash as a table.
 
-local function append(id, seq, token, text, index, ending)
+local function append(id, seq, token, text, index, members)
   local log, entry = K.log .. id, '0-' .. (seq + 1)
   if token == '' then
-    call('HINCRBY', K.run .. id, 'ends', 1)
-    call('XADD', log, entry, 'x', text, 'i', index, 'm', ending)
-    ending = ',' .. ending
+    call('HSET', K.run .. id, 'ended:' .. index, 1)
+    call('XADD', log, entry, 'x', text, 'i', index, 'm', members)
     token = 'null'
+  elseif members ~= '' then
+    call('XADD', log, entry, 't', token, 'x', text, 'i', index, 'm', members)
   elseif index == '0' then
     call('XADD', log, entry, 't', token, 'x', text)
   else
     call('XADD', log, entry, 't', token, 'x', text, 'i', index)
   end
+  if members ~= '' then
+    members = ',' .. members
+  end
   call('PUBLISH', K.channel .. id, '{"v":1,"id":"' .. id .. '","seq":' .. seq .. ',"index":' .. index
-    .. ',"token":' .. token .. ',"text":' .. text .. ending .. '}')
+    .. ',"token":' .. token .. ',"text":' .. text .. members .. '}')
 end
 
 -- RQ's status and registry for each of ours.
@@ -41,7 +45,7 @@ end
 local function put_back(id, task)
   let_go(id, task)
   call('HSET', K.rq_job .. id, 'status', 'queued', 'started_at', '', 'worker_name', '')
-  enter(task.queue, task.slug, id, task.accepted_us, tonumber(task.cost))
+  enter(id, task)
 end
 
 local function count_end(task, how)
@@ -83,16 +87,39 @@ local function finish(id, task, how)
   end
 end
 
--- Ends a task that nobody finishes, with the terminal message that its worker did not write.
+-- The outputs that have no end yet, and how many have one.
+local function open_outputs(task)
+  local open, count = {}, tonumber(task.n) or 1
+  for index = 0, count - 1 do
+    if not task['ended:' .. index] then
+      open[#open + 1] = index
+    end
+  end
+  return open, count - #open
+end
+
+local function usage_json(task, how)
+  return '{"prompt_tokens":' .. how.prompt_tokens .. ',"completion_tokens":' .. how.completion_tokens
+    .. ',"total_tokens":' .. (how.prompt_tokens + how.completion_tokens) .. ',"cached_tokens":'
+    .. (tonumber(task.cached_tokens) or 0) .. '}'
+end
+
+-- Ends a task that nobody finishes, with the messages that its worker did not write: an end for each output
+-- that has none, the last of them the task's. `error_json` may be 'null'.
 local function finish_here(id, task, how, error_json)
   local length = call('XLEN', K.log .. id)
+  local open, num_ended = open_outputs(task)
   how.prompt_tokens = tonumber(task.prompt_tokens) or 0
-  how.completion_tokens = length - (tonumber(task.ends) or 0)
-  append(id, length, '', '""', '0', '"finish_reason":"' .. how.reason
-    .. '","done":true,"usage":{"prompt_tokens":' .. how.prompt_tokens
-    .. ',"completion_tokens":' .. how.completion_tokens
-    .. ',"total_tokens":' .. (how.prompt_tokens + how.completion_tokens) .. ',"cached_tokens":'
-    .. (tonumber(task.cached_tokens) or 0) .. '},"error":' .. error_json)
+  how.completion_tokens = length - num_ended
+  for place, index in ipairs(open) do
+    local members = '"finish_reason":"' .. how.reason .. '"'
+    if place == #open then
+      members = members .. ',"done":true,"usage":' .. usage_json(task, how) .. ',"error":' .. error_json
+    elseif error_json ~= 'null' then
+      members = members .. ',"error":' .. error_json
+    end
+    append(id, length + place - 1, '', '""', whole(index), members)
+  end
   finish(id, task, how)
 end
 

@@ -55,13 +55,15 @@ local function account(queue, id, cost, rank, follower)
 end
 
 -- To its place by acceptance: the end for a new task, mostly the front for one that comes back.
-local function enter(queue, slug, id, accepted_us, cost)
-  local order = K.order .. queue
-  call('ZADD', order, accepted_us, id)
+-- `task` is its run hash as a table.
+local function enter(id, task)
+  local queue, slug, order = task.queue, task.slug, K.order .. task.queue
+  call('ZADD', order, task.accepted_us, id)
   local rank = call('ZRANK', order, id)
   local follower = call('ZRANGE', order, rank + 1, rank + 1)[1]
   list(queue, id, rank, follower)
-  account(queue, id, cost, rank, follower)
+  account(queue, id, tonumber(task.cost), rank, follower)
+  watch(slug, id, task)
   call('SADD', K.queues .. slug, queue)
   call('SADD', K.rq_queues, K.rq_queue .. queue)
   call('ZADD', K.shown .. slug, 'NX', tidy_at(now_us), queue)
@@ -73,6 +75,7 @@ local function leave(queue, slug, id)
   if call('ZREM', order, id) == 0 then
     return
   end
+  unwatch(slug, id)
   call('LREM', K.rq_queue .. queue, 1, id)
   local cost = split_cost(call('HGET', costs, id))
   call('HDEL', costs, id)

@@ -1,10 +1,14 @@
 -- Takes back what dead workers held, ends what waited too long, and mends what RQ's own tools moved.
--- ARGV: retention, slug, microseconds that a task may wait, JSON of its error, RQ's exception of it, type of
--- RQ's result, how many tasks of a kind to treat at most: nobody else is served meanwhile.
+-- ARGV: retention, slug, microseconds that a task may wait, type of RQ's result, how many tasks of a kind to
+-- treat at most: nobody else is served meanwhile; and of each limit its name ('' for that wait), the JSON of
+-- its error, in which {} stands for the seconds, and RQ's exception of it.
 -- Gives {ids put back}, {ids timed out}, {ids cancelled}.
 
-local slug, max_wait_us, error_json = ARGV[2], tonumber(ARGV[3]), ARGV[4]
-local exc_string, result_type, limit = ARGV[5], ARGV[6], tonumber(ARGV[7])
+local slug, max_wait_us, result_type, limit = ARGV[2], tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
+local missed = {}
+for i = 6, #ARGV, 3 do
+  missed[ARGV[i]] = { error_json = ARGV[i + 1], exc_string = ARGV[i + 2] }
+end
 local returned, timed_out, cancelled, num_mended = {}, {}, {}, 0
 
 local function take_back(id)
@@ -20,14 +24,28 @@ local function take_back(id)
   end
 end
 
-local function time_out(queue, id)
-  local task = waiting_task(queue, slug, id)
-  if not task then
-    return
-  end
-  add_result(id, task, { type = result_type, exc_string = exc_string })
+local function time_out(id, task, name)
+  local error_json = string.gsub(missed[name].error_json, '{}', task[name] or '{}')
+  add_result(id, task, { type = result_type, exc_string = missed[name].exc_string })
   finish_here(id, task, { status = 'failed', reason = 'timeout' }, error_json)
   timed_out[#timed_out + 1] = id
+end
+
+-- One of its own limits has passed while it waited.
+local function end_overdue(id)
+  local task = hash(K.run .. id)
+  if task.slug then
+    time_out(id, task, first_limit(task))
+  else
+    unwatch(slug, id)
+  end
+end
+
+local function end_waiting(queue, id)
+  local task = waiting_task(queue, slug, id)
+  if task then
+    time_out(id, task, '')
+  end
 end
 
 -- A job that waits in RQ's list but not in our order: RQ's `requeue` put it there though it has ended, or
@@ -103,10 +121,13 @@ end
 for _, queue in ipairs(call('ZRANGE', K.shown .. slug, 0, -1)) do
   mend(queue)
 end
+for _, id in ipairs(call('ZRANGEBYSCORE', K.deadlines .. slug, '-inf', seconds(now_us), 'LIMIT', 0, limit)) do
+  end_overdue(id)
+end
 for _, queue in ipairs(call('SMEMBERS', K.queues .. slug)) do
   local oldest, count = whole(now_us - max_wait_us), limit - #timed_out
   for _, id in ipairs(call('ZRANGEBYSCORE', K.order .. queue, '-inf', oldest, 'LIMIT', 0, count)) do
-    time_out(queue, id)
+    end_waiting(queue, id)
   end
 end
 for _, queue in ipairs(call('ZRANGEBYSCORE', K.shown .. slug, '-inf', seconds(now_us))) do

@@ -1,6 +1,7 @@
 -- Stores a task and queues it; or says why not, and then has stored nothing.
 -- ARGV: retention, id, queue, slug, model, priority, tenant, cost, metadata, key of the idempotency record or
--- '', digest of the body, limit of waiting tasks or '', fields and values of RQ's job.
+-- '', digest of the body, limit of waiting tasks or '', number of outputs, seconds or '' of each of its
+-- own limits (queue, first token, end), fields and values of RQ's job.
 -- Gives {'submitted' | 'replayed', id}, {'conflict'} or {'full', waiting}.
 
 local id, queue, slug, cost = ARGV[2], ARGV[3], ARGV[4], ARGV[8]
@@ -30,15 +31,20 @@ end
 
 local accepted_us = whole(math.max(now_us, tonumber(call('GET', K.clock .. slug) or 0) + 1))
 call('SET', K.clock .. slug, accepted_us)
-call('HSET', K.run .. id, 'queue', queue, 'slug', slug, 'model', ARGV[5], 'priority', ARGV[6],
-  'tenant', ARGV[7], 'cost', cost, 'metadata', ARGV[9], 'accepted_us', accepted_us)
+local task = { queue = queue, slug = slug, model = ARGV[5], priority = ARGV[6], tenant = ARGV[7], cost = cost,
+  metadata = ARGV[9], accepted_us = accepted_us, n = ARGV[13], queue_timeout_seconds = ARGV[14],
+  ttft_timeout_seconds = ARGV[15], timeout_seconds = ARGV[16], idempotency = record }
+for name, value in pairs(task) do
+  if value ~= '' then
+    call('HSET', K.run .. id, name, value)
+  end
+end
 if record ~= '' then
   call('SET', record, digest .. ':' .. id)
-  call('HSET', K.run .. id, 'idempotency', record)
 end
-call('HSET', K.rq_job .. id, unpack(ARGV, 13))
+call('HSET', K.rq_job .. id, unpack(ARGV, 17))
 call('HSET', K.rq_job .. id, 'status', 'queued', 'origin', queue,
   'created_at', utcformat(now_us), 'enqueued_at', utcformat(now_us))
 call('HINCRBY', K.totals .. slug, 'submitted', 1)
-enter(queue, slug, id, accepted_us, tonumber(cost))
+enter(id, task)
 return { 'submitted', id }
