@@ -80,9 +80,7 @@ def step(scheduler: Scheduler) -> float:
 def measure(scheduler: Scheduler, num_repeats: int) -> dict[str, float]:
     """Microseconds of a step: the median, and the first and last decile, of the means of the repeats."""
     num_running = len(scheduler.running_queue)
-    means = [
-        statistics.fmean(step(scheduler) for _ in range(NUM_STEPS)) * 1e6 for _ in range(num_repeats)
-    ]
+    means = [statistics.fmean(step(scheduler) for _ in range(NUM_STEPS)) * 1e6 for _ in range(num_repeats)]
     assert len(scheduler.running_queue) == num_running, "not a steady state"
     deciles = statistics.quantiles(means, n=10)
     step_us = {"p10": deciles[0], "median": statistics.median(means), "p90": deciles[-1]}

@@ -50,6 +50,7 @@ class LLM:
                 execution.tokenizer,
                 eos_token_ids=execution.eos_token_ids,
                 vocab_size=execution.vocab_size,
+                grammar_compiler=execution.grammar_compiler,
             )
         )
 

@@ -25,6 +25,10 @@ PLANTS = {
         ("engine/outputs.py", "import worker.protocol.messages"),
         ("engine/sequence.py", "import prometheus_client"),
     ],
+    "engine.llm:": [
+        ("engine/llm.py", "import torch"),
+        ("engine/progress.py", "import redis"),
+    ],
     "execution:": [
         ("engine/execution/model_runner.py", "import monitoring.engine"),
         ("engine/execution/model_runner.py", "import redis"),

@@ -17,7 +17,6 @@ from prometheus_client import CollectorRegistry
 
 from engine.engine import Engine
 from engine.errors import InvalidParameter, UnsupportedModel
-from engine.grammars import GrammarCompiler
 from monitoring.engine import EngineMetrics
 from monitoring.http import serve_metrics
 from monitoring.worker import WorkerMetrics
@@ -114,7 +113,7 @@ class Process:
             execution.tokenizer,
             eos_token_ids=execution.eos_token_ids,
             vocab_size=execution.vocab_size,
-            grammar_compiler=_grammar_compiler(execution),
+            grammar_compiler=execution.grammar_compiler,
         )
         engine_metrics = EngineMetrics(
             self._registry,
@@ -148,19 +147,6 @@ def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
         deterministic=settings.deterministic,
         progress=loading.progress,
         **{name: value for name, value in asdict(settings.engine).items() if value is not None},
-    )
-
-
-def _grammar_compiler(execution: "Execution") -> GrammarCompiler:
-    # By now the model is loaded; the library stands behind the same door.
-    from engine.execution.grammars import LlguidanceBackend
-
-    return GrammarCompiler(
-        LlguidanceBackend(
-            execution.tokenizer,
-            vocab_size=execution.vocab_size,
-            eos_token_ids=execution.eos_token_ids,
-        )
     )
 
 

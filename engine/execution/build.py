@@ -13,12 +13,14 @@ from typing import Any, get_args
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter
 from engine.execution.default_model import DEFAULT_MODEL, default_model
+from engine.execution.grammars import LlguidanceBackend
 from engine.execution.kv_cache import CPU_SHARE, CUDA_SHARE, choose_num_kv_blocks, free_bytes
 from engine.execution.kv_pool import KVPool
 from engine.execution.loader import LoadedModel, load_model
 from engine.execution.numerics import DETERMINISTIC, PLAIN
 from engine.execution.sampler import Sampler
 from engine.execution.tokenizer import Tokenizer
+from engine.grammars import GrammarCompiler
 from engine.step_execution import Runner
 
 
@@ -32,6 +34,7 @@ class Execution:
     runner: Runner
     sampler: Sampler
     tokenizer: Tokenizer
+    grammar_compiler: GrammarCompiler
     config: EngineConfig
     eos_token_ids: frozenset[int]
     vocab_size: int
@@ -101,12 +104,15 @@ def _given_limits(limits: dict[str, Any]) -> dict[str, Any]:
 
 
 def _execution(loaded: LoadedModel, config: EngineConfig, tokenizer: Tokenizer, runner: Runner) -> Execution:
+    eos_token_ids = loaded.eos_token_ids or tokenizer.eos_token_ids
+    grammars = LlguidanceBackend(tokenizer, vocab_size=loaded.vocab_size, eos_token_ids=eos_token_ids)
     return Execution(
         runner=runner,
         sampler=Sampler(),
         tokenizer=tokenizer,
+        grammar_compiler=GrammarCompiler(grammars),
         config=config,
-        eos_token_ids=loaded.eos_token_ids or tokenizer.eos_token_ids,
+        eos_token_ids=eos_token_ids,
         vocab_size=loaded.vocab_size,
         fingerprint=loaded.fingerprint,
         dtype=str(loaded.dtype).removeprefix("torch."),

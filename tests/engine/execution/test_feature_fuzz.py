@@ -104,7 +104,7 @@ def draw_requests(rng: random.Random, number: int) -> dict[str, Asked]:
 def serve(
     runner: ModelRunner, config: EngineConfig, requests: dict[str, Asked], rng: random.Random | None = None
 ) -> tuple[dict[tuple[str, int], Given], int]:
-    """All outputs by (request, index), and how often a sequence was preempted. With `rng` they come in steps."""
+    """All outputs by (request, index), and how often one was preempted. With `rng` they come in steps."""
     ends = frozenset({EOS})
     engine = Engine(
         config,
