@@ -62,8 +62,9 @@ class Trials:
             _end_all([child])
 
     def _start(self) -> "subprocess.Popen[bytes]":
+        # -P: not our folder in front of the path, where names of libraries would be found.
         return subprocess.Popen(
-            [sys.executable, "-I", __file__, str(self._seconds), str(self._max_bytes)],
+            [sys.executable, "-P", __file__, str(self._seconds), str(self._max_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -29,7 +29,7 @@ Words = NDArray[np.int32]
 class LlguidanceBackend:
     """Compiles for one tokenizer and a model of `vocab_size` tokens, of which `eos_token_ids` end a text.
 
-    The vocabulary is read when the first grammar is compiled (a quarter of a second for 50,000 tokens).
+    The vocabulary is read by `load`, or else for the first grammar (a quarter of a second for 50,000 tokens).
     """
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
@@ -53,7 +53,7 @@ class LlguidanceBackend:
         lark = to_lark(structured_outputs)
         if error := self._trials.error_of(lark):
             raise ValueError(explain(error))
-        vocabulary = self._load()
+        vocabulary = self._load_once()
         matcher = LLMatcher(vocabulary.library, lark, log_level=0, limits=LIMITS)
         first = TokenGrammar(matcher, vocabulary)
         # Finds a grammar without any text, and spares every output of it this first, costly mask.
@@ -64,7 +64,11 @@ class LlguidanceBackend:
 
         return fresh
 
-    def _load(self) -> "_Vocabulary":
+    def load(self) -> None:
+        """Read the vocabulary now, so that no step waits for it later: the library holds the interpreter."""
+        self._load_once()
+
+    def _load_once(self) -> "_Vocabulary":
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = _Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)

@@ -150,6 +150,7 @@ def test_a_model_without_an_end_can_still_complete_a_text() -> None:
 def test_a_vocabulary_that_ends_with_a_word() -> None:
     """The library's own end is the first bit of a word that the model's row does not have."""
     backend = LlguidanceBackend(BYTE_LEVEL.tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=EOS_IDS)
+    backend.load()
     assert VOCAB_SIZE % 32 == 0
     grammar = backend.compile(KINDS["choice"])()
     row = np.zeros(VOCAB_SIZE // 32, np.int32)
