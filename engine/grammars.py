@@ -53,7 +53,7 @@ class GrammarCompiler:
         *,
         num_threads: int = 2,
         max_threads: int = 4,
-        timeout_seconds: float = 10.0,
+        timeout_seconds: float = 60.0,
         max_cached: int = 128,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

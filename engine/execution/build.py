@@ -106,6 +106,9 @@ def _given_limits(limits: dict[str, Any]) -> dict[str, Any]:
 def _execution(loaded: LoadedModel, config: EngineConfig, tokenizer: Tokenizer, runner: Runner) -> Execution:
     eos_token_ids = loaded.eos_token_ids or tokenizer.eos_token_ids
     grammars = LlguidanceBackend(tokenizer, vocab_size=loaded.vocab_size, eos_token_ids=eos_token_ids)
+    if tokenizer.knows_bytes:
+        # Here, and not with the first grammar: it keeps all other threads from running for a moment.
+        grammars.load()
     return Execution(
         runner=runner,
         sampler=Sampler(),

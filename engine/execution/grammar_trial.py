@@ -46,8 +46,8 @@ class Trials:
             self._idle.append(child)
             return answer
         _end_all([child])
-        if child.returncode == -signal.SIGALRM:
-            return f"the grammar was not compiled within {self._seconds:g} seconds; simplify it"
+        if child.returncode == -signal.SIGPROF:
+            return f"the grammar took more than {self._seconds:g} seconds to compile; simplify it"
         return TOO_LARGE
 
     def _take(self) -> "subprocess.Popen[bytes]":
@@ -105,11 +105,11 @@ def main() -> None:
     tokenizer = LLTokenizer("byte")
     for line in sys.stdin.buffer:
         # Nobody handles this signal: it ends the process, also inside the library and without a parent.
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         matcher = LLMatcher(tokenizer, json.loads(line), log_level=0, limits=LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
         _say(sys.stdout.buffer, matcher.get_error())
 
 

@@ -20,7 +20,7 @@ from engine.grammars import GrammarFactory
 from engine.structured_outputs import FIELD, StructuredOutputs
 
 TRIAL_SECONDS = 5.0
-"""The most that a grammar may take to compile, off the step loop."""
+"""The most of a processor's time that a grammar may take to compile, off the step loop."""
 
 Words = NDArray[np.int32]
 """A bit for each token: bit `i % 32` of word `i // 32`."""
