@@ -3,10 +3,10 @@
 A step is `schedule()` and `update()` in the steady state: all running sequences decode, none begins or ends;
 their blocks fill up, are hashed and published. The ledger and the records of a step are included, the forward
 pass is not. Others stand in line meanwhile: for want of a seat, or with seats free for want of blocks, when
-every step looks again for somebody to take in. Times are those of the processor, so that what else runs on the
-machine counts less.
+every step looks again for somebody to take in. Times are those of the processor, so that what else runs on
+the machine counts less; it still counts, so look at the first decile on one that is busy.
 
-    python -m benchmarks.scheduler
+    python benchmarks/scheduler.py
 """
 
 import argparse
@@ -15,8 +15,11 @@ import itertools
 import json
 import platform
 import statistics
+import sys
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # Run from anywhere, as a file.
 
 from engine.config import EngineConfig
 from engine.outputs import SampledToken

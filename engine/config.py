@@ -18,13 +18,15 @@ class EngineConfig:
     chunked prefill off, as in the worked example of `docs/decisions.md`. `prefix_caching`: beginnings of
     prompts that are computed already are not computed again.
 
-    Who goes first: `policy` "fifo" lets nobody past a waiting head that does not fit, "skip_ahead" lets up to
-    `max_skip_ahead` others past it in a step. `fair_sharing`: of one priority, the tenant that was served the
-    fewest tokens goes first. A waiting sequence counts as one priority class better for each
-    `ageing_seconds` (None: never), and goes before all others after `max_waiting_seconds` (None: never).
-    `max_preemptions`: a sequence that lost its blocks so often is not preempted again. `prefill_reserve`: the
-    share of a step's tokens that decodes leave to prefills while there are any. `max_chunk_tokens`: the most
-    that one prompt takes of a step while other prompts wait (None: half of a step's tokens).
+    Who goes first: `policy` "fifo" lets nobody past a waiting head that does not fit, "skip_ahead" tries up
+    to `max_skip_ahead` others past it in a step. `fair_sharing`: of one priority, the tenant that was served
+    the fewest tokens goes first. A waiting sequence counts as one priority class better for each
+    `ageing_seconds` (None: never), and goes before all others after `max_waiting_seconds` (None: never);
+    while several tenants wait, a tenant's next one has waited since the one before it was served.
+    `max_preemptions`: one that lost its blocks or its seat so often comes back only with blocks for its
+    prompt and `max_tokens`, and keeps them. `prefill_reserve`: the share of a step's tokens that decodes
+    leave to prefills that can use it. `max_chunk_tokens`: the most that one prompt takes of a step while
+    other prompts can use the rest (None: half of a step's tokens).
     """
 
     max_model_len: int
@@ -74,6 +76,11 @@ class EngineConfig:
         if self.max_chunk_tokens is None:
             return max(1, self.max_num_batched_tokens // 2)
         return self.max_chunk_tokens
+
+    @property
+    def num_reserved_tokens(self) -> int:
+        """`prefill_reserve` in tokens of a step."""
+        return int(self.prefill_reserve * self.max_num_batched_tokens)
 
     @property
     def kv_capacity(self) -> int:

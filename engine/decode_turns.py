@@ -16,7 +16,7 @@ class DecodeTurns:
 
     def __init__(self, config: EngineConfig) -> None:
         self._num_tokens = config.max_num_batched_tokens
-        self._num_reserved = int(config.prefill_reserve * config.max_num_batched_tokens)
+        self._num_reserved = config.num_reserved_tokens
         # Who goes first when not all can, while that lasts.
         self._line: list[Sequence] = []
 

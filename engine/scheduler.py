@@ -201,7 +201,7 @@ class Scheduler:
                 if head not in plan.preempted:
                     plan.skip(head, reason)
                 is_guarded = queue.is_head_promoted or head is self._claimant
-                if is_guarded or not self._admission.lets_another_try(reason):
+                if is_guarded or plan.is_full or not self._admission.lets_another_try(reason):
                     break
                 queue.remove(head)
                 set_aside.append(head)
@@ -232,12 +232,15 @@ class Scheduler:
     def _num_prefill_tokens(self, prefilling: list[Sequence]) -> int:
         """Tokens that prefills could use in this step, if decodes left them."""
         num_tokens = sum(sequence.num_uncomputed_tokens for sequence in prefilling)
-        head = self.waiting_queue.head
-        if head is None or not self._seats or len(prefilling) >= self.config.prefill_seqs_limit:
+        head, config = self.waiting_queue.head, self.config
+        if head is None or not self._seats or len(prefilling) >= config.prefill_seqs_limit:
+            return num_tokens
+        if not config.chunked_prefill and head.num_tokens > config.num_reserved_tokens:
             return num_tokens
         num_blocks = self.block_manager.num_blocks_of(self._preemption.num_tokens_to_hold(head))
-        fits = num_blocks - len(self.block_manager.find_prefix(head)) <= self.block_manager.num_free_blocks
-        return num_tokens + head.num_tokens * fits
+        num_found = len(self.block_manager.find_prefix(head))
+        lacks_blocks = num_blocks - num_found > self.block_manager.num_free_blocks
+        return num_tokens if lacks_blocks else num_tokens + head.num_tokens
 
     def _next_block(self, sequence: Sequence, plan: StepPlan) -> bool:
         """One block is full: its tenant is charged, it can be found, and another is needed."""

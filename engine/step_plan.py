@@ -31,6 +31,11 @@ class StepPlan:
     def is_busy(self) -> bool:
         return bool(self.decode or self.prefills)
 
+    @property
+    def is_full(self) -> bool:
+        """Nobody else can be taken, whoever it is."""
+        return self.lacks_blocks or not self.budget.remaining_tokens
+
     def skip(self, sequence: Sequence, reason: WaitingReason) -> None:
         self.skipped.append(Skipped(sequence, reason))
 

@@ -21,3 +21,30 @@ from engine.errors import InvalidParameter
 def test_a_limit_that_is_no_limit_is_refused_at_the_start(field: str, value: object) -> None:
     with pytest.raises(InvalidParameter, match=field):
         EngineConfig(**{"max_model_len": 8, "num_kv_blocks": 8, field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("policy", "lifo"),
+        *[("max_skip_ahead", value) for value in (0, -1, 1.5)],
+        *[("max_chunk_tokens", value) for value in (0, True)],
+        *[("max_preemptions", value) for value in (-1, None)],
+        *[("prefill_reserve", value) for value in (-0.1, 0.95, float("nan"), None)],
+        *[(field, value) for field in ("ageing_seconds", "max_waiting_seconds") for value in (0, -1.0, "5")],
+    ],
+)
+def test_a_policy_that_is_none_is_refused_at_the_start(field: str, value: object) -> None:
+    with pytest.raises(InvalidParameter, match=field):
+        EngineConfig(**{"max_model_len": 8, "num_kv_blocks": 8, field: value})  # type: ignore[arg-type]
+
+
+def test_a_reserve_never_takes_all_of_a_step() -> None:
+    for max_num_batched_tokens in range(1, 40):
+        config = EngineConfig(
+            max_model_len=8,
+            num_kv_blocks=8,
+            max_num_batched_tokens=max_num_batched_tokens,
+            prefill_reserve=0.9,
+        )
+        assert config.num_reserved_tokens < max_num_batched_tokens

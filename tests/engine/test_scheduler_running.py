@@ -59,6 +59,17 @@ def test_a_prompt_that_lacks_blocks_keeps_no_reserve() -> None:
     assert len(bench.step().decode) == 8
 
 
+def test_a_whole_prompt_beyond_the_reserve_keeps_none() -> None:
+    limits = {"max_num_batched_tokens": 8, "max_num_seqs": 9, "num_kv_blocks": 40}
+    for prompt, num_decodes in ((4, 4), (5, 8)):
+        bench = Bench(prefill_reserve=0.5, chunked_prefill=False, max_num_prefill_seqs=8, **limits)
+        for _ in range(8):
+            bench.add(1, 30)
+        bench.step()
+        bench.add(prompt)
+        assert len(bench.step().decode) == num_decodes
+
+
 def test_a_long_prompt_leaves_the_short_ones_something() -> None:
     """vllm#10774: a very long chunked prefill took whole steps, and short prompts got no first token."""
     bench = Bench(max_num_batched_tokens=16)
@@ -154,12 +165,24 @@ def test_ageing_makes_nobody_take_a_seat() -> None:
     assert bench.step().preempted == ()
 
 
+def test_one_that_aged_to_the_head_of_the_line_displaces_no_equal() -> None:
+    bench = Bench(max_num_seqs=1, ageing_seconds=1.0, max_waiting_seconds=None)
+    bench.add(4, 30, priority=3)
+    bench.step()
+    aged = bench.add(4, 5, priority=3)
+    bench.clock.now = 100.0
+    bench.add(4, 5, priority=0)
+
+    assert bench.step().preempted == ()
+    assert bench.scheduler.waiting_queue.head is aged
+
+
 def test_no_seat_is_taken_while_a_promoted_one_waits() -> None:
     bench = Bench(max_num_seqs=1, max_waiting_seconds=60.0)
     running = bench.add(4, 3, priority=4, accepted=1000.0)
     bench.clock.now = 1000.0
     bench.step()
-    promoted = bench.add(4, 5, priority=4, accepted=0.0)
+    promoted = bench.add(4, 5, priority=3, accepted=0.0)
     urgent = bench.add(4, 5, priority=0)
 
     while not running.is_finished():
@@ -219,6 +242,21 @@ def test_one_that_lost_its_blocks_too_often_comes_back_with_all_that_it_will_nee
     assert len(young.block_table) == 6
     bench.run_out()
     assert young.num_preemptions == 1
+
+
+def test_a_step_that_took_blocks_from_one_gives_none_to_another() -> None:
+    bench = Bench(num_kv_blocks=4)
+    bench.add(4, 20)
+    young = bench.add(12, 8)
+    bench.step()
+    small = bench.add(2, 1, priority=0)
+
+    outputs = bench.step()
+
+    assert outputs.preempted == (young,)
+    assert outputs.prefill == ()
+    assert bench.scheduler.waiting_reason(small) is WaitingReason.KV_BLOCKS
+    assert names(bench.step()) == ["r0", small.request_id]
 
 
 def test_the_first_in_order_waits_where_all_others_are_pinned() -> None:

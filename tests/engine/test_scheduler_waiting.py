@@ -3,7 +3,6 @@
 import pytest
 
 from engine.ageing import PROMOTED, Ageing
-from engine.config import EngineConfig
 from engine.fair_share import FairShare
 from engine.lazy_heap import LazyHeap
 from engine.outputs import WaitingReason
@@ -358,8 +357,3 @@ def test_only_the_heads_of_lines_are_looked_at(monkeypatch: pytest.MonkeyPatch) 
         bench.scheduler.waiting_reasons()
 
     assert looks == 0
-
-
-def test_a_bad_policy_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="policy"):
-        EngineConfig(max_model_len=8, num_kv_blocks=8, policy="lifo")
