@@ -141,6 +141,15 @@ def test_text_held_at_the_crash_is_told_by_the_next_engine() -> None:
     assert run(engine) == {"a": ([101], "<100><101>", "length")}
 
 
+def test_more_tokens_than_this_engine_takes_end_and_repeat_no_text() -> None:
+    engine, _ = build_engine(max_model_len=6)
+    tokens = (100, 101, 102, 103, 104, 105, 106)
+    # The fifth fills this engine; what was held there was told with the sixth.
+    engine.add("a", [1], SamplingParams(stop=("<104><9",)), arrival=0.0, resumed=(ResumedOutput(0, tokens),))
+
+    assert run(engine) == {"a": ([], "", "length")}
+
+
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_a_cancel_ends_exactly_one_request_in_every_state(steps: int) -> None:
     engine, _ = build_engine(max_num_batched_tokens=4)
