@@ -95,21 +95,7 @@ def test_preemption_changes_nothing_that_is_told() -> None:
 def test_a_resumed_request_goes_on_after_its_tokens_and_repeats_no_text() -> None:
     engine, runner = build_engine()
     params = SamplingParams(max_tokens=5)
-    engine.add(
-        "a",
-        [1, 2, 3],
-        params,
-        arrival=0.0,
-        resumed=(
-            ResumedOutput(
-                0,
-                (
-                    100,
-                    101,
-                ),
-            ),
-        ),
-    )
+    engine.add("a", [1, 2, 3], params, arrival=0.0, resumed=(ResumedOutput(0, (100, 101)),))
 
     assert run(engine) == {"a": ([102, 103, 104], words([102, 103, 104]), "length")}
     assert runner.steps[0] == [("a", 0, 5)]
