@@ -56,12 +56,14 @@ class Output:
 
     def resume(self, token_ids: tuple[int, ...], rules: StopRules) -> None:
         """Go on after tokens of an earlier engine, whose text was told by it."""
-        for place, token_id in enumerate(token_ids):
-            _, self.end = self.take(token_id, rules)
+        if not token_ids:
+            return
+        # Only the last can have been the end, even where this engine's limits are lower.
+        for token_id in token_ids[:-1]:
+            self.text.push(token_id)
             self.sequence.append(token_id)
-            if self.end:
-                self.sequence.token_ids += token_ids[place + 1 :]
-                return
+        _, self.end = self.take(token_ids[-1], rules)
+        self.sequence.append(token_ids[-1])
 
     def fail(self, error: str) -> None:
         self.error = self.error or error

@@ -24,6 +24,11 @@ PLANTS = {
         ("engine/budget.py", "import redis"),
         ("engine/outputs.py", "import worker.protocol.messages"),
         ("engine/sequence.py", "import prometheus_client"),
+        ("engine/offline.py", "import tqdm"),
+    ],
+    "engine.llm:": [
+        ("engine/llm.py", "import worker.settings"),
+        ("engine/progress.py", "import redis"),
     ],
     "engine.llm:": [
         ("engine/llm.py", "import torch"),

@@ -95,21 +95,7 @@ def test_preemption_changes_nothing_that_is_told() -> None:
 def test_a_resumed_request_goes_on_after_its_tokens_and_repeats_no_text() -> None:
     engine, runner = build_engine()
     params = SamplingParams(max_tokens=5)
-    engine.add(
-        "a",
-        [1, 2, 3],
-        params,
-        arrival=0.0,
-        resumed=(
-            ResumedOutput(
-                0,
-                (
-                    100,
-                    101,
-                ),
-            ),
-        ),
-    )
+    engine.add("a", [1, 2, 3], params, arrival=0.0, resumed=(ResumedOutput(0, (100, 101)),))
 
     assert run(engine) == {"a": ([102, 103, 104], words([102, 103, 104]), "length")}
     assert runner.steps[0] == [("a", 0, 5)]
@@ -139,6 +125,15 @@ def test_text_held_at_the_crash_is_told_by_the_next_engine() -> None:
     engine.add("a", [1], params, arrival=0.0, resumed=(ResumedOutput(0, (100,)),))
 
     assert run(engine) == {"a": ([101], "<100><101>", "length")}
+
+
+def test_more_tokens_than_this_engine_takes_end_and_repeat_no_text() -> None:
+    engine, _ = build_engine(max_model_len=6)
+    tokens = (100, 101, 102, 103, 104, 105, 106)
+    # The fifth fills this engine; what was held there was told with the sixth.
+    engine.add("a", [1], SamplingParams(stop=("<104><9",)), arrival=0.0, resumed=(ResumedOutput(0, tokens),))
+
+    assert run(engine) == {"a": ([], "", "length")}
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
