@@ -111,14 +111,16 @@ class _Trial:
         num_rows = max(num_mates, min(MOST_ROWS, MOST_FORWARDS * num_mates))
         tail = min(self._length - min(6, last), -(-num_rows // len(others)))
         rows = [(who, at) for who in reversed(others) for at in range(self._length - tail, self._length)]
+        # A forward that is hardly filled would show little for what it costs.
+        rows = rows[len(rows) % num_mates if len(rows) > num_mates else 0 :]
         decode: list[Part] = [(0, last, last + 1)] if size > 1 else []
         crowded = [decode + _parts(rows[at : at + num_mates]) for at in range(0, len(rows), num_mates)]
         return [*crowded, *self._lone_rows()] if size == FIRST_SIZE else crowded
 
     def _lone_rows(self) -> list[list[Part]]:
         """Nobody beside them: experts that are handed just their rows then have one, where they had many."""
-        ends = range(max(0, self._length - 2), self._length)
-        return [[(who, at, at + 1)] for who in range(min(3, len(self._sequences))) for at in ends]
+        last = self._length - 1
+        return [[(who, last, last + 1)] for who in range(min(3, len(self._sequences)))]
 
     def _run(self, size: int, parts: list[Part]) -> torch.Tensor:
         """The logits of all rows of one forward."""

@@ -1,10 +1,12 @@
 """Limits that are set hold; those that are not follow from the model and the memory."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidParameter
 from engine.execution import kv_cache
@@ -61,6 +63,43 @@ def test_limits_that_are_set(tiny_llama: Path) -> None:
     assert (config.max_model_len, config.num_kv_blocks, config.block_size) == (100, 7, 8)
     assert (config.max_num_batched_tokens, config.max_num_seqs) == (33, 3)
     assert (config.max_num_prefill_seqs, config.chunked_prefill) == (2, False)
+
+
+def test_every_field_of_the_config_may_be_set(tiny_llama: Path) -> None:
+    """A field that the loader did not hand on would be a setting without effect."""
+    wanted = EngineConfig(
+        max_model_len=90,
+        num_kv_blocks=9,
+        block_size=4,
+        max_num_batched_tokens=40,
+        max_num_seqs=5,
+        max_num_prefill_seqs=3,
+        chunked_prefill=False,
+        prefix_caching=False,
+        policy="skip_ahead",
+        max_skip_ahead=2,
+        fair_sharing=False,
+        ageing_seconds=7.0,
+        max_waiting_seconds=8.0,
+        max_preemptions=9,
+        prefill_reserve=0.25,
+        max_chunk_tokens=11,
+    )
+    values = {field.name: getattr(wanted, field.name) for field in fields(EngineConfig)}
+    assert all(values[field.name] != field.default for field in fields(EngineConfig))
+    assert build_execution(str(tiny_llama), device="cpu", **values).config == wanted
+
+
+def test_none_is_the_default_but_where_it_means_something(tiny_llama: Path) -> None:
+    config = build_execution(
+        str(tiny_llama), device="cpu", num_kv_blocks=4, max_num_seqs=None, policy=None, ageing_seconds=None
+    ).config
+    assert (config.max_num_seqs, config.policy, config.ageing_seconds) == (64, "fifo", None)
+
+
+def test_an_unknown_limit_is_refused() -> None:
+    with pytest.raises(TypeError, match="EngineConfig has no field max_sequences"):
+        build_execution("/nowhere", max_sequences=3)
 
 
 def test_more_than_the_model_takes_is_refused(tiny_llama: Path) -> None:

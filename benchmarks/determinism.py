@@ -1,0 +1,112 @@
+"""What deterministic mode costs: tokens per second with it on and off, on the default model.
+
+Both engines live in one process and take turns, so that whatever else the machine does meets both; medians
+and the spread over the turns are told. Seconds are those of the processor, on one thread, so that other
+programs count less. Writes `benchmarks/results/determinism.json`. `CACHE_DIR` keeps the converted model.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.determinism CACHE_DIR
+"""
+
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from engine.engine import Engine
+from engine.execution.build import Execution, build_execution
+from engine.execution.default_model import DEFAULT_MODEL
+from engine.sampling_params import SamplingParams
+
+RESULTS = Path(__file__).parent / "results" / "determinism.json"
+PROMPT_TOKENS, OUTPUT_TOKENS = 32, 16
+RUNNING = (1, 16)
+TURNS = 3
+
+
+def main() -> None:
+    cache_dir = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    cases = [case for dtype in ("float32", "bfloat16") for case in measure(cache_dir, dtype)]
+    RESULTS.parent.mkdir(exist_ok=True)
+    machine = {
+        "cpu": platform.processor() or platform.machine(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    shape = {"model": DEFAULT_MODEL, "prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS}
+    RESULTS.write_text(
+        json.dumps({"machine": machine, **shape, "turns": TURNS, "cases": cases}, indent=2) + "\n"
+    )
+
+
+def measure(cache_dir: Path, dtype: str) -> list[dict[str, Any]]:
+    """One case for each number of running sequences."""
+    ways: dict[str, Execution] = {}
+    load_seconds: dict[str, float] = {}
+    for name, deterministic in (("off", False), ("on", True)):
+        begun = time.process_time()
+        ways[name] = build_execution(
+            DEFAULT_MODEL,
+            cache_dir=cache_dir,
+            dtype=dtype,
+            device="cpu",
+            deterministic=deterministic,
+            num_kv_blocks=256,
+            max_model_len=256,
+            prefix_caching=False,
+        )
+        load_seconds[name] = round(time.process_time() - begun, 1)
+    cases = []
+    for running in RUNNING:
+        rates: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(TURNS):
+            for name, execution in ways.items():
+                rates[name].append(running * OUTPUT_TOKENS / seconds(execution, running))
+        case = {
+            "dtype": dtype,
+            "running": running,
+            "load_seconds": load_seconds,
+            "tokens_per_second": {name: summary(values) for name, values in rates.items()},
+            "times_slower": round(median(rates["off"]) / median(rates["on"]), 2),
+        }
+        print(case, flush=True)
+        cases.append(case)
+    return cases
+
+
+def seconds(execution: Execution, running: int) -> float:
+    """From the first step to the last token of `running` sequences that begin together."""
+    engine = Engine(
+        execution.config,
+        execution.runner,
+        execution.sampler,
+        execution.tokenizer,
+        eos_token_ids=frozenset(),
+        vocab_size=execution.vocab_size,
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS)
+    for number in range(running):
+        prompt = [100 + (number * PROMPT_TOKENS + at) * 37 % 20000 for at in range(PROMPT_TOKENS)]
+        engine.add(str(number), prompt, params, arrival=float(number))
+    begun = time.process_time()
+    while engine.has_work:
+        engine.step()
+    return time.process_time() - begun
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    return {
+        "median": round(median(values), 2),
+        "least": round(min(values), 2),
+        "most": round(max(values), 2),
+    }
+
+
+if __name__ == "__main__":
+    main()
