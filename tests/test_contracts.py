@@ -30,10 +30,6 @@ PLANTS = {
         ("engine/llm.py", "import worker.settings"),
         ("engine/progress.py", "import redis"),
     ],
-    "engine.llm:": [
-        ("engine/llm.py", "import torch"),
-        ("engine/progress.py", "import redis"),
-    ],
     "execution:": [
         ("engine/execution/model_runner.py", "import monitoring.engine"),
         ("engine/execution/model_runner.py", "import redis"),
