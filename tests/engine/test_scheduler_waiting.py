@@ -145,6 +145,23 @@ def test_the_tenant_that_was_served_less_goes_first_and_the_others_are_told() ->
     assert bench.scheduler.waiting_reason(second) is WaitingReason.BEHIND
 
 
+def test_who_is_next_changes_while_one_tenant_is_being_served() -> None:
+    bench = Bench(max_num_seqs=1)
+    bench.add(16, 1, tenant="b")
+    bench.step()
+    bench.add(4, 30, tenant="a")
+    more_of_a, more_of_b = bench.add(4, tenant="a"), bench.add(4, tenant="b")
+    bench.scheduler._waiting_room._sharing._counters.update(a=0)
+    bench.step()
+    assert bench.scheduler.waiting_queue.head is more_of_a
+
+    while bench.scheduler.waiting_queue.head is more_of_a:
+        bench.step()
+    assert bench.scheduler.waiting_queue.head is more_of_b
+    assert bench.scheduler.running_queue[0].num_output_tokens < 30
+    assert bench.scheduler.waiting_reason(more_of_a) is WaitingReason.FAIR_SHARE
+
+
 def test_priority_goes_before_fairness() -> None:
     bench = Bench(max_num_seqs=1)
     bench.add(8, 1, tenant="a")
