@@ -20,7 +20,7 @@ def test_the_line_tells_position_tokens_ahead_and_reason() -> None:
 def test_a_report_counts_each_event_once() -> None:
     """vllm#31503, vllm#15167: ends and first tokens were counted elsewhere than their tokens."""
     clock = Clock()
-    engine, runner = build_engine(clock=clock, max_num_batched_tokens=4, max_chunk_tokens=4)
+    engine, runner = build_engine(clock=clock, max_num_batched_tokens=4)
 
     def tick(_: object) -> None:
         clock.now += 1.0
