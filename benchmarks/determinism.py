@@ -11,6 +11,7 @@ import json
 import platform
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,8 +32,16 @@ TURNS = 3
 def main() -> None:
     cache_dir = Path(sys.argv[1])
     torch.set_num_threads(1)
-    cases = [case for dtype in ("float32", "bfloat16") for case in measure(cache_dir, dtype)]
-    RESULTS.parent.mkdir(exist_ok=True)
+    cases: list[dict[str, Any]] = []
+    for dtype in ("float32", "bfloat16"):
+        for case in measure(cache_dir, dtype):
+            print(case, flush=True)
+            cases.append(case)
+            write(cases)
+
+
+def write(cases: list[dict[str, Any]]) -> None:
+    """All that was measured so far, so that a long run that is stopped leaves something."""
     machine = {
         "cpu": platform.processor() or platform.machine(),
         "capability": torch.backends.cpu.get_cpu_capability(),
@@ -40,12 +49,13 @@ def main() -> None:
         "torch": torch.__version__,
     }
     shape = {"model": DEFAULT_MODEL, "prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS}
+    RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(
         json.dumps({"machine": machine, **shape, "turns": TURNS, "cases": cases}, indent=2) + "\n"
     )
 
 
-def measure(cache_dir: Path, dtype: str) -> list[dict[str, Any]]:
+def measure(cache_dir: Path, dtype: str) -> Iterator[dict[str, Any]]:
     """One case for each number of running sequences."""
     ways: dict[str, Execution] = {}
     load_seconds: dict[str, float] = {}
@@ -62,22 +72,18 @@ def measure(cache_dir: Path, dtype: str) -> list[dict[str, Any]]:
             prefix_caching=False,
         )
         load_seconds[name] = round(time.process_time() - begun, 1)
-    cases = []
     for running in RUNNING:
         rates: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(TURNS):
             for name, execution in ways.items():
                 rates[name].append(running * OUTPUT_TOKENS / seconds(execution, running))
-        case = {
+        yield {
             "dtype": dtype,
             "running": running,
             "load_seconds": load_seconds,
             "tokens_per_second": {name: summary(values) for name, values in rates.items()},
             "times_slower": round(median(rates["off"]) / median(rates["on"]), 2),
         }
-        print(case, flush=True)
-        cases.append(case)
-    return cases
 
 
 def seconds(execution: Execution, running: int) -> float:

@@ -20,7 +20,7 @@ from engine.execution.kv_pool import KVPool
 QUERY_TILE = 4
 KEY_TILE = 64
 MAX_GATHERED = 1 << 21
-"""Numbers of keys that are held at once: 8 MiB in float32 (measured; they then stay in the cache)."""
+"""Numbers of keys that are held at once, and as many of values: 8 MiB each in float32."""
 
 
 class DeterministicAttention:
