@@ -22,7 +22,7 @@ class Bench:
         self.scheduler = Scheduler(self.config, clock=self.clock)
         self.num_steps = 0
         self._seconds = seconds
-        self._stop_rules = StopRules(self.config, frozenset())
+        self._stop_rules = StopRules(self.config)
         self._num_requests = 0
 
     def add(self, prompt: int | list[int] = 4, max_tokens: int = 8, **fields: object) -> Sequence:

@@ -68,7 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         # What a device would have in each slot of each block: all tokens up to the one computed there.
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self.scheduler = Scheduler(config, clock=self.clock)
-        self.stop_rules = StopRules(config, frozenset())
+        self.stop_rules = StopRules(config)
         self.sequences: list[Sequence] = []
         self.held: set[Sequence] = set()
         self.num_empty_steps = 0

@@ -97,6 +97,18 @@ def test_siblings_wait_for_the_prompt_and_compute_only_its_tail() -> None:
     }
 
 
+def test_the_prompt_is_shared_within_a_request_also_without_prefix_caching() -> None:
+    engine, runner = build_engine(prefix_caching=False)
+    engine.add("a", list(range(1, 10)), SamplingParams(max_tokens=2, n=3), arrival=0.0)
+    run(engine)
+    engine.add("b", list(range(1, 10)), SamplingParams(max_tokens=2, n=2), arrival=1.0)
+    run(engine)
+
+    for request_id, n in (("a", 3), ("b", 2)):
+        counts = Counter(computed(runner, request_id))
+        assert counts == {(0, 9): 1, (8, 1): n - 1, (9, 1): n}, "and between requests it is not"
+
+
 def test_a_first_output_that_ends_at_its_first_token_lets_the_others_go() -> None:
     engine, runner = build_engine(ScriptedRunner({"a/0": [EOS]}))
     add(engine, "a", 9, n=3, max_tokens=2)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import LLM, SamplingParams
+from engine import LLM, SamplingParams, StructuredOutputs
 from engine.errors import InvalidParameter
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -51,6 +51,21 @@ def test_a_chat_is_a_prompt_in_the_models_template(llm: LLM) -> None:
 
     assert one.prompt_token_ids == llm._tokenizer.render_chat(HELLO)
     assert one.outputs == first.outputs == second.outputs
+
+
+def test_a_text_may_be_held_to_a_form_and_a_bad_form_fails_its_prompt_alone(llm: LLM) -> None:
+    forms = [StructuredOutputs(choice=("ab", "cde")), StructuredOutputs(regex="(")]
+
+    good, bad = llm.generate(
+        ["hello", "hello"],
+        [SamplingParams(max_tokens=20, n=2, structured_outputs=form) for form in forms],
+        show_progress=False,
+    )
+
+    assert {output.text for output in good.outputs} <= {"ab", "cde"}
+    assert {output.finish_reason for output in good.outputs} == {"stop"}
+    assert bad.error is not None
+    assert bad.error.startswith("structured_outputs: ")
 
 
 @pytest.mark.parametrize("prompts", [["fine", "\ud83d"], ["fine", 7], ["fine", None]])
