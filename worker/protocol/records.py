@@ -53,7 +53,8 @@ class Submission:
     `job_fields`: RQ's `Job.to_dict()`. `cost`: estimated tokens, prompt and output together. `metadata`:
     JSON text, given back as it is. `body_digest` tells the bodies of one `idempotency_key` apart.
     `max_waiting`: limit of waiting tasks of this model; None means none. `num_outputs`: texts that the task
-    gives. `limits`: the time limits that it sets for itself.
+    gives. `limits`: the time limits that it sets for itself. `webhook`: the URL that is told of its end, ""
+    for none. `cancel_on_disconnect`: it ends as cancelled when its last reader goes away.
     Raises ValueError where a value cannot stand in a key or a message.
     """
 
@@ -71,6 +72,8 @@ class Submission:
     max_waiting: int | None = None
     num_outputs: int = 1
     limits: TimeLimits = NO_LIMITS
+    webhook: str = ""
+    cancel_on_disconnect: bool = False
 
     def __post_init__(self) -> None:
         if not JOB_ID.fullmatch(self.task_id):
@@ -192,7 +195,10 @@ class Renewed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reaped:
-    """Task ids: put back into their queues, ended as `timeout`, ended as `cancelled` after RQ's own tools."""
+    """Task ids: put back into their queues, ended as `timeout`, ended as `cancelled`.
+
+    The last were cancelled by RQ's own tools, or all of their readers have lapsed.
+    """
 
     returned: tuple[str, ...] = ()
     timed_out: tuple[str, ...] = ()
