@@ -28,6 +28,8 @@ def check_card(body: TaskBody, card: ModelCard) -> None:
             detail = f"{len(body.prompt_token_ids)} tokens; a prompt has at most {card.max_prompt_tokens}"
             raise bad_field("prompt_token_ids", detail, "context_length_exceeded")
     _check_ids("stop_token_ids", body.stop_token_ids or (), card)
+    _check_ids("allowed_token_ids", body.allowed_token_ids or (), card)
+    _check_ids("logit_bias", map(int, body.logit_bias or ()), card)
 
 
 def _check_ids(field: str, token_ids: Iterable[int], card: ModelCard) -> None:

@@ -33,9 +33,17 @@ def message(event: Event) -> str:
     """The event as it was published, on one line."""
     members: dict[str, object] = {"v": VERSION, "id": event.id, "seq": event.seq, "index": event.index}
     if isinstance(event, TokenEvent):
-        members |= {"token": event.token, "text": event.text}
+        members |= {"token": event.token, "text": event.text, **_logprobs(event)}
     else:
         members |= {"token": None, "text": event.text, "finish_reason": event.finish_reason}
         if event.done:
             members |= {"done": True, "usage": event.usage, "error": event.error}
+        elif event.error:
+            members["error"] = event.error
     return json.dumps(members, ensure_ascii=False, separators=(",", ":"))
+
+
+def _logprobs(event: TokenEvent) -> dict[str, object]:
+    """Where they were asked for."""
+    given = {"logprobs": event.logprobs, "prompt_logprobs": event.prompt_logprobs}
+    return {name: value for name, value in given.items() if value is not None}

@@ -18,6 +18,30 @@ class QueuePlace(BaseModel):
     )
 
 
+class Alternative(BaseModel):
+    """One of the likeliest tokens of a place."""
+
+    id: int
+    logprob: float = Field(description="Natural logarithm; -9999 stands for minus infinity.")
+    token: str = Field(description="Its text; what is no whole character is U+FFFD.")
+    bytes: list[int] = Field(description="Its bytes, which tell tokens apart whose texts are the same.")
+
+
+class TokenLogprobsView(BaseModel):
+    """How likely a token was to the model itself, before penalties and temperature."""
+
+    logprob: float
+    token: str
+    bytes: list[int]
+    top: list[Alternative] = Field(description="The likeliest tokens, in order.")
+
+
+class PromptLogprobsView(TokenLogprobsView):
+    """The same of a token of the prompt."""
+
+    id: int
+
+
 class Output(BaseModel):
     """One text; partial while the task runs."""
 
@@ -25,6 +49,9 @@ class Output(BaseModel):
     text: str
     token_ids: list[int]
     finish_reason: Literal["stop", "length", "cancelled", "timeout", "error"] | None
+    logprobs: list[TokenLogprobsView] | None = Field(
+        description="One for each of `token_ids`; null where not asked for."
+    )
 
 
 class UsageView(BaseModel):
@@ -71,7 +98,10 @@ class Task(BaseModel):
     model: str
     priority: int
     queue: QueuePlace | None = Field(description="Null while the task runs, and once it has ended.")
-    outputs: list[Output]
+    outputs: list[Output] = Field(description="One, or `n`, by index.")
+    prompt_logprobs: list[PromptLogprobsView | None] | None = Field(
+        description="One for each token of the prompt, null for the first; null where not asked for."
+    )
     usage: UsageView | None = Field(description="Null until the prompt's length is known.")
     timings: Timings
     error: ErrorView | None

@@ -1,68 +1,36 @@
 """What comes in, as OpenAPI shows it: bodies, headers, queries.
 
 Law: strict types (true is not 1, "5" is not 5), and a name that is not here is refused by name. An optional
-field that is null counts as not given. The ranges are those of the engine's sampling parameters.
+field that is null counts as not given.
 """
 
 import json
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    WithJsonSchema,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from api.sampling_schemas import SamplingBody, Strict, TokenId
 from worker.protocol import naming
+from worker.protocol.time_limits import LONGEST_SECONDS
 
 INPUTS = ("prompt", "messages", "prompt_token_ids")
-MAX_STOPS = 16
-MAX_STOP_CHARACTERS = 1024
-MAX_STOP_TOKEN_IDS = 1024
 MAX_MESSAGES = 10_000
 MAX_METADATA_BYTES = 16 * 1024
 MAX_WAIT_SECONDS = 60.0
+MAX_SALT_CHARACTERS = 256
+
+Seconds = Annotated[float, Field(gt=0, le=LONGEST_SECONDS)]
 
 
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
-# `fail_fast`: a list of a million wrong items is one error, not a million.
-TokenId = Annotated[int, Field(ge=0)]
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-Stops = Annotated[
-    list[StopString],
-    Field(max_length=MAX_STOPS, fail_fast=True),
-    BeforeValidator(_as_list),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS},
-                {"type": "array", "maxItems": MAX_STOPS, "items": {"type": "string", "minLength": 1}},
-            ]
-        }
-    ),
-]
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
-class Message(_Strict):
+class Message(Strict):
     """One turn of a chat."""
 
     role: Literal["system", "user", "assistant"]
     content: str
 
 
-class TaskBody(_Strict):
+class TaskBody(SamplingBody):
     """A request for text. Give exactly one of `prompt`, `messages` and `prompt_token_ids`."""
 
     model_config = ConfigDict(
@@ -82,32 +50,17 @@ class TaskBody(_Strict):
     prompt_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = Field(
         None, description="The prompt as the model's token ids, taken as they are."
     )
-    max_tokens: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="At most so many output tokens; null: up to the model's length."
-    )
-    temperature: Annotated[float, Field(ge=0)] | None = Field(None, description="0 is greedy; null: 1.")
-    top_k: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="So many of the likeliest tokens are kept; 0 and null: all."
-    )
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="The likeliest tokens that reach this share of probability are kept; null: 1."
-    )
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="Tokens below this share of the likeliest's probability are dropped; null: 0."
-    )
-    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = Field(
-        None, description="One seed gives one text; null: a random one."
-    )
-    stop: Stops | None = Field(
-        None, description=f"A string, or up to {MAX_STOPS}, that end the text and are cut from it."
-    )
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = (
-        Field(None, description="Token ids that end the text.")
-    )
-    ignore_eos: bool | None = Field(None, description="The model's own end is not an end.")
     model: str | None = Field(None, description="The model's public name; null: the one that is served.")
     priority: Annotated[int, Field(ge=naming.PRIORITIES[0], le=naming.PRIORITIES[-1])] | None = Field(
         None, description=f"Lower goes first; null: {naming.DEFAULT_PRIORITY}."
+    )
+    queue_timeout_seconds: Seconds | None = Field(
+        None, description="It ends as `timeout` if it was not started so long after its acceptance."
+    )
+    ttft_timeout_seconds: Seconds | None = Field(None, description="The same for its first token.")
+    timeout_seconds: Seconds | None = Field(None, description="The same for its end; what there is is kept.")
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = Field(
+        None, description="Prompts find each other's computed beginnings only under the same salt."
     )
     metadata: dict[str, Any] | None = Field(
         None, description=f"Given back with the task; at most {MAX_METADATA_BYTES} bytes of JSON."

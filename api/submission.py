@@ -17,16 +17,15 @@ from rq.utils import now
 from api.admission import check_card, check_model
 from api.problems import Problem, bad_field
 from api.request_schemas import TaskBody
+from api.sampling_schemas import SAMPLING_FIELDS
 from api.settings import ApiSettings
-from worker.protocol import naming
+from worker.protocol import naming, time_limits
 from worker.protocol.messages import JOB_FUNCTION, GenerateRequest
 from worker.protocol.model_card import ModelCard
 from worker.protocol.records import IdempotencyConflict, QueueFull, Submission, Submitted
 from worker.protocol.store import TaskStore
+from worker.protocol.time_limits import TimeLimits
 
-SAMPLING = (
-    "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
-)  # fmt: skip
 BYTES_PER_TOKEN = 4
 OUTPUT_GUESS = 256
 """Tokens that a task is taken to need where it names no `max_tokens`."""
@@ -80,6 +79,8 @@ class Submitter:
             idempotency_key=key,
             body_digest=body_digest(body),
             max_waiting=settings.waiting_limit,
+            num_outputs=body.n or 1,
+            limits=TimeLimits(**{name: getattr(body, name) for name in time_limits.NAMES}),
         )
 
     def _job_fields(self, request: GenerateRequest, queue: str) -> dict[str, Any]:
@@ -117,7 +118,7 @@ class Submitter:
 
 def to_request(body: TaskBody, task_id: str, model: str) -> GenerateRequest:
     """What the worker gets: the body's own values, a seed, and no defaults."""
-    sampling = {name: getattr(body, name) for name in SAMPLING if getattr(body, name) is not None}
+    sampling = body.model_dump(include=set(SAMPLING_FIELDS), exclude_none=True, by_alias=True)
     sampling.setdefault("seed", secrets.randbits(63))
     return GenerateRequest(
         id=task_id,
@@ -127,6 +128,8 @@ def to_request(body: TaskBody, task_id: str, model: str) -> GenerateRequest:
         prompt_token_ids=None if body.prompt_token_ids is None else tuple(body.prompt_token_ids),
         sampling=sampling,
         priority=naming.DEFAULT_PRIORITY if body.priority is None else body.priority,
+        cache_salt=body.cache_salt,
+        **{name: getattr(body, name) for name in time_limits.NAMES},
     )
 
 
@@ -137,14 +140,15 @@ def body_digest(body: TaskBody) -> str:
 
 
 def estimate_cost(body: TaskBody, card: ModelCard | None) -> int:
-    """Prompt and output in tokens, as far as they can be told without a tokenizer."""
+    """Prompt and outputs in tokens, as far as they can be told without a tokenizer."""
     if body.prompt_token_ids is not None:
         prompt = len(body.prompt_token_ids)
     else:
         text = body.prompt or "".join(turn.content for turn in body.messages or ())
         prompt = len(text.encode()) // BYTES_PER_TOKEN + 1
-    cost = prompt + (body.max_tokens or OUTPUT_GUESS)
-    return min(cost, card.max_model_len if card else COST_CEILING)
+    ceiling = card.max_model_len if card else COST_CEILING
+    output = min(body.max_tokens or OUTPUT_GUESS, ceiling)
+    return min(prompt + output, ceiling) + ((body.n or 1) - 1) * output
 
 
 def parse_key(header: str) -> str:

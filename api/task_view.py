@@ -3,8 +3,17 @@
 import json
 from dataclasses import asdict
 
-from api.reply_schemas import ErrorView, Output, QueuePlace, Task, Timings, Urls, UsageView
-from worker.protocol.outputs import end_of, outputs_of, token_ids_of
+from api.reply_schemas import (
+    ErrorView,
+    Output,
+    PromptLogprobsView,
+    QueuePlace,
+    Task,
+    Timings,
+    Urls,
+    UsageView,
+)
+from worker.protocol.outputs import members_of, num_tokens_of, outputs_of, prompt_logprobs_of
 from worker.protocol.store import TaskSnapshot
 
 TERMINAL = frozenset({"completed", "failed", "cancelled"})
@@ -17,7 +26,8 @@ def task_url(task_id: str) -> str:
 def view(snapshot: TaskSnapshot) -> Task:
     """The task object of every reply that carries one."""
     url = task_url(snapshot.task_id)
-    last = end_of(snapshot.entries[-1]) if snapshot.entries else {}
+    last = members_of(snapshot.entries[-1]) if snapshot.entries else {}
+    done = last if last.get("done") else {}
     return Task(
         id=snapshot.task_id,
         status=snapshot.status,
@@ -25,10 +35,11 @@ def view(snapshot: TaskSnapshot) -> Task:
         model=snapshot.model,
         priority=snapshot.priority,
         queue=_place(snapshot) if _waits(snapshot) else None,
-        outputs=[Output(**asdict(output)) for output in outputs_of(snapshot.entries)],
-        usage=_usage(snapshot, last.get("usage")),
+        outputs=[Output(**asdict(output)) for output in outputs_of(snapshot.entries, snapshot.num_outputs)],
+        prompt_logprobs=_prompt_logprobs(snapshot),
+        usage=_usage(snapshot, done.get("usage")),
         timings=_timings(snapshot),
-        error=ErrorView(**last["error"]) if last.get("error") else None,
+        error=ErrorView(**done["error"]) if done.get("error") else None,
         urls=Urls(self=url, events=f"{url}/events", cancel=f"{url}/cancel"),
         metadata=json.loads(snapshot.metadata),
     )
@@ -57,12 +68,19 @@ def _place(snapshot: TaskSnapshot) -> QueuePlace:
     )
 
 
+def _prompt_logprobs(snapshot: TaskSnapshot) -> list[PromptLogprobsView | None] | None:
+    logprobs = prompt_logprobs_of(snapshot.entries)
+    if logprobs is None:
+        return None
+    return [None if one is None else PromptLogprobsView(**one) for one in logprobs]
+
+
 def _usage(snapshot: TaskSnapshot, final: dict[str, int] | None) -> UsageView | None:
     if final:
         return UsageView(**final)
     if snapshot.prompt_tokens is None:
         return None
-    completion = len(token_ids_of(snapshot.entries))
+    completion = num_tokens_of(snapshot.entries)
     return UsageView(
         prompt_tokens=snapshot.prompt_tokens,
         completion_tokens=completion,

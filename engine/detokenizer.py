@@ -5,6 +5,9 @@ live, resumed or read afterwards, is the same fold. Knows no tokenizer library.
 """
 
 import os.path
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Protocol
 
 from engine.sampling_params import SamplingParams
@@ -19,9 +22,23 @@ _MAX_PENDING = 3
 """A character of UTF-8 lacks at most three bytes: more U+FFFD than that at the end are text."""
 
 
+NO_END_TEXTS: Mapping[int, str] = MappingProxyType({})
+Decode = Callable[[list[int]], str]
+
+
 class Tokenizer(Protocol):
-    def decode(self, token_ids: list[int]) -> str:
-        """The text of `token_ids`, without special tokens; bytes that form no character are U+FFFD."""
+    """What the engine needs of a model's tokenizer."""
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`; bytes that form no character are U+FFFD."""
+        ...
+
+    def encode_text(self, text: str) -> list[int]:
+        """The ids of `text` as a part of some text: no special tokens are added."""
+        ...
+
+    def special_token_id(self, text: str) -> int | None:
+        """The id of the special token that is written `text`; None if there is none."""
         ...
 
 
@@ -32,15 +49,15 @@ class IncrementalDecoder:
     character), as in vLLM's `detokenize_incrementally`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int]) -> None:
-        self._tokenizer = tokenizer
-        self._window = _context(tokenizer, prompt_token_ids)
+    def __init__(self, decode: Decode, prompt_token_ids: list[int]) -> None:
+        self._decode = decode
+        self._window = _context(decode, prompt_token_ids)
         self._num_told = len(self._window)
-        self._told = tokenizer.decode(self._window)
+        self._told = decode(self._window)
 
     def push(self, token_id: int) -> str:
         window = [*self._window, token_id]
-        text = self._tokenizer.decode(window)
+        text = self._decode(window)
         self._window = window  # not before: a token that cannot be decoded leaves the rest as it was
         if text.endswith(REPLACEMENT):
             return self._tell_all_but_pending(text)
@@ -53,7 +70,7 @@ class IncrementalDecoder:
 
     def close(self) -> str:
         """The incomplete character at the end, as U+FFFD."""
-        text = self._tokenizer.decode(self._window)
+        text = self._decode(self._window)
         new = _beyond(text, self._told)
         self._told = text
         return new
@@ -61,7 +78,7 @@ class IncrementalDecoder:
     def _cut_back(self) -> None:
         """Keep the tokens told last as context, if they have text: without, a space would be lost."""
         context = self._window[self._num_told :]
-        if told := self._tokenizer.decode(context):
+        if told := self._decode(context):
             self._window, self._told = context, told
 
     def _tell_all_but_pending(self, text: str) -> str:
@@ -78,18 +95,35 @@ class IncrementalDecoder:
     def _cut_back_broken(self, num_pending: int) -> None:
         """In a run of broken bytes, keep enough tokens that all pending ones are among them."""
         context = self._window[-_WINDOW // 2 :]
-        text = self._tokenizer.decode(context)
+        text = self._decode(context)
         if text.endswith(REPLACEMENT * num_pending):
             self._window, self._told = context, text[: len(text) - num_pending]
             self._num_told = 0
 
 
 class Detokenizer:
-    """The text of one sequence that may be told: decoded, and free of stop strings."""
+    """The text of one output that may be told: decoded, and cut at its stop string.
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        self._decoder = IncrementalDecoder(tokenizer, prompt_token_ids)
-        self._stop_strings = StopStrings(params.stop)
+    `end_texts`: text that tokens leave which end the output. Stop strings that one of the first `min_tokens`
+    tokens completes are text like any other.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        end_texts: Mapping[int, str] = NO_END_TEXTS,
+    ) -> None:
+        decode = (
+            tokenizer.decode
+            if params.skip_special_tokens
+            else partial(tokenizer.decode, skip_special_tokens=False)
+        )
+        self._decoder = IncrementalDecoder(decode, prompt_token_ids)
+        self._stop_strings = StopStrings(params.stop, is_included=params.include_stop_str_in_output)
+        self._end_texts = end_texts
+        self._num_left_unstopped = params.min_tokens
 
     @property
     def stopped(self) -> bool:
@@ -97,11 +131,22 @@ class Detokenizer:
         return self._stop_strings.matched
 
     def push(self, token_id: int) -> str:
-        return self._stop_strings.push(self._decoder.push(token_id))
+        text = self._decoder.push(token_id)
+        self._num_left_unstopped -= 1
+        return self._stop_strings.push(text, may_stop=self._may_stop)
 
-    def close(self) -> str:
-        """What was held back, at the end of the sequence."""
-        return self._stop_strings.push(self._decoder.close()) + self._stop_strings.close()
+    def close(self, end_token_id: int | None = None) -> str:
+        """What was held back, at the end of the output; with the text of the token that ended it."""
+        text = self._stop_strings.push(self._decoder.close(), may_stop=self._may_stop)
+        text += self._stop_strings.close()
+        if self.stopped or end_token_id is None:
+            return text
+        return text + self._end_texts.get(end_token_id, "")
+
+    @property
+    def _may_stop(self) -> bool:
+        """The token pushed last is beyond those that may not end the output."""
+        return self._num_left_unstopped < 0
 
 
 def final_text(
@@ -109,16 +154,19 @@ def final_text(
     prompt_token_ids: list[int],
     output_token_ids: list[int],
     params: SamplingParams,
+    *,
+    end_token_id: int | None = None,
+    end_texts: Mapping[int, str] = NO_END_TEXTS,
 ) -> str:
     """The text of a finished output, cut at its stop string. `output_token_ids`: without an ending token."""
-    stream = Detokenizer(tokenizer, prompt_token_ids, params)
-    return "".join(map(stream.push, output_token_ids)) + stream.close()
+    stream = Detokenizer(tokenizer, prompt_token_ids, params, end_texts)
+    return "".join(map(stream.push, output_token_ids)) + stream.close(end_token_id)
 
 
-def _context(tokenizer: Tokenizer, prompt_token_ids: list[int]) -> list[int]:
+def _context(decode: Decode, prompt_token_ids: list[int]) -> list[int]:
     """The end of the prompt that has text: special tokens alone would not show that text went before."""
     length = _CONTEXT
-    while length < len(prompt_token_ids) and not tokenizer.decode(prompt_token_ids[-length:]):
+    while length < len(prompt_token_ids) and not decode(prompt_token_ids[-length:]):
         length *= 2
     return prompt_token_ids[-length:]
 

@@ -6,53 +6,36 @@ request's fault stays its own. Knows no transport and no tensors.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from engine.config import EngineConfig
-from engine.detokenizer import Detokenizer, Tokenizer
+from engine.deadlines import DeadlineHeap
+from engine.detokenizer import Tokenizer
 from engine.errors import InvalidParameter
-from engine.outputs import (
-    SampledToken,
-    SchedulerOutputs,
-    SequenceOutput,
-    StepOutput,
-    WaitingReason,
-)
-from engine.reporting import RequestTimes, StepLog
+from engine.grammar_gate import GrammarCompiler, GrammarGate
+from engine.outputs import SampledToken, SchedulerOutputs, SequenceOutput, StepOutput
+from engine.reporting import StepLog
+from engine.request_group import Output, Request, describe
+from engine.request_maker import RequestMaker
+from engine.requests import NO_DEADLINES, Deadlines, ResumedOutput
+from engine.resolving import Resolver
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence
-from engine.step_execution import Runner, Sampler, StepExecution
+from engine.siblings import Siblings
+from engine.step_execution import ExecutedStep, Runner, Sampler, StepExecution
 from engine.step_timer import StepTimer
 from engine.stopping import StopRules
+from engine.waiting_line import WaitingSequence, waiting_line
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WaitingSequence:
-    """Where a request stands in line: `position` from 1, tokens to compute before it, and why it waits."""
-
-    request_id: str
-    position: int
-    tokens_ahead: int
-    reason: WaitingReason
-
-
-@dataclass(slots=True)
-class _Request:
-    """What the engine keeps of a request beside its sequence."""
-
-    sequence: Sequence
-    text: Detokenizer
-    times: RequestTimes
-    held_text: str = ""
-    error: str | None = None
+__all__ = ["Engine", "WaitingSequence"]
 
 
 class Engine:
     """Continuous batching of one model on one device.
 
     `runner` and `sampler` do the device's work (see `engine/step_execution.py`), `tokenizer` turns ids into
-    text, `eos_token_ids` are the model's ends. `clock` gives seconds that never go back.
+    text, `eos_token_ids` are the model's ends. `grammar_compiler`: see `engine/grammar_gate.py`; None:
+    structured outputs are refused. `clock` gives seconds that never go back.
     """
 
     def __init__(
@@ -64,30 +47,38 @@ class Engine:
         *,
         eos_token_ids: frozenset[int],
         vocab_size: int,
+        grammar_compiler: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, clock=clock)
         self._execution = StepExecution(runner, sampler)
-        self._tokenizer = tokenizer
-        self._stop_rules = StopRules(config, eos_token_ids)
-        self._vocab_size = vocab_size
+        self._rules = StopRules(config)
+        resolver = Resolver(tokenizer, eos_token_ids, vocab_size)
+        self._maker = RequestMaker(config, tokenizer, resolver, self._rules, clock)
+        self._grammars = GrammarGate(grammar_compiler, self._rules)
+        self._siblings = Siblings(self.scheduler)
+        self._deadlines = DeadlineHeap[Request]()
         self._clock = clock
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, Request] = {}
+        #: Those whose end has not been told.
+        self._outputs: dict[Sequence, Output] = {}
         self._num_steps = 0
 
     @property
     def has_work(self) -> bool:
-        """There is something to compute, or an end that `step()` has not told yet."""
+        """There is something to compute or to wait for, or an end that `step()` has not told yet."""
         return self.scheduler.has_unfinished_sequences() or bool(self.scheduler.finished_sequences)
 
     @property
     def num_running(self) -> int:
+        """Sequences that hold a seat: a request has up to n."""
         return len(self.scheduler.running_queue)
 
     @property
     def num_waiting(self) -> int:
-        return len(self.scheduler.waiting_queue)
+        """Sequences that do not, whatever they wait for."""
+        return self.scheduler.num_waiting
 
     def add(
         self,
@@ -97,43 +88,51 @@ class Engine:
         *,
         arrival: float,
         priority: int = 2,
-        output_token_ids: list[int] | None = None,
+        tenant: str = "default",
+        cache_salt: bytes = b"",
+        deadlines: Deadlines = NO_DEADLINES,
+        resumed: tuple[ResumedOutput, ...] = (),
         waited_seconds: float = 0.0,
     ) -> None:
-        """Take a request into the waiting queue.
+        """Take a request, of `params.n` outputs.
 
-        `arrival` orders requests of one `priority` (lower first in both). `output_token_ids`: what an earlier
-        engine generated; the request goes on after it, and its text is not told again. `waited_seconds`: how
-        long it waited elsewhere, for the times in reports.
+        `arrival` orders requests of one `priority` (lower first in both). Only requests of one `cache_salt`
+        reuse each other's computed prompts. `resumed`: what an earlier engine generated. Outputs that had
+        ended are not run again, the others go on after their tokens, and no text is told again.
+        `waited_seconds`: how long ago the request was accepted; `deadlines` and the times in reports count
+        from there.
 
         Raises `InvalidParameter` (of which `NeverFits` is one), and takes nothing, when it cannot be served.
         """
-        self._check(request_id, prompt_token_ids, params)
-        sequence = Sequence(
+        if request_id in self._requests:
+            raise InvalidParameter("id", f"{request_id} is being served already")
+        self._grammars.check(params.structured_outputs)
+        request = self._maker.make(
             request_id,
             prompt_token_ids,
             params,
             arrival=arrival,
             priority=priority,
-            output_token_ids=output_token_ids,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            resumed=resumed,
+            waited_seconds=waited_seconds,
         )
-        request = _Request(
-            sequence,
-            Detokenizer(self._tokenizer, prompt_token_ids, params),
-            RequestTimes(self._clock() - waited_seconds, resumed=bool(output_token_ids)),
-        )
-        ended = self._replay(request) if output_token_ids else None
-        self.scheduler.add_sequence(sequence)
+        self._siblings.hold(request)
         self._requests[request_id] = request
-        if ended:
-            self.scheduler.abort(sequence, ended)
+        self._outputs.update((output.sequence, output) for output in request.outputs)
+        self._deadlines.add(request, request.times.accepted, deadlines)
+        if request.needs_grammar:
+            self._grammars.submit(request)
+        else:
+            self._siblings.start(request)
 
     def cancel(self, request_id: str) -> bool:
-        """End a request; the next step tells its end. False if it is unknown or has ended."""
+        """End all outputs of a request; the next step tells it. False if it is unknown or has ended."""
         request = self._requests.get(request_id)
-        if request is None or request.sequence.is_finished():
+        if request is None or request.is_over:
             return False
-        self.scheduler.abort(request.sequence, FinishReason.CANCELLED)
+        self._end(request, FinishReason.CANCELLED)
         return True
 
     def discard(self, request_id: str) -> bool:
@@ -141,8 +140,13 @@ class Engine:
         request = self._requests.pop(request_id, None)
         if request is None:
             return False
-        self.scheduler.abort(request.sequence, FinishReason.CANCELLED)
-        self.scheduler.finished_sequences.remove(request.sequence)
+        self._grammars.forget(request)
+        for output in request.outputs:
+            self._outputs.pop(output.sequence, None)
+            self.scheduler.abort(output.sequence, FinishReason.CANCELLED)
+        self._siblings.settle(output.sequence for output in request.outputs)
+        finished = self.scheduler.take_finished()
+        self.scheduler.finished_sequences += [one for one in finished if one in self._outputs]
         return True
 
     def step(self) -> StepOutput:
@@ -151,73 +155,63 @@ class Engine:
         Raises `EngineDead` when nothing can be computed any more.
         """
         self._num_steps += 1
+        self._end_late_ones()
+        self._start_compiled_ones()
         timer = StepTimer(self._clock)
         step_log = StepLog(self._num_steps, timer)
         with timer.stage("schedule"):
             outputs = self.scheduler.schedule()
-        tokens = self._execution.run(outputs, timer)
-        started = self._start_times(outputs, step_log)
+        executed = self._execution.run(outputs, timer)
+        tokens = dict(executed.tokens)
+        started = self._note_progress(outputs, executed, step_log)
         with timer.stage("detokenize"):
             pieces, finishes = self._texts(tokens, step_log)
         with timer.stage("update"):
             self.scheduler.update(outputs, tokens, finishes)
-            told = self._tell(pieces, step_log)
+            told = self._tell(outputs, tokens, pieces, step_log)
         return StepOutput(outputs=told, started=started, report=step_log.close(outputs, self.scheduler))
 
     def waiting(self) -> list[WaitingSequence]:
-        """The line as it stands, from its head."""
-        line: list[WaitingSequence] = []
-        tokens_ahead = sum(one.num_uncomputed_tokens for one in self.scheduler.running_queue)
-        for position, sequence in enumerate(self.scheduler.waiting_queue, start=1):
-            reason = self.scheduler.waiting_reason(sequence)
-            line.append(
-                WaitingSequence(
-                    request_id=sequence.request_id,
-                    position=position,
-                    tokens_ahead=tokens_ahead,
-                    reason=reason,
-                )
-            )
-            tokens_ahead += self._num_tokens_to_come(sequence)
-        return line
+        """The line as it stands, from its head; then those held outside of it."""
+        return waiting_line(self.scheduler)
 
-    def _check(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        if request_id in self._requests:
-            raise InvalidParameter("id", f"{request_id} is being served already")
-        if not prompt_token_ids:
-            raise InvalidParameter("prompt", "must have at least one token")
-        for field, token_ids in (("prompt", prompt_token_ids), ("stop_token_ids", params.stop_token_ids)):
-            for token_id in token_ids:
-                if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
-                    raise InvalidParameter(
-                        field, f"token id {token_id!r:.40} is outside the vocabulary of {self._vocab_size}"
-                    )
+    def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        """End what of a request has not ended; the next step tells it."""
+        self._grammars.forget(request)
+        for output in request.outputs:
+            if not output.sequence.is_finished():
+                output.error = error
+                output.close()
+                self.scheduler.abort(output.sequence, reason)
 
-    def _replay(self, request: _Request) -> FinishReason | None:
-        """Bring the text of a resumed request to where its earlier engine left it; its end, if that came."""
-        sequence, text = request.sequence, request.text
-        output_token_ids = sequence.output_token_ids
-        if self._stop_rules.is_stop_token(sequence, output_token_ids[-1]):
-            output_token_ids.pop()
-            reason: FinishReason | None = FinishReason.STOP
-        else:
-            reason = FinishReason.LENGTH if self._stop_rules.is_full(sequence, sequence.num_tokens) else None
-        for token_id in output_token_ids:
-            text.push(token_id)
-        reason = FinishReason.STOP if text.stopped else reason
-        if reason:
-            request.held_text = text.close()
-        return reason
+    def _end_late_ones(self) -> None:
+        for request, reason in self._deadlines.take_late(self._clock()):
+            self._end(request, FinishReason.TIMEOUT, reason)
 
-    def _start_times(self, outputs: SchedulerOutputs, step_log: StepLog) -> tuple[str, ...]:
-        """Note when requests were first scheduled; these are told."""
+    def _start_compiled_ones(self) -> None:
+        if not self._grammars.is_awaited:
+            return
+        is_idle = not self.num_running and self.num_waiting == len(self.scheduler.held_sequences)
+        for request, error in self._grammars.take_ready(is_idle=is_idle):
+            if error:
+                self._end(request, FinishReason.ERROR, error)
+            else:
+                self._siblings.start(request)
+
+    def _note_progress(
+        self, outputs: SchedulerOutputs, executed: ExecutedStep, step_log: StepLog
+    ) -> tuple[str, ...]:
+        """Note which requests were first scheduled, these are told, and the logprobs of prompts."""
         now = self._clock()
         started: list[str] = []
-        for item in outputs.prefill:
-            times = self._requests[item.sequence.request_id].times
-            if times.started is None:
-                step_log.started(times, now)
-                started.append(item.sequence.request_id)
+        for item in outputs.scheduled:
+            request = self._outputs[item.sequence].request
+            if request.times.started is None:
+                step_log.started(request.times, now)
+                request.num_cached_tokens = item.sequence.num_cached_tokens
+                started.append(request.request_id)
+            if logprobs := executed.prompt_logprobs.get(item.sequence):
+                request.note_prompt_logprobs(item.start, logprobs)
         return tuple(started)
 
     def _texts(
@@ -231,57 +225,41 @@ class Engine:
         pieces: dict[Sequence, str] = {}
         finishes: dict[Sequence, FinishReason] = {}
         for sequence, sampled in tokens.items():
-            request = self._requests[sequence.request_id]
+            output = self._outputs[sequence]
+            if sampled.token_id is None:
+                output.fail(sampled.error or "there is no token")
+                finishes[sequence] = FinishReason.ERROR
+                continue
             try:
-                piece, reason = self._text(request, sampled)
+                piece, reason = output.take(sampled.token_id, self._rules)
             except Exception as error:  # noqa: BLE001 - a tokenizer raises what it likes
-                request.error = request.error or f"{type(error).__name__}: {error}"
-                reason = FinishReason.ERROR
-                tokens[sequence] = SampledToken(None, request.error)
-            else:
-                if piece is not None:
-                    pieces[sequence] = piece
-                    step_log.token(request.times, now)
+                output.fail(describe(error))
+                finishes[sequence] = FinishReason.ERROR
+                tokens[sequence] = SampledToken(None, output.error)
+                continue
+            pieces[sequence] = piece
+            step_log.token(output.request.times, output.last_token, now)
+            output.last_token = now
             if reason:
                 finishes[sequence] = reason
         return pieces, finishes
 
-    def _text(self, request: _Request, sampled: SampledToken) -> tuple[str | None, FinishReason | None]:
-        """The text that one more token sets free (None without a token), and the end that it brings."""
-        text = request.text
-        if sampled.token_id is None:
-            request.error = sampled.error
-            request.held_text = text.close()
-            return None, FinishReason.ERROR
-        reason = self._stop_rules.reason(request.sequence, sampled.token_id)
-        piece = "" if reason is FinishReason.STOP else text.push(sampled.token_id)
-        reason = FinishReason.STOP if text.stopped else reason
-        request.held_text = text.close() if reason else ""
-        return piece, reason
-
-    def _tell(self, pieces: dict[Sequence, str], step_log: StepLog) -> tuple[SequenceOutput, ...]:
+    def _tell(
+        self,
+        outputs: SchedulerOutputs,
+        tokens: dict[Sequence, SampledToken],
+        pieces: dict[Sequence, str],
+        step_log: StepLog,
+    ) -> tuple[SequenceOutput, ...]:
         """The outputs of this step: new tokens, and the ends since the last."""
         ended = self.scheduler.take_finished()
-        told = [self._output(sequence, piece) for sequence, piece in pieces.items()]
-        told += [self._output(sequence, None) for sequence in ended if sequence not in pieces]
+        self._siblings.settle(item.sequence for item in outputs.scheduled)
+        self._siblings.settle(ended)
+        told = [self._outputs[one].told(piece, tokens[one]) for one, piece in pieces.items()]
+        told += [self._outputs[one].told(None, None) for one in ended if one not in pieces]
         now = self._clock()
-        for sequence in ended:
-            step_log.finished(sequence, self._requests.pop(sequence.request_id).times, now)
+        for request in dict.fromkeys(self._outputs.pop(one).request for one in ended):
+            if request.is_over:
+                step_log.finished(request, now)
+                del self._requests[request.request_id]
         return tuple(told)
-
-    def _output(self, sequence: Sequence, piece: str | None) -> SequenceOutput:
-        request = self._requests[sequence.request_id]
-        return SequenceOutput(
-            request_id=sequence.request_id,
-            token_id=None if piece is None else sequence.token_ids[-1],
-            text=piece or "",
-            held_text=request.held_text,
-            finish_reason=sequence.finish_reason,
-            error=request.error,
-            num_cached_tokens=sequence.num_cached_tokens,
-        )
-
-    def _num_tokens_to_come(self, sequence: Sequence) -> int:
-        room = self.config.max_model_len - sequence.num_prompt_tokens
-        most = min(sequence.params.max_tokens or room, room)
-        return sequence.num_uncomputed_tokens + max(0, most - sequence.num_output_tokens)

@@ -143,7 +143,12 @@ class SequenceOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedSequence:
-    """A request that ended in this step: plain numbers. Seconds count from `Engine.add`; None: never came."""
+    """A request whose last output ended in this step: plain numbers.
+
+    It is one request, and its prompt counts once, however many outputs it has: `reason` is the worst of their
+    ends (error, timeout, cancelled, length, stop), `num_output_tokens` and `num_preemptions` are sums. Seconds
+    count from when it was accepted; None: never came.
+    """
 
     reason: str
     num_prompt_tokens: int

@@ -1,26 +1,26 @@
 """What is told of a step and of its requests: times and counts, as plain numbers. Decides nothing."""
 
-from dataclasses import dataclass
-
 from engine.outputs import FinishedSequence, SchedulerOutputs, StepReport
+from engine.request_group import Request, RequestTimes
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence
+from engine.sequence import FinishReason
 from engine.step_timer import StepTimer
 
-
-@dataclass(slots=True)
-class RequestTimes:
-    """Moments of one request on the engine's clock. `resumed`: its first token came before this engine."""
-
-    accepted: float
-    resumed: bool = False
-    started: float | None = None
-    first_token: float | None = None
-    last_token: float | None = None
+_WORST_FIRST = (
+    FinishReason.ERROR,
+    FinishReason.TIMEOUT,
+    FinishReason.CANCELLED,
+    FinishReason.LENGTH,
+    FinishReason.STOP,
+)
 
 
 class StepLog:
-    """Gathers the events of one step, and closes with its report."""
+    """Gathers the events of one step, and closes with its report.
+
+    A request counts once, however many outputs it has: when it starts, at its first token, and at the end of
+    its last output. Tokens count one by one.
+    """
 
     def __init__(self, step: int, timer: StepTimer) -> None:
         self._step = step
@@ -36,24 +36,25 @@ class StepLog:
         if not times.resumed:
             self._queue_seconds.append(now - times.accepted)
 
-    def token(self, times: RequestTimes, now: float) -> None:
+    def token(self, times: RequestTimes, last_token: float | None, now: float) -> None:
+        """`last_token`: when this engine drew the token before it in the same output."""
         self._num_generated_tokens += 1
-        if times.last_token is not None:
-            self._inter_token_seconds.append(now - times.last_token)
-        elif not times.resumed:
+        if last_token is not None:
+            self._inter_token_seconds.append(now - last_token)
+        elif times.first_token is None and not times.resumed:
             times.first_token = now
             self._first_token_seconds.append(now - times.accepted)
-        times.last_token = now
 
-    def finished(self, sequence: Sequence, times: RequestTimes, now: float) -> None:
-        assert sequence.finish_reason is not None
+    def finished(self, request: Request, now: float) -> None:
+        times, outputs = request.times, request.outputs
         first_token = times.first_token
         self._finished.append(
             FinishedSequence(
-                reason=sequence.finish_reason.value,
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                num_output_tokens=sequence.num_output_tokens,
-                num_preemptions=sequence.num_preemptions,
+                reason=_reason_of(request).value,
+                num_prompt_tokens=outputs[0].sequence.num_prompt_tokens,
+                num_output_tokens=sum(one.sequence.num_output_tokens for one in outputs)
+                + sum(len(one.token_ids) for one in request.ended_before),
+                num_preemptions=sum(one.sequence.num_preemptions for one in outputs),
                 seconds=now - times.accepted,
                 first_token_seconds=None if first_token is None else first_token - times.accepted,
             )
@@ -78,7 +79,7 @@ class StepLog:
             max_num_prefill_seqs=config.prefill_seqs_limit,
             bound_by=outputs.bound_by.value if outputs.bound_by else None,
             num_running=len(scheduler.running_queue),
-            num_waiting=len(scheduler.waiting_queue),
+            num_waiting=scheduler.num_waiting,
             waiting_reasons=tuple(
                 (reason.value, number) for reason, number in scheduler.waiting_reasons().items()
             ),
@@ -96,6 +97,13 @@ class StepLog:
             finished=tuple(self._finished),
             num_execution_faults=self._timer.num_faults,
         )
+
+
+def _reason_of(request: Request) -> FinishReason:
+    """The worst end of its outputs."""
+    reasons = {one.sequence.finish_reason for one in request.outputs}
+    reasons |= {one.finish_reason for one in request.ended_before}
+    return next(reason for reason in _WORST_FIRST if reason in reasons)
 
 
 def _num_recomputed_tokens(outputs: SchedulerOutputs) -> int:

@@ -6,8 +6,9 @@ a preemption and resuming after a crash are one case. This file knows neither ti
 """
 
 import bisect
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from engine.block_manager import BlockManager
 from engine.budget import SchedulingBudget
@@ -25,8 +26,10 @@ class Scheduler:
     `take_finished` was last called.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
+        self._clock = clock
+        self._held: dict[Sequence, WaitingReason] = {}
         self.block_manager = BlockManager(
             config.num_kv_blocks, config.block_size, prefix_caching=config.prefix_caching
         )
@@ -37,12 +40,32 @@ class Scheduler:
         self._released_seats: list[int] = []
         self._passed_over: dict[Sequence, WaitingReason] = {}
 
-    def has_unfinished_sequences(self) -> bool:
-        return bool(self.running_queue) or self.waiting_queue.head is not None
+    @property
+    def num_waiting(self) -> int:
+        """Those in line, and those held."""
+        return len(self.waiting_queue) + len(self._held)
 
-    def add_sequence(self, sequence: Sequence) -> None:
-        """Put a new or resumed sequence in line. Raises `NeverFits`, and changes nothing."""
+    @property
+    def held_sequences(self) -> list[Sequence]:
+        return list(self._held)
+
+    def has_unfinished_sequences(self) -> bool:
+        return bool(self.running_queue or self._held) or self.waiting_queue.head is not None
+
+    def add_sequence(self, sequence: Sequence, held: WaitingReason | None = None) -> None:
+        """Put a new or resumed sequence in line; one that is `held` waits outside until it is released.
+
+        Raises `NeverFits`, and changes nothing.
+        """
         self._refuse_what_never_fits(sequence)
+        if held is not None:
+            self._held[sequence] = held
+        else:
+            self.waiting_queue.add(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Let a held sequence take its place in line."""
+        del self._held[sequence]
         self.waiting_queue.add(sequence)
 
     def schedule(self) -> SchedulerOutputs:
@@ -103,7 +126,7 @@ class Scheduler:
 
     def waiting_reason(self, sequence: Sequence) -> WaitingReason:
         """Why a waiting sequence was not taken into the last step."""
-        return self._passed_over.get(sequence, WaitingReason.BEHIND)
+        return self._held.get(sequence) or self._passed_over.get(sequence, WaitingReason.BEHIND)
 
     def waiting_reasons(self) -> dict[WaitingReason, int]:
         """How many wait for which reason; looks at those passed over, not at all who wait."""
@@ -114,7 +137,7 @@ class Scheduler:
         )
         if num_behind := len(self.waiting_queue) - reasons.total():
             reasons[WaitingReason.BEHIND] = num_behind
-        return reasons
+        return reasons + Counter(self._held.values())
 
     # Phases of a step, each in the sequences' order.
 
@@ -202,7 +225,8 @@ class Scheduler:
     def _take_out(self, sequence: Sequence, *, distrusted: bool = False) -> None:
         """Out of its queue, off its seat, its blocks back; `distrusted`: what it wrote may not be finite."""
         if sequence.status is SequenceStatus.WAITING:
-            self.waiting_queue.remove(sequence)
+            if self._held.pop(sequence, None) is None:
+                self.waiting_queue.remove(sequence)
             return
         self.running_queue.remove(sequence)
         if distrusted:
@@ -243,6 +267,6 @@ def _advance(sequence: Sequence, num_new_tokens: int) -> ScheduledSequence:
     start = sequence.num_computed_tokens
     sequence.num_computed_tokens += num_new_tokens
     samples = sequence.num_computed_tokens == sequence.num_tokens
-    return ScheduledSequence(
-        sequence, start, num_new_tokens, logits_from=num_new_tokens - samples, samples=samples
-    )
+    wants_all = sequence.params.prompt_logprobs is not None and not sequence.num_output_tokens
+    logits_from = 0 if wants_all else num_new_tokens - samples
+    return ScheduledSequence(sequence, start, num_new_tokens, logits_from=logits_from, samples=samples)

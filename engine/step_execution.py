@@ -5,10 +5,11 @@ even run a forward pass of nothing, or has no memory for any of several requests
 """
 
 import logging
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.errors import DeviceLost, EngineDead
-from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
+from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, TokenLogprobs
 from engine.sequence import Sequence
 from engine.step_timer import StepTimer
 
@@ -36,6 +37,23 @@ class Sampler(Protocol):
         """One token, or the reason why there is none, for each item that samples, in order."""
         ...
 
+    def prompt_logprobs(
+        self, logits: Any, items: tuple[ScheduledSequence, ...]
+    ) -> list[tuple[ScheduledSequence, list[TokenLogprobs]]]:
+        """Of the prompt tokens after each row, for each item whose request asks for them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutedStep:
+    """What a step computed. `tokens`: a token or an error for each sequence that samples or failed."""
+
+    tokens: dict[Sequence, SampledToken] = field(default_factory=dict)
+    prompt_logprobs: dict[Sequence, list[TokenLogprobs]] = field(default_factory=dict)
+
+    def __or__(self, other: "ExecutedStep") -> "ExecutedStep":
+        return ExecutedStep(self.tokens | other.tokens, self.prompt_logprobs | other.prompt_logprobs)
+
 
 class StepExecution:
     """A runner and its sampler, with their failures kept to the requests that cause them."""
@@ -45,21 +63,21 @@ class StepExecution:
         self._sampler = sampler
         self._num_starved = 0
 
-    def run(self, outputs: SchedulerOutputs, timer: StepTimer) -> dict[Sequence, SampledToken]:
+    def run(self, outputs: SchedulerOutputs, timer: StepTimer) -> ExecutedStep:
         """A token or an error for each sequence that samples, an error for each that failed.
 
         Raises `EngineDead` when nothing can be executed any more.
         """
         num_starved = self._num_starved
         try:
-            tokens = self._run_or_split(outputs, timer) if outputs.scheduled else {}
+            executed = self._run_or_split(outputs, timer) if outputs.scheduled else ExecutedStep()
         except DeviceLost as error:
             raise EngineDead(f"the device is lost: {error}") from error
         if 1 < len(outputs.scheduled) == self._num_starved - num_starved:
             raise EngineDead("the device has no memory for any part of the step")
-        return tokens
+        return executed
 
-    def _run_or_split(self, outputs: SchedulerOutputs, timer: StepTimer) -> dict[Sequence, SampledToken]:
+    def _run_or_split(self, outputs: SchedulerOutputs, timer: StepTimer) -> ExecutedStep:
         try:
             return self._run(outputs, timer)
         except DeviceLost:
@@ -68,22 +86,25 @@ class StepExecution:
             timer.num_faults += 1
             items = outputs.scheduled
             if len(items) == 1:
-                return {items[0].sequence: self._blame(items[0].sequence, error)}
+                return ExecutedStep({items[0].sequence: self._blame(items[0].sequence, error)})
             log.warning("a step of %d sequences failed (%s); trying its halves", len(items), error)
             half = len(items) // 2
             first = outputs.only(items[:half], is_first=True)
             second = outputs.only(items[half:], is_first=False)
             return self._run_or_split(first, timer) | self._run_or_split(second, timer)
 
-    def _run(self, outputs: SchedulerOutputs, timer: StepTimer) -> dict[Sequence, SampledToken]:
+    def _run(self, outputs: SchedulerOutputs, timer: StepTimer) -> ExecutedStep:
+        items = outputs.scheduled
         with timer.stage("execute"):
             logits = self._runner.execute(outputs)
-        sampling = tuple(item for item in outputs.scheduled if item.samples)
-        if not sampling:
-            return {}
+        wants_prompt = any(item.sequence.params.prompt_logprobs is not None for item in items)
+        sampling = [item.sequence for item in items if item.samples]
         with timer.stage("sample"):
-            sampled = self._sampler.sample(logits, outputs.scheduled)
-        return {item.sequence: token for item, token in zip(sampling, sampled, strict=True)}
+            rows = self._sampler.prompt_logprobs(logits, items) if wants_prompt else []
+            sampled = self._sampler.sample(logits, items) if sampling else []
+        return ExecutedStep(
+            dict(zip(sampling, sampled, strict=True)), {item.sequence: logprobs for item, logprobs in rows}
+        )
 
     def _blame(self, sequence: Sequence, error: Exception) -> SampledToken:
         """It failed alone. If the device runs a pass of nothing, the request is at fault, not the device."""

@@ -2,22 +2,27 @@
 
 
 class StopStrings:
-    """Passes text on until the first stop string is complete; the string itself never passes.
+    """Passes text on until the first stop string is complete; `is_included`: up to its end, else its start.
 
     `matched` tells that one was found. Of several, the first that is complete counts; of those, the longest.
     """
 
-    def __init__(self, stop: tuple[str, ...]) -> None:
+    def __init__(self, stop: tuple[str, ...], *, is_included: bool = False) -> None:
         self._stop = stop
+        self._is_included = is_included
         self._held = ""
         self.matched = False
 
-    def push(self, text: str) -> str:
-        """What `text` sets free: up to a stop string, or up to what may become one."""
+    def push(self, text: str, *, may_stop: bool = True) -> str:
+        """What `text` sets free: up to a stop string, or up to what may become one.
+
+        Without `may_stop`, a stop string that `text` completes is text like any other.
+        """
         if self.matched:
             return ""
+        num_old = len(self._held)
         text, self._held = self._held + text, ""
-        if (cut := self._first_match(text)) is not None:
+        if may_stop and (cut := self._first_match(text, num_old)) is not None:
             self.matched = True
             return text[:cut]
         num_held = max((_overlap(text, stop) for stop in self._stop), default=0)
@@ -30,11 +35,14 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _first_match(self, text: str) -> int | None:
-        """Where the stop string begins that ends first in `text`."""
-        starts = ((text.find(stop), stop) for stop in self._stop)
-        ends = [(start + len(stop), start) for start, stop in starts if start >= 0]
-        return min(ends)[1] if ends else None
+    def _first_match(self, text: str, num_old: int) -> int | None:
+        """Where the stop string that is complete first, beyond `num_old` characters, cuts `text`."""
+        starts = ((text.find(stop, max(0, num_old - len(stop) + 1)), stop) for stop in self._stop)
+        matches = [(start + len(stop), start) for start, stop in starts if start >= 0]
+        if not matches:
+            return None
+        end, start = min(matches)
+        return end if self._is_included else start
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -1,35 +1,44 @@
-"""When a sequence ends by its tokens. Stop strings are a matter of text: see `engine/detokenizer.py`."""
+"""When a sequence ends by its tokens. Stop strings are a matter of text: see `engine/detokenizer.py`.
+
+Law: none of the first `min_tokens` tokens ends an output, unless there is no room for more.
+"""
 
 from engine.config import EngineConfig
 from engine.sequence import FinishReason, Sequence
 
 
 class StopRules:
-    """The ends that a token can bring: the model's own, the request's, and the limits of length."""
+    """The ends that a token can bring: those that it was resolved to, its grammar's, and limits of length."""
 
-    def __init__(self, config: EngineConfig, eos_token_ids: frozenset[int]) -> None:
-        self._eos_token_ids = eos_token_ids
+    def __init__(self, config: EngineConfig) -> None:
         # A sequence that knows more tokens than the pool holds could not compute the last of them.
         self._max_num_tokens = min(config.max_model_len, config.kv_capacity + 1)
 
-    def is_stop_token(self, sequence: Sequence, token_id: int) -> bool:
-        """Whether `token_id` ends the text; it leaves no text itself."""
-        params = sequence.params
-        is_eos = token_id in self._eos_token_ids and not params.ignore_eos
-        return is_eos or token_id in params.stop_token_ids
-
-    def is_full(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether `sequence` may not grow beyond `num_tokens` known tokens."""
-        max_tokens = sequence.params.max_tokens
-        num_output_tokens = num_tokens - sequence.num_prompt_tokens
-        return num_tokens >= self._max_num_tokens or (
-            max_tokens is not None and num_output_tokens >= max_tokens
-        )
-
     def reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        """The end that `token_id` brings when it is appended to `sequence`."""
-        if self.is_stop_token(sequence, token_id):
+        """The end that `token_id` brings as the next of `sequence`; one that stops it leaves no text."""
+        if token_id in sequence.constraints.end_token_ids and _may_end(sequence, sequence.num_output_tokens):
             return FinishReason.STOP
-        if self.is_full(sequence, sequence.num_tokens + 1):
-            return FinishReason.LENGTH
-        return None
+        max_tokens = sequence.params.max_tokens
+        is_last = max_tokens is not None and sequence.num_output_tokens + 1 >= max_tokens
+        return FinishReason.LENGTH if is_last or sequence.num_tokens + 1 >= self._max_num_tokens else None
+
+    def completes_grammar(self, sequence: Sequence, token_id: int) -> bool:
+        """Whether nothing but the end may follow `token_id`. Raises ValueError if the grammar forbids it."""
+        grammar = sequence.constraints.grammar
+        if grammar is None:
+            return False
+        grammar.advance([*sequence.output_token_ids, token_id])
+        return grammar.is_complete and _may_end(sequence, sequence.num_output_tokens)
+
+    def has_completed_grammar(self, sequence: Sequence) -> bool:
+        """Whether a resumed output was at its grammar's end. Raises ValueError if it does not match."""
+        grammar = sequence.constraints.grammar
+        if grammar is None or not sequence.num_output_tokens:
+            return False
+        grammar.advance(sequence.output_token_ids)
+        return grammar.is_complete and _may_end(sequence, sequence.num_output_tokens - 1)
+
+
+def _may_end(sequence: Sequence, output_index: int) -> bool:
+    """The sampler masks end tokens by the same rule, and so the text agrees with it."""
+    return output_index >= sequence.params.min_tokens

@@ -34,9 +34,8 @@ class Stream:
     """The log of one owned task, from its first entry on, with those of earlier attempts.
 
     A task is completed if all its `num_outputs` have ended by stop or length, else it has failed, with the
-    error of the first that failed. All entries are kept while the
-    task lives: a log that lost its end with its host is filled up again from here. `num_cached_tokens`: as an
-    earlier attempt told them.
+    error of the first that failed. All entries are kept while the task lives: a log that lost its end with
+    its host is filled up again from here. `num_cached_tokens`: as an earlier attempt told them.
     """
 
     def __init__(

@@ -28,6 +28,9 @@ class Tokenizer:
         self.special_ids = frozenset(tokenizer.all_special_ids) | {
             token_id for token_id, token in added if token.special
         }
+        self._special_ids_by_text = {
+            tokenizer.convert_ids_to_tokens(token_id): token_id for token_id in self.special_ids
+        }
         self.vocab_size = len(tokenizer)
         self.has_chat_template = tokenizer.chat_template is not None
 
@@ -49,6 +52,14 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, with the special tokens that the tokenizer adds. Raises `InvalidParameter`."""
         return self._encode("prompt", text, add_special_tokens=True)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of `text` as a part of some text: no special tokens are added. Raises `InvalidParameter`."""
+        return self._encode("text", text, add_special_tokens=False)
+
+    def special_token_id(self, text: str) -> int | None:
+        """The id of the special token that is written `text`; None if there is none."""
+        return self._special_ids_by_text.get(text)
 
     def render_chat(self, messages: Iterable[Mapping[str, str]]) -> list[int]:
         """Ids of a chat in the model's own template, up to where the assistant's answer begins.

@@ -31,22 +31,49 @@ MESSAGES = st.lists(
     max_size=3,
 )
 FIELDS = {
-    name: VALUES
-    for name in (*TaskBody.model_fields, "n", "stream", "user")
-    if name not in ("prompt", "messages")
+    name: VALUES for name in (*TaskBody.model_fields, "stream", "user") if name not in ("prompt", "messages")
 }
 BODIES = VALUES | st.fixed_dictionaries(
     {}, optional={**FIELDS, "prompt": TEXT | VALUES, "messages": MESSAGES | VALUES}
 )
+NUMERIC = [
+    "n", "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "priority",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "prompt_logprobs",
+    "queue_timeout_seconds", "ttft_timeout_seconds", "timeout_seconds",
+]  # fmt: skip
 LIKELY = st.fixed_dictionaries(
     {"prompt": TEXT},
     optional={
         **dict.fromkeys(
-            ["max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "priority"], NUMBERS
+            [
+                "n",
+                "max_tokens",
+                "min_tokens",
+                "temperature",
+                "top_k",
+                "top_p",
+                "min_p",
+                "seed",
+                "priority",
+                "presence_penalty",
+                "frequency_penalty",
+                "repetition_penalty",
+                "logprobs",
+                "prompt_logprobs",
+                "queue_timeout_seconds",
+                "ttft_timeout_seconds",
+                "timeout_seconds",
+            ],
+            NUMBERS,
         ),
-        "stop": TEXT | st.lists(TEXT, max_size=3),
-        "stop_token_ids": st.lists(NUMBERS, max_size=3),
-        "ignore_eos": st.booleans() | st.none(),
+        **dict.fromkeys(["stop", "bad_words"], TEXT | st.lists(TEXT, max_size=3)),
+        **dict.fromkeys(["stop_token_ids", "allowed_token_ids"], st.lists(NUMBERS, max_size=3)),
+        **dict.fromkeys(["ignore_eos", "skip_special_tokens"], st.booleans() | st.none()),
+        "logit_bias": st.dictionaries(st.integers(-1, 2000).map(str) | TEXT, NUMBERS, max_size=3),
+        "structured_outputs": st.dictionaries(
+            st.sampled_from(["json", "json_object", "regex", "choice", "grammar"]) | TEXT, VALUES, max_size=2
+        ),
+        "cache_salt": TEXT,
         "metadata": st.dictionaries(TEXT, VALUES),
     },
 )

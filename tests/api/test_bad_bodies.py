@@ -81,9 +81,31 @@ def check_refused(client, redis_client, reply, status, param=None):
         ("metadata", "text"),
         ("metadata", {"text": "x" * 20_000}),
         # The fields of later versions and of other services are not silently ignored.
-        ("n", 2),
-        ("logit_bias", {"x": 1}),
+        ("best_of", 2),
         ("max_new_tokens", 4),
+        ("n", 0),
+        ("n", 10**6),
+        ("n", True),
+        ("min_tokens", 5),  # more than max_tokens
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -2.5),
+        ("repetition_penalty", 0),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"-1": 100}),
+        ("logit_bias", {str(n): 1 for n in range(1025)}),
+        ("allowed_token_ids", []),
+        ("bad_words", ["x"] * 129),
+        ("structured_outputs", {}),
+        ("structured_outputs", {"regex": "a", "choice": ["a"]}),
+        ("logprobs", 21),
+        ("logprobs", True),
+        ("prompt_logprobs", -1),
+        ("queue_timeout_seconds", 0),
+        ("ttft_timeout_seconds", -1),
+        ("timeout_seconds", "5"),
+        ("timeout_seconds", 1e12),
+        ("cache_salt", ""),
+        ("cache_salt", "x" * 257),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -119,6 +141,11 @@ def test_a_bad_value_is_refused_by_name(client, redis_client, field, value):
         ({"prompt": "x", "stop": ["a", ""]}, "stop.1"),
         ({"prompt": "x", "stop": ["a", 5]}, "stop.1"),
         ({"prompt": "x", "stop_token_ids": [-1]}, "stop_token_ids.0"),
+        ({"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias.1"),
+        ({"prompt": "x", "structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"prompt": "x", "structured_outputs": {"json": '{"minimum": NaN}'}}, "structured_outputs.json"),
+        ({"prompt": "x", "structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"prompt": "x", "structured_outputs": {"xml": "a"}}, "structured_outputs.xml"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -137,10 +164,16 @@ def test_there_is_exactly_one_input(client, redis_client, body):
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
-@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "max_tokens", "metadata"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        "temperature", "top_p", "min_p", "max_tokens", "metadata", "presence_penalty", "repetition_penalty",
+        "timeout_seconds", "logit_bias",
+    ],
+)  # fmt: skip
 def test_a_number_that_is_not_finite_is_refused(client, redis_client, number, field):
     """vllm PR45116, sglang PR28153: Python's JSON reads NaN, and every comparison with it is false."""
-    value = f'{{"deep": [{number}]}}' if field == "metadata" else number
+    value = {"metadata": f'{{"deep": [{number}]}}', "logit_bias": f'{{"1": {number}}}'}.get(field, number)
     body = f'{{"prompt": "x", "{field}": {value}}}'
     reply = client.post("/v1/tasks", data=body, content_type="application/json")
     check_refused(client, redis_client, reply, 400)
@@ -205,6 +238,14 @@ BIG = {
     "unknown fields": json.dumps({"prompt": "x", **{f"f{i}": 0 for i in range(100_000)}}).encode(),
     "one field twice": b'{"prompt": "x"' + b', "a": 0' * 100_000 + b"}",
     "long stop": json.dumps({"prompt": "x", "stop": "s" * 1_000_000}).encode(),
+    "many biases": json.dumps({"prompt": "x", "logit_bias": {str(i): "a" for i in range(100_000)}}).encode(),
+    "bad words": json.dumps({"prompt": "x", "bad_words": [1] * 300_000}).encode(),
+    "choices": json.dumps({"prompt": "x", "structured_outputs": {"choice": [1] * 300_000}}).encode(),
+    "long schema": json.dumps({"prompt": "x", "structured_outputs": {"json": "[" * 1_000_000}}).encode(),
+    "large schema": json.dumps(
+        {"prompt": "x", "structured_outputs": {"json": {"enum": list(range(200_000))}}}
+    ).encode(),
+    "long regex": json.dumps({"prompt": "x", "structured_outputs": {"regex": "a" * 1_000_000}}).encode(),
     "long name": json.dumps({"prompt": "x", "f" * 1_000_000: 1}).encode(),
     "long model": json.dumps({"prompt": "x", "model": "m" * 1_000_000}).encode(),
     "long seed": b'{"prompt": "x", "top_k": -' + b"9" * 4000 + b"}",
@@ -237,7 +278,11 @@ class TestWithModelCard:
             ({"prompt_token_ids": [2**100]}, "prompt_token_ids", "invalid_value"),
             ({"prompt_token_ids": [10**4000]}, "prompt_token_ids", "invalid_value"),
             ({"prompt_token_ids": [1] * 81}, "prompt_token_ids", "context_length_exceeded"),
+            # vllm#54195: a bias for an id that is none wrote into another request's row.
             ({"prompt": "x", "stop_token_ids": [5, 99_999]}, "stop_token_ids", "invalid_value"),
+            ({"prompt": "x", "min_tokens": 3, "logit_bias": {"99999": 5}}, "logit_bias", "invalid_value"),
+            ({"prompt": "x", "logit_bias": {"1": 1, "1000": 5}}, "logit_bias", "invalid_value"),
+            ({"prompt": "x", "allowed_token_ids": [999, 1000]}, "allowed_token_ids", "invalid_value"),
         ],
         ids=lambda value: str(value)[:40],
     )
@@ -254,7 +299,8 @@ class TestWithModelCard:
 
     def test_what_fits_is_accepted(self, client, card):
         assert client.post("/v1/tasks", json={"prompt_token_ids": [999] * 80}).status_code == 202
-        body = {"messages": [{"role": "user", "content": "hi"}], "stop_token_ids": [0, 999]}
+        body = {"messages": [{"role": "user", "content": "hi"}], "stop_token_ids": [0, 999],
+            "logit_bias": {"999": -100}, "allowed_token_ids": [999]}  # fmt: skip
         assert client.post("/v1/tasks", json=body).status_code == 202
 
 

@@ -92,7 +92,13 @@ def test_a_running_task_shows_its_text_so_far(client, submit, worker):
     task = reply.json
     assert (task["status"], task["queue"], task["error"]) == ("in_progress", None, None)
     assert task["outputs"] == [
-        {"index": 0, "text": "Hello \u4f60\n\U0001f600", "token_ids": [0, 1, 2], "finish_reason": None}
+        {
+            "index": 0,
+            "text": "Hello \u4f60\n\U0001f600",
+            "token_ids": [0, 1, 2],
+            "finish_reason": None,
+            "logprobs": None,
+        }
     ]
     assert task["usage"] == {
         "prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6, "cached_tokens": 0,
@@ -109,7 +115,9 @@ def test_a_finished_task_is_whole(client, submit, worker):
     worker.run("a", "b")
     reply = client.get(f"/v1/tasks/{task_id}")
     assert reply.json["status"] == "completed"
-    assert reply.json["outputs"] == [{"index": 0, "text": "ab", "token_ids": [0, 1], "finish_reason": "stop"}]
+    assert reply.json["outputs"] == [
+        {"index": 0, "text": "ab", "token_ids": [0, 1], "finish_reason": "stop", "logprobs": None}
+    ]
     assert reply.json["usage"]["completion_tokens"] == 2
     timings = reply.json["timings"]
     assert timings["total_seconds"] >= timings["ttft_seconds"] >= timings["queue_seconds"] >= 0

@@ -34,7 +34,9 @@ def test_a_task_is_accepted_while_no_worker_is_up(client):
     assert task["queue"] == {"position": 0, "tokens_ahead": 0, "eta_seconds": None, "waiting_for": "worker"}
     assert task["metadata"] == {"order": 7}
     assert task["error"] is None
-    assert task["outputs"] == [{"index": 0, "text": "", "token_ids": [], "finish_reason": None}]
+    assert task["outputs"] == [
+        {"index": 0, "text": "", "token_ids": [], "finish_reason": None, "logprobs": None}
+    ]
 
 
 def test_rq_sees_the_job_as_its_own(client, redis_client, submit):

@@ -1,16 +1,22 @@
 """Stand-ins for device and tokenizer: real rules, no tensors."""
 
 import itertools
+import re
 from collections.abc import Callable, Iterable
 
 from engine.config import EngineConfig
+from engine.detokenizer import Tokenizer
 from engine.engine import Engine
-from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
+from engine.grammar_gate import GrammarCompiler
+from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, TokenLogprobs
+from engine.requests import NO_DEADLINES, Deadlines, ResumedOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
 VOCAB_SIZE = 1000
 EOS = 999
+SPECIAL = {"<eos>": EOS, "<eos2>": 998}
+WORD = re.compile(r"( ?)<(\d+)>")
 _arrivals = itertools.count()
 
 
@@ -27,6 +33,7 @@ class Clock:
 class ScriptedRunner:
     """Draws the tokens that a test wrote down for each request; without a script 100, 101, 102, ...
 
+    `scripts`: by request id, or by "id/index" for one output of several.
     Doubles as its own sampler. `fault` is called with each decision and may raise. `steps` keeps, for each
     execution, (request id, start, number of new tokens) of all that was computed.
     """
@@ -47,22 +54,60 @@ class ScriptedRunner:
     def sample(self, logits: None, items: tuple[ScheduledSequence, ...]) -> list[SampledToken]:
         return [self._draw(item.sequence) for item in items if item.samples]
 
+    def prompt_logprobs(
+        self, logits: None, items: tuple[ScheduledSequence, ...]
+    ) -> list[tuple[ScheduledSequence, list[TokenLogprobs]]]:
+        return [
+            (item, _logprobs_of_prompt(item))
+            for item in items
+            if item.sequence.params.prompt_logprobs is not None and not item.sequence.num_output_tokens
+        ]
+
     def _draw(self, sequence: Sequence) -> SampledToken:
         self.sample_fault(sequence)
         index = sequence.num_output_tokens
-        script = self.scripts.get(sequence.request_id)
-        return SampledToken(100 + index if script is None else script[min(index, len(script) - 1)])
+        script = self.scripts.get(f"{sequence.request_id}/{sequence.index}")
+        script = script or self.scripts.get(sequence.request_id)
+        token_id = 100 + index if script is None else script[min(index, len(script) - 1)]
+        wants_logprobs = sequence.params.logprobs is not None
+        return SampledToken(
+            token_id, logprobs=TokenLogprobs(token_id, -float(index)) if wants_logprobs else None
+        )
+
+
+def _logprobs_of_prompt(item: ScheduledSequence) -> list[TokenLogprobs]:
+    """Made-up ones: of token i of a prompt, -i."""
+    sequence = item.sequence
+    places = range(item.start + item.logits_from + 1, item.start + item.num_new_tokens + 1)
+    return [
+        TokenLogprobs(sequence.token_ids[place], -float(place))
+        for place in places
+        if place < sequence.num_prompt_tokens
+    ]
 
 
 class WordTokenizer:
     """Each id is a word of its own."""
 
-    def decode(self, token_ids: list[int]) -> str:
-        return "".join(f"<{token_id}>" for token_id in token_ids if token_id != EOS)
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        skipped = SPECIAL.values() if skip_special_tokens else ()
+        written = {token_id: text for text, token_id in SPECIAL.items()}
+        return "".join(written.get(one, f"<{one}>") for one in token_ids if one not in skipped)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Written as it is decoded; a space before makes another word of it."""
+        return [500 + int(number) if space else int(number) for space, number in WORD.findall(text)]
+
+    def special_token_id(self, text: str) -> int | None:
+        return SPECIAL.get(text)
 
 
 def build_engine(
-    runner: ScriptedRunner | None = None, clock: Clock | None = None, **limits: int
+    runner: ScriptedRunner | None = None,
+    clock: Clock | None = None,
+    grammar_compiler: GrammarCompiler | None = None,
+    tokenizer: Tokenizer | None = None,
+    **limits: int,
 ) -> tuple[Engine, ScriptedRunner]:
     config = EngineConfig(**{"max_model_len": 48, "num_kv_blocks": 16, "block_size": 4, **limits})
     runner = runner or ScriptedRunner()
@@ -70,15 +115,26 @@ def build_engine(
         config,
         runner,
         runner,
-        WordTokenizer(),
+        tokenizer or WordTokenizer(),
         eos_token_ids=frozenset({EOS}),
         vocab_size=VOCAB_SIZE,
+        grammar_compiler=grammar_compiler,
         clock=clock or Clock(),
     )
     return engine, runner
 
 
-def add(engine: Engine, request_id: str, prompt_len: int, *, priority: int = 2, **params: object) -> None:
+def add(
+    engine: Engine,
+    request_id: str,
+    prompt_len: int,
+    *,
+    priority: int = 2,
+    deadlines: Deadlines = NO_DEADLINES,
+    resumed: tuple[ResumedOutput, ...] = (),
+    waited_seconds: float = 0.0,
+    **params: object,
+) -> None:
     """Put a request of `prompt_len` tokens in line, after all that came before; no two begin alike."""
     arrival = next(_arrivals)
     engine.add(
@@ -87,11 +143,17 @@ def add(engine: Engine, request_id: str, prompt_len: int, *, priority: int = 2, 
         SamplingParams(**params),  # type: ignore[arg-type]  # tests pass what users may
         arrival=float(arrival),
         priority=priority,
+        deadlines=deadlines,
+        resumed=resumed,
+        waited_seconds=waited_seconds,
     )
 
 
 def run(engine: Engine, max_steps: int = 500) -> dict[str, tuple[list[int], str, str | None]]:
-    """Step until nothing is left: of each request its tokens, its text and its end."""
+    """Step until nothing is left: of each output its tokens, its text and its end.
+
+    Outputs are called by their request's id, those after the first "id/index".
+    """
     tokens: dict[str, list[int]] = {}
     texts: dict[str, str] = {}
     ends: dict[str, str | None] = {}
@@ -99,14 +161,14 @@ def run(engine: Engine, max_steps: int = 500) -> dict[str, tuple[list[int], str,
         if not engine.has_work:
             return {one: (tokens[one], texts[one], ends.get(one)) for one in tokens}
         for output in engine.step().outputs:
-            ids = tokens.setdefault(output.request_id, [])
+            name = f"{output.request_id}/{output.index}" if output.index else output.request_id
+            ids = tokens.setdefault(name, [])
+            assert name not in ends, "something after the end"
             if output.token_id is not None:
                 ids.append(output.token_id)
-            text = texts.get(output.request_id, "") + output.text + output.held_text
-            texts[output.request_id] = text
+            texts[name] = texts.get(name, "") + output.text + output.held_text
             if output.finish_reason:
-                assert output.request_id not in ends, "two ends"
-                ends[output.request_id] = output.finish_reason.value
+                ends[name] = output.finish_reason.value
     raise AssertionError(f"not done after {max_steps} steps")
 
 

@@ -47,7 +47,7 @@ def metaspace(*words: str) -> LibraryTokenizer:
 
 
 def pieces(tokenizer: object, prompt: list[int], output: list[int]) -> list[str]:
-    decoder = IncrementalDecoder(tokenizer, prompt)  # type: ignore[arg-type]
+    decoder = IncrementalDecoder(tokenizer.decode, prompt)  # type: ignore[attr-defined]
     return [*(decoder.push(token_id) for token_id in output), decoder.close()]
 
 

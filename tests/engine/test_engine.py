@@ -3,6 +3,7 @@
 import pytest
 
 from engine.errors import InvalidParameter, NeverFits
+from engine.requests import ResumedOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from tests.engine.fakes import EOS, ScriptedRunner, add, build_engine, run, words
@@ -87,7 +88,21 @@ def test_preemption_changes_nothing_that_is_told() -> None:
 def test_a_resumed_request_goes_on_after_its_tokens_and_repeats_no_text() -> None:
     engine, runner = build_engine()
     params = SamplingParams(max_tokens=5)
-    engine.add("a", [1, 2, 3], params, arrival=0.0, output_token_ids=[100, 101])
+    engine.add(
+        "a",
+        [1, 2, 3],
+        params,
+        arrival=0.0,
+        resumed=(
+            ResumedOutput(
+                0,
+                (
+                    100,
+                    101,
+                ),
+            ),
+        ),
+    )
 
     assert run(engine) == {"a": ([102, 103, 104], words([102, 103, 104]), "length")}
     assert runner.steps[0] == [("a", 0, 5)]
@@ -105,7 +120,7 @@ def test_a_resumed_request_that_was_at_its_end_only_ends(
     output: list[int], params: dict[str, object], end: str
 ) -> None:
     engine, runner = build_engine()
-    engine.add("a", [1], SamplingParams(**params), arrival=0.0, output_token_ids=output)  # type: ignore[arg-type]
+    engine.add("a", [1], SamplingParams(**params), arrival=0.0, resumed=(ResumedOutput(0, tuple(output)),))  # type: ignore[arg-type]
 
     assert run(engine) == {"a": ([], "", end)}
     assert runner.steps == []
@@ -114,7 +129,7 @@ def test_a_resumed_request_that_was_at_its_end_only_ends(
 def test_text_held_at_the_crash_is_told_by_the_next_engine() -> None:
     engine, _ = build_engine()
     params = SamplingParams(max_tokens=2, stop=("<100><7",))
-    engine.add("a", [1], params, arrival=0.0, output_token_ids=[100])
+    engine.add("a", [1], params, arrival=0.0, resumed=(ResumedOutput(0, (100,)),))
 
     assert run(engine) == {"a": ([101], "<100><101>", "length")}
 

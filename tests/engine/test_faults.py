@@ -5,7 +5,7 @@ import pytest
 from engine.errors import DeviceLost, EngineDead
 from engine.outputs import SchedulerOutputs
 from engine.sequence import Sequence
-from tests.engine.fakes import EOS, ScriptedRunner, add, build_engine, run, words
+from tests.engine.fakes import EOS, ScriptedRunner, WordTokenizer, add, build_engine, run, words
 
 
 def test_one_request_s_fault_in_the_sampler_is_its_own() -> None:
@@ -45,15 +45,13 @@ def test_out_of_memory_is_tried_again_with_smaller_batches() -> None:
 
 
 def test_a_tokenizer_that_fails_on_a_token_fails_that_request() -> None:
-    engine, _ = build_engine(ScriptedRunner({"b": [100, 666]}))
-    decode = engine._tokenizer.decode
+    class Broken(WordTokenizer):
+        def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+            if 666 in token_ids:
+                raise UnicodeError("no such token")
+            return super().decode(token_ids, skip_special_tokens)
 
-    def broken(token_ids: list[int]) -> str:
-        if 666 in token_ids:
-            raise UnicodeError("no such token")
-        return decode(token_ids)
-
-    engine._tokenizer.decode = broken  # type: ignore[method-assign]
+    engine, _ = build_engine(ScriptedRunner({"b": [100, 666]}), tokenizer=Broken())
     add(engine, "a", 3, max_tokens=3)
     add(engine, "b", 3, max_tokens=3)
 

@@ -1,6 +1,7 @@
 """What a step and the line of waiting requests tell: each event once, nothing stale."""
 
 from engine.outputs import FinishedSequence, WaitingReason
+from engine.requests import ResumedOutput
 from engine.sampling_params import SamplingParams
 from tests.engine.fakes import Clock, add, build_engine
 
@@ -54,7 +55,7 @@ def test_a_report_counts_each_event_once() -> None:
 
 def test_a_resumed_request_waits_and_starts_only_once() -> None:
     engine, _ = build_engine()
-    engine.add("a", [1, 2], SamplingParams(max_tokens=4), arrival=0.0, output_token_ids=[100])
+    engine.add("a", [1, 2], SamplingParams(max_tokens=4), arrival=0.0, resumed=(ResumedOutput(0, (100,)),))
 
     reports = []
     while engine.has_work:

@@ -46,7 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         # What a device would have in each slot of each block: all tokens up to the one computed there.
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self.scheduler = Scheduler(self.config)
-        self.stop_rules = StopRules(self.config, frozenset())
+        self.stop_rules = StopRules(self.config)
         self.sequences: list[Sequence] = []
 
     @rule(

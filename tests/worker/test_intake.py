@@ -163,7 +163,7 @@ def test_an_ended_log_is_settled_and_not_run(redis_client: "redis.Redis") -> Non
     """celery#4354: what had ended ran again."""
     task = submit(redis_client)
     for seq, entry in enumerate((LogEntry.of_token(7, "<7>"), LogEntry.of_end("", "stop"))):
-        fields = {"t": entry.token, "x": entry.text, "m": entry.end}
+        fields = {"t": entry.token, "x": entry.text, "m": entry.members}
         redis_client.xadd(keys.log(task), {n: v for n, v in fields.items() if v}, id=f"0-{seq + 1}")
     gate = Gate(redis_client)
 

@@ -254,7 +254,7 @@ def _seconds(limit: float | None) -> str:
     """As a script reads it and a message shows it."""
     if limit is None:
         return ""
-    return str(int(limit)) if limit.is_integer() else repr(limit)
+    return str(int(limit)) if limit == int(limit) else repr(limit)
 
 
 def _missed_limits() -> Iterator[str]:

@@ -34,19 +34,17 @@ class TimeLimits:
 NO_LIMITS = TimeLimits()
 
 _MISSED = {
-    "queue_timeout_seconds": "the task was not started within {} seconds of its acceptance",
-    "ttft_timeout_seconds": "the task had no token within {} seconds of its acceptance",
-    "timeout_seconds": "the task was not finished within {} seconds of its acceptance",
+    "queue_timeout_seconds": "not started",
+    "ttft_timeout_seconds": "no token",
+    "timeout_seconds": "not done",
 }
+NAMES = tuple(_MISSED)
 
 PLACE = "{}"
 """Stands in a message for the seconds, which a script puts in."""
 
 
 def timeout_error(name: str, seconds: str = PLACE) -> TaskError:
-    """Why a task ended whose limit `name` has passed."""
-    message = f"{name}: {_MISSED[name].format(seconds)}"
-    return TaskError(type="timeout_error", code="timeout", message=message, param=name)
-
-
-NAMES = tuple(_MISSED)
+    """Why a task ended whose limit `name` passed while it waited; in the engine's own words."""
+    message = f"{_MISSED[name]} within {name} ({seconds} s)"
+    return TaskError(type="timeout_error", code="timeout", message=message)

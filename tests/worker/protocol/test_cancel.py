@@ -139,7 +139,7 @@ def test_between_attempts(store: TaskStore, redis_client: redis.Redis) -> None:
 
 def test_usage_counts_tokens_not_messages(store: TaskStore, redis_client: redis.Redis) -> None:
     """One output of two has ended: its end is a message and no token."""
-    task_id = submit(store, redis_client)
+    task_id = submit(store, redis_client, num_outputs=2)
     claimed = claim_one(store)
     publish(store, claimed, 0, 2)
     end = LogEntry.of_end("", "stop", index=1, done=False)

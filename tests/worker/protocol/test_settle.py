@@ -49,7 +49,7 @@ def test_settling_ends_it_for_everybody(
     assert snapshot is not None
     assert (snapshot.status, snapshot.claimed) == ("completed", False)
     assert snapshot.finished_at is not None
-    assert snapshot.entries[-1].end
+    assert snapshot.entries[-1].members
     assert not redis_client.exists(keys.LEASES)
 
 

@@ -1,0 +1,83 @@
+"""Texts in a request's parameters to token ids, once, when the request is added.
+
+Law: whatever names a token that the model does not have is refused, by the field's name. Knows no sequences.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from engine.constraints import Constraints
+from engine.detokenizer import Tokenizer
+from engine.errors import InvalidParameter
+from engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What parameters come to. `end_texts`: of end tokens, the text that they leave all the same."""
+
+    constraints: Constraints
+    end_texts: Mapping[int, str] = field(default_factory=dict)
+
+
+class Resolver:
+    """Knows the model's vocabulary and ends, and the tokenizer's way with texts."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: frozenset[int], vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._vocab_size = vocab_size
+
+    def check(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        """Raises `InvalidParameter` for token ids outside the vocabulary, and for an empty prompt."""
+        if not prompt_token_ids:
+            raise InvalidParameter("prompt", "must have at least one token")
+        self._check_ids("prompt", prompt_token_ids)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", params.logit_bias)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+
+    def resolve(self, params: SamplingParams) -> Resolved:
+        """Raises `InvalidParameter` where a text comes to no tokens."""
+        stops = {self._tokenizer.special_token_id(stop): stop for stop in params.stop}
+        special_stops = {token_id: stop for token_id, stop in stops.items() if token_id is not None}
+        ends = {*params.stop_token_ids, *special_stops}
+        constraints = Constraints(
+            end_token_ids=frozenset(ends if params.ignore_eos else ends | self._eos_token_ids),
+            bad_token_ids=tuple(dict.fromkeys(ids for word in params.bad_words for ids in self._spell(word))),
+        )
+        return Resolved(constraints, special_stops if params.include_stop_str_in_output else {})
+
+    def _spell(self, word: str) -> list[tuple[int, ...]]:
+        """The tokens of `word` at the beginning of a text and after a space, as in vLLM's `bad_words`.
+
+        Both count, however many tokens they take: a tokenizer may have a token for the word with its space
+        alone.
+        """
+        bare = word.lstrip()
+        try:
+            spelled = [tuple(self._tokenizer.encode_text(text)) for text in (bare, f" {bare}")]
+        except InvalidParameter as error:
+            raise InvalidParameter("bad_words", error.message) from error
+        if not any(spelled):
+            raise InvalidParameter("bad_words", f"{word!r:.40} has no tokens")
+        return [ids for ids in spelled if ids]
+
+    def _check_ids(self, name: str, token_ids: Iterable[object]) -> None:
+        for token_id in token_ids:
+            if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
+                raise InvalidParameter(
+                    name, f"token id {token_id!r:.40} is outside the vocabulary of {self._vocab_size}"
+                )
+
+
+def params_of_output(params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of output `index`: a seed of its own, and the prompt's logprobs with the first alone.
+
+    The seed of index 0 is the request's, so that it is the text of the same request with n of 1.
+    """
+    if index == 0:
+        return params
+    digest = hashlib.sha256(f"{params.seed % 2**64}:{index}".encode()).digest()
+    return replace(params, seed=int.from_bytes(digest[:8], "big"), prompt_logprobs=None)

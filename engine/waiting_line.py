@@ -1,0 +1,44 @@
+"""Where those who wait stand, and for what: for people who ask, not for deciding."""
+
+import itertools
+from dataclasses import dataclass
+
+from engine.outputs import WaitingReason
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingSequence:
+    """An output of a request that waits: `position` from 1, tokens to compute before it, and why it waits."""
+
+    request_id: str
+    index: int = 0
+    position: int
+    tokens_ahead: int
+    reason: WaitingReason
+
+
+def waiting_line(scheduler: Scheduler) -> list[WaitingSequence]:
+    """The line from its head, then those that are held outside of it."""
+    line: list[WaitingSequence] = []
+    sequences = itertools.chain(scheduler.waiting_queue, scheduler.held_sequences)
+    tokens_ahead = sum(one.num_uncomputed_tokens for one in scheduler.running_queue)
+    for position, sequence in enumerate(sequences, start=1):
+        line.append(
+            WaitingSequence(
+                request_id=sequence.request_id,
+                index=sequence.index,
+                position=position,
+                tokens_ahead=tokens_ahead,
+                reason=scheduler.waiting_reason(sequence),
+            )
+        )
+        tokens_ahead += _num_tokens_to_come(sequence, scheduler.config.max_model_len)
+    return line
+
+
+def _num_tokens_to_come(sequence: Sequence, max_model_len: int) -> int:
+    room = max_model_len - sequence.num_prompt_tokens
+    most = min(sequence.params.max_tokens or room, room)
+    return sequence.num_uncomputed_tokens + max(0, most - sequence.num_output_tokens)
