@@ -237,6 +237,7 @@ class QueueStats:
     oldest waiting task, 0 without one. `waiting_cost`: estimated tokens. `claimed`: tasks that workers own.
     `drain_rate`: estimated tokens per second of the tasks that ended in the last minute, None without any.
     `totals`: counters that only grow: `submitted`, `finished:<reason>`, `prompt_tokens`, `completion_tokens`.
+    `webhooks_due`, `webhooks_later`: to be delivered now, and tried again later; those of all models.
     """
 
     waiting: Mapping[int, int]
@@ -246,3 +247,5 @@ class QueueStats:
     drain_rate: float | None
     num_ready_workers: int
     totals: Mapping[str, int]
+    webhooks_due: int = 0
+    webhooks_later: int = 0

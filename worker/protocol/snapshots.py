@@ -89,7 +89,7 @@ def to_snapshot(task_id: str, reply: Sequence[Any]) -> TaskSnapshot:
 
 def to_queue_stats(reply: Sequence[Any]) -> QueueStats:
     """From the reply of `queue_stats`."""
-    classes, oldest, cost, claimed, now, drain_rate, num_ready_workers, totals = reply
+    classes, oldest, cost, claimed, now, drain_rate, num_ready_workers, totals, ready, later = reply
     waiting = dict.fromkeys(PRIORITIES, 0)
     for priority, count in zip(classes[::2], classes[1::2], strict=True):
         waiting[int(priority)] = waiting.get(int(priority), 0) + int(count)
@@ -101,6 +101,8 @@ def to_queue_stats(reply: Sequence[Any]) -> QueueStats:
         drain_rate=_float(drain_rate),
         num_ready_workers=int(num_ready_workers),
         totals={name.decode(): int(value) for name, value in pairs(totals).items()},
+        webhooks_due=int(ready),
+        webhooks_later=int(later),
     )
 
 
