@@ -63,6 +63,7 @@ def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiAp
     app.register_api(task_routes(services))
     app.register_api(health_routes(settings, store, registry))
     app.extensions["hub"] = hub
+    app.extensions["shutdown"] = services.shutdown
     app.extensions["webhook_metrics"] = WebhookMetrics(registry)
     return app
 

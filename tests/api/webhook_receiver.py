@@ -101,9 +101,9 @@ class Receiver:
 
 def _read(connection: socket.socket) -> Call:
     with connection.makefile("rb") as stream:
-        line = stream.readline().decode().strip()
+        line = stream.readline().decode("latin1").strip()
         headers = {}
-        while field := stream.readline().decode().strip():
+        while field := stream.readline().decode("latin1").strip():
             name, _, value = field.partition(": ")
             headers[name.lower()] = value
         return Call(line, headers, stream.read(int(headers.get("content-length", "0"))))
