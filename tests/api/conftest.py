@@ -1,5 +1,6 @@
 """The API on a real Redis, and a stand-in for the worker that calls the store as a worker does."""
 
+import contextlib
 import signal
 from collections.abc import Callable, Iterator
 
@@ -9,6 +10,7 @@ from flask.testing import FlaskClient
 
 from api.app import ApiApp, create_app
 from api.settings import ApiSettings
+from tests.api.running_server import Server
 from worker.protocol.messages import LogEntry, TaskError, Usage
 from worker.protocol.model_card import ModelCard
 from worker.protocol.store import Claimed, Settlement, TaskStore, WorkerRecord, Write
@@ -150,3 +152,23 @@ def submit(client: FlaskClient):
         return reply.json["id"]
 
     return post
+
+
+@pytest.fixture
+def start(redis_url, tmp_path):
+    with contextlib.ExitStack() as stack:
+
+        def start(**environ):
+            server = Server(redis_url, tmp_path, **environ)
+            stack.callback(server.close)
+            return server
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def server(redis_server, tmp_path_factory):
+    """One for all tests that do not end it. No heartbeat is due within a test."""
+    server = Server(redis_server.url, tmp_path_factory.mktemp("home"), TOKENMILL_HEARTBEAT_SECONDS="600")
+    yield server
+    server.close()
