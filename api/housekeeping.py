@@ -20,7 +20,10 @@ from worker.protocol.store import TaskStore
 
 logger = logging.getLogger(__name__)
 
-PERIOD_SECONDS = 10.0
+START_SECONDS = 10.0
+"""Before the first time, so that workers that start with this process come back for their tasks."""
+PERIOD_SECONDS = 1.0
+"""No more than so late a task ends whose limit has passed."""
 PAUSE_SECONDS = 60.0
 """After an outage, so that workers that live can renew their leases before anyone calls them lapsed."""
 
@@ -52,7 +55,7 @@ def reap(settings: ApiSettings, store: TaskStore) -> float:
 
 def _reap_for_ever(settings: ApiSettings, store: TaskStore) -> None:
     pause = threading.Event()
-    seconds = PERIOD_SECONDS
+    seconds = START_SECONDS
     while not pause.wait(seconds):
         seconds = reap(settings, store)
 

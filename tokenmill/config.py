@@ -68,7 +68,7 @@ class Setting:
             if self.kind is bool:
                 return _TRUTH[text.lower()]
             if self.kind is str:
-                return text
+                return self._known(text)
             number = self.kind(text)
         except (KeyError, ValueError):
             number = math.nan
@@ -76,12 +76,22 @@ class Setting:
             raise ConfigError(f"{where}: {self.name} must be {self._wanted()}, not {text!r}")
         return str(number)
 
+    def _known(self, word: str) -> str:
+        """Raises KeyError for a word that is none of a setting's few."""
+        if word not in _WORDS.get(self.name, (word,)):
+            raise KeyError(word)
+        return word
+
     def _wanted(self) -> str:
+        if self.name in _WORDS:
+            return " or ".join(_WORDS[self.name])
         return f"{_KINDS[self.kind]} {_RANGES.get(self.name, '')}".rstrip()
 
 
 _TRUTH = {"1": "1", "true": "1", "yes": "1", "on": "1", "0": "0", "false": "0", "no": "0", "off": "0"}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
+_WORDS = {"policy": ("fifo", "skip_ahead")}
+"""Of the settings that have a few words to choose from."""
 _API = frozenset({Part.API})
 _WORKER = frozenset({Part.WORKER})
 _BOTH = _API | _WORKER
@@ -102,6 +112,15 @@ SETTINGS = (
     ),
     Setting("chunked_prefill", bool, "true", "compute long prompts in several steps", _WORKER),
     Setting("prefix_caching", bool, "true", "reuse what is computed of prompts that begin alike", _WORKER),
+    Setting("policy", str, "fifo", "fifo, or skip_ahead: others pass a head that does not fit", _WORKER),
+    Setting("max_skip_ahead", int, "16", "with skip_ahead: so many others in one step", _WORKER),
+    Setting("fair_sharing", bool, "true", "tenants of one priority get equal shares of tokens", _WORKER),
+    Setting("ageing_seconds", float, "30", "a waiting task rises by a priority class each time", _WORKER),
+    Setting("max_waiting_seconds", float, "120", "a task that waits so long goes before all others", _WORKER),
+    Setting("max_preemptions", int, "3", "a sequence that lost its blocks so often keeps them", _WORKER),
+    Setting("prefill_reserve", float, "0.0", "share of a step that decodes leave to prompts", _WORKER),
+    Setting("max_chunk_tokens", int, "half a step", "the most that one prompt takes of a step", _WORKER),
+    Setting("deterministic", bool, "false", "the same bits whatever else runs; slower", _WORKER),
     Setting("block_size", int, "16", "tokens in one KV block", _WORKER),
     Setting("num_kv_blocks", int, "from free memory", "KV blocks in the pool", _WORKER),
     Setting("host", str, "127.0.0.1", "address on which the API listens", _API),
@@ -137,6 +156,9 @@ _RANGES = {
     "grace_seconds": Range(0, _LONGEST),
     **dict.fromkeys(("max_model_len", "max_num_batched_tokens", "max_num_seqs"), Range(1, 2**31 - 1)),
     **dict.fromkeys(("max_num_prefill_seqs", "block_size", "num_kv_blocks"), Range(1, 2**31 - 1)),
+    **dict.fromkeys(("max_skip_ahead", "max_chunk_tokens"), Range(1, 2**31 - 1)),
+    "max_preemptions": Range(0, 2**31 - 1),
+    "prefill_reserve": Range(0, 0.9),
     "max_waiting_tasks": Range(0),
     "max_body_bytes": Range(1024),
     "http_threads": Range(2),

@@ -12,6 +12,8 @@ import click
 
 from tokenmill.client import Client
 from tokenmill.config import BY_NAME, Part
+from tokenmill.outputs import Streamed, texts
+from tokenmill.request_flags import request_flags, to_body
 from tokenmill.service_commands import resolved, setting_flags, state_of
 from worker.protocol.messages import FinishedEvent
 
@@ -24,29 +26,19 @@ class NotCompleted(Exception):
 
 @click.command()
 @click.argument("prompt", required=False)
-@click.option("--chat", is_flag=True, help="send the prompt as a user's message, in the model's chat format")
 @click.option("--stream", is_flag=True, help="print the text as it comes")
 @click.option("--wait", is_flag=True, help="print the text when the task has ended")
-@click.option("--max-tokens", type=int, help="longest answer, in tokens")
-@click.option("--temperature", type=float, help="0 always takes the likeliest token")
-@click.option("--top-p", type=float, help="sample from the likeliest tokens that make up this share")
-@click.option("--top-k", type=int, help="sample from so many of the likeliest tokens")
-@click.option("--min-p", type=float, help="drop tokens below this share of the likeliest one's probability")
-@click.option("--seed", type=int, help="the same seed gives the same answer")
-@click.option("--stop", multiple=True, help="end before this text; may be given several times")
-@click.option("--priority", type=int, help="0 to 4, lower goes first  [default: 2]")
-@click.option("--model", help="the served model's public name, to be sure of it")
+@request_flags
 @_json_flag
 @setting_flags(Part.CLIENT)
 def submit(
     prompt: str | None,
-    chat: bool,
     stream: bool,
     wait: bool,
     as_json: bool,
     config_file: str | None,
     url: str | None,
-    **fields: Any,
+    **flags: Any,
 ) -> None:
     """Submit a task; print its id, or with --wait or --stream its text.
 
@@ -56,17 +48,18 @@ def submit(
     Examples:
       tokenmill submit --stream --chat "What is the capital of France?"
       tokenmill submit --wait --max-tokens 20 --temperature 0 "Once upon a time"
+      tokenmill submit --wait -n 3 --choice red --choice green "The best colour is"
       cat article.txt | tokenmill submit
     """
     if stream and (wait or as_json):
         raise click.UsageError("--stream goes with neither --wait nor --json")
     client = _client(url, config_file)
-    task = client.submit(_body(_read_prompt(prompt), chat, fields))
+    task = client.submit(to_body(_read_prompt(prompt), flags))
     if stream:
-        _print_stream(client, str(task["id"]))
+        _print_stream(client, str(task["id"]), flags.get("n") or 1)
     elif wait:
         task = client.wait(str(task["id"]))
-        click.echo(_json(task) if as_json else _text(task))
+        click.echo(_json(task) if as_json else texts(task))
         _require_completed(task)
     else:
         click.echo(_json(task) if as_json else task["id"])
@@ -126,26 +119,21 @@ def _read_prompt(given: str | None) -> str:
         raise click.UsageError(f"standard input is not {error.encoding} text") from None
 
 
-def _body(prompt: str, chat: bool, fields: Mapping[str, Any]) -> dict[str, Any]:
-    given = {name: value for name, value in fields.items() if value is not None and value != ()}
-    if chat:
-        return {"messages": [{"role": "user", "content": prompt}], **given}
-    return {"prompt": prompt, **given}
-
-
-def _print_stream(client: Client, task_id: str) -> None:
-    """The text as it comes. Left by Ctrl-C, the task goes on, and its id is told."""
-    end: FinishedEvent | None = None
+def _print_stream(client: Client, task_id: str, num_outputs: int) -> None:
+    """The texts as they come. Left by Ctrl-C, the task goes on, and its id is told."""
+    streamed = Streamed(num_outputs)
+    ends: list[FinishedEvent] = []
     try:
         for event in client.events(task_id):
-            click.echo(event.text, nl=False)
+            for piece in streamed.take(event):
+                click.echo(piece, nl=False)
             if isinstance(event, FinishedEvent):
-                end = event
+                ends.append(event)
     except KeyboardInterrupt:
         click.echo(f"\nthe task goes on: tokenmill status {task_id}", err=True)
         raise
     click.echo()
-    if end:
+    for end in ends:
         _require_ended_well(end.finish_reason, end.error)
 
 
@@ -162,10 +150,6 @@ def _require_ended_well(reason: str, error: Mapping[str, Any] | None) -> None:
         raise NotCompleted(f"the task ended as {reason}")
 
 
-def _text(task: Mapping[str, Any]) -> str:
-    return "\n\n".join(str(output.get("text", "")) for output in task.get("outputs") or ())
-
-
 def _json(task: Mapping[str, Any]) -> str:
     return json.dumps(task, ensure_ascii=False, indent=2)
 
@@ -173,7 +157,7 @@ def _json(task: Mapping[str, Any]) -> str:
 def _description(task: Mapping[str, Any]) -> str:
     """What is known of the task, a line each, and its text so far."""
     rows = "\n".join(f"{click.style(f'{name:<12}', bold=True)} {value}" for name, value in _rows(task))
-    return f"{rows}\n\n{_text(task)}".rstrip()
+    return f"{rows}\n\n{texts(task)}".rstrip()
 
 
 def _rows(task: Mapping[str, Any]) -> list[tuple[str, object]]:

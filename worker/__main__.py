@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import redis
@@ -16,6 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from engine.engine import Engine
 from engine.errors import InvalidParameter, UnsupportedModel
+from engine.grammars import GrammarCompiler
 from monitoring.engine import EngineMetrics
 from monitoring.http import serve_metrics
 from monitoring.worker import WorkerMetrics
@@ -112,6 +114,7 @@ class Process:
             execution.tokenizer,
             eos_token_ids=execution.eos_token_ids,
             vocab_size=execution.vocab_size,
+            grammar_compiler=_grammar_compiler(execution),
         )
         engine_metrics = EngineMetrics(
             self._registry,
@@ -137,21 +140,27 @@ def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
     # Takes seconds: by now a bad setting is told, and the worker's record says that it loads.
     from engine.execution.build import build_execution
 
-    limits = settings.engine
     return build_execution(
         settings.model,
         cache_dir=settings.cache_dir,
         dtype=settings.dtype,
         device=settings.device,
-        max_model_len=limits.max_model_len,
-        num_kv_blocks=limits.num_kv_blocks,
-        block_size=limits.block_size,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_prefill_seqs=limits.max_num_prefill_seqs,
-        chunked_prefill=limits.chunked_prefill,
-        prefix_caching=limits.prefix_caching,
+        deterministic=settings.deterministic,
         progress=loading.progress,
+        **{name: value for name, value in asdict(settings.engine).items() if value is not None},
+    )
+
+
+def _grammar_compiler(execution: "Execution") -> GrammarCompiler:
+    # By now the model is loaded; the library stands behind the same door.
+    from engine.execution.grammars import LlguidanceBackend
+
+    return GrammarCompiler(
+        LlguidanceBackend(
+            execution.tokenizer,
+            vocab_size=execution.vocab_size,
+            eos_token_ids=execution.eos_token_ids,
+        )
     )
 
 

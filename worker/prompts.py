@@ -65,7 +65,10 @@ def to_sampling_params(sampling: object) -> SamplingParams:
     for name in sampling:
         if name not in _SAMPLING_FIELDS:
             raise _refused(str(name), "is not known to this worker")
-    values = {name: _as_engine_has_it(name, value) for name, value in sampling.items()}
+    try:
+        values = {name: _as_engine_has_it(name, value) for name, value in sampling.items()}
+    except InvalidParameter as error:
+        raise RequestRefused(invalid_parameter(error, error.field)) from error
     for field in ("stop", "bad_words"):
         for text in _strings(values.get(field)):
             _checked_text(field, text)
@@ -86,9 +89,9 @@ def to_deadlines(request: GenerateRequest) -> Deadlines:
 
 
 def _as_engine_has_it(name: str, value: object) -> Any:
-    """A value of JSON, which has neither tuples nor numbers as names."""
-    if name == "structured_outputs" and isinstance(value, Mapping):
-        return _structured_outputs(value)
+    """A value of JSON, which has neither tuples nor numbers as names. Raises `InvalidParameter`."""
+    if name == STRUCTURED_OUTPUTS and value is not None:
+        return StructuredOutputs.from_json(value)
     if name == "logit_bias" and isinstance(value, Mapping):
         return {_token_id(key): bias for key, bias in value.items()}
     return tuple(value) if isinstance(value, list) else value
@@ -97,19 +100,6 @@ def _as_engine_has_it(name: str, value: object) -> Any:
 def _token_id(key: object) -> object:
     # A name that is no token id is refused as what it is.
     return int(key) if isinstance(key, str) and _DIGITS.fullmatch(key) else key
-
-
-def _structured_outputs(value: Mapping[str, object]) -> StructuredOutputs:
-    known = {field.name for field in fields(StructuredOutputs)}
-    if unknown := value.keys() - known:
-        raise _refused(STRUCTURED_OUTPUTS, f"{min(map(str, unknown))} is not known to this worker")
-    values: dict[str, Any] = {
-        name: tuple(part) if isinstance(part, list) else part for name, part in value.items()
-    }
-    try:
-        return StructuredOutputs(**values)
-    except InvalidParameter as error:
-        raise RequestRefused(invalid_parameter(error, error.field)) from error
 
 
 def _checked_messages(messages: Sequence[object]) -> list[Mapping[str, str]]:

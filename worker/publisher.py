@@ -6,6 +6,7 @@ stored is sent again under the same `seq`. Knows no engine but its outputs.
 
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -162,13 +163,21 @@ class Publisher:
             self._streams[stream.ownership.request_id] = stream
 
     def _take_line(self, line: list[WaitingSequence]) -> None:
-        for waiting in line:
-            self._note(waiting.request_id, _facts_of(waiting))
-        waiting_ids = {waiting.request_id for waiting in line}
+        num_outputs = Counter(waiting.request_id for waiting in line)
+        heads = {waiting.request_id: waiting for waiting in reversed(line)}
+        places = {request_id: place for place, request_id in enumerate(num_outputs)}
+        # A task of which some output runs does not wait.
+        waiting_ids = {name for name in heads if self._num_open(name) <= num_outputs[name]}
+        for request_id in waiting_ids:
+            self._note(request_id, _facts_of(heads[request_id], places[request_id]))
         # A preempted request that runs again does not start again, so its start tells nothing.
         for request_id in self._in_line - waiting_ids:
             self._note(request_id, _NOT_WAITING)
         self._in_line = waiting_ids
+
+    def _num_open(self, request_id: str) -> int:
+        stream = self._streams.get(request_id)
+        return stream.num_open if stream else 0
 
     def _take_step(self, output: StepOutput) -> None:
         for request_id in output.started:
@@ -230,10 +239,10 @@ class Publisher:
 _NOT_WAITING = {"waiting_for": "", "position": "", "tokens_ahead": ""}
 
 
-def _facts_of(waiting: WaitingSequence) -> dict[str, str]:
+def _facts_of(waiting: WaitingSequence, place: int) -> dict[str, str]:
     return {
         "waiting_for": waiting.reason.value,
-        # Readers are told how many stand before it, as by the rank in Redis.
-        "position": str(waiting.position - 1),
+        # How many tasks stand before it, as by the rank in Redis.
+        "position": str(place),
         "tokens_ahead": str(waiting.tokens_ahead),
     }

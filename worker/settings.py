@@ -6,7 +6,7 @@ engine's loader.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from worker.errors import SettingsError
@@ -14,6 +14,9 @@ from worker.protocol import naming
 
 LONGEST_SECONDS = 1e9
 """Thirty years; Redis and timers cannot count much longer."""
+LONGEST_PATIENCE_SECONDS = 366 * 86400.0
+MAX_PREFILL_RESERVE = 0.9
+POLICIES = ("fifo", "skip_ahead")
 _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"0", "false", "no", "off"})
 
@@ -46,6 +49,14 @@ class EngineSettings:
     max_num_prefill_seqs: int | None = None
     chunked_prefill: bool | None = None
     prefix_caching: bool | None = None
+    policy: str | None = None
+    max_skip_ahead: int | None = None
+    fair_sharing: bool | None = None
+    ageing_seconds: float | None = None
+    max_waiting_seconds: float | None = None
+    max_preemptions: int | None = None
+    prefill_reserve: float | None = None
+    max_chunk_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +64,8 @@ class WorkerSettings:
     """All settings of one worker process.
 
     `model`: a directory, a hub id, or the default model's name, which lies converted under `cache_dir`.
-    `served_model_name`: its public name. `load_seconds`: deadline of loading the model. `metrics_port`: 0
+    `served_model_name`: its public name. `deterministic`: a request's tokens do not depend on what runs
+    beside it, to the last bit. `load_seconds`: deadline of loading the model. `metrics_port`: 0
     takes any free port and logs it.
     """
 
@@ -61,6 +73,7 @@ class WorkerSettings:
     served_model_name: str = naming.DEFAULT_MODEL
     dtype: str = "auto"
     device: str = "auto"
+    deterministic: bool = False
     redis_url: str = "redis://127.0.0.1:6379/0"
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 9400
@@ -79,6 +92,7 @@ class WorkerSettings:
             served_model_name=naming.served_model_name(model, read.text("TOKENMILL_SERVED_MODEL_NAME", "")),
             dtype=read.text("TOKENMILL_DTYPE", "auto"),
             device=read.text("TOKENMILL_DEVICE", "auto"),
+            deterministic=bool(read.switch("TOKENMILL_DETERMINISTIC")),
             redis_url=read.redis_url("REDIS_URL", "redis://127.0.0.1:6379/0"),
             metrics_host=read.text("TOKENMILL_METRICS_HOST", "127.0.0.1"),
             metrics_port=read.whole("TOKENMILL_METRICS_PORT", 9400, least=0, most=65535),
@@ -99,6 +113,14 @@ def _engine_settings(read: "_Reader") -> EngineSettings:
         max_num_prefill_seqs=read.limit("TOKENMILL_MAX_NUM_PREFILL_SEQS"),
         chunked_prefill=read.switch("TOKENMILL_CHUNKED_PREFILL"),
         prefix_caching=read.switch("TOKENMILL_PREFIX_CACHING"),
+        policy=read.word("TOKENMILL_POLICY", POLICIES),
+        max_skip_ahead=read.limit("TOKENMILL_MAX_SKIP_AHEAD"),
+        fair_sharing=read.switch("TOKENMILL_FAIR_SHARING"),
+        ageing_seconds=read.patience("TOKENMILL_AGEING_SECONDS"),
+        max_waiting_seconds=read.patience("TOKENMILL_MAX_WAITING_SECONDS"),
+        max_preemptions=read.limit("TOKENMILL_MAX_PREEMPTIONS", least=0),
+        prefill_reserve=read.share("TOKENMILL_PREFILL_RESERVE", most=MAX_PREFILL_RESERVE),
+        max_chunk_tokens=read.limit("TOKENMILL_MAX_CHUNK_TOKENS"),
     )
 
 
@@ -112,6 +134,14 @@ def _timing(read: "_Reader") -> Timing:
         retention_seconds=read.seconds("TOKENMILL_RETENTION_SECONDS", default.retention_seconds),
         max_task_seconds=read.seconds("TOKENMILL_MAX_TASK_SECONDS", default.max_task_seconds),
     )
+
+
+def _float(text: str) -> float:
+    """NaN for what is no number: it is in no range."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 class _Reader:
@@ -139,18 +169,38 @@ class _Reader:
             raise SettingsError(f"{name} must be a whole number from {least} to {most}, not {text!r}")
         return value
 
-    def limit(self, name: str) -> int | None:
-        """A number of at least 1; None where it is not set."""
+    def limit(self, name: str, *, least: int = 1) -> int | None:
+        """A number of at least `least`; None where it is not set."""
         if not self.text(name, ""):
             return None
-        return self.whole(name, 1, least=1, most=2**31 - 1)
+        return self.whole(name, least, least=least, most=2**31 - 1)
+
+    def word(self, name: str, words: Sequence[str]) -> str | None:
+        """One of `words`; None where it is not set."""
+        text = self.text(name, "")
+        if text and text not in words:
+            raise SettingsError(f"{name} must be {' or '.join(words)}, not {text!r}")
+        return text or None
+
+    def share(self, name: str, *, most: float) -> float | None:
+        """From 0 to `most`; None where it is not set."""
+        text = self.text(name, "")
+        if not text:
+            return None
+        value = _float(text)
+        if not 0.0 <= value <= most:
+            raise SettingsError(f"{name} must be a number from 0 to {most:g}, not {text!r}")
+        return value
+
+    def patience(self, name: str) -> float | None:
+        """Seconds for which the scheduler waits; None where it is not set. More than a year is a year."""
+        if not self.text(name, ""):
+            return None
+        return min(self.seconds(name, 1.0), LONGEST_PATIENCE_SECONDS)
 
     def seconds(self, name: str, default: float, *, least: float = 1.0) -> float:
         text = self.text(name, str(default))
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
+        value = _float(text)
         # NaN compares false with everything.
         if not least <= value <= LONGEST_SECONDS:
             raise SettingsError(

@@ -74,6 +74,11 @@ class Stream:
     def has_ended(self) -> bool:
         return self._settlement is not None
 
+    @property
+    def num_open(self) -> int:
+        """Outputs that have not ended."""
+        return len(self._open())
+
     def note(self, facts: Mapping[str, str]) -> None:
         """Store these with the next write, as far as they are new. A fact that is empty is none."""
         for name, text in facts.items():

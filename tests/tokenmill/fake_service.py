@@ -90,19 +90,28 @@ def _send(handler: BaseHTTPRequestHandler, answer: Answer) -> None:
     handler.close_connection = True
 
 
-def token(seq: int, text: str) -> str:
+def token(seq: int, text: str, index: int = 0) -> str:
     """A token's frame as the service sends it."""
-    data = {"v": 1, "id": "t1", "seq": seq, "index": 0, "token": 7, "text": text}
+    data = {"v": 1, "id": "t1", "seq": seq, "index": index, "token": 7, "text": text}
     return f"event: token\nid: {seq}\ndata: {json.dumps(data)}\n\n"
 
 
-def finished(seq: int, reason: str = "stop", error: dict[str, Any] | None = None, text: str = "") -> str:
-    """The terminal frame."""
+def finished(
+    seq: int,
+    reason: str = "stop",
+    error: dict[str, Any] | None = None,
+    text: str = "",
+    index: int = 0,
+    done: bool = True,
+) -> str:
+    """The terminal frame, or with `done` false that of one output."""
     data = {
-        "v": 1, "id": "t1", "seq": seq, "index": 0, "token": None, "text": text, "finish_reason": reason,
-        "done": True, "usage": None, "error": error,
+        "v": 1, "id": "t1", "seq": seq, "index": index, "token": None, "text": text, "finish_reason": reason,
+        **({"done": True, "usage": None, "error": error} if done else {}),
     }  # fmt: skip
-    return f"event: finished\nid: {seq}\ndata: {json.dumps(data)}\n\n"
+    if error:
+        data["error"] = error
+    return f"event: {'finished' if done else 'end'}\nid: {seq}\ndata: {json.dumps(data)}\n\n"
 
 
 def task(status: str, text: str = "", **members: Any) -> dict[str, Any]:

@@ -6,10 +6,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from api.request_schemas import TaskBody
 from tests.tokenmill.fake_service import Answer, FakeService, finished, problem, task, token
 from tokenmill import cli, service_commands
 from tokenmill.cli import FAILED, MISUSED, REFUSED, UNREACHABLE
 from tokenmill.embedded_redis import free_port
+from tokenmill.request_flags import to_body
+from tokenmill.task_commands import submit
 
 pytestmark = pytest.mark.usefixtures("clean_environment")
 
@@ -204,3 +207,72 @@ def test_flags_become_the_environment_of_the_process(name: str, monkeypatch: pyt
     command, environ = started[0]
     assert command[1:] == ("-P", "-m", name)
     assert (environ["TOKENMILL_MODEL"], environ["REDIS_URL"]) == ("m", "redis://h:1/0")
+
+
+def test_submit_has_a_flag_for_what_shapes_an_answer(service: FakeService, tmp_path: Any) -> None:
+    service.will_answer(*[Answer(task("queued"), 202)] * 3)
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+
+    at(
+        service, "submit", "-n", "3", "--min-tokens", "2", "--presence-penalty", "0.5", "--frequency-penalty",
+        "0.25", "--repetition-penalty", "1.1", "--timeout", "60", "--queue-timeout", "5", "--ttft-timeout",
+        "7.5", "--choice", "a", "--choice", "b", "x",
+    )  # fmt: skip
+    at(service, "submit", "--json-schema", str(tmp_path / "schema.json"), "x")
+    at(service, "submit", "--regex", "a+", "x")
+
+    assert service.calls[0].body == {
+        "prompt": "x", "n": 3, "min_tokens": 2, "presence_penalty": 0.5, "frequency_penalty": 0.25,
+        "repetition_penalty": 1.1, "timeout_seconds": 60.0, "queue_timeout_seconds": 5.0,
+        "ttft_timeout_seconds": 7.5, "structured_outputs": {"choice": ["a", "b"]},
+    }  # fmt: skip
+    shapes = [call.body["structured_outputs"] for call in service.calls[1:]]
+    assert shapes == [{"json": '{"type": "object"}'}, {"regex": "a+"}]
+
+
+def test_one_shape_of_an_answer_at_a_time(service: FakeService) -> None:
+    result = at(service, "submit", "--regex", "a", "--choice", "b", "x")
+
+    assert result.exit_code == MISUSED
+    assert "one of --json-schema, --regex and --choice" in result.stderr
+    assert service.calls == []
+
+
+def test_every_flag_of_a_request_is_a_field_of_a_task() -> None:
+    own = {"prompt", "stream", "wait", "as_json", "config_file", "url", "json_schema", "choice"}
+    flags = {str(flag.name): "given" for flag in submit.params if flag.name not in own}
+
+    assert set(to_body("x", flags)) <= set(TaskBody.model_fields)
+
+
+def test_several_outputs_are_told_apart(service: FakeService) -> None:
+    outputs = [{"index": 0, "text": "Paris."}, {"index": 1, "text": "London."}]
+    ended = {**task("completed"), "outputs": outputs}
+    service.will_answer(Answer(task("queued"), 202), Answer(ended))
+
+    shown = at(service, "submit", "--wait", "-n", "2", "x").stdout
+
+    assert shown == "--- output 0 ---\nParis.\n\n--- output 1 ---\nLondon.\n"
+
+
+def test_a_stream_of_several_outputs_shows_one_after_the_other(service: FakeService) -> None:
+    frames = [
+        token(0, "Pa"), token(1, "Lon", index=1), token(2, "ris"), token(3, "don", index=1),
+        finished(4, text=".", index=1, done=False), finished(5, text="!"),
+    ]  # fmt: skip
+    service.will_answer(Answer(task("queued"), 202), Answer(frames))
+
+    result = at(service, "submit", "--stream", "-n", "2", "x")
+
+    assert result.exit_code == 0
+    assert result.stdout == "--- output 0 ---\nParis!\n\n--- output 1 ---\nLondon.\n"
+
+
+def test_one_failed_output_of_several_is_no_success(service: FakeService) -> None:
+    error = {"message": "not finite", "code": "engine_error"}
+    frames = [finished(0, "error", error, index=1, done=False), finished(1, error=error)]
+    service.will_answer(Answer(task("queued"), 202), Answer(frames))
+
+    result = at(service, "submit", "--stream", "-n", "2", "x")
+
+    assert (result.exit_code, "engine_error" in result.stderr) == (FAILED, True)

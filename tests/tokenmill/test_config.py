@@ -16,7 +16,8 @@ ROOT = Path(__file__).parent.parent.parent
 TEXTS = (
     "-3", "-1", "-0.1", "0", "0.49", "0.5", "0.999", "1", " 1 ", "1.5", "2", "16", "225", "255", "256", "300",
     "1023", "1024", "9400", "65535", "65536", "99999", "2147483647", "2147483648", "1e9", "1000000001",
-    "1e10", "1e400", "nan", "inf", "-inf", "", " ", "1 day", "1_0", "0x10", "true", "No", "maybe",
+    "1e10", "1e400", "nan", "inf", "-inf", "", " ", "1 day", "1_0", "0x10", "true", "No", "maybe", "fifo",
+    "skip_ahead",
 )  # fmt: skip
 
 
@@ -123,7 +124,9 @@ def is_taken(read: Callable[[], object]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("variable", [s.variable for s in SETTINGS if s.kind in (int, float, bool)])
+@pytest.mark.parametrize(
+    "variable", [s.variable for s in SETTINGS if s.kind in (int, float, bool) or s.name == "policy"]
+)
 def test_the_table_refuses_exactly_what_the_rooms_refuse(variable: str) -> None:
     """So it is told before anything starts, and nothing is told that a room would have taken."""
     rooms = [room for room in (ApiSettings, WorkerSettings) if variable in variables_of(room.from_env)]
@@ -136,7 +139,7 @@ def test_the_defaults_that_are_told_are_those_of_the_rooms() -> None:
     told = {name: setting.default for name, setting in BY_NAME.items() if setting.kind in (int, float)}
     rooms = [ApiSettings.from_env({}), WorkerSettings.from_env({}), Timing()]
     engine = EngineConfig(max_model_len=2, num_kv_blocks=1)
-    chosen_at_load = {"max_model_len", "num_kv_blocks", "max_num_prefill_seqs"}
+    chosen_at_load = {"max_model_len", "num_kv_blocks", "max_num_prefill_seqs", "max_chunk_tokens"}
 
     for name, default in told.items():
         values = [getattr(room, name) for room in rooms if hasattr(room, name)]

@@ -8,6 +8,8 @@ import pytest
 import redis
 
 from engine.outputs import SequenceOutput
+from engine.requests import NO_DEADLINES, Deadlines, ResumedOutput
+from engine.sequence import FinishReason
 from tests.worker.workshop import (
     WordTokenizer,
     ended,
@@ -20,7 +22,7 @@ from worker.inbox import Arrival, Discard, Inbox
 from worker.intake import Appetite, Intake
 from worker.loop import Load
 from worker.ownership import Holdings, Ownership
-from worker.preparation import ServedModel
+from worker.preparation import ServedModel, scoped_salt
 from worker.protocol import keys
 from worker.protocol.messages import FinishedEvent, LogEntry
 from worker.protocol.store import TaskStore
@@ -155,8 +157,8 @@ def test_a_resumed_request_brings_its_tokens(redis_client: "redis.Redis") -> Non
 
     (again,) = Gate(redis_client).turn()
 
-    assert again.output_token_ids == [7, 8]
-    assert arrival.output_token_ids is None
+    assert again.resumed == (ResumedOutput(0, (7, 8)),)
+    assert arrival.resumed == ()
 
 
 def test_an_ended_log_is_settled_and_not_run(redis_client: "redis.Redis") -> None:
@@ -227,3 +229,72 @@ def test_owning_again_forgets_the_earlier_attempt() -> None:
     assert old not in holdings
     assert not holdings.drop(old)
     assert holdings.owners() == {"t": "2"}
+
+
+def test_a_request_brings_its_tenant_salt_and_limits(redis_client: "redis.Redis") -> None:
+    limits = {"queue_timeout_seconds": 5, "ttft_timeout_seconds": 6.5, "timeout_seconds": 7}
+    submit(redis_client, cache_salt="s", **limits)
+    submit(redis_client)
+
+    salted, plain = Gate(redis_client).turn()
+
+    assert (salted.tenant, plain.tenant) == ("default", "default")
+    assert salted.deadlines == Deadlines(queue_seconds=5, ttft_seconds=6.5, total_seconds=7)
+    assert plain.deadlines == NO_DEADLINES
+    assert salted.cache_salt != plain.cache_salt
+
+
+def test_a_salt_is_its_tenants_own() -> None:
+    """Two tenants that name one salt do not learn of each other's prompts."""
+    salts = {scoped_salt(tenant, salt) for tenant in ("a", "b") for salt in (None, "s", "b")}
+    assert len(salts) == 6
+
+
+def test_a_limit_that_an_earlier_attempt_kept_is_not_set_again(redis_client: "redis.Redis") -> None:
+    submit(redis_client, queue_timeout_seconds=5, ttft_timeout_seconds=6, timeout_seconds=7)
+    left: list[Deadlines] = []
+    for facts, tokens in (({}, 0), ({"scheduled": "0"}, 0), ({}, 1)):
+        gate = Gate(redis_client)
+        (arrival,) = gate.turn()
+        left.append(arrival.deadlines)
+        stream = Stream(arrival.ownership)
+        stream.note(facts)
+        for _ in range(tokens):
+            stream.add(SequenceOutput(request_id="", token_id=7, text="<7>"))
+        TaskStore(redis_client).publish([stream.to_write()])
+        gate.hand_back()
+    (last,) = Gate(redis_client).turn()
+
+    assert left[0] == Deadlines(queue_seconds=5, ttft_seconds=6, total_seconds=7)
+    assert left[1] == left[0], "it was claimed and not started"
+    assert left[2] == Deadlines(ttft_seconds=6, total_seconds=7)
+    assert last.deadlines == Deadlines(total_seconds=7)
+
+
+def test_a_resumed_request_brings_each_of_its_outputs(redis_client: "redis.Redis") -> None:
+    submit(redis_client, sampling={"n": 4})
+    gate = Gate(redis_client)
+    (arrival,) = gate.turn()
+    stream = Stream(arrival.ownership, num_outputs=4)
+    for index, token in ((2, 7), (0, 8), (2, 9)):
+        stream.add(SequenceOutput(request_id="", index=index, token_id=token, text=f"<{token}>"))
+    stream.add(SequenceOutput(request_id="", index=2, finish_reason=FinishReason.LENGTH))
+    stream.add(SequenceOutput(request_id="", index=3, finish_reason=FinishReason.ERROR, error="x"))
+    TaskStore(redis_client).publish([stream.to_write()])
+    gate.hand_back()
+
+    (again,) = Gate(redis_client).turn()
+
+    assert again.resumed == (
+        ResumedOutput(0, (8,)),
+        ResumedOutput(2, (7, 9), FinishReason.LENGTH),
+        ResumedOutput(3, (), FinishReason.ERROR),
+    )
+
+
+def test_tasks_with_several_outputs_fill_the_seats() -> None:
+    """Eight tasks of eight outputs hold 64 seats, and a ninth is another worker's to claim."""
+    appetite = Appetite(max_num_seqs=64, max_num_prefill_seqs=16)
+
+    assert appetite.room(8, Load(num_running=64)) == 8
+    assert appetite.room(9, Load(num_running=64, num_waiting=8)) == 0

@@ -42,9 +42,9 @@ class Unreliable:
 class Desk:
     """A publisher with one claimed task."""
 
-    def __init__(self, client: "redis.Redis", max_backlog: int = 100) -> None:
+    def __init__(self, client: "redis.Redis", max_backlog: int = 100, num_outputs: int = 1) -> None:
         self.client = client
-        self.task = submit(client)
+        self.task = submit(client, sampling={"n": num_outputs})
         store = TaskStore(client)
         self.holdings = Holdings(threading.Event())
         self.lost: list[Ownership] = []
@@ -63,7 +63,7 @@ class Desk:
         (claimed,) = store.claim(SLUG, worker="w", max_tasks=1, lease_seconds=60)
         self.ownership = Ownership(claimed.task_id, claimed.owner)
         self.holdings.take(self.ownership)
-        self.publisher.open(Stream(self.ownership, num_prompt_tokens=3))
+        self.publisher.open(Stream(self.ownership, num_prompt_tokens=3, num_outputs=num_outputs))
 
     def say(self, token: int | None, **fields: Any) -> None:
         output = SequenceOutput(
@@ -221,12 +221,15 @@ def test_a_request_fails_once(desk: Desk) -> None:
 
 
 def test_where_it_waits_is_told_and_taken_back(desk: Desk) -> None:
-    line = WaitingSequence(
-        request_id=desk.ownership.request_id, position=3, tokens_ahead=70, reason=WaitingReason.KV_BLOCKS
-    )
-    desk.publisher.tell_waiting([line])
+    line = [
+        WaitingSequence(
+            request_id=request_id, position=place, tokens_ahead=70, reason=WaitingReason.KV_BLOCKS
+        )
+        for place, request_id in enumerate(["x:1", "y:1", "y:1", desk.ownership.request_id], start=1)
+    ]
+    desk.publisher.tell_waiting(line)
     desk.turn()
-    desk.publisher.tell_waiting([line])
+    desk.publisher.tell_waiting(line)
     desk.turn()
     waiting = TaskStore(desk.client).inspect(desk.task)
     assert waiting is not None
@@ -310,3 +313,31 @@ def test_an_end_in_the_log_is_settled_again(redis_client: "redis.Redis") -> None
     assert snapshot is not None
     assert snapshot.status == "completed"
     assert len(ended(redis_client, desk.task)) == 2
+
+
+def test_a_task_of_which_an_output_runs_does_not_wait(redis_client: "redis.Redis") -> None:
+    """Two of its three outputs are preempted, or wait for the first; then all three."""
+    desk = Desk(redis_client, num_outputs=3)
+    two, three = ([waiting_output(desk, index) for index in range(first, 3)] for first in (1, 0))
+    desk.publisher.tell_waiting(two)
+    desk.turn()
+    assert desk.snapshot.position is None or desk.snapshot.waiting_for == "capacity"
+    desk.publisher.tell_waiting(three)
+    desk.turn()
+    assert (desk.snapshot.position, desk.snapshot.tokens_ahead, desk.snapshot.waiting_for) == (
+        0, 10, "kv_blocks",
+    )  # fmt: skip
+    desk.publisher.tell_waiting(two)
+    desk.turn()
+    assert desk.snapshot.position is None
+
+
+def waiting_output(desk: Desk, index: int) -> WaitingSequence:
+    reason = WaitingReason.KV_BLOCKS if index == 0 else WaitingReason.SIBLING
+    return WaitingSequence(
+        request_id=desk.ownership.request_id,
+        index=index,
+        position=index + 1,
+        tokens_ahead=10 + index,
+        reason=reason,
+    )

@@ -46,11 +46,13 @@ def test_requests_end_with_text_and_result(redis_url: str, redis_client: "redis.
                     "text": "".join(f"<{token}>" for token in expected),
                     "token_ids": expected,
                     "finish_reason": "length",
+                    "logprobs": None,
                 }
             ],
             "usage": {
                 "prompt_tokens": 2, "completion_tokens": 7, "total_tokens": 9, "cached_tokens": 0,
             },
+            "prompt_logprobs": None,
         }  # fmt: skip
 
 

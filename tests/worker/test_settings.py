@@ -1,12 +1,22 @@
 """Settings: one name each, a bad value names the variable and what is allowed."""
 
 import faulthandler
+from dataclasses import asdict, fields
 
 import pytest
 
+from engine.config import POLICIES as ENGINES_POLICIES
+from engine.config import EngineConfig
 from worker.errors import SettingsError
 from worker.protocol import naming
-from worker.settings import EngineSettings, Timing, WorkerSettings
+from worker.settings import (
+    LONGEST_PATIENCE_SECONDS,
+    MAX_PREFILL_RESERVE,
+    POLICIES,
+    EngineSettings,
+    Timing,
+    WorkerSettings,
+)
 from worker.watching import arm_watchdog
 
 
@@ -38,6 +48,16 @@ def test_every_setting_is_read() -> None:
             "TOKENMILL_MAX_NUM_SEQS": "103",
             "TOKENMILL_MAX_NUM_PREFILL_SEQS": "104",
             "TOKENMILL_CHUNKED_PREFILL": "off",
+            "TOKENMILL_PREFIX_CACHING": "no",
+            "TOKENMILL_POLICY": "skip_ahead",
+            "TOKENMILL_MAX_SKIP_AHEAD": "105",
+            "TOKENMILL_FAIR_SHARING": "0",
+            "TOKENMILL_AGEING_SECONDS": "10",
+            "TOKENMILL_MAX_WAITING_SECONDS": "1e9",
+            "TOKENMILL_MAX_PREEMPTIONS": "0",
+            "TOKENMILL_PREFILL_RESERVE": "0.25",
+            "TOKENMILL_MAX_CHUNK_TOKENS": "106",
+            "TOKENMILL_DETERMINISTIC": "true",
             "TOKENMILL_LEASE_SECONDS": "1.5",
             "TOKENMILL_GRACE_SECONDS": "0",
             "TOKENMILL_STALL_SECONDS": "7",
@@ -51,6 +71,7 @@ def test_every_setting_is_read() -> None:
         served_model_name="mine",
         dtype="bfloat16",
         device="cpu",
+        deterministic=True,
         redis_url="redis://redis:6379/3",
         metrics_port=0,
         metrics_host="0.0.0.0",
@@ -64,6 +85,15 @@ def test_every_setting_is_read() -> None:
             max_num_seqs=103,
             max_num_prefill_seqs=104,
             chunked_prefill=False,
+            prefix_caching=False,
+            policy="skip_ahead",
+            max_skip_ahead=105,
+            fair_sharing=False,
+            ageing_seconds=10.0,
+            max_waiting_seconds=366 * 86400.0,  # the engine takes no more
+            max_preemptions=0,
+            prefill_reserve=0.25,
+            max_chunk_tokens=106,
         ),
         timing=Timing(
             lease_seconds=1.5,
@@ -105,6 +135,10 @@ def test_an_empty_variable_counts_as_unset() -> None:
         ("TOKENMILL_STALL_SECONDS", "1e10", "at most 1e9"),
         ("TOKENMILL_LOAD_SECONDS", "1e10", "at most 1e9"),
         ("TOKENMILL_CHUNKED_PREFILL", "maybe", "true or false"),
+        ("TOKENMILL_POLICY", "lifo", "fifo or skip_ahead"),
+        ("TOKENMILL_PREFILL_RESERVE", "0.95", "from 0 to 0.9"),
+        ("TOKENMILL_PREFILL_RESERVE", "nan", "from 0 to 0.9"),
+        ("TOKENMILL_MAX_PREEMPTIONS", "-1", "from 0 to"),
         ("REDIS_URL", "http://redis", "redis://"),
     ],
 )
@@ -115,3 +149,13 @@ def test_a_bad_value_names_the_variable_and_what_is_allowed(name: str, value: st
     assert name in str(caught.value)
     assert allowed in str(caught.value)
     assert value in str(caught.value)
+
+
+def test_the_engine_has_a_setting_for_each_of_its_fields_and_takes_their_bounds() -> None:
+    assert {one.name for one in fields(EngineSettings)} == {one.name for one in fields(EngineConfig)}
+    most = EngineSettings(
+        max_model_len=2, num_kv_blocks=1, ageing_seconds=LONGEST_PATIENCE_SECONDS,
+        max_waiting_seconds=LONGEST_PATIENCE_SECONDS, prefill_reserve=MAX_PREFILL_RESERVE,
+    )  # fmt: skip
+    assert POLICIES == ENGINES_POLICIES
+    EngineConfig(**{name: value for name, value in asdict(most).items() if value is not None})

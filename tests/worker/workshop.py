@@ -5,9 +5,10 @@ goes on rightly only if every one of them was brought back.
 """
 
 import json
+import math
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import redis
@@ -16,14 +17,15 @@ from prometheus_client import CollectorRegistry
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidParameter
-from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
+from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, TokenLogprobs
 from engine.sequence import Sequence as EngineSequence
 from monitoring.worker import WorkerMetrics
 from worker.preparation import ServedModel
-from worker.protocol import keys, naming
+from worker.protocol import keys, naming, time_limits
 from worker.protocol.messages import JOB_FUNCTION, Event, FinishedEvent, GenerateRequest
 from worker.protocol.naming import DEFAULT_TENANT, new_task_id, queue_name
 from worker.protocol.store import Submission, TaskStore
+from worker.protocol.time_limits import TimeLimits
 
 MODEL = "fake"
 SLUG = naming.model_slug(MODEL)
@@ -47,20 +49,32 @@ class WordTokenizer:
             raise InvalidParameter("messages", "unknown role pirate")
         return [1, *(len(message["content"]) for message in messages), 2]
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(f"<{token_id}>" for token_id in token_ids if token_id != EOS)
 
+    def encode_text(self, text: str) -> list[int]:
+        return self.encode(text)
 
-def next_token(token_ids: list[int]) -> int:
-    """What the fake model says after `token_ids`; never an end."""
-    return (sum(31 * (place + 1) * token for place, token in enumerate(token_ids)) + 7) % 900 + 1
+    def special_token_id(self, text: str) -> int | None:
+        return EOS if text == "<eos>" else None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """From 900 on a token is one byte, half a character."""
+        return bytes([0x80 + token_id - 900]) if token_id >= 900 else f"<{token_id}>".encode()
 
 
-def undisturbed(prompt: list[int], num_tokens: int) -> list[int]:
+def next_token(token_ids: list[int], index: int = 0) -> int:
+    """What the fake model says after `token_ids` in output `index`; never an end."""
+    return (
+        sum(31 * (place + 1) * token for place, token in enumerate(token_ids)) + 7 + 100 * index
+    ) % 900 + 1
+
+
+def undisturbed(prompt: list[int], num_tokens: int, index: int = 0) -> list[int]:
     """What a request gives that nothing happens to."""
     token_ids = list(prompt)
     for _ in range(num_tokens):
-        token_ids.append(next_token(token_ids))
+        token_ids.append(next_token(token_ids, index))
     return token_ids[len(prompt) :]
 
 
@@ -83,16 +97,43 @@ class FakeRunner:
     def sample(self, logits: None, items: tuple[ScheduledSequence, ...]) -> list[SampledToken]:
         return [self._draw(item.sequence) for item in items if item.samples]
 
+    def prompt_logprobs(
+        self, logits: None, items: tuple[ScheduledSequence, ...]
+    ) -> list[tuple[ScheduledSequence, list[TokenLogprobs]]]:
+        """Of token i of the prompt: -i."""
+        return [(item, list(_of_prompt(item))) for item in items if _asks_for_prompt(item.sequence)]
+
     def _draw(self, sequence: EngineSequence) -> SampledToken:
         self.sample_fault(sequence)
-        return SampledToken(next_token(sequence.token_ids))
+        token_id = next_token(sequence.token_ids, sequence.index)
+        top = ((token_id, -0.5), (901, -math.inf))[: sequence.params.logprobs]
+        logprobs = TokenLogprobs(token_id, -0.5, top) if sequence.params.logprobs is not None else None
+        return SampledToken(token_id, logprobs=logprobs)
 
 
-def build_engine(runner: FakeRunner | None = None, **limits: int) -> Engine:
+def _asks_for_prompt(sequence: EngineSequence) -> bool:
+    return sequence.params.prompt_logprobs is not None and not sequence.num_output_tokens
+
+
+def _of_prompt(item: ScheduledSequence) -> Iterator[TokenLogprobs]:
+    for place in range(item.start + 1, item.start + item.num_new_tokens + 1):
+        if place < item.sequence.num_prompt_tokens:
+            yield TokenLogprobs(item.sequence.token_ids[place], -float(place))
+
+
+def build_engine(
+    runner: FakeRunner | None = None, clock: Callable[[], float] = time.monotonic, **limits: int
+) -> Engine:
     runner = runner or FakeRunner()
     config = EngineConfig(**{"max_model_len": 200, "num_kv_blocks": 400, "block_size": 4, **limits})
     return Engine(
-        config, runner, runner, WordTokenizer(), eos_token_ids=frozenset({EOS}), vocab_size=VOCAB_SIZE
+        config,
+        runner,
+        runner,
+        WordTokenizer(),
+        eos_token_ids=frozenset({EOS}),
+        vocab_size=VOCAB_SIZE,
+        clock=clock,
     )
 
 
@@ -129,6 +170,8 @@ def submit(client: "redis.Redis", data: bytes | None = None, *, priority: int = 
             "enqueued_at": "2026-01-01T00:00:00.000000Z", "description": "generate", "timeout": -1,
         },
         cost=10,
+        num_outputs=int(request.get("sampling", {}).get("n", 1)),
+        limits=TimeLimits(**{name: request.get(name) for name in time_limits.NAMES}),
     )  # fmt: skip
     TaskStore(client).submit(submission)
     return task_id
@@ -152,7 +195,7 @@ def wait_for_length(client: "redis.Redis", task_id: str, length: int) -> None:
 
 
 def ended(client: "redis.Redis", task_id: str) -> list[Event]:
-    """Waits for the end; gives all messages, checked: gap-free, nothing after the end."""
+    """Waits for the end; gives all messages, checked: gap-free, one end for each output, nothing after it."""
 
     def events() -> list[Event]:
         found = TaskStore(client).read_log(task_id)
@@ -160,7 +203,8 @@ def ended(client: "redis.Redis", task_id: str) -> list[Event]:
 
     found: list[Event] = until(events, f"{task_id} ends")
     assert [event.seq for event in found] == list(range(len(found)))
-    assert sum(isinstance(event, FinishedEvent) for event in found) == 1
+    ends = [event.index for event in found if isinstance(event, FinishedEvent)]
+    assert sorted(ends) == sorted({event.index for event in found}), "each output ends once"
     return found
 
 

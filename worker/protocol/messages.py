@@ -97,8 +97,7 @@ class TokenEvent:
     """One token of one output of a task. `text` may be empty while characters are held back.
 
     `logprobs`, where they were asked for: `logprob`, `token` (as text), `bytes` and `top` of this token.
-    `prompt_logprobs` come with the first token of the first output: one for each prompt token, None for the
-    first of them.
+    `prompt_logprobs` come once, with a first token: one for each prompt token, None for the first of them.
     """
 
     id: str

@@ -55,9 +55,10 @@ def num_tokens_of(entries: Iterable[LogEntry]) -> int:
 
 
 def prompt_logprobs_of(entries: Iterable[LogEntry]) -> list[dict[str, Any] | None] | None:
-    """Those of the prompt's tokens, which came with the first token; None where they were not asked for."""
-    first = next((entry for entry in entries if entry.index == "0" and not entry.is_end), None)
-    logprobs: list[dict[str, Any] | None] | None = members_of(first).get("prompt_logprobs") if first else None
+    """Those of the prompt's tokens, which came with a first token; None where there are none."""
+    # Where text has these words, its quotation marks are escaped.
+    told = next((entry for entry in entries if '"prompt_logprobs":' in entry.members), None)
+    logprobs: list[dict[str, Any] | None] | None = members_of(told)["prompt_logprobs"] if told else None
     return logprobs
 
 
