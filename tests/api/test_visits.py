@@ -1,5 +1,6 @@
 """Clients that go away: whose tasks end with them, and whose go on."""
 
+import socket
 import threading
 
 import pytest
@@ -73,10 +74,14 @@ class TestStreams:
         there[0].close()
         assert status(client, watched) == "cancelled"
 
-    def test_a_stream_that_is_never_begun(self, client, watched):
-        """The server found the connection closed before it could send the head."""
-        client.get(f"/v1/tasks/{watched}/events", buffered=False).close()
-        assert status(client, watched) in ("queued", "cancelled")
+    def test_a_client_that_is_gone_before_the_first_byte(self, client, watched):
+        """Then nothing of the stream is ever asked for."""
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        with ours:
+            overrides = {"gunicorn.socket": ours}
+            client.get(f"/v1/tasks/{watched}/events", buffered=False, environ_overrides=overrides).close()
+        assert status(client, watched) == "cancelled"
 
     def test_one_that_was_read_to_its_end_changes_nothing(self, client, watched, worker, redis_client):
         reply, chunks = stream(client, watched)
