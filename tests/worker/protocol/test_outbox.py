@@ -223,6 +223,17 @@ def test_of_two_that_held_it_the_late_one_changes_nothing(
     assert not redis_client.exists(keys.OUTBOX_DUE)
 
 
+def test_two_that_held_it_and_failed_made_one_try(
+    store: TaskStore, outbox: Outbox, redis_client: redis.Redis
+) -> None:
+    ended(store, redis_client)
+    (late,) = take(outbox)
+    (webhook,) = take(outbox, silence_seconds=0)
+    outbox.retry(webhook, 0)
+    unchanged(redis_client, lambda: outbox.retry(late, 600))
+    assert take(outbox)[0].tries == 1
+
+
 def test_a_task_is_kept_for_its_webhook(redis_client: redis.Redis) -> None:
     """Its text would be gone before the last try."""
     store, outbox = (one(redis_client, retention_seconds=600) for one in (TaskStore, Outbox))
