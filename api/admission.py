@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 from api.problems import Problem, bad_field, shown
 from api.request_schemas import TaskBody
+from api.settings import ApiSettings
+from api.webhook_url import is_public, parse_url
 from worker.protocol.model_card import ModelCard
 
 
@@ -16,6 +18,21 @@ def check_model(body: TaskBody, served: str) -> None:
     if body.model is not None and body.model != served:
         detail = f"model: this service has {served!r}, not {shown(body.model)!r}"
         raise Problem(404, "model_not_found", detail, param="model")
+
+
+def check_webhook(body: TaskBody, settings: ApiSettings) -> None:
+    """Raises `Problem` (400) where this service signs none, or would never deliver to that address.
+
+    What a name stands for is looked up at the delivery, and judged then.
+    """
+    if body.webhook is None:
+        return
+    if not settings.webhook_keys:
+        detail = "this service signs no webhooks: its operator has not set TOKENMILL_WEBHOOK_SECRET"
+        raise bad_field("webhook", detail, "webhooks_disabled")
+    host = parse_url(body.webhook.url).host
+    if not settings.webhook_allow_private and not is_public(host):
+        raise bad_field("webhook.url", f"{shown(host)} is not a public address", "webhook_address")
 
 
 def check_card(body: TaskBody, card: ModelCard) -> None:

@@ -22,6 +22,8 @@ from api.submission import Submitter
 from api.tasks import TaskServices, task_routes
 from monitoring.http import HttpMetrics
 from monitoring.queue import QueueCollector
+from monitoring.webhooks import WebhookMetrics
+from worker.protocol.readers import Readers
 from worker.protocol.store import TaskStore
 
 DOCS_PREFIX = "/docs"
@@ -48,6 +50,7 @@ def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiAp
     services = TaskServices(
         settings=settings,
         store=store,
+        readers=Readers(client, retention_seconds=settings.retention_seconds),
         submitter=Submitter(settings, client, store),
         follower=Follower(hub, store),
         places=Places(settings.max_streams),
@@ -60,6 +63,8 @@ def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiAp
     app.register_api(task_routes(services))
     app.register_api(health_routes(settings, store, registry))
     app.extensions["hub"] = hub
+    app.extensions["shutdown"] = services.shutdown
+    app.extensions["webhook_metrics"] = WebhookMetrics(registry)
     return app
 
 

@@ -1,6 +1,7 @@
-"""Ends what waits too long, also while no worker is up, and puts back what a dead worker left.
+"""The threads that a server has beside its calls. One ends what waits too long, also while no worker is up,
+and puts back what a dead worker left; the other has webhooks delivered.
 
-Law: it decides nothing. When a task is overdue or a lease has lapsed is for the store to say.
+Law: they decide nothing. When a task is overdue, a lease has lapsed or a webhook is due is for Redis to say.
 """
 
 import logging
@@ -8,8 +9,13 @@ import threading
 
 import redis
 
+from api.presence import Shutdown
 from api.redis_clients import connect
 from api.settings import ApiSettings
+from api.webhook_post import Poster
+from api.webhooks import Deliverer
+from monitoring.webhooks import WebhookMetrics
+from worker.protocol.outbox import Outbox
 from worker.protocol.store import TaskStore
 
 logger = logging.getLogger(__name__)
@@ -20,6 +26,9 @@ PERIOD_SECONDS = 1.0
 """No more than so late a task ends whose limit has passed."""
 PAUSE_SECONDS = 60.0
 """After an outage, so that workers that live can renew their leases before anyone calls them lapsed."""
+
+WEBHOOK_PERIOD_SECONDS = 1.0
+WEBHOOK_PAUSE_SECONDS = 5.0
 
 
 def start_reaper(settings: ApiSettings) -> None:
@@ -49,3 +58,36 @@ def _reap_for_ever(settings: ApiSettings, store: TaskStore) -> None:
     seconds = START_SECONDS
     while not pause.wait(seconds):
         seconds = reap(settings, store)
+
+
+def start_deliverer(settings: ApiSettings, metrics: WebhookMetrics, shutdown: Shutdown) -> None:
+    """Start the thread, if this service signs webhooks; it ends with the process."""
+    if not settings.webhook_keys:
+        return
+    client = connect(settings.redis_url)
+    deliverer = Deliverer(
+        Outbox(client, retention_seconds=settings.retention_seconds),
+        TaskStore(client, retention_seconds=settings.retention_seconds),
+        Poster(allow_private=settings.webhook_allow_private),
+        settings.webhook_keys,
+        metrics,
+    )
+    threading.Thread(target=_deliver_until, args=(shutdown, deliverer), name="webhooks", daemon=True).start()
+
+
+def deliver(deliverer: Deliverer) -> float:
+    """Begin what is due; gives the seconds until the next time."""
+    try:
+        return 0.0 if deliverer.deliver_due() else WEBHOOK_PERIOD_SECONDS
+    except redis.RedisError as error:
+        logger.warning("webhooks cannot be looked for: %s", error)
+    except Exception:
+        # Without this thread nobody would be told any more, and nobody would know.
+        logger.exception("webhooks cannot be delivered")
+    return WEBHOOK_PAUSE_SECONDS
+
+
+def _deliver_until(shutdown: Shutdown, deliverer: Deliverer) -> None:
+    pause = threading.Event()
+    while not shutdown.requested:
+        pause.wait(deliver(deliverer))

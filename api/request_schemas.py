@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from api.sampling_schemas import SamplingBody, Strict, TokenId
+from api.webhook_url import MAX_CHARACTERS, parse_url
 from worker.protocol import naming
 from worker.protocol.time_limits import LONGEST_SECONDS
 
@@ -28,6 +29,18 @@ class Message(Strict):
 
     role: Literal["system", "user", "assistant"]
     content: str
+
+
+class WebhookBody(Strict):
+    """A signed `POST` with the task, as polling shows it, when it has ended. The secret is the service's."""
+
+    url: Annotated[str, Field(max_length=MAX_CHARACTERS)] = Field(description="http or https.")
+
+    @field_validator("url")
+    @classmethod
+    def _usable(cls, url: str) -> str:
+        parse_url(url)
+        return url
 
 
 class TaskBody(SamplingBody):
@@ -62,6 +75,10 @@ class TaskBody(SamplingBody):
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = Field(
         None, description="Prompts find each other's computed beginnings only under the same salt."
     )
+    on_disconnect: Literal["continue", "cancel"] | None = Field(
+        None, description="`cancel`: it ends when the last client that follows or waits goes away."
+    )
+    webhook: WebhookBody | None = Field(None, description="Where to tell of its end.")
     metadata: dict[str, Any] | None = Field(
         None, description=f"Given back with the task; at most {MAX_METADATA_BYTES} bytes of JSON."
     )

@@ -13,7 +13,7 @@ from gunicorn.app.base import BaseApplication
 from gunicorn.workers.gthread import ThreadWorker
 
 from api.app import ApiApp, create_app
-from api.housekeeping import start_reaper
+from api.housekeeping import start_deliverer, start_reaper
 from api.presence import Shutdown
 from api.settings import ApiSettings
 
@@ -78,7 +78,9 @@ class ApiServer(BaseApplication):  # type: ignore[misc]  # gunicorn ships no typ
     def load(self) -> ApiApp:
         """Called in the worker process, after the fork."""
         start_reaper(self._settings)
-        return create_app(self._settings, self.shutdown)
+        app = create_app(self._settings, self.shutdown)
+        start_deliverer(self._settings, app.extensions["webhook_metrics"], self.shutdown)
+        return app
 
     def _from_environment(self) -> dict[str, Any]:
         given = self.cfg.parser().parse_args(self.cfg.get_cmd_args_from_env())

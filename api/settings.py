@@ -5,11 +5,14 @@ Law: a value that cannot be used is an error that names its variable, before any
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
+from api import webhook_signature
 from worker.protocol import naming
 
+_YES = frozenset({"1", "true", "yes", "on"})
+_NO = frozenset({"0", "false", "no", "off"})
 Number = TypeVar("Number", int, float)
 
 
@@ -31,6 +34,8 @@ class ApiSettings:
     so that short calls always find a thread. Seconds: `retention_seconds` an ended task is kept,
     `max_task_seconds` a task may wait for a worker, `heartbeat_seconds` between comments on a silent
     stream, `http_grace_seconds` for open calls to end when the server stops.
+    `webhook_keys`: sign what is sent to webhooks; without any, no task may have one.
+    `webhook_allow_private`: they may be addresses of this machine and its networks.
     """
 
     redis_url: str = "redis://127.0.0.1:6379/0"
@@ -46,6 +51,8 @@ class ApiSettings:
     max_streams: int = 224
     heartbeat_seconds: float = 10.0
     http_grace_seconds: float = 10.0
+    webhook_keys: tuple[bytes, ...] = field(default=(), repr=False)
+    webhook_allow_private: bool = False
 
     @property
     def public_model(self) -> str:
@@ -78,6 +85,10 @@ class ApiSettings:
             max_streams=read.whole("TOKENMILL_MAX_STREAMS", default.max_streams, least=1),
             heartbeat_seconds=read.seconds("TOKENMILL_HEARTBEAT_SECONDS", default.heartbeat_seconds),
             http_grace_seconds=read.seconds("TOKENMILL_HTTP_GRACE_SECONDS", default.http_grace_seconds),
+            webhook_keys=read.secrets("TOKENMILL_WEBHOOK_SECRET"),
+            webhook_allow_private=read.switch(
+                "TOKENMILL_WEBHOOK_ALLOW_PRIVATE", default.webhook_allow_private
+            ),
         )
         if settings.max_streams >= settings.http_threads:
             raise SettingError(
@@ -100,6 +111,19 @@ class _Reader:
         if not url.startswith(("redis://", "rediss://", "unix://")):
             raise SettingError(variable, url, "an address that starts with redis://, rediss:// or unix://")
         return url
+
+    def secrets(self, variable: str) -> tuple[bytes, ...]:
+        try:
+            return webhook_signature.parse_secrets(self.text(variable, ""))
+        except ValueError as error:
+            # What was given may be nearly right, and the message stands in logs.
+            raise SettingError(variable, "...", str(error)) from None
+
+    def switch(self, variable: str, default: bool) -> bool:
+        text = self.text(variable, "").lower()
+        if text and text not in _YES | _NO:
+            raise SettingError(variable, text, "true or false")
+        return text in _YES if text else default
 
     def whole(self, variable: str, default: int, *, least: int, most: int | None = None) -> int:
         wanted = f"a whole number, {least} or more" if most is None else f"a whole number, {least} to {most}"

@@ -14,7 +14,7 @@ from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 from rq.utils import now
 
-from api.admission import check_card, check_model
+from api.admission import check_card, check_model, check_webhook
 from api.problems import Problem, bad_field
 from api.request_schemas import TaskBody
 from api.sampling_schemas import SAMPLING_FIELDS
@@ -51,6 +51,7 @@ class Submitter:
         """Queue a task. Raises `Problem`: 400, 404, 422 or 429."""
         key = None if idempotency_key is None else parse_key(idempotency_key)
         check_model(body, self._settings.public_model)
+        check_webhook(body, self._settings)
         card = self._store.model_card(self._settings.slug)
         if card is not None:
             check_card(body, card)
@@ -80,6 +81,8 @@ class Submitter:
             body_digest=body_digest(body),
             max_waiting=settings.waiting_limit,
             num_outputs=body.n or 1,
+            webhook=body.webhook.url if body.webhook else "",
+            cancel_on_disconnect=body.on_disconnect == "cancel",
             limits=TimeLimits(**{name: getattr(body, name) for name in time_limits.NAMES}),
         )
 

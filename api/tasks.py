@@ -6,10 +6,9 @@ a limit in time, and an eye on whether the client is still there.
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -19,7 +18,7 @@ from flask_openapi3.models.tag import Tag
 
 from api import events
 from api.follow import Follower
-from api.presence import Places, Shutdown, client_is_gone
+from api.presence import Places, Shutdown
 from api.problems import Problem, bad_field, retry_seconds
 from api.reply_schemas import PROBLEM_REPLY, Task
 from api.request_schemas import (
@@ -34,9 +33,11 @@ from api.request_schemas import (
 from api.settings import ApiSettings
 from api.submission import Submitter
 from api.task_view import TERMINAL, eta_seconds, task_url, view
+from api.visits import Visit
 from monitoring.http import HttpMetrics
 from worker.protocol import naming
 from worker.protocol.messages import Event
+from worker.protocol.readers import Readers
 from worker.protocol.store import TaskSnapshot, TaskStore
 
 POLL_SECONDS = 1
@@ -60,6 +61,7 @@ class TaskServices:
 
     settings: ApiSettings
     store: TaskStore
+    readers: Readers
     submitter: Submitter
     follower: Follower
     places: Places
@@ -138,9 +140,9 @@ class _Calls:
         if request.method == "HEAD":
             # Its body is never begun, so nothing would ever give the place back.
             return _stream_reply([])
-        return self._live(task_id, after)
+        return self._live(snapshot, after)
 
-    def _live(self, task_id: str, after: int) -> Response:
+    def _live(self, snapshot: TaskSnapshot, after: int) -> Response:
         services = self._services
         with ExitStack() as stack:
             if not stack.enter_context(services.places.take()):
@@ -148,8 +150,10 @@ class _Calls:
                 raise Problem(503, "too_many_streams", detail, retry_after=BUSY_SECONDS)
             services.metrics.stream_opened()
             stack.callback(services.metrics.stream_closed)
-            batches = services.follower.batches(task_id, after, stop=self._stop())
-            response = _stream_reply(_frames(batches, services.settings.heartbeat_seconds, services.shutdown))
+            visit = stack.enter_context(self._visit(snapshot))
+            batches = services.follower.batches(snapshot.task_id, after, stop=visit.is_over)
+            heartbeat = services.settings.heartbeat_seconds
+            response = _stream_reply(_frames(batches, heartbeat, services.shutdown, visit))
             # Not in the generator: one that is never started runs no clean-up.
             response.call_on_close(stack.pop_all().close)
         return response
@@ -162,14 +166,14 @@ class _Calls:
         with services.places.take() as taken:
             if not taken:
                 return snapshot
-            services.follower.wait_for_end(
-                snapshot.task_id, len(snapshot.entries) - 1, seconds, stop=self._stop()
-            )
+            with self._visit(snapshot) as visit:
+                last = len(snapshot.entries) - 1
+                services.follower.wait_for_end(snapshot.task_id, last, seconds, stop=visit.is_over)
         return self._snapshot(snapshot.task_id)
 
-    def _stop(self) -> Callable[[], bool]:
-        gone = partial(client_is_gone, request.environ)
-        return lambda: self._services.shutdown.requested or gone()
+    def _visit(self, snapshot: TaskSnapshot) -> Visit:
+        services = self._services
+        return Visit(services.readers, snapshot, request.environ, services.shutdown)
 
     def _snapshot(self, task_id: str) -> TaskSnapshot:
         """Raises `Problem`: 404 or 410."""
@@ -198,8 +202,22 @@ def _after(query: EventsQuery, header: EventsHeaders) -> int:
     return int(last)
 
 
-def _frames(batches: Iterator[list[Event]], heartbeat: float, shutdown: Shutdown) -> Iterator[bytes]:
-    yield events.RETRY
+def _frames(
+    batches: Iterator[list[Event]], heartbeat: float, shutdown: Shutdown, visit: Visit
+) -> Iterator[bytes]:
+    try:
+        yield events.RETRY
+        yield from _live_frames(batches, heartbeat)
+        if shutdown.requested:
+            visit.cut_short = True
+            yield events.GOODBYE
+    except GeneratorExit:
+        # A server gives a stream up when it cannot write to its client; some show no socket to look at.
+        visit.gone = True
+        raise
+
+
+def _live_frames(batches: Iterator[list[Event]], heartbeat: float) -> Iterator[bytes]:
     last_sent = time.monotonic()
     for batch in batches:
         if batch:
@@ -209,8 +227,6 @@ def _frames(batches: Iterator[list[Event]], heartbeat: float, shutdown: Shutdown
         else:
             continue
         last_sent = time.monotonic()
-    if shutdown.requested:
-        yield events.GOODBYE
 
 
 def _stream_reply(chunks: Iterator[bytes] | list[bytes]) -> Response:

@@ -84,6 +84,7 @@ class QueueCollector(Collector):
             "workers", "Worker processes by what they say of themselves.", "state", self._states(workers)
         )
         yield from self._totals(stats.totals)
+        yield _webhooks({"due": stats.webhooks_due, "later": stats.webhooks_later})
 
     def _totals(self, totals: Mapping[str, int]) -> Iterator[Metric]:
         """Counters of the whole deployment, kept in Redis; no restart takes them back."""
@@ -129,6 +130,14 @@ class QueueCollector(Collector):
         family = CounterMetricFamily(PREFIX + name, text, labels=("model",))
         family.add_metric((self._model,), value)
         return family
+
+
+def _webhooks(counts: Mapping[str, int]) -> GaugeMetricFamily:
+    text = "Webhooks that are not delivered yet: due now, or to be tried again later."
+    family = GaugeMetricFamily(f"{PREFIX}webhooks_undelivered", text, labels=("state",))
+    for state, number in counts.items():
+        family.add_metric((state,), number)
+    return family
 
 
 def _redis_up(value: int) -> GaugeMetricFamily:

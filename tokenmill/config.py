@@ -139,6 +139,8 @@ SETTINGS = (
     Setting("max_streams", int, "224", "of these, event streams and waiting polls", _API),
     Setting("heartbeat_seconds", float, "10", "comment on a silent event stream", _API),
     Setting("http_grace_seconds", float, "10", "a stopping API lets open calls end for so long", _API),
+    Setting("webhook_secret", str, "none: no webhooks", "`whsec_...`; signs webhooks", _API),
+    Setting("webhook_allow_private", bool, "false", "webhooks may go to private addresses", _API),
     Setting("cache_dir", str, ".tokenmill", "where the converted default model lies", _WORKER),
     Setting("state_dir", str, ".tokenmill", "where `serve` keeps its data", _SERVE),
     Setting("url", str, "the running service's", "the API that submit, status and cancel talk to", _CLIENT),

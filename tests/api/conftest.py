@@ -1,16 +1,25 @@
 """The API on a real Redis, and a stand-in for the worker that calls the store as a worker does."""
 
+import contextlib
 import signal
 from collections.abc import Callable, Iterator
 
 import pytest
 import redis
 from flask.testing import FlaskClient
+from prometheus_client import CollectorRegistry
 
 from api.app import ApiApp, create_app
 from api.settings import ApiSettings
+from api.webhook_post import Poster
+from api.webhooks import Deliverer
+from monitoring.webhooks import OUTCOMES, WebhookMetrics
+from tests.api.delivering import KEY, Clock, enter
+from tests.api.running_server import Server
+from tests.api.webhook_receiver import receiving
 from worker.protocol.messages import LogEntry, TaskError, Usage
 from worker.protocol.model_card import ModelCard
+from worker.protocol.outbox import Outbox
 from worker.protocol.store import Claimed, Settlement, TaskStore, WorkerRecord, Write
 
 CARD = ModelCard(
@@ -150,3 +159,78 @@ def submit(client: FlaskClient):
         return reply.json["id"]
 
     return post
+
+
+@pytest.fixture
+def start(redis_url, tmp_path):
+    with contextlib.ExitStack() as stack:
+
+        def start(**environ):
+            server = Server(redis_url, tmp_path, **environ)
+            stack.callback(server.close)
+            return server
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def server(redis_server, tmp_path_factory):
+    """One for all tests that do not end it. No heartbeat is due within a test."""
+    server = Server(redis_server.url, tmp_path_factory.mktemp("home"), TOKENMILL_HEARTBEAT_SECONDS="600")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def receiver():
+    with receiving() as receiver:
+        yield receiver
+
+
+@pytest.fixture
+def outbox(redis_client):
+    return Outbox(redis_client)
+
+
+@pytest.fixture
+def clock(redis_client):
+    return Clock(redis_client)
+
+
+@pytest.fixture
+def registry():
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def make_deliverer(store, outbox, registry, clock):
+    metrics = WebhookMetrics(registry)
+
+    def make(sender=None, outbox=outbox, jitter=lambda: 0.0):
+        sender = sender or Poster(allow_private=True, seconds=5)
+        return Deliverer(outbox, store, sender, [KEY], metrics, jitter=jitter, now=clock)
+
+    return make
+
+
+@pytest.fixture
+def outcomes(registry):
+    def count():
+        name = "tokenmill_webhook_deliveries_total"
+        return tuple(registry.get_sample_value(name, {"outcome": outcome}) for outcome in OUTCOMES)
+
+    return count
+
+
+@pytest.fixture
+def deliver(make_deliverer, outbox):
+    """Deliver all that is due, here and now; gives how many that were."""
+    deliverer = make_deliverer()
+
+    def run(silence_seconds=3600):
+        due = outbox.take(10, silence_seconds=silence_seconds)
+        for webhook in due:
+            deliverer.deliver(webhook, enter(deliverer, webhook))
+        return len(due)
+
+    return run

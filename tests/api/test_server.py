@@ -1,6 +1,5 @@
 """The API as it is started: `python -m api`, a real gunicorn, real sockets."""
 
-import contextlib
 import json
 import os
 import re
@@ -10,123 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
-from urllib.error import HTTPError
 
 import pytest
 
-LISTENING = re.compile(rb"Listening at: (http://\S+)")
-
-
-class Server:
-    """One running API."""
-
-    def __init__(self, redis_url, home, **environ):
-        self.home = home
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "api"],
-            env={**os.environ, "REDIS_URL": redis_url, "TOKENMILL_PORT": "0", "HOME": str(home), **environ},
-            stderr=subprocess.PIPE,
-        )
-        self.log = []
-        self._listening = threading.Event()
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-        assert self._listening.wait(60), self.log
-        found = LISTENING.search(b"".join(self.log))
-        assert found, self.log
-        self.url = found[1].decode()
-        assert self.call("GET", "/livez")[0] == 200
-
-    @property
-    def address(self):
-        host, port = self.url.removeprefix("http://").split(":")
-        return host, int(port)
-
-    def _read(self):
-        for line in self.process.stderr:
-            self.log.append(line)
-            if LISTENING.search(line):
-                self._listening.set()
-        self._listening.set()
-
-    def call(self, method, path, body=None, **headers):
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, method=method, headers=headers)
-        if data:
-            request.add_header("Content-Type", "application/json")
-        try:
-            with urllib.request.urlopen(request, timeout=60) as reply:
-                return reply.status, reply.read()
-        except HTTPError as error:
-            with error:
-                return error.code, error.read()
-
-    def submit(self):
-        status, body = self.call("POST", "/v1/tasks", {"prompt": "x"})
-        assert status == 202
-        return json.loads(body)["id"]
-
-    def open(self, path):
-        """A raw connection that has asked for `path` and has got the head of the answer."""
-        connection = socket.create_connection(self.address, timeout=60)
-        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-        head = b""
-        while b"\r\n\r\n" not in head:
-            head += connection.recv(1)
-        assert b" 200 OK" in head
-        return connection
-
-    def open_streams(self):
-        metrics = self.call("GET", "/metrics")[1].decode()
-        return int(float(re.search(r"^tokenmill_http_streams_open (\S+)$", metrics, re.M)[1]))
-
-    def wait_for_streams(self, number):
-        while self.open_streams() != number:
-            time.sleep(0.02)
-
-    def stop(self, sig=signal.SIGTERM):
-        self.process.send_signal(sig)
-        code = self.process.wait(60)
-        self.close()
-        return code
-
-    def close(self):
-        # A group of its own would hide a worker that outlives its master; the pipe's end shows it.
-        if self.process.poll() is None:
-            self.process.terminate()
-            self.process.wait(60)
-        self._reader.join(60)
-        assert not self._reader.is_alive(), "a process of the server lives on"
-        self.process.stderr.close()
-
-
-@pytest.fixture
-def start(redis_url, tmp_path):
-    with contextlib.ExitStack() as stack:
-
-        def start(**environ):
-            server = Server(redis_url, tmp_path, **environ)
-            stack.callback(server.close)
-            return server
-
-        yield start
-
-
-@pytest.fixture(scope="module")
-def server(redis_server, tmp_path_factory):
-    """One for all tests that do not end it. No heartbeat is due within a test."""
-    server = Server(redis_server.url, tmp_path_factory.mktemp("home"), TOKENMILL_HEARTBEAT_SECONDS="600")
-    yield server
-    server.close()
-
-
-def read_all(connection):
-    with connection:
-        received = b""
-        while chunk := connection.recv(65536):
-            received += chunk
-    return received
+from tests.api.running_server import read_all
 
 
 def test_streams_outlive_the_servers_own_timeout(start, worker):

@@ -1,5 +1,7 @@
 """Settings come from variables of the same names; a bad one is named."""
 
+import base64
+
 import pytest
 
 from api.settings import ApiSettings, SettingError
@@ -62,3 +64,23 @@ def test_a_bad_value_is_named(variable, text):
     assert raised.value.variable == variable
     assert str(raised.value).startswith(f"{variable} must be ")
     assert repr(text) in str(raised.value)
+
+
+def test_secrets_of_webhooks_are_read_and_never_shown():
+    secret = f"whsec_{base64.b64encode(b'k' * 24).decode()}"
+    settings = ApiSettings.from_env({"TOKENMILL_WEBHOOK_SECRET": f"{secret}  {secret}"})
+    assert settings.webhook_keys == (b"k" * 24,) * 2
+    assert "kkk" not in repr(settings)
+    for text in ("nearly-right", secret[:-2], f"{secret} nearly-right"):
+        with pytest.raises(SettingError) as raised:
+            ApiSettings.from_env({"TOKENMILL_WEBHOOK_SECRET": text})
+        assert "TOKENMILL_WEBHOOK_SECRET must be whsec_ and the base64" in str(raised.value)
+        assert text[:8] not in str(raised.value).replace("whsec_ and", "")
+
+
+def test_a_switch_is_true_or_false():
+    for text, value in (("1", True), ("Yes", True), ("false", False), ("off", False), ("", False)):
+        environ = {"TOKENMILL_WEBHOOK_ALLOW_PRIVATE": text}
+        assert ApiSettings.from_env(environ).webhook_allow_private is value
+    with pytest.raises(SettingError):
+        ApiSettings.from_env({"TOKENMILL_WEBHOOK_ALLOW_PRIVATE": "maybe"})

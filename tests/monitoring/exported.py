@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Metric
 from monitoring.engine import EngineMetrics
 from monitoring.http import HttpMetrics
 from monitoring.queue import QueueCollector
+from monitoring.webhooks import WebhookMetrics
 from monitoring.worker import WorkerMetrics
 from worker.protocol.records import QueueStats, WorkerRecord
 
@@ -36,6 +37,7 @@ class StillQueue:
 def api_registry() -> CollectorRegistry:
     registry = CollectorRegistry()
     HttpMetrics(registry)
+    WebhookMetrics(registry)
     registry.register(QueueCollector(StillQueue(), SLUG, MODEL))
     return registry
 

@@ -10,7 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from monitoring.http import expose
 from tests.monitoring.exported import MODEL, api_registry, families, worker_registry
 
-LABELS = {"model", "priority", "reason", "stage", "kind", "state", "op", "route", "method", "status"}
+LABELS = {
+    "model", "priority", "reason", "stage", "kind", "state", "op", "route", "method", "status", "outcome",
+}  # fmt: skip
 ABBREVIATED_OR_SCALED = re.compile(
     r"_(s|ms|us|sec|secs|msec|milliseconds|minutes|kb|mb|bytes_total_mb|percent|pct)(_|$)"
 )

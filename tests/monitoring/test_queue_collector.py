@@ -21,6 +21,8 @@ STATS = QueueStats(
     claimed=5,
     drain_rate=100.0,
     num_ready_workers=1,
+    webhooks_due=3,
+    webhooks_later=4,
     totals={
         "submitted": 40,
         "finished:stop": 20,
@@ -80,6 +82,10 @@ def test_every_number_of_the_queue_is_told(registry: CollectorRegistry) -> None:
         "submitted": value(registry, "tasks_submitted_total"),
         "prompt": value(registry, "tasks_prompt_tokens_total"),
         "completion": value(registry, "tasks_completion_tokens_total"),
+        "webhooks": [
+            registry.get_sample_value("tokenmill_webhooks_undelivered", {"state": state})
+            for state in ("due", "later")
+        ],
         "up": registry.get_sample_value("tokenmill_redis_up"),
     }
     assert told == {
@@ -90,6 +96,7 @@ def test_every_number_of_the_queue_is_told(registry: CollectorRegistry) -> None:
         "submitted": 40,
         "prompt": 900,
         "completion": 700,
+        "webhooks": [3, 4],
         "up": 1,
     }
 

@@ -9,6 +9,15 @@ LEASES = "tokenmill:leases"
 WORKERS = "tokenmill:workers"
 """Sorted set: worker name -> when its record lapses (Redis time, seconds)."""
 
+OUTBOX = "tokenmill:outbox"
+"""Stream: ended tasks whose webhooks are to be delivered now."""
+
+OUTBOX_DUE = "tokenmill:outbox:due"
+"""Sorted set: ended task -> when its webhook is tried again (Redis time, seconds)."""
+
+WATCHED = "tokenmill:watched"
+"""Sorted set: task that ends with its last reader -> when the last has lapsed (Redis time, seconds)."""
+
 CONTROL = "tokenmill:control"
 """Channel: JSON commands to every worker, `{"cancel": task id}`."""
 
@@ -21,6 +30,11 @@ def run(task_id: str) -> str:
 def log(task_id: str) -> str:
     """Stream: all messages of a task, entry `0-(seq+1)`. Never trimmed."""
     return f"tokenmill:log:{task_id}"
+
+
+def readers(task_id: str) -> str:
+    """Sorted set: reader of a task that ends with its last one -> when it lapses (Redis time, seconds)."""
+    return f"tokenmill:readers:{task_id}"
 
 
 def channel(task_id: str) -> str:

@@ -53,7 +53,8 @@ class Submission:
     `job_fields`: RQ's `Job.to_dict()`. `cost`: estimated tokens, prompt and output together. `metadata`:
     JSON text, given back as it is. `body_digest` tells the bodies of one `idempotency_key` apart.
     `max_waiting`: limit of waiting tasks of this model; None means none. `num_outputs`: texts that the task
-    gives. `limits`: the time limits that it sets for itself.
+    gives. `limits`: the time limits that it sets for itself. `webhook`: the URL that is told of its end, ""
+    for none. `cancel_on_disconnect`: it ends as cancelled when its last reader goes away.
     Raises ValueError where a value cannot stand in a key or a message.
     """
 
@@ -71,6 +72,8 @@ class Submission:
     max_waiting: int | None = None
     num_outputs: int = 1
     limits: TimeLimits = NO_LIMITS
+    webhook: str = ""
+    cancel_on_disconnect: bool = False
 
     def __post_init__(self) -> None:
         if not JOB_ID.fullmatch(self.task_id):
@@ -192,7 +195,10 @@ class Renewed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reaped:
-    """Task ids: put back into their queues, ended as `timeout`, ended as `cancelled` after RQ's own tools."""
+    """Task ids: put back into their queues, ended as `timeout`, ended as `cancelled`.
+
+    The last were cancelled by RQ's own tools, or all of their readers have lapsed.
+    """
 
     returned: tuple[str, ...] = ()
     timed_out: tuple[str, ...] = ()
@@ -231,6 +237,7 @@ class QueueStats:
     oldest waiting task, 0 without one. `waiting_cost`: estimated tokens. `claimed`: tasks that workers own.
     `drain_rate`: estimated tokens per second of the tasks that ended in the last minute, None without any.
     `totals`: counters that only grow: `submitted`, `finished:<reason>`, `prompt_tokens`, `completion_tokens`.
+    `webhooks_due`, `webhooks_later`: to be delivered now, and tried again later; those of all models.
     """
 
     waiting: Mapping[int, int]
@@ -240,3 +247,5 @@ class QueueStats:
     drain_rate: float | None
     num_ready_workers: int
     totals: Mapping[str, int]
+    webhooks_due: int = 0
+    webhooks_later: int = 0

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from worker.protocol import keys, rq_keys
 
-_ENDING = ("clock", "deadlines", "order", "served", "ending")
+_ENDING = ("clock", "deadlines", "order", "served", "outbox", "ending")
 _PARTS = {
     "submit": ("clock", "deadlines", "order"),
     "claim": _ENDING,
@@ -17,7 +17,12 @@ _PARTS = {
     "renew": _ENDING,
     "hand_back": _ENDING,
     "cancel": _ENDING,
-    "reap": _ENDING,
+    "reap": (*_ENDING, "readers"),
+    "read": ("clock",),
+    "leave": (*_ENDING, "readers"),
+    "outbox_take": ("clock", "outbox"),
+    "outbox_done": _ENDING,
+    "outbox_retry": ("clock", "outbox"),
     "inspect": ("clock", "deadlines", "order", "served"),
     "queue_stats": ("clock", "deadlines", "order", "served"),
     "put_worker": ("clock",),
@@ -36,11 +41,16 @@ _FLAGS = {
     "cancel": "allow-oom",
     "reap": "allow-oom",
     "drop_worker": "allow-oom",
+    "leave": "allow-oom",
+    "outbox_take": "allow-oom",
+    "outbox_done": "allow-oom",
+    "outbox_retry": "allow-oom",
 }
 
 _PREFIXES: dict[str, Callable[[str], str]] = {
     "run": keys.run,
     "log": keys.log,
+    "readers": keys.readers,
     "channel": keys.channel,
     "queues": keys.queues,
     "shown": keys.shown,
@@ -100,5 +110,6 @@ def _key_names() -> str:
     names = {name: key("") for name, key in _PREFIXES.items()}
     names["rq_worker"], names["rq_worker_executions"] = rq_keys.worker_executions("\0").split("\0")
     names |= {"leases": keys.LEASES, "workers": keys.WORKERS, "control": keys.CONTROL}
+    names |= {"outbox": keys.OUTBOX, "outbox_due": keys.OUTBOX_DUE, "watched": keys.WATCHED}
     names |= {"rq_queues": rq_keys.QUEUES, "max_results": str(rq_keys.MAX_RESULTS)}
     return "local K = {" + ", ".join(f"{name} = '{value}'" for name, value in names.items()) + "}"

@@ -19,7 +19,7 @@ class TaskSnapshot:
     `claimed`: a worker owns it. `position`: tasks before it, and `tokens_ahead`: their estimated tokens; by
     rank while it waits in Redis, as the worker says after that. `waiting_for`: `worker`, `capacity` or
     `behind` in Redis, the scheduler's reason after the claim. `drain_rate`: estimated tokens per second of
-    the tasks of this model that ended in the last minute.
+    the tasks of this model that ended in the last minute. `cancel_on_disconnect`: as submitted.
     """
 
     task_id: str
@@ -43,6 +43,7 @@ class TaskSnapshot:
     entries: tuple[LogEntry, ...]
     attempt: int
     num_outputs: int = 1
+    cancel_on_disconnect: bool = False
 
 
 def log_entries(rows: Sequence[Any]) -> tuple[LogEntry, ...]:
@@ -82,12 +83,13 @@ def to_snapshot(task_id: str, reply: Sequence[Any]) -> TaskSnapshot:
         entries=log_entries(log),
         attempt=int(run.get("attempt", "0")),
         num_outputs=int(run.get("n", "1")),
+        cancel_on_disconnect=run.get("on_disconnect") == "cancel",
     )
 
 
 def to_queue_stats(reply: Sequence[Any]) -> QueueStats:
     """From the reply of `queue_stats`."""
-    classes, oldest, cost, claimed, now, drain_rate, num_ready_workers, totals = reply
+    classes, oldest, cost, claimed, now, drain_rate, num_ready_workers, totals, ready, later = reply
     waiting = dict.fromkeys(PRIORITIES, 0)
     for priority, count in zip(classes[::2], classes[1::2], strict=True):
         waiting[int(priority)] = waiting.get(int(priority), 0) + int(count)
@@ -99,6 +101,8 @@ def to_queue_stats(reply: Sequence[Any]) -> QueueStats:
         drain_rate=_float(drain_rate),
         num_ready_workers=int(num_ready_workers),
         totals={name.decode(): int(value) for name, value in pairs(totals).items()},
+        webhooks_due=int(ready),
+        webhooks_later=int(later),
     )
 
 

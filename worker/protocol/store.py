@@ -107,6 +107,8 @@ class TaskStore:
             "" if submission.max_waiting is None else submission.max_waiting,
             submission.num_outputs,
             *map(_seconds, submission.limits),
+            submission.webhook,
+            "cancel" if submission.cancel_on_disconnect else "",
             *chain.from_iterable(submission.job_fields.items()),
         )
         if outcome == b"conflict":
@@ -168,7 +170,7 @@ class TaskStore:
         """End a task as cancelled, whatever its state. None: no such task; else the status it has ended in:
         `cancelled`, or `completed` or `failed` if that came first.
         """
-        status = self._run("cancel", task_id, json.dumps({"cancel": task_id}))
+        status = self._run("cancel", task_id)
         return None if status is None else str(status.decode())
 
     def inspect(self, task_id: str) -> TaskSnapshot | None:

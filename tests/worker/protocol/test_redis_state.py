@@ -20,6 +20,8 @@ from tests.worker.protocol.tasks import (
     submit,
 )
 from worker.protocol import keys
+from worker.protocol.outbox import Outbox
+from worker.protocol.readers import Readers
 from worker.protocol.store import Renewed, TaskStore, WorkerRecord
 from worker.protocol.time_limits import TimeLimits
 
@@ -105,7 +107,9 @@ def lived(store: TaskStore, client: redis.Redis) -> tuple[set[str], set[str]]:
 
     store.put_worker(WorkerRecord(name="worker-1", model="m", slug=SLUG, state="ready", started_at=0.0), 60)
     limits = TimeLimits(queue_timeout_seconds=60, ttft_timeout_seconds=60, timeout_seconds=60)
-    ids = [submit(store, client, idempotency_key=str(n), limits=limits) for n in range(3)]
+    asked = {"limits": limits, "webhook": "http://example.org/", "cancel_on_disconnect": True}
+    ids = [submit(store, client, idempotency_key=str(n), **asked) for n in range(3)]
+    Readers(client).read(ids[0], "reader", 60)
     first, second = claim(store, 2)
     facts = {"waiting_for": "behind", "position": "1", "tokens_ahead": "2"}
     publish(
@@ -124,6 +128,8 @@ def lived(store: TaskStore, client: redis.Redis) -> tuple[set[str], set[str]]:
     settle(store, first, 1)
     settle(store, second, reason="error")
     store.cancel(ids[2])
+    outbox = Outbox(client)
+    outbox.retry(outbox.take(1, silence_seconds=60)[0], 60)
     look()
     return seen, fields
 
@@ -132,7 +138,9 @@ def test_the_document_lists_every_key_and_field(store: TaskStore, redis_client: 
     text = DOCUMENT.read_text()
     in_code = set(re.findall(r"`([^`]+)`", text))
     documented = [re.compile(re.sub(r"<[a-z ]+>", ".+", name)) for name in in_code if ":" in name]
-    documented += [re.compile(re.escape(name)) for name in (keys.LEASES, keys.WORKERS, keys.CONTROL)]
+    documented += [
+        re.compile(re.escape(name)) for name in (keys.LEASES, keys.WORKERS, keys.CONTROL, keys.WATCHED)
+    ]
     seen, fields = lived(store, redis_client)
     assert {key for key in seen if not any(name.fullmatch(key) for name in documented)} == set()
     assert generic(fields) - in_code == set()

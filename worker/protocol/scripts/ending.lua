@@ -68,7 +68,14 @@ local function end_job(id, queue, status)
   call('ZADD', registry .. queue, seconds(now_us + retention_ms * 1000), id)
 end
 
--- how: status, reason, prompt_tokens, completion_tokens. All keys of the task expire together.
+-- All keys of a task expire together.
+local function expire(id, task, ms)
+  for _, key in ipairs({ K.run .. id, K.log .. id, K.rq_job .. id, K.rq_results .. id, task.idempotency }) do
+    call('PEXPIRE', key, ms)
+  end
+end
+
+-- how: status, reason, prompt_tokens, completion_tokens. A task with a webhook is kept until that is delivered.
 local function finish(id, task, how)
   local run = K.run .. id
   if task.owner then
@@ -82,9 +89,14 @@ local function finish(id, task, how)
     call('HSET', run, 'last_owner', task.owner)
   end
   count_end(task, how)
-  for _, key in ipairs({ run, K.log .. id, K.rq_job .. id, K.rq_results .. id, task.idempotency }) do
-    call('PEXPIRE', key, retention_ms)
+  if task.on_disconnect then
+    call('DEL', K.readers .. id)
+    call('ZREM', K.watched, id)
   end
+  if task.webhook then
+    put_out(id)
+  end
+  expire(id, task, task.webhook and math.max(retention_ms, OUTBOX_MS) or retention_ms)
 end
 
 -- The outputs that have no end yet, and how many have one.
@@ -137,6 +149,14 @@ end
 
 local function finish_cancelled(id, task)
   finish_here(id, task, { status = 'cancelled', reason = 'cancelled' }, 'null')
+end
+
+-- As cancelled, for a reason of ours: its owner is told.
+local function cancel(id, task)
+  finish_cancelled(id, task)
+  if task.owner then
+    call('PUBLISH', K.control, '{"cancel": "' .. id .. '"}')
+  end
 end
 
 -- How the task ended while `owner` had it; nil if it did not.

@@ -1,5 +1,6 @@
 -- Numbers of a model's queues for a collector: O(queues). ARGV: retention, slug. Gives
--- {class, waiting, ...}, oldest acceptance, waiting cost, claimed, now, drain rate, ready workers, totals.
+-- {class, waiting, ...}, oldest acceptance, waiting cost, claimed, now, drain rate, ready workers, totals,
+-- webhooks to be delivered now, webhooks to be tried again later (these two of all models).
 
 local slug = ARGV[2]
 local classes, oldest, cost, claimed = {}, nil, 0, 0
@@ -16,4 +17,4 @@ for _, queue in ipairs(call('ZRANGE', K.shown .. slug, 0, -1)) do
   claimed = claimed + call('ZCARD', K.rq_wip .. queue)
 end
 return { classes, oldest and seconds(oldest) or false, cost, claimed, seconds(now_us), drain_rate(slug),
-  num_ready_workers(slug), call('HGETALL', K.totals .. slug) }
+  num_ready_workers(slug), call('HGETALL', K.totals .. slug), call('XLEN', K.outbox), call('ZCARD', K.outbox_due) }

@@ -1,4 +1,5 @@
--- Takes back what dead workers held, ends what waited too long, and mends what RQ's own tools moved.
+-- Takes back what dead workers held, ends what waited too long or lost its readers with their server, and
+-- mends what RQ's own tools moved.
 -- ARGV: retention, slug, microseconds that a task may wait, type of RQ's result, how many tasks of a kind to
 -- treat at most: nobody else is served meanwhile; and of each limit its name ('' for that wait), the JSON of
 -- its error, in which {} stands for the seconds, and RQ's exception of it.
@@ -117,6 +118,11 @@ end
 local lapsed = call('ZRANGEBYSCORE', K.leases, '-inf', seconds(now_us), 'LIMIT', 0, limit)
 for _, id in ipairs(lapsed) do
   take_back(id)
+end
+for _, id in ipairs(call('ZRANGEBYSCORE', K.watched, '-inf', seconds(now_us), 'LIMIT', 0, limit)) do
+  if end_unread(id) then
+    cancelled[#cancelled + 1] = id
+  end
 end
 for _, queue in ipairs(call('ZRANGE', K.shown .. slug, 0, -1)) do
   mend(queue)

@@ -1,7 +1,8 @@
 -- Stores a task and queues it; or says why not, and then has stored nothing.
 -- ARGV: retention, id, queue, slug, model, priority, tenant, cost, metadata, key of the idempotency record or
 -- '', digest of the body, limit of waiting tasks or '', number of outputs, seconds or '' of each of its
--- own limits (queue, first token, end), fields and values of RQ's job.
+-- own limits (queue, first token, end), URL of its webhook or '', 'cancel' if it ends with its last reader or
+-- '', fields and values of RQ's job.
 -- Gives {'submitted' | 'replayed', id}, {'conflict'} or {'full', waiting}.
 
 local id, queue, slug, cost = ARGV[2], ARGV[3], ARGV[4], ARGV[8]
@@ -33,7 +34,8 @@ local accepted_us = whole(math.max(now_us, tonumber(call('GET', K.clock .. slug)
 call('SET', K.clock .. slug, accepted_us)
 local task = { queue = queue, slug = slug, model = ARGV[5], priority = ARGV[6], tenant = ARGV[7], cost = cost,
   metadata = ARGV[9], accepted_us = accepted_us, n = ARGV[13], queue_timeout_seconds = ARGV[14],
-  ttft_timeout_seconds = ARGV[15], timeout_seconds = ARGV[16], idempotency = record }
+  ttft_timeout_seconds = ARGV[15], timeout_seconds = ARGV[16], idempotency = record,
+  webhook = ARGV[17], on_disconnect = ARGV[18] }
 for name, value in pairs(task) do
   if value ~= '' then
     call('HSET', K.run .. id, name, value)
@@ -42,7 +44,7 @@ end
 if record ~= '' then
   call('SET', record, digest .. ':' .. id)
 end
-call('HSET', K.rq_job .. id, unpack(ARGV, 17))
+call('HSET', K.rq_job .. id, unpack(ARGV, 19))
 call('HSET', K.rq_job .. id, 'status', 'queued', 'origin', queue,
   'created_at', utcformat(now_us), 'enqueued_at', utcformat(now_us))
 call('HINCRBY', K.totals .. slug, 'submitted', 1)

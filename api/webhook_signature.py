@@ -1,0 +1,44 @@
+"""Standard Webhooks (standardwebhooks.com, version 1.0): how a delivery shows whose it is. Pure.
+
+Law: the id, the time of the try and the bytes of the body are signed together, so that none of them can be
+changed and an old delivery cannot be sent again for a new one.
+"""
+
+import base64
+import binascii
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+PREFIX = "whsec_"
+KEY_BYTES = range(24, 65)
+WANTED = f"{PREFIX} and the base64 of {KEY_BYTES[0]} to {KEY_BYTES[-1]} bytes; several, separated by spaces"
+
+
+def parse_secrets(text: str) -> tuple[bytes, ...]:
+    """The keys of `whsec_...`, or of several with spaces between them. Raises ValueError."""
+    return tuple(_key(secret) for secret in text.split())
+
+
+def headers(keys: Sequence[bytes], message_id: str, timestamp: int, body: bytes) -> dict[str, str]:
+    """The three headers of one try. Each key signs, so that a receiver may change from one to the next.
+
+    `message_id`: the same for each try of one message. `timestamp`: seconds since the epoch, of this try.
+    """
+    signed = f"{message_id}.{timestamp}.".encode() + body
+    digests = (hmac.new(key, signed, hashlib.sha256).digest() for key in keys)
+    return {
+        "webhook-id": message_id,
+        "webhook-timestamp": str(timestamp),
+        "webhook-signature": " ".join(f"v1,{base64.b64encode(digest).decode()}" for digest in digests),
+    }
+
+
+def _key(secret: str) -> bytes:
+    try:
+        key = base64.b64decode(secret.removeprefix(PREFIX), validate=True)
+    except binascii.Error:
+        key = b""
+    if not secret.startswith(PREFIX) or len(key) not in KEY_BYTES:
+        raise ValueError(WANTED)
+    return key

@@ -1,0 +1,94 @@
+"""Where a webhook may go: which URLs are taken, and which addresses are anybody's. Pure.
+
+Law: a URL that is taken means the same to everyone who reads it, so what was checked is what is called. An
+address is public only if it is one of those that the world can reach; of all others nobody has to know why.
+"""
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+MAX_CHARACTERS = 2048
+PORTS = {"http": 80, "https": 443}
+_PRINTABLE = re.compile(r"[\x21-\x7e]+")
+_LABEL = r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
+_NAME = re.compile(rf"(?=.{{1,253}}$){_LABEL}(?:\.{_LABEL})*\.?")
+_AUTHORITY = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\[\]:]+))(?::([0-9]{0,5}))?")
+_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
+_NOT_PUBLIC = tuple(
+    ipaddress.ip_network(network)
+    for network in (
+        # Relays and tunnels: what is sent there may come out anywhere.
+        "192.88.99.0/24", "2001::/32", "2002::/16",
+        # For documentation; younger than some of the libraries that should know it.
+        "3fff::/20",
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A URL in its parts. `host`: a name or an address, without brackets. `path`: with its query."""
+
+    secure: bool
+    host: str
+    port: int
+    path: str
+
+    @property
+    def authority(self) -> str:
+        """As the header `Host` has it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        usual = PORTS["https" if self.secure else "http"]
+        return host if self.port == usual else f"{host}:{self.port}"
+
+
+def parse_url(url: str) -> Target:
+    """Raises ValueError, which says what is wrong, for anything but a plain http or https URL."""
+    if not _PRINTABLE.fullmatch(url):
+        raise ValueError("must be printable ASCII without spaces; encode other characters")
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ValueError(f"must be a URL: {error}") from None
+    if parts.scheme not in PORTS:
+        raise ValueError("must begin with http:// or https://")
+    if "@" in parts.netloc:
+        raise ValueError("must have no user and no password")
+    # Read here: the library's own reading passes over what stands beside the brackets.
+    found = _AUTHORITY.fullmatch(parts.netloc.lower())
+    address, name, digits = found.groups() if found else (None, "", None)
+    port = int(digits) if digits else PORTS[parts.scheme]
+    if not (_is_address(address) if address else _NAME.fullmatch(name)) or not 1 <= port <= 65535:
+        raise ValueError("must name a host, and a port from 1 to 65535 if any")
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    return Target(parts.scheme == "https", address or name, port, path)
+
+
+def is_public(host: str) -> bool:
+    """Whether an address may be called for anybody. True for a name: what it stands for is still to be seen;
+    but the names that stand for this machine are not public.
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        name = host.rstrip(".")
+        return name != "localhost" and not name.endswith(".localhost")
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is None:
+            return address in _GLOBAL_UNICAST and _is_global(address)
+        address = address.ipv4_mapped
+    return _is_global(address) and not address.is_multicast and not address.is_reserved
+
+
+def _is_global(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    return address.is_global and not any(address in network for network in _NOT_PUBLIC)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True

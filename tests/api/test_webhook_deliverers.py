@@ -1,0 +1,134 @@
+"""Several deliverers, and deliverers that die: nobody is left untold, nobody is kept waiting."""
+
+import threading
+
+import pytest
+import redis
+
+from api import housekeeping
+from api.receivers import MAX_IN_VAIN
+from api.redis_clients import connect
+from api.settings import ApiSettings
+from api.webhook_post import Poster, PostFailed
+from api.webhook_signature import parse_secrets
+from api.webhooks import MAX_AT_ONCE
+from tests.api.delivering import SECRET, enter
+from tests.api.webhook_receiver import say
+from worker.protocol import keys
+from worker.protocol.outbox import Outbox
+
+
+@pytest.fixture
+def settings(redis_url):
+    return ApiSettings(redis_url=redis_url, webhook_keys=parse_secrets(SECRET), webhook_allow_private=True)
+
+
+class TestDeaths:
+    def test_one_who_dies_before_it_is_noted_leaves_it_to_another(
+        self, submit, worker, receiver, outbox, make_deliverer, outcomes, redis_client
+    ):
+        """The receiver hears twice, and can tell by the id."""
+
+        class Dying(Outbox):
+            def done(self, webhook):
+                raise redis.ConnectionError("cut off")
+
+        submit(webhook={"url": receiver.url()})
+        worker.run("a")
+        dying = make_deliverer(outbox=Dying(redis_client))
+        (webhook,) = outbox.take(1, silence_seconds=3600)
+        with pytest.raises(redis.ConnectionError):
+            dying.deliver(webhook, enter(dying, webhook))
+        assert outbox.take(1, silence_seconds=3600) == []
+        heir = make_deliverer()
+        (again,) = outbox.take(1, silence_seconds=0)
+        heir.deliver(again, enter(heir, again))
+        first, second = receiver.next(), receiver.next()
+        assert first.headers["webhook-id"] == second.headers["webhook-id"]
+        assert first.body == second.body
+        assert outcomes() == (1, 0, 0)
+        assert outbox.take(1, silence_seconds=0) == []
+
+    def test_a_fault_of_ours_is_told_and_tried_again(
+        self, submit, worker, receiver, make_deliverer, outbox, caplog
+    ):
+        class Faulty:
+            def post(self, target, headers, body):
+                raise ZeroDivisionError
+
+        submit(webhook={"url": receiver.url()})
+        worker.run("a")
+        deliverer = make_deliverer(Faulty())
+        (webhook,) = outbox.take(1, silence_seconds=3600)
+        deliverer._places.acquire()
+        deliverer._run(webhook, enter(deliverer, webhook))
+        assert "a fault of this service" in caplog.text
+        assert outbox.take(1, silence_seconds=0) == [webhook]
+
+    def test_redis_is_away(self, make_deliverer, store):
+        gone = Outbox(connect("redis://127.0.0.1:1/0"))
+        deliverer = make_deliverer(outbox=gone)
+        for _ in range(2 * MAX_AT_ONCE):
+            assert housekeeping.deliver(deliverer) == housekeeping.WEBHOOK_PAUSE_SECONDS
+
+
+class TestManyAtOnce:
+    def test_several_deliverers_share_the_work(self, submit, worker, receiver, make_deliverer, redis_url):
+        ids = [submit(webhook={"url": receiver.url()}) for _ in range(40)]
+        for _ in ids:
+            worker.run("a")
+        deliverers = [make_deliverer(outbox=Outbox(connect(redis_url))) for _ in range(3)]
+        begun = 0
+        while begun < len(ids):
+            begun += sum(deliverer.deliver_due() for deliverer in deliverers)
+        heard = sorted(receiver.next().headers["webhook-id"] for _ in ids)
+        assert heard == sorted(f"msg_{task_id}" for task_id in ids)
+        assert receiver.calls.empty()
+
+    def test_a_receiver_that_does_not_answer_does_not_keep_others_waiting(
+        self, submit, worker, make_deliverer, outbox, redis_client
+    ):
+        told, over = threading.Event(), threading.Event()
+        waiting = []
+
+        class Sender:
+            def post(self, target, headers, body):
+                if target.host == "alive.example":
+                    told.set()
+                    return 200
+                waiting.append(target)
+                if len(waiting) > 1:
+                    over.wait(60)
+                raise PostFailed("timed out")
+
+        def ended(host):
+            task_id = submit(webhook={"url": f"http://{host}/"})
+            worker.run("a")
+            return task_id
+
+        deliverer = make_deliverer(Sender())
+        first = ended("dead.example")
+        (webhook,) = outbox.take(1, silence_seconds=3600)
+        deliverer.deliver(webhook, enter(deliverer, webhook))
+        dead = [ended("dead.example") for _ in range(MAX_AT_ONCE)]
+        ended("alive.example")
+        while not told.is_set():
+            deliverer.deliver_due()
+        over.set()
+        for _ in range(MAX_AT_ONCE):
+            deliverer._places.acquire()
+        assert len(waiting) == 1 + MAX_IN_VAIN
+        # Those that were put off have not been tried.
+        tries = [redis_client.hget(keys.run(task_id), "webhook_tries") for task_id in (first, *dead)]
+        assert tries.count(b"1") == 1 + MAX_IN_VAIN
+        assert tries.count(None) == MAX_AT_ONCE - MAX_IN_VAIN
+        assert redis_client.zcard(keys.OUTBOX_DUE) == 1 + MAX_AT_ONCE
+
+    def test_a_slow_one_is_given_up_in_time(self, submit, worker, receiver, outbox, make_deliverer, outcomes):
+        receiver.will(say())
+        submit(webhook={"url": receiver.url()})
+        worker.run("a")
+        deliverer = make_deliverer(Poster(allow_private=True, seconds=0.2))
+        (webhook,) = outbox.take(1, silence_seconds=3600)
+        deliverer.deliver(webhook, enter(deliverer, webhook))
+        assert outcomes() == (0, 1, 0)

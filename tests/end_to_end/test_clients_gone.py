@@ -1,0 +1,117 @@
+"""Clients that go away, and receivers that are told, with a real worker behind the API."""
+
+import base64
+import json
+import re
+import socket
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.api.webhook_receiver import receiving
+from tests.live_service import LiveService, http, wait_for
+from tests.tiny_models import save_model
+
+LIMITS = {
+    "TOKENMILL_DTYPE": "float32",
+    "TOKENMILL_MAX_NUM_BATCHED_TOKENS": "16",
+    "TOKENMILL_MAX_NUM_SEQS": "2",
+    "TOKENMILL_PREFIX_CACHING": "false",
+    # Nothing is written while nothing is generated: only a look at the connection shows that it is closed.
+    "TOKENMILL_HEARTBEAT_SECONDS": "600",
+    "TOKENMILL_WEBHOOK_SECRET": f"whsec_{base64.b64encode(b'k' * 32).decode()}",
+    "TOKENMILL_WEBHOOK_ALLOW_PRIVATE": "true",
+}
+LONG = {"max_tokens": 1900, "temperature": 0, "ignore_eos": True}
+"""It would run far longer than a test."""
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
+    model_dir = save_model(tmp_path_factory.mktemp("model"))
+    with LiveService(model_dir, tmp_path_factory.mktemp("service"), LIMITS) as running:
+        yield running
+
+
+def follow(service: LiveService, task_id: str) -> socket.socket:
+    """A connection that has got the head of a task's event stream."""
+    address = urlsplit(service.api_url)
+    connection = socket.create_connection((address.hostname, address.port), timeout=60)
+    connection.sendall(f"GET /v1/tasks/{task_id}/events HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    read_until(connection, b"retry:")
+    return connection
+
+
+def read_until(connection: socket.socket, words: bytes) -> None:
+    received = b""
+    while words not in received:
+        chunk = connection.recv(4096)
+        assert chunk, received
+        received += chunk
+
+
+def tokens_of(task: Any) -> int:
+    return int(task["usage"]["completion_tokens"]) if task["usage"] else 0
+
+
+def wait_until_idle(service: LiveService) -> None:
+    """No request holds a seat or a block."""
+
+    def number(name: str) -> float:
+        text = http("GET", f"{service.worker.url}/metrics").body.decode()
+        found = re.search(rf"^tokenmill_{name} (\S+)$", text, re.MULTILINE)
+        assert found, name
+        return float(found[1])
+
+    labels = r"\{[^}]*state=\"%s\"[^}]*\}"
+    for series in (f"requests{labels % 'running'}", f"kv_blocks{labels % 'used'}"):
+        wait_for(lambda series=series: number(series) == 0, f"{series} is 0")
+
+
+def test_in_the_middle_of_its_text(service: LiveService) -> None:
+    """llama.cpp#24496: generation went on for a client that had gone."""
+    task_id = service.submit(prompt="one two three", on_disconnect="cancel", **LONG)
+    with follow(service, task_id) as connection:
+        read_until(connection, b"id: 1\n")
+    task = service.wait_task(task_id)
+    assert task["status"] == "cancelled"
+    assert 2 <= tokens_of(task) < 1900
+    wait_until_idle(service)
+
+
+def test_in_a_prefill_of_many_steps(service: LiveService) -> None:
+    """No byte is written in that time, so no write can fail."""
+    task_id = service.submit(prompt_token_ids=[7] * 1900, on_disconnect="cancel", ignore_eos=True)
+    with follow(service, task_id):
+        wait_for(lambda: service.task(task_id)["status"] == "in_progress", "the prompt is being computed")
+    assert service.wait_task(task_id)["status"] == "cancelled"
+    wait_until_idle(service)
+
+
+def test_behind_others(service: LiveService) -> None:
+    """Not a token is computed for it; the others, which are polled, are not touched."""
+    running = [service.submit(prompt="one two", **LONG) for _ in range(2)]
+    for task_id in running:
+        wait_for(lambda task_id=task_id: tokens_of(service.task(task_id)), "the seats are taken")
+    gone, polled = service.submit(prompt="three", on_disconnect="cancel", **LONG), service.submit(prompt="x")
+    follow(service, gone).close()
+    task = service.wait_task(gone)
+    assert (task["status"], tokens_of(task)) == ("cancelled", 0)
+    assert service.task(polled)["status"] == "queued"
+    assert {service.task(task_id)["status"] for task_id in running} == {"in_progress"}
+    for task_id in (*running, polled):
+        service.call("DELETE", f"/v1/tasks/{task_id}")
+    wait_until_idle(service)
+
+
+def test_a_receiver_is_told_what_polling_shows(service: LiveService) -> None:
+    with receiving() as receiver:
+        task_id = service.submit(
+            prompt="one two three", max_tokens=5, n=2, ignore_eos=True, webhook={"url": receiver.url()}
+        )
+        event = json.loads(receiver.next().body)
+    assert event["type"] == "task.completed"
+    assert event["data"] == service.task(task_id)
+    assert [len(output["token_ids"]) for output in event["data"]["outputs"]] == [5, 5]

@@ -1,0 +1,54 @@
+"""The door to the webhooks that wait for their delivery in Redis: each method is one script.
+
+A webhook is put there by the transaction that ends its task. Law: it leaves only as delivered or given up;
+one whose deliverer died comes back. Knows neither how to deliver nor how often to try.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from worker.protocol.scripting import RedisClient, register
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undelivered:
+    """A webhook in a deliverer's hands. `tries`: those that have failed before."""
+
+    entry_id: str
+    task_id: str
+    url: str
+    tries: int
+
+
+class Outbox:
+    """Webhooks of one Redis database. `client` and `retention_seconds`: as the task store's.
+
+    Every method may raise the client's connection errors; calling it again with the same arguments is safe.
+    """
+
+    def __init__(self, client: RedisClient, *, retention_seconds: float = 3600) -> None:
+        self._retention_ms = max(1, round(retention_seconds * 1000))
+        self._scripts = register(client)
+
+    def take(self, max_webhooks: int, *, silence_seconds: float) -> list[Undelivered]:
+        """Those that are to be tried now. Each is this caller's until it tells how that went, or has been
+        silent for `silence_seconds`.
+        """
+        rows = self._run("outbox_take", max_webhooks, round(silence_seconds * 1000))
+        return [_undelivered(*row) for row in rows]
+
+    def done(self, webhook: Undelivered) -> None:
+        """It was delivered or given up. Its task expires as others do, but not within the next minute."""
+        self._run("outbox_done", webhook.entry_id, webhook.task_id)
+
+    def retry(self, webhook: Undelivered, seconds: float, *, counted: bool = True) -> None:
+        """Try it again in so many seconds. `counted`: this was a try. Does nothing if it is another's now."""
+        self._run("outbox_retry", webhook.entry_id, webhook.task_id, seconds, int(counted))
+
+    def _run(self, script: str, *arguments: Any) -> Any:
+        return self._scripts[script](args=(self._retention_ms, *arguments))
+
+
+def _undelivered(*row: bytes) -> Undelivered:
+    entry_id, task_id, url, tries = (value.decode() for value in row)
+    return Undelivered(entry_id=entry_id, task_id=task_id, url=url, tries=int(tries))
