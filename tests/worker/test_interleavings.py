@@ -7,6 +7,7 @@ it takes the others to do anything. A call of a script may be lost on its way, o
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from worker.batch_worker import BatchWorker
 from worker.connections import connect
 from worker.crew import Surroundings
 from worker.loop import Load
-from worker.protocol import keys, rq_keys
+from worker.protocol import keys, rq_keys, scripting
 from worker.protocol.messages import FinishedEvent
 from worker.protocol.store import TaskStore
 from worker.settings import Timing
@@ -162,6 +163,7 @@ class Service(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1), part=st.sampled_from(PARTS), mishap=st.sampled_from(MISHAPS))
     def take_turn(self, which: int, part: str, mishap: str | None) -> None:
         hand = self.hands[which]
+        others = self.what_is_not_of(hand)
         hand.wire.mishap = mishap
         try:
             hand.turn(part)
@@ -170,6 +172,7 @@ class Service(RuleBasedStateMachine):
         except Died:
             self.replace(which)
         hand.wire.mishap = None
+        assert {task_id: self.told(task_id) for task_id in others} == others, "it wrote what it had lost"
 
     @rule(which=st.integers(0, 1), times=st.integers(1, 4))
     def work(self, which: int, times: int) -> None:
@@ -186,14 +189,16 @@ class Service(RuleBasedStateMachine):
     def drain(self, which: int, mishap: str | None) -> None:
         """SIGTERM without grace: flushes, hands back, and another comes."""
         hand = self.hands[which]
+        others = self.what_is_not_of(hand)
         hand.wire.mishap = mishap
         try:
             hand.worker._shut_down()
         except Died:
             pass
         else:
-            held = [task_id for task_id in hand.crew.holdings.owners() if self.owner(task_id)]
-            assert all(self.owner(task_id) != hand.crew.holdings.owners()[task_id] for task_id in held)
+            held = hand.crew.holdings.owners()
+            assert not [task_id for task_id, owner in held.items() if self.owner(task_id) == owner]
+        assert {task_id: self.told(task_id) for task_id in others} == others, "it wrote what it had lost"
         self.replace(which)
 
     @rule()
@@ -258,6 +263,18 @@ class Service(RuleBasedStateMachine):
         assert leftovers.look(self.client, SLUG) == []
         assert all(hand.is_idle for hand in self.hands)
 
+    def what_is_not_of(self, hand: Hand) -> dict[str, tuple[int, str | None]]:
+        """Tasks that this worker does not own, whatever it believes, and how far they are."""
+        held = hand.crew.holdings.owners()
+        return {
+            task_id: self.told(task_id)
+            for task_id in self.tasks
+            if (owner := self.owner(task_id)) is None or held.get(task_id) != owner
+        }
+
+    def told(self, task_id: str) -> tuple[int, str | None]:
+        return self.client.xlen(keys.log(task_id)), self.field(task_id, "terminal")
+
     def replace(self, which: int) -> None:
         self.hands[which].wire.close()
         self.hands[which] = self.new_hand()
@@ -271,12 +288,16 @@ class Service(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("steps", [40])
-def test_any_order_of_turns(redis_url: str, redis_client: "redis.Redis", steps: int) -> None:
+def test_any_order_of_turns(
+    redis_url: str, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    # Hundreds of workers are made here, each with several stores; the texts of the scripts stay the same.
+    monkeypatch.setattr(scripting, "_read", cache(scripting._read))
     service = type("Service", (Service,), {"url": redis_url, "client": redis_client})
     run_state_machine_as_test(
         service,
         settings=settings(
-            max_examples=40,
+            max_examples=25,
             stateful_step_count=steps,
             deadline=None,
             suppress_health_check=list(HealthCheck),
