@@ -9,12 +9,24 @@ from itertools import count
 from random import Random
 from typing import Any
 
+from api.request_schemas import TaskBody
 from tests.tiny_models import CORPUS, VOCAB_SIZE
 
 WORDS = " ".join(CORPUS).split()
-NUM_SAMPLED = 6
-"""Different bodies with a temperature: each is asked for again when all is calm."""
-LONGEST = 400
+OFFERED = frozenset(TaskBody.model_fields)
+"""What this service can be asked for."""
+EXTRAS: tuple[dict[str, Any], ...] = (
+    {},
+    {"top_p": 0.8},
+    {"top_k": 20},
+    {"min_p": 0.05},
+    {"n": 3},
+    {"frequency_penalty": 0.6, "temperature": 0},
+    {"structured_outputs": {"regex": "[a-z ]{60,90}"}},
+)
+"""Each makes one body that cannot be judged by the likeliest tokens; it is asked for again in the calm."""
+CHANGES_LOGITS = frozenset({"frequency_penalty", "structured_outputs"})
+LONGEST = 300
 READERS = ("sse", "token_stream", "poll")
 
 
@@ -35,7 +47,8 @@ class Errand:
 
     @property
     def is_greedy(self) -> bool:
-        return self.body["temperature"] == 0
+        """Each token is the likeliest one of the model."""
+        return self.body["temperature"] == 0 and not self.body.keys() & CHANGES_LOGITS
 
     def __str__(self) -> str:
         kind = "greedy" if self.is_greedy else "sampled"
@@ -52,7 +65,7 @@ def errand(seed: int, number: int) -> Errand:
     has_key = number % 4 != 3
     return Errand(
         number=number,
-        body=_sampled(seed, chance.randrange(NUM_SAMPLED)) if number % 4 == 1 else _greedy(chance, number),
+        body=_sampled(seed, number // 4) if number % 4 == 1 else _greedy(chance, number),
         reader=READERS[number % 3],
         cancel_at=chance.choice((0, 0, 1, chance.randint(2, 60))) if number % 7 == 4 else None,
         key=f"errand-{number}" if has_key else None,
@@ -72,19 +85,22 @@ def _greedy(chance: Random, number: int) -> dict[str, Any]:
         body["stop"] = [chance.choice("aeiou"), chance.choice(("th", "er", "qu"))]
     if number % 6 != 5:
         body["ignore_eos"] = True
+    if number % 11 == 6 and "n" in OFFERED:
+        body["n"] = 2
     return body
 
 
-def _sampled(seed: int, variant: int) -> dict[str, Any]:
+def _sampled(seed: int, number: int) -> dict[str, Any]:
+    extras = [extra for extra in EXTRAS if extra.keys() <= OFFERED]
+    variant = number % len(extras)
     chance = Random(f"{seed}:sampled:{variant}")
-    kept = ({}, {"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.05})[variant % 4]
     return {
         "prompt": _words(chance, 15),
         "temperature": chance.choice((0.5, 0.8, 1.2)),
         "seed": chance.getrandbits(60),
         "max_tokens": _length(chance),
         "ignore_eos": True,
-        **kept,
+        **extras[variant],
     }
 
 

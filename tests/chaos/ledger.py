@@ -80,7 +80,7 @@ def _end_faults(account: Account) -> Iterator[Fault]:
     if account.num_results != expected:
         yield fewer_or_more(account.num_results, expected), f"it has {account.num_results} results"
     for event in account.events:
-        if isinstance(event, FinishedEvent) and REASONS.get(event.finish_reason, "failed") != account.status:
+        if isinstance(event, FinishedEvent) and event.done and _status(event) != account.status:
             yield "doubled", f"its log ends with {event.finish_reason}, and it is {account.status}"
 
 
@@ -133,6 +133,10 @@ def _seq_faults(seqs: Sequence[int], length: int, who: str) -> Iterator[Fault]:
 def fewer_or_more(found: int, expected: int) -> Kind:
     """What a wrong number means."""
     return "lost" if found < expected else "doubled"
+
+
+def _status(end: FinishedEvent) -> str:
+    return REASONS.get(end.finish_reason, "failed")
 
 
 def _errors(events: Sequence[Event]) -> str:

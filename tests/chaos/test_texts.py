@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.chaos.errands import Errand
-from tests.chaos.texts import Answer, Judge, few_enough
+from tests.chaos.texts import Answer, Judge, answers_of, few_enough
 from tests.comparer import reference
 from tests.tiny_models import save_model
 from worker.protocol.messages import FinishedEvent, TokenEvent
@@ -97,7 +97,7 @@ def test_an_answer_is_read_from_a_log() -> None:
         FinishedEvent(id="t", seq=2, text="c", finish_reason="stop"),
         FinishedEvent(id="t", seq=3, text="d", finish_reason="length", index=1, done=True),
     ]
-    assert Answer.of(events) == Answer([7], "ac", "stop")
+    assert answers_of(events) == [Answer([7], "ac", "stop"), Answer([8], "bd", "length")]
 
 
 def test_few_near_ties_are_let_pass() -> None:

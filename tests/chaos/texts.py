@@ -26,19 +26,25 @@ from worker.protocol.messages import Event, FinishedEvent, TokenEvent
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A request's first output: what was said, and why it ended."""
+    """One output of a request: what was said, and why it ended."""
 
     token_ids: list[int]
     text: str
     reason: str
 
-    @classmethod
-    def of(cls, events: Sequence[Event]) -> "Answer":
-        """`events`: a whole log."""
-        tokens = [event.token for event in events if isinstance(event, TokenEvent) and event.index == 0]
-        ends = [event for event in events if isinstance(event, FinishedEvent) and event.index == 0]
-        text = "".join(event.text for event in events if event.index == 0)
-        return cls(tokens, text, ends[-1].finish_reason if ends else "")
+
+def answers_of(events: Sequence[Event]) -> list[Answer]:
+    """One for each output of a request, from its whole log."""
+    return [
+        _answer([event for event in events if event.index == index])
+        for index in sorted({event.index for event in events})
+    ]
+
+
+def _answer(events: Sequence[Event]) -> Answer:
+    tokens = [event.token for event in events if isinstance(event, TokenEvent)]
+    ends = [event for event in events if isinstance(event, FinishedEvent)]
+    return Answer(tokens, "".join(event.text for event in events), ends[-1].finish_reason if ends else "")
 
 
 def few_enough(num_near_ties: int, num_requests: int) -> bool:
@@ -58,7 +64,7 @@ class Judge:
         self._tokenizer = Tokenizer.load(model_dir)
 
     def judge(self, answers: Iterable[tuple[Errand, Answer]]) -> list[Problem]:
-        """What is wrong with each answer; of a sampled one, how its text and its end go with its tokens."""
+        """What is wrong with each answer; of a sampled one, whether text and end are those of its tokens."""
         return [
             Problem("lost", f"{errand}: {fault}")
             for errand, answer in answers
@@ -77,6 +83,8 @@ class Judge:
     def _fault(self, errand: Errand, answer: Answer) -> str | None:
         if errand.is_greedy and (fault := self._greedy_fault(errand, answer.token_ids)):
             return fault
+        if "structured_outputs" in errand.body:
+            return None  # where its grammar ends is not known here
         text, length, reason = self._undisturbed(errand, answer.token_ids)
         if answer.reason == "cancelled":
             # What it had held back is dropped.
