@@ -18,10 +18,12 @@ import redis
 from tests.chaos.program import Program
 from tests.conftest import RedisServer, start_redis
 
-NUM_WORKERS = 2
 TEND_SECONDS = 0.1
 LEASE_SECONDS = 1.5
 STOP_SECONDS = 30.0
+CLOCK_SKEWS = (0.0, 7200.0)
+"""How far each worker's clock is ahead of Redis's: hosts never agree."""
+SKEWED_CLOCK = Path(__file__).parent / "skewed_clock"
 LIMITS = {
     "TOKENMILL_DTYPE": "float32",
     # Few seats, and blocks for about two of the longest requests: workers must preempt.
@@ -29,7 +31,6 @@ LIMITS = {
     "TOKENMILL_MAX_NUM_BATCHED_TOKENS": "64",
     "TOKENMILL_BLOCK_SIZE": "16",
     "TOKENMILL_NUM_KV_BLOCKS": "44",
-    "TOKENMILL_LEASE_SECONDS": str(LEASE_SECONDS),
     # What is not done by then is handed back, which is what is to be tried.
     "TOKENMILL_GRACE_SECONDS": "0.5",
     "TOKENMILL_HTTP_GRACE_SECONDS": "1",
@@ -39,7 +40,8 @@ LIMITS = {
 class Cluster:
     """Serves the model in `model_dir`; logs and Redis's files go below `directory`."""
 
-    def __init__(self, model_dir: Path, directory: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, model_dir: Path, directory: Path, *, lease_seconds: float = LEASE_SECONDS) -> None:
+        self.lease_seconds = lease_seconds
         self.complaints: list[str] = []
         self._directory = directory
         self._redis_port = quiet_port()
@@ -50,13 +52,13 @@ class Cluster:
             "PYTHONUNBUFFERED": "1",
             "REDIS_URL": self.redis_url,
             "TOKENMILL_MODEL": str(model_dir),
+            "TOKENMILL_LEASE_SECONDS": str(lease_seconds),
             **LIMITS,
-            **(env or {}),
         }
-        self.api = self._program("api", "api", "TOKENMILL_PORT", "/livez")
+        self.api = self._program("api", "api", "/livez", {})
         self.workers = [
-            self._program("worker", f"worker-{number}", "TOKENMILL_METRICS_PORT", "/readyz")
-            for number in range(NUM_WORKERS)
+            self._program("worker", f"worker-{number}", "/readyz", _clock(skew))
+            for number, skew in enumerate(CLOCK_SKEWS)
         ]
         self._closing = threading.Event()
         self._supervisor = threading.Thread(target=self._tend, name="supervisor", daemon=True)
@@ -132,11 +134,17 @@ class Cluster:
             for program in self.programs:
                 program.tend()
 
-    def _program(self, module: str, name: str, port_variable: str, health: str) -> Program:
+    def _program(self, module: str, name: str, health: str, env: Mapping[str, str]) -> Program:
         port = quiet_port()
-        env = {**self._env, port_variable: str(port)}
+        env = {**self._env, "TOKENMILL_PORT": str(port), "TOKENMILL_METRICS_PORT": str(port), **env}
         log = self._directory / f"{name}.log"
         return Program(module, name, port=port, health=health, env=env, log=log)
+
+
+def _clock(skew_seconds: float) -> dict[str, str]:
+    """The environment of a process on a host whose clock is so far ahead."""
+    path = os.pathsep.join(filter(None, [str(SKEWED_CLOCK), os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": path, "CLOCK_SKEW_SECONDS": str(skew_seconds)}
 
 
 def until(condition: Callable[[], bool], seconds: float, pause: float = 0.05) -> bool:

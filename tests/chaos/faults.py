@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from random import Random
 
-from tests.chaos.cluster import LEASE_SECONDS, STOP_SECONDS, Cluster
+from tests.chaos.cluster import STOP_SECONDS, Cluster
 
 Fault = Callable[[Cluster, Random], None]
 
@@ -32,7 +32,7 @@ def freeze_worker(cluster: Cluster, chance: Random) -> None:
     """Stopped until others have taken what it had, then it goes on as if nothing had been."""
     worker = chance.choice(cluster.workers)
     worker.freeze()
-    time.sleep(LEASE_SECONDS * chance.uniform(1.3, 2.2))
+    time.sleep(cluster.lease_seconds * chance.uniform(1.3, 2.2))
     worker.thaw()
 
 
@@ -40,7 +40,7 @@ def blink_worker(cluster: Cluster, chance: Random) -> None:
     """Stopped for less than a lease, or about one: perhaps taken over, perhaps not."""
     worker = chance.choice(cluster.workers)
     worker.freeze()
-    time.sleep(LEASE_SECONDS * chance.uniform(0.5, 1.1))
+    time.sleep(cluster.lease_seconds * chance.uniform(0.5, 1.1))
     worker.thaw()
 
 

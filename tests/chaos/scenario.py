@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.chaos import leftovers
 from tests.chaos.client import Record
-from tests.chaos.cluster import Cluster, until
+from tests.chaos.cluster import LEASE_SECONDS, Cluster, until
 from tests.chaos.errands import Errand, errands
 from tests.chaos.faults import TO_PROCESSES, TO_REDIS, Fault
 from tests.chaos.ledger import Account, Kind, Problem, audit
@@ -44,6 +44,7 @@ class Plan:
     min_requests: int = 30
     to_processes: Mapping[str, Fault] = field(default_factory=lambda: TO_PROCESSES)
     to_redis: Mapping[str, Fault] = field(default_factory=lambda: TO_REDIS)
+    lease_seconds: float = LEASE_SECONDS
     settle_seconds: float = 120.0
 
 
@@ -76,7 +77,7 @@ def run(plan: Plan, model_dir: Path, directory: Path, say: Say) -> Verdict:
     def tell(line: str) -> None:
         say(f"{time.monotonic() - began:7.2f} {line}")
 
-    cluster = Cluster(model_dir, directory)
+    cluster = Cluster(model_dir, directory, lease_seconds=plan.lease_seconds)
     try:
         cluster.start()
         return _Run(plan, cluster, model_dir, tell).finish()
@@ -119,7 +120,9 @@ class _Run:
         records = [record for record in self._traffic.records if record.task_ids]
         accounts = self._accounts(records)
         problems += audit(accounts)
-        problems += [Problem("lost", f"{one.errand}: {text}") for one in records for text in one.complaints]
+        # Each once: a client tries again, and is told the same.
+        complaints = [f"{one.errand}: {text}" for one in records for text in dict.fromkeys(one.complaints)]
+        problems += [Problem("lost", text) for text in complaints]
         problems += self._judge_texts(records, accounts)
         with self._cluster.admin() as client:
             problems += leftovers.look(client, self._slug)

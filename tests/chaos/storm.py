@@ -18,9 +18,9 @@ RUDENESS = 0.15
 
 
 def deck(faults: Mapping[str, Fault], chance: Random) -> Iterator[tuple[str, Fault]]:
-    """All of them in some order, and again in another, for ever."""
-    while True:
-        names = sorted(faults)
+    """All of them in some order, and again in another, for ever; nothing where there are none."""
+    names = sorted(faults)
+    while names:
         chance.shuffle(names)
         yield from ((name, faults[name]) for name in names)
 
@@ -68,9 +68,9 @@ class Storm:
         deadline = None if seconds is None else time.monotonic() + seconds
         try:
             for name, fault in deck(self._faults, self._chance):
-                time.sleep(self._chance.uniform(*self._pauses))
                 if self._is_done(deadline):
                     return
+                time.sleep(self._chance.uniform(*self._pauses))
                 if self._chance.random() >= RUDENESS or deadline is None:
                     until(self._is_well, RECOVERY_SECONDS, pause=0.2)
                 self._say(f"fault: {name}")

@@ -17,7 +17,7 @@ def test_no_token_is_lost_or_doubled_in_a_storm(tmp_path: Path) -> None:
 
     verdict = run(plan, save_model(tmp_path / "model"), tmp_path, told.append)
 
-    assert not verdict.problems, "\n".join([*told, *map(str, verdict.problems), str(verdict)])
+    assert not verdict.problems, "\n".join([*map(str, verdict.problems), str(verdict), *told])
     assert verdict.num_faults == len(TO_PROCESSES) + len(faults.TO_REDIS)
     assert verdict.num_requests >= plan.min_requests
     assert verdict.num_resumed_tokens > 0
