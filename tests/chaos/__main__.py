@@ -10,6 +10,7 @@ went wrong is told above it, and the directory with all logs is kept then.
 import os
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -47,6 +48,8 @@ def read_plan(env: Mapping[str, str]) -> Plan:
 
 
 def main() -> int:
+    # As Ctrl-C: the processes of the service end with this one.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     plan = read_plan(os.environ)
     directory = Path(tempfile.mkdtemp(prefix="tokenmill-chaos-"))
     say(f"seed {plan.seed}, {plan.seconds:g} s of storm, logs in {directory}")

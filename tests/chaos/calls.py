@@ -8,6 +8,7 @@ import http.client
 import json
 import threading
 from collections.abc import Callable, Mapping
+from email.message import Message
 from typing import Any, NamedTuple
 
 CALL_SECONDS = 30.0
@@ -23,7 +24,7 @@ class GaveUp(Exception):
 
 class Answer(NamedTuple):
     status: int
-    headers: Mapping[str, str]
+    headers: Message
     body: Any
 
 
@@ -68,7 +69,7 @@ class Caller:
             connection.close()
             raise
 
-    def refuse(self, status: int, headers: Mapping[str, str], what: str) -> None:
+    def refuse(self, status: int, headers: Message, what: str) -> None:
         """Judge an answer that nobody asked for, and wait a moment before the next try."""
         if status != 503:
             self.complain(f"{what} was answered with {status}")
