@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tests.chaos.readers import TERMINAL, Reading
-from worker.protocol.messages import Event, FinishedEvent
+from worker.protocol.messages import Event, FinishedEvent, TokenEvent
 
 Kind = Literal["lost", "doubled", "stuck"]
 REASONS = {"stop": "completed", "length": "completed", "cancelled": "cancelled"}
@@ -109,7 +109,8 @@ def _reader_faults(account: Account) -> Iterator[Fault]:
         yield "stuck", "its reader never saw the end"
     elif not reading.glimpses:
         yield from _seq_faults(reading.seqs, len(account.events), "its reader")
-    final = [event.token for event in account.events if not isinstance(event, FinishedEvent)]
+    # Polls are looked at for their first output.
+    final = [event.token for event in account.events if isinstance(event, TokenEvent) and event.index == 0]
     shortest = 0
     for glimpse in reading.glimpses:
         if len(glimpse) < shortest or glimpse != final[: len(glimpse)]:

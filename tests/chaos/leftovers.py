@@ -12,6 +12,7 @@ import redis
 
 from tests.chaos.ledger import Problem, fewer_or_more
 from worker.protocol import keys
+from worker.protocol.messages import TokenEvent
 from worker.protocol.store import TaskStore
 
 FOR_EVER = re.compile(
@@ -60,15 +61,15 @@ def _task_problems(client: Any, names: list[str]) -> Iterator[Problem]:
 
 def _total_problems(client: Any, slug: str, names: list[str]) -> Iterator[Problem]:
     """Each task was counted in once and out once, and so was each of its tokens."""
-    totals = TaskStore(client).queue_stats(slug).totals
+    store = TaskStore(client)
+    totals = store.queue_stats(slug).totals
     runs = [name.removeprefix(keys.run("")) for name in names if name.startswith(keys.run(""))]
-    logged = sum(_ask(client, "xlen", [keys.log(run) for run in runs]))
-    ends = sum(int(number or 0) for number in _ask(client, "hget", [keys.run(run) for run in runs], "ends"))
+    num_tokens = sum(isinstance(event, TokenEvent) for run in runs for event in store.read_log(run))
     finished = sum(number for name, number in totals.items() if name.startswith("finished:"))
     for what, found, expected in (
         ("tasks submitted", totals.get("submitted", 0), len(runs)),
         ("tasks finished", finished, len(runs)),
-        ("tokens", totals.get("completion_tokens", 0), logged - ends),
+        ("tokens", totals.get("completion_tokens", 0), num_tokens),
     ):
         if found != expected:
             text = f"the totals have {found} {what}, there are {expected}"

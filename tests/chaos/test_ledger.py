@@ -44,7 +44,21 @@ POLLED = replace(
 )
 
 
-@pytest.mark.parametrize("account", [GOOD, CANCELLED, POLLED])
+SEVERAL = replace(
+    POLLED,
+    events=(
+        token(0),
+        TokenEvent(id="t", seq=1, token=9, text="x", index=1),
+        FinishedEvent(id="t", seq=2, text="", finish_reason="stop", index=1),
+        token(3, 1),
+        token(4, 2),
+        token(5, 3),
+        end(6, tokens=5),
+    ),
+)
+
+
+@pytest.mark.parametrize("account", [GOOD, CANCELLED, POLLED, SEVERAL])
 def test_what_is_right_is_no_problem(account: Account) -> None:
     assert audit([account]) == []
 
