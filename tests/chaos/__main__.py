@@ -19,6 +19,7 @@ from pathlib import Path
 # Before torch is imported: OpenMP threads fight badly on a loaded machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from engine.execution.quiet import quiet_transformers
 from tests.chaos.cluster import LEASE_SECONDS
 from tests.chaos.faults import TO_PROCESSES, TO_REDIS
 from tests.chaos.scenario import Plan, run
@@ -53,7 +54,9 @@ def main() -> int:
     plan = read_plan(os.environ)
     directory = Path(tempfile.mkdtemp(prefix="tokenmill-chaos-"))
     say(f"seed {plan.seed}, {plan.seconds:g} s of storm, logs in {directory}")
-    verdict = run(plan, save_model(directory / "model"), directory, say)
+    with quiet_transformers():
+        model_dir = save_model(directory / "model")
+    verdict = run(plan, model_dir, directory, say)
     for problem in verdict.problems:
         say(f"{problem.kind}: {problem.text}")
     if not verdict.problems:

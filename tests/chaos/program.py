@@ -18,9 +18,9 @@ HEALTH_SECONDS = 2.0
 
 
 class Program:
-    """`python -m <module>` that listens on `port`; it is well while `health` answers 200.
+    """`python -m <module>` that listens on `port`; it is well while the path `health` answers 200.
 
-    `ends_well`: the exit status after SIGTERM. All that it writes is added to `log`.
+    All that it writes is added to `log`.
     """
 
     def __init__(
@@ -73,7 +73,8 @@ class Program:
                 return
             status = self._popen.poll()
             if status is None:
-                self._was_well or self.is_well()
+                if not self._was_well:
+                    self.is_well()
                 return
             # One that cannot start yet (its port is still taken, Redis is away) is tried again and again.
             if self._was_well and not self._is_condemned:
