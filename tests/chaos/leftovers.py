@@ -1,0 +1,84 @@
+"""What is left in Redis when all has ended: results and logs with a lifetime, and nothing that is waited for.
+
+Law: a key without a lifetime must be one of the few that are kept for ever. Knows the names of keys, and no
+task but by them.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import redis
+
+from tests.chaos.ledger import Problem, fewer_or_more
+from worker.protocol import keys
+from worker.protocol.messages import TokenEvent
+from worker.protocol.store import TaskStore
+
+FOR_EVER = re.compile(
+    r"tokenmill:(clock|totals|model|shown|workers|ready):?.*|rq:(queues|workers|finished|failed|canceled).*"
+)
+"""Their number does not grow with that of tasks."""
+OF_WORK = re.compile(
+    r"tokenmill:(order|cost|queues|leases).*|rq:(queue|wip|execution|executions):.*|rq:worker:.*:executions"
+    r"|.*[:_]lock\b.*|.*:intermediate.*|rq:clean_registries:.*"
+)
+"""Gone when nothing waits and nothing runs."""
+
+
+def is_quiet(client: "redis.Redis", slug: str) -> bool:
+    """Nothing waits and nothing runs, as far as the service itself knows."""
+    stats = TaskStore(client).queue_stats(slug)
+    return not client.zcard(keys.LEASES) and not sum(stats.waiting.values()) and not stats.claimed
+
+
+def look(client: "redis.Redis", slug: str) -> list[Problem]:
+    """All that should not be there, and totals that do not add up."""
+    names = sorted(key.decode() for key in client.scan_iter(count=1000))
+    return [
+        *_key_problems(client, names),
+        *_task_problems(client, names),
+        *_total_problems(client, slug, names),
+    ]
+
+
+def _key_problems(client: Any, names: list[str]) -> Iterator[Problem]:
+    lifetimes = _ask(client, "pttl", names)
+    for name, lifetime in zip(names, lifetimes, strict=True):
+        if OF_WORK.fullmatch(name):
+            yield Problem("stuck", f"{name} is left over")
+        elif lifetime == -1 and not FOR_EVER.fullmatch(name):
+            yield Problem("stuck", f"{name} is never deleted")
+
+
+def _task_problems(client: Any, names: list[str]) -> Iterator[Problem]:
+    """Those of nobody too: their submission was stored, and its reply was lost."""
+    runs = [name for name in names if name.startswith(keys.run(""))]
+    for name, ended in zip(runs, _ask(client, "hget", runs, "terminal"), strict=True):
+        if not ended:
+            yield Problem("stuck", f"{name} has not ended")
+
+
+def _total_problems(client: Any, slug: str, names: list[str]) -> Iterator[Problem]:
+    """Each task was counted in once and out once, and so was each of its tokens."""
+    store = TaskStore(client)
+    totals = store.queue_stats(slug).totals
+    runs = [name.removeprefix(keys.run("")) for name in names if name.startswith(keys.run(""))]
+    num_tokens = sum(isinstance(event, TokenEvent) for run in runs for event in store.read_log(run))
+    finished = sum(number for name, number in totals.items() if name.startswith("finished:"))
+    for what, found, expected in (
+        ("tasks submitted", totals.get("submitted", 0), len(runs)),
+        ("tasks finished", finished, len(runs)),
+        ("tokens", totals.get("completion_tokens", 0), num_tokens),
+    ):
+        if found != expected:
+            text = f"the totals have {found} {what}, there are {expected}"
+            yield Problem(fewer_or_more(found, expected), text)
+
+
+def _ask(client: Any, command: str, names: list[str], *arguments: Any) -> list[Any]:
+    """The answer of one command for each key."""
+    with client.pipeline(transaction=False) as pipeline:
+        for name in names:
+            getattr(pipeline, command)(name, *arguments)
+        return list(pipeline.execute())

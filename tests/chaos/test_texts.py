@@ -1,0 +1,106 @@
+"""The judge of texts can find against: a wrong token, text or end is seen, whatever else is right."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.chaos.errands import Errand
+from tests.chaos.texts import Answer, Judge, answers_of, few_enough
+from tests.comparer import reference
+from tests.tiny_models import save_model
+from worker.protocol.messages import FinishedEvent, TokenEvent
+
+PROMPT = [30, 41, 52]
+BODY = {"prompt_token_ids": PROMPT, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
+ERRAND = Errand(number=1, body=BODY, reader="sse")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def judge(model_dir: Path) -> Judge:
+    return Judge(model_dir)
+
+
+@pytest.fixture(scope="module")
+def right(model_dir: Path, judge: Judge) -> Answer:
+    """What `generate` says, step by step."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="eager")
+    token_ids = reference(model, PROMPT, 24).token_ids
+    return Answer(token_ids, judge._tokenizer.decode(token_ids), "length")
+
+
+def faults(judge: Judge, answer: Answer, **body: Any) -> str:
+    errand = replace(ERRAND, body={**BODY, **body})
+    return " ".join(problem.text for problem in judge.judge([(errand, answer)]))
+
+
+def test_what_generate_says_is_right(judge: Judge, right: Answer) -> None:
+    assert faults(judge, right) == ""
+    assert not judge.near_ties
+    cut = Answer(right.token_ids[:9], judge._tokenizer.decode(right.token_ids[:8]), "cancelled")
+    assert faults(judge, cut) == ""
+
+
+def test_one_wrong_token_is_seen(judge: Judge, right: Answer) -> None:
+    wrong = list(right.token_ids)
+    wrong[10] = wrong[10] % 300 + 5
+    told = faults(judge, replace(right, token_ids=wrong))
+    assert "token 10 of 24 is not the likeliest" in told
+
+
+@pytest.mark.parametrize("place", [0, 11])
+def test_a_token_twice_or_left_out_is_seen(judge: Judge, right: Answer, place: int) -> None:
+    ids = right.token_ids
+    assert "likeliest" in faults(judge, replace(right, token_ids=[*ids[: place + 1], *ids[place:-1]]))
+    assert "likeliest" in faults(judge, replace(right, token_ids=[*ids[:place], *ids[place + 1 :]]))
+
+
+def test_a_wrong_text_or_end_is_seen(judge: Judge, right: Answer) -> None:
+    assert "not that of its tokens" in faults(judge, replace(right, text=right.text[:-1]))
+    assert "not that of its tokens" in faults(judge, Answer(right.token_ids[:5], "what?", "cancelled"))
+    assert "ends with length at 24" in faults(judge, replace(right, reason="stop"))
+    assert "ends with nothing yet at 24" in faults(judge, right, max_tokens=30)
+    assert "ends with length at 20" in faults(judge, right, max_tokens=20)
+
+
+def test_a_stop_string_ends_it_there(judge: Judge, right: Answer) -> None:
+    stop = next(char for char in right.text if char.isascii() and char.isalnum())
+    assert "undisturbed it ends with stop" in faults(judge, right, stop=[stop])
+    length = next(n for n in range(25) if stop in judge._tokenizer.decode(right.token_ids[:n]))
+    cut = Answer(right.token_ids[:length], right.text.split(stop)[0], "stop")
+    assert faults(judge, cut, stop=[stop]) == ""
+
+
+def test_answers_to_one_body_must_be_the_same(judge: Judge, right: Answer) -> None:
+    assert judge.compare("r", right, replace(right)) is None
+    assert judge.compare("r", Answer(right.token_ids[:3], "", "cancelled"), right) is None
+    for other in (
+        replace(right, text="x"),
+        replace(right, reason="stop"),
+        replace(right, token_ids=right.token_ids[:-1]),
+        Answer([1, 2], "", "cancelled"),
+    ):
+        assert judge.compare("r", other, right) is not None
+
+
+def test_an_answer_is_read_from_a_log() -> None:
+    events = [
+        TokenEvent(id="t", seq=0, token=7, text="a"),
+        TokenEvent(id="t", seq=1, token=8, text="b", index=1),
+        FinishedEvent(id="t", seq=2, text="c", finish_reason="stop"),
+        FinishedEvent(id="t", seq=3, text="d", finish_reason="length", index=1, done=True),
+    ]
+    assert answers_of(events) == [Answer([7], "ac", "stop"), Answer([8], "bd", "length")]
+
+
+def test_few_near_ties_are_let_pass() -> None:
+    assert few_enough(1, 5)
+    assert not few_enough(2, 199)
+    assert few_enough(2, 200)

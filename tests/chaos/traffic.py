@@ -1,0 +1,62 @@
+"""Many clients, each with one request after the other, until they are told that it is enough."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from tests.chaos.calls import Caller
+from tests.chaos.client import Client, Record
+from tests.chaos.errands import Errand
+
+
+class Traffic:
+    """`num_clients` of them share `errands`. `records`: of each errand that was begun."""
+
+    def __init__(
+        self,
+        errands: Iterator[Errand],
+        num_clients: int,
+        *,
+        api_port: int,
+        redis_url: str,
+        on_accepted: Callable[[str], None],
+    ) -> None:
+        self.records: list[Record] = []
+        self._errands = errands
+        self._api_port = api_port
+        self._redis_url = redis_url
+        self._on_accepted = on_accepted
+        self._lock = threading.Lock()
+        self._enough = threading.Event()
+        self._over = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"client-{number}", daemon=True)
+            for number in range(num_clients)
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def enough(self) -> None:
+        """Nothing new is begun."""
+        self._enough.set()
+
+    def stop(self, seconds: float) -> None:
+        """What was begun has so long to end, then its clients are told to give up."""
+        self.enough()
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._over.set()
+        for thread in self._threads:
+            # One that sits in a stream which is silent for ever does not hear it.
+            thread.join(max(0.0, deadline + 5 - time.monotonic()))
+
+    def _run(self) -> None:
+        while not self._enough.is_set():
+            with self._lock:
+                record = Record(next(self._errands))
+                self.records.append(record)
+            caller = Caller(self._api_port, self._over, record.complaints.append)
+            Client(record, caller, self._redis_url, self._on_accepted).run()
