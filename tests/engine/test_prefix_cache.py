@@ -73,6 +73,16 @@ def test_chunks_are_found_as_they_are_written() -> None:
     assert starts(outputs)["r1"] == late.num_cached_tokens == 8
 
 
+def test_what_a_running_one_generated_is_found_as_its_blocks_fill() -> None:
+    scheduler = build()
+    running = arrive(scheduler, "r0", [1] * 4)
+    while running.num_tokens < 10:
+        step(scheduler)
+    follows = arrive(scheduler, "r1", [*running.token_ids[:9], 5])
+
+    assert starts(step(scheduler))["r1"] == follows.num_cached_tokens == 8
+
+
 def test_a_preempted_sequence_finds_its_own_blocks_and_computes_the_rest() -> None:
     """nano-vllm#211: a hit after the share was fixed computed tokens that were not there."""
     scheduler = build(num_kv_blocks=6)
