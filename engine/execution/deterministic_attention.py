@@ -45,7 +45,7 @@ class DeterministicAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tiles:
+class QueryTiles:
     """Query tiles: `first` [tiles]: the position of a tile's first query; `tables` [tiles, blocks].
 
     `rows` [tiles, QUERY_TILE]: the batch's row at each place, or -1 for a place that is not computed. A table
@@ -78,7 +78,7 @@ class DeterministicStep:
     def __init__(self, pool: KVPool, batch: AttentionBatch) -> None:
         self._pool = pool
         self._slots = batch.slots.to(pool.device)
-        self._tiles = _query_tiles(batch)
+        self._tiles = query_tiles(batch)
         self._plans: dict[int | None, tuple[_Bucket, ...]] = {}
 
     def attend(
@@ -101,7 +101,8 @@ class DeterministicStep:
         return self._plans[window]
 
 
-def _query_tiles(batch: AttentionBatch) -> _Tiles:
+def query_tiles(batch: AttentionBatch) -> QueryTiles:
+    """The tiles in which the batch's rows stand: one for each single row, and a chunk's tiles in order."""
     places = torch.arange(QUERY_TILE)
     positions = batch.single_lengths - 1
     first = [positions - positions % QUERY_TILE]
@@ -116,11 +117,11 @@ def _query_tiles(batch: AttentionBatch) -> _Tiles:
         tables.append(chunk.table.expand(len(tiles), -1))
     width = 1 + max(table.shape[1] for table in tables)
     padded = [torch.nn.functional.pad(table, (0, width - table.shape[1])) for table in tables]
-    return _Tiles(torch.cat(first), torch.cat(padded), torch.cat(rows))
+    return QueryTiles(torch.cat(first), torch.cat(padded), torch.cat(rows))
 
 
 def _plan_buckets(
-    tiles: _Tiles, window: int | None, block_size: int, device: torch.device
+    tiles: QueryTiles, window: int | None, block_size: int, device: torch.device
 ) -> Iterator[_Bucket]:
     """A tile's keys begin with the first that any of its places may see, also if that one is not wanted."""
     seen_from = torch.zeros_like(tiles.first) if window is None else (tiles.first - window + 1).clamp(min=0)

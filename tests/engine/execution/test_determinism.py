@@ -21,12 +21,11 @@ from engine.execution.deterministic_trial import agreeing_row_counts
 from engine.execution.inputs import InputBuilder
 from engine.execution.probe import record_layers
 from engine.execution.sampler import Sampler
-from engine.execution.trial import check_agreement
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
 from engine.sampling_params import SamplingParams
 from engine.step_execution import Runner
 from tests.engine.execution.serving import NumberText, make_prompts, make_runner, part, seated
-from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, make_config, make_model
+from tests.tiny_models import VOCAB_SIZE, make_model
 
 ALONE = EngineConfig(max_model_len=160, num_kv_blocks=40, block_size=4, max_num_seqs=1, prefix_caching=False)
 ROOMY = EngineConfig(max_model_len=160, num_kv_blocks=2000, block_size=4, max_num_seqs=64)
@@ -174,12 +173,6 @@ def test_the_rows_can_differ() -> None:
 
     with pytest.raises(AssertionError):
         assert_same_bits(plain(CHUNKED), plain(ALONE))
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_it_agrees_with_eager_attention(arch: str) -> None:
-    install()
-    check_agreement(make_config(arch), DeterministicAttention, torch.device("cpu"), use_whole_rows)
 
 
 def hooked(change: Callable[[torch.Tensor], torch.Tensor]) -> PreTrainedModel:

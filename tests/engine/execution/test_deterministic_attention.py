@@ -1,0 +1,77 @@
+"""How a row is attended follows from its position alone, and is what eager attention gives."""
+
+import pytest
+import torch
+
+from engine.execution import deterministic_attention
+from engine.execution.attention import AttentionBatch, LayerCall, LayerSpec, install
+from engine.execution.deterministic_attention import DeterministicAttention, query_tiles
+from engine.execution.deterministic_experts import use_whole_rows
+from engine.execution.inputs import InputBuilder
+from engine.execution.trial import check_agreement
+from engine.outputs import SchedulerOutputs
+from tests.engine.execution.serving import part, seated
+from tests.tiny_models import ARCHITECTURES, make_config
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_it_agrees_with_eager_attention(arch: str) -> None:
+    install()
+    check_agreement(make_config(arch), DeterministicAttention, torch.device("cpu"), use_whole_rows)
+
+
+def batch_of(*parts: tuple[int, int, int]) -> AttentionBatch:
+    """Parts (seat, start, end) of sequences of 200 tokens."""
+    inputs = InputBuilder(8, 200, 16)
+    sequences = [seated(seat, [5] * 200, list(range(1 + 13 * seat, 14 + 13 * seat))) for seat in range(8)]
+    items = tuple(part(sequences[seat], start, end) for seat, start, end in parts)
+    return inputs.build(SchedulerOutputs(prefill=items)).batch
+
+
+def test_a_query_stands_at_its_position_in_every_batch() -> None:
+    def places(batch: AttentionBatch) -> set[tuple[int, int]]:
+        """(position of the tile, place) of each row that is computed."""
+        tiles = query_tiles(batch)
+        return {
+            (first, place)
+            for first, rows in zip(tiles.first.tolist(), tiles.rows.tolist(), strict=True)
+            for place, row in enumerate(rows)
+            if row >= 0
+        }
+
+    single = {position: places(batch_of((0, position, position + 1))) for position in range(60, 70)}
+    assert [single[position] for position in (60, 63, 65)] == [{(60, 0)}, {(60, 3)}, {(64, 1)}]
+    assert places(batch_of((0, 60, 70))) == set().union(*single.values())
+    assert places(batch_of((0, 61, 66), (1, 69, 70), (2, 66, 68))) == set().union(
+        *(single[position] for position in (61, 62, 63, 64, 65, 66, 67, 69))
+    )
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_the_matrices_of_a_row_have_one_size_in_every_batch(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where wider matrices happen to give the same bits here, they need not on another machine."""
+    spec = LayerSpec(4, 2, 8, 8, 0.3, sliding_window=window)
+    multiply = deterministic_attention._multiply
+    sizes: set[tuple[int, ...]] = set()
+
+    def recording(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        sizes.add((*left.shape[1:], *right.shape[1:]))
+        return multiply(left, right)
+
+    monkeypatch.setattr(deterministic_attention, "_multiply", recording)
+    backend = DeterministicAttention((spec,), 120, 16, torch.float32, torch.device("cpu"))
+    call = LayerCall(0, spec.scaling, window, None, None)
+
+    def sizes_of(*parts: tuple[int, int, int]) -> set[tuple[int, ...]]:
+        sizes.clear()
+        batch = batch_of(*parts)
+        rows = torch.ones(len(batch.slots), 4, 8)
+        backend.begin(batch).attend(call, rows, rows[:, :2], rows[:, :2])
+        return set(sizes)
+
+    single = {position: sizes_of((0, position, position + 1)) for position in (2, 62, 63, 64, 65, 150)}
+    assert single[63] != single[150] or window is not None
+    assert sizes_of((0, 62, 66)) == set().union(*(single[position] for position in (62, 63, 64, 65)))
+    assert sizes_of((0, 2, 3), (1, 63, 64), (2, 150, 151)) == single[2] | single[63] | single[150]
