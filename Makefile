@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt $(PIP_ARGS)
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
-.PHONY: help serve test test-services check setup clean
+.PHONY: help serve test test-services chaos check setup clean
 
 help:
 	@echo "make serve           set up and run the service (Redis, one worker, the API)"
 	@echo "make test            set up and run all tests that need only Python packages"
 	@echo "make test-services   the tests that need system packages (see .ci/run)"
+	@echo "make chaos           a long storm of faults over the service; SEED=, DURATION= (seconds), LEASE=, FAULTS="
 	@echo "make check           lint, format, types and import contracts"
 	@echo "make setup           everything for development, without running anything"
 	@echo "make clean           remove the environment and caches; the data in .tokenmill stays"
@@ -24,6 +25,10 @@ test: $(VENV)/.dev
 
 test-services: $(VENV)/.dev
 	$(PYTEST) -m services
+
+chaos: $(VENV)/.dev
+	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 SEED="$(SEED)" DURATION="$(DURATION)" \
+		LEASE="$(LEASE)" FAULTS="$(FAULTS)" CLIENTS="$(CLIENTS)" $(BIN)/python -m tests.chaos
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
