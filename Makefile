@@ -4,6 +4,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt $(PIP_ARGS)
+# Most tests wait for processes, so two at a time take little more than half of the time.
+TEST_PROCESSES := 2
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 .PHONY: help serve test test-services chaos check setup clean
@@ -21,7 +23,7 @@ serve: $(VENV)/.serve
 	@exec $(BIN)/tokenmill serve
 
 test: $(VENV)/.dev
-	$(PYTEST) -m "not services"
+	$(PYTEST) -n $(TEST_PROCESSES) --dist worksteal -m "not services"
 
 test-services: $(VENV)/.dev
 	$(PYTEST) -m services
