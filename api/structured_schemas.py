@@ -1,6 +1,7 @@
 """The field `structured_outputs`, as OpenAPI shows it. Whether a grammar compiles is seen later."""
 
 import json
+import math
 from typing import Annotated, Any, NoReturn
 
 from pydantic import (
@@ -13,10 +14,9 @@ from pydantic import (
     model_validator,
 )
 
-MAX_SCHEMA_CHARACTERS = 256 * 1024
-MAX_GRAMMAR_CHARACTERS = 64 * 1024
-MAX_REGEX_CHARACTERS = 8 * 1024
-MAX_CHOICES = 1024
+MAX_BYTES = 64 * 1024
+MAX_DEPTH = 100
+MAX_CHOICES = 1000
 MAX_CHOICE_CHARACTERS = 1024
 
 
@@ -28,15 +28,48 @@ def _schema(value: object) -> object:
     if not isinstance(value, (str, dict)):
         raise ValueError("must be a JSON schema: an object, or its JSON text")
     text = value if isinstance(value, str) else json.dumps(value)
-    if len(text) > MAX_SCHEMA_CHARACTERS:
-        raise ValueError(f"must have at most {MAX_SCHEMA_CHARACTERS} characters of JSON")
+    _check_bytes(text)
     try:
-        schema = json.loads(text, parse_constant=_no_constant)
+        schema = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+        # Escapes of half a surrogate pair are no text.
+        json.dumps(schema, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is no JSON: {error}") from None
     if not isinstance(schema, (dict, bool)):
         raise ValueError("must be a JSON schema: an object, or its JSON text")
+    _check_depth(schema)
     return value
+
+
+def _finite(digits: str) -> float:
+    if math.isinf(number := float(digits)):
+        raise ValueError(f"{digits:.40} is too large")
+    return number
+
+
+def _check_bytes(text: str) -> str:
+    if (size := len(text.encode())) > MAX_BYTES:
+        raise ValueError(f"must have at most {MAX_BYTES} bytes, not {size}")
+    return text
+
+
+def _check_total(texts: list[str]) -> list[str]:
+    _check_bytes("".join(texts))
+    return texts
+
+
+def _check_depth(schema: object) -> None:
+    level = [schema]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, (dict, list))
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return
+    raise ValueError(f"must be nested at most {MAX_DEPTH} deep")
 
 
 def _only_true(value: object) -> object:
@@ -51,6 +84,7 @@ JsonSchema = Annotated[
 Choices = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_CHOICE_CHARACTERS)]],
     Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True),
+    AfterValidator(_check_total),
 ]
 
 
@@ -64,11 +98,11 @@ class StructuredOutputsBody(BaseModel):
     json_object: Annotated[bool, AfterValidator(_only_true)] | None = Field(
         None, description="true: any JSON object."
     )
-    regex: Annotated[str, Field(min_length=1, max_length=MAX_REGEX_CHARACTERS)] | None = Field(
+    regex: Annotated[str, Field(min_length=1), AfterValidator(_check_bytes)] | None = Field(
         None, description="A regular expression that the whole text matches."
     )
     choice: Choices | None = Field(None, description="The texts to choose from.")
-    grammar: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)] | None = Field(
+    grammar: Annotated[str, Field(min_length=1), AfterValidator(_check_bytes)] | None = Field(
         None, description="An EBNF grammar: GBNF with `root`, or Lark with `start`."
     )
 

@@ -14,6 +14,8 @@ PORTS = {"http": 80, "https": 443}
 _PRINTABLE = re.compile(r"[\x21-\x7e]+")
 _LABEL = r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
 _NAME = re.compile(rf"(?=.{{1,253}}$){_LABEL}(?:\.{_LABEL})*\.?")
+#: What some resolvers read as an address: 2130706433, 0x7f.1, 127.1
+_NUMBER = re.compile(r"(?:.*\.)?(?:[0-9]+|0x[0-9a-f]*)\.?")
 _AUTHORITY = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\[\]:]+))(?::([0-9]{0,5}))?")
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 _NOT_PUBLIC = tuple(
@@ -62,6 +64,8 @@ def parse_url(url: str) -> Target:
     port = int(digits) if digits else PORTS[parts.scheme]
     if not (_is_address(address) if address else _NAME.fullmatch(name)) or not 1 <= port <= 65535:
         raise ValueError("must name a host, and a port from 1 to 65535 if any")
+    if name and _NUMBER.fullmatch(name) and not _is_ipv4(name):
+        raise ValueError("must write an IPv4 address as four decimal numbers")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     return Target(parts.scheme == "https", address or name, port, path)
 
@@ -84,6 +88,14 @@ def is_public(host: str) -> bool:
 
 def _is_global(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
     return address.is_global and not any(address in network for network in _NOT_PUBLIC)
+
+
+def _is_ipv4(text: str) -> bool:
+    try:
+        ipaddress.IPv4Address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_address(text: str) -> bool:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from engine.errors import InvalidParameter
-from engine.validation import number, whole
+from engine.validation import boolean, number, shown, whole
 
 POLICIES = ("fifo", "skip_ahead")
 
@@ -49,16 +49,19 @@ class EngineConfig:
     def __post_init__(self) -> None:
         limits = {
             "max_skip_ahead": self.max_skip_ahead,
-            "max_chunk_tokens": self.chunk_tokens_limit,
             "max_model_len": self.max_model_len,
             "num_kv_blocks": self.num_kv_blocks,
             "block_size": self.block_size,
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "max_num_seqs": self.max_num_seqs,
-            "max_num_prefill_seqs": self.prefill_seqs_limit,
+            "max_num_prefill_seqs": self.max_num_prefill_seqs,
+            "max_chunk_tokens": self.max_chunk_tokens,
         }
         for field, value in limits.items():
-            whole(field, value, least=1)
+            if value is not None or field not in ("max_num_prefill_seqs", "max_chunk_tokens"):
+                whole(field, value, least=1)
+        for field in ("chunked_prefill", "prefix_caching", "fair_sharing"):
+            boolean(field, getattr(self, field))
         if self.max_model_len < 2:
             raise InvalidParameter("max_model_len", "must hold a prompt token and an output token")
         self._check_policies()
@@ -95,7 +98,9 @@ class EngineConfig:
 
     def _check_policies(self) -> None:
         if self.policy not in POLICIES:
-            raise InvalidParameter("policy", f"must be one of {', '.join(POLICIES)}, not {self.policy!r:.40}")
+            raise InvalidParameter(
+                "policy", f"must be one of {', '.join(POLICIES)}, not {shown(self.policy)}"
+            )
         whole("max_preemptions", self.max_preemptions, least=0)
         number("prefill_reserve", self.prefill_reserve, 0.0, 0.9)
         for field in ("ageing_seconds", "max_waiting_seconds"):

@@ -40,5 +40,8 @@ class Constraints:
     grammar: Grammar | None = None
 
 
+NO_TOKEN_ALLOWED = "no token is allowed: penalties, masks and grammar leave none"  # noqa: S105 - no secret
+"""What a request is told that forbids every token."""
+
 FREE = Constraints()
 """Nothing ends the output but its length."""

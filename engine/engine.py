@@ -125,7 +125,7 @@ class Engine:
         self._outputs.update((output.sequence, output) for output in request.outputs)
         self._deadlines.add(request, request.times.accepted, deadlines)
         if request.needs_grammar:
-            self._grammars.submit(request)
+            self._submit_grammar(request)
         else:
             self._siblings.start(request)
 
@@ -185,6 +185,13 @@ class Engine:
                 output.error = error
                 output.close()
                 self.scheduler.abort(output.sequence, reason)
+
+    def _submit_grammar(self, request: Request) -> None:
+        try:
+            self._grammars.submit(request)
+        except Exception:
+            self.discard(request.request_id)
+            raise
 
     def _end_late_ones(self) -> None:
         for request, reason in self._deadlines.take_late(self._clock()):

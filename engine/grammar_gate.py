@@ -20,10 +20,13 @@ IDLE_WAIT_SECONDS = 0.01
 
 
 class GrammarCompiler(Protocol):
-    """What the engine needs of `engine.grammars.GrammarCompiler`; errors are told, not raised."""
+    """What the engine needs of `engine.grammars.GrammarCompiler`; a bad grammar is told of later."""
 
     def submit(self, key: str, structured_outputs: StructuredOutputs) -> None:
-        """Returns at once; `key` is told once, unless it is forgotten before."""
+        """Returns at once; `key` is told once, unless it is forgotten before.
+
+        Raises `InvalidParameter` where this model can have no grammars.
+        """
         ...
 
     def take_ready(self) -> list[tuple[str, Callable[[], Grammar] | str]]:

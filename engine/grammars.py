@@ -146,8 +146,7 @@ class GrammarCompiler:
     def _work(self) -> None:
         """One thread's life: it ends when nothing waits, or when it comes back after it was written off."""
         while (job := self._next()) is not None:
-            compiled = self._compile(job.structured_outputs)
-            if not self._settle(job, compiled):
+            if not self._settle(job, *self._compile(job.structured_outputs)):
                 return
 
     def _next(self) -> "_Job | None":
@@ -162,17 +161,21 @@ class GrammarCompiler:
             self._condition.notify_all()
             return job
 
-    def _compile(self, structured_outputs: StructuredOutputs) -> Compiled:
+    def _compile(self, structured_outputs: StructuredOutputs) -> tuple[Compiled, bool]:
+        """What became of it, and whether the next who asks would get the same."""
         try:
-            return self._backend.compile(structured_outputs)
+            return self._backend.compile(structured_outputs), True
+        except (OSError, MemoryError) as error:
+            return f"the grammar could not be compiled now ({error}); try again later", False
         except BaseException as error:  # noqa: BLE001 - a panic inside a library derives from BaseException
-            return str(error) or type(error).__name__
+            return str(error) or type(error).__name__, True
 
-    def _settle(self, job: "_Job", compiled: Compiled) -> bool:
+    def _settle(self, job: "_Job", compiled: Compiled, is_final: bool) -> bool:
         """Hand over a result; False if the thread that brings it was written off."""
         with self._condition:
             # Also a late one: who asks again need not wait for it again.
-            self._keep(job.content, compiled)
+            if is_final:
+                self._keep(job.content, compiled)
             if job in self._running:
                 self._running.remove(job)
                 self._deliver(job, compiled)

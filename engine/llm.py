@@ -13,6 +13,7 @@ from engine.execution.build import build_execution
 from engine.offline import OfflineRunner, RequestOutput
 from engine.progress import Progress
 from engine.sampling_params import SamplingParams
+from engine.validation import shown
 
 Prompt = str | list[int]
 Message = Mapping[str, str]
@@ -39,6 +40,8 @@ class LLM:
         device: str = "auto",
         **limits: Any,
     ) -> None:
+        if not isinstance(model, str) or not model:
+            raise InvalidParameter("model", f"must be a name or a directory as text, not {shown(model)}")
         execution = build_execution(model, cache_dir=cache_dir, dtype=dtype, device=device, **limits)
         self.config = execution.config
         self._tokenizer = execution.tokenizer
@@ -71,6 +74,7 @@ class LLM:
         can be asked again. Raises `EngineDead` when the device is gone.
         """
         asked = [prompts] if isinstance(prompts, str) else prompts
+        _check_list("prompts", asked)
         encoded = [self._encode(place, one) for place, one in enumerate(asked)]
         return self._run(encoded, params, show_progress)
 
@@ -86,6 +90,7 @@ class LLM:
         A message has a `role` and a `content`. For the rest see `generate`.
         """
         asked = [conversations] if _is_conversation(conversations) else conversations
+        _check_list("conversations", asked)
         rendered = [self._render(place, one) for place, one in enumerate(asked)]
         return self._run(rendered, params, show_progress)
 
@@ -95,11 +100,18 @@ class LLM:
         params: SamplingParams | list[SamplingParams] | None,
         show_progress: bool,
     ) -> list[RequestOutput]:
-        given = params if isinstance(params, list) else [params or SamplingParams()] * len(prompts)
+        given = (
+            params
+            if isinstance(params, list)
+            else [SamplingParams() if params is None else params] * len(prompts)
+        )
         if len(given) != len(prompts):
             raise InvalidParameter(
                 "params", f"must be one, or one for each of the {len(prompts)} prompts, not {len(given)}"
             )
+        for one in given:
+            if not isinstance(one, SamplingParams):
+                raise InvalidParameter("params", f"must be SamplingParams, not {shown(one)}")
         with Progress(len(prompts), is_shown=show_progress) as progress:
             return self._runner.run(prompts, given, progress.note)
 
@@ -120,6 +132,11 @@ class LLM:
             return self._tokenizer.render_chat(conversation)
         except InvalidParameter as error:
             raise InvalidParameter(f"conversation {place}", error.message) from error
+
+
+def _check_list(name: str, value: object) -> None:
+    if not isinstance(value, list):
+        raise InvalidParameter(name, f"must be a list, not {shown(value)}")
 
 
 def _is_conversation(value: object) -> TypeGuard[list[Message]]:

@@ -125,7 +125,7 @@ class SequenceOutput:
     be empty while an incomplete character or a possible stop string is held back; `held_text` is what of that
     the end sets free. `num_cached_tokens`: prompt tokens that were not computed again, told at the end.
     `logprobs` are those of `token_id`, where they were asked for. `prompt_logprobs` come with the first token
-    of index 0: one for each prompt token, None for the first.
+    of all outputs: one for each prompt token, None for the first.
     """
 
     request_id: str

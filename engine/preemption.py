@@ -28,6 +28,13 @@ class Preemption:
                 return one
         return None
 
+    def leaves_room(self, head: Sequence, num_decoding: int, num_prefilling: int) -> bool:
+        """Whether a step that goes on with so many others has the budget to begin with `head`."""
+        config = self._config
+        is_chunked = config.chunked_prefill or head.num_output_tokens > 0
+        num_tokens = num_decoding + (1 if is_chunked else head.num_tokens)
+        return num_prefilling < config.prefill_seqs_limit and num_tokens <= config.max_num_batched_tokens
+
     def is_to_be_pinned(self, sequence: Sequence) -> bool:
         return sequence.num_preemptions >= self._config.max_preemptions
 

@@ -57,6 +57,8 @@ class RequestMaker:
         self._resolver.check(new.prompt_token_ids, params)
         resolved = self._resolver.resolve(params)
         before = _by_index(new.resumed, params.n)
+        for one in new.resumed:
+            self._resolver.check_resumed(one.token_ids)
         times = RequestTimes(
             self._clock() - new.waited_seconds, resumed=any(one.token_ids for one in new.resumed)
         )

@@ -11,6 +11,7 @@ from engine.constraints import Constraints
 from engine.detokenizer import Tokenizer
 from engine.errors import InvalidParameter
 from engine.sampling_params import SamplingParams
+from engine.validation import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,10 @@ class Resolver:
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", params.logit_bias)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+
+    def check_resumed(self, token_ids: Iterable[object]) -> None:
+        """Raises `InvalidParameter` for output tokens that this model cannot have generated."""
+        self._check_ids("resumed", token_ids)
 
     def resolve(self, params: SamplingParams) -> Resolved:
         """Raises `InvalidParameter` where a text comes to no tokens."""
@@ -68,7 +73,7 @@ class Resolver:
         for token_id in token_ids:
             if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
                 raise InvalidParameter(
-                    name, f"token id {token_id!r:.40} is outside the vocabulary of {self._vocab_size}"
+                    name, f"token id {shown(token_id)} is outside the vocabulary of {self._vocab_size}"
                 )
 
 

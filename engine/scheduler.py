@@ -125,6 +125,7 @@ class Scheduler:
             return
         if sequence.status is SequenceStatus.WAITING:
             self._waiting_room.leave(sequence)
+            self._claimant = None if sequence is self._claimant else self._claimant
         else:
             if reason is FinishReason.ERROR:
                 self.block_manager.distrust(sequence)  # What it wrote may not be finite.
@@ -154,11 +155,21 @@ class Scheduler:
         head = queue.head
         assert head is not None
         victim = None if queue.is_head_promoted else self._preemption.victim_for_seat(running, head)
-        if victim and self.block_manager.can_allocate(
-            self._preemption.num_tokens_to_hold(head), self.block_manager.find_prefix(head), without=victim
-        ):
+        if victim and self._can_take_in(head, victim):
             self._preempt(victim, WaitingReason.SEQ_BUDGET, plan)
             self._claimant = head
+
+    def _can_take_in(self, head: Sequence, victim: Sequence) -> bool:
+        """Whether `head` would be taken into this step, if `victim` held nothing."""
+        num_prefilling = len(self._prefilling) - (victim in self._prefilling)
+        num_decoding = len(self.running_queue) - 1 - num_prefilling
+        return self._preemption.leaves_room(head, num_decoding, num_prefilling) and (
+            self.block_manager.can_allocate(
+                self._preemption.num_tokens_to_hold(head),
+                self.block_manager.find_prefix(head),
+                without=victim,
+            )
+        )
 
     def _by_need(self) -> tuple[list[Sequence], list[Sequence]]:
         """Those of the running ones that decode, and those that compute what they know already."""
@@ -196,7 +207,7 @@ class Scheduler:
     def _admit_waiting(self, plan: StepPlan) -> None:
         """In order, as far as the policy lets others go past one that does not fit."""
         queue, set_aside, num_tried = self.waiting_queue, list[Sequence](), 0
-        while (head := queue.head) is not None and num_tried <= self._admission.max_others:
+        while (head := self._next_in_line()) is not None and num_tried <= self._admission.max_others:
             if reason := self._admit(head, plan):
                 if head not in plan.preempted:
                     plan.skip(head, reason)
@@ -208,6 +219,11 @@ class Scheduler:
             num_tried += bool(set_aside)
         for sequence in set_aside:
             queue.add(sequence)
+
+    def _next_in_line(self) -> Sequence | None:
+        """The head; before it one for which a seat was taken: its victim may have aged to be the head."""
+        queue = self.waiting_queue
+        return queue.head if self._claimant is None or queue.is_head_promoted else self._claimant
 
     def _admit(self, sequence: Sequence, plan: StepPlan) -> WaitingReason | None:
         """Give the head its seat and its blocks, or say why it gets none; nothing has changed then."""

@@ -9,9 +9,17 @@ from collections.abc import Iterable, Mapping
 from engine.errors import InvalidParameter
 
 
+def shown(value: object) -> str:
+    """The beginning of `value`, as an error may show it."""
+    try:
+        return f"{value!r:.40}"
+    except ValueError:  # Python writes out no whole number of more than some thousand digits.
+        return "a number of thousands of digits"
+
+
 def whole(field: str, value: object, *, least: int, most: int | None = None) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidParameter(field, f"must be a whole number, not {value!r:.40}")
+        raise InvalidParameter(field, f"must be a whole number, not {shown(value)}")
     if value < least or (most is not None and value > most):
         raise InvalidParameter(
             field, f"must be at least {least}" + (f" and at most {most}" if most is not None else "")
@@ -20,14 +28,14 @@ def whole(field: str, value: object, *, least: int, most: int | None = None) -> 
 
 def number(field: str, value: object, least: float, most: float) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise InvalidParameter(field, f"must be a number, not {value!r:.40}")
+        raise InvalidParameter(field, f"must be a number, not {shown(value)}")
     try:
         # NaN compares false with everything, so the range alone would let it through.
         is_good = math.isfinite(value) and least <= value <= most
     except OverflowError:  # a whole number that no float holds
         is_good = False
     if not is_good:
-        raise InvalidParameter(field, f"must be a finite number from {least} to {most}, not {value!r:.40}")
+        raise InvalidParameter(field, f"must be a finite number from {least} to {most}, not {shown(value)}")
 
 
 def boolean(field: str, value: object) -> None:

@@ -23,7 +23,8 @@ def waiting_line(scheduler: Scheduler) -> list[WaitingSequence]:
     """The line from its head, then those that are held outside of it."""
     line: list[WaitingSequence] = []
     sequences = itertools.chain(scheduler.waiting_queue, scheduler.held_sequences)
-    tokens_ahead = sum(one.num_uncomputed_tokens for one in scheduler.running_queue)
+    max_model_len = scheduler.config.max_model_len
+    tokens_ahead = sum(_num_tokens_to_come(one, max_model_len) for one in scheduler.running_queue)
     for position, sequence in enumerate(sequences, start=1):
         line.append(
             WaitingSequence(
@@ -34,7 +35,7 @@ def waiting_line(scheduler: Scheduler) -> list[WaitingSequence]:
                 reason=scheduler.waiting_reason(sequence),
             )
         )
-        tokens_ahead += _num_tokens_to_come(sequence, scheduler.config.max_model_len)
+        tokens_ahead += _num_tokens_to_come(sequence, max_model_len)
     return line
 
 

@@ -1,5 +1,6 @@
 """The errors that the worker raises on purpose, and how a fault of one request is told to its client."""
 
+from engine.constraints import NO_TOKEN_ALLOWED
 from engine.errors import InvalidParameter, NeverFits
 from engine.structured_outputs import FIELD as STRUCTURED_OUTPUTS
 from worker.protocol.messages import TaskError
@@ -45,6 +46,8 @@ def engine_error(message: str) -> TaskError:
     """What the engine says of a request that it had taken; a field that it names can be put right."""
     if message.startswith(f"{STRUCTURED_OUTPUTS}:"):
         return invalid_value(STRUCTURED_OUTPUTS, message)
+    if message == NO_TOKEN_ALLOWED:
+        return invalid_request("no_token_allowed", message)
     return server_error("engine_error", message)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.requests import Deadlines, ResumedOutput
+from engine.sampling_params import SamplingParams
 from engine.sequence import FinishReason
 from worker.errors import RequestRefused, invalid_value, server_error
 from worker.inbox import Arrival
@@ -18,6 +19,7 @@ from worker.protocol import naming
 from worker.protocol.messages import GenerateRequest, LogEntry
 from worker.protocol.outputs import outputs_of
 from worker.protocol.records import Claimed
+from worker.protocol.sizes import MAX_TOLD, num_told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +44,13 @@ class Preparation:
         params = to_sampling_params(request.sampling)
         if params.n != task.num_outputs:
             raise RequestRefused(invalid_value("n", f"n: was {task.num_outputs} when the task was accepted"))
+        prompt_token_ids = self._prompt_token_ids(task, request)
+        _check_size(params, len(prompt_token_ids))
         resumed = tuple(_resumed(task.entries))
         tenant = naming.tenant_of(task.queue)
         return Arrival(
             ownership=ownership_of(task),
-            prompt_token_ids=self._prompt_token_ids(task, request),
+            prompt_token_ids=prompt_token_ids,
             params=params,
             accepted_at=task.accepted_at,
             prompt_field=prompt_field(request),
@@ -74,6 +78,15 @@ class Preparation:
 
 def ownership_of(task: Claimed) -> Ownership:
     return Ownership(task.task_id, task.owner)
+
+
+def _check_size(params: SamplingParams, num_prompt_tokens: int) -> None:
+    """What the API could not know. Raises `RequestRefused`."""
+    if num_told(params.n * (params.max_tokens or 1), params.logprobs) > MAX_TOLD:
+        raise RequestRefused(invalid_value("max_tokens", f"max_tokens: more than {MAX_TOLD} numbers to tell"))
+    if params.prompt_logprobs is not None and num_told(num_prompt_tokens, params.prompt_logprobs) > MAX_TOLD:
+        message = f"prompt_logprobs: of {num_prompt_tokens} tokens are more than {MAX_TOLD} numbers"
+        raise RequestRefused(invalid_value("prompt_logprobs", message))
 
 
 def scoped_salt(tenant: str, cache_salt: str | None) -> bytes:

@@ -22,6 +22,7 @@ from engine.execution.sampler import Sampler
 from engine.execution.tokenizer import Tokenizer
 from engine.grammars import GrammarCompiler
 from engine.step_execution import Runner
+from engine.validation import boolean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,7 @@ def build_execution(
     Raises `InvalidParameter`, or `UnsupportedModel` with the model's type and the reason.
     """
     given = _given_limits(limits)
+    boolean("deterministic", deterministic)
     # Checked before minutes are spent on loading; what is left open gets a value that passes.
     EngineConfig(**{"max_model_len": 2, "num_kv_blocks": 1, **given})
     numerics = DETERMINISTIC if deterministic else PLAIN

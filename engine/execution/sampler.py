@@ -6,6 +6,7 @@ penalties and bias, masks, then the draw. This file does not know sequences' sta
 
 import torch
 
+from engine.constraints import NO_TOKEN_ALLOWED
 from engine.execution.draw import Draws, draw, take
 from engine.execution.edits import Edited, LogitEdits
 from engine.execution.faults import device_faults
@@ -15,10 +16,9 @@ from engine.outputs import SampledToken, ScheduledSequence, TokenLogprobs
 from engine.sequence import Sequence
 
 NON_FINITE = "the model computed non-finite logits"
-NO_TOKEN = "no token is allowed: penalties, masks and grammar leave none"  # noqa: S105 - no secret
 ROWS_AT_ONCE = 32
 """On a CPU, so that what is made of them stays in its cache, and a large batch takes no more memory."""
-_ERRORS = {-1: NON_FINITE, -2: NO_TOKEN}
+_ERRORS = {-1: NON_FINITE, -2: NO_TOKEN_ALLOWED}
 
 
 class Sampler:

@@ -283,6 +283,8 @@ class TestWithModelCard:
             ({"prompt": "x", "min_tokens": 3, "logit_bias": {"99999": 5}}, "logit_bias", "invalid_value"),
             ({"prompt": "x", "logit_bias": {"1": 1, "1000": 5}}, "logit_bias", "invalid_value"),
             ({"prompt": "x", "allowed_token_ids": [999, 1000]}, "allowed_token_ids", "invalid_value"),
+            # vllm#5907: few words ask for more than anybody can read.
+            ({"prompt": "x", "n": 128, "logprobs": 20}, "max_tokens", "too_much_output"),
         ],
         ids=lambda value: str(value)[:40],
     )

@@ -34,6 +34,7 @@ def test_a_url_in_its_parts(url, target, authority):
         "http://-a/", "http://a..b/", f"http://{'a' * 64}.org/", f"http://{'a.' * 127}org/",
         "http://[::1/", "http://[::1]x/", "http://x[::1]/", "http://[fe80::1%25eth0]/", "http://[v1.x]/",
         "http://[127.0.0.1]/", "http://::1/", "http://exam%70le.org/", "http://a,b/", "http://*/",
+        "http://2130706433/", "http://0x7f.1/", "http://127.1/", "http://0177.0.0.1/", "http://0/", "http://127.0.0.1./",
     ],
 )  # fmt: skip
 def test_anything_that_could_be_read_in_two_ways_is_refused(url):

@@ -17,7 +17,7 @@ from engine.errors import InvalidParameter
         "max_num_prefill_seqs",
     ],
 )
-@pytest.mark.parametrize("value", [0, -1, True, 1.5])
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, "8", 8.5])
 def test_a_limit_that_is_no_limit_is_refused_at_the_start(field: str, value: object) -> None:
     with pytest.raises(InvalidParameter, match=field):
         EngineConfig(**{"max_model_len": 8, "num_kv_blocks": 8, field: value})  # type: ignore[arg-type]
@@ -27,6 +27,7 @@ def test_a_limit_that_is_no_limit_is_refused_at_the_start(field: str, value: obj
     ("field", "value"),
     [
         ("policy", "lifo"),
+        *[(field, "no") for field in ("chunked_prefill", "prefix_caching", "fair_sharing")],
         *[("max_skip_ahead", value) for value in (0, -1, 1.5)],
         *[("max_chunk_tokens", value) for value in (0, True)],
         *[("max_preemptions", value) for value in (-1, None)],

@@ -74,6 +74,21 @@ def test_an_engine_without_a_compiler_refuses_structured_outputs() -> None:
     assert not engine.has_work
 
 
+def test_a_request_whose_grammar_cannot_even_be_asked_for_is_not_taken() -> None:
+    engine, compiler = build()
+
+    def refuse(key: str, structured_outputs: StructuredOutputs) -> None:
+        raise InvalidParameter("structured_outputs", "not with this tokenizer")
+
+    compiler.submit = refuse  # type: ignore[method-assign]
+    with pytest.raises(InvalidParameter, match="not with this tokenizer"):
+        add(engine, "a", 3, structured_outputs=StructuredOutputs(regex="a"))
+
+    assert not engine.has_work
+    add(engine, "a", 3, max_tokens=1)
+    assert run(engine)["a"][2] == "length"
+
+
 def test_each_output_has_a_grammar_of_its_own() -> None:
     runner = ScriptedRunner({"a/0": [1, 2, 3], "a/1": [4, 5, 6]})
     engine, compiler = build(runner)

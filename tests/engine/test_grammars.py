@@ -36,6 +36,8 @@ class GatedBackend:
             assert self.gate.wait(PATIENCE)
         if regex.startswith("bad"):
             raise ValueError(f"{regex} is bad")
+        if regex.startswith("busy") and self.compiled.count(regex) == 1:
+            raise BlockingIOError("no process to be had")
         if regex.startswith("panic"):
             raise BaseException("a panic")
         factory: Any = lambda: regex  # noqa: E731
@@ -242,3 +244,12 @@ def test_a_model_without_grammars_refuses_at_once() -> None:
     with pytest.raises(InvalidParameter, match="not with this tokenizer"):
         compiler.submit("a", regex("a"))
     assert compiler.num_threads == 0
+
+
+def test_what_failed_for_want_of_a_process_is_tried_again() -> None:
+    compiler = GrammarCompiler(GatedBackend())
+    compiler.submit("first", regex("busy"))
+    assert "try again later" in str(take(compiler, 1)["first"])
+
+    compiler.submit("second", regex("busy"))
+    assert callable(take(compiler, 1)["second"])

@@ -14,7 +14,7 @@ def test_the_line_tells_position_tokens_ahead_and_reason() -> None:
     engine.step()
 
     told = [(one.request_id, one.position, one.tokens_ahead, one.reason) for one in engine.waiting()]
-    assert told == [("b", 1, 1, WaitingReason.SEQ_BUDGET), ("c", 2, 9, WaitingReason.BEHIND)]
+    assert told == [("b", 1, 9, WaitingReason.SEQ_BUDGET), ("c", 2, 17, WaitingReason.BEHIND)]
 
 
 def test_a_report_counts_each_event_once() -> None:

@@ -177,6 +177,34 @@ def test_one_that_aged_to_the_head_of_the_line_displaces_no_equal() -> None:
     assert bench.scheduler.waiting_queue.head is aged
 
 
+@pytest.mark.parametrize(("low", "high", "waited"), [(3, 2, 31.0), (4, 2, 61.0), (1, 0, 31.0)])
+def test_who_lost_its_seat_does_not_get_it_back_for_having_waited(low: int, high: int, waited: float) -> None:
+    """vllm#40004: the seat is for the one of higher priority, also if its victim has aged to the head."""
+    bench = Bench(max_num_seqs=1, max_num_batched_tokens=16)
+    bench.add(4, 2, priority=low)
+    victim = bench.add(9, 30, priority=low)
+    bench.step()
+    bench.clock.now = waited
+    bench.steps_until(victim, at_most=4)
+    urgent = bench.add(4, 2, priority=high)
+
+    assert bench.steps_until(urgent, at_most=1) == 1
+    bench.run_out()
+    assert victim.num_preemptions == 1
+
+
+def test_no_seat_is_taken_by_one_that_the_step_has_no_room_for() -> None:
+    bench = Bench(max_num_seqs=2, max_num_prefill_seqs=1, max_num_batched_tokens=3)
+    low = bench.add(2, 20, priority=4)
+    bench.step()
+    bench.add(20, 2, priority=0)
+    bench.step()
+    bench.add(4, 2, priority=0)
+
+    assert bench.step().preempted == ()
+    assert low in bench.scheduler.running_queue
+
+
 def test_no_seat_is_taken_while_a_promoted_one_waits() -> None:
     bench = Bench(max_num_seqs=1, max_waiting_seconds=60.0)
     running = bench.add(4, 3, priority=4, accepted=1000.0)
@@ -204,21 +232,34 @@ def test_no_seat_is_taken_for_one_that_would_not_fit_then() -> None:
     assert bench.scheduler.waiting_reason(large) is WaitingReason.SEQ_BUDGET
 
 
-def test_nobody_skips_ahead_into_a_seat_that_was_taken_for_another() -> None:
-    limits = {"max_num_batched_tokens": 16, "chunked_prefill": False, "max_num_prefill_seqs": 4}
-    bench = Bench(max_num_seqs=4, policy="skip_ahead", num_kv_blocks=40, **limits)
-    running = [bench.add(2, 30, priority=1) for _ in range(3)]
-    low = bench.add(2, 30, priority=3)
+def short_of_a_block_for_the_one_that_took_a_seat() -> tuple[Bench, Sequence, Sequence, Sequence]:
+    """In the step in which `urgent` displaces another, one that runs takes a block that it needed."""
+    bench = Bench(max_num_seqs=2, policy="skip_ahead", num_kv_blocks=4)
+    running, low = bench.add(4, 12, priority=1), bench.add(3, 2, priority=3)
     bench.step()
-    large = bench.add(16, 2, priority=0)
-
+    urgent = bench.add(12, 2, priority=0)
+    small = bench.add(2, 2, priority=1)
     outputs = bench.step()
     assert outputs.preempted == (low,)
-    assert names(outputs) == [one.request_id for one in running], "with their tokens it does not fit yet"
+    assert names(outputs) == [running.request_id]
+    return bench, running, urgent, small
+
+
+def test_nobody_skips_ahead_into_a_seat_that_was_taken_for_another() -> None:
+    bench, running, urgent, small = short_of_a_block_for_the_one_that_took_a_seat()
     for _ in range(3):
-        assert low.request_id not in names(bench.step())
-    bench.end(*running)
-    assert names(bench.step()) == [large.request_id]
+        assert names(bench.step()) == [running.request_id]
+    bench.end(running)
+    outputs = bench.step()
+    assert names(outputs)[0] == urgent.request_id
+    assert small.request_id in names(outputs)
+
+
+def test_a_seat_that_was_taken_for_one_that_ended_is_anybodys() -> None:
+    bench, _, urgent, small = short_of_a_block_for_the_one_that_took_a_seat()
+    bench.end(urgent)
+    assert small.request_id in names(bench.step())
+    bench.run_out()
 
 
 # Blocks.

@@ -87,3 +87,9 @@ def test_a_bad_sampling_value_is_refused_by_name(field: str, value: object) -> N
 def test_good_sampling_values_are_taken() -> None:
     SamplingParams(max_tokens=10**9, temperature=1e-5, top_k=9999999, top_p=1, seed=-1, stop=("a", "b"))
     SamplingParams(seed=2**64 - 1, max_tokens=None, stop_token_ids=(0, 1))
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_k", "top_p", "seed", "presence_penalty"])
+def test_a_number_that_cannot_even_be_written_out_is_refused_by_name(field: str) -> None:
+    with pytest.raises(InvalidParameter, match=field):
+        SamplingParams(**{field: -(10**5000)})  # type: ignore[arg-type]

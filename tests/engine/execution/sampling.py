@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.constraints import Constraints
+from engine.constraints import NO_TOKEN_ALLOWED, Constraints
 from engine.execution.gumbel import gumbel_noise, row_keys
-from engine.execution.sampler import NO_TOKEN, NON_FINITE, Sampler
+from engine.execution.sampler import NON_FINITE, Sampler
 from engine.outputs import SampledToken, ScheduledSequence, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
@@ -175,7 +175,7 @@ def naive_sample(logits: torch.Tensor, item: ScheduledSequence) -> SampledToken:
         return SampledToken(None, NON_FINITE)
     edited = naive_edited(logits.float(), sequence)
     if edited.max() == -torch.inf:
-        return SampledToken(None, NO_TOKEN)
+        return SampledToken(None, NO_TOKEN_ALLOWED)
     if params.is_greedy:
         token_id = int(edited.argmax())
     else:

@@ -86,6 +86,20 @@ def test_parameters_that_are_not_one_for_each_prompt_are_refused(llm: LLM) -> No
         llm.generate(["a", "b", "c"], [GREEDY, GREEDY], show_progress=False)
 
 
+@pytest.mark.parametrize("params", [3, "x", {}, (GREEDY,), [None]])
+def test_what_is_no_parameters_is_refused(llm: LLM, params: list[SamplingParams]) -> None:
+    with pytest.raises(InvalidParameter, match=r"^params: "):
+        llm.generate(["a"], params, show_progress=False)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, {"a": 1}])
+def test_prompts_that_are_no_list_are_refused(llm: LLM, prompts: list[str]) -> None:
+    with pytest.raises(InvalidParameter, match=r"^prompts: "):
+        llm.generate(prompts, GREEDY, show_progress=False)
+    with pytest.raises(InvalidParameter, match=r"^conversations: "):
+        llm.chat(prompts, GREEDY, show_progress=False)  # type: ignore[arg-type]
+
+
 def test_no_prompts_are_no_results(llm: LLM) -> None:
     assert llm.generate([], GREEDY, show_progress=False) == []
     assert llm.chat([], GREEDY, show_progress=False) == []

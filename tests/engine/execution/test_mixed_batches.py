@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.constraints import Constraints
+from engine.constraints import NO_TOKEN_ALLOWED, Constraints
 from engine.execution import sampler
 from engine.execution.edits import LogitEdits
-from engine.execution.sampler import NO_TOKEN, NON_FINITE, Sampler
+from engine.execution.sampler import NON_FINITE, Sampler
 from engine.outputs import SampledToken, ScheduledSequence
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
@@ -144,7 +144,7 @@ def test_a_row_with_no_token_left_fails_alone_and_says_so(temperature: float) ->
     mate = row(SamplingParams(seed=3))
     logits[2, 50] = torch.nan
     found = Sampler().sample(logits, (mate, impossible, broken, mate))
-    assert found[1] == SampledToken(None, NO_TOKEN)
+    assert found[1] == SampledToken(None, NO_TOKEN_ALLOWED)
     assert found[2] == SampledToken(None, NON_FINITE)
     assert [found[0].token_id, found[3].token_id] == sample(logits[[0, 3]], mate, mate)
 
