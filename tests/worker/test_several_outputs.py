@@ -276,7 +276,6 @@ def test_a_bad_shape_of_a_request_names_its_field(redis_url: str, redis_client: 
         "max_tokens": {"sampling": {"n": 128, "max_tokens": 100, "logprobs": 20}},
         "prompt_logprobs": {
             "prompt_token_ids": (1,) * 12_000,
-            "prompt": None,
             "sampling": {"prompt_logprobs": 20},
         },
     }
