@@ -166,17 +166,17 @@ def assert_close(found: list[TokenLogprobs | None], right: list[TokenLogprobs | 
 
 
 CONFIGS = {
-    "tight": {"num_kv_blocks": 30},
-    "skip ahead": {"num_kv_blocks": 30, "policy": "skip_ahead", "max_num_seqs": 5},
-    "no cache": {"num_kv_blocks": 30, "prefix_caching": False},
+    "tight": {"num_kv_blocks": 22},
+    "skip ahead": {"num_kv_blocks": 22, "policy": "skip_ahead", "max_num_seqs": 5},
+    "no cache": {"num_kv_blocks": 22, "prefix_caching": False},
     "odd chunks": {
         "num_kv_blocks": 48,
         "max_num_batched_tokens": 13,
         "max_chunk_tokens": 5,
         "max_num_seqs": 6,
     },
-    "whole prompts": {"num_kv_blocks": 30, "chunked_prefill": False, "max_num_batched_tokens": 64},
-    "pins soon": {"num_kv_blocks": 30, "max_preemptions": 1},
+    "whole prompts": {"num_kv_blocks": 22, "chunked_prefill": False, "max_num_batched_tokens": 64},
+    "pins soon": {"num_kv_blocks": 22, "max_preemptions": 1},
 }
 
 
