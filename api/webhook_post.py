@@ -151,7 +151,7 @@ class _Answer(io.RawIOBase):
 def _left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise TimeoutError("it took too long")
+        raise TimeoutError("timed out")  # in the words of a socket that notices it first
     return left
 
 

@@ -16,9 +16,6 @@ from tests.api.webhook_receiver import Receiver, answer, close, receiving, say
 PATIENCE = 0.3
 """Seconds of a whole POST, where a test waits for their end."""
 
-#: Whoever notices first says it: the socket or the deadline of the whole call.
-TOO_LATE = r"timed out|too long"
-
 
 @pytest.fixture
 def receiver():
@@ -171,7 +168,7 @@ class TestEnds:
         assert time.monotonic() - began < 60
 
     def test_a_body_that_is_not_taken_does_not_take_longer(self):
-        with socket.create_server(("127.0.0.1", 0)) as deaf, pytest.raises(PostFailed, match=TOO_LATE):
+        with socket.create_server(("127.0.0.1", 0)) as deaf, pytest.raises(PostFailed, match="timed out"):
             post(f"http://127.0.0.1:{deaf.getsockname()[1]}/", b"x" * 50_000_000, seconds=PATIENCE)
 
     @pytest.mark.parametrize(
@@ -246,5 +243,5 @@ class TestTls:
             post(receiver.url().replace("http:", "https:"), tls=trusting, seconds=5)
 
     def test_a_silent_one(self, trusting):
-        with socket.create_server(("127.0.0.1", 0)) as deaf, pytest.raises(PostFailed, match=TOO_LATE):
+        with socket.create_server(("127.0.0.1", 0)) as deaf, pytest.raises(PostFailed, match="timed out"):
             post(f"https://127.0.0.1:{deaf.getsockname()[1]}/", tls=trusting, seconds=PATIENCE)
