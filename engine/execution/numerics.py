@@ -6,17 +6,25 @@ Law: the two ways differ in what stands here and in nothing else. This file does
 from collections.abc import Callable
 from typing import NamedTuple
 
+from transformers import PreTrainedModel
+
 from engine.config import EngineConfig
 from engine.execution.deterministic_attention import DeterministicAttention
 from engine.execution.deterministic_experts import use_whole_rows
 from engine.execution.deterministic_runner import DeterministicRunner
 from engine.execution.deterministic_trial import agreeing_row_counts
+from engine.execution.fused_linears import fuse_linears
 from engine.execution.inputs import InputBuilder
+from engine.execution.kv_cache import free_bytes
 from engine.execution.loader import LoadedModel
 from engine.execution.model_runner import ModelRunner
+from engine.execution.packed_linears import pack_linears
 from engine.execution.torch_attention import TorchAttention
 from engine.execution.trial import BackendFactory, Preparation
 from engine.step_execution import Runner
+
+PACKED_MEMORY_SHARE = 0.25
+"""Of the free memory, what packed copies of weights may take."""
 
 
 class Numerics(NamedTuple):
@@ -25,6 +33,12 @@ class Numerics(NamedTuple):
     make_backend: BackendFactory
     prepare: Preparation
     make_runner: Callable[[LoadedModel, EngineConfig, Callable[[str], None]], Runner]
+
+
+def _speed_up(model: PreTrainedModel) -> None:
+    fuse_linears(model)
+    if model.device.type == "cpu":
+        pack_linears(model, max_bytes=int(free_bytes(model.device) * PACKED_MEMORY_SHARE))
 
 
 def _plain_runner(loaded: LoadedModel, config: EngineConfig, _: Callable[[str], None]) -> Runner:
@@ -56,5 +70,5 @@ def _input_builder(config: EngineConfig) -> InputBuilder:
     return InputBuilder(config.max_num_seqs, config.max_model_len, config.block_size)
 
 
-PLAIN = Numerics(TorchAttention, lambda _: None, _plain_runner)
+PLAIN = Numerics(TorchAttention, _speed_up, _plain_runner)
 DETERMINISTIC = Numerics(DeterministicAttention, use_whole_rows, _deterministic_runner)

@@ -37,18 +37,24 @@ def record_layers(model: PreTrainedModel) -> tuple[LayerSpec, ...]:
 
     Raises `UnsupportedModel` if not every layer calls the attention function exactly once.
     """
-    recorder = _Recorder()
-    tokens = torch.arange(2, device=model.device)[None]
-    with torch.inference_mode():
-        model(input_ids=tokens, position_ids=tokens, use_cache=False, attention_step=recorder)
+    calls = pass_of_two_tokens(model)
     num_layers = model.config.get_text_config().num_hidden_layers
-    layers = [layer for layer, _ in recorder.calls]
+    layers = [layer for layer, _ in calls]
     if sorted(layers) != list(range(num_layers)):
         raise UnsupportedModel(
             f"model type {model.config.model_type!r} has {num_layers} layers but called the attention"
             f" function {len(layers)} times, for {len(set(layers))} layers: each must call it once"
         )
-    return tuple(spec for _, spec in sorted(recorder.calls, key=lambda call: call[0]))
+    return tuple(spec for _, spec in sorted(calls, key=lambda call: call[0]))
+
+
+def pass_of_two_tokens(model: PreTrainedModel) -> list[tuple[int, LayerSpec]]:
+    """One forward pass with attention left out: each call of the attention function, with its layer."""
+    recorder = _Recorder()
+    tokens = torch.arange(2, device=model.device)[None]
+    with torch.inference_mode():
+        model(input_ids=tokens, position_ids=tokens, use_cache=False, attention_step=recorder)
+    return recorder.calls
 
 
 class _Recorder:

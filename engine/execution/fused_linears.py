@@ -1,0 +1,118 @@
+"""Linears that read the same input become one product: one pass over the input, one larger matrix.
+
+Law: which linears read the same input is seen in a forward pass, never taken from their names, and looked at
+again in each call: a part that is given another input than its mates computes anew. The parts keep their
+places in the module tree, and their weights can be read there. Knows no model, and nothing of how a product
+is computed.
+"""
+
+from collections import Counter, defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.execution.linear_places import LinearPlace, linear_places
+from engine.execution.probe import pass_of_two_tokens
+
+
+class FusedLinear(nn.Module):
+    """The product of several linears of one input; its parts fetch their outputs one after the other."""
+
+    def __init__(self, members: list[nn.Linear]) -> None:
+        super().__init__()
+        self.sizes = [member.out_features for member in members]
+        biases = [member.bias for member in members if member.bias is not None]
+        self.product = nn.Linear(
+            members[0].in_features,
+            sum(self.sizes),
+            bias=bool(biases),
+            device="meta",
+            dtype=members[0].weight.dtype,
+        )
+        self.product.weight = _parameter(torch.cat([member.weight.detach() for member in members]))
+        if biases:
+            self.product.bias = _parameter(torch.cat([bias.detach() for bias in biases]))
+        self._input: torch.Tensor | None = None
+        self._parts: dict[int, torch.Tensor] = {}
+
+    def part(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Output `index` of `hidden` [..., in]: [..., sizes[index]], a view of the whole product."""
+        if self._input is not hidden or index not in self._parts:
+            self._input = hidden
+            self._parts = dict(enumerate(self.product(hidden).split(self.sizes, dim=-1)))
+        part = self._parts.pop(index)
+        if not self._parts:
+            self._input = None  # Else the activation would live on, and nobody counts it.
+        return part
+
+
+class FusedPart(nn.Module):
+    """One of the linears, where it stood before."""
+
+    def __init__(self, fused: FusedLinear, index: int, member: nn.Linear) -> None:
+        super().__init__()
+        self.fused = fused
+        self.index = index
+        self.in_features = member.in_features
+        self.out_features = member.out_features
+        first = sum(fused.sizes[:index])
+        rows = slice(first, first + member.out_features)
+        # Views: no memory of their own.
+        self.weight = _parameter(fused.product.weight.detach()[rows])
+        self.bias = None if member.bias is None else _parameter(fused.product.bias.detach()[rows])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.fused.part(self.index, hidden)
+
+
+def fuse_linears(model: PreTrainedModel) -> int:
+    """Make one product of the linears of one parent that read one input; gives how many products.
+
+    Left alone: what is no plain `nn.Linear`, what stands in two places or is called twice, what shares its
+    weight with another module, and linears whose dtype or having a bias differs.
+    """
+    num_products = 0
+    for places in _readers_of_one_input(model):
+        fused = FusedLinear([place.linear for place in places])
+        for index, place in enumerate(places):
+            place.put(FusedPart(fused, index, place.linear))
+        num_products += 1
+    return num_products
+
+
+def _readers_of_one_input(model: PreTrainedModel) -> list[list[LinearPlace]]:
+    places = _own_places(model)
+    calls: list[tuple[nn.Module, torch.Tensor]] = []
+
+    def note(module: nn.Module, given: tuple[Any, ...]) -> None:
+        # The tensors are kept, so that no two have one id.
+        calls.append((module, given[0]))
+
+    hooks = [place.linear.register_forward_pre_hook(note) for place in places]
+    try:
+        pass_of_two_tokens(model)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    num_calls = Counter(module for module, _ in calls)
+    inputs = {module: id(given) for module, given in calls if num_calls[module] == 1}
+    groups = defaultdict[tuple[object, ...], list[LinearPlace]](list)
+    for place in places:
+        if place.linear in inputs:
+            kind = (place.linear.weight.dtype, place.linear.weight.device, place.linear.bias is None)
+            groups[place.parent, inputs[place.linear], *kind].append(place)
+    return [members for members in groups.values() if len(members) > 1]
+
+
+def _own_places(model: PreTrainedModel) -> list[LinearPlace]:
+    """Linears that stand in one place and own their weights."""
+    places = list(linear_places(model))
+    num_places = Counter(place.linear for place in places)
+    num_owners = Counter(id(one) for module in model.modules() for one in module.parameters(recurse=False))
+    return [place for place in places if num_places[place.linear] == 1 == num_owners[id(place.linear.weight)]]
+
+
+def _parameter(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)

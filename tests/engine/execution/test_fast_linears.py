@@ -1,0 +1,200 @@
+"""Fused and packed linears: the same tokens, and nothing touched that is not plain."""
+
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.config import EngineConfig
+from engine.execution.attention import ATTENTION_NAME, install
+from engine.execution.fused_linears import FusedLinear, FusedPart, fuse_linears
+from engine.execution.packed_linears import ROW_COUNTS, PackedLinear, faster_packed, pack_linears
+from tests.comparer import Reference, assert_equal_tokens, reference
+from tests.engine.execution.serving import GREEDY, make_prompts, make_runner, serve
+from tests.tiny_models import ARCHITECTURES, make_model
+
+PROMPTS = make_prompts((1, 5, 17, 33, 64))
+REQUESTS = {name: (prompt, GREEDY) for name, prompt in PROMPTS.items()}
+CROWDED = EngineConfig(
+    max_model_len=128, num_kv_blocks=30, block_size=4, max_num_batched_tokens=24, max_num_seqs=4
+)
+ALL = (True,) * len(ROW_COUNTS)
+NONE = (False,) * len(ROW_COUNTS)
+PLENTY = 1 << 40
+
+
+@cache
+def expected(arch: str) -> dict[str, Reference]:
+    model = make_model(arch)
+    return {name: reference(model, prompt, 20) for name, prompt in PROMPTS.items()}
+
+
+def ready(arch: str = "llama") -> PreTrainedModel:
+    install()
+    model = make_model(arch)
+    model.set_attn_implementation(ATTENTION_NAME)
+    return model
+
+
+def pack_all(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr("engine.execution.packed_linears.SMALLEST", 0)
+    return pack_linears(model, max_bytes=PLENTY, choose=lambda _: ALL)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_greedy_tokens_stay_those_of_generate(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ready(arch)
+    fuse_linears(model)
+    assert pack_all(model, monkeypatch) > 0 or arch == "gpt2"  # whose projections are no linears
+
+    served = serve(make_runner(model, CROWDED), CROWDED, REQUESTS)
+
+    assert served.num_preempted > 0
+    assert_equal_tokens(served.token_ids, expected(arch))
+
+
+def test_the_readers_of_one_input_are_found() -> None:
+    model = ready("qwen2")
+    assert fuse_linears(model) == 2 * model.config.num_hidden_layers
+
+    layer = model.model.layers[0]
+    assert layer.self_attn.q_proj.fused is layer.self_attn.k_proj.fused is layer.self_attn.v_proj.fused
+    assert layer.mlp.gate_proj.fused is layer.mlp.up_proj.fused
+    assert type(layer.self_attn.o_proj) is type(layer.mlp.down_proj) is type(model.lm_head) is nn.Linear
+
+
+def test_a_part_keeps_its_weight_in_no_memory_of_its_own() -> None:
+    model, plain = ready("qwen2"), ready("qwen2")
+    fuse_linears(model)
+    parts = model.model.layers[0].self_attn
+    originals = plain.model.layers[0].self_attn
+    for name in ("q_proj", "k_proj", "v_proj"):
+        part, original = getattr(parts, name), getattr(originals, name)
+        assert torch.equal(part.weight, original.weight)
+        assert torch.equal(part.bias, original.bias)
+        assert (part.in_features, part.out_features) == (original.in_features, original.out_features)
+        whole = part.fused.product.weight
+        assert part.weight.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def members(*sizes: int, num_inputs: int = 6) -> list[nn.Linear]:
+    return [nn.Linear(num_inputs, size).requires_grad_(False) for size in sizes]
+
+
+def test_parts_called_in_any_order_with_any_inputs_are_right() -> None:
+    linears = members(3, 4, 5)
+    fused = FusedLinear(linears)
+    parts = [FusedPart(fused, index, one) for index, one in enumerate(linears)]
+    first, second = torch.randn(2, 6), torch.randn(1, 7, 6)
+    for index, hidden in (
+        (2, first),
+        (0, first),
+        (0, second),
+        (0, second),
+        (1, first),
+        (2, second),
+        (1, second),
+    ):
+        torch.testing.assert_close(parts[index](hidden), linears[index](hidden))
+
+
+def test_a_product_is_computed_once_for_its_parts_and_then_forgotten() -> None:
+    linears = members(3, 4)
+    fused = FusedLinear(linears)
+    calls: list[object] = []
+    fused.product.register_forward_pre_hook(lambda *_: calls.append(None))
+    hidden = torch.randn(2, 6)
+    first, second = fused.part(0, hidden), fused.part(1, hidden)
+    assert len(calls) == 1
+    torch.testing.assert_close(
+        torch.cat([first, second], -1), torch.cat([one(hidden) for one in linears], -1)
+    )
+    # Rewritten by somebody in place: the same tensor, other numbers.
+    hidden.zero_()
+    torch.testing.assert_close(fused.part(0, hidden), linears[0](hidden))
+
+
+class Block(nn.Module):
+    """Linears that must not be fused, beside two that may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.twice, self.of_other = members(6, 6, 6, 6)
+        self.special = _Special(6, 6)
+        self.tied = nn.Linear(6, 6)
+        self.tied.weight = nn.Parameter(torch.randn(6, 6))
+        self.owner = nn.Embedding(6, 6)
+        self.owner.weight = self.tied.weight
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = self.a(hidden) + self.b(hidden) + self.special(hidden) + self.tied(hidden)
+        return out + self.twice(self.twice(hidden)) + self.of_other(hidden + 1)
+
+
+class _Special(nn.Linear):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(hidden)
+
+
+def test_what_is_not_plain_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = Block()
+    hidden = torch.randn(3, 6)
+    right = block(hidden)
+    monkeypatch.setattr("engine.execution.fused_linears.pass_of_two_tokens", lambda model: model(hidden))
+
+    assert fuse_linears(block) == 1  # type: ignore[arg-type]  # any module will do
+
+    fused = [name for name, child in block.named_children() if type(child) is FusedPart]
+    assert fused == ["a", "b"]
+    torch.testing.assert_close(block(hidden), right)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 4, 5, 16, 17, 64, 65, 256, 300])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_packed_weight_gives_the_same_product(num_rows: int, bias: bool) -> None:
+    plain = nn.Linear(48, 40, bias=bias).requires_grad_(False)
+    hidden = torch.randn(1, num_rows, 96)[..., :48]  # not contiguous
+    with torch.inference_mode():
+        torch.testing.assert_close(PackedLinear(plain, ALL)(hidden), plain(hidden))
+        torch.testing.assert_close(PackedLinear(plain, NONE)(hidden), plain(hidden))
+
+
+def test_each_number_of_rows_goes_the_way_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways: list[str] = []
+    module = "engine.execution.packed_linears"
+    monkeypatch.setattr(f"{module}.linear", lambda hidden, *_: ways.append("plain"))
+    monkeypatch.setattr(f"{module}._multiply", lambda hidden, *_: ways.append("packed"))
+    packed = PackedLinear(nn.Linear(8, 8), (False, True, False, True, False))
+    for num_rows in (1, 2, 4, 5, 16, 17, 64, 65, 1000):
+        packed(torch.randn(num_rows, 8))
+    assert ways == ["plain", "packed", "packed", "plain", "plain", "packed", "packed", "plain", "plain"]
+
+
+def test_copies_that_do_not_fit_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.execution.packed_linears.SMALLEST", 0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 4)).requires_grad_(False)
+    num_bytes = model[0].weight.nbytes
+    assert pack_linears(model, max_bytes=num_bytes + model[2].weight.nbytes, choose=lambda _: ALL) == 2
+    assert [type(one) for one in model] == [PackedLinear, nn.Linear, PackedLinear]
+
+
+def test_what_cannot_be_packed_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build without oneDNN, or a dtype that this processor cannot multiply, is no error."""
+
+    def refuse(weight: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("bf16 path needs the cpu support avx512bw")
+
+    monkeypatch.setattr("engine.execution.packed_linears._pack", refuse)
+    assert faster_packed(members(5)) == NONE
+
+
+def test_the_choice_is_measured_for_each_row_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([(1.0, 0.5), (1.0, 1.0), (1.0, 2.0), (1.0, 0.97), (1.0, 0.9)])
+    monkeypatch.setattr("engine.execution.packed_linears._least_seconds", lambda *_: next(times))
+    assert faster_packed(members(5)) == (True, False, False, False, True)
+
+
+def test_measuring_runs_both_ways() -> None:
+    assert len(faster_packed(members(64, 64, num_inputs=32))) == len(ROW_COUNTS)
