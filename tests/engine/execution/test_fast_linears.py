@@ -1,5 +1,6 @@
 """Fused and packed linears: the same tokens, and nothing touched that is not plain."""
 
+import weakref
 from functools import cache
 
 import pytest
@@ -114,6 +115,10 @@ def test_a_product_is_computed_once_for_its_parts_and_then_forgotten() -> None:
     # Rewritten by somebody in place: the same tensor, other numbers.
     hidden.zero_()
     torch.testing.assert_close(fused.part(0, hidden), linears[0](hidden))
+    fused.part(1, hidden)
+    kept = weakref.ref(hidden)
+    del hidden
+    assert kept() is None
 
 
 class Block(nn.Module):
@@ -130,7 +135,7 @@ class Block(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         out = self.a(hidden) + self.b(hidden) + self.special(hidden) + self.tied(hidden)
-        return out + self.twice(self.twice(hidden)) + self.of_other(hidden + 1)
+        return out + self.twice(hidden + 2) + self.twice(hidden) + self.of_other(hidden + 1)
 
 
 class _Special(nn.Linear):
