@@ -28,6 +28,7 @@ from worker.protocol.messages import FinishedEvent, LogEntry
 from worker.protocol.store import TaskStore
 from worker.publisher import Publisher
 from worker.stream import Stream
+from worker.trials import Trials
 
 
 class Impatient(threading.Event):
@@ -43,14 +44,21 @@ class Gate:
     def __init__(self, client: "redis.Redis", model: ServedModel | None = None, seats: int = 8) -> None:
         self.client = client
         self.load = Load()
+        self.now = 0.0
         wake = Impatient()
         self.holdings = Holdings(wake)
         self.inbox = Inbox()
         store = TaskStore(client)
         self.metrics = new_metrics()
         self.publisher = Publisher(
-            store, self.holdings, new_metrics(), on_lost=lambda _: None, on_cancelled=lambda _: None
+            store,
+            self.holdings,
+            new_metrics(),
+            on_lost=lambda _: None,
+            on_cancelled=lambda _: None,
+            on_progress=lambda ownership: self.trials.finish(ownership),
         )
+        self.trials = Trials(self.inbox, wake, lambda: self.now)
         self.intake = Intake(
             store,
             model or served_model(),
@@ -58,6 +66,7 @@ class Gate:
             self.holdings,
             self.inbox,
             self.publisher,
+            self.trials,
             self.metrics,
             worker_name="w",
             lease_seconds=60,

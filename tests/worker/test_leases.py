@@ -10,7 +10,7 @@ from tests.worker.workshop import SLUG, new_metrics, submit
 from worker.leases import Leases
 from worker.ownership import Holdings, Ownership
 from worker.protocol import keys
-from worker.protocol.store import TaskStore
+from worker.protocol.store import Standing, TaskStore
 from worker.watching import Pulse
 
 
@@ -22,6 +22,7 @@ class Beats:
         self.client = client
         self.fails = False
         self.announced = 0
+        self.standing: Standing = "seated"
         self.lost: list[Ownership] = []
         self.cancelled: list[Ownership] = []
         self.waits: list[float] = []
@@ -38,6 +39,7 @@ class Beats:
             announce=self.announce,
             on_lost=self.lose,
             on_cancelled=self.cancelled.append,
+            standings=lambda owners: dict.fromkeys(owners, self.standing),
             clock=lambda: self.now,
             wait=self.waits.append,
         )

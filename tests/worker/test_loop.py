@@ -58,12 +58,16 @@ class ScriptedEngine:
         self.live = [one for one in self.live if one != request_id]
         return found
 
-    def step(self) -> StepOutput:
+    def serves(self, request_id: str) -> bool:
+        return request_id in self.live
+
+    def step(self, only: str | None = None) -> StepOutput:
         if self.fault:
             raise self.fault
-        self.calls.append(("step", ",".join(self.live)))
-        outputs = tuple(SequenceOutput(request_id=one, token_id=1) for one in self.live)
-        return StepOutput(outputs=outputs, started=tuple(self.live), report=StepReport(step=len(self.calls)))
+        stepped = [one for one in self.live if only in (None, one)]
+        self.calls.append(("step", ",".join(stepped)))
+        outputs = tuple(SequenceOutput(request_id=one, token_id=1) for one in stepped)
+        return StepOutput(outputs=outputs, started=tuple(stepped), report=StepReport(step=len(self.calls)))
 
     def waiting(self) -> list[WaitingSequence]:
         one = WaitingSequence(request_id="w", position=1, tokens_ahead=3, reason=WaitingReason.TOKEN_BUDGET)

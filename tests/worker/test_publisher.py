@@ -49,6 +49,7 @@ class Desk:
         self.holdings = Holdings(threading.Event())
         self.lost: list[Ownership] = []
         self.cancelled: list[Ownership] = []
+        self.progressed: list[Ownership] = []
         self.metrics = new_metrics()
         self.unreliable = Unreliable(store)
         unreliable: Any = self.unreliable
@@ -58,6 +59,7 @@ class Desk:
             self.metrics,
             on_lost=self.lost.append,
             on_cancelled=self.cancelled.append,
+            on_progress=self.progressed.append,
             max_backlog=max_backlog,
         )
         (claimed,) = store.claim(SLUG, worker="w", max_tasks=1, lease_seconds=60)

@@ -107,8 +107,8 @@ class Claimed:
     attempts published. `prompt_token_ids` and `fingerprint`: as the first attempt stored them.
     `waited_seconds`: from the acceptance to this claim, on Redis's clock. `num_outputs`: as submitted.
     `has_started`: a step of an earlier attempt took it. `cached_tokens`: as an earlier attempt told them.
-    `suspect`: an earlier owner died while it had this task in hand and logged nothing of it. It is to be tried
-    alone, recorded so before anything else is done with it, until its log has grown.
+    `suspect`: an earlier owner died while it had this task in hand and had logged nothing of it. It is to be
+    tried alone, and recorded so before anything else is done with it, until its log has grown.
     """
 
     task_id: str
