@@ -23,8 +23,8 @@ class Leases:
     """`turn` belongs to one thread.
 
     `announce` shows the worker to others, as it is at the moment. `on_lost` gets tasks that another took,
-    `on_cancelled` those that a cancel ended. `standings` tells how tasks (task -> owner) stand in this worker,
-    which is recorded for the case that it dies. `wait` pauses between two turns.
+    `on_cancelled` those that a cancel ended. `standings` tells how tasks (task -> owner) stand in this
+    worker, which is recorded for the case that it dies. `wait` pauses between two turns.
     """
 
     def __init__(

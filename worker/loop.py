@@ -1,7 +1,7 @@
 """The loop: take what came in, step the engine, hand on what came out.
 
 Law: a turn touches in-process queues only, and no request, observer or slow Redis can break it; `EngineDead`
-alone ends it. While a request is tried alone nobody else is stepped, and it is prepared here, so that whatever
+alone ends it. While a request is tried alone nobody else is stepped, and it is prepared here, so that what
 hangs in it stops the ticks. Knows neither Redis nor RQ nor a tokenizer.
 """
 

@@ -1,8 +1,8 @@
 """Tasks that an earlier worker may have died of: each is tried alone, one after the other.
 
-Law: from before its trial is recorded until a token or an end of it is stored, a task is the only one that this
-worker touches, so that whatever kills the worker meanwhile is this task's doing: the loop steps nobody before
-the record is made, and nobody else is claimed or prepared. Knows neither Redis nor the engine.
+Law: from before its trial is recorded until a token or an end of it is stored, a task is the only one that
+this worker touches, so that whatever kills the worker meanwhile is this task's doing: the loop steps nobody
+before the record is made, and nobody else is claimed or prepared. Knows neither Redis nor the engine.
 """
 
 import threading
