@@ -52,9 +52,9 @@ class Trials:
             return {held: self._standing(Ownership(held, owners[held]), in_line) for held in owners}
 
     def _standing(self, ownership: Ownership, in_line: Set[str]) -> Standing:
-        if self._is_quiet:
-            return "alone" if ownership == self._current else "waiting"
-        return "waiting" if ownership in self._waiting or ownership.request_id in in_line else "seated"
+        if self._is_quiet or ownership in self._waiting:
+            return "alone" if self._is_quiet and ownership == self._current else "untouched"
+        return "waiting" if ownership.request_id in in_line else "seated"
 
     def add(self, task: Claimed) -> None:
         with self._lock:

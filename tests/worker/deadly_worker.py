@@ -1,4 +1,4 @@
-"""`python -m tests.worker.deadly_worker`: a worker process that dies of requests whose prompt begins with DEADLY.
+"""`python -m tests.worker.deadly_worker`: a worker process that dies of prompts which begin with DEADLY.
 
 `HOW` it dies: `exit` (at once, as of a crash in native code), `hang` (in a step, with the interpreter's lock
 held), `lost` (its device is lost), each at the step for output token `AT`; or `encode` (while a prompt is

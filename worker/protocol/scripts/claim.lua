@@ -17,7 +17,7 @@ local function take(id, task, owner)
   call('HSET', K.run .. id, 'owner', owner, 'worker', worker, 'claimed_at', seconds(now_us),
     'position', '0', 'tokens_ahead', '0', 'waiting_for', suspect and 'suspect' or 'capacity',
     -- What is claimed is touched at once, before its worker records anything; a suspect waits until it has.
-    'claimed_length', length, 'standing', suspect and 'waiting' or 'seated')
+    'claimed_length', length, 'standing', suspect and 'untouched' or 'seated')
   call('ZADD', K.leases, seconds(now_us + lease * 1000000), id)
   call('HSET', K.rq_job .. id, 'status', 'started', 'started_at', stamp, 'last_heartbeat', stamp,
     'worker_name', worker)

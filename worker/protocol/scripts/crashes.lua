@@ -25,14 +25,10 @@ end
 local function note_crash(id, task)
   local length, claimed_length = call('XLEN', K.log .. id), tonumber(task.claimed_length)
   -- Without that length it was claimed by an older version.
-  if not claimed_length or length > claimed_length then
+  if task.standing == 'untouched' or not claimed_length or length > claimed_length then
     return false
   end
-  local crashes, standing = crashes_of(task, length), task.standing
-  if standing == 'waiting' and is_suspect(crashes) then
-    return false
-  end
-  crashes = crashes .. task.owner .. '=' .. standing .. ' '
+  local crashes = crashes_of(task, length) .. task.owner .. '=' .. task.standing .. ' '
   call('HSET', K.run .. id, 'crashes', crashes, 'crashes_at', length)
   return count(crashes, 'alone') >= DEADLY
 end

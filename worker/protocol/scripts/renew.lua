@@ -1,5 +1,4 @@
--- Moves the ends of leases away, and records how each task stands in its worker: `waiting` (no step takes it
--- as things are), `seated`, or `alone` (nothing else is touched there).
+-- Moves the ends of leases away, and records how each task stands in its worker (see `Standing` in records.py).
 -- ARGV: retention, seconds of the lease; id, owner and standing of each.
 -- Gives {ids that are another's or nobody's now}, {ids that were cancelled in the caller's hands}.
 
