@@ -32,8 +32,8 @@ FACTS = frozenset(
 TaskStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 WorkerState = Literal["loading", "ready", "draining", "stalled"]
 Standing = Literal["untouched", "waiting", "seated", "alone"]
-"""How a task stands in the worker that owns it: nothing is done with it, for sure; it waits for a step to take
-it; steps take it, or it is being prepared; that is done with it alone, while the others are untouched."""
+"""How a task stands in the worker that owns it: nothing is done with it, for sure; it waits for a step to
+take it; steps take it, or it is being prepared; so it is alone, while the others are untouched."""
 
 
 class QueueFull(Exception):

@@ -1,4 +1,4 @@
-"""Which deaths of workers count against a task, rule by rule. A death is a lease that lapses and is reaped."""
+"""Which deaths of workers count against a task, rule by rule. A death: a lease lapsed and was reaped."""
 
 import pytest
 import redis
