@@ -343,3 +343,24 @@ def waiting_output(desk: Desk, index: int) -> WaitingSequence:
         tokens_ahead=10 + index,
         reason=reason,
     )
+
+
+def test_progress_is_what_is_stored_of_tokens_and_ends(desk: Desk) -> None:
+    """Told when Redis has it: facts are none, and what may be lost is not either."""
+    desk.publisher.hand(
+        StepOutput(outputs=(), started=(desk.ownership.request_id,), report=StepReport(step=1))
+    )
+    desk.publisher.turn()
+    assert desk.progressed == []
+    desk.say(7)
+    desk.unreliable.lose_call = True
+    with pytest.raises(redis.ConnectionError):
+        desk.publisher.turn()
+    assert desk.progressed == []
+    desk.unreliable.lose_call = False
+    desk.publisher.turn()
+    assert desk.progressed == [desk.ownership]
+    desk.say(None, finish_reason=FinishReason.LENGTH)
+    desk.publisher.turn()
+
+    assert desk.progressed == [desk.ownership] * 2
