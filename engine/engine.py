@@ -151,18 +151,25 @@ class Engine:
         self.scheduler.finished_sequences += [one for one in finished if one in self._outputs]
         return True
 
-    def step(self) -> StepOutput:
+    def serves(self, request_id: str) -> bool:
+        """Whether there is something to do for this request, if only to tell its end."""
+        return request_id in self._requests
+
+    def step(self, only: str | None = None) -> StepOutput:
         """Compute one step, and tell what came of it.
 
-        Raises `EngineDead` when nothing can be computed any more.
+        `only`: a request, of which alone anything is computed; the others keep what they have, unless it
+        needs their seats or blocks. All ends are told. Raises `EngineDead` when nothing can be computed any
+        more.
         """
         self._num_steps += 1
         self._end_late_ones()
-        self._start_compiled_ones()
+        taking_part = None if only is None else self._sequences_of(only)
+        self._start_compiled_ones(taking_part)
         timer = StepTimer(self._clock)
         step_log = StepLog(self._num_steps, timer)
         with timer.stage("schedule"):
-            outputs = self.scheduler.schedule()
+            outputs = self.scheduler.schedule(taking_part)
         executed = self._execution.run(outputs, timer)
         tokens = dict(executed.tokens)
         started = self._note_progress(outputs, executed, step_log)
@@ -197,10 +204,18 @@ class Engine:
         for request, reason in self._deadlines.take_late(self._clock()):
             self._end(request, FinishReason.TIMEOUT, reason)
 
-    def _start_compiled_ones(self) -> None:
+    def _sequences_of(self, request_id: str) -> list[Sequence]:
+        request = self._requests.get(request_id)
+        return [output.sequence for output in request.outputs] if request else []
+
+    def _start_compiled_ones(self, taking_part: list[Sequence] | None) -> None:
         if not self._grammars.is_awaited:
             return
-        is_idle = not self.num_running and self.num_waiting == len(self.scheduler.held_sequences)
+        running, line = self.scheduler.running_queue, self.scheduler.waiting_queue
+        if taking_part is None:
+            is_idle = not running and not line
+        else:
+            is_idle = not any(one in running or one in line for one in taking_part)
         for request, error in self._grammars.take_ready(is_idle=is_idle):
             if error:
                 self._end(request, FinishReason.ERROR, error)

@@ -8,16 +8,17 @@ beside this one to say; it knows no tensors.
 
 import bisect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from engine.admission import admission_of, refuse_what_never_fits
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.decode_turns import DecodeTurns
+from engine.exclusive import Exclusive
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, WaitingReason
 from engine.preemption import Preemption
 from engine.seats import Seats
-from engine.sequence import FinishReason, Sequence, SequenceStatus
+from engine.sequence import ORDER, FinishReason, Sequence, SequenceStatus
 from engine.step_plan import StepPlan
 from engine.waiting_room import WaitingRoom
 
@@ -81,15 +82,23 @@ class Scheduler:
         if self._waiting_room.release(sequence):
             self._waiting_room.join(sequence)
 
-    def schedule(self) -> SchedulerOutputs:
-        """Decide one step: decodes first, then prefills that are under way, then those who wait."""
-        plan = StepPlan(self.config, self._clock())
+    def schedule(self, only: Iterable[Sequence] | None = None) -> SchedulerOutputs:
+        """Decide one step: decodes first, then prefills that are under way, then those who wait.
+
+        `only`: all outputs of one request; no other is stepped.
+        """
+        alone = None if only is None else Exclusive(only, self._preemption)
+        plan = StepPlan(self.config, self._clock(), alone or self._preemption)
         self.waiting_queue.advance(plan.now)
-        self._take_a_seat(plan)
-        decoding, prefilling = self._by_need()
+        if alone is None:
+            self._take_a_seat(plan)
+        decoding, prefilling = self._by_need(alone)
         self._schedule_decodes(decoding, prefilling, plan)
         self._continue_prefills(prefilling, plan)
-        self._admit_waiting(plan)
+        if alone is None:
+            self._admit_waiting(plan)
+        else:
+            alone.admit(self.waiting_queue, self.running_queue, plan, self._admit, self._preempt)
         self._waiting_room.note(plan.skipped)
         # What a runner is to tidy up waits for a step that it executes.
         if not plan.is_busy:
@@ -171,12 +180,14 @@ class Scheduler:
             )
         )
 
-    def _by_need(self) -> tuple[list[Sequence], list[Sequence]]:
+    def _by_need(self, alone: Exclusive | None) -> tuple[list[Sequence], list[Sequence]]:
         """Those of the running ones that decode, and those that compute what they know already."""
+        running = alone.of(self.running_queue) if alone else list(self.running_queue)
         if not self._prefilling:
-            return list(self.running_queue), []
+            return running, []
         prefilling = set(self._prefilling)
-        return [one for one in self.running_queue if one not in prefilling], list(self._prefilling)
+        decoding = [one for one in running if one not in prefilling]
+        return decoding, [one for one in running if one in prefilling]
 
     def _schedule_decodes(self, decoding: list[Sequence], prefilling: list[Sequence], plan: StepPlan) -> None:
         chosen, passed_over, reason = self._decode_turns.choose(
@@ -273,7 +284,7 @@ class Scheduler:
         where all others are pinned; these need no more blocks, and end.
         """
         plan.lacks_blocks = True
-        victim = self._preemption.victim_for_blocks(self.running_queue)
+        victim = plan.yielding.victim_for_blocks(self.running_queue)
         if victim is None:
             plan.skip(sequence, WaitingReason.KV_BLOCKS)
             return False
@@ -286,23 +297,23 @@ class Scheduler:
 
     def _seat(self, sequence: Sequence, num_found_tokens: int, plan: StepPlan) -> None:
         """Out of the line; its tenant is charged for what is to be computed and never was before."""
-        sequence.is_promoted = self.waiting_queue.is_head_promoted
+        sequence.is_promoted = self.waiting_queue.is_head_promoted and sequence is self.waiting_queue.head
         sequence.is_pinned = self._preemption.is_to_be_pinned(sequence)
         sequence.num_charged_tokens = max(sequence.num_charged_tokens, num_found_tokens)
         self._waiting_room.charge(sequence)
         self._waiting_room.take(sequence)
         sequence.admit(self._seats.take(), num_found_tokens)
         sequence.waited_seconds = plan.now - sequence.waiting_since
-        bisect.insort(self.running_queue, sequence, key=_order)
-        if not _is_decoding(sequence):
-            bisect.insort(self._prefilling, sequence, key=_order)
+        bisect.insort(self.running_queue, sequence, key=ORDER)
+        if not sequence.is_decoding:
+            bisect.insort(self._prefilling, sequence, key=ORDER)
         plan.admitted.append(sequence)
         if sequence is self._claimant:
             self._claimant = None
 
     def _retire_prefill(self, sequence: Sequence) -> None:
         self.block_manager.publish(sequence)
-        if _is_decoding(sequence):
+        if sequence.is_decoding:
             self._prefilling.remove(sequence)
 
     def _preempt(self, victim: Sequence, reason: WaitingReason, plan: StepPlan) -> None:
@@ -316,19 +327,10 @@ class Scheduler:
 
     def _unseat(self, sequence: Sequence) -> None:
         """Off its seat, its blocks back, and its tenant charged for all of it."""
-        del self.running_queue[bisect.bisect_left(self.running_queue, sequence.order, key=_order)]
+        del self.running_queue[bisect.bisect_left(self.running_queue, sequence.order, key=ORDER)]
         if sequence in self._prefilling:
             self._prefilling.remove(sequence)
         self._waiting_room.charge(sequence)
         self.block_manager.free(sequence)
         assert sequence.seat is not None
         self._seats.give_back(sequence.seat)
-
-
-def _order(sequence: Sequence) -> tuple[int, float, str, int]:
-    return sequence.order
-
-
-def _is_decoding(sequence: Sequence) -> bool:
-    """Its gap is one, and it has sampled before."""
-    return sequence.num_uncomputed_tokens == 1 and sequence.num_output_tokens > 0

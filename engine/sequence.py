@@ -5,6 +5,7 @@ Law: every change of status goes through `Sequence._become`, and every legal cha
 """
 
 from enum import Enum
+from operator import attrgetter
 
 from engine.constraints import FREE, Constraints
 from engine.errors import IllegalTransition
@@ -133,6 +134,11 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def is_decoding(self) -> bool:
+        """Its gap is one, and it has sampled before."""
+        return self.num_uncomputed_tokens == 1 and self.num_output_tokens > 0
+
+    @property
     def prompt_token_ids(self) -> list[int]:
         return self.token_ids[: self.num_prompt_tokens]
 
@@ -176,3 +182,7 @@ class Sequence:
         if status not in TRANSITIONS[self.status]:
             raise IllegalTransition(f"{self.request_id}: {self.status.value} -> {status.value}")
         self.status = status
+
+
+ORDER = attrgetter("order")
+"""Sorts sequences by who comes first when not all can be served."""

@@ -1,5 +1,7 @@
 """The decision on one step while it is being made. Knows how it is written down, not how it is made."""
 
+from typing import Protocol
+
 from engine.budget import SchedulingBudget
 from engine.config import EngineConfig
 from engine.outputs import ScheduledSequence, SchedulerOutputs, Skipped, WaitingReason
@@ -7,18 +9,25 @@ from engine.prefill_shares import PrefillShares
 from engine.sequence import Sequence
 
 
+class Yielding(Protocol):
+    """Who gives way in a step. `running` is sorted by `Sequence.order`."""
+
+    def victim_for_blocks(self, running: list[Sequence]) -> Sequence | None: ...
+
+
 class StepPlan:
-    """What a step takes, what it passes over and why, and its ledger.
+    """What a step takes, what it passes over and why, its ledger, and the rule by which others give way.
 
     `lacks_blocks`: a running sequence lost its blocks, or did not get those that it needs.
     """
 
     __slots__ = (
-        "admitted", "budget", "decode", "lacks_blocks", "now", "preempted", "prefills", "skipped",
+        "admitted", "budget", "decode", "lacks_blocks", "now", "preempted", "prefills", "skipped", "yielding",
     )  # fmt: skip
 
-    def __init__(self, config: EngineConfig, now: float) -> None:
+    def __init__(self, config: EngineConfig, now: float, yielding: Yielding) -> None:
         self.now = now
+        self.yielding = yielding
         self.budget = SchedulingBudget.of(config)
         self.prefills = PrefillShares(config, self.budget)
         self.decode: list[ScheduledSequence] = []

@@ -38,6 +38,14 @@ class WorkerMetrics:
             "tasks_reclaimed_total",
             "Tasks whose lease had lapsed and that this worker put back in the queue.",
         )
+        self._suspected = families.counter(
+            "tasks_suspected_total",
+            "Tasks that this worker ran alone for a while, as an earlier worker may have died of them.",
+        )
+        self._poisoned = families.counter(
+            "tasks_poisoned_total",
+            "Tasks that this worker ended, as several workers had died while they ran them alone.",
+        )
 
     def _init_streams(self, families: Families) -> None:
         self._published = families.counter("messages_published_total", "Messages written to token streams.")
@@ -70,6 +78,12 @@ class WorkerMetrics:
 
     def reclaimed(self, tasks: int) -> None:
         self._reclaimed.inc(tasks)
+
+    def suspected(self, tasks: int) -> None:
+        self._suspected.inc(tasks)
+
+    def poisoned(self, tasks: int) -> None:
+        self._poisoned.inc(tasks)
 
     def published(self, messages: int) -> None:
         self._published.inc(messages)

@@ -80,6 +80,7 @@ class BatchWorker(BaseWorker):
         self._max_num_seqs = engine.config.max_num_seqs
         self._started_at = time.time()
         self._is_draining = False
+        self._has_crashed = False
         self._last_step_seconds = LAST_STEP_SECONDS
         self._store = TaskStore(connection, retention_seconds=given.timing.retention_seconds)
         # Signal handlers put here: a SimpleQueue, unlike an Event, may be entered twice by one thread.
@@ -135,7 +136,7 @@ class BatchWorker(BaseWorker):
     def _follow_notes(self) -> int:
         note = self._next_note()
         if isinstance(note, BaseException):
-            return EXIT_FAILED
+            return self._fail(note)
         logger.info("%s: claims nothing more, finishes what ends in time", note)
         self._is_draining = True
         self._crew.stop_claiming()
@@ -157,18 +158,23 @@ class BatchWorker(BaseWorker):
             except queue.Empty:
                 continue
             if isinstance(note, BaseException):
-                return EXIT_FAILED
+                return self._fail(note)
             logger.info("%s again: ends now", note)
             self._last_step_seconds = 0.0
             break
         return EXIT_STOPPED
+
+    def _fail(self, error: BaseException) -> int:
+        # A dead engine may be the fault of a request, which another worker would die of next.
+        self._has_crashed = isinstance(error, EngineDead)
+        return EXIT_FAILED
 
     def _shut_down(self) -> None:
         self._is_draining = True
         self._crew.pulse.end_within(SHUTDOWN_SECONDS)
         self._crew.stop_stepping(self._last_step_seconds, claim_seconds=LAST_STEP_SECONDS)
         self._crew.flush(FLUSH_SECONDS)
-        self._crew.hand_back(HAND_BACK_SECONDS)
+        self._crew.hand_back(HAND_BACK_SECONDS, crashed=self._has_crashed)
         self._crew.stop(SIGN_OFF_SECONDS)
         self._say_good_bye()
 

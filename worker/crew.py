@@ -24,6 +24,7 @@ from worker.protocol.store import TaskStore
 from worker.publisher import Publisher
 from worker.service import Service
 from worker.settings import Timing
+from worker.trials import Trials
 from worker.watching import Observer, Observers, Pulse, arm_watchdog
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class Crew:
         self._inbox = Inbox()
         self._store = self._store_of(given.connect("main"))
         self.holdings = Holdings(self._wake)
+        self.trials = Trials(self._inbox, self._wake, given.clock)
         self.pulse = Pulse(given.timing.stall_seconds, given.clock, on_tick=given.metrics.tick, arm=given.arm)
         publishing, claiming, leasing = (given.connect(name) for name in ("publisher", "intake", "leases"))
         listening = given.connect("listener")
@@ -82,6 +84,7 @@ class Crew:
             given.metrics,
             on_lost=self._lose,
             on_cancelled=self._cancel,
+            on_progress=self.trials.finish,
         )
         self.loop = self._make_loop(engine)
         self._publisher_service = self._serve("publisher", self.publisher.turn, publishing)
@@ -108,8 +111,8 @@ class Crew:
 
     @property
     def has_work(self) -> bool:
-        """Something is held, or a claim under way may bring something."""
-        return bool(self.holdings) or not self._intake_service.join(0)
+        """Something is held that may end, or a claim under way may bring something."""
+        return len(self.holdings) > self.trials.num_waiting or not self._intake_service.join(0)
 
     def stop_stepping(self, seconds: float, *, claim_seconds: float) -> None:
         """Wait so long for the step and the claim under way, at one time. Of a later step nothing is stored;
@@ -130,12 +133,19 @@ class Crew:
             while not self.publisher.is_drained and self._given.clock() < deadline:
                 self._try(self.publisher.turn)
 
-    def hand_back(self, seconds: float) -> None:
-        """Put what is still held to the front of its queues. Without Redis, leases lapse instead."""
+    def hand_back(self, seconds: float, *, crashed: bool) -> None:
+        """Put what is still held to the front of its queues. Without Redis, leases lapse instead.
+
+        `crashed`: what is held may be to blame for the end of this worker.
+        """
         owners = self.holdings.owners()
         deadline = self._given.clock() + seconds
+
+        def put_back() -> None:
+            self._given.metrics.handed_back(self._store.hand_back(owners, crashed=crashed))
+
         while owners and self._given.clock() < deadline:
-            if self._try(lambda: self._given.metrics.handed_back(self._store.hand_back(owners))):
+            if self._try(put_back):
                 logger.info("handed back: %d unfinished requests", len(owners))
                 return
 
@@ -151,12 +161,14 @@ class Crew:
             self._given.metrics.lost(1)
             self._inbox.put(Discard(ownership))
         self.publisher.forget(ownership.request_id)
+        self.trials.finish(ownership)
 
     def _cancel(self, ownership: Ownership) -> None:
         """Its end is told already. The engine tells the end once more, for the numbers."""
         self.holdings.drop(ownership)
         self._inbox.put(Cancel(ownership))
         self.publisher.forget(ownership.request_id)
+        self.trials.finish(ownership)
 
     def _try(self, call: Callable[[], object]) -> bool:
         """Whether it worked. While the worker stops, nothing may keep it from the next thing to do."""
@@ -202,6 +214,7 @@ class Crew:
             self.holdings,
             self._inbox,
             self.publisher,
+            self.trials,
             self._given.metrics,
             worker_name=self._worker_name,
             lease_seconds=self._given.timing.lease_seconds,
@@ -221,6 +234,7 @@ class Crew:
             announce=announce,
             on_lost=self._lose,
             on_cancelled=self._cancel,
+            standings=lambda owners: self.trials.standings(owners, self.publisher.waiting_ids),
             clock=self._given.clock,
             wait=time.sleep,
         )

@@ -1,6 +1,8 @@
 """What other threads tell the loop, in the order in which they told it. In-process only."""
 
 import queue
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.requests import NO_DEADLINES, Deadlines, ResumedOutput
@@ -45,7 +47,30 @@ class Discard:
     ownership: Ownership
 
 
-Message = Arrival | Cancel | Discard
+@dataclass(frozen=True, slots=True)
+class Hush:
+    """Step nobody, until this task was tried. `heard` is set when no step is under way any more."""
+
+    ownership: Ownership
+    heard: threading.Event
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """Prepare this task and step it alone. `prepare` gives None for one that ended without coming so far."""
+
+    ownership: Ownership
+    prepare: Callable[[], Arrival | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The trial of this task is over: all are stepped again."""
+
+    ownership: Ownership
+
+
+Message = Arrival | Cancel | Discard | Hush | Try | Resume
 
 
 class Inbox:

@@ -1,14 +1,15 @@
 """Claims tasks and makes requests of them: as many as can soon be started; other workers have the rest.
 
 Law: what is claimed reaches the loop, or ends with a reason; one bad request fails alone. Tokenizing happens
-here, so that the loop never waits for it. Knows no engine but its limits.
+here, so that the loop never waits for it; but a suspect is tried alone, and prepared by the loop. Knows no
+engine but its limits.
 """
 
 import json
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from monitoring.worker import WorkerMetrics
 from worker.errors import RequestRefused, internal_error
@@ -20,6 +21,7 @@ from worker.preparation import Preparation, ServedModel, ownership_of
 from worker.protocol.store import Claimed, TaskStore
 from worker.publisher import Publisher
 from worker.stream import Stream
+from worker.trials import Trials
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ class Intake:
         holdings: Holdings,
         inbox: Inbox,
         publisher: Publisher,
+        trials: Trials,
         metrics: WorkerMetrics,
         *,
         worker_name: str,
@@ -76,6 +79,7 @@ class Intake:
         self._holdings = holdings
         self._inbox = inbox
         self._publisher = publisher
+        self._trials = trials
         self._metrics = metrics
         self._worker_name = worker_name
         self._lease_seconds = lease_seconds
@@ -83,14 +87,27 @@ class Intake:
         self._wake = wake
 
     def turn(self) -> None:
-        """Claim once; wait for a reason to claim again unless there may be more. Raises `RedisError`."""
+        """Claim once, and let a suspect be tried; wait for a reason to claim again unless there may be more.
+
+        Raises `RedisError`.
+        """
         self._wake.clear()
+        may_be_more = not self._trials.is_pending and self._take_some()
+        if not self._trials.is_on and (suspect := self._trials.next()):
+            may_be_more = self._try(suspect)
+        if not may_be_more:
+            self._wake.wait(POLL_SECONDS)
+
+    def _take_some(self) -> bool:
+        """Whether there may be more that could be taken at once."""
         room = self._appetite.room(len(self._holdings), self._load())
         claimed = self._claim(room) if room > 0 else []
         for task in claimed:
-            self._admit(task)
-        if room <= 0 or len(claimed) < room:
-            self._wake.wait(POLL_SECONDS)
+            if task.suspect:
+                self._trials.add(task)
+            else:
+                self._admit(task)
+        return 0 < room == len(claimed)
 
     def _claim(self, room: int) -> list[Claimed]:
         claimed = self._store.claim(
@@ -107,11 +124,32 @@ class Intake:
     def _drop(self, old: Ownership) -> None:
         """An earlier attempt of ours at a task that came back before we noticed that it was lost."""
         self._metrics.lost(1)
+        self._trials.finish(old)
         self._inbox.put(Discard(old))
         self._publisher.forget(old.request_id)
 
+    def _try(self, suspect: Claimed) -> bool:
+        """Record that it runs alone, once the loop is silent, and let it; False: the trial goes on now."""
+        ownership = ownership_of(suspect)
+        if not self._trials.quieten(ownership, POLL_SECONDS):
+            return True
+        owners = self._holdings.owners()
+        standings = self._trials.standings(owners, self._publisher.waiting_ids)
+        renewed = self._store.renew(owners, self._lease_seconds, standings)
+        if suspect.task_id in renewed.lost | renewed.cancelled:
+            # The next beat of the leases tells it to all; nobody waits for that.
+            self._trials.finish(ownership)
+            return True
+        logger.warning("%s: tried alone, a worker may have died of it", suspect.task_id)
+        self._metrics.suspected(1)
+        return not self._trials.begin(ownership, lambda seconds: self._prepare(_later(suspect, seconds)))
+
     def _admit(self, task: Claimed) -> None:
-        """Bring one claimed task on its way: to the loop, or to its end."""
+        if arrival := self._prepare(task):
+            self._inbox.put(arrival)
+
+    def _prepare(self, task: Claimed) -> Arrival | None:
+        """Bring one claimed task on its way: what the loop is to be given, or None if it came to its end."""
         try:
             arrival = self._preparation.arrival(task)
         except RequestRefused as refusal:
@@ -120,14 +158,14 @@ class Intake:
             logger.exception("%s: could not be prepared", task.task_id)
             error = internal_error()
         else:
-            self._send(task, arrival)
-            return
+            return self._opened(task, arrival)
         stream = self._stream(task, len(task.prompt_token_ids or ()))
         if not stream.has_ended:
             stream.fail(error)
         self._publisher.open(stream)
+        return None
 
-    def _send(self, task: Claimed, arrival: Arrival) -> None:
+    def _opened(self, task: Claimed, arrival: Arrival) -> Arrival | None:
         """The stream first: the loop's outputs need it."""
         facts = {
             "prompt_ids": json.dumps(arrival.prompt_token_ids),
@@ -138,8 +176,7 @@ class Intake:
         if task.prompt_token_ids is None:
             stream.note(facts)
         self._publisher.open(stream)
-        if not stream.has_ended:
-            self._inbox.put(arrival)
+        return None if stream.has_ended else arrival
 
     def _stream(self, task: Claimed, num_prompt_tokens: int) -> Stream:
         return Stream(
@@ -150,3 +187,8 @@ class Intake:
             num_cached_tokens=task.cached_tokens,
             logprobs=self._logprobs,
         )
+
+
+def _later(task: Claimed, seconds: float) -> Claimed:
+    """So long after its claim."""
+    return replace(task, waited_seconds=task.waited_seconds + seconds)

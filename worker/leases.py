@@ -5,13 +5,13 @@ somebody else may take it.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import redis
 
 from monitoring.worker import WorkerMetrics
 from worker.ownership import Holdings, Ownership
-from worker.protocol.store import TaskStore
+from worker.protocol.store import Standing, TaskStore
 from worker.watching import Pulse
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,8 @@ class Leases:
     """`turn` belongs to one thread.
 
     `announce` shows the worker to others, as it is at the moment. `on_lost` gets tasks that another took,
-    `on_cancelled` those that a cancel ended. `wait` pauses between two turns.
+    `on_cancelled` those that a cancel ended. `standings` tells how tasks (task -> owner) stand in this
+    worker, which is recorded for the case that it dies. `wait` pauses between two turns.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Leases:
         announce: Callable[[], None],
         on_lost: Callable[[Ownership], None],
         on_cancelled: Callable[[Ownership], None],
+        standings: Callable[[Mapping[str, str]], Mapping[str, Standing]],
         clock: Callable[[], float],
         wait: Callable[[float], None],
     ) -> None:
@@ -52,6 +54,7 @@ class Leases:
         self._announce = announce
         self._on_lost = on_lost
         self._on_cancelled = on_cancelled
+        self._standings = standings
         self._clock = clock
         self._wait = wait
         self._reap_after = clock()
@@ -77,7 +80,7 @@ class Leases:
         owners = self._holdings.owners()
         if not owners:
             return
-        renewed = self._store.renew(owners, self._lease_seconds)
+        renewed = self._store.renew(owners, self._lease_seconds, self._standings(owners))
         for task_ids, tell in ((renewed.lost, self._on_lost), (renewed.cancelled, self._on_cancelled)):
             for task_id in task_ids:
                 tell(Ownership(task_id, owners[task_id]))
@@ -87,3 +90,6 @@ class Leases:
         if reaped.returned:
             logger.warning("back to the queue, their worker is gone: %s", ", ".join(reaped.returned))
             self._metrics.reclaimed(len(reaped.returned))
+        if reaped.poisoned:
+            logger.error("ended, as workers died of them: %s", ", ".join(reaped.poisoned))
+            self._metrics.poisoned(len(reaped.poisoned))

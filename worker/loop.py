@@ -1,7 +1,8 @@
 """The loop: take what came in, step the engine, hand on what came out.
 
 Law: a turn touches in-process queues only, and no request, observer or slow Redis can break it; `EngineDead`
-alone ends it. Knows neither Redis nor RQ nor a tokenizer.
+alone ends it. While a request is tried alone nobody else is stepped, and it is prepared here, so that what
+hangs in it stops the ticks. Knows neither Redis nor RQ nor a tokenizer.
 """
 
 import logging
@@ -17,8 +18,8 @@ from engine.outputs import StepOutput
 from engine.requests import NO_DEADLINES, Deadlines, ResumedOutput
 from engine.sampling_params import SamplingParams
 from worker.errors import internal_error, invalid_parameter
-from worker.inbox import Arrival, Cancel, Discard, Inbox
-from worker.ownership import Holdings
+from worker.inbox import Arrival, Cancel, Discard, Hush, Inbox, Message, Resume, Try
+from worker.ownership import Holdings, Ownership
 from worker.protocol.messages import TaskError
 from worker.watching import Observers, Pulse
 
@@ -56,7 +57,8 @@ class SteppingEngine(Protocol):
     ) -> None: ...
     def cancel(self, request_id: str) -> bool: ...
     def discard(self, request_id: str) -> bool: ...
-    def step(self) -> StepOutput: ...
+    def serves(self, request_id: str) -> bool: ...
+    def step(self, only: str | None = None) -> StepOutput: ...
     def waiting(self) -> list[WaitingSequence]: ...
 
 
@@ -105,6 +107,8 @@ class Loop:
         self._wake = wake
         self._next_telling = 0.0
         self._has_told_a_line = False
+        # The one that is tried, or will be at once.
+        self._alone: Ownership | None = None
 
     def turn(self) -> None:
         """One turn. Raises `EngineDead`; waits only when there is nothing to do or nowhere to put it."""
@@ -112,24 +116,44 @@ class Loop:
         self._take_messages()
         if self._outlet.is_full:
             self._outlet.wait_for_room(IDLE_SECONDS)
-        elif self._engine.has_work or self.load != Load():
+        elif self._has_work or (self._alone is None and self.load != Load()):
             # Once more when all work was discarded, so that observers see an idle engine.
-            output = self._engine.step()
-            self._outlet.hand(output)
-            self._tell_waiting()
-            self._observers.observe(output.report)
-            self._note_load(output)
+            self._step()
+
+    @property
+    def _has_work(self) -> bool:
+        """Of those who may be stepped."""
+        if self._alone is not None:
+            return self._engine.serves(self._alone.request_id)
+        return self._engine.has_work
+
+    def _step(self) -> None:
+        output = self._engine.step(None if self._alone is None else self._alone.request_id)
+        self._outlet.hand(output)
+        self._tell_waiting()
+        self._observers.observe(output.report)
+        self._note_load(output)
 
     def _take_messages(self) -> None:
-        is_idle = not self._engine.has_work
-        for message in self._inbox.take(IDLE_SECONDS if is_idle else 0.0):
-            match message:
-                case Arrival():
-                    self._add(message)
-                case Cancel(ownership):
-                    self._engine.cancel(ownership.request_id)
-                case Discard(ownership):
-                    self._engine.discard(ownership.request_id)
+        for message in self._inbox.take(0.0 if self._has_work else IDLE_SECONDS):
+            self._follow(message)
+
+    def _follow(self, message: Message) -> None:
+        match message:
+            case Arrival():
+                self._add(message)
+            case Cancel(ownership):
+                self._engine.cancel(ownership.request_id)
+            case Discard(ownership):
+                self._engine.discard(ownership.request_id)
+            case Hush(ownership, heard):
+                self._alone = ownership
+                heard.set()
+            case Try(ownership, prepare):
+                if ownership == self._alone and (arrival := prepare()):
+                    self._add(arrival)
+            case Resume(ownership):
+                self._alone = None if self._alone == ownership else self._alone
 
     def _add(self, arrival: Arrival) -> None:
         if arrival.ownership not in self._holdings:

@@ -7,7 +7,7 @@ stored is sent again under the same `seq`. Knows no engine but its outputs.
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from engine.engine import WaitingSequence
@@ -57,7 +57,7 @@ class Publisher:
     """`turn` belongs to one thread; the other methods may be called from any and return at once.
 
     `on_lost` gets tasks that another took, `on_cancelled` those that a cancel ended: both as a refused write
-    tells it.
+    tells it. `on_progress` gets each task of which something new is stored: tokens, ends, or its settlement.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class Publisher:
         *,
         on_lost: Callable[[Ownership], None],
         on_cancelled: Callable[[Ownership], None],
+        on_progress: Callable[[Ownership], None],
         max_backlog: int = MAX_BACKLOG,
     ) -> None:
         self.num_completed = 0
@@ -77,6 +78,7 @@ class Publisher:
         self._metrics = metrics
         self._on_lost = on_lost
         self._on_cancelled = on_cancelled
+        self._on_progress = on_progress
         self._max_backlog = max_backlog
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}
@@ -97,6 +99,11 @@ class Publisher:
     @property
     def is_full(self) -> bool:
         return self.backlog >= self._max_backlog
+
+    @property
+    def waiting_ids(self) -> Set[str]:
+        """The requests that were last told to wait in the scheduler; never changed, but replaced."""
+        return self._in_line
 
     def wait_for_room(self, seconds: float) -> None:
         self._room.clear()
@@ -214,6 +221,8 @@ class Publisher:
             case Accepted():
                 stream.stored(write)
                 self._metrics.published(len(write.entries))
+                if write.entries or write.settlement:
+                    self._on_progress(stream.ownership)
                 if write.settlement:
                     self._close(stream, completed=write.settlement.status == "completed")
             case Gap(length):

@@ -36,10 +36,11 @@ class Bench:
         self.scheduler.add_sequence(sequence, held)  # type: ignore[arg-type]
         return sequence
 
-    def step(self) -> SchedulerOutputs:
+    def step(self, *only: Sequence) -> SchedulerOutputs:
+        """With `only`: of these alone."""
         self.num_steps += 1
         self.clock.now += self._seconds
-        outputs = self.scheduler.schedule()
+        outputs = self.scheduler.schedule(only or None)
         tokens = {item.sequence: SampledToken(7) for item in outputs.scheduled if item.samples}
         ends = {one: self._stop_rules.reason(one, 7) for one in tokens}
         self.scheduler.update(outputs, tokens, {one: reason for one, reason in ends.items() if reason})

@@ -31,8 +31,8 @@ REQUESTS = st.fixed_dictionaries(
 )
 ACTIONS = st.one_of(
     st.tuples(st.just("add"), REQUESTS),
-    st.tuples(st.sampled_from(("cancel", "discard")), st.integers(0, 9)),
-    st.tuples(st.sampled_from(("step", "tick", "compile", "spoil")), st.none()),
+    st.tuples(st.sampled_from(("cancel", "discard", "step")), st.integers(0, 9)),
+    st.tuples(st.sampled_from(("step", "step", "tick", "compile", "spoil")), st.none()),
 )
 
 
@@ -60,7 +60,7 @@ class Mix:
                 if getattr(self.engine, name)(request_id) and name == "discard":
                     self.discarded.add(request_id)
             case "step", _:
-                self.take(self.engine.step())
+                self.take(self.engine.step(None if given is None else f"r{given}"))
             case "tick", _:
                 self.clock.now += 2.0
             case "compile", _:

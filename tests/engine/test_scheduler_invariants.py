@@ -36,6 +36,14 @@ class Before:
     running: list[Sequence]
     promoted: set[Sequence]
     pinned: set[Sequence]
+    num_free_blocks: int
+
+    def has_room(self, config: EngineConfig, only: list[Sequence]) -> bool:
+        """Whether all of `only` could be taken in, whatever they may ever know, at nobody's cost."""
+        live = [one for one in only if not one.is_finished()]
+        num_new = sum(one not in self.running for one in live)
+        num_missing = sum(config.max_model_len // BLOCK_SIZE - len(one.block_table) for one in live)
+        return len(self.running) + num_new <= config.max_num_seqs and num_missing <= self.num_free_blocks
 
 
 def configs() -> st.SearchStrategy[EngineConfig]:
@@ -136,6 +144,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.one_step(fails=fails, data=data)
 
     @precondition(lambda self: self.scheduler.has_unfinished_sequences())
+    @rule(fails=st.booleans(), data=st.data(), num_steps=st.integers(1, 3))
+    def step_alone(self, fails: bool, data: st.DataObject, num_steps: int) -> None:
+        """One request in exclusive steps; nobody else is stepped."""
+        live = [one for one in self.sequences if not one.is_finished()]
+        request_id = data.draw(st.sampled_from(live)).request_id
+        for _ in range(num_steps):
+            only = [one for one in self.sequences if one.request_id == request_id]
+            self.one_step(fails=fails, data=data, only=only)
+
+    @precondition(lambda self: self.scheduler.has_unfinished_sequences())
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         live = [one for one in self.sequences if not one.is_finished()]
@@ -145,7 +163,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.held.discard(sequence)
         self.scheduler.abort(sequence, FinishReason.CANCELLED)
 
-    def one_step(self, *, fails: bool = False, data: st.DataObject | None = None) -> None:
+    def one_step(
+        self,
+        *,
+        fails: bool = False,
+        data: st.DataObject | None = None,
+        only: list[Sequence] | None = None,
+    ) -> None:
         self.scheduler.waiting_queue.advance(self.clock.now)
         running = list(self.scheduler.running_queue)
         before = Before(
@@ -153,11 +177,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             running,
             set(list(self.scheduler.waiting_queue)[: self.scheduler.waiting_queue.is_head_promoted]),
             {one for one in running if one.is_pinned},
+            self.scheduler.block_manager.num_free_blocks,
         )
-        outputs = self.scheduler.schedule()
+        has_room = before.has_room(self.config, only or [])
+        could_go_on = bool(only) and any(one in running or one in before.line for one in only)
+        outputs = self.scheduler.schedule(only)
         self.check_budgets(outputs)
-        self.check_order(outputs, before)
-        self.check_preemption(outputs, before)
+        if only is None:
+            self.check_work(outputs)
+            self.check_order(outputs, before)
+            self.check_preemption(outputs, before)
+        else:
+            self.check_alone(outputs, only, before)
+            assert bool(outputs.scheduled) == could_go_on, "it did not go on"
+            assert not (has_room and outputs.preempted), "somebody lost for nothing"
         self.check_rows(outputs)
         self.compute(outputs)
         if data and outputs.scheduled and data.draw(st.booleans()):
@@ -176,12 +209,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_budgets(self, outputs: SchedulerOutputs) -> None:
         config = self.config
         scheduled = [item.sequence for item in outputs.scheduled]
-        if scheduled or self.held == {one for one in self.sequences if not one.is_finished()}:
-            self.num_empty_steps = 0
-        else:
-            self.num_empty_steps += 1
-            assert outputs.skipped, "there is work, nothing was scheduled, and no reason is given"
-            assert self.num_empty_steps < 2, "there is work, yet nothing was scheduled"
         assert len(set(scheduled)) == len(scheduled)
         assert all(one.status is SequenceStatus.RUNNING for one in scheduled)
         num_tokens = sum(item.num_new_tokens for item in outputs.scheduled)
@@ -193,6 +220,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not config.chunked_prefill:
             whole = [item for item in outputs.prefill if not item.sequence.num_output_tokens]
             assert all(item.samples for item in whole), "a prompt was cut, with chunked prefill off"
+
+    def check_work(self, outputs: SchedulerOutputs) -> None:
+        if outputs.scheduled or self.held == {one for one in self.sequences if not one.is_finished()}:
+            self.num_empty_steps = 0
+        else:
+            self.num_empty_steps += 1
+            assert outputs.skipped, "there is work, nothing was scheduled, and no reason is given"
+            assert self.num_empty_steps < 2, "there is work, yet nothing was scheduled"
+
+    def check_alone(self, outputs: SchedulerOutputs, only: list[Sequence], before: Before) -> None:
+        """Others are not stepped, and lose what they have only to it: the last first, the pinned at last."""
+        assert {item.sequence for item in outputs.scheduled} <= set(only), "another was stepped"
+        others = [one for one in before.running if one not in only]
+        lost = [one for one in outputs.preempted if one not in only]
+        free, pinned = ([one for one in others if one.is_pinned is kind] for kind in (False, True))
+        assert lost == [*reversed(free), *reversed(pinned)][: len(lost)], "not the last in order"
+        own_lost = [one for one in outputs.preempted if one in only]
+        assert not own_lost or lost == [*reversed(free), *reversed(pinned)], "its own before all others"
 
     def check_order(self, outputs: SchedulerOutputs, before: Before) -> None:
         """No one passed another of its own line, a promoted one, or, under "fifo", the head."""

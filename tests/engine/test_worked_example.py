@@ -17,8 +17,8 @@ def test_three_requests_flow_through_the_rounds_as_written() -> None:
     rounds = []
     schedule = engine.scheduler.schedule
 
-    def recorded():
-        outputs = schedule()
+    def recorded(only):
+        outputs = schedule(only)
         rounds.append(
             (
                 [one.request_id for one in outputs.prefill_sequences],

@@ -29,6 +29,8 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
         ("lost", "tasks_lost_total"),
         ("handed_back", "tasks_handed_back_total"),
         ("reclaimed", "tasks_reclaimed_total"),
+        ("suspected", "tasks_suspected_total"),
+        ("poisoned", "tasks_poisoned_total"),
         ("published", "messages_published_total"),
     ],
 )

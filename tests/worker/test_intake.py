@@ -10,67 +10,23 @@ import redis
 from engine.outputs import SequenceOutput
 from engine.requests import NO_DEADLINES, Deadlines, ResumedOutput
 from engine.sequence import FinishReason
+from tests.worker.intake_gate import Gate
 from tests.worker.workshop import (
     WordTokenizer,
     ended,
     job_data,
-    new_metrics,
     served_model,
     submit,
 )
-from worker.inbox import Arrival, Discard, Inbox
-from worker.intake import Appetite, Intake
+from worker.inbox import Arrival, Discard
+from worker.intake import Appetite
 from worker.loop import Load
 from worker.ownership import Holdings, Ownership
-from worker.preparation import ServedModel, scoped_salt
+from worker.preparation import scoped_salt
 from worker.protocol import keys
 from worker.protocol.messages import FinishedEvent, LogEntry
 from worker.protocol.store import TaskStore
-from worker.publisher import Publisher
 from worker.stream import Stream
-
-
-class Impatient(threading.Event):
-    """Nobody is waited for in a test of one thread."""
-
-    def wait(self, timeout: float | None = None) -> bool:
-        return True
-
-
-class Gate:
-    """An intake whose arrivals and publishes can be looked at."""
-
-    def __init__(self, client: "redis.Redis", model: ServedModel | None = None, seats: int = 8) -> None:
-        self.client = client
-        self.load = Load()
-        wake = Impatient()
-        self.holdings = Holdings(wake)
-        self.inbox = Inbox()
-        store = TaskStore(client)
-        self.metrics = new_metrics()
-        self.publisher = Publisher(
-            store, self.holdings, new_metrics(), on_lost=lambda _: None, on_cancelled=lambda _: None
-        )
-        self.intake = Intake(
-            store,
-            model or served_model(),
-            Appetite(max_num_seqs=seats, max_num_prefill_seqs=4),
-            self.holdings,
-            self.inbox,
-            self.publisher,
-            self.metrics,
-            worker_name="w",
-            lease_seconds=60,
-            load=lambda: self.load,
-            wake=wake,
-        )
-
-    def turn(self) -> list[Arrival]:
-        self.intake.turn()
-        return [message for message in self.inbox.take(0) if isinstance(message, Arrival)]
-
-    def hand_back(self) -> None:
-        TaskStore(self.client).hand_back(self.holdings.owners())
 
 
 @pytest.mark.parametrize(

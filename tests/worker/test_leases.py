@@ -10,7 +10,7 @@ from tests.worker.workshop import SLUG, new_metrics, submit
 from worker.leases import Leases
 from worker.ownership import Holdings, Ownership
 from worker.protocol import keys
-from worker.protocol.store import TaskStore
+from worker.protocol.store import Standing, TaskStore
 from worker.watching import Pulse
 
 
@@ -22,6 +22,7 @@ class Beats:
         self.client = client
         self.fails = False
         self.announced = 0
+        self.standing: Standing = "seated"
         self.lost: list[Ownership] = []
         self.cancelled: list[Ownership] = []
         self.waits: list[float] = []
@@ -38,6 +39,7 @@ class Beats:
             announce=self.announce,
             on_lost=self.lose,
             on_cancelled=self.cancelled.append,
+            standings=lambda owners: dict.fromkeys(owners, self.standing),
             clock=lambda: self.now,
             wait=self.waits.append,
         )
@@ -151,3 +153,24 @@ def test_other_errors_are_not_swallowed(beats: Beats) -> None:
     beats.leases._announce = broken  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="a bug"):
         beats.leases.turn()
+
+
+@pytest.mark.parametrize("standing", ["untouched", "waiting", "seated", "alone"])
+def test_a_beat_records_how_each_task_stands(beats: Beats, standing: Standing) -> None:
+    held = beats.claim()
+    beats.standing = standing
+    beats.leases.turn()
+
+    assert beats.client.hget(keys.run(held.task_id), "standing") == standing.encode()
+
+
+def test_who_is_to_blame_is_counted_and_not_put_back(beats: Beats, redis_client: "redis.Redis") -> None:
+    guilty = Beats(redis_client).claim()
+    redis_client.hset(keys.run(guilty.task_id), mapping={"crashes": "o1=alone o2=alone ", "crashes_at": 0})
+    redis_client.hset(keys.run(guilty.task_id), "standing", "alone")
+    beats.lapse(guilty)
+    beats.leases.turn()
+
+    metrics = beats.leases._metrics
+    assert (metrics._poisoned._value.get(), metrics._reclaimed._value.get()) == (1, 0)
+    assert TaskStore(redis_client).queue_stats(SLUG).claimed == 0

@@ -49,6 +49,7 @@ class Desk:
         self.holdings = Holdings(threading.Event())
         self.lost: list[Ownership] = []
         self.cancelled: list[Ownership] = []
+        self.progressed: list[Ownership] = []
         self.metrics = new_metrics()
         self.unreliable = Unreliable(store)
         unreliable: Any = self.unreliable
@@ -58,6 +59,7 @@ class Desk:
             self.metrics,
             on_lost=self.lost.append,
             on_cancelled=self.cancelled.append,
+            on_progress=self.progressed.append,
             max_backlog=max_backlog,
         )
         (claimed,) = store.claim(SLUG, worker="w", max_tasks=1, lease_seconds=60)
@@ -341,3 +343,24 @@ def waiting_output(desk: Desk, index: int) -> WaitingSequence:
         tokens_ahead=10 + index,
         reason=reason,
     )
+
+
+def test_progress_is_what_is_stored_of_tokens_and_ends(desk: Desk) -> None:
+    """Told when Redis has it: facts are none, and what may be lost is not either."""
+    desk.publisher.hand(
+        StepOutput(outputs=(), started=(desk.ownership.request_id,), report=StepReport(step=1))
+    )
+    desk.publisher.turn()
+    assert desk.progressed == []
+    desk.say(7)
+    desk.unreliable.lose_call = True
+    with pytest.raises(redis.ConnectionError):
+        desk.publisher.turn()
+    assert desk.progressed == []
+    desk.unreliable.lose_call = False
+    desk.publisher.turn()
+    assert desk.progressed == [desk.ownership]
+    desk.say(None, finish_reason=FinishReason.LENGTH)
+    desk.publisher.turn()
+
+    assert desk.progressed == [desk.ownership] * 2

@@ -177,6 +177,13 @@ def submit(client: "redis.Redis", data: bytes | None = None, *, priority: int = 
     return task_id
 
 
+def die_with_all(client: "redis.Redis") -> None:
+    """A worker claims all that waits, and dies."""
+    store = TaskStore(client)
+    store.claim(SLUG, worker="dead", max_tasks=100, lease_seconds=-1)
+    store.reap(SLUG, max_task_seconds=3600)
+
+
 def until(condition: Callable[[], Any], what: str = "") -> Any:
     """The first true value of `condition`."""
     deadline = time.monotonic() + WATCHDOG_SECONDS

@@ -31,6 +31,9 @@ FACTS = frozenset(
 
 TaskStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 WorkerState = Literal["loading", "ready", "draining", "stalled"]
+Standing = Literal["untouched", "waiting", "seated", "alone"]
+"""How a task stands in the worker that owns it: nothing is done with it, for sure; it waits for a step to
+take it; steps take it, or it is being prepared; so it is alone, while the others are untouched."""
 
 
 class QueueFull(Exception):
@@ -104,6 +107,8 @@ class Claimed:
     attempts published. `prompt_token_ids` and `fingerprint`: as the first attempt stored them.
     `waited_seconds`: from the acceptance to this claim, on Redis's clock. `num_outputs`: as submitted.
     `has_started`: a step of an earlier attempt took it. `cached_tokens`: as an earlier attempt told them.
+    `suspect`: an earlier owner died while it had this task in hand and had logged nothing of it. It is to be
+    tried alone, and recorded so before anything else is done with it, until its log has grown.
     """
 
     task_id: str
@@ -120,6 +125,7 @@ class Claimed:
     num_outputs: int = 1
     has_started: bool = False
     cached_tokens: int = 0
+    suspect: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,14 +201,16 @@ class Renewed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reaped:
-    """Task ids: put back into their queues, ended as `timeout`, ended as `cancelled`.
+    """Task ids: put back into their queues, ended as `timeout`, as `cancelled`, and as `error`.
 
-    The last were cancelled by RQ's own tools, or all of their readers have lapsed.
+    Those that are cancelled were so by RQ's own tools, or all of their readers have lapsed. The poisoned are
+    to blame for the deaths of several workers.
     """
 
     returned: tuple[str, ...] = ()
     timed_out: tuple[str, ...] = ()
     cancelled: tuple[str, ...] = ()
+    poisoned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

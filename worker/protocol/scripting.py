@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from worker.protocol import keys, rq_keys
 
-_ENDING = ("clock", "deadlines", "order", "served", "outbox", "ending")
+_ENDING = ("clock", "deadlines", "order", "served", "outbox", "ending", "crashes")
 _PARTS = {
     "submit": ("clock", "deadlines", "order"),
     "claim": _ENDING,

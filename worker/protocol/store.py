@@ -6,15 +6,15 @@ Knows no policy: who may submit, what to claim next on a worker and when to reap
 import hashlib
 import json
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from worker.protocol import event_log, keys, rq_keys, time_limits
-from worker.protocol.messages import Event, TaskError
+from worker.protocol import event_log, keys, rq_keys, script_errors
+from worker.protocol.messages import Event
 from worker.protocol.model_card import ModelCard
 from worker.protocol.naming import tenant_hash
-from worker.protocol.packing import compressed, packed
+from worker.protocol.packing import packed
 from worker.protocol.records import (
     Accepted,
     Cancelled,
@@ -28,6 +28,7 @@ from worker.protocol.records import (
     Reaped,
     Renewed,
     Settlement,
+    Standing,
     Submission,
     Submitted,
     WorkerRecord,
@@ -35,7 +36,6 @@ from worker.protocol.records import (
 )
 from worker.protocol.scripting import RedisClient, register
 from worker.protocol.snapshots import TaskSnapshot, log_entries, to_queue_stats, to_snapshot
-from worker.protocol.time_limits import timeout_error
 
 __all__ = [
     "Accepted",
@@ -50,6 +50,7 @@ __all__ = [
     "Reaped",
     "Renewed",
     "Settlement",
+    "Standing",
     "Submission",
     "Submitted",
     "TaskSnapshot",
@@ -58,13 +59,6 @@ __all__ = [
     "Write",
 ]
 
-
-MAX_WAIT_ERROR = TaskError(
-    type="timeout_error",
-    code="queue_timeout",
-    message="the task waited longer than TOKENMILL_MAX_TASK_SECONDS without being finished",
-)
-"""Why a task ended that no worker took in time."""
 
 _OUTCOMES: Mapping[int, Outcome] = {-1: Accepted(), -2: Lost(), -3: Cancelled()}
 """As `publish.lua` numbers them; any other number is the length of a log."""
@@ -136,34 +130,53 @@ class TaskStore:
             return []
         return [_outcome(code) for code in self._run("publish", packed(writes))]
 
-    def renew(self, owned: Mapping[str, str], lease_seconds: float) -> Renewed:
-        """Let the leases of `owned` (task -> owner) lapse that much later; tells which are not owned."""
+    def renew(
+        self, owned: Mapping[str, str], lease_seconds: float, standings: Mapping[str, Standing] | None = None
+    ) -> Renewed:
+        """Let the leases of `owned` (task -> owner) lapse that much later; tells which are not owned.
+
+        `standings`: how each task stands in its worker, for whoever asks after a crash; `seated` if not said.
+        An owner that was taken for dead, and is not, takes back by this what was counted on its account.
+        """
         if not owned:
             return Renewed()
-        lost, cancelled = self._run("renew", lease_seconds, *chain.from_iterable(owned.items()))
+        said = standings or {}
+        rows = ((task_id, owner, said.get(task_id, "seated")) for task_id, owner in owned.items())
+        lost, cancelled = self._run("renew", lease_seconds, *chain.from_iterable(rows))
         return Renewed(lost=frozenset(_decoded(lost)), cancelled=frozenset(_decoded(cancelled)))
 
-    def hand_back(self, owned: Mapping[str, str]) -> int:
-        """Put `owned` (task -> owner) back to the front in order of acceptance. Gives how many were owned."""
-        return int(self._run("hand_back", *chain.from_iterable(owned.items()))) if owned else 0
+    def hand_back(self, owned: Mapping[str, str], *, crashed: bool = False) -> int:
+        """Put `owned` (task -> owner) back to the front in order of acceptance. Gives how many.
+
+        `crashed`: the worker ends for what may be the fault of one of them, which counts as if it had died.
+        One that is to blame for that then ends as poisoned.
+        """
+        if not owned:
+            return 0
+        how = script_errors.POISON if crashed else script_errors.NO_ERROR
+        pairs = chain.from_iterable(owned.items())
+        return int(self._run("hand_back", *how, rq_keys.RESULT_FAILED, *pairs))
 
     def reap(self, slug: str, *, max_task_seconds: float) -> Reaped:
         """Put back what has a lapsed lease, of any model; end what waits longer than `max_task_seconds` or
-        than its own limits allow.
+        than its own limits allow, or is to blame for the deaths of several workers.
 
         Also ends what was cancelled or deleted with RQ's own tools, and drops expired ids from RQ's
         registries. A call takes back, ends and puts right a hundred tasks of each kind at most.
         """
-        returned, timed_out, cancelled = self._run(
+        returned, timed_out, cancelled, poisoned = self._run(
             "reap",
             slug,
             round(max_task_seconds * 1e6),
             rq_keys.RESULT_FAILED,
             _TREATED_AT_ONCE,
-            *_MISSED_LIMITS,
+            *script_errors.NAMED,
         )
         return Reaped(
-            returned=_decoded(returned), timed_out=_decoded(timed_out), cancelled=_decoded(cancelled)
+            returned=_decoded(returned),
+            timed_out=_decoded(timed_out),
+            cancelled=_decoded(cancelled),
+            poisoned=_decoded(poisoned),
         )
 
     def cancel(self, task_id: str) -> str | None:
@@ -226,6 +239,7 @@ def _claimed(
     num_outputs: bytes,
     has_started: bytes,
     cached_tokens: bytes,
+    suspect: bytes,
     log: Sequence[Any],
 ) -> Claimed:
     return Claimed(
@@ -243,6 +257,7 @@ def _claimed(
         num_outputs=int(num_outputs),
         has_started=bool(has_started),
         cached_tokens=int(cached_tokens),
+        suspect=bool(suspect),
     )
 
 
@@ -257,20 +272,9 @@ def _seconds(limit: float | None) -> str:
     return str(int(limit)) if limit == int(limit) else repr(limit)
 
 
-def _missed_limits() -> Iterator[str]:
-    """What `reap.lua` tells of each limit that has passed."""
-    errors = {"": MAX_WAIT_ERROR, **{name: timeout_error(name) for name in time_limits.NAMES}}
-    for name, error in errors.items():
-        told = error.message.replace(time_limits.PLACE, "so many")
-        yield from (name, json.dumps(error.to_json(), separators=(",", ":")), compressed(told))
-
-
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
 def _decoded(ids: Iterable[bytes]) -> tuple[str, ...]:
     return tuple(task_id.decode() for task_id in ids)
-
-
-_MISSED_LIMITS = tuple(_missed_limits())

@@ -1,12 +1,14 @@
 """Whatever order the steps come in, and whoever dies between them: each task ends once, its log has no gap
 and no double, and nothing is left behind.
 
-A model in plain Python says what must have happened. Leases lapse by being claimed with a negative length, so
-that no test waits. A crash is a worker that never calls again; a lost reply is a call made twice.
+A model in plain Python says what must have happened, and whom deaths count against. Leases lapse by being
+claimed with a negative length, so that no test waits. A crash is a worker that never calls again; a lost
+reply is a call made twice.
 """
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import get_args
 
 import pytest
 import redis
@@ -33,7 +35,17 @@ from tests.worker.protocol.tasks import (
 from worker.protocol import keys
 from worker.protocol.messages import FinishedEvent
 from worker.protocol.naming import queue_name
-from worker.protocol.store import Accepted, Cancelled, Claimed, Gap, Lost, TaskStore, Write
+from worker.protocol.store import (
+    Accepted,
+    Cancelled,
+    Claimed,
+    Gap,
+    Lost,
+    Reaped,
+    Standing,
+    TaskStore,
+    Write,
+)
 
 
 @dataclass
@@ -48,6 +60,32 @@ class Expected:
     reason: str | None = None
     ended_by: str | None = None
     cancelled_under: str | None = None
+    claimed_at: int = 0
+    standing: Standing = "seated"
+    crashes: list[tuple[str, Standing]] = field(default_factory=list)
+
+    @property
+    def is_suspect(self) -> bool:
+        deaths = Counter(standing for _, standing in self.crashes)
+        return bool(deaths["seated"] or deaths["alone"] or deaths["waiting"] >= 3)
+
+    def grow(self, num_tokens: int) -> None:
+        if num_tokens > self.num_tokens:
+            self.num_tokens, self.crashes = num_tokens, []
+
+    def die(self) -> bool:
+        """Its worker has. Gives whether it is to blame, and ends."""
+        assert self.owner is not None
+        if self.standing != "untouched" and self.num_tokens == self.claimed_at:
+            self.crashes.append((self.owner, self.standing))
+        self.owner = None
+        if is_poison := sum(standing == "alone" for _, standing in self.crashes) >= 3:
+            self.reason = "error"
+        return is_poison
+
+    def absolve(self, owner: str) -> None:
+        if self.reason is None:
+            self.crashes = [crash for crash in self.crashes if crash[0] != owner]
 
 
 @dataclass
@@ -92,7 +130,9 @@ class Service(RuleBasedStateMachine):
         for one in claimed:
             task = self.tasks[one.task_id]
             assert one.entries == tokens(0, task.num_tokens)
-            task.owner, task.lapsed = one.owner, lapsed
+            assert one.suspect == task.is_suspect
+            task.owner, task.lapsed, task.claimed_at = one.owner, lapsed, task.num_tokens
+            task.standing = "untouched" if one.suspect else "seated"
             held.append(Holder(one, sent=task.num_tokens))
         self.holders += held
         return held
@@ -112,8 +152,9 @@ class Service(RuleBasedStateMachine):
             if outcome == Accepted():
                 holder.sent = write.first_seq + len(write.entries)
                 if self.owns(holder):
-                    self.tasks[holder.claimed.task_id].num_tokens = holder.sent
+                    self.tasks[holder.claimed.task_id].grow(holder.sent)
             self.check(holder, outcome)
+            self.hear(holder, outcome)
 
     @rule(held=claims)
     def skip_ahead(self, held: list[Holder]) -> None:
@@ -124,6 +165,7 @@ class Service(RuleBasedStateMachine):
                 assert outcome == Gap(self.tasks[holder.claimed.task_id].num_tokens)
             else:
                 assert outcome == self.refusal(holder)
+                self.hear(holder, outcome)
 
     @rule(held=claims, reason=st.sampled_from(["stop", "length", "error", "timeout"]), again=st.booleans())
     def settle(self, held: list[Holder], reason: str, again: bool) -> None:
@@ -140,33 +182,53 @@ class Service(RuleBasedStateMachine):
                     assert self.store.publish([write]) == [Accepted()]
             else:
                 assert outcome == self.refusal(holder)
+                self.hear(holder, outcome)
 
-    @rule(held=claims, lapsed=st.booleans())
-    def renew(self, held: list[Holder], lapsed: bool) -> None:
-        renewed = self.store.renew(owned([holder.claimed for holder in held]), -1 if lapsed else 600)
+    @rule(held=claims, lapsed=st.booleans(), standing=st.sampled_from(get_args(Standing)))
+    def renew(self, held: list[Holder], lapsed: bool, standing: Standing) -> None:
+        owners = owned([holder.claimed for holder in held])
+        renewed = self.store.renew(owners, -1 if lapsed else 600, dict.fromkeys(owners, standing))
         for holder in held:
             task_id = holder.claimed.task_id
             is_cancelled = not self.owns(holder) and self.refusal(holder) == Cancelled()
             assert (task_id in renewed.cancelled) is is_cancelled
             assert (task_id in renewed.lost) is not (is_cancelled or self.owns(holder))
             if self.owns(holder):
-                self.tasks[holder.claimed.task_id].lapsed = lapsed
+                self.tasks[task_id].lapsed, self.tasks[task_id].standing = lapsed, standing
+            else:
+                self.tasks[task_id].absolve(holder.claimed.owner)
 
-    @rule(held=claims)
-    def hand_back(self, held: list[Holder]) -> None:
-        mine = [holder for holder in held if self.owns(holder)]
-        assert self.store.hand_back(owned([holder.claimed for holder in held])) == len(mine)
-        for holder in mine:
-            self.tasks[holder.claimed.task_id].owner = None
+    @rule(held=claims, crashed=st.booleans())
+    def hand_back(self, held: list[Holder], crashed: bool) -> None:
+        mine = [self.tasks[holder.claimed.task_id] for holder in held if self.owns(holder)]
+        num_returned = self.store.hand_back(owned([holder.claimed for holder in held]), crashed=crashed)
+        num_poisoned = sum([task.die() for task in mine]) if crashed else 0
+        assert num_returned == len(mine) - num_poisoned
+        for task in mine:
+            task.owner = None
 
     @rule()
     def reap(self) -> None:
+        assert self.reap_all().cancelled == ()
+
+    @rule(held=claims)
+    def die_alone(self, held: list[Holder]) -> None:
+        """What is needed for blame would seldom come by chance: all die while one of them is tried."""
+        mine = {holder.claimed.task_id: holder.claimed.owner for holder in held if self.owns(holder)}
+        standings: dict[str, Standing] = dict.fromkeys(mine, "untouched")
+        standings.update(dict.fromkeys(list(mine)[:1], "alone"))
+        self.store.renew(mine, -1, standings)
+        for task_id in mine:
+            self.tasks[task_id].lapsed, self.tasks[task_id].standing = True, standings[task_id]
+        self.reap_all()
+
+    def reap_all(self) -> Reaped:
         lapsed = {task_id for task_id, task in self.tasks.items() if task.owner and task.lapsed}
         reaped = self.store.reap(SLUG, max_task_seconds=3600)
-        assert set(reaped.returned) == lapsed
-        assert (reaped.timed_out, reaped.cancelled) == ((), ())
-        for task_id in lapsed:
-            self.tasks[task_id].owner = None
+        poisoned = {task_id for task_id in lapsed if self.tasks[task_id].die()}
+        assert (set(reaped.returned), set(reaped.poisoned)) == (lapsed - poisoned, poisoned)
+        assert reaped.timed_out == ()
+        return reaped
 
     @rule(task_id=submitted)
     def cancel(self, task_id: str) -> None:
@@ -186,12 +248,8 @@ class Service(RuleBasedStateMachine):
         """On a waiting task; whoever comes by next ends it. Here the reaper does at once."""
         task_id = data.draw(st.sampled_from(sorted(self.waiting())))
         getattr(fetch(self.client, task_id), how)()
-        lapsed = {name for name, task in self.tasks.items() if task.owner and task.lapsed}
-        reaped = self.store.reap(SLUG, max_task_seconds=3600)
-        assert reaped.cancelled == (task_id,)
+        assert self.reap_all().cancelled == (task_id,)
         self.tasks[task_id].reason = "cancelled"
-        for name in lapsed:
-            self.tasks[name].owner = None
 
     @invariant()
     def every_task_is_in_exactly_one_place(self) -> None:
@@ -284,6 +342,11 @@ class Service(RuleBasedStateMachine):
             assert outcome == Accepted()
         elif self.tasks[holder.claimed.task_id].ended_by != holder.claimed.owner:
             assert outcome == self.refusal(holder)
+
+    def hear(self, holder: Holder, outcome: object) -> None:
+        """One that is refused has spoken: it is not dead."""
+        if outcome == Lost():
+            self.tasks[holder.claimed.task_id].absolve(holder.claimed.owner)
 
     def refusal(self, holder: Holder) -> Lost | Cancelled:
         """What one who does not own the task is told."""

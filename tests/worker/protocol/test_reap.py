@@ -27,7 +27,8 @@ from tests.worker.protocol.tasks import (
 )
 from worker.protocol import keys
 from worker.protocol.messages import FinishedEvent, Usage
-from worker.protocol.store import MAX_WAIT_ERROR, Reaped, TaskStore
+from worker.protocol.script_errors import MAX_WAIT_ERROR
+from worker.protocol.store import Reaped, TaskStore
 
 WATCHDOG_SECONDS = 60
 

@@ -2,7 +2,8 @@
 -- ARGV: retention, slug, worker, seconds of the lease, seconds that RQ keeps a worker's index, how many tasks
 -- to end at most that RQ's tools took (nobody else is served meanwhile), one new owner for each task wanted.
 -- Gives {id, owner, attempt, queue, priority, accepted_us, seconds waited, data, prompt ids, fingerprint,
--- outputs, '1' if a step has taken it before, cached tokens, log} for each.
+-- outputs, '1' if a step has taken it before, cached tokens, '1' if it is suspected of the death of a worker,
+-- log} for each.
 
 local slug, worker, lease, index_seconds, limit = ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5], tonumber(ARGV[6])
 
@@ -10,9 +11,13 @@ local function take(id, task, owner)
   local composite, stamp = id .. ':' .. owner, utcformat(now_us)
   leave(task.queue, slug, id)
   local attempt = call('HINCRBY', K.run .. id, 'attempt', 1)
+  local length = call('XLEN', K.log .. id)
+  local suspect = is_suspect(crashes_of(task, length))
   -- Until the worker tells its place there, it is taken to be the next that starts.
   call('HSET', K.run .. id, 'owner', owner, 'worker', worker, 'claimed_at', seconds(now_us),
-    'position', '0', 'tokens_ahead', '0', 'waiting_for', 'capacity')
+    'position', '0', 'tokens_ahead', '0', 'waiting_for', suspect and 'suspect' or 'capacity',
+    -- What is claimed is touched at once, before its worker records anything; a suspect waits until it has.
+    'claimed_length', length, 'standing', suspect and 'untouched' or 'seated')
   call('ZADD', K.leases, seconds(now_us + lease * 1000000), id)
   call('HSET', K.rq_job .. id, 'status', 'started', 'started_at', stamp, 'last_heartbeat', stamp,
     'worker_name', worker)
@@ -26,7 +31,7 @@ local function take(id, task, owner)
   return { id, owner, attempt, task.queue, task.priority, task.accepted_us,
     seconds(math.max(0, now_us - task.accepted_us)), call('HGET', K.rq_job .. id, 'data'),
     task.prompt_ids or '', task.fingerprint or '', task.n or '1', task.scheduled_at and '1' or '',
-    task.cached_tokens or '0', call('XRANGE', K.log .. id, '-', '+') }
+    task.cached_tokens or '0', suspect and '1' or '', call('XRANGE', K.log .. id, '-', '+') }
 end
 
 local heads = {}

@@ -38,7 +38,7 @@ local function let_go(id, task)
   call('ZREM', K.rq_wip .. task.queue, composite)
   call('DEL', K.rq_execution .. composite, K.rq_executions .. id)
   call('SREM', K.rq_worker .. task.worker .. K.rq_worker_executions, composite)
-  call('HDEL', K.run .. id, 'owner', 'waiting_for', 'tokens_ahead', 'position')
+  call('HDEL', K.run .. id, 'owner', 'waiting_for', 'tokens_ahead', 'position', 'standing', 'claimed_length')
 end
 
 -- From its owner back to its place in the queue.

@@ -1,15 +1,21 @@
--- Puts tasks back into their queues for others. ARGV: retention, id and owner of each. Gives how many.
+-- Puts tasks back into their queues for others. ARGV: retention, JSON of the error of one that is to blame for
+-- its worker's end ('' if that was no crash), RQ's exception of it, type of RQ's result; id and owner of each.
+-- Gives how many.
 
+local is_crash = ARGV[2] ~= ''
+local poison = { error_json = ARGV[2], exc_string = ARGV[3], result_type = ARGV[4] }
 local returned = {}
-for i = 2, #ARGV, 2 do
+for i = 5, #ARGV, 2 do
   local id = ARGV[i]
   local task = hash(K.run .. id)
   if task.owner == ARGV[i + 1] then
     task.id = id
-    if is_started(id) then
-      returned[#returned + 1] = task
-    else
+    if not is_started(id) then
       finish_cancelled(id, task)
+    elseif is_crash and note_crash(id, task) then
+      end_as_poison(id, task, poison)
+    else
+      returned[#returned + 1] = task
     end
   end
 end

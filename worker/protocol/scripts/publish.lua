@@ -50,7 +50,11 @@ local function refuse(id, owner, sent, length)
   if terminal == 'cancelled' then
     return CANCELLED
   end
-  return terminal and sent <= length and ACCEPTED or LOST
+  if terminal and sent <= length then
+    return ACCEPTED
+  end
+  absolve(id, owner)
+  return LOST
 end
 
 local function write(at, count, facts_at, settlement_at)

@@ -2,26 +2,29 @@
 -- mends what RQ's own tools moved.
 -- ARGV: retention, slug, microseconds that a task may wait, type of RQ's result, how many tasks of a kind to
 -- treat at most: nobody else is served meanwhile; and of each limit its name ('' for that wait), the JSON of
--- its error, in which {} stands for the seconds, and RQ's exception of it.
--- Gives {ids put back}, {ids timed out}, {ids cancelled}.
+-- its error, in which {} stands for the seconds, and RQ's exception of it; the same of `poison`, which is no
+-- limit. Gives {ids put back}, {ids timed out}, {ids cancelled}, {ids that are to blame for dead workers}.
 
 local slug, max_wait_us, result_type, limit = ARGV[2], tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
 local missed = {}
 for i = 6, #ARGV, 3 do
-  missed[ARGV[i]] = { error_json = ARGV[i + 1], exc_string = ARGV[i + 2] }
+  missed[ARGV[i]] = { error_json = ARGV[i + 1], exc_string = ARGV[i + 2], result_type = result_type }
 end
-local returned, timed_out, cancelled, num_mended = {}, {}, {}, 0
+local returned, timed_out, cancelled, poisoned, num_mended = {}, {}, {}, {}, 0
 
 local function take_back(id)
   local task = hash(K.run .. id)
   if not task.owner then
     call('ZREM', K.leases, id)
-  elseif is_started(id) then
-    put_back(id, task)
-    returned[#returned + 1] = id
-  else
+  elseif not is_started(id) then
     finish_cancelled(id, task)
     cancelled[#cancelled + 1] = id
+  elseif note_crash(id, task) then
+    end_as_poison(id, task, missed.poison)
+    poisoned[#poisoned + 1] = id
+  else
+    put_back(id, task)
+    returned[#returned + 1] = id
   end
 end
 
@@ -139,4 +142,4 @@ end
 for _, queue in ipairs(call('ZRANGEBYSCORE', K.shown .. slug, '-inf', seconds(now_us))) do
   tidy(queue)
 end
-return { returned, timed_out, cancelled }
+return { returned, timed_out, cancelled, poisoned }

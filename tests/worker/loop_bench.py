@@ -1,0 +1,148 @@
+"""A loop with everything around it in reach: scripted engine, no threads, no Redis."""
+
+import threading
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.engine import WaitingSequence
+from engine.outputs import SequenceOutput, StepOutput, StepReport, WaitingReason
+from engine.sampling_params import SamplingParams
+from worker.inbox import Arrival, Hush, Inbox, Try
+from worker.loop import Loop
+from worker.ownership import Holdings, Ownership
+from worker.protocol.messages import TaskError
+from worker.watching import Observers, Pulse
+
+A, B = Ownership("a", "o1"), Ownership("b", "o2")
+
+
+class ScriptedEngine:
+    """Runs what it is given until told to end it."""
+
+    config = EngineConfig(max_model_len=10, num_kv_blocks=10)
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self.live: list[str] = []
+        self.refusal: Exception | None = None
+        self.fault: Exception | None = None
+        self.num_waiting = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.live)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.live)
+
+    def add(self, request_id: str, *args: Any, **options: Any) -> None:
+        if self.refusal:
+            raise self.refusal
+        self.calls.append(("add", request_id))
+        self.live.append(request_id)
+
+    def cancel(self, request_id: str) -> bool:
+        self.calls.append(("cancel", request_id))
+        return self._drop(request_id)
+
+    def discard(self, request_id: str) -> bool:
+        self.calls.append(("discard", request_id))
+        return self._drop(request_id)
+
+    def _drop(self, request_id: str) -> bool:
+        found = request_id in self.live
+        self.live = [one for one in self.live if one != request_id]
+        return found
+
+    def serves(self, request_id: str) -> bool:
+        return request_id in self.live
+
+    def step(self, only: str | None = None) -> StepOutput:
+        if self.fault:
+            raise self.fault
+        stepped = [one for one in self.live if only in (None, one)]
+        self.calls.append(("step", ",".join(stepped)))
+        outputs = tuple(SequenceOutput(request_id=one, token_id=1) for one in stepped)
+        return StepOutput(outputs=outputs, started=tuple(stepped), report=StepReport(step=len(self.calls)))
+
+    def waiting(self) -> list[WaitingSequence]:
+        one = WaitingSequence(request_id="w", position=1, tokens_ahead=3, reason=WaitingReason.TOKEN_BUDGET)
+        return [one] * self.num_waiting
+
+
+class Outlet:
+    def __init__(self) -> None:
+        self.is_full = False
+        self.steps: list[StepOutput] = []
+        self.lines: list[list[WaitingSequence]] = []
+        self.failed: dict[str, TaskError] = {}
+        self.num_waits = 0
+
+    def hand(self, output: StepOutput) -> None:
+        self.steps.append(output)
+
+    def tell_waiting(self, line: list[WaitingSequence]) -> None:
+        self.lines.append(line)
+
+    def fail(self, request_id: str, error: TaskError) -> None:
+        self.failed[request_id] = error
+
+    def wait_for_room(self, seconds: float) -> None:
+        self.num_waits += 1
+
+
+class Bench:
+    """A loop with everything around it in reach."""
+
+    def __init__(self, *observers: Any) -> None:
+        self.now = 0.0
+        self.armed: list[float] = []
+        self.num_observer_errors = 0
+        self.engine, self.outlet, self.inbox = ScriptedEngine(), Outlet(), Inbox()
+        self.wake = threading.Event()
+        self.holdings = Holdings(self.wake)
+        self.pulse = Pulse(60.0, self.clock, on_tick=lambda: None, arm=self.armed.append)
+        self.loop = Loop(
+            self.engine,
+            self.inbox,
+            self.outlet,
+            self.holdings,
+            observers=Observers(observers, self.count_error),
+            pulse=self.pulse,
+            clock=self.clock,
+            wake=self.wake,
+        )
+
+    def clock(self) -> float:
+        return self.now
+
+    def count_error(self) -> None:
+        self.num_observer_errors += 1
+
+    def arrive(self, ownership: Ownership, prompt_field: str = "prompt") -> None:
+        self.holdings.take(ownership)
+        self.inbox.put(arrival_of(ownership, prompt_field))
+
+    def hush(self, ownership: Ownership) -> threading.Event:
+        self.holdings.take(ownership)
+        heard = threading.Event()
+        self.inbox.put(Hush(ownership, heard))
+        return heard
+
+    def try_alone(self, ownership: Ownership) -> None:
+        self.inbox.put(Try(ownership, lambda: arrival_of(ownership)))
+
+    @property
+    def stepped(self) -> list[str]:
+        return [who for what, who in self.engine.calls if what == "step"]
+
+
+def arrival_of(ownership: Ownership, prompt_field: str = "prompt") -> Arrival:
+    return Arrival(
+        ownership=ownership,
+        prompt_token_ids=[1],
+        params=SamplingParams(),
+        accepted_at=1.0,
+        prompt_field=prompt_field,
+    )

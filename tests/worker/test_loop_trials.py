@@ -1,0 +1,109 @@
+"""The loop while one request is tried alone: whom it steps, and when it waits."""
+
+from tests.worker.loop_bench import A, B, Bench
+from worker.inbox import Cancel, Resume, Try
+
+
+def test_nobody_is_stepped_from_the_hush_on_and_the_loop_goes_round() -> None:
+    bench = Bench()
+    bench.arrive(A)
+    bench.loop.turn()
+    heard = bench.hush(B)
+    assert not heard.is_set()
+    for second in range(1, 4):
+        bench.now = float(second)
+        bench.loop.turn()
+
+    assert heard.is_set()
+    assert bench.stepped == ["a:o1"]
+    assert len(bench.armed) == 4, "it ticks"
+
+
+def test_the_one_that_is_tried_is_stepped_alone_until_its_trial_is_over() -> None:
+    bench = Bench()
+    bench.arrive(A)
+    bench.hush(B)
+    bench.try_alone(B)
+    bench.loop.turn()
+    bench.loop.turn()
+    bench.inbox.put(Resume(B))
+    bench.loop.turn()
+
+    assert bench.stepped == ["b:o2", "b:o2", "a:o1,b:o2"]
+
+
+def test_when_the_one_that_is_tried_has_ended_nobody_is_stepped_until_that_is_stored() -> None:
+    bench = Bench()
+    bench.arrive(A)
+    bench.hush(B)
+    bench.try_alone(B)
+    bench.loop.turn()
+    bench.inbox.put(Cancel(B))
+    bench.loop.turn()
+    bench.loop.turn()
+    assert bench.stepped == ["b:o2"]
+    bench.inbox.put(Resume(B))
+    bench.loop.turn()
+
+    assert bench.stepped == ["b:o2", "a:o1"]
+
+
+def test_a_trial_that_is_over_before_it_begins_prepares_nothing() -> None:
+    bench = Bench()
+    bench.arrive(A)
+    bench.hush(B)
+    bench.inbox.put(Resume(B))
+    bench.try_alone(B)
+    bench.loop.turn()
+
+    assert bench.stepped == ["a:o1"]
+    assert bench.engine.live == ["a:o1"]
+
+
+def test_the_end_of_another_trial_ends_none() -> None:
+    bench = Bench()
+    bench.arrive(A)
+    bench.hush(B)
+    bench.inbox.put(Resume(A))
+    bench.try_alone(B)
+    bench.loop.turn()
+
+    assert bench.stepped == ["b:o2"]
+
+
+def test_one_that_ended_in_its_preparation_is_not_added() -> None:
+    bench = Bench()
+    bench.arrive(A)
+    bench.hush(B)
+    bench.inbox.put(Try(B, lambda: None))
+    bench.loop.turn()
+
+    assert bench.engine.live == ["a:o1"]
+    assert bench.stepped == []
+
+
+def test_a_preparation_that_hangs_is_a_stall() -> None:
+    """docling-jobkit#102: what hangs must stop the ticks, so that the watchdog ends the process."""
+    bench = Bench()
+    bench.hush(B)
+    seen = []
+
+    def prepare() -> None:
+        bench.now = 61.0
+        seen.append(bench.pulse.is_stalled)
+
+    bench.inbox.put(Try(B, prepare))
+    bench.loop.turn()
+
+    assert seen == [True]
+
+
+def test_a_full_outlet_stops_a_trial_too() -> None:
+    bench = Bench()
+    bench.hush(B)
+    bench.try_alone(B)
+    bench.outlet.is_full = True
+    bench.loop.turn()
+
+    assert bench.stepped == []
+    assert bench.outlet.num_waits == 1

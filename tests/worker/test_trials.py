@@ -1,0 +1,253 @@
+"""Suspects are tried alone: who waits for whom, and what is recorded of whom meanwhile."""
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import redis
+
+from tests.worker.intake_gate import Gate
+from tests.worker.workshop import die_with_all, ended, submit
+from worker.inbox import Arrival, Hush, Inbox, Message, Resume, Try
+from worker.ownership import Ownership
+from worker.protocol import keys
+from worker.protocol.records import Standing
+from worker.protocol.store import Claimed, TaskStore
+from worker.trials import Trials
+
+LENGTH = 6
+A, B, C = Ownership("a", "o1"), Ownership("b", "o2"), Ownership("c", "o3")
+OWNERS = dict([A, B, C])
+
+
+def task(ownership: Ownership, **fields: Any) -> Claimed:
+    values = {"attempt": 2, "queue": "q", "priority": 2, "accepted_at": 0.0, "data": b"", "suspect": True}
+    return Claimed(task_id=ownership.task_id, owner=ownership.owner, **(values | fields))
+
+
+class Court:
+    """Trials without threads: what they tell the loop can be looked at."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.inbox = Inbox()
+        self.wake = threading.Event()
+        self.trials = Trials(self.inbox, self.wake, lambda: self.now)
+        self.prepared: list[float] = []
+
+    def told(self) -> list[Message]:
+        return self.inbox.take(0.0)
+
+    def quieten(self, ownership: Ownership) -> None:
+        assert not self.trials.quieten(ownership, 0.0)
+        (hush,) = self.told()
+        assert isinstance(hush, Hush)
+        hush.heard.set()
+        assert self.trials.quieten(ownership, 0.0)
+
+    def begin(self, ownership: Ownership) -> Try:
+        self.quieten(ownership)
+        assert self.trials.begin(ownership, self.prepared.append)
+        (message,) = self.told()
+        assert isinstance(message, Try)
+        return message
+
+    def standings(self) -> Mapping[str, Standing]:
+        return self.trials.standings(OWNERS, {C.request_id})
+
+
+@pytest.fixture
+def court() -> Court:
+    court = Court()
+    court.trials.add(task(A))
+    court.trials.add(task(B))
+    return court
+
+
+def test_the_loop_is_asked_once_and_nothing_is_recorded_before_it_has_heard(court: Court) -> None:
+    for _ in range(3):
+        assert not court.trials.quieten(A, 0.0)
+        assert court.trials.is_pending
+        assert court.standings() == {"a": "untouched", "b": "untouched", "c": "waiting"}
+    (hush,) = court.told()
+    assert isinstance(hush, Hush)
+    hush.heard.set()
+
+    assert court.trials.quieten(A, 0.0)
+    assert court.standings() == {"a": "alone", "b": "untouched", "c": "untouched"}
+    assert not court.trials.is_on
+    assert court.told() == []
+
+
+def test_one_that_is_in_no_line_is_taken_to_be_touched(court: Court) -> None:
+    assert court.trials.standings(OWNERS, set())["c"] == "seated"
+
+
+def test_one_after_the_other(court: Court) -> None:
+    assert court.trials.next() == task(A)
+    court.begin(A)
+    assert court.trials.is_on
+    assert court.trials.num_waiting == 1
+    court.trials.finish(A)
+
+    assert court.told() == [Resume(A)]
+    assert court.wake.is_set()
+    assert court.standings() == {"a": "seated", "b": "untouched", "c": "waiting"}
+    assert not court.trials.is_pending
+    assert court.trials.next() == task(B)
+    court.begin(B)
+    assert court.trials.next() is None
+
+
+def test_its_time_runs_while_it_waits_for_its_turn(court: Court) -> None:
+    court.now = 7.0
+    trial = court.begin(A)
+    assert court.prepared == [], "whoever begins it prepares nothing"
+    court.now = 8.0
+    trial.prepare()
+
+    assert court.prepared == [8.0]
+
+
+@pytest.mark.parametrize("stage", ["waiting", "asked", "quiet"])
+def test_one_that_is_lost_or_cancelled_before_its_trial_is_not_tried(court: Court, stage: str) -> None:
+    if stage == "asked":
+        court.trials.quieten(A, 0.0)
+    elif stage == "quiet":
+        court.quieten(A)
+    court.told()
+    court.trials.finish(A)
+
+    assert court.told() == ([] if stage == "waiting" else [Resume(A)]), "the loop goes on"
+    assert not court.trials.begin(A, court.prepared.append)
+    assert not court.trials.quieten(A, 0.0)
+    assert court.told() == []
+    assert court.trials.next() == task(B)
+
+
+def test_what_others_come_to_is_no_matter(court: Court) -> None:
+    court.begin(A)
+    court.trials.finish(C)
+    court.trials.finish(Ownership("a", "another attempt"))
+
+    assert court.told() == []
+    assert court.standings()["a"] == "alone"
+
+
+# The thread that claims and prepares, against a real server.
+
+
+class Trying(Gate):
+    """An intake that finds two suspects and a new task; the test is the loop."""
+
+    def __init__(self, client: "redis.Redis") -> None:
+        self.suspects = [submit(client) for _ in range(2)]
+        die_with_all(client)
+        self.other = submit(client)
+        super().__init__(client)
+
+    def look(self) -> list[Message]:
+        self.intake.turn()
+        return self.inbox.take(0.0)
+
+    def standing(self, task_id: str) -> str:
+        return str(self.client.hget(keys.run(task_id), "standing").decode())
+
+
+@pytest.fixture
+def trying(redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch) -> Trying:
+    monkeypatch.setattr("worker.intake.POLL_SECONDS", 0.0)
+    return Trying(redis_client)
+
+
+def test_suspects_wait_and_the_others_go_on_meanwhile(trying: Trying) -> None:
+    arrival, hush = trying.look()
+
+    assert isinstance(arrival, Arrival)
+    assert arrival.ownership.task_id == trying.other
+    assert isinstance(hush, Hush)
+    assert hush.ownership.task_id == trying.suspects[0]
+    assert trying.standing(trying.suspects[0]) == "untouched", "nothing is recorded yet"
+
+
+def test_a_trial_is_recorded_before_it_begins(trying: Trying) -> None:
+    *_, hush = trying.look()
+    assert isinstance(hush, Hush)
+    hush.heard.set()
+    (trial,) = trying.look()
+
+    assert isinstance(trial, Try)
+    assert trial.ownership.task_id == trying.suspects[0]
+    standings = [trying.standing(one) for one in (*trying.suspects, trying.other)]
+    assert standings == ["alone", "untouched", "untouched"]
+    arrival = trial.prepare()
+    assert arrival is not None
+    assert arrival.ownership == trial.ownership
+
+
+def test_nothing_is_claimed_while_one_is_tried_or_soon_will_be(trying: Trying) -> None:
+    *_, hush = trying.look()
+    late = submit(trying.client)
+    assert trying.look() == [], "the loop has not heard"
+    assert isinstance(hush, Hush)
+    hush.heard.set()
+    trying.look()
+    assert trying.look() == [], "it is tried"
+    assert not trying.client.hexists(keys.run(late), "owner")
+
+    trying.trials.finish(hush.ownership)
+    resume, arrival, again = trying.look()
+    assert resume == Resume(hush.ownership)
+    assert isinstance(arrival, Arrival), "others have a turn between two trials"
+    assert isinstance(again, Hush)
+    assert again.ownership.task_id == trying.suspects[1]
+
+
+def test_without_redis_nothing_is_tried(trying: Trying, monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, hush = trying.look()
+    assert isinstance(hush, Hush)
+    hush.heard.set()
+
+    def fail(*_: object) -> None:
+        raise redis.ConnectionError("away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trying.intake._store, "renew", fail)
+        for _ in range(3):
+            with pytest.raises(redis.ConnectionError):
+                trying.intake.turn()
+        assert trying.inbox.take(0.0) == []
+    (trial,) = trying.look()
+    assert isinstance(trial, Try)
+
+
+@pytest.mark.parametrize("how", ["lost", "cancelled"])
+def test_one_that_turns_out_to_be_gone_is_not_tried(trying: Trying, how: str) -> None:
+    *_, hush = trying.look()
+    assert isinstance(hush, Hush)
+    hush.heard.set()
+    if how == "lost":
+        trying.client.hset(keys.run(hush.ownership.task_id), "owner", "another")
+    else:
+        TaskStore(trying.client).cancel(hush.ownership.task_id)
+
+    assert trying.look() == [Resume(hush.ownership)]
+
+
+def test_a_suspect_that_cannot_be_prepared_ends_its_trial(redis_client: "redis.Redis") -> None:
+    bad = submit(redis_client, prompt_token_ids=(1,), sampling={"max_tokens": 3, "temperature": -1})
+    die_with_all(redis_client)
+    gate = Gate(redis_client)
+    gate.intake.turn()
+    (hush,) = gate.inbox.take(0.0)
+    assert isinstance(hush, Hush)
+    hush.heard.set()
+    gate.intake.turn()
+    (trial,) = gate.inbox.take(0.0)
+    assert isinstance(trial, Try)
+
+    assert trial.prepare() is None
+    gate.publisher.turn()
+    assert gate.inbox.take(0.0) == [Resume(hush.ownership)]
+    assert ended(redis_client, bad)
