@@ -1,10 +1,11 @@
 """Whatever order the steps come in, and whoever dies between them: each task ends once, its log has no gap
-and no double, and nothing is left behind.
+and no double, each tenant is charged for what it was served, and nothing is left behind.
 
 A model in plain Python says what must have happened. Leases lapse by being claimed with a negative length, so
 that no test waits. A crash is a worker that never calls again; a lost reply is a call made twice.
 """
 
+import copy
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -14,14 +15,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
+    MultipleResults,
     RuleBasedStateMachine,
     invariant,
+    multiple,
     precondition,
     rule,
     run_state_machine_as_test,
 )
 from rq import Queue
 
+from tests.worker.protocol.fair_model import FairModel, Waiting
 from tests.worker.protocol.tasks import (
     SLUG,
     fetch,
@@ -32,22 +36,40 @@ from tests.worker.protocol.tasks import (
 )
 from worker.protocol import keys
 from worker.protocol.messages import FinishedEvent
-from worker.protocol.naming import queue_name
-from worker.protocol.store import Accepted, Cancelled, Claimed, Gap, Lost, TaskStore, Write
+from worker.protocol.naming import queue_name, tenant_hash
+from worker.protocol.store import (
+    Accepted,
+    Cancelled,
+    Claimed,
+    Gap,
+    IdempotencyConflict,
+    Lost,
+    QueueFull,
+    Submitted,
+    TaskStore,
+    Write,
+)
 
 
 @dataclass
 class Expected:
     """What the model knows of a task."""
 
-    queue: str
-    cost: int
+    waiting: Waiting
     num_tokens: int = 0
     owner: str | None = None
     lapsed: bool = False
     reason: str | None = None
     ended_by: str | None = None
     cancelled_under: str | None = None
+
+    @property
+    def queue(self) -> str:
+        return queue_name(SLUG, self.waiting.priority, self.waiting.tenant)
+
+    @property
+    def cost(self) -> int:
+        return self.waiting.cost
 
 
 @dataclass
@@ -70,24 +92,76 @@ class Service(RuleBasedStateMachine):
         self.store = TaskStore(self.client)
         self.tasks: dict[str, Expected] = {}
         self.holders: list[Holder] = []
+        self.fair = FairModel()
+        self.records: dict[tuple[str, str], tuple[str, str]] = {}
 
     submitted = Bundle("submitted")
     claims = Bundle("claims")
 
-    @rule(target=submitted, priority=st.integers(1, 3), tenant=st.sampled_from("ab"), cost=st.integers(0, 50))
-    def submit(self, priority: int, tenant: str, cost: int) -> str:
-        given = submission(self.client, priority=priority, tenant=tenant, cost=cost)
+    @rule(
+        target=submitted,
+        priority=st.integers(1, 3),
+        tenant=st.sampled_from("abc"),
+        cost=st.integers(0, 50),
+        limits=st.sampled_from([(None, None), (4, None), (None, 90)]),
+        key=st.sampled_from([None, None, "k", "l"]),
+        digest=st.sampled_from("12"),
+    )
+    def submit(
+        self,
+        priority: int,
+        tenant: str,
+        cost: int,
+        limits: tuple[int | None, int | None],
+        key: str | None,
+        digest: str,
+    ) -> MultipleResults[str] | str:
+        given = submission(
+            self.client,
+            priority=priority,
+            tenant=tenant,
+            cost=cost,
+            max_waiting=limits[0],
+            max_waiting_tokens=limits[1],
+            idempotency_key=key,
+            body_digest=digest,
+        )
+        record = self.records.get((tenant, key)) if key else None
+        if record and record[0] != digest:
+            with pytest.raises(IdempotencyConflict):
+                self.store.submit(given)
+            return multiple()
+        if record:
+            assert self.store.submit(given) == Submitted(record[1], replayed=True)
+            return multiple()
+        if met := self.limit_met(cost, *limits):
+            with pytest.raises(QueueFull) as full:
+                self.store.submit(given)
+            waiting = self.fair.waiting.values()
+            assert (full.value.limit_met, full.value.depth) == (met, len(waiting))
+            assert full.value.tokens == sum(task.cost for task in waiting)
+            return multiple()
         for replayed in (False, True):
-            assert self.store.submit(given).replayed is replayed
-        self.tasks[given.task_id] = Expected(queue_name(SLUG, priority, tenant), cost)
+            assert self.store.submit(given) == Submitted(given.task_id, replayed=replayed)
+        task = Waiting(priority, tenant, cost, accepted=len(self.tasks))
+        self.tasks[given.task_id] = Expected(task)
+        self.fair.enter(given.task_id, task)
+        if key:
+            self.records[tenant, key] = (digest, given.task_id)
         return given.task_id
+
+    def limit_met(self, cost: int, max_tasks: int | None, max_tokens: int | None) -> str | None:
+        num_tasks = len(self.fair.waiting)
+        if max_tasks is not None and num_tasks >= max_tasks:
+            return "tasks"
+        tokens = sum(task.cost for task in self.fair.waiting.values())
+        return "tokens" if max_tokens is not None and num_tasks and tokens + cost > max_tokens else None
 
     @rule(target=claims, count=st.integers(1, 4), lapsed=st.booleans())
     def claim(self, count: int, lapsed: bool) -> list[Holder]:
-        waiting = self.waiting()
         seconds = -1 if lapsed else 600
         claimed = self.store.claim(SLUG, worker="w", max_tasks=count, lease_seconds=seconds)
-        assert len(claimed) == min(count, len(waiting))
+        assert [one.task_id for one in claimed] == self.fair.claim(count)
         held = []
         for one in claimed:
             task = self.tasks[one.task_id]
@@ -134,6 +208,7 @@ class Service(RuleBasedStateMachine):
             if self.owns(holder):
                 task.reason, task.ended_by, task.owner = reason, holder.claimed.owner, None
                 task.num_tokens = holder.sent + 1
+                self.let_go(task, num_served=3 + task.num_tokens)
                 holder.sent += 2
                 assert outcome == Accepted()
                 if again:
@@ -156,8 +231,9 @@ class Service(RuleBasedStateMachine):
     def hand_back(self, held: list[Holder]) -> None:
         mine = [holder for holder in held if self.owns(holder)]
         assert self.store.hand_back(owned([holder.claimed for holder in held])) == len(mine)
-        for holder in mine:
-            self.tasks[holder.claimed.task_id].owner = None
+        ids = [holder.claimed.task_id for holder in mine]
+        for task_id in sorted(ids, key=lambda name: -self.tasks[name].waiting.accepted):
+            self.put_back(task_id)
 
     @rule()
     def reap(self) -> None:
@@ -165,14 +241,18 @@ class Service(RuleBasedStateMachine):
         reaped = self.store.reap(SLUG, max_task_seconds=3600)
         assert set(reaped.returned) == lapsed
         assert (reaped.timed_out, reaped.cancelled) == ((), ())
-        for task_id in lapsed:
-            self.tasks[task_id].owner = None
+        for task_id in reaped.returned:
+            self.put_back(task_id)
 
     @rule(task_id=submitted)
     def cancel(self, task_id: str) -> None:
         task = self.tasks[task_id]
         told = self.store.cancel(task_id)
         if task.reason is None:
+            if task.owner:
+                self.let_go(task, num_served=task.num_tokens)
+            else:
+                self.fair.leave(task_id)
             task.reason, task.cancelled_under, task.owner = "cancelled", task.owner, None
             assert told == "cancelled"
         else:
@@ -186,12 +266,12 @@ class Service(RuleBasedStateMachine):
         """On a waiting task; whoever comes by next ends it. Here the reaper does at once."""
         task_id = data.draw(st.sampled_from(sorted(self.waiting())))
         getattr(fetch(self.client, task_id), how)()
-        lapsed = {name for name, task in self.tasks.items() if task.owner and task.lapsed}
         reaped = self.store.reap(SLUG, max_task_seconds=3600)
         assert reaped.cancelled == (task_id,)
+        for name in reaped.returned:
+            self.put_back(name)
         self.tasks[task_id].reason = "cancelled"
-        for name in lapsed:
-            self.tasks[name].owner = None
+        self.fair.leave(task_id)
 
     @invariant()
     def every_task_is_in_exactly_one_place(self) -> None:
@@ -235,13 +315,58 @@ class Service(RuleBasedStateMachine):
         assert stats.claimed == sum(task.owner is not None for task in self.tasks.values())
 
     @invariant()
+    def what_waits_is_counted(self) -> None:
+        """The counters that submissions ask are never off."""
+        kept = self.client.hgetall(keys.waiting(SLUG))
+        assert {name.decode(): int(number) for name, number in kept.items()} == self.fair.num_waiting()
+
+    @invariant()
+    def tenants_are_charged_for_what_they_were_served(self) -> None:
+        """Also over crashes, hand-backs and ends: what a claim has charged is corrected once."""
+        kept = dict(self.client.zrange(keys.shares(SLUG), 0, -1, withscores=True))
+        waiting = {tenant_hash(tenant): self.fair.counters[tenant] for tenant in self.fair.tenants()}
+        assert {name.decode(): counter for name, counter in kept.items()} == waiting
+        away = dict(self.client.zrange(keys.away(SLUG), 0, -1, withscores=True))
+        away.pop(b":last", None)
+        remembered = {tenant_hash(tenant): counter for tenant, counter in self.fair.counters.items()}
+        rest = {name: counter for name, counter in remembered.items() if name not in waiting}
+        assert {name.decode(): counter for name, counter in away.items()} == rest
+        assert min((*kept.values(), *away.values()), default=0) >= 0
+
+    @invariant()
+    def lines_are_those_that_wait(self) -> None:
+        expected: dict[str, dict[str, float]] = {}
+        heads = {}
+        for (priority, tenant), (_, head) in self.fair.lines().items():
+            accepted = int(self.client.hget(keys.run(head), "accepted_us"))
+            queue = queue_name(SLUG, priority, tenant)
+            heads[queue] = accepted
+            expected.setdefault(f"{SLUG}:{priority}", {})[f"{accepted:020}{queue}"] = self.fair.counters[
+                tenant
+            ]
+        queues = self.client.zrange(keys.queues(SLUG), 0, -1, withscores=True)
+        assert {name.decode(): score for name, score in queues} == heads
+        for group in (f"{SLUG}:{priority}" for priority in range(5)):
+            lines = self.client.zrange(keys.lines(group), 0, -1, withscores=True)
+            assert {name.decode(): score for name, score in lines} == expected.get(group, {})
+            unserved = self.client.zrange(keys.unserved(group), 0, -1)
+            assert sorted(name.decode() for name in unserved) == sorted(
+                member[20:] for member in expected.get(group, {})
+            )
+
+    @invariant()
     def standing_is_that_of_the_claims(self) -> None:
-        """Positions are a permutation; costs before the first are none."""
+        """The next to be claimed has position 0 and no other has; with one tenant positions are a permutation."""
         snapshots = [self.store.inspect(task_id) for task_id in self.waiting()]
-        assert sorted(snapshot.position for snapshot in snapshots) == list(range(len(snapshots)))
+        positions = sorted(snapshot.position for snapshot in snapshots)
+        first = [snapshot.task_id for snapshot in snapshots if snapshot.position == 0]
+        assert first == copy.deepcopy(self.fair).claim(1)
+        if len(self.fair.tenants()) == 1:
+            assert positions == list(range(len(snapshots)))
         for snapshot in snapshots:
             assert (snapshot.position == 0) <= (snapshot.tokens_ahead == 0)
             total = sum(self.tasks[task_id].cost for task_id in self.waiting())
+            assert snapshot.position < len(snapshots)
             assert 0 <= snapshot.tokens_ahead <= total - self.tasks[snapshot.task_id].cost
 
     def teardown(self) -> None:
@@ -249,11 +374,11 @@ class Service(RuleBasedStateMachine):
         for holder in self.holders:
             if self.owns(holder):
                 self.store.renew(owned([holder.claimed]), -1)
-        self.store.reap(SLUG, max_task_seconds=3600)
-        for task in self.tasks.values():
-            task.owner = None
+        for task_id in self.store.reap(SLUG, max_task_seconds=3600).returned:
+            self.put_back(task_id)
         for claimed in self.store.claim(SLUG, worker="last", max_tasks=1000, lease_seconds=600):
             task = self.tasks[claimed.task_id]
+            assert [claimed.task_id] == self.fair.claim(1)
             assert claimed.entries == tokens(0, task.num_tokens)
             assert self.store.publish([final_write(claimed, task.num_tokens, 0)]) == [Accepted()]
             task.reason = "stop"
@@ -261,12 +386,22 @@ class Service(RuleBasedStateMachine):
         self.every_task_is_in_exactly_one_place()
         self.every_log_is_whole()
         self.numbers_add_up()
+        assert self.client.pttl(keys.away(SLUG)) > 0 or not self.tasks
         kept = {key.decode().split(":")[1] for key in self.client.scan_iter("tokenmill:*")}
-        assert kept <= {"run", "log", "totals", "drained", "clock", "shown"}
+        assert kept <= {"run", "log", "totals", "drained", "clock", "shown", "away", "idem"}
         kept_by_rq = {key.decode().split(":")[1] for key in self.client.scan_iter("rq:*")}
         assert kept_by_rq <= {"job", "results", "finished", "failed", "canceled", "queues"}
         for task_id in self.tasks:
             assert self.client.pttl(keys.run(task_id)) > 0
+
+    def put_back(self, task_id: str) -> None:
+        task = self.tasks[task_id]
+        self.let_go(task, num_served=0)
+        self.fair.enter(task_id, task.waiting)
+        task.owner = None
+
+    def let_go(self, task: Expected, num_served: int) -> None:
+        self.fair.charge(task.waiting.tenant, num_served - task.cost)
 
     def waiting(self) -> set[str]:
         return {name for name, task in self.tasks.items() if task.reason is None and task.owner is None}

@@ -32,18 +32,20 @@ local function is_started(id)
   return call('HGET', K.rq_job .. id, 'status') == 'started'
 end
 
-local function let_go(id, task)
+-- `num_served`: tokens of which its tenant is charged in place of its cost.
+local function let_go(id, task, num_served)
   local composite = id .. ':' .. task.owner
   call('ZREM', K.leases, id)
   call('ZREM', K.rq_wip .. task.queue, composite)
   call('DEL', K.rq_execution .. composite, K.rq_executions .. id)
   call('SREM', K.rq_worker .. task.worker .. K.rq_worker_executions, composite)
   call('HDEL', K.run .. id, 'owner', 'waiting_for', 'tokens_ahead', 'position')
+  charge(task.queue, task.slug, num_served - task.cost)
 end
 
--- From its owner back to its place in the queue.
+-- From its owner back to its place in the queue. It is charged when it is claimed again.
 local function put_back(id, task)
-  let_go(id, task)
+  let_go(id, task, 0)
   call('HSET', K.rq_job .. id, 'status', 'queued', 'started_at', '', 'worker_name', '')
   enter(id, task)
 end
@@ -79,7 +81,8 @@ end
 local function finish(id, task, how)
   local run = K.run .. id
   if task.owner then
-    let_go(id, task)
+    local computed = math.max(0, how.prompt_tokens - (tonumber(task.cached_tokens) or 0))
+    let_go(id, task, computed + how.completion_tokens)
   else
     leave(task.queue, task.slug, id)
   end
