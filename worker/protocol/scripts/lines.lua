@@ -6,6 +6,8 @@
 local AGEING_US = 60000000
 -- What tenants were served is forgotten when none of them has left a line for so long.
 local AWAY_MS = 3600000
+-- And of so many at most it is remembered.
+local MOST_AWAY = 10000
 local NUM_CLASSES = tonumber(K.num_classes)
 
 local function class_and_tenant(queue)
@@ -47,6 +49,8 @@ end
 local function part(slug, tenant)
   local counter = call('ZSCORE', K.shares .. slug, tenant)
   call('ZREM', K.shares .. slug, tenant)
+  -- Who was served the least loses the least by being forgotten.
+  call('ZREMRANGEBYRANK', K.away .. slug, 0, -MOST_AWAY)
   call('ZADD', K.away .. slug, counter, tenant, counter, ':last')
   call('PEXPIRE', K.away .. slug, AWAY_MS)
 end
