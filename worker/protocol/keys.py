@@ -43,8 +43,38 @@ def channel(task_id: str) -> str:
 
 
 def queues(slug: str) -> str:
-    """Set: names of the RQ queues of a model that hold waiting tasks."""
+    """Sorted set: RQ queue of a model that holds waiting tasks -> acceptance of its head (microseconds)."""
     return f"tokenmill:queues:{slug}"
+
+
+def lines(group: str) -> str:
+    """Sorted set of a model's class: `<acceptance of the head, 20 digits><queue>` -> its tenant's counter.
+
+    `group`: `<slug>:<class>`.
+    """
+    return f"tokenmill:lines:{group}"
+
+
+def unserved(group: str) -> str:
+    """Sorted set of a model's class: queue -> since when nobody serves it: the acceptance of its head, or
+    when it was last claimed from if that was later (microseconds).
+    """
+    return f"tokenmill:unserved:{group}"
+
+
+def shares(slug: str) -> str:
+    """Sorted set: tenant that waits -> its counter, estimated tokens that it was served."""
+    return f"tokenmill:shares:{slug}"
+
+
+def away(slug: str) -> str:
+    """Sorted set, expiring: tenant that does not wait -> its counter. `:last`: of who was the last to wait."""
+    return f"tokenmill:away:{slug}"
+
+
+def waiting(slug: str) -> str:
+    """Hash: `tasks:<class>`, `tokens:<class>` -> how many wait, and their estimated tokens."""
+    return f"tokenmill:waiting:{slug}"
 
 
 def shown(slug: str) -> str:

@@ -37,12 +37,16 @@ take it; steps take it, or it is being prepared; so it is alone, while the other
 
 
 class QueueFull(Exception):
-    """The model has as many waiting tasks as it may have: nothing was stored. Try again later."""
+    """The model has as many waiting tasks, or tokens, as it may have: nothing was stored. Try again later.
 
-    def __init__(self, depth: int, limit: int) -> None:
-        super().__init__(f"{depth} tasks wait, the limit is {limit}")
+    `limit_met`: which of the two limits. `depth`: waiting tasks; `tokens`: what they are estimated to need.
+    """
+
+    def __init__(self, limit_met: Literal["tasks", "tokens"], depth: int, tokens: int) -> None:
+        super().__init__(f"{depth} tasks of {tokens} tokens wait, the limit of {limit_met} is met")
+        self.limit_met = limit_met
         self.depth = depth
-        self.limit = limit
+        self.tokens = tokens
 
 
 class IdempotencyConflict(Exception):
@@ -55,7 +59,8 @@ class Submission:
 
     `job_fields`: RQ's `Job.to_dict()`. `cost`: estimated tokens, prompt and output together. `metadata`:
     JSON text, given back as it is. `body_digest` tells the bodies of one `idempotency_key` apart.
-    `max_waiting`: limit of waiting tasks of this model; None means none. `num_outputs`: texts that the task
+    `max_waiting`, `max_waiting_tokens`: limits of this model's waiting tasks and of their cost; None means
+    none. A task that would wait alone is never too large for the second. `num_outputs`: texts that the task
     gives. `limits`: the time limits that it sets for itself. `webhook`: the URL that is told of its end, ""
     for none. `cancel_on_disconnect`: it ends as cancelled when its last reader goes away.
     Raises ValueError where a value cannot stand in a key or a message.
@@ -73,6 +78,7 @@ class Submission:
     idempotency_key: str | None = None
     body_digest: str = ""
     max_waiting: int | None = None
+    max_waiting_tokens: int | None = None
     num_outputs: int = 1
     limits: TimeLimits = NO_LIMITS
     webhook: str = ""

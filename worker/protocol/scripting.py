@@ -8,10 +8,12 @@ from importlib.resources import files
 from typing import Any, Protocol
 
 from worker.protocol import keys, rq_keys
+from worker.protocol.naming import PRIORITIES
 
-_ENDING = ("clock", "deadlines", "order", "served", "outbox", "ending", "crashes")
+_ORDER = ("clock", "deadlines", "lines", "order")
+_ENDING = (*_ORDER, "served", "outbox", "ending", "crashes")
 _PARTS = {
-    "submit": ("clock", "deadlines", "order"),
+    "submit": _ORDER,
     "claim": _ENDING,
     "publish": _ENDING,
     "renew": _ENDING,
@@ -23,8 +25,8 @@ _PARTS = {
     "outbox_take": ("clock", "outbox"),
     "outbox_done": _ENDING,
     "outbox_retry": ("clock", "outbox"),
-    "inspect": ("clock", "deadlines", "order", "served"),
-    "queue_stats": ("clock", "deadlines", "order", "served"),
+    "inspect": (*_ORDER, "served", "standing"),
+    "queue_stats": (*_ORDER, "served"),
     "put_worker": ("clock",),
     "drop_worker": ("clock",),
     "workers": ("clock",),
@@ -53,6 +55,11 @@ _PREFIXES: dict[str, Callable[[str], str]] = {
     "readers": keys.readers,
     "channel": keys.channel,
     "queues": keys.queues,
+    "lines": keys.lines,
+    "unserved": keys.unserved,
+    "shares": keys.shares,
+    "away": keys.away,
+    "waiting": keys.waiting,
     "shown": keys.shown,
     "clock": keys.clock,
     "order": keys.order,
@@ -112,4 +119,5 @@ def _key_names() -> str:
     names |= {"leases": keys.LEASES, "workers": keys.WORKERS, "control": keys.CONTROL}
     names |= {"outbox": keys.OUTBOX, "outbox_due": keys.OUTBOX_DUE, "watched": keys.WATCHED}
     names |= {"rq_queues": rq_keys.QUEUES, "max_results": str(rq_keys.MAX_RESULTS)}
+    names |= {"num_classes": str(len(PRIORITIES))}
     return "local K = {" + ", ".join(f"{name} = '{value}'" for name, value in names.items()) + "}"

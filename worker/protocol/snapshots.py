@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from worker.protocol.messages import LogEntry
-from worker.protocol.naming import PRIORITIES
+from worker.protocol.naming import DEFAULT_TENANT, PRIORITIES
 from worker.protocol.records import QueueStats, TaskStatus
 
 
@@ -16,8 +16,9 @@ from worker.protocol.records import QueueStats, TaskStatus
 class TaskSnapshot:
     """All that Redis knows of a task at the time `now`. Times are epoch seconds on Redis's clock.
 
-    `claimed`: a worker owns it. `position`: tasks before it, and `tokens_ahead`: their estimated tokens; by
-    rank while it waits in Redis, as the worker says after that. `waiting_for`: `worker`, `capacity` or
+    `claimed`: a worker owns it. `position`: tasks before it, and `tokens_ahead`: their estimated tokens. While
+    it waits in Redis these are exact with one tenant, and estimated while several wait (`standing.lua` says
+    how); only the next that is claimed has position 0. After the claim they are as the worker says. `waiting_for`: `worker`, `capacity` or
     `behind` in Redis, the scheduler's reason after the claim. `drain_rate`: estimated tokens per second of
     the tasks of this model that ended in the last minute. `cancel_on_disconnect`: as submitted.
     """
@@ -44,6 +45,7 @@ class TaskSnapshot:
     attempt: int
     num_outputs: int = 1
     cancel_on_disconnect: bool = False
+    tenant: str = DEFAULT_TENANT
 
 
 def log_entries(rows: Sequence[Any]) -> tuple[LogEntry, ...]:
@@ -84,6 +86,7 @@ def to_snapshot(task_id: str, reply: Sequence[Any]) -> TaskSnapshot:
         attempt=int(run.get("attempt", "0")),
         num_outputs=int(run.get("n", "1")),
         cancel_on_disconnect=run.get("on_disconnect") == "cancel",
+        tenant=run["tenant"],
     )
 
 

@@ -99,6 +99,7 @@ class TaskStore:
             record,
             submission.body_digest,
             "" if submission.max_waiting is None else submission.max_waiting,
+            "" if submission.max_waiting_tokens is None else submission.max_waiting_tokens,
             submission.num_outputs,
             *map(_seconds, submission.limits),
             submission.webhook,
@@ -108,13 +109,14 @@ class TaskStore:
         if outcome == b"conflict":
             raise IdempotencyConflict
         if outcome == b"full":
-            raise QueueFull(int(details[0]), submission.max_waiting or 0)
+            raise QueueFull(details[0].decode(), int(details[1]), int(details[2]))
         return Submitted(details[0].decode(), replayed=outcome == b"replayed")
 
     def claim(self, slug: str, *, worker: str, max_tasks: int, lease_seconds: float) -> list[Claimed]:
         """Take up to `max_tasks` waiting tasks of a model, the most urgent first.
 
-        Order: priority class, less one for each minute that the head of a queue has waited; then acceptance.
+        Order: priority class, less one for each minute that nobody served its line, the queue of one class
+        and tenant; then who of the tenants was served the fewest tokens; then acceptance.
         What was claimed by a call whose reply was lost comes back when its lease lapses. A call that meets
         more than a hundred tasks which RQ's own tools ended may give fewer than wait; the next goes on.
         """

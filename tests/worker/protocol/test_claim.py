@@ -9,19 +9,13 @@ from rq.executions import Execution
 from rq.job import JobStatus
 from rq.registry import CanceledJobRegistry, StartedJobRegistry
 
+from tests.worker.protocol.passing_time import accept_earlier
 from tests.worker.protocol.tasks import SLUG, claim, claim_one, fetch, publish, submission, submit, tokens
 from worker.protocol import keys
 from worker.protocol.messages import JOB_FUNCTION, FinishedEvent
-from worker.protocol.naming import queue_name
 from worker.protocol.store import TaskStore
 
 MINUTE_US = 60_000_000
-
-
-def accept_earlier(client: redis.Redis, task_id: str, priority: int, minutes: float) -> None:
-    """As if the task had been accepted so long ago."""
-    order = keys.order(queue_name(SLUG, priority, "default"))
-    client.zincrby(order, -minutes * MINUTE_US, task_id)
 
 
 def test_acceptance_orders_within_a_class(store: TaskStore, redis_client: redis.Redis) -> None:
@@ -40,10 +34,10 @@ def test_a_waiting_head_gains_a_class_a_minute(store: TaskStore, redis_client: r
     """sglang#31954: an order without age lets a steady stream of favoured tasks starve the others."""
     old = submit(store, redis_client, priority=4)
     urgent = [submit(store, redis_client, priority=1) for _ in range(3)]
-    accept_earlier(redis_client, old, 4, minutes=2.5)
+    accept_earlier(redis_client, old, 150)
     assert claim_one(store).task_id == urgent[0]
     # Three classes gained: level with the urgent ones, and older.
-    accept_earlier(redis_client, old, 4, minutes=1)
+    accept_earlier(redis_client, old, 60)
     assert claim_one(store).task_id == old
 
 
@@ -107,10 +101,13 @@ def test_counting_the_registry_never_ends_what_runs(store: TaskStore, redis_clie
 def test_empty_queues_are_not_looked_at(store: TaskStore, redis_client: redis.Redis) -> None:
     given = submission(redis_client)
     store.submit(given)
-    assert redis_client.smembers(keys.queues(SLUG)) == {given.queue.encode()}
+    assert redis_client.zrange(keys.queues(SLUG), 0, -1) == [given.queue.encode()]
     claim_one(store)
-    for key in (keys.queues(SLUG), keys.order(given.queue), keys.cost(given.queue)):
+    of_lines = (keys.queues(SLUG), keys.shares(SLUG), keys.waiting(SLUG))
+    of_class = (keys.lines(f"{SLUG}:2"), keys.unserved(f"{SLUG}:2"))
+    for key in (keys.order(given.queue), keys.cost(given.queue), *of_lines, *of_class):
         assert not redis_client.exists(key)
+    assert 0 < redis_client.pttl(keys.away(SLUG)) <= 3_600_000
 
 
 def test_what_rq_cancelled_ends_instead(store: TaskStore, redis_client: redis.Redis) -> None:

@@ -1,11 +1,12 @@
 """Whatever order the steps come in, and whoever dies between them: each task ends once, its log has no gap
-and no double, and nothing is left behind.
+and no double, each tenant is charged for what it was served, and nothing is left behind.
 
 A model in plain Python says what must have happened, and whom deaths count against. Leases lapse by being
 claimed with a negative length, so that no test waits. A crash is a worker that never calls again; a lost
 reply is a call made twice.
 """
 
+import copy
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import get_args
@@ -16,14 +17,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
+    MultipleResults,
     RuleBasedStateMachine,
     invariant,
+    multiple,
     precondition,
     rule,
     run_state_machine_as_test,
 )
 from rq import Queue
 
+from tests.worker.protocol.fair_model import FairModel, Waiting
 from tests.worker.protocol.tasks import (
     SLUG,
     fetch,
@@ -34,15 +38,18 @@ from tests.worker.protocol.tasks import (
 )
 from worker.protocol import keys
 from worker.protocol.messages import FinishedEvent
-from worker.protocol.naming import queue_name
+from worker.protocol.naming import queue_name, tenant_hash
 from worker.protocol.store import (
     Accepted,
     Cancelled,
     Claimed,
     Gap,
+    IdempotencyConflict,
     Lost,
+    QueueFull,
     Reaped,
     Standing,
+    Submitted,
     TaskStore,
     Write,
 )
@@ -52,8 +59,7 @@ from worker.protocol.store import (
 class Expected:
     """What the model knows of a task."""
 
-    queue: str
-    cost: int
+    waiting: Waiting
     num_tokens: int = 0
     owner: str | None = None
     lapsed: bool = False
@@ -78,7 +84,6 @@ class Expected:
         assert self.owner is not None
         if self.standing != "untouched" and self.num_tokens == self.claimed_at:
             self.crashes.append((self.owner, self.standing))
-        self.owner = None
         if is_poison := sum(standing == "alone" for _, standing in self.crashes) >= 3:
             self.reason = "error"
         return is_poison
@@ -86,6 +91,14 @@ class Expected:
     def absolve(self, owner: str) -> None:
         if self.reason is None:
             self.crashes = [crash for crash in self.crashes if crash[0] != owner]
+
+    @property
+    def queue(self) -> str:
+        return queue_name(SLUG, self.waiting.priority, self.waiting.tenant)
+
+    @property
+    def cost(self) -> int:
+        return self.waiting.cost
 
 
 @dataclass
@@ -108,24 +121,76 @@ class Service(RuleBasedStateMachine):
         self.store = TaskStore(self.client)
         self.tasks: dict[str, Expected] = {}
         self.holders: list[Holder] = []
+        self.fair = FairModel()
+        self.records: dict[tuple[str, str], tuple[str, str]] = {}
 
     submitted = Bundle("submitted")
     claims = Bundle("claims")
 
-    @rule(target=submitted, priority=st.integers(1, 3), tenant=st.sampled_from("ab"), cost=st.integers(0, 50))
-    def submit(self, priority: int, tenant: str, cost: int) -> str:
-        given = submission(self.client, priority=priority, tenant=tenant, cost=cost)
+    @rule(
+        target=submitted,
+        priority=st.integers(1, 3),
+        tenant=st.sampled_from("abc"),
+        cost=st.integers(0, 50),
+        limits=st.sampled_from([(None, None), (4, None), (None, 90)]),
+        key=st.sampled_from([None, None, "k", "l"]),
+        digest=st.sampled_from("12"),
+    )
+    def submit(
+        self,
+        priority: int,
+        tenant: str,
+        cost: int,
+        limits: tuple[int | None, int | None],
+        key: str | None,
+        digest: str,
+    ) -> MultipleResults[str] | str:
+        given = submission(
+            self.client,
+            priority=priority,
+            tenant=tenant,
+            cost=cost,
+            max_waiting=limits[0],
+            max_waiting_tokens=limits[1],
+            idempotency_key=key,
+            body_digest=digest,
+        )
+        record = self.records.get((tenant, key)) if key else None
+        if record and record[0] != digest:
+            with pytest.raises(IdempotencyConflict):
+                self.store.submit(given)
+            return multiple()
+        if record:
+            assert self.store.submit(given) == Submitted(record[1], replayed=True)
+            return multiple()
+        if met := self.limit_met(cost, *limits):
+            with pytest.raises(QueueFull) as full:
+                self.store.submit(given)
+            waiting = self.fair.waiting.values()
+            assert (full.value.limit_met, full.value.depth) == (met, len(waiting))
+            assert full.value.tokens == sum(task.cost for task in waiting)
+            return multiple()
         for replayed in (False, True):
-            assert self.store.submit(given).replayed is replayed
-        self.tasks[given.task_id] = Expected(queue_name(SLUG, priority, tenant), cost)
+            assert self.store.submit(given) == Submitted(given.task_id, replayed=replayed)
+        task = Waiting(priority, tenant, cost, accepted=len(self.tasks))
+        self.tasks[given.task_id] = Expected(task)
+        self.fair.enter(given.task_id, task)
+        if key:
+            self.records[tenant, key] = (digest, given.task_id)
         return given.task_id
+
+    def limit_met(self, cost: int, max_tasks: int | None, max_tokens: int | None) -> str | None:
+        num_tasks = len(self.fair.waiting)
+        if max_tasks is not None and num_tasks >= max_tasks:
+            return "tasks"
+        tokens = sum(task.cost for task in self.fair.waiting.values())
+        return "tokens" if max_tokens is not None and num_tasks and tokens + cost > max_tokens else None
 
     @rule(target=claims, count=st.integers(1, 4), lapsed=st.booleans())
     def claim(self, count: int, lapsed: bool) -> list[Holder]:
-        waiting = self.waiting()
         seconds = -1 if lapsed else 600
         claimed = self.store.claim(SLUG, worker="w", max_tasks=count, lease_seconds=seconds)
-        assert len(claimed) == min(count, len(waiting))
+        assert [one.task_id for one in claimed] == self.fair.claim(count)
         held = []
         for one in claimed:
             task = self.tasks[one.task_id]
@@ -176,6 +241,7 @@ class Service(RuleBasedStateMachine):
             if self.owns(holder):
                 task.reason, task.ended_by, task.owner = reason, holder.claimed.owner, None
                 task.num_tokens = holder.sent + 1
+                self.let_go(task, num_served=3 + task.num_tokens)
                 holder.sent += 2
                 assert outcome == Accepted()
                 if again:
@@ -200,12 +266,12 @@ class Service(RuleBasedStateMachine):
 
     @rule(held=claims, crashed=st.booleans())
     def hand_back(self, held: list[Holder], crashed: bool) -> None:
-        mine = [self.tasks[holder.claimed.task_id] for holder in held if self.owns(holder)]
+        mine = [holder.claimed.task_id for holder in held if self.owns(holder)]
         num_returned = self.store.hand_back(owned([holder.claimed for holder in held]), crashed=crashed)
-        num_poisoned = sum([task.die() for task in mine]) if crashed else 0
-        assert num_returned == len(mine) - num_poisoned
-        for task in mine:
-            task.owner = None
+        returned = [task_id for task_id in mine if not (crashed and self.dies(task_id))]
+        assert num_returned == len(returned)
+        for task_id in sorted(returned, key=lambda name: -self.tasks[name].waiting.accepted):
+            self.put_back(task_id)
 
     @rule()
     def reap(self) -> None:
@@ -223,10 +289,16 @@ class Service(RuleBasedStateMachine):
         self.reap_all()
 
     def reap_all(self) -> Reaped:
-        lapsed = {task_id for task_id, task in self.tasks.items() if task.owner and task.lapsed}
+        leased = [task_id.decode() for task_id in self.client.zrange(keys.LEASES, 0, -1)]
+        lapsed = [task_id for task_id in leased if self.tasks[task_id].lapsed]
         reaped = self.store.reap(SLUG, max_task_seconds=3600)
-        poisoned = {task_id for task_id in lapsed if self.tasks[task_id].die()}
-        assert (set(reaped.returned), set(reaped.poisoned)) == (lapsed - poisoned, poisoned)
+        poisoned = set()
+        for task_id in lapsed:
+            if self.dies(task_id):
+                poisoned.add(task_id)
+            else:
+                self.put_back(task_id)
+        assert (set(reaped.returned), set(reaped.poisoned)) == (set(lapsed) - poisoned, poisoned)
         assert reaped.timed_out == ()
         return reaped
 
@@ -235,6 +307,10 @@ class Service(RuleBasedStateMachine):
         task = self.tasks[task_id]
         told = self.store.cancel(task_id)
         if task.reason is None:
+            if task.owner:
+                self.let_go(task, num_served=task.num_tokens)
+            else:
+                self.fair.leave(task_id)
             task.reason, task.cancelled_under, task.owner = "cancelled", task.owner, None
             assert told == "cancelled"
         else:
@@ -250,6 +326,7 @@ class Service(RuleBasedStateMachine):
         getattr(fetch(self.client, task_id), how)()
         assert self.reap_all().cancelled == (task_id,)
         self.tasks[task_id].reason = "cancelled"
+        self.fair.leave(task_id)
 
     @invariant()
     def every_task_is_in_exactly_one_place(self) -> None:
@@ -293,13 +370,58 @@ class Service(RuleBasedStateMachine):
         assert stats.claimed == sum(task.owner is not None for task in self.tasks.values())
 
     @invariant()
+    def what_waits_is_counted(self) -> None:
+        """The counters that submissions ask are never off."""
+        kept = self.client.hgetall(keys.waiting(SLUG))
+        assert {name.decode(): int(number) for name, number in kept.items()} == self.fair.num_waiting()
+
+    @invariant()
+    def tenants_are_charged_for_what_they_were_served(self) -> None:
+        """Also over crashes, hand-backs and ends: what a claim has charged is corrected once."""
+        kept = dict(self.client.zrange(keys.shares(SLUG), 0, -1, withscores=True))
+        waiting = {tenant_hash(tenant): self.fair.counters[tenant] for tenant in self.fair.tenants()}
+        assert {name.decode(): counter for name, counter in kept.items()} == waiting
+        away = dict(self.client.zrange(keys.away(SLUG), 0, -1, withscores=True))
+        away.pop(b":last", None)
+        remembered = {tenant_hash(tenant): counter for tenant, counter in self.fair.counters.items()}
+        rest = {name: counter for name, counter in remembered.items() if name not in waiting}
+        assert {name.decode(): counter for name, counter in away.items()} == rest
+        assert min((*kept.values(), *away.values()), default=0) >= 0
+
+    @invariant()
+    def lines_are_those_that_wait(self) -> None:
+        expected: dict[str, dict[str, float]] = {}
+        heads = {}
+        for (priority, tenant), (_, head) in self.fair.lines().items():
+            accepted = int(self.client.hget(keys.run(head), "accepted_us"))
+            queue = queue_name(SLUG, priority, tenant)
+            heads[queue] = accepted
+            expected.setdefault(f"{SLUG}:{priority}", {})[f"{accepted:020}{queue}"] = self.fair.counters[
+                tenant
+            ]
+        queues = self.client.zrange(keys.queues(SLUG), 0, -1, withscores=True)
+        assert {name.decode(): score for name, score in queues} == heads
+        for group in (f"{SLUG}:{priority}" for priority in range(5)):
+            lines = self.client.zrange(keys.lines(group), 0, -1, withscores=True)
+            assert {name.decode(): score for name, score in lines} == expected.get(group, {})
+            unserved = self.client.zrange(keys.unserved(group), 0, -1)
+            assert sorted(name.decode() for name in unserved) == sorted(
+                member[20:] for member in expected.get(group, {})
+            )
+
+    @invariant()
     def standing_is_that_of_the_claims(self) -> None:
-        """Positions are a permutation; costs before the first are none."""
+        """The next to be claimed has position 0 and no other has; with one tenant positions are a permutation."""
         snapshots = [self.store.inspect(task_id) for task_id in self.waiting()]
-        assert sorted(snapshot.position for snapshot in snapshots) == list(range(len(snapshots)))
+        positions = sorted(snapshot.position for snapshot in snapshots)
+        first = [snapshot.task_id for snapshot in snapshots if snapshot.position == 0]
+        assert first == copy.deepcopy(self.fair).claim(1)
+        if len(self.fair.tenants()) == 1:
+            assert positions == list(range(len(snapshots)))
         for snapshot in snapshots:
             assert (snapshot.position == 0) <= (snapshot.tokens_ahead == 0)
             total = sum(self.tasks[task_id].cost for task_id in self.waiting())
+            assert snapshot.position < len(snapshots)
             assert 0 <= snapshot.tokens_ahead <= total - self.tasks[snapshot.task_id].cost
 
     def teardown(self) -> None:
@@ -307,11 +429,11 @@ class Service(RuleBasedStateMachine):
         for holder in self.holders:
             if self.owns(holder):
                 self.store.renew(owned([holder.claimed]), -1)
-        self.store.reap(SLUG, max_task_seconds=3600)
-        for task in self.tasks.values():
-            task.owner = None
+                self.tasks[holder.claimed.task_id].lapsed = True
+        self.reap_all()
         for claimed in self.store.claim(SLUG, worker="last", max_tasks=1000, lease_seconds=600):
             task = self.tasks[claimed.task_id]
+            assert [claimed.task_id] == self.fair.claim(1)
             assert claimed.entries == tokens(0, task.num_tokens)
             assert self.store.publish([final_write(claimed, task.num_tokens, 0)]) == [Accepted()]
             task.reason = "stop"
@@ -319,12 +441,30 @@ class Service(RuleBasedStateMachine):
         self.every_task_is_in_exactly_one_place()
         self.every_log_is_whole()
         self.numbers_add_up()
+        assert self.client.pttl(keys.away(SLUG)) > 0 or not self.tasks
         kept = {key.decode().split(":")[1] for key in self.client.scan_iter("tokenmill:*")}
-        assert kept <= {"run", "log", "totals", "drained", "clock", "shown"}
+        assert kept <= {"run", "log", "totals", "drained", "clock", "shown", "away", "idem"}
         kept_by_rq = {key.decode().split(":")[1] for key in self.client.scan_iter("rq:*")}
         assert kept_by_rq <= {"job", "results", "finished", "failed", "canceled", "queues"}
         for task_id in self.tasks:
             assert self.client.pttl(keys.run(task_id)) > 0
+
+    def dies(self, task_id: str) -> bool:
+        """Its worker has. Gives whether it is to blame, and has ended."""
+        task = self.tasks[task_id]
+        if is_poison := task.die():
+            self.let_go(task, num_served=task.num_tokens)
+            task.owner = None
+        return is_poison
+
+    def put_back(self, task_id: str) -> None:
+        task = self.tasks[task_id]
+        self.let_go(task, num_served=0)
+        self.fair.enter(task_id, task.waiting)
+        task.owner = None
+
+    def let_go(self, task: Expected, num_served: int) -> None:
+        self.fair.charge(task.waiting.tenant, num_served - task.cost)
 
     def waiting(self) -> set[str]:
         return {name for name, task in self.tasks.items() if task.reason is None and task.owner is None}

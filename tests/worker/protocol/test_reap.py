@@ -13,6 +13,7 @@ from rq.registry import (
 )
 from rq.serializers import JSONSerializer
 
+from tests.worker.protocol.passing_time import accept_earlier
 from tests.worker.protocol.tasks import (
     SLUG,
     claim,
@@ -65,7 +66,7 @@ def test_what_waits_too_long_ends_as_timeout(store: TaskStore, redis_client: red
 
 def test_only_what_is_overdue_ends(store: TaskStore, redis_client: redis.Redis) -> None:
     old, young = submit(store, redis_client), submit(store, redis_client)
-    redis_client.zincrby(keys.order(submission(redis_client).queue), -7200e6, old)
+    accept_earlier(redis_client, old, 7200)
     assert reap(store).timed_out == (old,)
     assert claim_one(store).task_id == young
 

@@ -71,11 +71,38 @@ def test_the_limit_counts_all_queues_of_the_model(store: TaskStore, redis_client
     before = dump(redis_client)
     with pytest.raises(QueueFull) as full:
         store.submit(refused)
-    assert (full.value.depth, full.value.limit) == (2, 2)
+    assert (full.value.limit_met, full.value.depth, full.value.tokens) == ("tasks", 2, 20)
     # No record of the key either: the next try must not be taken for a replay.
     assert dump(redis_client) == before
     claim(store, 1)
     assert not store.submit(refused).replayed
+
+
+def test_the_limit_of_tokens_counts_all_that_waits(store: TaskStore, redis_client: redis.Redis) -> None:
+    limits = {"max_waiting": 100, "max_waiting_tokens": 100}
+    submit(store, redis_client, priority=1, tenant="a", cost=60, **limits)
+    submit(store, redis_client, priority=3, tenant="b", cost=40, **limits)
+    refused = submission(redis_client, cost=1, idempotency_key="k", **limits)
+    with pytest.raises(QueueFull) as full:
+        unchanged(redis_client, lambda: store.submit(refused))
+    assert (full.value.limit_met, full.value.depth, full.value.tokens) == ("tokens", 2, 100)
+    claim(store, 1)
+    # 40 wait: what fits is taken, what does not is not.
+    with pytest.raises(QueueFull):
+        store.submit(submission(redis_client, cost=61, **limits))
+    assert not store.submit(refused).replayed
+
+
+def test_one_that_is_larger_than_the_limit_is_taken_alone(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
+    """Refused for ever, it could never run, though a worker has nothing else to do."""
+    submit(store, redis_client, cost=1000, max_waiting_tokens=100)
+    for cost in (0, 1000):
+        with pytest.raises(QueueFull):
+            store.submit(submission(redis_client, cost=cost, max_waiting_tokens=100))
+    claim(store, 1)
+    submit(store, redis_client, cost=1000, max_waiting_tokens=100)
 
 
 def test_a_replay_is_answered_when_the_queue_is_full(store: TaskStore, redis_client: redis.Redis) -> None:

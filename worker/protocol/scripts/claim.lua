@@ -10,6 +10,7 @@ local slug, worker, lease, index_seconds, limit = ARGV[2], ARGV[3], tonumber(ARG
 local function take(id, task, owner)
   local composite, stamp = id .. ':' .. owner, utcformat(now_us)
   leave(task.queue, slug, id)
+  serve(task.queue, slug, task.cost)
   local attempt = call('HINCRBY', K.run .. id, 'attempt', 1)
   local length = call('XLEN', K.log .. id)
   local suspect = is_suspect(crashes_of(task, length))
@@ -34,37 +35,22 @@ local function take(id, task, owner)
     task.cached_tokens or '0', suspect and '1' or '', call('XRANGE', K.log .. id, '-', '+') }
 end
 
-local heads = {}
-for _, queue in ipairs(call('SMEMBERS', K.queues .. slug)) do
-  heads[#heads + 1] = head_of(queue)
-end
-
 local claimed, next_owner, num_dead = {}, 7, 0
-while ARGV[next_owner] and #heads > 0 and num_dead < limit do
-  local first = 1
-  for i = 2, #heads do
-    if goes_before(heads[i], heads[first]) then
-      first = i
-    end
-  end
-  local head = heads[first]
-  local task = waiting_task(head.queue, slug, head.id)
-  if task and call('HGET', K.rq_job .. head.id, 'status') == 'queued' then
-    claimed[#claimed + 1] = take(head.id, task, ARGV[next_owner])
+local queue = next_queue(slug)
+while ARGV[next_owner] and queue and num_dead < limit do
+  local id = call('ZRANGE', K.order .. queue, 0, 0)[1]
+  local task = waiting_task(queue, slug, id)
+  if task and call('HGET', K.rq_job .. id, 'status') == 'queued' then
+    claimed[#claimed + 1] = take(id, task, ARGV[next_owner])
     next_owner = next_owner + 1
   else
     num_dead = num_dead + 1
     if task then
       -- Cancelled or deleted with RQ's own tools.
-      finish_cancelled(head.id, task)
+      finish_cancelled(id, task)
     end
   end
-  local follower = head_of(head.queue)
-  if follower then
-    heads[first] = follower
-  else
-    table.remove(heads, first)
-  end
+  queue = next_queue(slug)
 end
 
 if #claimed > 0 then

@@ -44,8 +44,6 @@ end
 -- how: type of RQ's result, JSON of the error, RQ's exception of it.
 local function end_as_poison(id, task, how)
   add_result(id, task, { type = how.result_type, exc_string = how.exc_string })
-  let_go(id, task)
-  -- If that owner lives after all, nothing that it says later is its settlement.
-  task.owner = nil
-  finish_here(id, task, { status = 'failed', reason = 'error' }, how.error_json)
+  -- That owner may live after all.
+  finish_here(id, task, { status = 'failed', reason = 'error', is_against_owner = true }, how.error_json)
 end

@@ -32,18 +32,20 @@ local function is_started(id)
   return call('HGET', K.rq_job .. id, 'status') == 'started'
 end
 
-local function let_go(id, task)
+-- `num_served`: tokens of which its tenant is charged in place of its cost.
+local function let_go(id, task, num_served)
   local composite = id .. ':' .. task.owner
   call('ZREM', K.leases, id)
   call('ZREM', K.rq_wip .. task.queue, composite)
   call('DEL', K.rq_execution .. composite, K.rq_executions .. id)
   call('SREM', K.rq_worker .. task.worker .. K.rq_worker_executions, composite)
   call('HDEL', K.run .. id, 'owner', 'waiting_for', 'tokens_ahead', 'position', 'standing', 'claimed_length')
+  charge(task.queue, task.slug, num_served - task.cost)
 end
 
--- From its owner back to its place in the queue.
+-- From its owner back to its place in the queue. It is charged when it is claimed again.
 local function put_back(id, task)
-  let_go(id, task)
+  let_go(id, task, 0)
   call('HSET', K.rq_job .. id, 'status', 'queued', 'started_at', '', 'worker_name', '')
   enter(id, task)
 end
@@ -75,17 +77,19 @@ local function expire(id, task, ms)
   end
 end
 
--- how: status, reason, prompt_tokens, completion_tokens. A task with a webhook is kept until that is delivered.
+-- how: status, reason, prompt_tokens, completion_tokens; is_against_owner: the owner is not to take this end
+-- for its own settlement. A task with a webhook is kept until that is delivered.
 local function finish(id, task, how)
   local run = K.run .. id
   if task.owner then
-    let_go(id, task)
+    local computed = math.max(0, how.prompt_tokens - (tonumber(task.cached_tokens) or 0))
+    let_go(id, task, computed + how.completion_tokens)
   else
     leave(task.queue, task.slug, id)
   end
   end_job(id, task.queue, how.status)
   call('HSET', run, 'terminal', how.status, 'reason', how.reason, 'finished_at', seconds(now_us))
-  if task.owner then
+  if task.owner and not how.is_against_owner then
     call('HSET', run, 'last_owner', task.owner)
   end
   count_end(task, how)

@@ -1,8 +1,6 @@
 -- Who waits, and in which order. The sorted set `order` is the truth; RQ's list follows it, so that RQ's
 -- tools show the same. Knows no owner and no end.
 
--- A waiting head gains one priority class for each minute.
-local AGEING_US = 60000000
 -- Registries are looked through this often, or once a retention where that is shorter.
 local TIDY_MS = 60000
 
@@ -54,6 +52,31 @@ local function account(queue, id, cost, rank, follower)
   call('HINCRBY', key, ':total', cost)
 end
 
+-- What waits of a model, by class: counters, as every submission asks for their sums.
+local function count_waiting(queue, slug, num_tasks, cost)
+  local key, class = K.waiting .. slug, class_and_tenant(queue)
+  call('HINCRBY', key, 'tokens:' .. class, cost)
+  if call('HINCRBY', key, 'tasks:' .. class, num_tasks) == 0 then
+    call('HDEL', key, 'tokens:' .. class, 'tasks:' .. class)
+  end
+end
+
+-- Tasks of a class, and their tokens.
+local function waiting_in(slug, class)
+  local tasks, tokens = unpack(call('HMGET', K.waiting .. slug, 'tasks:' .. class, 'tokens:' .. class))
+  return tonumber(tasks or 0), tonumber(tokens or 0)
+end
+
+-- Tasks of a model, and their tokens.
+local function all_waiting(slug)
+  local tasks, tokens = 0, 0
+  for class = 0, NUM_CLASSES - 1 do
+    local some_tasks, some_tokens = waiting_in(slug, class)
+    tasks, tokens = tasks + some_tasks, tokens + some_tokens
+  end
+  return tasks, tokens
+end
+
 -- To its place by acceptance: the end for a new task, mostly the front for one that comes back.
 -- `task` is its run hash as a table.
 local function enter(id, task)
@@ -64,7 +87,8 @@ local function enter(id, task)
   list(queue, id, rank, follower)
   account(queue, id, tonumber(task.cost), rank, follower)
   watch(slug, id, task)
-  call('SADD', K.queues .. slug, queue)
+  count_waiting(queue, slug, 1, task.cost)
+  line_up(queue, slug)
   call('SADD', K.rq_queues, K.rq_queue .. queue)
   call('ZADD', K.shown .. slug, 'NX', tidy_at(now_us), queue)
   call('PUBLISH', K.wake .. slug, queue)
@@ -82,66 +106,7 @@ local function leave(queue, slug, id)
   call('HINCRBY', costs, ':total', -cost)
   if call('EXISTS', order) == 0 then
     call('DEL', costs)
-    call('SREM', K.queues .. slug, queue)
   end
-end
-
--- The head of a queue: id, accepted (microseconds), class (with ageing). Nil for an empty one.
-local function head_of(queue)
-  local head = call('ZRANGE', K.order .. queue, 0, 0, 'WITHSCORES')
-  if not head[1] then
-    return nil
-  end
-  local accepted = tonumber(head[2])
-  local class = tonumber(string.match(queue, ':(%d+):[^:]*$'))
-  local aged = class - math.floor((now_us - accepted) / AGEING_US)
-  return { queue = queue, id = head[1], accepted = accepted, class = aged }
-end
-
-local function goes_before(a, b)
-  if a.class ~= b.class then
-    return a.class < b.class
-  end
-  return a.accepted < b.accepted
-end
-
--- Cost of the first `count` tasks of a queue with this head. A little more if one among them was cancelled.
-local function cost_of_first(head, count)
-  local total = tonumber(call('HGET', K.cost .. head.queue, ':total'))
-  local at = call('ZRANGE', K.order .. head.queue, count, count)[1]
-  if not at then
-    return total
-  end
-  local cost, before = split_cost(call('HGET', K.cost .. head.queue, at))
-  return math.min(before - before_of(head.queue, head.id), total - cost)
-end
-
--- Tasks of another queue that go before one with this class and acceptance.
-local function count_before(head, own_class, accepted)
-  if head.class > own_class then
-    return 0
-  elseif head.class < own_class then
-    return call('ZCARD', K.order .. head.queue)
-  end
-  return call('ZCOUNT', K.order .. head.queue, '-inf', '(' .. accepted)
-end
-
--- Tasks and tokens before a waiting task, as things stand: O(queues + log n). Nil if it does not wait.
-local function standing(queue, slug, id)
-  local position = call('ZRANK', K.order .. queue, id)
-  if not position then
-    return nil
-  end
-  local own = head_of(queue)
-  local accepted = call('ZSCORE', K.order .. queue, id)
-  local tokens = cost_of_first(own, position)
-  for _, other in ipairs(call('SMEMBERS', K.queues .. slug)) do
-    local head = other ~= queue and head_of(other)
-    local count = head and count_before(head, own.class, accepted) or 0
-    if count > 0 then
-      position = position + count
-      tokens = tokens + cost_of_first(head, count)
-    end
-  end
-  return position, tokens
+  count_waiting(queue, slug, -1, -cost)
+  line_up(queue, slug)
 end

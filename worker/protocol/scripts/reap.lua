@@ -133,8 +133,9 @@ end
 for _, id in ipairs(call('ZRANGEBYSCORE', K.deadlines .. slug, '-inf', seconds(now_us), 'LIMIT', 0, limit)) do
   end_overdue(id)
 end
-for _, queue in ipairs(call('SMEMBERS', K.queues .. slug)) do
-  local oldest, count = whole(now_us - max_wait_us), limit - #timed_out
+local oldest = whole(now_us - max_wait_us)
+for _, queue in ipairs(call('ZRANGEBYSCORE', K.queues .. slug, '-inf', oldest)) do
+  local count = limit - #timed_out
   for _, id in ipairs(call('ZRANGEBYSCORE', K.order .. queue, '-inf', oldest, 'LIMIT', 0, count)) do
     end_waiting(queue, id)
   end

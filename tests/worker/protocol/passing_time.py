@@ -1,0 +1,39 @@
+"""Time that passes for waiting tasks without anybody waiting. Scripts read Redis's clock, which no test can turn:
+so what they compare it with is moved into the past.
+"""
+
+import redis
+
+from tests.worker.protocol.tasks import SLUG
+from worker.protocol import scripting
+
+_PARTS = "\n".join(["#!lua", scripting._key_names(), *map(scripting._read, ("clock", "deadlines", "lines"))])
+_ACCEPT_EARLIER = """
+local slug, id, us = ARGV[2], ARGV[3], ARGV[4]
+local queue = call('HGET', K.run .. id, 'queue')
+call('HINCRBY', K.run .. id, 'accepted_us', -us)
+call('ZINCRBY', K.order .. queue, -us, id)
+line_up(queue, slug)
+"""
+_LET_PASS = """
+local slug, us = ARGV[2], ARGV[3]
+for _, queue in ipairs(call('ZRANGE', K.queues .. slug, 0, -1)) do
+  local served = call('ZSCORE', K.unserved .. slug .. ':' .. class_and_tenant(queue), queue)
+  for _, id in ipairs(call('ZRANGE', K.order .. queue, 0, -1)) do
+    call('HINCRBY', K.run .. id, 'accepted_us', -us)
+    call('ZINCRBY', K.order .. queue, -us, id)
+  end
+  line_up(queue, slug)
+  call('ZADD', K.unserved .. slug .. ':' .. class_and_tenant(queue), whole(served - us), queue)
+end
+"""
+
+
+def accept_earlier(client: redis.Redis, task_id: str, seconds: float) -> None:
+    """As if a waiting task had been accepted so much earlier."""
+    client.eval(_PARTS + _ACCEPT_EARLIER, 0, 1, SLUG, task_id, round(seconds * 1e6))
+
+
+def let_pass(client: redis.Redis, seconds: float) -> None:
+    """As if all that waits had waited so much longer, and no line had been served for so much longer."""
+    client.eval(_PARTS + _LET_PASS, 0, 1, SLUG, round(seconds * 1e6))

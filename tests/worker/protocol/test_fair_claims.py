@@ -1,0 +1,248 @@
+"""Nobody's flood keeps others waiting: classes age, tenants of a class take turns by the tokens that they were served.
+
+Laws: a tenant that comes is claimed within a few claims, whatever others have in line; a line is not passed over for
+more minutes than its class; equal tenants get equal tokens; what a task did not use is given back. All of it
+whichever worker claims, as nothing is remembered but in Redis.
+"""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+import redis
+
+from tests.worker.protocol.passing_time import let_pass
+from tests.worker.protocol.tasks import SLUG, claim, claim_one, owned, publish, settle, submission, submit
+from worker.protocol import keys
+from worker.protocol.naming import new_task_id, tenant_hash, tenant_of
+from worker.protocol.store import Claimed, TaskStore
+
+FLOOD = 1000
+
+
+def flood(store: TaskStore, client: redis.Redis, count: int, **fields: object) -> None:
+    """Many tasks that are alike."""
+    given = submission(client, **fields)
+    for _ in range(count):
+        store.submit(dataclasses.replace(given, task_id=new_task_id()))
+
+
+def counter(client: redis.Redis, tenant: str) -> float | None:
+    score = client.zscore(keys.shares(SLUG), tenant_hash(tenant))
+    return client.zscore(keys.away(SLUG), tenant_hash(tenant)) if score is None else score
+
+
+def claim_by_turns(client: redis.Redis, count: int, max_tasks: int = 1, num_workers: int = 3) -> list[Claimed]:
+    """So many tasks, by workers that know nothing of each other."""
+    claimed: list[Claimed] = []
+    while len(claimed) < count:
+        worker = f"worker {len(claimed) % num_workers}"
+        store = TaskStore(client)
+        claimed += store.claim(SLUG, worker=worker, max_tasks=max_tasks, lease_seconds=60)
+    return claimed
+
+
+def test_a_flood_of_one_tenant_lets_another_in(store: TaskStore, redis_client: redis.Redis) -> None:
+    flood(store, redis_client, FLOOD, tenant="flood", cost=50)
+    claim_by_turns(redis_client, 20)
+    lone = submit(store, redis_client, tenant="lone", cost=50)
+    assert lone in [one.task_id for one in claim_by_turns(redis_client, 2)]
+
+
+def test_each_of_many_tenants_gets_in_before_a_flood_goes_on(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
+    flood(store, redis_client, 100, tenant="flood", cost=50)
+    claim(store, 30)
+    ids = [submit(store, redis_client, tenant=f"tenant {n}", cost=50) for n in range(20)]
+    assert [one.task_id for one in claim(store, 21)][1:] == ids
+
+
+def test_who_saved_nothing_up_is_owed_nothing(store: TaskStore, redis_client: redis.Redis) -> None:
+    """A tenant that did not ask for a long time has no right to all that it did not ask for."""
+    submit(store, redis_client, tenant="late", cost=10)
+    claim_one(store)
+    flood(store, redis_client, 100, tenant="busy", cost=50)
+    claim(store, 60)
+    flood(store, redis_client, 20, tenant="late", cost=50)
+    turns = Counter(tenant_of(one.queue) for one in claim(store, 20))
+    assert turns == {tenant_hash("busy"): 10, tenant_hash("late"): 10}
+
+
+@pytest.mark.parametrize("max_tasks", [1, 7])
+def test_equal_loads_get_equal_tokens(store: TaskStore, redis_client: redis.Redis, max_tasks: int) -> None:
+    """Tokens, not tasks: within one task's cost at each moment, though one sends large tasks and others small."""
+    costs = {"a": 70, "b": 10, "c": 35}
+    for tenant, cost in costs.items():
+        flood(store, redis_client, 2100 // cost, tenant=tenant, cost=cost)
+    served: Counter[str] = Counter()
+    by_hash = {tenant_hash(tenant): cost for tenant, cost in costs.items()}
+    for one in claim_by_turns(redis_client, 180, max_tasks):
+        tenant = tenant_of(one.queue)
+        served[tenant] += by_hash[tenant]
+        assert max(served.values()) - min(served[name] for name in by_hash) <= 70
+    assert min(served.values()) > 1000
+
+
+def test_a_tenant_has_one_share_over_all_classes(store: TaskStore, redis_client: redis.Redis) -> None:
+    for tenant, priority in (("a", 1), ("a", 2), ("b", 2)):
+        flood(store, redis_client, 3, tenant=tenant, priority=priority)
+    turns = [tenant_of(one.queue) for one in claim(store, 9)]
+    # The better class first; in the other "b" has had less by then, and catches up.
+    assert turns == [tenant_hash(tenant) for tenant in "aaabbbaaa"]
+
+
+@pytest.mark.parametrize("others", [[], ["other"]])
+def test_a_flood_of_the_best_class_is_passed_within_five_minutes(
+    store: TaskStore, redis_client: redis.Redis, others: list[str]
+) -> None:
+    """With one tenant and with several; sglang#31954: without age a steady stream starves the rest."""
+    last = submit(store, redis_client, tenant="a", priority=4)
+    for minute in range(6):
+        for tenant in ["a", *others]:
+            flood(store, redis_client, 10, tenant=tenant, priority=0)
+        if minute < 4:
+            # More come than are served.
+            assert last not in [one.task_id for one in claim(store, 5)]
+        let_pass(redis_client, 60)
+    # Of a lone tenant those go before that came less than four minutes after it: 30 of 50. Among several each
+    # line that has aged as well goes once.
+    ahead = 30 if not others else 2
+    assert last in [one.task_id for one in claim(store, ahead + 1)]
+
+
+def test_a_backlog_ages_once(store: TaskStore, redis_client: redis.Redis) -> None:
+    """While several tenants wait, a flood that has waited for an hour is old for one claim, not for each."""
+    flood(store, redis_client, 50, tenant="flood")
+    let_pass(redis_client, 3600)
+    flood(store, redis_client, 5, tenant="other", priority=1)
+    claimed = [tenant_of(one.queue) for one in claim(store, 6)]
+    assert claimed == [tenant_hash("flood")] + [tenant_hash("other")] * 5
+
+
+def test_ever_new_tenants_do_not_starve_one_that_has_had_more(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
+    """Each of them comes with the least counter that there is, so that one would never be the least."""
+    flood(store, redis_client, 2, tenant="heavy", cost=1000)
+    submit(store, redis_client, tenant="first", cost=1)
+    assert tenant_of(claim_one(store).queue) == tenant_hash("heavy")
+    for minute in range(3):
+        for n in range(5):
+            submit(store, redis_client, tenant=f"new {minute} {n}", cost=1)
+        claimed = [tenant_of(one.queue) for one in claim(store, 3)]
+        if tenant_hash("heavy") in claimed:
+            break
+        let_pass(redis_client, 61)
+    # Those that came within a minute after it have aged as much, and go before it once.
+    assert minute == 2
+
+
+def test_what_was_not_used_is_given_back(store: TaskStore, redis_client: redis.Redis) -> None:
+    """An estimate that was too high costs its tenant nothing; one that was too low is charged at the end."""
+    submit(store, redis_client, tenant="a", cost=500)
+    first = claim_one(store)
+    assert counter(redis_client, "a") == 500
+    settle(store, first, 0, 4)
+    assert counter(redis_client, "a") == 3 + 4
+    submit(store, redis_client, tenant="a", cost=1)
+    settle(store, claim_one(store), 0, 40)
+    assert counter(redis_client, "a") == (3 + 4) + (3 + 40)
+
+
+def test_a_task_that_comes_back_is_charged_once(store: TaskStore, redis_client: redis.Redis) -> None:
+    submit(store, redis_client, tenant="a", cost=500)
+    for _ in range(3):
+        store.hand_back(owned([claim_one(store)]))
+        assert counter(redis_client, "a") == 0
+        claim_one(store, lease_seconds=-1)
+        assert counter(redis_client, "a") == 500
+        store.reap(SLUG, max_task_seconds=3600)
+    settle(store, claim_one(store), 0, 4)
+    assert counter(redis_client, "a") == 7
+
+
+def test_a_cancelled_task_is_charged_for_what_it_got(store: TaskStore, redis_client: redis.Redis) -> None:
+    waiting, running = (submit(store, redis_client, tenant="a", cost=500) for _ in range(2))
+    store.cancel(waiting)
+    claim_one(store)
+    store.cancel(running)
+    assert counter(redis_client, "a") == 0
+
+
+def test_what_a_cache_gave_is_not_charged(store: TaskStore, redis_client: redis.Redis) -> None:
+    submit(store, redis_client, tenant="a", cost=500)
+    claimed = claim_one(store)
+    publish(store, claimed, 0, 1, cached_tokens="2")
+    settle(store, claimed, 1, 3)
+    assert counter(redis_client, "a") == (3 - 2) + 4
+
+
+def test_counters_of_those_who_are_away_are_forgotten(store: TaskStore, redis_client: redis.Redis) -> None:
+    """Nobody's counter is kept for ever: where it would be lifted in any case, at once; else after an hour."""
+    redis_client.zadd(keys.away(SLUG), {f"tenant {n}": 10 + n for n in range(10_100)})
+    submit(store, redis_client, tenant="a", cost=10)
+    claim_one(store)
+    assert redis_client.zcard(keys.away(SLUG)) <= 10_001
+    assert redis_client.zscore(keys.away(SLUG), "tenant 10099") == 10_109
+    assert 0 < redis_client.pttl(keys.away(SLUG)) <= 3_600_000
+    flood(store, redis_client, 20, tenant="busy", cost=1000)
+    claim(store, 15)
+    submit(store, redis_client, tenant="another")
+    assert redis_client.zcard(keys.away(SLUG)) == 0
+
+
+def test_a_claim_costs_the_same_whoever_waits(store: TaskStore, redis_client: redis.Redis) -> None:
+    """Commands within the script, of a claim, a look and a submission: with three tenants and with two hundred."""
+
+    def commands() -> list[int]:
+        counts = []
+        for call in (
+            lambda: claim(store, 8),
+            lambda: store.inspect(last),
+            lambda: submit(store, redis_client, tenant="tenant 0", max_waiting=10**6),
+        ):
+            redis_client.config_resetstat()
+            call()
+            stats = redis_client.info("commandstats")
+            counts.append(sum(one["calls"] for one in stats.values()))
+        return counts
+
+    def fill(tenants: range) -> str:
+        for n in tenants:
+            for priority in (1, 2, 3):
+                flood(store, redis_client, 3, tenant=f"tenant {n}", priority=priority)
+        return submit(store, redis_client, tenant="tenant 1", priority=2)
+
+    last = fill(range(4))
+    few = commands()
+    last = fill(range(4, 100))
+    assert all(many <= 1.2 * some for many, some in zip(commands(), few, strict=True))
+
+
+def test_the_place_that_is_told_is_near_the_one_that_comes(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
+    """An estimate; a flood does not count as a whole before those whom it does not keep waiting."""
+    flood(store, redis_client, 100, tenant="flood", cost=40)
+    for tenant in ("a", "b"):
+        flood(store, redis_client, 10, tenant=tenant, cost=20)
+    lone = submit(store, redis_client, tenant="lone", cost=10)
+    waiting = [
+        task_id.decode()
+        for queue in redis_client.zrange(keys.queues(SLUG), 0, -1)
+        for task_id in redis_client.zrange(keys.order(queue.decode()), 0, -1)
+    ]
+    told = {task_id: store.inspect(task_id) for task_id in waiting}
+    assert told[lone].position <= 4
+    tokens_ahead = 0
+    for position, one in enumerate(claim(store, 40)):
+        snapshot = told[one.task_id]
+        assert abs(snapshot.position - position) <= 5
+        assert abs(snapshot.tokens_ahead - tokens_ahead) <= 50 + 0.4 * tokens_ahead
+        tokens_ahead += store_cost(redis_client, one.task_id)
+    assert told[waiting[99]].position > 60
+
+
+def store_cost(client: redis.Redis, task_id: str) -> int:
+    return int(client.hget(keys.run(task_id), "cost"))
