@@ -18,8 +18,9 @@ class TaskSnapshot:
 
     `claimed`: a worker owns it. `position`: tasks before it, and `tokens_ahead`: their estimated tokens; by
     rank while it waits in Redis, as the worker says after that. `waiting_for`: `worker`, `capacity` or
-    `behind` in Redis, the scheduler's reason after the claim. `drain_rate`: estimated tokens per second of
-    the tasks of this model that ended in the last minute. `cancel_on_disconnect`: as submitted.
+    `behind` in Redis, the scheduler's reason after the claim, or `suspect`: a worker may have died of it, and
+    it waits to be tried alone. `drain_rate`: estimated tokens per second of the tasks of this model that
+    ended in the last minute. `cancel_on_disconnect`: as submitted.
     """
 
     task_id: str
