@@ -14,7 +14,8 @@ class QueuePlace(BaseModel):
         description="Until it starts, from the last minute's rate; null while no worker is ready."
     )
     waiting_for: str | None = Field(
-        description="`worker`, `capacity` or `behind` in the queue, then the scheduler's reason."
+        description="`worker`, `capacity` or `behind` in the queue, then the scheduler's reason; "
+        "`suspect` if a worker may have died of it, so that it waits to be tried alone."
     )
 
 

@@ -80,6 +80,11 @@ class Engine:
         """Sequences that do not, whatever they wait for."""
         return self.scheduler.num_waiting
 
+    @property
+    def is_compiling(self) -> bool:
+        """The grammar of some request is being compiled, or waits for that."""
+        return self._grammars.is_awaited
+
     def add(
         self,
         request_id: str,

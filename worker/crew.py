@@ -107,6 +107,7 @@ class Crew:
 
     def stop_claiming(self) -> None:
         self._intake_service.stop()
+        self.trials.close()
         self._wake.set()
 
     @property
@@ -234,7 +235,7 @@ class Crew:
             announce=announce,
             on_lost=self._lose,
             on_cancelled=self._cancel,
-            standings=lambda owners: self.trials.standings(owners, self.publisher.waiting_ids),
+            standings=lambda owners: self.trials.standings(owners, self.publisher.idle_ids),
             clock=self._given.clock,
             wait=time.sleep,
         )

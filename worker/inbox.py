@@ -49,7 +49,7 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class Hush:
-    """Step nobody, until this task was tried. `heard` is set when no step is under way any more."""
+    """Touch nobody, until this task was tried. `heard` is set when nobody is, by a step or another thread."""
 
     ownership: Ownership
     heard: threading.Event

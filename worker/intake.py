@@ -134,7 +134,7 @@ class Intake:
         if not self._trials.quieten(ownership, POLL_SECONDS):
             return True
         owners = self._holdings.owners()
-        standings = self._trials.standings(owners, self._publisher.waiting_ids)
+        standings = self._trials.standings(owners, self._publisher.idle_ids)
         renewed = self._store.renew(owners, self._lease_seconds, standings)
         if suspect.task_id in renewed.lost | renewed.cancelled:
             # The next beat of the leases tells it to all; nobody waits for that.

@@ -41,6 +41,8 @@ class SteppingEngine(Protocol):
     def num_running(self) -> int: ...
     @property
     def num_waiting(self) -> int: ...
+    @property
+    def is_compiling(self) -> bool: ...
     def add(
         self,
         request_id: str,
@@ -107,13 +109,15 @@ class Loop:
         self._wake = wake
         self._next_telling = 0.0
         self._has_told_a_line = False
-        # The one that is tried, or will be at once.
+        # The one that is to be tried, while others are still touched; and the one that is tried.
+        self._hush: Hush | None = None
         self._alone: Ownership | None = None
 
     def turn(self) -> None:
         """One turn. Raises `EngineDead`; waits only when there is nothing to do or nowhere to put it."""
         self._pulse.tick()
         self._take_messages()
+        self._fall_silent()
         if self._outlet.is_full:
             self._outlet.wait_for_room(IDLE_SECONDS)
         elif self._has_work or (self._alone is None and self.load != Load()):
@@ -146,14 +150,27 @@ class Loop:
                 self._engine.cancel(ownership.request_id)
             case Discard(ownership):
                 self._engine.discard(ownership.request_id)
-            case Hush(ownership, heard):
-                self._alone = ownership
-                heard.set()
+            case Hush():
+                self._hush = message
+                self._fall_silent()
             case Try(ownership, prepare):
                 if ownership == self._alone and (arrival := prepare()):
                     self._add(arrival)
             case Resume(ownership):
-                self._alone = None if self._alone == ownership else self._alone
+                self._resume(ownership)
+
+    def _fall_silent(self) -> None:
+        """As was asked; but grammars of others, which are compiled in threads of their own, come first."""
+        if self._hush and not self._engine.is_compiling:
+            self._alone = self._hush.ownership
+            self._hush.heard.set()
+            self._hush = None
+
+    def _resume(self, ownership: Ownership) -> None:
+        if self._hush and self._hush.ownership == ownership:
+            self._hush = None
+        if self._alone == ownership:
+            self._alone = None
 
     def _add(self, arrival: Arrival) -> None:
         if arrival.ownership not in self._holdings:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from engine.engine import WaitingSequence
-from engine.outputs import SequenceOutput, StepOutput
+from engine.outputs import SequenceOutput, StepOutput, WaitingReason
 from engine.sequence import FinishReason
 from monitoring.worker import WorkerMetrics
 from worker.ownership import Holdings, Ownership
@@ -83,6 +83,9 @@ class Publisher:
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}
         self._in_line: set[str] = set()
+        # Replaced, and never changed: other threads read it.
+        self.idle_ids: Set[str] = frozenset()
+        """Requests that wait in the scheduler, as it was last told, and of which nothing is being done."""
         self._room = threading.Event()
         # Each counter has one writing thread: the loop's, and the publisher's two.
         self._num_handed = 0
@@ -99,11 +102,6 @@ class Publisher:
     @property
     def is_full(self) -> bool:
         return self.backlog >= self._max_backlog
-
-    @property
-    def waiting_ids(self) -> Set[str]:
-        """The requests that were last told to wait in the scheduler; never changed, but replaced."""
-        return self._in_line
 
     def wait_for_room(self, seconds: float) -> None:
         self._room.clear()
@@ -181,6 +179,8 @@ class Publisher:
         for request_id in self._in_line - waiting_ids:
             self._note(request_id, _NOT_WAITING)
         self._in_line = waiting_ids
+        # A grammar is compiled while its request waits.
+        self.idle_ids = {one for one in waiting_ids if heads[one].reason is not WaitingReason.GRAMMAR}
 
     def _num_open(self, request_id: str) -> int:
         stream = self._streams.get(request_id)

@@ -29,6 +29,7 @@ class Trials:
         self._current: Ownership | None = None
         self._is_quiet = False
         self._has_begun = False
+        self._is_closed = False
         self._heard = threading.Event()
 
     @property
@@ -70,7 +71,7 @@ class Trials:
         as `standings` says, and nothing else may be claimed or prepared.
         """
         with self._lock:
-            if ownership not in self._waiting:
+            if self._is_closed or ownership not in self._waiting:
                 return False
             if self._current is None:
                 self._current, self._heard = ownership, threading.Event()
@@ -95,14 +96,24 @@ class Trials:
             self._inbox.put(Try(ownership, lambda: prepare(self._clock() - claimed_at)))
             return True
 
+    def close(self) -> None:
+        """No more trials: the loop is not to wait for one that will not come."""
+        with self._lock:
+            self._is_closed = True
+            if self._current is not None and not self._is_quiet:
+                self._end()
+
     def finish(self, ownership: Ownership) -> None:
         """A token or an end of it is stored, or it is not ours any more. For every task, suspect or not."""
         if ownership != self._current and ownership not in self._waiting:
             return
         with self._lock:
             self._waiting.pop(ownership, None)
-            if ownership != self._current:
-                return
-            self._current, self._is_quiet, self._has_begun = None, False, False
-            self._inbox.put(Resume(ownership))
+            if ownership == self._current:
+                self._end()
+
+    def _end(self) -> None:
+        assert self._current is not None
+        self._inbox.put(Resume(self._current))
+        self._current, self._is_quiet, self._has_begun = None, False, False
         self._wake.set()

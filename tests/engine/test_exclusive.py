@@ -82,6 +82,63 @@ def test_the_first_in_order_and_the_pinned_give_way_at_last() -> None:
     assert [item.sequence for item in outputs.scheduled] == [alone]
 
 
+def test_one_that_is_pinned_gives_way_after_the_others_whatever_their_order() -> None:
+    bench = Bench(num_kv_blocks=8)
+    first, pinned = bench.add(prompt=15, max_tokens=1), bench.add(prompt=15, max_tokens=1)
+    bench.scheduler.schedule()
+    pinned.is_pinned = True
+    alone = bench.add(prompt=15, max_tokens=1)
+
+    assert bench.scheduler.schedule([alone]).preempted == (first,)
+
+
+def test_nobody_gives_way_for_what_a_step_has_no_budget_for() -> None:
+    bench = Bench(max_num_prefill_seqs=1)
+    mate = bench.add()
+    bench.step()
+    outputs = bench.step(one := bench.add(), other := bench.add())
+
+    assert [item.sequence for item in outputs.scheduled] == [one]
+    assert dict(outputs.skipped) == {other: WaitingReason.PREFILL_BUDGET}
+    assert mate in bench.scheduler.running_queue
+
+
+def test_its_own_that_wait_take_no_blocks_in_a_step_that_took_some() -> None:
+    """What another of its outputs gave room to, in turn, would be lost to the first."""
+    bench = Bench(num_kv_blocks=6)
+    mate, last, one = (bench.add(prompt=7) for _ in range(3))
+    bench.step()
+    bench.step(one)
+    other = bench.add(prompt=3)
+    outputs = bench.step(one, other)
+
+    assert outputs.preempted == (last,)
+    assert [item.sequence for item in outputs.scheduled] == [one]
+    assert dict(outputs.skipped)[other] is WaitingReason.KV_BLOCKS
+    assert mate in bench.scheduler.running_queue
+
+
+def test_the_others_lose_before_its_own_do() -> None:
+    bench = Bench(num_kv_blocks=6)
+    mate, one, other = (bench.add(prompt=7) for _ in range(3))
+    bench.step()
+    bench.step(one, other)
+
+    assert bench.step(one, other).preempted == (mate,)
+
+
+def test_nobody_takes_a_seat_beside_it() -> None:
+    bench = Bench(max_num_seqs=2)
+    alone, mate = bench.add(), bench.add()
+    bench.step()
+    urgent = bench.add(priority=0)
+    outputs = bench.step(alone)
+
+    assert outputs.preempted == ()
+    assert mate in bench.scheduler.running_queue
+    assert urgent in bench.scheduler.waiting_queue
+
+
 def test_it_takes_blocks_while_it_decodes() -> None:
     bench = Bench(num_kv_blocks=4, block_size=4)
     mate, alone = bench.add(prompt=7), bench.add(prompt=7)

@@ -27,6 +27,7 @@ class ScriptedEngine:
         self.refusal: Exception | None = None
         self.fault: Exception | None = None
         self.num_waiting = 0
+        self.is_compiling = False
 
     @property
     def has_work(self) -> bool:

@@ -60,6 +60,35 @@ def test_a_trial_that_is_over_before_it_begins_prepares_nothing() -> None:
     assert bench.engine.live == ["a:o1"]
 
 
+def test_grammars_of_others_are_compiled_before_one_is_tried() -> None:
+    """They are in threads of their own, and could end the process too."""
+    bench = Bench()
+    bench.arrive(A)
+    bench.engine.is_compiling = True
+    heard = bench.hush(B)
+    bench.loop.turn()
+    assert not heard.is_set()
+    assert bench.stepped == ["a:o1"]
+    bench.engine.is_compiling = False
+    bench.loop.turn()
+
+    assert heard.is_set()
+    assert bench.stepped == ["a:o1"]
+
+
+def test_one_that_is_gone_before_that_is_not_waited_for() -> None:
+    bench = Bench()
+    bench.arrive(A)
+    bench.engine.is_compiling = True
+    bench.hush(B)
+    bench.loop.turn()
+    bench.inbox.put(Resume(B))
+    bench.engine.is_compiling = False
+    bench.loop.turn()
+
+    assert bench.stepped == ["a:o1", "a:o1"]
+
+
 def test_the_end_of_another_trial_ends_none() -> None:
     bench = Bench()
     bench.arrive(A)

@@ -364,3 +364,15 @@ def test_progress_is_what_is_stored_of_tokens_and_ends(desk: Desk) -> None:
     desk.publisher.turn()
 
     assert desk.progressed == [desk.ownership] * 2
+
+
+def test_who_waits_for_a_grammar_is_not_idle(desk: Desk) -> None:
+    """It is being compiled, and may end the process."""
+    for reason, idle in (
+        (WaitingReason.GRAMMAR, set()),
+        (WaitingReason.KV_BLOCKS, {desk.ownership.request_id}),
+    ):
+        one = WaitingSequence(request_id=desk.ownership.request_id, position=1, tokens_ahead=0, reason=reason)
+        desk.publisher.tell_waiting([one])
+        desk.publisher.turn()
+        assert desk.publisher.idle_ids == idle

@@ -135,6 +135,25 @@ def test_what_others_come_to_is_no_matter(court: Court) -> None:
     assert court.standings()["a"] == "alone"
 
 
+@pytest.mark.parametrize("stage", ["waiting", "asked", "quiet", "begun"])
+def test_when_no_more_trials_come_the_loop_waits_for_none(court: Court, stage: str) -> None:
+    if stage == "asked":
+        court.trials.quieten(A, 0.0)
+    elif stage == "quiet":
+        court.quieten(A)
+    elif stage == "begun":
+        court.begin(A)
+    court.told()
+    court.trials.close()
+
+    assert court.told() == ([Resume(A)] if stage == "asked" else []), "one that is recorded is tried"
+    assert not court.trials.quieten(B, 0.0)
+    assert court.told() == []
+    assert court.trials.num_waiting == (1 if stage == "begun" else 2)
+    if stage != "begun":
+        assert court.trials.begin(A, court.prepared.append) is (stage == "quiet")
+
+
 # The thread that claims and prepares, against a real server.
 
 

@@ -118,7 +118,8 @@ def test_a_suspect_that_dies_before_its_trial_is_recorded_is_not_blamed(
     for _ in range(MANY):
         redis_client.zadd(keys.LEASES, dict.fromkeys(redis_client.zrange(keys.LEASES, 0, -1), 1))
         assert reap(store).poisoned == ()
-        claim_one(store)
+        suspect = claim_one(store)
+    assert len(redis_client.hget(keys.run(suspect.task_id), "crashes")) < 200, "it does not grow"
 
 
 def test_three_deaths_alone_end_it_by_name(store: TaskStore, redis_client: redis.Redis) -> None:
@@ -245,9 +246,10 @@ def test_one_that_lapsed_while_alone_and_speaks_takes_its_death_back(
     for _ in range(MANY):
         assert die(store, stopped, "alone").poisoned == ()
         again = claim_one(store)
-        assert again.suspect, "what counts on another's account stays"
         _speak(store, stopped, how)
-        stopped = again
+        store.hand_back(owned([again]))
+        stopped = claim_one(store)
+        assert stopped.suspect, "what counts on another's account stays"
 
 
 def _speak(store: TaskStore, claimed: Claimed, how: str) -> None:
@@ -279,6 +281,21 @@ def test_a_claim_of_an_older_version_counts_for_nothing(store: TaskStore, redis_
     reap(store)
 
     assert not claim_one(store).suspect
+
+
+@pytest.mark.parametrize("how", ["hand_back", "reap"])
+def test_what_was_noted_of_an_attempt_goes_with_it(
+    store: TaskStore, redis_client: redis.Redis, how: str
+) -> None:
+    """An older version that claims next notes neither, and would be judged by this."""
+    submit(store, redis_client)
+    claimed = claim_one(store)
+    if how == "reap":
+        die(store, claimed, "seated")
+    else:
+        store.hand_back(owned([claimed]))
+
+    assert redis_client.hmget(keys.run(claimed.task_id), "claimed_length", "standing") == [None, None]
 
 
 def test_a_log_that_lost_its_end_is_no_progress(store: TaskStore, redis_client: redis.Redis) -> None:

@@ -277,8 +277,8 @@ class Service(RuleBasedStateMachine):
     def reap(self) -> None:
         assert self.reap_all().cancelled == ()
 
-    @rule(held=claims)
-    def die_alone(self, held: list[Holder]) -> None:
+    @rule(held=claims, speaks=st.booleans())
+    def die_alone(self, held: list[Holder], speaks: bool) -> None:
         """What is needed for blame would seldom come by chance: all die while one of them is tried."""
         mine = {holder.claimed.task_id: holder.claimed.owner for holder in held if self.owns(holder)}
         standings: dict[str, Standing] = dict.fromkeys(mine, "untouched")
@@ -287,6 +287,9 @@ class Service(RuleBasedStateMachine):
         for task_id in mine:
             self.tasks[task_id].lapsed, self.tasks[task_id].standing = True, standings[task_id]
         self.reap_all()
+        if speaks:
+            # They were only stopped, and come back before or after others have claimed.
+            self.renew(held, lapsed=False, standing="seated")
 
     def reap_all(self) -> Reaped:
         leased = [task_id.decode() for task_id in self.client.zrange(keys.LEASES, 0, -1)]
