@@ -123,9 +123,7 @@ def check_reachable(url: str) -> None:
 
 def _connect(url: str, seconds: float) -> Any:
     retry = Retry(NoBackoff(), 0)
-    return redis_url.client(
-        redis, url, socket_timeout=seconds, socket_connect_timeout=seconds, retry=retry
-    )
+    return redis_url.client(redis, url, socket_timeout=seconds, socket_connect_timeout=seconds, retry=retry)
 
 
 def _tail(log: Path) -> str:

@@ -7,8 +7,9 @@ here, so that the loop never waits for it. Knows no engine but its limits.
 import json
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from monitoring.worker import WorkerMetrics
 from worker.errors import RequestRefused, internal_error
@@ -81,18 +82,22 @@ class Intake:
         self._lease_seconds = lease_seconds
         self._load = load
         self._wake = wake
+        self._claimed: deque[Claimed] = deque()
 
     def turn(self) -> None:
-        """Claim once; wait for a reason to claim again unless there may be more. Raises `RedisError`."""
+        """Claim once; wait for a reason to claim again unless there may be more.
+
+        Raises `RedisError`; what was claimed before that is admitted in the next turn.
+        """
         self._wake.clear()
+        self._admit_claimed()
         room = self._appetite.room(len(self._holdings), self._load())
-        claimed = self._claim(room) if room > 0 else []
-        for task in claimed:
-            self._admit(task)
-        if room <= 0 or len(claimed) < room:
+        num_claimed = self._claim(room) if room > 0 else 0
+        self._admit_claimed()
+        if room <= 0 or num_claimed < room:
             self._wake.wait(POLL_SECONDS)
 
-    def _claim(self, room: int) -> list[Claimed]:
+    def _claim(self, room: int) -> int:
         claimed = self._store.claim(
             self._model.slug, worker=self._worker_name, max_tasks=room, lease_seconds=self._lease_seconds
         )
@@ -100,15 +105,24 @@ class Intake:
         for task in claimed:
             if old := self._holdings.take(ownership_of(task)):
                 self._drop(old)
+        self._claimed.extend(claimed)
         if claimed:
             self._metrics.claimed(len(claimed))
-        return claimed
+        return len(claimed)
 
     def _drop(self, old: Ownership) -> None:
         """An earlier attempt of ours at a task that came back before we noticed that it was lost."""
         self._metrics.lost(1)
         self._inbox.put(Discard(old))
         self._publisher.forget(old.request_id)
+
+    def _admit_claimed(self) -> None:
+        while self._claimed:
+            task = self._claimed[0]
+            # Since the claim only we write to it, but for a cancel, whose end our own writes will meet.
+            entries = self._store.log_entries(task.task_id, task.num_entries)
+            self._claimed.popleft()
+            self._admit(replace(task, entries=entries))
 
     def _admit(self, task: Claimed) -> None:
         """Bring one claimed task on its way: to the loop, or to its end."""

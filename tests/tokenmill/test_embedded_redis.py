@@ -81,7 +81,10 @@ def test_no_program_at_all_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     "url",
-    ["redis://user:secret@127.0.0.1:{port}/0", "redis+sentinel://127.0.0.1:{port}/x?sentinel_password=secret"],
+    [
+        "redis://user:secret@127.0.0.1:{port}/0",
+        "redis+sentinel://127.0.0.1:{port}/x?sentinel_password=secret",
+    ],
 )
 def test_a_named_server_must_answer(url: str) -> None:
     with pytest.raises(RedisUnavailable, match="REDIS_URL: no Redis server answers") as raised:

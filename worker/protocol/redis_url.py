@@ -107,7 +107,9 @@ def _socket(hosts: str, path: str, options: dict[str, Any]) -> RedisAddress:
 def _sentinels(hosts: str, path: str, options: dict[str, Any], *, tls: bool) -> RedisAddress:
     service, _, database = path.partition("/")
     if not service:
-        raise BadRedisUrl("an address with the service that the Sentinels watch, as redis+sentinel://host/service")
+        raise BadRedisUrl(
+            "an address with the service that the Sentinels watch, as redis+sentinel://host/service"
+        )
     own = {name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")}
     given = {name: value for name, value in own.items() if value is not None}
     # One authority signs for all of an installation.

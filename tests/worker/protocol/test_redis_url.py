@@ -12,7 +12,9 @@ TLS = {"ssl_ca_certs": "/ca.pem"}
 HERE = "localhost"
 
 
-def server(host: str = HERE, port: int = 6379, db: int = 0, *, tls: bool = False, **more: Any) -> RedisAddress:
+def server(
+    host: str = HERE, port: int = 6379, db: int = 0, *, tls: bool = False, **more: Any
+) -> RedisAddress:
     options = {"host": host, "port": port, "db": db, **more}
     return RedisAddress(nodes=((host, port),), tls=tls, options=options)
 
@@ -121,7 +123,11 @@ def test_a_client_of_one_server(redis_url: str) -> None:
 
 @pytest.mark.parametrize(
     ("url", "kind"),
-    [("redis://h", "Connection"), ("rediss://h", "SSLConnection"), ("unix:///s", "UnixDomainSocketConnection")],
+    [
+        ("redis://h", "Connection"),
+        ("rediss://h", "SSLConnection"),
+        ("unix:///s", "UnixDomainSocketConnection"),
+    ],
 )
 def test_each_scheme_has_its_connections(url: str, kind: str) -> None:
     for library in (redis, redis.asyncio):
