@@ -1,17 +1,20 @@
 """Connections to Redis with explicit limits: a call fails within seconds or works, and is never sent twice.
 
-The library's defaults retry ten times in silence, which would hold an HTTP thread for a minute.
+The library's defaults retry ten times in silence, which would hold an HTTP thread for a minute. After a
+failover no connection stays with a server that only reads.
 """
 
+import threading
 from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from worker.protocol import redis_url
+
 CONNECT_SECONDS = 2.0
 ANSWER_SECONDS = 5.0
-MAX_CONNECTIONS = 64
 HEALTH_CHECK_SECONDS = 15
 
 _UNAVAILABLE = (
@@ -25,17 +28,51 @@ _UNAVAILABLE = (
 _UNAVAILABLE_CODES = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY")
 
 
+class _Client(redis.Redis):
+    """A name may lead to another server by now, while a connection lives on to the one that was demoted."""
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().execute_command(*args, **options)
+        except redis.exceptions.ReadOnlyError:
+            self.connection_pool.disconnect(inuse_connections=False)
+            raise
+
+
+class _Sentinels(redis.Sentinel):
+    """The library moves the one that answered to the front: of two threads at once, one is lost for good."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._turn = threading.Lock()
+
+    def discover_master(self, service_name: str) -> Any:
+        with self._turn:
+            return super().discover_master(service_name)
+
+
+class _Library:
+    """redis-py as this room uses it."""
+
+    Redis = _Client
+    Sentinel = _Sentinels
+    ConnectionPool = redis.ConnectionPool
+    Connection = redis.Connection
+    SSLConnection = redis.SSLConnection
+    UnixDomainSocketConnection = redis.UnixDomainSocketConnection
+
+
 def connect(url: str) -> redis.Redis:
-    """The client for commands. More callers than connections wait for one instead of failing."""
-    pool = redis.BlockingConnectionPool.from_url(
-        url, max_connections=MAX_CONNECTIONS, timeout=ANSWER_SECONDS, **_options(ANSWER_SECONDS)
-    )
-    return redis.Redis.from_pool(pool)
+    """The client for commands, of any number of threads. Each holds one connection at most, while it calls."""
+    client: redis.Redis = redis_url.client(_Library, url, **_options(ANSWER_SECONDS))
+    return client
 
 
 def connect_subscriber(url: str) -> redis.Redis:
     """The client of one subscription: reads as long as nothing comes, and asks now and then if it lives."""
-    return redis.Redis.from_url(url, health_check_interval=HEALTH_CHECK_SECONDS, **_options(ANSWER_SECONDS))
+    options = {"health_check_interval": HEALTH_CHECK_SECONDS, **_options(ANSWER_SECONDS)}
+    client: redis.Redis = redis_url.client(redis, url, **options)
+    return client
 
 
 def is_unavailable(error: redis.RedisError) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from api import webhook_signature
-from worker.protocol import naming
+from worker.protocol import naming, redis_url
 
 _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"0", "false", "no", "off"})
@@ -108,8 +108,10 @@ class _Reader:
 
     def redis_url(self, variable: str, default: str) -> str:
         url = self.text(variable, default)
-        if not url.startswith(("redis://", "rediss://", "unix://")):
-            raise SettingError(variable, url, "an address that starts with redis://, rediss:// or unix://")
+        try:
+            redis_url.parse(url)
+        except redis_url.BadRedisUrl as error:
+            raise SettingError(variable, redis_url.hide_password(url), str(error)) from None
         return url
 
     def secrets(self, variable: str) -> tuple[bytes, ...]:

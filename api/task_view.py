@@ -1,6 +1,7 @@
-"""A snapshot of a task as its JSON shows it. Pure functions."""
+"""A task as its JSON shows it. Pure functions."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import fields
 
 from api.reply_schemas import (
@@ -13,8 +14,9 @@ from api.reply_schemas import (
     Urls,
     UsageView,
 )
+from worker.protocol.messages import LogEntry
 from worker.protocol.outputs import TaskOutput, members_of, num_tokens_of, outputs_of, prompt_logprobs_of
-from worker.protocol.store import TaskSnapshot
+from worker.protocol.store import Reading, TaskSnapshot
 
 TERMINAL = frozenset({"completed", "failed", "cancelled"})
 
@@ -23,10 +25,11 @@ def task_url(task_id: str) -> str:
     return f"/v1/tasks/{task_id}"
 
 
-def view(snapshot: TaskSnapshot) -> Task:
+def view(reading: Reading) -> Task:
     """The task object of every reply that carries one."""
+    snapshot, entries = reading
     url = task_url(snapshot.task_id)
-    last = members_of(snapshot.entries[-1]) if snapshot.entries else {}
+    last = members_of(entries[-1]) if entries else {}
     done = last if last.get("done") else {}
     return Task(
         id=snapshot.task_id,
@@ -35,9 +38,9 @@ def view(snapshot: TaskSnapshot) -> Task:
         model=snapshot.model,
         priority=snapshot.priority,
         queue=_place(snapshot) if _waits(snapshot) else None,
-        outputs=[_output(output) for output in outputs_of(snapshot.entries, snapshot.num_outputs)],
-        prompt_logprobs=_prompt_logprobs(snapshot),
-        usage=_usage(snapshot, done.get("usage")),
+        outputs=[_output(output) for output in outputs_of(entries, snapshot.num_outputs)],
+        prompt_logprobs=_prompt_logprobs(entries),
+        usage=_usage(reading, done.get("usage")),
         timings=_timings(snapshot),
         error=ErrorView(**done["error"]) if done.get("error") else None,
         urls=Urls(self=url, events=f"{url}/events", cancel=f"{url}/cancel"),
@@ -73,19 +76,20 @@ def _place(snapshot: TaskSnapshot) -> QueuePlace:
     )
 
 
-def _prompt_logprobs(snapshot: TaskSnapshot) -> list[PromptLogprobsView | None] | None:
-    logprobs = prompt_logprobs_of(snapshot.entries)
+def _prompt_logprobs(entries: Iterable[LogEntry]) -> list[PromptLogprobsView | None] | None:
+    logprobs = prompt_logprobs_of(entries)
     if logprobs is None:
         return None
     return [None if one is None else PromptLogprobsView(**one) for one in logprobs]
 
 
-def _usage(snapshot: TaskSnapshot, final: dict[str, int] | None) -> UsageView | None:
+def _usage(reading: Reading, final: dict[str, int] | None) -> UsageView | None:
+    snapshot = reading.snapshot
     if final:
         return UsageView(**final)
     if snapshot.prompt_tokens is None:
         return None
-    completion = num_tokens_of(snapshot.entries)
+    completion = num_tokens_of(reading.entries)
     return UsageView(
         prompt_tokens=snapshot.prompt_tokens,
         completion_tokens=completion,

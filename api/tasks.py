@@ -6,11 +6,11 @@ a limit in time, and an eye on whether the client is still there.
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 from flask import Response, request
 from flask_openapi3.blueprint import APIBlueprint
@@ -38,8 +38,9 @@ from monitoring.http import HttpMetrics
 from worker.protocol import naming
 from worker.protocol.messages import Event
 from worker.protocol.readers import Readers
-from worker.protocol.store import TaskSnapshot, TaskStore
+from worker.protocol.store import Reading, TaskSnapshot, TaskStore
 
+Found = TypeVar("Found")
 POLL_SECONDS = 1
 LONGEST_POLL_SECONDS = 10
 """A task that waits long need not be asked for each second, but its start should be seen."""
@@ -113,9 +114,10 @@ class _Calls:
     def submit(self, header: SubmitHeaders, body: TaskBody) -> Response:
         submitted = self._services.submitter.submit(body, header.idempotency_key)
         seconds = preferred_wait(header.prefer)
-        snapshot = self._wait(self._snapshot(submitted.task_id), seconds)
-        finished = seconds > 0 and snapshot.status in TERMINAL
-        response = _reply(snapshot, HTTPStatus.OK if finished else HTTPStatus.ACCEPTED)
+        self._wait(submitted.task_id, seconds)
+        reading = self._reading(submitted.task_id)
+        finished = seconds > 0 and reading.snapshot.status in TERMINAL
+        response = _reply(reading, HTTPStatus.OK if finished else HTTPStatus.ACCEPTED)
         response.headers["Location"] = task_url(submitted.task_id)
         if finished:
             response.headers["Preference-Applied"] = f"wait={seconds:.0f}"
@@ -124,15 +126,16 @@ class _Calls:
         return response
 
     def poll(self, task_id: str, seconds: float) -> Response:
-        return _reply(self._wait(self._snapshot(task_id), min(seconds, MAX_WAIT_SECONDS)))
+        self._wait(task_id, min(seconds, MAX_WAIT_SECONDS))
+        return _reply(self._reading(task_id))
 
     def cancel(self, task_id: str) -> Response:
         if naming.TASK_ID.fullmatch(task_id):
             self._services.store.cancel(task_id)
-        return _reply(self._snapshot(task_id))
+        return _reply(self._reading(task_id))
 
     def follow(self, task_id: str, after: int) -> Response:
-        snapshot = self._snapshot(task_id)
+        snapshot = self._look(self._services.store.inspect, task_id)
         if snapshot.status in TERMINAL:
             past = self._services.store.read_log(task_id, after)
             # 204 is how a server tells an event source not to come again.
@@ -158,29 +161,36 @@ class _Calls:
             response.call_on_close(stack.pop_all().close)
         return response
 
-    def _wait(self, snapshot: TaskSnapshot, seconds: float) -> TaskSnapshot:
-        """The task when it has ended, or as it is in `seconds`; at once if all places are taken."""
-        if seconds <= 0 or snapshot.status in TERMINAL:
-            return snapshot
+    def _wait(self, task_id: str, seconds: float) -> None:
+        """Until the task has ended, at most for `seconds`; not at all if all places are taken.
+
+        What comes meanwhile is read as it comes; the log as a whole is read once, for the reply.
+        """
+        if seconds <= 0:
+            return
         services = self._services
+        snapshot = self._look(services.store.inspect, task_id)
+        if snapshot.status in TERMINAL:
+            return
         with services.places.take() as taken:
-            if not taken:
-                return snapshot
-            with self._visit(snapshot) as visit:
-                last = len(snapshot.entries) - 1
-                services.follower.wait_for_end(snapshot.task_id, last, seconds, stop=visit.is_over)
-        return self._snapshot(snapshot.task_id)
+            if taken:
+                with self._visit(snapshot) as visit:
+                    last = snapshot.num_entries - 1
+                    services.follower.wait_for_end(task_id, last, seconds, stop=visit.is_over)
 
     def _visit(self, snapshot: TaskSnapshot) -> Visit:
         services = self._services
         return Visit(services.readers, snapshot, request.environ, services.shutdown)
 
-    def _snapshot(self, task_id: str) -> TaskSnapshot:
+    def _reading(self, task_id: str) -> Reading:
+        return self._look(self._services.store.read, task_id)
+
+    def _look(self, look: Callable[[str], Found | None], task_id: str) -> Found:
         """Raises `Problem`: 404 or 410."""
         known = naming.TASK_ID.fullmatch(task_id)
-        snapshot = self._services.store.inspect(task_id) if known else None
-        if snapshot is not None:
-            return snapshot
+        found = look(task_id) if known else None
+        if found is not None:
+            return found
         if known and naming.task_id_time(task_id) < time.time() - self._services.settings.retention_seconds:
             raise Problem(410, "task_expired", "this task ended too long ago; it is no longer kept")
         raise Problem(404, "task_not_found", "there is no such task", param="task_id")
@@ -234,8 +244,9 @@ def _stream_reply(chunks: Iterator[bytes] | list[bytes]) -> Response:
     return Response(chunks, content_type="text/event-stream; charset=utf-8", headers=headers)
 
 
-def _reply(snapshot: TaskSnapshot, status: HTTPStatus = HTTPStatus.OK) -> Response:
-    response = Response(view(snapshot).model_dump_json(), status, content_type="application/json")
+def _reply(reading: Reading, status: HTTPStatus = HTTPStatus.OK) -> Response:
+    snapshot = reading.snapshot
+    response = Response(view(reading).model_dump_json(), status, content_type="application/json")
     response.headers["Cache-Control"] = "no-store"
     if snapshot.status not in TERMINAL:
         pause = min(eta_seconds(snapshot) or POLL_SECONDS, LONGEST_POLL_SECONDS)

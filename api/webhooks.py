@@ -22,7 +22,7 @@ from api.webhook_post import PostFailed
 from api.webhook_url import Target, parse_url
 from monitoring.webhooks import WebhookMetrics
 from worker.protocol.outbox import Outbox, Undelivered
-from worker.protocol.store import TaskSnapshot, TaskStore
+from worker.protocol.store import Reading, TaskStore
 
 logger = logging.getLogger(__name__)
 
@@ -117,12 +117,12 @@ class Deliverer:
         """Try once and tell Redis how that went. After an error of Redis's the webhook comes back."""
         answered = True
         try:
-            snapshot = self._store.inspect(webhook.task_id)
-            if snapshot is None:
+            reading = self._store.read(webhook.task_id)
+            if reading is None:
                 # Deleted by hand.
                 self._outbox.done(webhook)
                 return
-            failure = self._try(snapshot, target)
+            failure = self._try(reading, target)
             answered = failure is None or failure.answered
         finally:
             self._receivers.leave(target, answered=answered)
@@ -132,9 +132,11 @@ class Deliverer:
         else:
             self._fail(webhook, target, failure)
 
-    def _try(self, snapshot: TaskSnapshot, target: Target) -> "_Failure | None":
-        body = event(snapshot)
-        signed = webhook_signature.headers(self._keys, f"msg_{snapshot.task_id}", int(self._now()), body)
+    def _try(self, reading: Reading, target: Target) -> "_Failure | None":
+        body = event(reading)
+        signed = webhook_signature.headers(
+            self._keys, f"msg_{reading.snapshot.task_id}", int(self._now()), body
+        )
         headers = {"Content-Type": "application/json", "User-Agent": "Tokenmill", **signed}
         try:
             status = self._sender.post(target, headers, body)
@@ -177,9 +179,10 @@ class _Failure(NamedTuple):
     for_good: bool = False
 
 
-def event(snapshot: TaskSnapshot) -> bytes:
+def event(reading: Reading) -> bytes:
     """The body that tells of a task's end, the same at each try. `data` is the task as polling shows it."""
+    snapshot = reading.snapshot
     ended_at = datetime.fromtimestamp(snapshot.finished_at or snapshot.now, UTC)
     timestamp = ended_at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
     head = f'{{"type":"task.{snapshot.status}","timestamp":"{timestamp}","data":'
-    return f"{head}{view(snapshot).model_dump_json()}}}".encode()
+    return f"{head}{view(reading).model_dump_json()}}}".encode()

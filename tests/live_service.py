@@ -100,10 +100,17 @@ class LiveService:
     """Redis, one API and one worker that serve the model in `model_dir`; files go below `tmp_path`.
 
     `env` is added to the environment of worker and API. `worker` is the last one started; `start_worker`
-    may be called again for more of them. Also a context manager.
+    may be called again for more of them. `redis_url`: of servers that the test looks after. Also a context
+    manager.
     """
 
-    def __init__(self, model_dir: Path, tmp_path: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        tmp_path: Path,
+        env: Mapping[str, str] | None = None,
+        redis_url: str | None = None,
+    ) -> None:
         self._directory = tmp_path
         self._env = {
             **{name: value for name, value in os.environ.items() if not name.startswith("TOKENMILL_")},
@@ -114,13 +121,14 @@ class LiveService:
             **(env or {}),
         }
         self._redis: RedisServer | None = None
+        self._redis_url = redis_url
         self.api: Process | None = None
         self.workers: list[Process] = []
 
     @property
     def redis_url(self) -> str:
-        assert self._redis is not None, "not started"
-        return self._redis.url
+        assert self._redis_url is not None, "not started"
+        return self._redis_url
 
     @property
     def api_url(self) -> str:
@@ -134,7 +142,9 @@ class LiveService:
     def start(self) -> "LiveService":
         """Returns when the API says that the service is ready."""
         try:
-            self._redis = start_redis(self._directory, free_port())
+            if self._redis_url is None:
+                self._redis = start_redis(self._directory, free_port())
+                self._redis_url = self._redis.url
             self.start_worker(wait=False)
             port = free_port()
             self.api = self._run("api", f"http://127.0.0.1:{port}", {"TOKENMILL_PORT": str(port)})

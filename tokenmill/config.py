@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from worker.protocol import redis_url
+
 DEFAULT_FILE = "tokenmill.toml"
 
 
@@ -64,6 +66,8 @@ class Setting:
     def to_text(self, value: object, where: str) -> str:
         """The value as the environment carries it. Raises `ConfigError` if it cannot be used."""
         text = str(value).strip()
+        if self.name == "redis_url":
+            return _checked_url(text, where)
         try:
             if self.kind is bool:
                 return _TRUTH[text.lower()]
@@ -86,6 +90,15 @@ class Setting:
         if self.name in _WORDS:
             return " or ".join(_WORDS[self.name])
         return f"{_KINDS[self.kind]} {_RANGES.get(self.name, '')}".rstrip()
+
+
+def _checked_url(url: str, where: str) -> str:
+    try:
+        redis_url.parse(url)
+    except redis_url.BadRedisUrl as error:
+        shown = redis_url.hide_password(url)
+        raise ConfigError(f"{where}: redis_url must be {error}, not {shown!r}") from None
+    return url
 
 
 _TRUTH = {"1": "1", "true": "1", "yes": "1", "on": "1", "0": "0", "false": "0", "no": "0", "off": "0"}

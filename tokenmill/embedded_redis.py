@@ -11,14 +11,20 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from tokenmill.processes import ChildSpec
+from worker.protocol import redis_url
 
 NAME = "redis"
 _STOP_SECONDS = 20.0
 _POLL_SECONDS = 0.05
+_LOOK_SECONDS = 2.0
+_ANSWER_SECONDS = 5.0
 #: Reading back an append-only file of some gigabytes takes minutes.
 _LOADING_SECONDS = 600.0
 
@@ -91,7 +97,7 @@ def wait_until_ready(
     Raises `RedisUnavailable` if the server ends or stays mute, and what `pause` raises.
     """
     deadline = time.monotonic() + patience
-    with redis.Redis.from_url(url, socket_timeout=2, socket_connect_timeout=2) as client:
+    with _connect(url, _LOOK_SECONDS) as client:
         while time.monotonic() < deadline:
             alive = is_alive()
             try:
@@ -106,21 +112,18 @@ def wait_until_ready(
 
 
 def check_reachable(url: str) -> None:
-    """Raises `RedisUnavailable` unless a server that somebody else runs answers at `url`."""
+    """Raises `RedisUnavailable` unless a server that somebody else runs answers at `url`; `BadRedisUrl`."""
     try:
-        with redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5) as client:
+        with _connect(url, _ANSWER_SECONDS) as client:
             client.ping()
-    except (redis.RedisError, ValueError) as error:
-        raise RedisUnavailable(
-            f"REDIS_URL: no Redis server answers at {hide_password(url)}: {error}"
-        ) from error
+    except redis.RedisError as error:
+        shown = redis_url.hide_password(url)
+        raise RedisUnavailable(f"REDIS_URL: no Redis server answers at {shown}: {error}") from error
 
 
-def hide_password(url: str) -> str:
-    """`url` as it may be shown."""
-    head, at, host = url.rpartition("@")
-    scheme, separator, _ = head.partition("://")
-    return f"{scheme}{separator}***@{host}" if at else url
+def _connect(url: str, seconds: float) -> Any:
+    retry = Retry(NoBackoff(), 0)
+    return redis_url.client(redis, url, socket_timeout=seconds, socket_connect_timeout=seconds, retry=retry)
 
 
 def _tail(log: Path) -> str:

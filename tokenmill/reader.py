@@ -8,7 +8,7 @@ a silence. Knows no API and no worker.
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import aclosing, closing
+from contextlib import AsyncExitStack, ExitStack, aclosing, closing
 from typing import Any
 
 import redis
@@ -17,7 +17,7 @@ import redis.asyncio.retry
 import redis.retry
 from redis.backoff import NoBackoff
 
-from worker.protocol import event_log, keys
+from worker.protocol import event_log, keys, redis_url
 from worker.protocol.messages import Event, FinishedEvent, decode
 
 SILENCE_SECONDS = 15.0
@@ -28,7 +28,7 @@ LAST_RETRY_SECONDS = 5.0
 SOCKET_SECONDS = 5.0
 
 _ADDRESS = frozenset({"host", "port", "path", "db", "username", "password", "credential_provider"})
-_AWAY = (redis.ConnectionError, redis.TimeoutError)
+_AWAY = (redis.ConnectionError, redis.TimeoutError, redis.exceptions.MasterDownError)
 
 
 class UnknownTask(Exception):
@@ -95,7 +95,10 @@ class TokenStream:
 
     def __iter__(self) -> Iterator[Event]:
         assembler, delay = Assembler(self._after), FIRST_RETRY_SECONDS
-        with closing(_connect(self._source, redis)) as client:
+        with ExitStack() as stack:
+            client = _connect(self._source, redis)
+            for ours in _to_close(self._source, client):
+                stack.callback(ours.close)
             yield from self._look(client, assembler)
             while not assembler.ended:
                 try:
@@ -118,17 +121,21 @@ class TokenStream:
                 silent = time.monotonic() - heard_at >= self._silence_seconds
                 yield from _heard(assembler, message, silent=silent)
                 if assembler.must_read_log:
-                    missed = self._look(client, assembler)
-                    yield from missed
-                    if silent and missed:
+                    last = assembler.last
+                    yield from self._look(client, assembler)
+                    if silent and assembler.last > last:
                         return
                 if message or silent:
                     heard_at = time.monotonic()
 
-    def _look(self, client: Any, assembler: Assembler) -> list[Event]:
-        with client.pipeline(transaction=True) as pipeline:
-            _ask(pipeline, self._task_id, assembler.last)
-            return _answered(self._task_id, assembler, pipeline.execute())
+    def _look(self, client: Any, assembler: Assembler) -> Iterator[Event]:
+        """What the log has after the last event. Each page is given away before the next may fail."""
+        assembler.must_read_log = True
+        while assembler.must_read_log:
+            with client.pipeline(transaction=True) as pipeline:
+                _ask(pipeline, self._task_id, assembler.last)
+                page = _answered(self._task_id, assembler, pipeline.execute())
+            yield from page
 
 
 class AsyncTokenStream:
@@ -153,8 +160,11 @@ class AsyncTokenStream:
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         assembler, delay = Assembler(self._after), FIRST_RETRY_SECONDS
-        async with aclosing(_connect(self._source, redis.asyncio)) as client:
-            for event in await self._look(client, assembler):
+        async with AsyncExitStack() as stack:
+            client = _connect(self._source, redis.asyncio)
+            for ours in _to_close(self._source, client):
+                stack.push_async_callback(ours.aclose)
+            async for event in self._look(client, assembler):
                 yield event
             while not assembler.ended:
                 try:
@@ -178,18 +188,23 @@ class AsyncTokenStream:
                 for event in _heard(assembler, message, silent=silent):
                     yield event
                 if assembler.must_read_log:
-                    missed = await self._look(client, assembler)
-                    for event in missed:
+                    last = assembler.last
+                    async for event in self._look(client, assembler):
                         yield event
-                    if silent and missed:
+                    if silent and assembler.last > last:
                         return
                 if message or silent:
                     heard_at = time.monotonic()
 
-    async def _look(self, client: Any, assembler: Assembler) -> list[Event]:
-        async with client.pipeline(transaction=True) as pipeline:
-            _ask(pipeline, self._task_id, assembler.last)
-            return _answered(self._task_id, assembler, await pipeline.execute())
+    async def _look(self, client: Any, assembler: Assembler) -> AsyncIterator[Event]:
+        """What the log has after the last event. Each page is given away before the next may fail."""
+        assembler.must_read_log = True
+        while assembler.must_read_log:
+            async with client.pipeline(transaction=True) as pipeline:
+                _ask(pipeline, self._task_id, assembler.last)
+                page = _answered(self._task_id, assembler, await pipeline.execute())
+            for event in page:
+                yield event
 
 
 def _heard(assembler: Assembler, message: dict[str, Any] | None, *, silent: bool) -> list[Event]:
@@ -203,7 +218,7 @@ def _heard(assembler: Assembler, message: dict[str, Any] | None, *, silent: bool
 
 def _ask(pipeline: Any, task_id: str, last: int) -> None:
     """One transaction: a task that has ended has its last message in the log of the same moment."""
-    pipeline.xrange(keys.log(task_id), min=event_log.first_id(last))
+    pipeline.xrange(keys.log(task_id), min=event_log.first_id(last), count=event_log.PAGE)
     pipeline.exists(keys.log(task_id), keys.run(task_id))
     pipeline.hexists(keys.run(task_id), "terminal")
 
@@ -213,9 +228,17 @@ def _answered(task_id: str, assembler: Assembler, replies: list[Any]) -> list[Ev
     if not known:
         raise UnknownTask(task_id)
     new = assembler.replayed(event_log.events(task_id, rows))
+    # A whole page: there may be more of it.
+    assembler.must_read_log = len(rows) == event_log.PAGE
     # Also where nothing is left after the place from which this reader wanted to go on.
-    assembler.ended |= bool(ended)
+    assembler.ended |= bool(ended) and not assembler.must_read_log
     return new
+
+
+def _to_close(source: Any, client: Any) -> list[Any]:
+    """What `_connect` has opened: the client and, where a URL named them, those of its Sentinels."""
+    manager = getattr(client.connection_pool, "sentinel_manager", None) if isinstance(source, str) else None
+    return [client, *(manager.sentinels if manager else ())]
 
 
 def _connect(source: Any, library: Any) -> Any:
@@ -233,7 +256,7 @@ def _connect(source: Any, library: Any) -> Any:
         "decode_responses": False,
     }
     if isinstance(source, str):
-        return library.Redis.from_url(source, **options)
+        return redis_url.client(library, source, **options)
     pool = source.connection_pool
     given = pool.connection_kwargs.items()
     address = {name: value for name, value in given if name in _ADDRESS or name.startswith("ssl_")}

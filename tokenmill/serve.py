@@ -22,6 +22,7 @@ from tokenmill.processes import ChildSpec
 from tokenmill.signals import StopRequested, StopSignals
 from tokenmill.state import SELF, StateDirectory
 from tokenmill.supervisor import CannotServe, Supervisor, Unusable, take_over
+from worker.protocol.redis_url import hide_password
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
@@ -79,7 +80,7 @@ def _run(
     api_url = f"http://{_reachable(host)}:{port}"
     state.write_address("redis-url", redis_url)
     state.write_address("api-url", api_url)
-    print_line(SELF, f"Redis at {embedded_redis.hide_password(redis_url)}; loading the model")
+    print_line(SELF, f"Redis at {hide_password(redis_url)}; loading the model")
     decided = {"redis_url": redis_url, "port": str(port)}
     given = {**environ, **config.to_environment({**settings, **decided}), "PYTHONUNBUFFERED": "1"}
     grace = float(settings.get("grace_seconds", _DEFAULT_GRACE_SECONDS))
@@ -173,7 +174,7 @@ def _announce(api_url: str, redis_url: str, print_line: Print) -> None:
 Tokenmill is ready.
   API    {api_url}
   docs   {api_url}/docs
-  Redis  {embedded_redis.hide_password(redis_url)}
+  Redis  {hide_password(redis_url)}
 
 Submit a task, then poll it with the id from the answer:
   curl -s {api_url}/v1/tasks -H 'Content-Type: application/json' -d '{body}'

@@ -11,6 +11,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from worker.protocol import redis_url
+
 SOCKET_SECONDS = 2.0
 
 Connect = Callable[[str], Any]
@@ -18,8 +20,9 @@ Connect = Callable[[str], Any]
 
 
 def connect(url: str, name: str) -> "redis.Redis":
-    """A client that connects at its first call. `name` shows in `CLIENT LIST`."""
-    return redis.Redis.from_url(
+    """A client that connects at its first call. `name` shows in `CLIENT LIST`. Raises `BadRedisUrl`."""
+    client: redis.Redis = redis_url.client(
+        redis,
         url,
         socket_timeout=SOCKET_SECONDS,
         socket_connect_timeout=SOCKET_SECONDS,
@@ -32,3 +35,4 @@ def connect(url: str, name: str) -> "redis.Redis":
         client_name=name,
         decode_responses=False,
     )
+    return client

@@ -8,6 +8,7 @@ engine but its limits.
 import json
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -85,13 +86,15 @@ class Intake:
         self._lease_seconds = lease_seconds
         self._load = load
         self._wake = wake
+        self._claimed: deque[Claimed] = deque()
 
     def turn(self) -> None:
         """Claim once, and let a suspect be tried; wait for a reason to claim again unless there may be more.
 
-        Raises `RedisError`.
+        Raises `RedisError`; what was claimed before that is admitted in the next turn.
         """
         self._wake.clear()
+        self._admit_claimed()
         may_be_more = not self._trials.is_pending and self._take_some()
         if not self._trials.is_on and (suspect := self._trials.next()):
             may_be_more = self._try(suspect)
@@ -101,15 +104,11 @@ class Intake:
     def _take_some(self) -> bool:
         """Whether there may be more that could be taken at once."""
         room = self._appetite.room(len(self._holdings), self._load())
-        claimed = self._claim(room) if room > 0 else []
-        for task in claimed:
-            if task.suspect:
-                self._trials.add(task)
-            else:
-                self._admit(task)
-        return 0 < room == len(claimed)
+        num_claimed = self._claim(room) if room > 0 else 0
+        self._admit_claimed()
+        return 0 < room == num_claimed
 
-    def _claim(self, room: int) -> list[Claimed]:
+    def _claim(self, room: int) -> int:
         claimed = self._store.claim(
             self._model.slug, worker=self._worker_name, max_tasks=room, lease_seconds=self._lease_seconds
         )
@@ -117,9 +116,10 @@ class Intake:
         for task in claimed:
             if old := self._holdings.take(ownership_of(task)):
                 self._drop(old)
+        self._claimed.extend(claimed)
         if claimed:
             self._metrics.claimed(len(claimed))
-        return claimed
+        return len(claimed)
 
     def _drop(self, old: Ownership) -> None:
         """An earlier attempt of ours at a task that came back before we noticed that it was lost."""
@@ -143,6 +143,18 @@ class Intake:
         logger.warning("%s: tried alone, a worker may have died of it", suspect.task_id)
         self._metrics.suspected(1)
         return not self._trials.begin(ownership, lambda seconds: self._prepare(_later(suspect, seconds)))
+
+    def _admit_claimed(self) -> None:
+        while self._claimed:
+            task = self._claimed[0]
+            # Since the claim only we write to it, but for a cancel, whose end our own writes will meet.
+            entries = self._store.log_entries(task.task_id, task.num_entries)
+            self._claimed.popleft()
+            task = replace(task, entries=entries)
+            if task.suspect:
+                self._trials.add(task)
+            else:
+                self._admit(task)
 
     def _admit(self, task: Claimed) -> None:
         if arrival := self._prepare(task):

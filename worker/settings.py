@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from worker.errors import SettingsError
-from worker.protocol import naming
+from worker.protocol import naming, redis_url
 
 LONGEST_SECONDS = 1e9
 """Thirty years; Redis and timers cannot count much longer."""
@@ -155,8 +155,10 @@ class _Reader:
 
     def redis_url(self, name: str, default: str) -> str:
         url = self.text(name, default)
-        if not url.startswith(("redis://", "rediss://", "unix://")):
-            raise SettingsError(f"{name} must start with redis://, rediss:// or unix://, not {url!r}")
+        try:
+            redis_url.parse(url)
+        except redis_url.BadRedisUrl as error:
+            raise SettingsError(f"{name} must be {error}, not {redis_url.hide_password(url)!r}") from None
         return url
 
     def whole(self, name: str, default: int, *, least: int, most: int) -> int:

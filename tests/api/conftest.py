@@ -45,7 +45,7 @@ class HandWorker:
         claimed = self.store.claim(self.slug, worker="hand", max_tasks=max_tasks, lease_seconds=60)
         for task in claimed:
             self.owned[task.task_id] = task
-            self.lengths[task.task_id] = len(task.entries)
+            self.lengths[task.task_id] = task.num_entries
         return [task.task_id for task in claimed]
 
     def start(self, task_id: str, prompt_tokens: int = 3) -> None:

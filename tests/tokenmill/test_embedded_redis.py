@@ -11,6 +11,7 @@ from tests.tokenmill.test_processes import Lines
 from tokenmill import embedded_redis
 from tokenmill.embedded_redis import NoRedisServer, RedisUnavailable
 from tokenmill.processes import Child
+from worker.protocol.redis_url import hide_password
 
 
 def never_pause(_: float) -> None:
@@ -78,7 +79,13 @@ def test_no_program_at_all_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> N
         embedded_redis.find_redis_server()
 
 
-@pytest.mark.parametrize("url", ["redis://user:secret@127.0.0.1:{port}/0", "nonsense"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://user:secret@127.0.0.1:{port}/0",
+        "redis+sentinel://127.0.0.1:{port}/x?sentinel_password=secret",
+    ],
+)
 def test_a_named_server_must_answer(url: str) -> None:
     with pytest.raises(RedisUnavailable, match="REDIS_URL: no Redis server answers") as raised:
         embedded_redis.check_reachable(url.format(port=embedded_redis.free_port()))
@@ -96,7 +103,8 @@ def test_a_named_server_that_answers_will_do(redis_url: str) -> None:
         ("redis://h:1/0", "redis://h:1/0"),
         ("redis://:pw@h:1/0", "redis://***@h:1/0"),
         ("rediss://user:p@ss@h:1/0", "rediss://***@h:1/0"),
+        ("redis+sentinel://:pw@h,i:2/mill?sentinel_password=pw", "redis+sentinel://***@h,i:2/mill?***"),
     ],
 )
 def test_passwords_are_not_shown(url: str, shown: str) -> None:
-    assert embedded_redis.hide_password(url) == shown
+    assert hide_password(url) == shown

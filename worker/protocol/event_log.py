@@ -6,6 +6,8 @@ from worker.protocol.messages import Event, LogEntry, decode, entry_seq
 
 MAX_SEQ = 2**53
 """No log is ever so long; larger numbers do not fit a stream's ids."""
+PAGE = 1000
+"""Entries that one call reads: Redis serves nobody else meanwhile, and a log may be tens of megabytes."""
 
 Row = tuple[bytes, Mapping[bytes, bytes]]
 """An entry of a stream as redis-py gives it: id, fields."""

@@ -4,6 +4,7 @@ Key names come from `keys` and `rq_keys`, so that each is written down once. Kno
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.resources import files
 from typing import Any, Protocol
 
@@ -94,7 +95,7 @@ class RedisClient(Protocol):
     def register_script(self, script: Any, /) -> Any: ...
     def get(self, name: str, /) -> Any: ...
     def set(self, name: str, value: str, /) -> Any: ...
-    def xrange(self, name: str, /, min: str = ..., max: str = ...) -> Any: ...
+    def xrange(self, name: str, /, min: str = ..., *, count: int = ...) -> Any: ...
 
 
 def register(client: RedisClient) -> dict[str, Script]:
@@ -102,6 +103,7 @@ def register(client: RedisClient) -> dict[str, Script]:
     return {name: client.register_script(source(name)) for name in _PARTS}
 
 
+@cache
 def source(name: str) -> str:
     """The whole text of a script. The first line needs Redis 7 or Valkey."""
     flags = _FLAGS.get(name)

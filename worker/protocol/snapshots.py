@@ -5,7 +5,7 @@ Knows the shape of the scripts' replies (bytes, as RESP gives them), not how the
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from worker.protocol.messages import LogEntry
 from worker.protocol.naming import DEFAULT_TENANT, PRIORITIES
@@ -21,7 +21,8 @@ class TaskSnapshot:
     and only the next that is claimed has position 0; after the claim they are as the worker says.
     `waiting_for`: `worker`, `capacity` or `behind` in Redis, the scheduler's reason after the claim, or
     `suspect`: a worker may have died of it, and it waits to be tried alone. `drain_rate`: estimated tokens
-    per second of the tasks of this model that ended in the last minute. `cancel_on_disconnect`: as submitted.
+    per second of the tasks of this model that ended in the last minute. `num_entries`: length
+    of the log. `cancel_on_disconnect`: as submitted.
     """
 
     task_id: str
@@ -42,16 +43,18 @@ class TaskSnapshot:
     num_ready_workers: int
     prompt_tokens: int | None
     cached_tokens: int
-    entries: tuple[LogEntry, ...]
+    num_entries: int
     attempt: int
     num_outputs: int = 1
     cancel_on_disconnect: bool = False
     tenant: str = DEFAULT_TENANT
 
 
-def log_entries(rows: Sequence[Any]) -> tuple[LogEntry, ...]:
-    """From `XRANGE` inside a script: `[id, [name, value, ...]]` each."""
-    return tuple(LogEntry.of_fields(pairs(row[1])) for row in rows)
+class Reading(NamedTuple):
+    """A task with the messages of its log, both of the same moment."""
+
+    snapshot: TaskSnapshot
+    entries: tuple[LogEntry, ...]
 
 
 def pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
@@ -61,7 +64,7 @@ def pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
 
 def to_snapshot(task_id: str, reply: Sequence[Any]) -> TaskSnapshot:
     """From the reply of `inspect`."""
-    run_hash, log, now, position, tokens_ahead, drain_rate, num_ready_workers = reply
+    run_hash, num_entries, now, position, tokens_ahead, drain_rate, num_ready_workers = reply
     run = {name.decode(): value.decode() for name, value in pairs(run_hash).items() if value}
     num_ready = int(num_ready_workers)
     return TaskSnapshot(
@@ -83,7 +86,7 @@ def to_snapshot(task_id: str, reply: Sequence[Any]) -> TaskSnapshot:
         num_ready_workers=num_ready,
         prompt_tokens=_int(run.get("prompt_tokens")),
         cached_tokens=int(run.get("cached_tokens", "0")),
-        entries=log_entries(log),
+        num_entries=num_entries,
         attempt=int(run.get("attempt", "0")),
         num_outputs=int(run.get("n", "1")),
         cancel_on_disconnect=run.get("on_disconnect") == "cancel",

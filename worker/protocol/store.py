@@ -6,12 +6,12 @@ Knows no policy: who may submit, what to claim next on a worker and when to reap
 import hashlib
 import json
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 from worker.protocol import event_log, keys, rq_keys, script_errors
-from worker.protocol.messages import Event
+from worker.protocol.messages import Event, LogEntry, entry_seq
 from worker.protocol.model_card import ModelCard
 from worker.protocol.naming import tenant_hash
 from worker.protocol.packing import packed
@@ -35,7 +35,7 @@ from worker.protocol.records import (
     Write,
 )
 from worker.protocol.scripting import RedisClient, register
-from worker.protocol.snapshots import TaskSnapshot, log_entries, to_queue_stats, to_snapshot
+from worker.protocol.snapshots import Reading, TaskSnapshot, to_queue_stats, to_snapshot
 
 __all__ = [
     "Accepted",
@@ -47,6 +47,7 @@ __all__ = [
     "Outcome",
     "QueueFull",
     "QueueStats",
+    "Reading",
     "Reaped",
     "Renewed",
     "Settlement",
@@ -189,14 +190,29 @@ class TaskStore:
         return None if status is None else str(status.decode())
 
     def inspect(self, task_id: str) -> TaskSnapshot | None:
-        """All that is known of a task at one moment. None: no such task."""
+        """All that is known of a task at one moment, but for its log. None: no such task."""
         reply = self._run("inspect", task_id)
         return None if reply is None else to_snapshot(task_id, reply)
 
+    def read(self, task_id: str) -> Reading | None:
+        """A task with its log of the same moment. None: no such task.
+
+        The log only grows, so its first entries are those of the moment. One that has become shorter expired
+        or lost its end with its host meanwhile: that is another moment, so all is looked at again.
+        """
+        while snapshot := self.inspect(task_id):
+            entries = self.log_entries(task_id, snapshot.num_entries)
+            if len(entries) == snapshot.num_entries:
+                return Reading(snapshot, entries)
+        return None
+
+    def log_entries(self, task_id: str, count: int) -> tuple[LogEntry, ...]:
+        """The first `count` entries of a log; fewer where it has fewer by now."""
+        return tuple(LogEntry.of_fields(fields) for _, fields in self._rows(task_id, -1, count))
+
     def read_log(self, task_id: str, after: int = -1) -> list[Event]:
         """The messages with a `seq` greater than `after`, in order; empty where there are none."""
-        rows = self._client.xrange(keys.log(task_id), min=event_log.first_id(after))
-        return event_log.events(task_id, rows)
+        return event_log.events(task_id, self._rows(task_id, after, event_log.MAX_SEQ))
 
     def put_worker(self, record: WorkerRecord, ttl_seconds: float) -> None:
         """Tell what a worker does; forgotten after `ttl_seconds` unless told again."""
@@ -223,6 +239,16 @@ class TaskStore:
         """Numbers of a model's queues; costs nothing for each waiting task."""
         return to_queue_stats(self._run("queue_stats", slug))
 
+    def _rows(self, task_id: str, after: int, count: int) -> Iterator[event_log.Row]:
+        """Up to `count` rows of a log, page by page and outside of scripts: Redis serves others in between."""
+        while count > 0:
+            asked = min(count, event_log.PAGE)
+            rows = self._client.xrange(keys.log(task_id), min=event_log.first_id(after), count=asked)
+            yield from rows
+            if len(rows) < asked:
+                return
+            after, count = entry_seq(rows[-1][0]), count - asked
+
     def _run(self, script: str, *arguments: Any) -> Any:
         return self._scripts[script](args=(self._retention_ms, *arguments))
 
@@ -242,7 +268,7 @@ def _claimed(
     has_started: bytes,
     cached_tokens: bytes,
     suspect: bytes,
-    log: Sequence[Any],
+    num_entries: int,
 ) -> Claimed:
     return Claimed(
         task_id=task_id.decode(),
@@ -253,7 +279,7 @@ def _claimed(
         accepted_at=int(accepted_us) / 1e6,
         data=data,
         waited_seconds=float(waited_seconds),
-        entries=log_entries(log),
+        num_entries=num_entries,
         prompt_token_ids=tuple(json.loads(prompt_ids)) if prompt_ids else None,
         fingerprint=fingerprint.decode() or None,
         num_outputs=int(num_outputs),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import redis
@@ -48,7 +49,16 @@ def submit(store: TaskStore, client: redis.Redis, **changes: Any) -> str:
 
 
 def claim(store: TaskStore, max_tasks: int = 100, lease_seconds: float = 60) -> list[Claimed]:
-    return store.claim(SLUG, worker="worker-1", max_tasks=max_tasks, lease_seconds=lease_seconds)
+    """With the logs, as a worker reads them before it goes on."""
+    claimed = store.claim(SLUG, worker="worker-1", max_tasks=max_tasks, lease_seconds=lease_seconds)
+    return [replace(one, entries=store.log_entries(one.task_id, one.num_entries)) for one in claimed]
+
+
+def log_of(store: TaskStore, task_id: str) -> tuple[LogEntry, ...]:
+    """The log as it is shown with the task."""
+    reading = store.read(task_id)
+    assert reading is not None
+    return reading.entries
 
 
 def claim_one(store: TaskStore, lease_seconds: float = 60) -> Claimed:

@@ -12,6 +12,7 @@ from tests.worker.protocol.tasks import (
     claim,
     claim_one,
     fetch,
+    log_of,
     owned,
     publish,
     settle,
@@ -104,9 +105,7 @@ def test_the_message_is_the_one_that_a_worker_would_write(
         heard = pubsub.get_message(timeout=60)["data"]
     entry = LogEntry.of_end("", "cancelled", usage=Usage(prompt_tokens=7, completion_tokens=2))
     assert heard == entry.to_message(task_id, 2).encode()
-    snapshot = store.inspect(task_id)
-    assert snapshot is not None
-    assert snapshot.entries[2] == entry
+    assert log_of(store, task_id)[2] == entry
 
 
 def test_twice_is_once(store: TaskStore, redis_client: redis.Redis) -> None:

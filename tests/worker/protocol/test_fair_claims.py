@@ -32,7 +32,9 @@ def counter(client: redis.Redis, tenant: str) -> float | None:
     return client.zscore(keys.away(SLUG), tenant_hash(tenant)) if score is None else score
 
 
-def claim_by_turns(client: redis.Redis, count: int, max_tasks: int = 1, num_workers: int = 3) -> list[Claimed]:
+def claim_by_turns(
+    client: redis.Redis, count: int, max_tasks: int = 1, num_workers: int = 3
+) -> list[Claimed]:
     """So many tasks, by workers that know nothing of each other."""
     claimed: list[Claimed] = []
     while len(claimed) < count:

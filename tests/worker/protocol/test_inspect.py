@@ -119,7 +119,7 @@ def test_a_task_that_came_back_is_told_by_rank(store: TaskStore, redis_client: r
     assert (snapshot.position, snapshot.waiting_for, snapshot.claimed) == (0, "worker", False)
     # It has begun, and a status never goes back.
     assert snapshot.status == "in_progress"
-    assert len(snapshot.entries) == 1
+    assert snapshot.num_entries == 1
 
 
 def test_the_drain_rate_is_that_of_the_last_minute(store: TaskStore, redis_client: redis.Redis) -> None:

@@ -156,7 +156,7 @@ def test_what_rq_ended_in_a_workers_hands(
     snapshot = store.inspect(claimed.task_id)
     assert snapshot is not None
     assert snapshot.status == "cancelled"
-    assert len(snapshot.entries) == 2
+    assert snapshot.num_entries == 2
     assert not redis_client.exists(keys.LEASES)
     assert StartedJobRegistry(claimed.queue, connection=redis_client).count == 0
 

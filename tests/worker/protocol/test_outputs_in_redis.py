@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import redis
 
-from tests.worker.protocol.tasks import SLUG, claim, claim_one, reap, submit, unchanged
+from tests.worker.protocol.tasks import SLUG, claim, claim_one, log_of, reap, submit, unchanged
 from worker.protocol import keys
 from worker.protocol.messages import Event, FinishedEvent, LogEntry, TaskError, TokenEvent, Usage
 from worker.protocol.store import Accepted, Claimed, TaskSnapshot, TaskStore, Write
@@ -86,7 +86,7 @@ def test_what_is_heard_is_what_is_read(store: TaskStore, redis_client: redis.Red
         LogEntry.of_end("", "cancelled", index=2, usage=Usage(prompt_tokens=0, completion_tokens=3)),
     ]
     assert heard == [end.to_message(task_id, 4 + n).encode() for n, end in enumerate(ends)]
-    assert list(snapshot_of(store, task_id).entries[4:]) == ends
+    assert list(log_of(store, task_id)[4:]) == ends
 
 
 def test_a_timeout_in_the_queue_ends_every_output(store: TaskStore, redis_client: redis.Redis) -> None:
@@ -150,7 +150,7 @@ def test_tokens_keep_their_logprobs(store: TaskStore, redis_client: redis.Redis)
         heard = [pubsub.get_message(timeout=60)["data"] for _ in entries]
 
     assert heard == [entry.to_message(claimed.task_id, seq).encode() for seq, entry in enumerate(entries)]
-    assert list(snapshot_of(store, claimed.task_id).entries) == entries
+    assert list(log_of(store, claimed.task_id)) == entries
     assert [event.logprobs for event in store.read_log(claimed.task_id)] == [logprobs] * 2  # type: ignore[union-attr]
     store.cancel(claimed.task_id)
     last = store.read_log(claimed.task_id)[-1]

@@ -19,6 +19,7 @@ from tests.worker.protocol.tasks import (
     claim_one,
     fetch,
     final_write,
+    log_of,
     publish,
     settle,
     submit,
@@ -49,7 +50,7 @@ def test_settling_ends_it_for_everybody(
     assert snapshot is not None
     assert (snapshot.status, snapshot.claimed) == ("completed", False)
     assert snapshot.finished_at is not None
-    assert snapshot.entries[-1].members
+    assert log_of(store, claimed.task_id)[-1].members
     assert not redis_client.exists(keys.LEASES)
 
 

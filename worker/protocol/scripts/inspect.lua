@@ -1,5 +1,5 @@
 -- All that is known of a task at one moment. ARGV: retention, id. Gives nil if there is no such task, or
--- {run hash, log, now, position, tokens ahead, drain rate, ready workers}.
+-- {run hash, length of the log, now, position, tokens ahead, drain rate, ready workers}.
 
 local id = ARGV[2]
 local run = call('HGETALL', K.run .. id)
@@ -11,5 +11,5 @@ local position, tokens
 if not terminal and not owner then
   position, tokens = standing(queue, slug, id)
 end
-return { run, call('XRANGE', K.log .. id, '-', '+'), seconds(now_us), position or false, tokens or false,
+return { run, call('XLEN', K.log .. id), seconds(now_us), position or false, tokens or false,
   drain_rate(slug), num_ready_workers(slug) }
