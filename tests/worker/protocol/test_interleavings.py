@@ -54,6 +54,8 @@ from worker.protocol.store import (
     Write,
 )
 
+STANDINGS = st.sampled_from(("alone", "alone", *get_args(Standing)))
+
 
 @dataclass
 class Expected:
@@ -277,19 +279,19 @@ class Service(RuleBasedStateMachine):
     def reap(self) -> None:
         assert self.reap_all().cancelled == ()
 
-    @rule(held=claims, speaks=st.booleans())
-    def die_alone(self, held: list[Holder], speaks: bool) -> None:
-        """What is needed for blame would seldom come by chance: all die while one of them is tried."""
-        mine = {holder.claimed.task_id: holder.claimed.owner for holder in held if self.owns(holder)}
-        standings: dict[str, Standing] = dict.fromkeys(mine, "untouched")
-        standings.update(dict.fromkeys(list(mine)[:1], "alone"))
-        self.store.renew(mine, -1, standings)
-        for task_id in mine:
-            self.tasks[task_id].lapsed, self.tasks[task_id].standing = True, standings[task_id]
-        self.reap_all()
-        if speaks:
-            # They were only stopped, and come back before or after others have claimed.
-            self.renew(held, lapsed=False, standing="seated")
+    @rule(times=st.integers(1, 4), first=STANDINGS, others=STANDINGS, speaks=st.booleans())
+    def claim_and_die(self, times: int, first: Standing, others: Standing, speaks: bool) -> None:
+        """At once, as the deaths of several owners of one task would seldom come by chance."""
+        while len(self.waiting()) < 2:
+            self.submit(priority=1, tenant="a", cost=1)
+        for _ in range(times):
+            held = self.claim(2, lapsed=True)
+            self.renew(held[:1], lapsed=True, standing=first)
+            self.renew(held[1:], lapsed=True, standing=others)
+            self.reap_all()
+            if speaks:
+                # They were only stopped, and come back before others have claimed.
+                self.renew(held, lapsed=False, standing="seated")
 
     def reap_all(self) -> Reaped:
         leased = [task_id.decode() for task_id in self.client.zrange(keys.LEASES, 0, -1)]
