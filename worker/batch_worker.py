@@ -100,7 +100,7 @@ class BatchWorker(BaseWorker):
         """What others are told of this worker."""
         if self._is_draining:
             return "draining"
-        return "stalled" if self._crew.pulse.is_stalled else "ready"
+        return "stalled" if self._crew.pulse.is_stalled or self._crew.trouble else "ready"
 
     @property
     def is_ready(self) -> bool:
@@ -202,6 +202,7 @@ class BatchWorker(BaseWorker):
             model=self._model.name,
             slug=self._model.slug,
             state=self.condition,
+            detail=self._crew.trouble,
             started_at=self._started_at,
             running=load.num_running,
             waiting=load.num_waiting,

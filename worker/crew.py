@@ -30,6 +30,8 @@ from worker.watching import Observer, Observers, Pulse, arm_watchdog
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.5
+TROUBLE_SECONDS = 10.0
+"""A thread that does its work has done some of it in that time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,13 @@ class Crew:
         self._store = self._store_of(given.connect("main"))
         self.holdings = Holdings(self._wake)
         self.trials = Trials(self._inbox, self._wake, given.clock)
-        self.pulse = Pulse(given.timing.stall_seconds, given.clock, on_tick=given.metrics.tick, arm=given.arm)
+        self.pulse = Pulse(
+            given.timing.stall_seconds,
+            given.clock,
+            on_tick=given.metrics.tick,
+            is_hanging=lambda: any(one.hangs(given.timing.stall_seconds) for one in self._services),
+            arm=given.arm,
+        )
         publishing, claiming, leasing = (given.connect(name) for name in ("publisher", "intake", "leases"))
         listening = given.connect("listener")
         self.publisher = Publisher(
@@ -95,15 +103,23 @@ class Crew:
             "listener", self._make_listener(listening, on_shutdown).turn, listening
         )
 
-    def start(self) -> None:
-        for service in (
+        # The loop has ticks for that.
+        self._services = (
             self._leases_service,
             self._publisher_service,
-            self._loop_service,
             self._listener_service,
             self._intake_service,
-        ):
+        )
+
+    def start(self) -> None:
+        for service in (self._loop_service, *self._services):
             service.start()
+
+    @property
+    def trouble(self) -> str:
+        """Which threads have got nothing done for a while; "" where all is well."""
+        names = [service.name for service in self._services if service.fails(TROUBLE_SECONDS)]
+        return f"nothing comes of: {', '.join(names)}" if names else ""
 
     def stop_claiming(self) -> None:
         self._intake_service.stop()
@@ -192,6 +208,7 @@ class Crew:
             client=client,
             on_redis_error=self._given.metrics.redis_error,
             on_failure=self._on_failure,
+            clock=self._given.clock,
         )
 
     def _make_loop(self, engine: SteppingEngine) -> Loop:

@@ -6,6 +6,7 @@ and is told. Knows nothing of what a turn does.
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,10 @@ LONGEST_PAUSE_SECONDS = 1.0
 
 
 class Service:
-    """`client`: the thread's own, or None. `on_failure` gets the thread's name and what ended it."""
+    """`client`: the thread's own, or None. `on_failure` gets the thread's name and what ended it.
+
+    `clock`: seconds that never go back.
+    """
 
     def __init__(
         self,
@@ -28,19 +32,31 @@ class Service:
         client: Any = None,
         on_redis_error: Callable[[str], None],
         on_failure: Callable[[str, BaseException], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self._turn = turn
         self._client = client
         self._on_redis_error = on_redis_error
         self._on_failure = on_failure
+        self._clock = clock
+        self._turned_at = self._succeeded_at = clock()
         self._stopping = threading.Event()
         self._pause = FIRST_PAUSE_SECONDS
         # A daemon: a turn that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
+        self._turned_at = self._succeeded_at = self._clock()
         self._thread.start()
+
+    def hangs(self, seconds: float) -> bool:
+        """Whether the turn under way has taken longer than that. A thread that has ended does not hang."""
+        return self._thread.is_alive() and self._clock() - self._turned_at > seconds
+
+    def fails(self, seconds: float) -> bool:
+        """Whether no turn has worked for longer than that: it hangs, or Redis fails it."""
+        return self._thread.is_alive() and self._clock() - self._succeeded_at > seconds
 
     def stop(self) -> None:
         """After the turn under way."""
@@ -68,6 +84,8 @@ class Service:
             if self._pause > FIRST_PAUSE_SECONDS:
                 logger.info("%s: Redis answers again", self.name)
             self._pause = FIRST_PAUSE_SECONDS
+            self._succeeded_at = self._clock()
+        self._turned_at = self._clock()
 
     def _recover(self, error: redis.RedisError) -> None:
         if self._pause == FIRST_PAUSE_SECONDS:

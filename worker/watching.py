@@ -44,7 +44,10 @@ def arm_watchdog(seconds: float) -> None:
 
 
 class Pulse:
-    """The loop's sign of life: the time of its last turn, and the watchdog that waits for the next one."""
+    """The loop's sign of life: the time of its last turn, and the watchdog that waits for the next one.
+
+    `is_hanging`: whether another thread, without which no request goes on, hangs; then ticks are none.
+    """
 
     def __init__(
         self,
@@ -52,11 +55,13 @@ class Pulse:
         clock: Callable[[], float],
         *,
         on_tick: Callable[[], None],
+        is_hanging: Callable[[], bool] = lambda: False,
         arm: Callable[[float], None] = arm_watchdog,
     ) -> None:
         self._stall_seconds = stall_seconds
         self._clock = clock
         self._on_tick = on_tick
+        self._is_hanging = is_hanging
         self._arm = arm
         self._last = clock()
         self._next_arming = self._last
@@ -64,9 +69,11 @@ class Pulse:
 
     def tick(self) -> None:
         now = self._clock()
-        self._last = now
-        # Arming starts a thread: once a second is enough.
-        if now >= self._next_arming:
+        # Arming starts a thread, and others are asked: once a second is enough.
+        if now < self._next_arming:
+            self._last = now
+        elif not self._is_hanging():
+            self._last = now
             with self._arming:
                 self._arm_again(now)
             self._on_tick()

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,7 @@ def lose_device() -> None:
 DEATHS: dict[str, Callable[[], object]] = {
     "exit": lambda: os._exit(EXIT_DEADLY),
     "encode": lambda: os._exit(EXIT_DEADLY),
+    "stuck": lambda: threading.Event().wait(),
     "hang": hang,
     "lost": lose_device,
 }

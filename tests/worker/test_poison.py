@@ -93,6 +93,7 @@ def assert_poisoned(client: "redis.Redis", task: str, num_tokens: int) -> None:
         # The first of its workers had logged tokens of it.
         ("exit", 3, 9, 1 + DEATHS_TO_BLAME),
         ("encode", 0, 9, DEATHS_TO_BLAME),
+        ("stuck", 0, 1, DEATHS_TO_BLAME),
         ("hang", 0, 1, DEATHS_TO_BLAME),
         ("lost", 0, 70, DEATHS_TO_BLAME),
     ],
@@ -103,7 +104,7 @@ def test_the_guilty_one_fails_by_name_and_the_others_finish(
     """goose#35, hindsight#2675: a request that killed its process was taken up again for ever."""
     tasks = [submit_one(redis_client, number) for number in range(2)]
     sampling = {"max_tokens": LENGTH, "temperature": 0}
-    if how == "encode":
+    if how in ("encode", "stuck"):
         deadly = submit(redis_client, prompt=DEADLY_TEXT, sampling=sampling)
     else:
         deadly = submit(redis_client, prompt_token_ids=(DEADLY,), sampling=sampling)
@@ -119,4 +120,5 @@ def test_the_guilty_one_fails_by_name_and_the_others_finish(
         statuses = list(supervisor.statuses)
 
     assert_poisoned(redis_client, deadly, at)
-    assert statuses == [status] * num_deaths
+    # One more where it died before it was recorded that another's trial was over.
+    assert statuses in ([status] * num_deaths, [status] * (num_deaths + 1))
