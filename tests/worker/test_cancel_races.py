@@ -36,11 +36,16 @@ PROMPT = tuple(range(1, 41))
 
 
 class Gate:
-    """Lets the engine's steps pass one by one; a step that stands here has told all of the one before."""
+    """Lets the engine's steps pass one by one; a step that stands here has told all of the one before.
+
+    `drawn`: for each token, the beginning of the text that it was drawn for.
+    """
 
     def __init__(self) -> None:
         self.runner = FakeRunner()
         self.runner.before_step = self._pass
+        self.runner.sample_fault = lambda sequence: self.drawn.append(tuple(sequence.token_ids[:40]))
+        self.drawn: list[tuple[int, ...]] = []
         self._arrivals = 0
         self._permits = threading.Semaphore(0)
 
@@ -83,11 +88,13 @@ def fate(client: "redis.Redis", task: str) -> str:
     return status
 
 
-@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize(("heard", "times"), [(True, 1), (True, 3), (False, 1)])
 @pytest.mark.parametrize("state", ["waiting", "prefill", "decode", "last token"])
 def test_the_named_task_ends_and_its_mates_do_not(
-    redis_url: str, redis_client: "redis.Redis", gate: Gate, state: str, times: int
+    redis_url: str, redis_client: "redis.Redis", gate: Gate, state: str, heard: bool, times: int
 ) -> None:
+    """Where the worker does not hear of it, the next write is refused."""
+
     def is_there() -> bool:
         run_hash, length = redis_client.hgetall(keys.run(victim)), log_length(redis_client, victim)
         return {
@@ -105,8 +112,15 @@ def test_the_named_task_ends_and_its_mates_do_not(
     engine = build_engine(gate.runner, max_num_seqs=2, max_num_batched_tokens=8)
     with running(redis_url, engine) as run:
         gate.step_until(run, is_there)
+        if not heard:
+            run.worker._crew._listener_service.stop()
+            until(lambda: run.worker._crew._listener_service.join(1), "nobody listens")
+        inbox = run.worker._crew._inbox._messages
+        num_before = inbox.qsize()
         told = {TaskStore(redis_client).cancel(victim) for _ in range(times)}
         num_stored = log_length(redis_client, victim)
+        if heard and state != "waiting":
+            until(lambda: inbox.qsize() > num_before, "the loop will hear of it")
         gate.open()
         for task in crowd:
             assert tokens_of(ended(redis_client, task)) == undisturbed([1, 2, 3], 100)
@@ -118,6 +132,8 @@ def test_the_named_task_ends_and_its_mates_do_not(
     assert len(tokens) == {"waiting": 0, "prefill": 0, "decode": 2, "last token": LENGTH - 1}[state]
     assert tokens == undisturbed(list(PROMPT), LENGTH)[: len(tokens)]
     assert log_length(redis_client, victim) == num_stored, "nothing came after its end"
+    # The step under way is not taken back.
+    assert not heard or gate.drawn.count(PROMPT) <= len(tokens) + 1, "it was computed on"
     assert {fate(redis_client, task) for task in (*crowd, behind)} == {"completed"}
     assert leftovers.look(redis_client, SLUG) == []
 
