@@ -143,6 +143,7 @@ TO_PROCESSES: Mapping[str, Fault] = {
         restart_workers, kill_api, drain_api, fail_receiver,
     )
 }  # fmt: skip
+"""Also to the receiver of webhooks, which is a process to the service."""
 TO_REDIS: Mapping[str, Fault] = {
     fault.__name__: fault
     for fault in (cut_clients, cut_subscribers, restart_redis, hang_redis, fill_memory, demote_redis)

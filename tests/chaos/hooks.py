@@ -15,14 +15,17 @@ from typing import Any
 from worker.protocol import keys
 
 KEY = b"chaos-chaos-chaos-chaos-chaos-32"
+"""What the service signs with."""
 SECRET = f"whsec_{base64.b64encode(KEY).decode()}"
 GROUP, CONSUMER = "deliverers", "api"
+"""As the scripts of the outbox call them."""
 LONG_SILENT_MS = 600_000
 
 
 class Receiver:
-    """Answers 204 unless it `is_failing`. `told`: by task, each status that was accepted as its end, with the
-    tries of one message; `complaints`: what should not have come.
+    """Answers 204 unless it `is_failing`.
+
+    `told`: by task, as what it was told to have ended, each time. `complaints`: what should not have come.
     """
 
     def __init__(self) -> None:
