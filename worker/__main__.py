@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -57,12 +58,15 @@ class Process:
         settings = self._settings
         self._serve_metrics()
         client = self._connect("loading")
-        if not _wait_for_redis(client, settings.load_seconds):
+        if not _try_until(client.ping, client, settings.load_seconds):
             return EXIT_NO_REDIS
         arm_watchdog(settings.load_seconds)
         with Loading(client, self._loading_record(), self._metrics) as loading:
             execution = _load(settings, loading)
-        TaskStore(client).put_model_card(self._slug, self._card(execution))
+        store, card = TaskStore(client), self._card(execution)
+        # A model that took minutes is not loaded once more because Redis was away for a moment.
+        if not _try_until(lambda: store.put_model_card(self._slug, card), client, settings.load_seconds):
+            return EXIT_NO_REDIS
         client.close()
         self._worker = self._make_worker(execution)
         self._worker.handle_signals()
@@ -150,14 +154,16 @@ def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
     )
 
 
-def _wait_for_redis(client: Any, seconds: float) -> bool:
-    """Before the model, which takes long: whether Redis answers within `seconds`."""
+def _try_until(call: Callable[[], object], client: Any, seconds: float) -> bool:
+    """Whether Redis lets `call`, which uses `client`, through within `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
-            client.ping()
+            call()
         except redis.RedisError as error:
             logger.warning("waiting for Redis: %s", error)
+            # After a failover a connection may live on to a server that only reads.
+            client.connection_pool.disconnect()
             time.sleep(REDIS_RETRY_SECONDS)
         else:
             return True

@@ -11,6 +11,9 @@ from engine.outputs import StepReport
 
 logger = logging.getLogger(__name__)
 
+ARM_SECONDS = 1.0
+"""A loop that goes round sets the watchdog anew so often: each time starts a thread."""
+
 
 class Observer(Protocol):
     def observe(self, report: StepReport) -> None: ...
@@ -87,8 +90,10 @@ class Pulse:
     def _arm_again(self, now: float) -> None:
         # Unless the end was set meanwhile.
         if now >= self._next_arming:
-            self._next_arming = now + 1.0
-            self._arm(self._stall_seconds)
+            self._next_arming = now + ARM_SECONDS
+            # The last tick comes up to that much later. A step has all of its time from there, and a loop
+            # that hangs is told to be stalled before the process ends.
+            self._arm(self._stall_seconds + ARM_SECONDS)
 
     @property
     def is_stalled(self) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tests.chaos.calls import Caller, GaveUp
 from tests.chaos.errands import Errand
-from tests.chaos.readers import READ, TERMINAL, Reading
+from tests.chaos.readers import READ, TERMINAL, Reading, leave
 from tokenmill.reader import UnknownTask
 
 
@@ -26,15 +26,31 @@ class Record:
     complaints: list[str] = field(default_factory=list)
     gave_up: bool = False
 
+    @property
+    def is_to_be_told(self) -> bool:
+        """By webhook, of the end."""
+        return self.errand.has_webhook and bool(self.task_ids)
+
 
 class Client:
-    """`on_accepted` is told the task's id; `url`: where Redis is, for those who read its channels."""
+    """`on_accepted` is told the task's id; `url`: where Redis is, for those who read its channels;
+    `webhook_url`: who is told of the end of an errand with a webhook.
+    """
 
-    def __init__(self, record: Record, caller: Caller, url: str, on_accepted: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        record: Record,
+        caller: Caller,
+        url: str,
+        webhook_url: str,
+        on_accepted: Callable[[str], None],
+    ) -> None:
         self._record = record
         self._errand = record.errand
         self._caller = caller
         self._url = url
+        webhook = {"webhook": {"url": webhook_url}} if record.errand.has_webhook else {}
+        self._body = {**record.errand.body, **webhook}
         self._on_accepted = on_accepted
         self._has_cancelled = False
 
@@ -46,8 +62,7 @@ class Client:
             if self._errand.resubmits:
                 self._submit()
             self._cancel_at(0)
-            read = READ[self._errand.reader]
-            read(self._caller, self._url, record.task_ids[0], record.reading, self._cancel_at)
+            self._read()
             if self._errand.resubmits:
                 self._submit()
         except GaveUp:
@@ -55,12 +70,19 @@ class Client:
         except UnknownTask:
             record.complaints.append("the task was forgotten")
 
+    def _read(self) -> None:
+        task_id, reading, leave_at = self._record.task_ids[0], self._record.reading, self._errand.leave_at
+        if leave_at is not None:
+            leave(self._caller, task_id, reading, leave_at)
+        else:
+            READ[self._errand.reader](self._caller, self._url, task_id, reading, self._cancel_at)
+
     def _submit(self) -> None:
         key = self._errand.key
         answer = self._caller.call(
             "POST",
             "/v1/tasks",
-            self._errand.body,
+            self._body,
             headers={"Idempotency-Key": key} if key else {},
             expected=(202,),
         )

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import redis
 
+from tests.chaos.hooks import SECRET, Receiver
 from tests.chaos.program import Program
 from tests.conftest import RedisServer, start_redis
 
@@ -23,6 +24,7 @@ LEASE_SECONDS = 1.5
 STOP_SECONDS = 30.0
 CLOCK_SKEWS = (0.0, 7200.0)
 """How far each worker's clock is ahead of Redis's: hosts never agree."""
+API_CLOCK_SKEW = -5400.0
 SKEWED_CLOCK = Path(__file__).parent / "skewed_clock"
 LIMITS = {
     "TOKENMILL_DTYPE": "float32",
@@ -34,6 +36,8 @@ LIMITS = {
     # What is not done by then is handed back, which is what is to be tried.
     "TOKENMILL_GRACE_SECONDS": "0.5",
     "TOKENMILL_HTTP_GRACE_SECONDS": "1",
+    "TOKENMILL_WEBHOOK_SECRET": SECRET,
+    "TOKENMILL_WEBHOOK_ALLOW_PRIVATE": "true",
 }
 
 
@@ -42,6 +46,9 @@ class Cluster:
 
     def __init__(self, model_dir: Path, directory: Path, *, lease_seconds: float = LEASE_SECONDS) -> None:
         self.lease_seconds = lease_seconds
+        # A worker that is stopped for some leases is to go on.
+        self.stall_seconds = max(6.0, 3 * lease_seconds)
+        self.receiver = Receiver()
         self.complaints: list[str] = []
         self._directory = directory
         self._redis_port = quiet_port()
@@ -53,9 +60,10 @@ class Cluster:
             "REDIS_URL": self.redis_url,
             "TOKENMILL_MODEL": str(model_dir),
             "TOKENMILL_LEASE_SECONDS": str(lease_seconds),
+            "TOKENMILL_STALL_SECONDS": str(self.stall_seconds),
             **LIMITS,
         }
-        self.api = self._program("api", "api", "/livez", {})
+        self.api = self._program("api", "api", "/livez", _clock(API_CLOCK_SKEW))
         self.workers = [
             self._program("worker", f"worker-{number}", "/readyz", _clock(skew))
             for number, skew in enumerate(CLOCK_SKEWS)
@@ -117,6 +125,7 @@ class Cluster:
         for program in self.programs:
             program.terminate(STOP_SECONDS)
         self.complaints += [text for program in self.programs for text in program.complaints]
+        self.complaints += self.receiver.complaints
         self.close()
 
     def close(self) -> None:
@@ -128,6 +137,7 @@ class Cluster:
             program.retire()
         if self._redis is not None:
             self.kill_redis()
+        self.receiver.close()
 
     def _tend(self) -> None:
         while not self._closing.wait(TEND_SECONDS):

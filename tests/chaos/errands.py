@@ -27,7 +27,8 @@ EXTRAS: tuple[dict[str, Any], ...] = (
 """Each makes one body that cannot be judged by the likeliest tokens; it is asked for again in the calm."""
 CHANGES_LOGITS = frozenset({"frequency_penalty", "structured_outputs"})
 LONGEST = 300
-READERS = ("sse", "token_stream", "poll")
+STAYING = ("sse", "token_stream", "poll")
+READERS = (*STAYING, "leaver")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +36,25 @@ class Errand:
     """One client's wish, and how it goes about it.
 
     `reader`: one of READERS. `cancel_at`: messages after which the task is cancelled; 0 before it is read.
-    `key`: its Idempotency-Key. `resubmits`: the same submission is made again.
+    `leave_at`: messages after which the client closes its connection, and the task is to end by that.
+    `key`: its Idempotency-Key. `resubmits`: the same submission is made again. `has_webhook`: somebody is to
+    be told of its end.
     """
 
     number: int
     body: Mapping[str, Any]
     reader: str
     cancel_at: int | None = None
+    leave_at: int | None = None
     key: str | None = None
     resubmits: bool = False
+    has_webhook: bool = False
+
+    @property
+    def may_end_as(self) -> frozenset[str]:
+        """One that is cut off may have ended before."""
+        is_cut_off = self.cancel_at is not None or self.leave_at is not None
+        return frozenset({"completed", "cancelled"} if is_cut_off else {"completed"})
 
     @property
     def is_greedy(self) -> bool:
@@ -53,6 +64,7 @@ class Errand:
     def __str__(self) -> str:
         kind = "greedy" if self.is_greedy else "sampled"
         cancelled = "" if self.cancel_at is None else f", cancelled at {self.cancel_at}"
+        cancelled += "" if self.leave_at is None else f", left at {self.leave_at}"
         return f"request {self.number} ({kind}, {self.reader}{cancelled})"
 
 
@@ -63,13 +75,19 @@ def errands(seed: int) -> Iterator[Errand]:
 def errand(seed: int, number: int) -> Errand:
     chance = Random(f"{seed}:{number}")
     has_key = number % 4 != 3
+    body = _sampled(seed, number // 4) if number % 4 == 1 else _greedy(chance, number)
+    leaves = number % 7 == 2
+    if leaves:
+        body["on_disconnect"] = "cancel"
     return Errand(
         number=number,
-        body=_sampled(seed, number // 4) if number % 4 == 1 else _greedy(chance, number),
-        reader=READERS[number % 3],
+        body=body,
+        reader="leaver" if leaves else STAYING[number % 3],
         cancel_at=chance.choice((0, 0, 1, chance.randint(2, 60))) if number % 7 == 4 else None,
+        leave_at=chance.choice((0, 1, chance.randint(2, 20))) if leaves else None,
         key=f"errand-{number}" if has_key else None,
         resubmits=has_key and number % 2 == 0,
+        has_webhook=number % 5 == 1,
     )
 
 

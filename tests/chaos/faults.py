@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from random import Random
 
-from tests.chaos.cluster import STOP_SECONDS, Cluster
+from tests.chaos.cluster import STOP_SECONDS, Cluster, until
 
 Fault = Callable[[Cluster, Random], None]
 
@@ -15,6 +15,7 @@ ROOM_BYTES = 32 * 1024
 """Memory that a full server has left: a few writes go through, then none."""
 NOBODY = ("127.0.0.1", 1)
 """A master that does not answer."""
+START_SECONDS = 60.0
 
 
 def kill_worker(cluster: Cluster, chance: Random) -> None:
@@ -44,6 +45,17 @@ def blink_worker(cluster: Cluster, chance: Random) -> None:
     worker.thaw()
 
 
+def hang_worker(cluster: Cluster, chance: Random) -> None:
+    """Stopped for longer than a step may take: its watchdog ends it when it goes on, or it finds that it has
+    lost everything.
+    """
+    worker = chance.choice(cluster.workers)
+    worker.excuse()
+    worker.freeze()
+    time.sleep(cluster.stall_seconds + chance.uniform(1.5, 3.0))
+    worker.thaw()
+
+
 def drain_worker(cluster: Cluster, chance: Random) -> None:
     """SIGTERM: finishes what it can, hands the rest back."""
     chance.choice(cluster.workers).terminate(STOP_SECONDS)
@@ -52,6 +64,20 @@ def drain_worker(cluster: Cluster, chance: Random) -> None:
 def hurry_worker(cluster: Cluster, chance: Random) -> None:
     """SIGTERM twice: ends at once, still handing back."""
     chance.choice(cluster.workers).terminate(STOP_SECONDS, times=2)
+
+
+def restart_workers(cluster: Cluster, chance: Random) -> None:
+    """A rolling restart: each is drained, and the next only when its successor is well."""
+    for worker in cluster.workers:
+        worker.terminate(STOP_SECONDS)
+        until(worker.is_well, START_SECONDS, pause=0.2)
+
+
+def fail_receiver(cluster: Cluster, chance: Random) -> None:
+    """Who is told of ends answers with errors for a while."""
+    cluster.receiver.is_failing = True
+    time.sleep(chance.uniform(1.0, 3.0))
+    cluster.receiver.is_failing = False
 
 
 def kill_api(cluster: Cluster, chance: Random) -> None:
@@ -113,10 +139,11 @@ def demote_redis(cluster: Cluster, chance: Random) -> None:
 TO_PROCESSES: Mapping[str, Fault] = {
     fault.__name__: fault
     for fault in (
-        kill_worker, kill_all_workers, freeze_worker, blink_worker, drain_worker, hurry_worker, kill_api,
-        drain_api,
+        kill_worker, kill_all_workers, freeze_worker, blink_worker, hang_worker, drain_worker, hurry_worker,
+        restart_workers, kill_api, drain_api, fail_receiver,
     )
 }  # fmt: skip
+"""Also to the receiver of webhooks, which is a process to the service."""
 TO_REDIS: Mapping[str, Fault] = {
     fault.__name__: fault
     for fault in (cut_clients, cut_subscribers, restart_redis, hang_redis, fill_memory, demote_redis)

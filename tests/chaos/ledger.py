@@ -28,7 +28,8 @@ class Account:
     """All that is known of one accepted request.
 
     `task_ids`: as each of its submissions was answered. `status`: as it is stored, None where nothing is;
-    `may_be`: the ends that it may have. `events`: its log. `num_results`: rows of RQ's results.
+    `may_be`: the ends that it may have. `events`: its log. `num_results`: rows of RQ's results. `webhooks`:
+    as what its receiver was told that it ended; None where nobody was to be told.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Account:
     num_results: int
     reading: Reading
     gave_up: bool = False
+    webhooks: tuple[str, ...] | None = None
 
 
 def audit(accounts: Iterable[Account]) -> list[Problem]:
@@ -79,9 +81,19 @@ def _end_faults(account: Account) -> Iterator[Fault]:
     expected = 0 if account.status == "cancelled" else 1
     if account.num_results != expected:
         yield fewer_or_more(account.num_results, expected), f"it has {account.num_results} results"
+    yield from _webhook_faults(account)
     for event in account.events:
         if isinstance(event, FinishedEvent) and event.done and _status(event) != account.status:
             yield "doubled", f"its log ends with {event.finish_reason}, and it is {account.status}"
+
+
+def _webhook_faults(account: Account) -> Iterator[Fault]:
+    """At least once, and each time the same."""
+    if account.webhooks == ():
+        yield "lost", "its webhook was never told"
+    for told in account.webhooks or ():
+        if told != account.status:
+            yield "doubled", f"its webhook was told {told}, and it is {account.status}"
 
 
 def _log_faults(events: Sequence[Event]) -> Iterator[Fault]:

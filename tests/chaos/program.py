@@ -95,6 +95,11 @@ class Program:
     def thaw(self) -> None:
         self._signal(signal.SIGCONT)
 
+    def excuse(self) -> None:
+        """An end of this one, until it is started again, is nothing to complain of."""
+        with self._lock:
+            self._is_condemned = True
+
     def terminate(self, seconds: float, *, times: int = 1) -> None:
         """SIGTERM so many times, and wait for the end; complains of another status than 0 and kills."""
         with self._lock:

@@ -1,11 +1,11 @@
-"""Three ways to read a task to its end: server-sent events, `TokenStream`, polls.
+"""Three ways to read a task to its end: server-sent events, `TokenStream`, polls; and one that goes away.
 
 Law: what was received is written down as it came, good or bad; nothing is put in order here. Each goes on
 from where it was when its connection breaks, as its users would.
 """
 
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,16 +95,43 @@ def poll(caller: Caller, url: str, task_id: str, reading: Reading, progress: Pro
     while not reading.ended:
         # Some look, some wait: both see the task as it is at one moment.
         waits = f"?wait={POLL_WAIT_SECONDS}" if len(reading.glimpses) % 3 == 2 else ""
-        task = caller.call("GET", path + waits).body
-        reading.glimpses.append(token_ids(task))
-        if task["status"] in TERMINAL:
-            reading.told.append(task["status"])
-            reading.ended = True
-            if task["status"] == "completed" and task["usage"] is None:
-                caller.complain(f"task {task_id} was shown as completed before its result")
-        else:
-            caller.pause()
+        _glimpse(caller, path + waits, task_id, reading)
         progress(reading.num_received)
+
+
+def _glimpse(caller: Caller, path: str, task_id: str, reading: Reading) -> None:
+    task = caller.call("GET", path).body
+    reading.glimpses.append(token_ids(task))
+    if task["status"] in TERMINAL:
+        reading.told.append(task["status"])
+        reading.ended = True
+        if task["status"] == "completed" and task["usage"] is None:
+            caller.complain(f"task {task_id} was shown as completed before its result")
+    else:
+        caller.pause()
+
+
+def leave(caller: Caller, task_id: str, reading: Reading, leave_at: int) -> None:
+    """Read some messages of a task that is to end with its readers, close the connection, and look from afar.
+
+    Raises `GaveUp`. What was read is not kept: the end alone is looked at. A connection that breaks before
+    is as good as closed.
+    """
+    with suppress(*AWAY):
+        _read_some(caller, f"/v1/tasks/{task_id}/events", leave_at)
+    while not reading.ended:
+        # Without `?wait`, which would be a reader.
+        _glimpse(caller, f"/v1/tasks/{task_id}", task_id, reading)
+
+
+def _read_some(caller: Caller, path: str, number: int) -> None:
+    connection, response = caller.open_stream(path, {})
+    with closing(connection), response:
+        if response.status not in (200, 204):
+            caller.refuse(response.status, response.headers, f"GET {path}")
+        for place, _ in enumerate(frames(response), 1):
+            if place > number or caller.is_over:
+                return
 
 
 def token_ids(task: Any) -> list[int]:
@@ -112,4 +139,4 @@ def token_ids(task: Any) -> list[int]:
 
 
 READ = {"sse": read_sse, "token_stream": read_token_stream, "poll": poll}
-"""By the names of `errands.READERS`."""
+"""By the names of `errands.STAYING`."""

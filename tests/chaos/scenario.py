@@ -15,6 +15,7 @@ from tests.chaos.client import Record
 from tests.chaos.cluster import LEASE_SECONDS, Cluster, until
 from tests.chaos.errands import Errand, errands
 from tests.chaos.faults import TO_PROCESSES, TO_REDIS, Fault
+from tests.chaos.hooks import hasten
 from tests.chaos.ledger import Account, Kind, Problem, audit
 from tests.chaos.readers import TERMINAL
 from tests.chaos.storm import Storm
@@ -99,6 +100,7 @@ class _Run:
             plan.num_clients,
             api_port=cluster.api.port,
             redis_url=cluster.redis_url,
+            webhook_url=cluster.receiver.url,
             on_accepted=self._takeovers.follow,
         )
         self._storms = (
@@ -156,16 +158,25 @@ class _Run:
         with self._cluster.admin() as client:
             # What nobody waits for, as its reply was lost, and leases of the last dead worker.
             until(lambda: leftovers.is_quiet(client, self._slug), self._plan.settle_seconds)
+            until(lambda: self._are_all_told(client), self._plan.settle_seconds, pause=0.5)
         self._takeovers.stop()
         self._say("all is quiet")
         refused = [record for record in self._traffic.records if not record.task_ids]
         problems = [Problem("stuck", f"{record.errand}: never accepted") for record in refused]
         return problems if is_well else [*problems, Problem("stuck", "the service has not recovered")]
 
+    def _are_all_told(self, client: Any) -> bool:
+        """Nobody waits a minute for the next try of a webhook, nor two for a deliverer that was killed."""
+        hasten(client)
+        told = self._cluster.receiver.told
+        records = self._traffic.records
+        return all(record.task_ids[0] in told for record in records if record.is_to_be_told)
+
     def _accounts(self, records: Sequence[Record]) -> list[Account]:
         with self._cluster.admin() as client:
             store = TaskStore(client)
-            return [_account(client, store, record) for record in records]
+            told = self._cluster.receiver.told
+            return [_account(client, store, record, told) for record in records]
 
     def _judge_texts(self, records: Sequence[Record], accounts: Sequence[Account]) -> list[Problem]:
         ended = [
@@ -209,17 +220,17 @@ class _Run:
             return answers_of(TaskStore(client).read_log(task_id))
 
 
-def _account(client: Any, store: TaskStore, record: Record) -> Account:
+def _account(client: Any, store: TaskStore, record: Record, told: Mapping[str, list[str]]) -> Account:
     task_id = record.task_ids[0]
     snapshot = store.inspect(task_id)
-    is_cancelled = record.errand.cancel_at is not None
     return Account(
         name=str(record.errand),
         task_ids=tuple(record.task_ids),
         status=snapshot.status if snapshot else None,
-        may_be=frozenset({"completed", "cancelled"} if is_cancelled else {"completed"}),
+        may_be=record.errand.may_end_as,
         events=tuple(store.read_log(task_id)),
         num_results=client.xlen(rq_keys.results(task_id)),
         reading=record.reading,
         gave_up=record.gave_up,
+        webhooks=tuple(told.get(task_id, ())) if record.is_to_be_told else None,
     )

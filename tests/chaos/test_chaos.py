@@ -8,7 +8,9 @@ from tests.chaos.scenario import Plan, run
 from tests.tiny_models import save_model
 
 SEED = 4
-TO_PROCESSES = (faults.freeze_worker, faults.kill_worker, faults.drain_worker, faults.kill_api)
+TO_PROCESSES = (
+    faults.freeze_worker, faults.kill_worker, faults.drain_worker, faults.kill_api, faults.fail_receiver,
+)  # fmt: skip
 
 
 def test_no_token_is_lost_or_doubled_in_a_storm(tmp_path: Path) -> None:
@@ -26,6 +28,9 @@ def test_no_token_is_lost_or_doubled_in_a_storm(tmp_path: Path) -> None:
     assert {errand.is_greedy for errand in errands} == {True, False}
     assert any(errand.cancel_at is not None for errand in errands)
     assert any(errand.resubmits for errand in errands)
+    assert any(record.is_to_be_told for record in verdict.records)
+    left = [record.reading.told for record in verdict.records if record.errand.leave_at is not None]
+    assert ["cancelled"] in left, "nobody's leaving ended a task"
     assert str(verdict) == (
         f"chaos: requests={verdict.num_requests} faults={verdict.num_faults}"
         f" resumed_tokens={verdict.num_resumed_tokens} lost=0 doubled=0 stuck=0 seed={SEED}"

@@ -58,7 +58,10 @@ SEVERAL = replace(
 )
 
 
-@pytest.mark.parametrize("account", [GOOD, CANCELLED, POLLED, SEVERAL])
+TOLD_TWICE = replace(GOOD, webhooks=("completed", "completed"))
+
+
+@pytest.mark.parametrize("account", [GOOD, CANCELLED, POLLED, SEVERAL, TOLD_TWICE])
 def test_what_is_right_is_no_problem(account: Account) -> None:
     assert audit([account]) == []
 
@@ -89,6 +92,8 @@ def polled(*glimpses: list[int]) -> Account:
         ("lost", "0 results", replace(GOOD, num_results=0)),
         ("doubled", "2 results", replace(GOOD, num_results=2)),
         ("doubled", "1 results", replace(CANCELLED, num_results=1)),
+        ("lost", "webhook was never told", replace(GOOD, webhooks=())),
+        ("doubled", "told cancelled", replace(GOOD, webhooks=("completed", "cancelled"))),
         # The log.
         ("lost", "0 terminal messages", logged(*EVENTS[:-1])),
         ("lost", "log lacks messages [2]", logged(*EVENTS[:2], *EVENTS[3:])),

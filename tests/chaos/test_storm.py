@@ -59,7 +59,10 @@ def test_what_breaks_a_storm_is_raised() -> None:
 
 
 def test_there_is_a_storm_over_each_part_of_the_service() -> None:
-    assert {"kill_worker", "freeze_worker", "drain_worker", "kill_api"} <= TO_PROCESSES.keys()
+    assert {
+        "kill_worker", "freeze_worker", "hang_worker", "drain_worker", "restart_workers", "kill_api",
+        "fail_receiver",
+    } <= TO_PROCESSES.keys()  # fmt: skip
     assert {
         "cut_clients",
         "cut_subscribers",
@@ -80,4 +83,9 @@ def test_a_seed_gives_the_errands_and_a_few_hold_every_kind() -> None:
     assert 2 <= sum(one.cancel_at is not None for one in few) <= 10
     assert len({one.key for one in few if one.key}) == sum(one.key is not None for one in few)
     assert any(one.resubmits for one in few)
+    assert any(one.has_webhook for one in few)
+    leavers = [one for one in few if one.reader == "leaver"]
+    assert leavers == [one for one in few if one.leave_at is not None]
+    assert {one.body.get("on_disconnect") for one in leavers} == {"cancel"}
+    assert {one.may_end_as for one in leavers} == {frozenset({"completed", "cancelled"})}
     assert not any(one.resubmits for one in few if one.key is None)

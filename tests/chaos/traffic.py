@@ -19,12 +19,14 @@ class Traffic:
         *,
         api_port: int,
         redis_url: str,
+        webhook_url: str,
         on_accepted: Callable[[str], None],
     ) -> None:
         self.records: list[Record] = []
         self._errands = errands
         self._api_port = api_port
         self._redis_url = redis_url
+        self._webhook_url = webhook_url
         self._on_accepted = on_accepted
         self._lock = threading.Lock()
         self._enough = threading.Event()
@@ -59,4 +61,4 @@ class Traffic:
                 record = Record(next(self._errands))
                 self.records.append(record)
             caller = Caller(self._api_port, self._over, record.complaints.append)
-            Client(record, caller, self._redis_url, self._on_accepted).run()
+            Client(record, caller, self._redis_url, self._webhook_url, self._on_accepted).run()

@@ -109,6 +109,24 @@ def test_every_setting_can_be_set_from_outside(name: str) -> None:
     assert set(OVERLAY.get(name, {}).get("environment", {})) <= read
 
 
+@pytest.mark.parametrize("name", [*OURS, "redis"])
+def test_what_ends_is_started_again(name: str) -> None:
+    """A worker that hangs ends itself; compose starts nothing again for being unhealthy alone."""
+    assert SERVICES[name]["restart"] == "unless-stopped"
+    assert "profiles" not in SERVICES[name]
+    assert "TOKENMILL_STALL_SECONDS" in SERVICES["worker"]["environment"]
+    # With a shell or a script between, the exit status would be that one's.
+    if name in OURS:
+        assert "command" not in SERVICES[name]
+        assert SERVICES[name]["init"] is True
+
+
+def test_a_worker_says_that_it_hangs_before_it_ends() -> None:
+    check = SERVICES["worker"]["healthcheck"]
+    assert "/readyz" in check["test"][-1]
+    assert seconds(check["timeout"]) < Timing().stall_seconds
+
+
 @pytest.mark.parametrize(
     ("name", "needed"),
     [("api", ApiSettings().http_grace_seconds), ("worker", Timing().grace_seconds + SHUTDOWN_SECONDS)],

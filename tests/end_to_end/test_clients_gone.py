@@ -4,19 +4,22 @@ import base64
 import json
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import redis
 
+from api.visits import READER_SECONDS, RENEW_SECONDS
 from tests.api.webhook_receiver import receiving
 from tests.live_service import LiveService, http, wait_for
 from tests.tiny_models import save_model
+from worker.protocol import keys
 
 LIMITS = {
     "TOKENMILL_DTYPE": "float32",
-    "TOKENMILL_MAX_NUM_BATCHED_TOKENS": "16",
+    "TOKENMILL_MAX_NUM_BATCHED_TOKENS": "4",
     "TOKENMILL_MAX_NUM_SEQS": "2",
     "TOKENMILL_PREFIX_CACHING": "false",
     # Nothing is written while nothing is generated: only a look at the connection shows that it is closed.
@@ -35,21 +38,36 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
         yield running
 
 
-def follow(service: LiveService, task_id: str) -> socket.socket:
-    """A connection that has got the head of a task's event stream."""
+Read = Callable[[str], socket.socket]
+NOTICED_SECONDS = READER_SECONDS - RENEW_SECONDS
+"""A reader that is not seen to go lapses, and its task ends all the same, but later than this."""
+
+
+@pytest.fixture(params=["/events", "?wait=60"], ids=["stream", "long-poll"])
+def read(request: pytest.FixtureRequest, service: LiveService) -> Iterator[Read]:
+    """Opens a connection that reads a task to its end; returns when the service knows of this reader."""
     address = urlsplit(service.api_url)
-    connection = socket.create_connection((address.hostname, address.port), timeout=60)
-    connection.sendall(f"GET /v1/tasks/{task_id}/events HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-    read_until(connection, b"retry:")
-    return connection
+    with redis.Redis.from_url(service.redis_url) as client:
+
+        def open_one(task_id: str) -> socket.socket:
+            connection = socket.create_connection((address.hostname, address.port), timeout=60)
+            line = f"GET /v1/tasks/{task_id}{request.param} HTTP/1.1"
+            connection.sendall(f"{line}\r\nHost: x\r\n\r\n".encode())
+            wait_for(lambda: client.zcard(keys.readers(task_id)), "the reader is noted")
+            return connection
+
+        yield open_one
 
 
-def read_until(connection: socket.socket, words: bytes) -> None:
-    received = b""
-    while words not in received:
-        chunk = connection.recv(4096)
-        assert chunk, received
-        received += chunk
+def wait_for_cancel(service: LiveService, task_id: str) -> Any:
+    """To be called when its reader has just gone. The task, which ended because that was seen."""
+    with redis.Redis.from_url(service.redis_url) as client:
+        gone_at = client.time()[0]
+        task = service.wait_task(task_id)
+        finished_at = float(client.hget(keys.run(task_id), "finished_at") or 0)
+    assert task["status"] == "cancelled"
+    assert finished_at < gone_at + NOTICED_SECONDS, "it lapsed"
+    return task
 
 
 def tokens_of(task: Any) -> int:
@@ -70,35 +88,34 @@ def wait_until_idle(service: LiveService) -> None:
         wait_for(lambda series=series: number(series) == 0, f"{series} is 0")
 
 
-def test_in_the_middle_of_its_text(service: LiveService) -> None:
-    """llama.cpp#24496: generation went on for a client that had gone."""
+def test_in_the_middle_of_its_text(service: LiveService, read: Read) -> None:
+    """llama.cpp#24496, ollama#11889: generation went on for a client that had gone."""
     task_id = service.submit(prompt="one two three", on_disconnect="cancel", **LONG)
-    with follow(service, task_id) as connection:
-        read_until(connection, b"id: 1\n")
-    task = service.wait_task(task_id)
-    assert task["status"] == "cancelled"
+    with read(task_id):
+        wait_for(lambda: tokens_of(service.task(task_id)) >= 2, "two tokens are told")
+    task = wait_for_cancel(service, task_id)
     assert 2 <= tokens_of(task) < 1900
     wait_until_idle(service)
 
 
-def test_in_a_prefill_of_many_steps(service: LiveService) -> None:
-    """No byte is written in that time, so no write can fail."""
+def test_in_a_prefill_of_many_steps(service: LiveService, read: Read) -> None:
+    """llama.cpp#13262, werkzeug#1649: no byte is written in that time, so no write can fail."""
     task_id = service.submit(prompt_token_ids=[7] * 1900, on_disconnect="cancel", ignore_eos=True)
-    with follow(service, task_id):
+    with read(task_id):
         wait_for(lambda: service.task(task_id)["status"] == "in_progress", "the prompt is being computed")
-    assert service.wait_task(task_id)["status"] == "cancelled"
+    # It takes seconds, and is seen in one; at the latest when there is something to write.
+    assert tokens_of(wait_for_cancel(service, task_id)) <= 1
     wait_until_idle(service)
 
 
-def test_behind_others(service: LiveService) -> None:
-    """Not a token is computed for it; the others, which are polled, are not touched."""
+def test_behind_others(service: LiveService, read: Read) -> None:
+    """mlx-openai-server#269: not a token is computed for it. Those that are only polled are not touched."""
     running = [service.submit(prompt="one two", **LONG) for _ in range(2)]
     for task_id in running:
         wait_for(lambda task_id=task_id: tokens_of(service.task(task_id)), "the seats are taken")
-    gone, polled = service.submit(prompt="three", on_disconnect="cancel", **LONG), service.submit(prompt="x")
-    follow(service, gone).close()
-    task = service.wait_task(gone)
-    assert (task["status"], tokens_of(task)) == ("cancelled", 0)
+    gone, polled = (service.submit(prompt="three", on_disconnect="cancel", **LONG) for _ in range(2))
+    read(gone).close()
+    assert tokens_of(wait_for_cancel(service, gone)) == 0
     assert service.task(polled)["status"] == "queued"
     assert {service.task(task_id)["status"] for task_id in running} == {"in_progress"}
     for task_id in (*running, polled):

@@ -99,7 +99,6 @@ class Hand:
             arm=lambda _: None,
         )
         self.worker = BatchWorker(self.engine, served_model(), given)
-        self.worker.register_birth()  # type: ignore[no-untyped-call] # RQ's
         self.crew = self.worker._crew
         self.crew._wake.wait = lambda timeout=None: True  # type: ignore[method-assign] # nothing waits here
         self.crew._leases_service._turn.__self__._wait = lambda _: None  # type: ignore[attr-defined] # as above

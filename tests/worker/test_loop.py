@@ -123,7 +123,7 @@ def test_the_watchdog_is_armed_once_a_second() -> None:
         bench.now = turn / 25
         bench.loop.turn()
 
-    assert bench.armed == [60.0] * 4
+    assert bench.armed == [61.0] * 4
 
 
 def test_no_tick_puts_the_end_of_the_process_off() -> None:
@@ -135,7 +135,7 @@ def test_no_tick_puts_the_end_of_the_process_off() -> None:
         bench.now = float(second)
         bench.loop.turn()
 
-    assert bench.armed == [60.0, 14.0]
+    assert bench.armed == [61.0, 14.0]
 
 
 def test_a_loop_without_turns_is_stalled() -> None:

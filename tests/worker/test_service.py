@@ -93,11 +93,11 @@ def test_ticks_count_for_nothing_while_another_thread_hangs() -> None:
     for second in range(1, 62):
         now[0] = float(second)
         pulse.tick()
-    assert armed == [60.0]
+    assert armed == [61.0]
     assert pulse.is_stalled
     hanging[0] = False
     pulse.tick()
-    assert armed == [60.0, 60.0]
+    assert armed == [61.0, 61.0]
     assert not pulse.is_stalled
 
 

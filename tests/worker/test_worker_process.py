@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,7 +26,9 @@ from tests.worker.workshop import (
     until,
     wait_for_length,
 )
+from tokenmill.reader import TokenStream
 from worker.protocol import keys
+from worker.protocol.messages import Event
 from worker.protocol.naming import DEFAULT_TENANT, queue_name
 from worker.protocol.store import TaskStore
 
@@ -85,6 +88,12 @@ def assert_all_undisturbed(client: "redis.Redis", tasks: list[str]) -> None:
     assert client.zcard(keys.LEASES) == 0
     assert client.zcard(f"rq:wip:{QUEUE}") == 0
     assert client.llen(f"rq:queue:{QUEUE}") == 0
+
+
+def assert_handed_back(client: "redis.Redis", tasks: list[str]) -> None:
+    """Nobody holds one of `tasks`; all wait, in the order in which they were accepted."""
+    assert client.zcard(keys.LEASES) == 0
+    assert [task.decode() for task in client.lrange(f"rq:queue:{QUEUE}", 0, -1)] == tasks
 
 
 def test_killed_in_mid_decode(redis_url: str, redis_client: "redis.Redis", start: Start) -> None:
@@ -154,9 +163,7 @@ def test_terminated_with_claimed_but_not_started(
     permit(redis_client, 1)
 
     assert worker.wait(WATCHDOG_SECONDS) == 0
-    assert redis_client.zcard(keys.LEASES) == 0
-    waiting = redis_client.lrange(f"rq:queue:{QUEUE}", 0, -1)
-    assert [task.decode() for task in waiting] == tasks, "back at the front, in their old order"
+    assert_handed_back(redis_client, tasks)
     with running(redis_url):
         assert_all_undisturbed(redis_client, tasks)
 
@@ -169,9 +176,12 @@ def test_terminated_in_mid_decode(redis_url: str, redis_client: "redis.Redis", s
     wait_for_length(redis_client, tasks[0], 5)
     worker.terminate()
     until(lambda: TaskStore(redis_client).workers()[0].state == "draining", "it heard")
+    behind = submit(redis_client)
     permit(redis_client, 1)
     assert worker.wait(WATCHDOG_SECONDS) == 0
+    assert_handed_back(redis_client, [*tasks, behind])
     assert log_length(redis_client, tasks[0]) >= 5
+    TaskStore(redis_client).cancel(behind)
 
     with running(redis_url):
         assert_all_undisturbed(redis_client, tasks)
@@ -204,7 +214,7 @@ def test_terminated_twice_ends_at_once(redis_url: str, redis_client: "redis.Redi
     worker.terminate()
 
     assert worker.wait(WATCHDOG_SECONDS) == 0
-    assert redis_client.zcard(keys.LEASES) == 0
+    assert_handed_back(redis_client, tasks)
     with running(redis_url):
         assert_all_undisturbed(redis_client, tasks)
 
@@ -252,6 +262,54 @@ def test_stopped_past_its_lease_and_continued_adds_nothing(
         assert zombie.wait(WATCHDOG_SECONDS) == 0
 
     assert {task: ended(redis_client, task) for task in tasks} == logs
+
+
+def test_a_lease_shorter_than_the_job_is_kept(redis_client: "redis.Redis", start: Start) -> None:
+    """celery#5935, celery#3270: a job that took longer than its lease was run by a second worker too.
+
+    The step under way takes three leases, then the others come.
+    """
+    tasks = submit_some(redis_client, 3)
+    workers = [start(GATED="1"), start(GATED="1")]
+    until(lambda: redis_client.zcard(keys.LEASES) == 3, "all are claimed")
+    until(lambda: len(TaskStore(redis_client).workers()) == 2, "both are at work")
+    began = redis_client.time()[0]
+    until(lambda: redis_client.time()[0] > began + 3, "three leases have passed")
+    permit(redis_client, 100)
+
+    assert_all_undisturbed(redis_client, tasks)
+    assert [redis_client.hget(keys.run(task), "attempt") for task in tasks] == [b"1"] * 3
+    for worker in workers:
+        worker.terminate()
+        assert worker.wait(WATCHDOG_SECONDS) == 0
+
+
+def test_subscribers_of_a_killed_worker_hear_the_rest_from_the_next(
+    redis_url: str, redis_client: "redis.Redis", start: Start
+) -> None:
+    """rq#1164: nobody was told that a worker had been killed; here nobody has to be."""
+    tasks = submit_some(redis_client, 3)
+    worker = start(GATED="1")
+    permit(redis_client, 5)
+    wait_for_length(redis_client, tasks[0], 4)
+    heard: dict[str, list[Event]] = {task: [] for task in tasks}
+    readers = [
+        threading.Thread(
+            target=lambda task=task: heard[task].extend(TokenStream(redis_url, task)), daemon=True
+        )
+        for task in tasks
+    ]
+    for reader in readers:
+        reader.start()
+    until(lambda: redis_client.pubsub_numpat() + len(redis_client.pubsub_channels("tokenmill:tok:*")) == 3)
+    worker.kill()
+    redis_client.delete(PERMITS)
+    with running(redis_url):
+        for reader in readers:
+            reader.join(WATCHDOG_SECONDS)
+
+    assert heard == {task: ended(redis_client, task) for task in tasks}
+    assert_all_undisturbed(redis_client, tasks)
 
 
 def test_a_hanging_step_ends_the_process(redis_url: str, redis_client: "redis.Redis", start: Start) -> None:

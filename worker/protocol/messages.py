@@ -220,5 +220,5 @@ def entry_seq(entry_id: bytes) -> int:
     return int(entry_id.split(b"-")[1]) - 1
 
 
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+"""Made once: `json.dumps` with options makes one at each call, and this is called for each token."""

@@ -1,0 +1,95 @@
+"""The receiver of webhooks: it fails and comes back, and writes down what it accepted.
+
+Law: it checks each signature by the words of Standard Webhooks alone, with nothing of the service; whether
+all was told, and told rightly, is for the ledger.
+"""
+
+import base64
+import hmac
+import json
+import threading
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from worker.protocol import keys
+
+KEY = b"chaos-chaos-chaos-chaos-chaos-32"
+"""What the service signs with."""
+SECRET = f"whsec_{base64.b64encode(KEY).decode()}"
+GROUP, CONSUMER = "deliverers", "api"
+"""As the scripts of the outbox call them."""
+LONG_SILENT_MS = 600_000
+
+
+class Receiver:
+    """Answers 204 unless it `is_failing`.
+
+    `told`: by task, as what it was told to have ended, each time. `complaints`: what should not have come.
+    """
+
+    def __init__(self) -> None:
+        self.is_failing = False
+        self.num_refused = 0
+        self.told: dict[str, list[str]] = {}
+        self.complaints: list[str] = []
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_port}/ended"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def take(self, headers: Mapping[str, str], body: bytes) -> int:
+        """The status of the answer."""
+        if self.is_failing:
+            self.num_refused += 1
+            return 503
+        if not is_signed(headers, body):
+            self.complaints.append(f"a webhook with a wrong signature: {dict(headers)}")
+            return 400
+        event = json.loads(body)
+        task_id, status = event["data"]["id"], event["data"]["status"]
+        if (event["type"], headers["webhook-id"]) != (f"task.{status}", f"msg_{task_id}"):
+            self.complaints.append(f"a webhook of {task_id}, {status}, came as {dict(headers)}")
+        self.told.setdefault(task_id, []).append(status)
+        return 204
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        receiver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                self.send_response(receiver.take(self.headers, body))  # type: ignore[arg-type]
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                """Quiet."""
+
+        return Handler
+
+
+def is_signed(headers: Mapping[str, str], body: bytes) -> bool:
+    text = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
+    expected = "v1," + base64.b64encode(hmac.digest(KEY, text, "sha256")).decode()
+    return expected in headers["webhook-signature"].split()
+
+
+def hasten(client: Any) -> None:
+    """Time passes for the webhooks that wait: all are due, and their deliverers have been silent for long."""
+    for task_id in client.zrange(keys.OUTBOX_DUE, 0, -1):
+        client.zadd(keys.OUTBOX_DUE, {task_id: 1}, xx=True)
+    if not client.exists(keys.OUTBOX):
+        return
+    for entry in client.xpending_range(keys.OUTBOX, GROUP, "-", "+", 1000):
+        client.xclaim(
+            keys.OUTBOX, GROUP, CONSUMER, 0, [entry["message_id"]], idle=LONG_SILENT_MS, justid=True
+        )

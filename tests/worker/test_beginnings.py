@@ -1,0 +1,67 @@
+"""A worker that begins while Redis is away waits for it: a model that took minutes is not loaded again."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from tests.conftest import free_port, start_redis
+from tests.worker.running import running
+from tests.worker.workshop import SLUG, ended, submit, tokens_of, undisturbed, until
+from worker import __main__ as process
+from worker.connections import connect
+from worker.protocol.store import TaskStore
+
+
+def rq_workers(url: str) -> str:
+    rq = Path(sys.executable).parent / "rq"
+    return subprocess.run(
+        [rq, "info", "--only-workers", "--raw", "--url", url], capture_output=True, text=True, check=True
+    ).stdout
+
+
+def test_redis_comes_after_the_worker(tmp_path: Path) -> None:
+    port = free_port()
+    url = f"redis://127.0.0.1:{port}/0"
+    with running(url) as run:
+        until(lambda: run.worker._crew._leases_service._pause > 0.1, "it has tried")
+        server = start_redis(tmp_path, port)
+        try:
+            with redis.Redis.from_url(url) as client:
+                assert tokens_of(ended(client, submit(client))) == undisturbed([1, 2, 3], 5)
+                records = until(lambda: TaskStore(client).workers(), "it is shown to the API")
+                assert [(record.slug, record.state) for record in records] == [(SLUG, "ready")]
+            assert run.worker.name in rq_workers(url), "and to RQ's tools"
+            assert run.status is None
+            run.worker.stop("the test's end")
+            assert run.wait() == 0
+        finally:
+            server.process.kill()
+            server.process.wait()
+
+
+class Refusing:
+    """A call that Redis refuses so many times."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def __call__(self) -> None:
+        self.times -= 1
+        if self.times >= 0:
+            raise redis.ReadOnlyError("a replica now")
+
+
+@pytest.mark.parametrize(("times", "seconds", "works"), [(0, 60, True), (3, 60, True), (10**9, 0.05, False)])
+def test_what_a_beginning_needs_of_redis_is_tried_again(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, times: int, seconds: float, works: bool
+) -> None:
+    monkeypatch.setattr(process, "REDIS_RETRY_SECONDS", 0.01)
+    client: Any = connect(redis_url, "loading")
+    before = client.client_id()
+    call = Refusing(times)
+    assert process._try_until(call, client, seconds) is works
+    assert (client.client_id() == before) == (times == 0), "over a new connection"
