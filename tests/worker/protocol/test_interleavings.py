@@ -283,7 +283,7 @@ class Service(RuleBasedStateMachine):
     def claim_and_die(self, times: int, first: Standing, others: Standing, speaks: bool) -> None:
         """At once, as the deaths of several owners of one task would seldom come by chance."""
         while len(self.waiting()) < 2:
-            self.submit(priority=1, tenant="a", cost=1)
+            self.submit(priority=1, tenant="a", cost=1, limits=(None, None), key=None, digest="1")
         for _ in range(times):
             held = self.claim(2, lapsed=True)
             self.renew(held[:1], lapsed=True, standing=first)
