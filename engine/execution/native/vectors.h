@@ -37,7 +37,8 @@ struct BFloat16 {
     uint16_t bits;
 };
 
-inline Floats splat(float value) { return Floats{} + value; }
+// Not a sum: adding 0 is not nothing to the compiler, as it would turn -0 into 0.
+inline Floats splat(float value) { return value - Floats{}; }
 
 inline Floats load(const float* from) {
     Floats value;
