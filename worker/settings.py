@@ -65,9 +65,9 @@ class WorkerSettings:
     """All settings of one worker process.
 
     `model`: a directory, a hub id, or the default model's name, which lies converted under `cache_dir`.
-    `served_model_name`: its public name. `attention`: who computes it, see the README. `deterministic`: a request's tokens do not depend on what runs
-    beside it, to the last bit. `load_seconds`: deadline of loading the model. `metrics_port`: 0
-    takes any free port and logs it.
+    `served_model_name`: its public name. `attention`: one of `ATTENTION`, as the engine has it.
+    `deterministic`: a request's tokens do not depend on what runs beside it, to the last bit.
+    `load_seconds`: deadline of loading the model. `metrics_port`: 0 takes any free port and logs it.
     """
 
     model: str = naming.DEFAULT_MODEL

@@ -72,7 +72,7 @@ def _batch(table: torch.Tensor, start: int, end: int) -> AttentionBatch:
     is_single = end - start == 1
     return AttentionBatch(
         slots=table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
-        blocks_begun=table[-1:],
+        blocks_begun=table[-(-start // BLOCK_SIZE) :][-1:],
         single_rows=torch.zeros(int(is_single), dtype=torch.int64),
         single_lengths=torch.full((int(is_single),), end),
         single_tables=table.expand(int(is_single), -1),

@@ -61,7 +61,7 @@ BackendFactory = Callable[[tuple[LayerSpec, ...], int, int, torch.dtype, torch.d
 
 
 class Backend(NamedTuple):
-    """A way to attend. `bytes_per_block`: for layers, block size and dtype, what a block takes in them all."""
+    """A way to attend. `bytes_per_block`: for layers, block size and dtype, what one takes in all layers."""
 
     name: str
     make: BackendFactory
