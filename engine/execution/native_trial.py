@@ -52,7 +52,7 @@ def _differences(library: NativeLibrary, dtype: torch.dtype) -> Iterator[float]:
     )
     table = torch.arange(num_blocks - 1, 0, -1)
     for start, end in STEPS:
-        batch = _batch(table, start, end)
+        steps = [backend.begin(_batch(table, start, end)) for backend in backends]
         for layer, spec in enumerate(SPECS):
             sinks = noise(spec.num_heads) if spec.sinks else None
             call = LayerCall(layer, spec.scaling, spec.sliding_window, spec.softcap, sinks)
@@ -61,7 +61,7 @@ def _differences(library: NativeLibrary, dtype: torch.dtype) -> Iterator[float]:
                 noise(end - start, spec.num_kv_heads, spec.head_dim),
                 noise(end - start, spec.num_kv_heads, spec.value_dim),
             )
-            ours, theirs = (backend.begin(batch).attend(call, *rows) for backend in backends)
+            ours, theirs = (step.attend(call, *rows) for step in steps)
             yield float((ours - theirs).abs().max())
 
 
