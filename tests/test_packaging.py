@@ -50,6 +50,15 @@ def test_the_scripts_of_the_protocol_are_included() -> None:
     assert included
 
 
+def test_the_sources_of_the_native_operators_are_included() -> None:
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]["engine.execution"]
+    folder = ROOT / "engine" / "execution"
+    included = {path for pattern in patterns for path in folder.glob(pattern)}
+
+    assert included == {path for path in (folder / "native").iterdir() if path.is_file()}
+    assert included
+
+
 def test_tests_are_no_package() -> None:
     """With an __init__.py, tests/engine would be found as `engine`."""
     assert list((ROOT / "tests").rglob("__init__.py")) == []

@@ -133,6 +133,7 @@ SETTINGS = (
     Setting("max_preemptions", int, "3", "a sequence that lost its blocks so often keeps them", _WORKER),
     Setting("prefill_reserve", float, "0.0", "share of a step that decodes leave to prompts", _WORKER),
     Setting("max_chunk_tokens", int, "half a step", "the most that one prompt takes of a step", _WORKER),
+    Setting("attention", str, "auto", "auto, or torch, or native: a CPU's own operator", _WORKER),
     Setting("deterministic", bool, "false", "the same bits whatever else runs; slower", _WORKER),
     Setting("block_size", int, "16", "tokens in one KV block", _WORKER),
     Setting("num_kv_blocks", int, "from free memory", "KV blocks in the pool", _WORKER),
@@ -154,7 +155,7 @@ SETTINGS = (
     Setting("http_grace_seconds", float, "10", "a stopping API lets open calls end for so long", _API),
     Setting("webhook_secret", str, "none: no webhooks", "`whsec_...`; signs webhooks", _API),
     Setting("webhook_allow_private", bool, "false", "webhooks may go to private addresses", _API),
-    Setting("cache_dir", str, ".tokenmill", "where the converted default model lies", _WORKER),
+    Setting("cache_dir", str, ".tokenmill", "where the default model and the native attention lie", _WORKER),
     Setting("state_dir", str, ".tokenmill", "where `serve` keeps its data", _SERVE),
     Setting("url", str, "the running service's", "the API that submit, status and cancel talk to", _CLIENT),
 )

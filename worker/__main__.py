@@ -148,6 +148,7 @@ def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
         cache_dir=settings.cache_dir,
         dtype=settings.dtype,
         device=settings.device,
+        attention=settings.attention,
         deterministic=settings.deterministic,
         progress=loading.progress,
         **{name: value for name, value in asdict(settings.engine).items() if value is not None},

@@ -17,6 +17,7 @@ LONGEST_SECONDS = 1e9
 LONGEST_PATIENCE_SECONDS = 366 * 86400.0
 MAX_PREFILL_RESERVE = 0.9
 POLICIES = ("fifo", "skip_ahead")
+ATTENTION = ("auto", "torch", "native")
 _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"0", "false", "no", "off"})
 
@@ -64,15 +65,16 @@ class WorkerSettings:
     """All settings of one worker process.
 
     `model`: a directory, a hub id, or the default model's name, which lies converted under `cache_dir`.
-    `served_model_name`: its public name. `deterministic`: a request's tokens do not depend on what runs
-    beside it, to the last bit. `load_seconds`: deadline of loading the model. `metrics_port`: 0
-    takes any free port and logs it.
+    `served_model_name`: its public name. `attention`: one of `ATTENTION`, as the engine has it.
+    `deterministic`: a request's tokens do not depend on what runs beside it, to the last bit.
+    `load_seconds`: deadline of loading the model. `metrics_port`: 0 takes any free port and logs it.
     """
 
     model: str = naming.DEFAULT_MODEL
     served_model_name: str = naming.DEFAULT_MODEL
     dtype: str = "auto"
     device: str = "auto"
+    attention: str = "auto"
     deterministic: bool = False
     redis_url: str = "redis://127.0.0.1:6379/0"
     metrics_host: str = "127.0.0.1"
@@ -92,6 +94,7 @@ class WorkerSettings:
             served_model_name=naming.served_model_name(model, read.text("TOKENMILL_SERVED_MODEL_NAME", "")),
             dtype=read.text("TOKENMILL_DTYPE", "auto"),
             device=read.text("TOKENMILL_DEVICE", "auto"),
+            attention=read.word("TOKENMILL_ATTENTION", ATTENTION) or "auto",
             deterministic=bool(read.switch("TOKENMILL_DETERMINISTIC")),
             redis_url=read.redis_url("REDIS_URL", "redis://127.0.0.1:6379/0"),
             metrics_host=read.text("TOKENMILL_METRICS_HOST", "127.0.0.1"),

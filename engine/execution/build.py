@@ -12,12 +12,12 @@ from typing import Any, get_args
 
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter
+from engine.execution.attention_choice import choose_backends
 from engine.execution.default_model import DEFAULT_MODEL, default_model
 from engine.execution.grammars import LlguidanceBackend
 from engine.execution.kv_cache import CPU_SHARE, CUDA_SHARE, choose_num_kv_blocks, free_bytes
-from engine.execution.kv_pool import KVPool
-from engine.execution.loader import LoadedModel, load_model
-from engine.execution.numerics import DETERMINISTIC, PLAIN
+from engine.execution.loader import LoadedModel, find_device, load_model
+from engine.execution.numerics import DETERMINISTIC, plain
 from engine.execution.sampler import Sampler
 from engine.execution.tokenizer import Tokenizer
 from engine.grammars import GrammarCompiler
@@ -29,7 +29,8 @@ from engine.validation import boolean
 class Execution:
     """What `Engine` takes, and what a model card tells.
 
-    `eos_token_ids`: all that end a text. `fingerprint`: the same files give the same string.
+    `eos_token_ids`: all that end a text. `fingerprint`: the same files give the same string. `attention`: the
+    name of the backend in use.
     """
 
     runner: Runner
@@ -42,6 +43,7 @@ class Execution:
     fingerprint: str
     dtype: str
     device: str
+    attention: str
 
 
 def build_execution(
@@ -51,6 +53,7 @@ def build_execution(
     dtype: str = "auto",
     device: str = "auto",
     deterministic: bool = False,
+    attention: str = "auto",
     kv_memory_share: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
     **limits: Any,
@@ -60,7 +63,8 @@ def build_execution(
     `model`: a directory, a hub id, or `DEFAULT_MODEL`, which is converted once into `cache_dir`. `dtype`,
     `device`, `progress`: see `load_model`. `deterministic`: a sequence's logits are the same to the bit
     whatever else is computed, in whatever chunks, found in the cache or computed again; this is slower, and
-    models for which it does not hold are refused.
+    models for which it does not hold are refused. `attention`: "native", a CPU's operator that is compiled
+    once into `cache_dir`; "torch"; or "auto", the native one where it can be had.
 
     `limits`: fields of `EngineConfig`; None leaves one to its default, but for fields that take None.
     `max_model_len`: at most the model's own, which is the default. `num_kv_blocks`: by default enough for
@@ -73,10 +77,17 @@ def build_execution(
     boolean("deterministic", deterministic)
     # Checked before minutes are spent on loading; what is left open gets a value that passes.
     EngineConfig(**{"max_model_len": 2, "num_kv_blocks": 1, **given})
-    numerics = DETERMINISTIC if deterministic else PLAIN
+    backends = choose_backends(
+        attention,
+        deterministic=deterministic,
+        device=find_device(device),
+        cache_directory=None if cache_dir is None else Path(cache_dir),
+        progress=progress,
+    )
+    numerics = DETERMINISTIC if deterministic else plain(backends)
     loaded = load_model(
         _source(model, cache_dir, progress),
-        make_backend=numerics.make_backend,
+        backends=numerics.backends,
         prepare=numerics.prepare,
         dtype=dtype,
         device=device,
@@ -86,6 +97,7 @@ def build_execution(
     tokenizer = Tokenizer.load(loaded.directory)
     runner = numerics.make_runner(loaded, config, progress)
     runner.check()
+    progress(f"attention: {loaded.backend.name}")
     progress(f"ready: {config.num_kv_blocks} KV blocks, {config.max_model_len} tokens a sequence")
     return _execution(loaded, config, tokenizer, runner)
 
@@ -122,6 +134,7 @@ def _execution(loaded: LoadedModel, config: EngineConfig, tokenizer: Tokenizer, 
         fingerprint=loaded.fingerprint,
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
+        attention=loaded.backend.name,
     )
 
 
@@ -142,7 +155,7 @@ def _engine_config(loaded: LoadedModel, share: float | None, given: dict[str, An
     chosen = choose_num_kv_blocks(
         max_tokens=config.max_num_seqs * length,
         block_size=config.block_size,
-        bytes_per_block=KVPool.bytes_per_block(loaded.layers, config.block_size, loaded.dtype),
+        bytes_per_block=loaded.backend.bytes_per_block(loaded.layers, config.block_size, loaded.dtype),
         free_bytes=free_bytes(loaded.device),
         share=share if share is not None else CUDA_SHARE if loaded.device.type == "cuda" else CPU_SHARE,
     )

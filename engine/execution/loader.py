@@ -4,6 +4,7 @@ Law: a model that is returned has been tried: every layer calls our attention on
 kind agrees with transformers' own attention. This file does not know budgets, blocks or tokenizers.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,14 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from engine.errors import InvalidParameter
+from engine.errors import InvalidParameter, UnsupportedModel
 from engine.execution.attention import ATTENTION_NAME, LayerSpec, install
 from engine.execution.model_files import find_model, fingerprint
 from engine.execution.probe import record_layers, refuse_by_config
 from engine.execution.quiet import quiet_transformers
-from engine.execution.trial import BackendFactory, Preparation, check_agreement
+from engine.execution.trial import Backend, Preparation, check_agreement
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -27,12 +30,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class LoadedModel:
     """A model ready to run, and what its files say.
 
+    `backend`: the one that agreed with the model's own attention.
     `max_model_len`: tokens that its positions allow; None: no limit stated. `eos_token_ids`: all that end a
     text, as its generation config has them; may be empty. `fingerprint`: see `model_files.fingerprint`.
     """
 
     model: PreTrainedModel
     layers: tuple[LayerSpec, ...]
+    backend: Backend
     directory: Path
     device: torch.device
     dtype: torch.dtype
@@ -45,7 +50,7 @@ class LoadedModel:
 def load_model(
     source: str,
     *,
-    make_backend: BackendFactory,
+    backends: tuple[Backend, ...],
     prepare: Preparation = lambda _: None,
     dtype: str = "auto",
     device: str = "auto",
@@ -53,6 +58,7 @@ def load_model(
 ) -> LoadedModel:
     """Load the model in a directory or under a hub id.
 
+    `backends`: those that may compute its attention; the first that agrees with the model's own is taken.
     `dtype`: "float32", "bfloat16", or "auto": the checkpoint's on CUDA, float32 on a CPU. `device`: "cpu",
     "cuda", or "auto". `prepare` is done to the model and, before, to the small one that is tried. `progress`
     is told in words what happens. Raises `InvalidParameter`, or
@@ -65,7 +71,7 @@ def load_model(
         refuse_by_config(config)
         install()
         progress(f"trying paged attention on a small {config.model_type} model")
-        check_agreement(config, make_backend, target, prepare)
+        backend = _agreeing_backend(config, backends, target, prepare)
         progress(f"loading {directory} on {target}")
         model = _load_weights(directory, find_dtype(dtype, target), target)
         prepare(model)
@@ -73,6 +79,7 @@ def load_model(
     return LoadedModel(
         model=model,
         layers=layers,
+        backend=backend,
         directory=directory,
         device=target,
         dtype=model.dtype,
@@ -81,6 +88,22 @@ def load_model(
         vocab_size=config.get_text_config().vocab_size,
         fingerprint=fingerprint(directory),
     )
+
+
+def _agreeing_backend(
+    config: PretrainedConfig, backends: tuple[Backend, ...], device: torch.device, prepare: Preparation
+) -> Backend:
+    """The first that agrees. Raises `UnsupportedModel` as the last of them does."""
+    *first, last = backends
+    for backend in first:
+        try:
+            check_agreement(config, backend.make, device, prepare)
+        except UnsupportedModel as error:
+            log.warning("%s attention is not used for this model: %s", backend.name, error)
+        else:
+            return backend
+    check_agreement(config, last.make, device, prepare)
+    return last
 
 
 def find_device(device: str) -> torch.device:

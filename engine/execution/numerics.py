@@ -16,11 +16,11 @@ from engine.execution.deterministic_trial import agreeing_row_counts
 from engine.execution.fused_linears import fuse_linears
 from engine.execution.inputs import InputBuilder
 from engine.execution.kv_cache import free_bytes
+from engine.execution.kv_pool import KVPool
 from engine.execution.loader import LoadedModel
 from engine.execution.model_runner import ModelRunner
 from engine.execution.packed_linears import pack_linears
-from engine.execution.torch_attention import TorchAttention
-from engine.execution.trial import BackendFactory, Preparation
+from engine.execution.trial import Backend, Preparation
 from engine.step_execution import Runner
 
 PACKED_MEMORY_SHARE = 0.25
@@ -28,9 +28,12 @@ PACKED_MEMORY_SHARE = 0.25
 
 
 class Numerics(NamedTuple):
-    """The parts that belong together. `make_runner` is told how to say in words what takes long."""
+    """The parts that belong together. `make_runner` is told how to say in words what takes long.
 
-    make_backend: BackendFactory
+    `backends`: the first of these that agrees with a model's own attention serves it.
+    """
+
+    backends: tuple[Backend, ...]
     prepare: Preparation
     make_runner: Callable[[LoadedModel, EngineConfig, Callable[[str], None]], Runner]
 
@@ -42,7 +45,7 @@ def _speed_up(model: PreTrainedModel) -> None:
 
 
 def _plain_runner(loaded: LoadedModel, config: EngineConfig, _: Callable[[str], None]) -> Runner:
-    backend = TorchAttention(
+    backend = loaded.backend.make(
         loaded.layers, config.num_kv_blocks + 1, config.block_size, loaded.dtype, loaded.device
     )
     return ModelRunner(loaded.model, backend, _input_builder(config))
@@ -70,5 +73,12 @@ def _input_builder(config: EngineConfig) -> InputBuilder:
     return InputBuilder(config.max_num_seqs, config.max_model_len, config.block_size)
 
 
-PLAIN = Numerics(TorchAttention, _speed_up, _plain_runner)
-DETERMINISTIC = Numerics(DeterministicAttention, use_whole_rows, _deterministic_runner)
+def plain(backends: tuple[Backend, ...]) -> Numerics:
+    return Numerics(backends, _speed_up, _plain_runner)
+
+
+DETERMINISTIC = Numerics(
+    (Backend("deterministic", DeterministicAttention, KVPool.bytes_per_block),),
+    use_whole_rows,
+    _deterministic_runner,
+)

@@ -7,7 +7,7 @@ the experts, the window and the soft cap small, so that leaving one of them out 
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -58,6 +58,14 @@ MOST: dict[str, float] = {
 
 BackendFactory = Callable[[tuple[LayerSpec, ...], int, int, torch.dtype, torch.device], AttentionBackend]
 """Layers, blocks (the null block included), block size, dtype, device."""
+
+
+class Backend(NamedTuple):
+    """A way to attend. `bytes_per_block`: for layers, block size and dtype, what one takes in all layers."""
+
+    name: str
+    make: BackendFactory
+    bytes_per_block: Callable[[tuple[LayerSpec, ...], int, torch.dtype], int]
 
 
 Preparation = Callable[[PreTrainedModel], None]

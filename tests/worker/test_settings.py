@@ -7,9 +7,11 @@ import pytest
 
 from engine.config import POLICIES as ENGINES_POLICIES
 from engine.config import EngineConfig
+from engine.execution.attention_choice import ATTENTION as ENGINES_ATTENTION
 from worker.errors import SettingsError
 from worker.protocol import naming
 from worker.settings import (
+    ATTENTION,
     LONGEST_PATIENCE_SECONDS,
     MAX_PREFILL_RESERVE,
     POLICIES,
@@ -57,6 +59,7 @@ def test_every_setting_is_read() -> None:
             "TOKENMILL_MAX_PREEMPTIONS": "0",
             "TOKENMILL_PREFILL_RESERVE": "0.25",
             "TOKENMILL_MAX_CHUNK_TOKENS": "106",
+            "TOKENMILL_ATTENTION": "torch",
             "TOKENMILL_DETERMINISTIC": "true",
             "TOKENMILL_LEASE_SECONDS": "1.5",
             "TOKENMILL_GRACE_SECONDS": "0",
@@ -71,6 +74,7 @@ def test_every_setting_is_read() -> None:
         served_model_name="mine",
         dtype="bfloat16",
         device="cpu",
+        attention="torch",
         deterministic=True,
         redis_url="redis://redis:6379/3",
         metrics_port=0,
@@ -136,6 +140,7 @@ def test_an_empty_variable_counts_as_unset() -> None:
         ("TOKENMILL_LOAD_SECONDS", "1e10", "at most 1e9"),
         ("TOKENMILL_CHUNKED_PREFILL", "maybe", "true or false"),
         ("TOKENMILL_POLICY", "lifo", "fifo or skip_ahead"),
+        ("TOKENMILL_ATTENTION", "fast", "auto or torch or native"),
         ("TOKENMILL_PREFILL_RESERVE", "0.95", "from 0 to 0.9"),
         ("TOKENMILL_PREFILL_RESERVE", "nan", "from 0 to 0.9"),
         ("TOKENMILL_MAX_PREEMPTIONS", "-1", "from 0 to"),
@@ -158,4 +163,5 @@ def test_the_engine_has_a_setting_for_each_of_its_fields_and_takes_their_bounds(
         max_waiting_seconds=LONGEST_PATIENCE_SECONDS, prefill_reserve=MAX_PREFILL_RESERVE,
     )  # fmt: skip
     assert POLICIES == ENGINES_POLICIES
+    assert ATTENTION == ENGINES_ATTENTION
     EngineConfig(**{name: value for name, value in asdict(most).items() if value is not None})

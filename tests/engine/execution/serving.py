@@ -13,10 +13,10 @@ from engine.execution.inputs import InputBuilder
 from engine.execution.model_runner import ModelRunner
 from engine.execution.probe import record_layers
 from engine.execution.sampler import Sampler
-from engine.execution.torch_attention import TorchAttention
 from engine.outputs import ScheduledSequence
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
+from tests.engine.execution.pools import poisoned
 from tests.tiny_models import VOCAB_SIZE
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
@@ -42,16 +42,20 @@ class NumberText:
 def make_runner(
     model: PreTrainedModel,
     config: EngineConfig,
-    wrap: Callable[[TorchAttention], AttentionBackend] = lambda backend: backend,
+    wrap: Callable[[AttentionBackend], AttentionBackend] = lambda backend: backend,
+    attention: str = "native",
 ) -> ModelRunner:
     """A runner over `model`, which from then on attends through it. The pool starts full of NaN."""
     install()
     model.set_attn_implementation(ATTENTION_NAME)
-    backend = TorchAttention(
-        record_layers(model), config.num_kv_blocks + 1, config.block_size, model.dtype, model.device
+    backend = poisoned(
+        attention,
+        record_layers(model),
+        config.num_kv_blocks + 1,
+        config.block_size,
+        model.dtype,
+        model.device,
     )
-    for pool in (*backend.pool.keys, *backend.pool.values):
-        pool[1:] = torch.nan
     inputs = InputBuilder(config.max_num_seqs, config.max_model_len, config.block_size)
     return ModelRunner(model, wrap(backend), inputs)
 

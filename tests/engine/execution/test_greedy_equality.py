@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.execution.attention import AttentionBatch, AttentionStep, LayerCall
-from engine.execution.torch_attention import TorchAttention
+from engine.execution.attention import AttentionBackend, AttentionBatch, AttentionStep, LayerCall
 from engine.sampling_params import SamplingParams
 from tests.comparer import Reference, assert_equal_tokens, compare, reference
 from tests.engine.execution.serving import GREEDY, make_prompts, make_runner, serve
@@ -35,15 +34,17 @@ def test_the_reference_can_fail(arch: str) -> None:
         assert len(set(right.token_ids)) >= 8
 
 
+@pytest.mark.parametrize("attention", ["native", "torch"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_equals_generate_alone(arch: str) -> None:
-    served = serve(make_runner(make_model(arch), ALONE), ALONE, REQUESTS)
+def test_equals_generate_alone(arch: str, attention: str) -> None:
+    served = serve(make_runner(make_model(arch), ALONE, attention=attention), ALONE, REQUESTS)
     assert_equal_tokens(served.token_ids, expected(arch))
 
 
+@pytest.mark.parametrize("attention", ["native", "torch"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_equals_generate_in_chunks_and_out_of_blocks(arch: str) -> None:
-    served = serve(make_runner(make_model(arch), CROWDED), CROWDED, REQUESTS)
+def test_equals_generate_in_chunks_and_out_of_blocks(arch: str, attention: str) -> None:
+    served = serve(make_runner(make_model(arch), CROWDED, attention=attention), CROWDED, REQUESTS)
     assert served.num_preempted > 0
     assert_equal_tokens(served.token_ids, expected(arch))
 
@@ -88,7 +89,7 @@ def test_random_tokens_do_not_depend_on_the_batch() -> None:
 class Forgetful:
     """A backend that leaves one feature out."""
 
-    backend: TorchAttention
+    backend: AttentionBackend
     forgotten: dict[str, None]
 
     def begin(self, batch: AttentionBatch) -> AttentionStep:

@@ -8,16 +8,14 @@ import pytest
 import torch
 
 from engine.errors import InvalidParameter, UnsupportedModel
+from engine.execution.attention_choice import TORCH
 from engine.execution.loader import LoadedModel, find_device, find_dtype, load_model, position_limit
-from engine.execution.torch_attention import TorchAttention
 from tests.tiny_models import EOS, IM_END, VOCAB_SIZE, make_config, save_model
 
 
 def load(source: Path, **options: Any) -> LoadedModel:
     told: list[str] = []
-    loaded = load_model(
-        str(source), make_backend=TorchAttention, device="cpu", progress=told.append, **options
-    )
+    loaded = load_model(str(source), backends=(TORCH,), device="cpu", progress=told.append, **options)
     assert told
     return loaded
 

@@ -96,14 +96,14 @@ def test_a_request_with_values_that_are_not_finite_fails_alone() -> None:
 
 
 def test_check_leaves_the_null_block_empty() -> None:
-    runner = make_runner(make_model("llama"), CONFIG)
+    runner = make_runner(make_model("llama"), CONFIG, attention="torch")
     runner.check()
     backend = runner._backend
     assert all(not pool[0].any() for pool in (*backend.pool.keys, *backend.pool.values))
 
 
 def test_blocks_to_zero_are_zeroed() -> None:
-    runner = make_runner(make_model("llama"), CONFIG)
+    runner = make_runner(make_model("llama"), CONFIG, attention="torch")
     sequence = seated(0, PROMPT, [1, 2, 3, 4, 5])
     runner.execute(SchedulerOutputs(prefill=(part(sequence, 0, 4),), blocks_to_zero=(9, 10)))
     backend = runner._backend

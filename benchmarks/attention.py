@@ -1,0 +1,172 @@
+"""The native attention against torch's backend, which gathers and calls SDPA: single rows and chunks.
+
+    python benchmarks/attention.py [--threads 1 2] [--shapes S M L] [--repeats 9] [--steps] [--out FILE.json]
+
+Both take turns in every repeat, so that a busy machine slows them alike; medians and quartiles of the
+microseconds of a layer. With `--steps` also the whole forward of a random model of SmolLM2-135M's shape that
+decodes 64 sequences. The caches are cold, as in a model: every layer has a pool of its own.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from engine.execution.attention import (
+    ATTENTION_NAME,
+    AttentionBackend,
+    AttentionBatch,
+    LayerCall,
+    LayerSpec,
+    install,
+)
+from engine.execution.attention_choice import TORCH, native_backend
+from engine.execution.inputs import InputBuilder, StepInputs
+from engine.execution.model_runner import ModelRunner
+from engine.execution.probe import record_layers
+from engine.execution.trial import Backend
+from engine.outputs import ScheduledSequence, SchedulerOutputs
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+
+SHAPES = {"S": (6, 6, 48), "M": (9, 3, 64), "L": (14, 2, 64)}
+"""Heads, KV heads and head size of a 7M model, of SmolLM2-135M and of Qwen2.5-0.5B."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LAYERS = 8
+BLOCK_SIZE = 16
+CPU = torch.device("cpu")
+
+
+def lengths(num: int, least: int, most: int) -> list[tuple[int, int]]:
+    drawn = torch.randint(least, most, (num,), generator=torch.Generator().manual_seed(0)).tolist()
+    return [(length - 1, length) for length in drawn]
+
+
+CASES = {
+    "64 singles of 32-384": lengths(64, 32, 384),
+    "8 singles of 32-384": lengths(8, 32, 384),
+    "1 single of 2048": [(2047, 2048)],
+    "a chunk of 512": [(0, 512)],
+    "a chunk of 512 after 1024": [(1024, 1536)],
+    "a chunk of 64 after 512": [(512, 576)],
+}
+"""From which token to which, for each sequence of a step."""
+
+
+def step_inputs(parts: list[tuple[int, int]]) -> tuple[StepInputs, int]:
+    """A step's inputs and the number of blocks that its sequences have, which lie scattered."""
+    counts = [-(-end // BLOCK_SIZE) for _, end in parts]
+    blocks = (1 + torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1))).tolist()
+    items = []
+    for seat, (start, end) in enumerate(parts):
+        sequence = Sequence(f"{seat}", [1] * end, SamplingParams(), arrival=0.0)
+        sequence.admit(seat)
+        sequence.block_table = [blocks.pop() for _ in range(counts[seat])]
+        items.append(ScheduledSequence(sequence, start, end - start, end - start - 1, True))
+    builder = InputBuilder(len(parts), max(end for _, end in parts), BLOCK_SIZE)
+    return builder.build(SchedulerOutputs(prefill=tuple(items))), sum(counts)
+
+
+def layer_times(
+    spec: LayerSpec, dtype: torch.dtype, parts: list[tuple[int, int]], backends: list[Backend], repeats: int
+) -> dict[str, list[float]]:
+    inputs, num_blocks = step_inputs(parts)
+    rows = len(inputs.token_ids)
+    heads = (
+        (spec.num_heads, spec.head_dim),
+        (spec.num_kv_heads, spec.head_dim),
+        (spec.num_kv_heads, spec.value_dim),
+    )
+    query, key, value = (torch.randn(rows, *shape).to(dtype) for shape in heads)
+
+    def run(backend: AttentionBackend, batch: AttentionBatch) -> None:
+        step = backend.begin(batch)
+        for layer in range(LAYERS):
+            step.attend(LayerCall(layer, spec.scaling, None, None, None), query, key, value)
+
+    made = {one.name: one.make((spec,) * LAYERS, num_blocks + 1, BLOCK_SIZE, dtype, CPU) for one in backends}
+    for backend in made.values():
+        backend.zero_blocks(tuple(range(num_blocks + 1)))
+    ways = {name: lambda backend=backend: run(backend, inputs.batch) for name, backend in made.items()}
+    return {name: [t / LAYERS for t in taken] for name, taken in take_turns(ways, repeats).items()}
+
+
+def forward_times(dtype: torch.dtype, backends: list[Backend], repeats: int) -> dict[str, list[float]]:
+    install()
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+        num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype).eval()
+    specs = record_layers(model)
+    inputs, num_blocks = step_inputs(CASES["64 singles of 32-384"])
+    ways = {}
+    for one in backends:
+        backend = one.make(specs, num_blocks + 1, BLOCK_SIZE, dtype, CPU)
+        backend.zero_blocks(tuple(range(num_blocks + 1)))
+        runner = ModelRunner(model, backend, InputBuilder(64, 384, BLOCK_SIZE))
+        ways[one.name] = lambda runner=runner: runner.forward(inputs)
+    return take_turns(ways, repeats)
+
+
+def take_turns(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Microseconds of each way, run one after the other in every repeat; the first is not counted."""
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    with torch.inference_mode():
+        for repeat in range(repeats + 1):
+            for name, way in ways.items():
+                begun = time.perf_counter()
+                way()
+                if repeat:
+                    taken[name].append((time.perf_counter() - begun) * 1e6)
+    return taken
+
+
+def summary(case: dict[str, object], taken: dict[str, list[float]]) -> dict[str, object]:
+    quartiles = {name: [round(q, 1) for q in statistics.quantiles(one, n=4)] for name, one in taken.items()}
+    ratios = [theirs / ours for ours, theirs in zip(taken["native"], taken["torch"], strict=True)]
+    ratio = round(statistics.median(ratios), 2)
+    print(
+        *case.values(),
+        f"native {quartiles['native'][1]} torch {quartiles['torch'][1]} us: {ratio}",
+        sep=" | ",
+    )
+    return {**case, "microseconds_quartiles": quartiles, "median_ratio": ratio}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--steps", action="store_true")
+    parser.add_argument("--cache", type=Path, default=Path(".tokenmill"))
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    backends = [native_backend(given.cache, print), TORCH]
+    results = []
+    for threads in given.threads:
+        torch.set_num_threads(threads)
+        for name, dtype in DTYPES.items():
+            for shape in given.shapes:
+                heads, kv_heads, size = SHAPES[shape]
+                spec = LayerSpec(heads, kv_heads, size, size, size**-0.5)
+                for case, parts in CASES.items():
+                    about = {"threads": threads, "dtype": name, "shape": shape, "case": case}
+                    results.append(summary(about, layer_times(spec, dtype, parts, backends, given.repeats)))
+            if given.steps:
+                about = {"threads": threads, "dtype": name, "shape": "M", "case": "forward of 64 singles"}
+                results.append(summary(about, forward_times(dtype, backends, given.repeats)))
+    if given.out is not None:
+        given.out.write_text(json.dumps({"torch": torch.__version__, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

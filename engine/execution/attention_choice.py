@@ -1,0 +1,66 @@
+"""Which backends may compute a plain model's attention, in the order in which they are tried.
+
+Law: torch's is always there, so "auto" never fails for want of a faster one; it says once why it has none.
+A backend that somebody asked for by name is taken or refused, never replaced. This file does not know models.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from engine.errors import InvalidParameter
+from engine.execution.kv_pool import KVPool
+from engine.execution.native_attention import NativeAttention, bytes_per_block
+from engine.execution.native_build import CannotBuild
+from engine.execution.native_library import load_library
+from engine.execution.native_trial import check_library
+from engine.execution.torch_attention import TorchAttention
+from engine.execution.trial import Backend
+
+log = logging.getLogger(__name__)
+
+ATTENTION = ("auto", "torch", "native")
+TORCH = Backend("torch", TorchAttention, KVPool.bytes_per_block)
+
+
+def choose_backends(
+    attention: str,
+    *,
+    deterministic: bool,
+    device: torch.device,
+    cache_directory: Path | None,
+    progress: Callable[[str], None],
+) -> tuple[Backend, ...]:
+    """`attention`: one of `ATTENTION`. Raises `InvalidParameter` for what cannot be had.
+
+    With `deterministic` there is nothing to choose, and torch's stands for what is not used.
+    """
+    if attention not in ATTENTION:
+        raise InvalidParameter("attention", f"must be {', '.join(ATTENTION)}, not {attention!r}")
+    if attention == "native":
+        if deterministic:
+            raise InvalidParameter("attention", "deterministic numerics have their own; use auto")
+        if device.type != "cpu":
+            raise InvalidParameter("attention", f"native runs on a CPU, not on {device.type}; use auto")
+    if attention == "torch" or deterministic or device.type != "cpu":
+        return (TORCH,)
+    try:
+        native = native_backend(cache_directory, progress)
+    except CannotBuild as error:
+        if attention == "native":
+            raise InvalidParameter("attention", f"native cannot be had: {error}") from error
+        log.warning("attention is computed by torch, which is slower than the native operator: %s", error)
+        return (TORCH,)
+    return (native,) if attention == "native" else (native, TORCH)
+
+
+def native_backend(cache_directory: Path | None, progress: Callable[[str], None]) -> Backend:
+    """The native operator, compiled if need be and tried. Raises `CannotBuild`."""
+    if cache_directory is None:
+        raise CannotBuild("there is no cache directory to compile it into")
+    library = load_library(cache_directory, progress)
+    check_library(library)
+    return Backend("native", partial(NativeAttention, library), partial(bytes_per_block, library))

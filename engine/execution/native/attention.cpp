@@ -1,0 +1,277 @@
+// The operator: stores a batch's keys and values in the pool and attends to all that its sequences have.
+//
+// Law: the bits of a row depend on its sequence and position, not on the batch or the threads. This file
+// decides who computes what; what is computed stands in tile.h.
+//
+// The interface is plain C without torch's headers, so that it compiles in seconds and does not depend on
+// torch's ABI. Threads are those of torch's own pool: the caller gives the function of its OpenMP runtime.
+
+#include <atomic>
+#include <new>
+#include <vector>
+
+#include "tile.h"
+
+extern "C" {
+
+typedef void (*RunTeam)(void (*work)(void*), void* data, unsigned threads, unsigned flags);
+
+// A batch: `spans` [num_spans][4]: first row, number of rows, position of the first, and where in `tables`
+// its blocks begin. All strides count numbers, not bytes; sizes stand side by side in each tensor.
+struct TokenmillCall {
+    const void* query;  // [rows, heads, head_dim]
+    const void* key;    // [rows, kv heads, head_dim]
+    const void* value;  // [rows, kv heads, value_dim]
+    void* out;          // [rows, heads, value_dim], contiguous
+    void* pool;
+    const float* sinks;  // [heads], or null
+    const int64_t* slots;
+    const int64_t* spans;
+    const int64_t* tables;
+    int64_t query_strides[2];
+    int64_t key_strides[2];
+    int64_t value_strides[2];
+    int64_t num_rows;
+    int64_t num_spans;
+    int64_t num_heads;
+    int64_t num_kv_heads;
+    int64_t head_dim;
+    int64_t value_dim;
+    int64_t block_size;
+    int64_t window;  // 0: none
+    int64_t threads;
+    RunTeam run_team;  // as GOMP_parallel; not used by one thread
+    float scaling;
+    float softcap;  // 0: none
+};
+}
+
+namespace {
+
+// Rows of one KV head that a thread stores in one go.
+constexpr int64_t STORED_ROWS = 32;
+// With fewer tiles for each thread than this, tiles are cut into their splits.
+constexpr int64_t ENOUGH_TILES = 4;
+
+// Calls body(0) to body(count - 1), each once, on up to `threads` threads.
+template <typename Body>
+void for_each(const TokenmillCall& call, int64_t count, const Body& body) {
+    struct Team {
+        const Body& body;
+        int64_t count;
+        std::atomic<int64_t> next;
+    } team{body, count, {0}};
+    auto work = [](void* data) {
+        Team& mine = *static_cast<Team*>(data);
+        for (int64_t i; (i = mine.next.fetch_add(1, std::memory_order_relaxed)) < mine.count;) mine.body(i);
+    };
+    int64_t threads = call.threads < count ? call.threads : count;
+    if (threads > 1)
+        call.run_team(work, &team, unsigned(threads), 0);
+    else
+        work(&team);
+}
+
+// Rows of one tile, and of their splits those from `split` up to `end_split`.
+struct Piece {
+    const int64_t* span;
+    int64_t kv_head;
+    int64_t first;  // among the span's rows times the heads of a KV head
+    int64_t count;
+    int64_t split;
+    int64_t end_split;
+};
+
+template <typename T>
+class Attention {
+  public:
+    explicit Attention(const TokenmillCall& call)
+        : call_(call),
+          layer_{{call.num_kv_heads, call.head_dim, call.value_dim},
+                 call.num_heads / call.num_kv_heads,
+                 call.block_size,
+                 call.window,
+                 call.scaling,
+                 call.softcap} {}
+
+    void store_rows() const {
+        int64_t parts = (call_.num_rows + STORED_ROWS - 1) / STORED_ROWS;
+        for_each(call_, parts * call_.num_kv_heads, [&](int64_t i) {
+            int64_t kv_head = i % call_.num_kv_heads, first = i / call_.num_kv_heads * STORED_ROWS;
+            int64_t end = first + STORED_ROWS < call_.num_rows ? first + STORED_ROWS : call_.num_rows;
+            for (int64_t row = first; row < end; row++) {
+                const T* key = at(call_.key, call_.key_strides, row, kv_head);
+                const T* value = at(call_.value, call_.value_strides, row, kv_head);
+                int64_t slot = call_.slots[row];
+                T* head = head_at(static_cast<T*>(call_.pool), layer_.shape, slot / SIXTEEN, kv_head);
+                put(head, layer_.shape, slot % SIXTEEN, key, value);
+            }
+        });
+    }
+
+    void attend() const {
+        std::vector<Piece> tiles = list_tiles();
+        if (call_.threads > 1 && int64_t(tiles.size()) < ENOUGH_TILES * call_.threads)
+            return attend_in_splits(tiles);
+        for_each(call_, int64_t(tiles.size()), [&](int64_t i) {
+            Scratch<T> scratch;
+            Sum whole;
+            whole.values = scratch.whole;
+            attend_piece(tiles[size_t(i)], scratch, whole);
+            finish(tiles[size_t(i)], whole);
+        });
+    }
+
+  private:
+    static const T* at(const void* tensor, const int64_t* strides, int64_t row, int64_t head) {
+        return static_cast<const T*>(tensor) + row * strides[0] + head * strides[1];
+    }
+
+    // The last tile of a span reads most, so it comes first.
+    std::vector<Piece> list_tiles() const {
+        std::vector<Piece> tiles;
+        for (int64_t i = 0; i < call_.num_spans; i++) {
+            const int64_t* span = call_.spans + i * 4;
+            int64_t rows = span[1] * layer_.heads_each;
+            for (int64_t tile = (rows - 1) / TILE_ROWS; tile >= 0; tile--)
+                for (int64_t kv_head = 0; kv_head < call_.num_kv_heads; kv_head++) {
+                    int64_t first = tile * TILE_ROWS;
+                    Piece piece{span, kv_head, first, rows - first < TILE_ROWS ? rows - first : TILE_ROWS, 0, 0};
+                    Rows<T> members = rows_of(piece);
+                    piece.split = members.first_token() / SPLIT;
+                    piece.end_split = (members.end_token() + SPLIT - 1) / SPLIT;
+                    tiles.push_back(piece);
+                }
+        }
+        return tiles;
+    }
+
+    Rows<T> rows_of(const Piece& piece) const {
+        Rows<T> rows;
+        rows.count = int(piece.count);
+        rows.pool = static_cast<const T*>(call_.pool);
+        rows.table = call_.tables + piece.span[3];
+        rows.kv_head = piece.kv_head;
+        for (int i = 0; i < rows.count; i++) {
+            int64_t end = piece.span[2] + (piece.first + i) / layer_.heads_each + 1;
+            rows.end[i] = end;
+            rows.begin[i] = layer_.window != 0 && end > layer_.window ? end - layer_.window : 0;
+        }
+        return rows;
+    }
+
+    // A tile's row as the batch counts it, and its query head.
+    int64_t row_of(const Piece& piece, int64_t i) const {
+        return piece.span[0] + (piece.first + i) / layer_.heads_each;
+    }
+    int64_t head_of(const Piece& piece, int64_t i) const {
+        return piece.kv_head * layer_.heads_each + (piece.first + i) % layer_.heads_each;
+    }
+
+    void attend_piece(const Piece& piece, Scratch<T>& scratch, Sum& whole) const {
+        int64_t size = layer_.shape.padded_head_dim();
+        for (int64_t i = 0; i < piece.count; i++) {
+            const T* query = at(call_.query, call_.query_strides, row_of(piece, i), head_of(piece, i));
+            float* to = scratch.query + i * size;
+            for (int64_t d = 0; d < call_.head_dim; d++) to[d] = to_float(query[d]);
+            if (call_.head_dim < size) to[call_.head_dim] = 0;
+        }
+        attend_rows(rows_of(piece), layer_, piece.split, piece.end_split, scratch, whole);
+    }
+
+    // Few tiles: every split is a piece of its own, and the pieces of a tile are merged as one piece would.
+    void attend_in_splits(const std::vector<Piece>& tiles) const {
+        std::vector<Piece> pieces;
+        std::vector<size_t> begins;
+        for (const Piece& tile : tiles) {
+            begins.push_back(pieces.size());
+            for (int64_t split = tile.split; split < tile.end_split; split++) {
+                pieces.push_back(tile);
+                pieces.back().split = split;
+                pieces.back().end_split = split + 1;
+            }
+        }
+        const size_t numbers = size_t(TILE_ROWS * layer_.shape.padded_value_dim());
+        std::vector<float> values(pieces.size() * numbers);
+        std::vector<Sum> sums(pieces.size());
+        for_each(call_, int64_t(pieces.size()), [&](int64_t i) {
+            Scratch<T> scratch;
+            sums[size_t(i)].values = values.data() + size_t(i) * numbers;
+            attend_piece(pieces[size_t(i)], scratch, sums[size_t(i)]);
+        });
+        for (size_t i = 0; i < tiles.size(); i++) {
+            size_t end = begins[i] + size_t(tiles[i].end_split - tiles[i].split);
+            Sum& whole = sums[begins[i]];
+            for (size_t piece = begins[i] + 1; piece < end; piece++)
+                merge(whole, sums[piece], int(tiles[i].count), layer_.shape.padded_value_dim());
+            finish(tiles[i], whole);
+        }
+    }
+
+    // A sink is one more score, which takes weight and gives no value.
+    void finish(const Piece& piece, const Sum& whole) const {
+        int64_t size = layer_.shape.padded_value_dim();
+        for (int64_t i = 0; i < piece.count; i++) {
+            float weight = whole.weight[i], factor = 1;
+            if (call_.sinks != nullptr) {
+                float sink = call_.sinks[head_of(piece, i)];
+                float largest = whole.largest[i] > sink ? whole.largest[i] : sink;
+                float shift = largest > LOWEST ? largest : LOWEST;
+                factor = shrink(whole.largest[i], shift);
+                weight = weight * factor + shrink(sink, shift);
+            }
+            factor /= weight;
+            const float* values = whole.values + i * size;
+            T* out = static_cast<T*>(call_.out) +
+                     (row_of(piece, i) * call_.num_heads + head_of(piece, i)) * call_.value_dim;
+            for (int64_t d = 0; d < call_.value_dim; d++) from_float(values[d] * factor, out[d]);
+        }
+    }
+
+    const TokenmillCall& call_;
+    const Layer layer_;
+};
+
+template <typename T>
+int attend(const TokenmillCall& call) {
+    try {
+        Attention<T> attention(call);
+        attention.store_rows();
+        attention.attend();
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+    return 0;
+}
+
+template <typename T>
+void forget_slots(void* pool, const int64_t* slots, int64_t num_slots, const Shape& shape) {
+    for (int64_t i = 0; i < num_slots; i++)
+        for (int64_t kv_head = 0; kv_head < shape.num_kv_heads; kv_head++)
+            forget(head_at(static_cast<T*>(pool), shape, slots[i] / SIXTEEN, kv_head), shape,
+                   slots[i] % SIXTEEN);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Both return 0, or 1 if memory is out.
+int tokenmill_attend_float32(const TokenmillCall* call) { return attend<float>(*call); }
+int tokenmill_attend_bfloat16(const TokenmillCall* call) { return attend<BFloat16>(*call); }
+
+// The numbers that one group of sixteen tokens takes.
+int64_t tokenmill_group_numbers(int64_t num_kv_heads, int64_t head_dim, int64_t value_dim) {
+    return num_kv_heads * Shape{num_kv_heads, head_dim, value_dim}.head_numbers();
+}
+
+// Sets what `slots` hold to 0.
+void tokenmill_forget_float32(void* pool, const int64_t* slots, int64_t num_slots, int64_t num_kv_heads,
+                              int64_t head_dim, int64_t value_dim) {
+    forget_slots<float>(pool, slots, num_slots, {num_kv_heads, head_dim, value_dim});
+}
+void tokenmill_forget_bfloat16(void* pool, const int64_t* slots, int64_t num_slots, int64_t num_kv_heads,
+                               int64_t head_dim, int64_t value_dim) {
+    forget_slots<BFloat16>(pool, slots, num_slots, {num_kv_heads, head_dim, value_dim});
+}
+}

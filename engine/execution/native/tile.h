@@ -1,0 +1,222 @@
+// Attention of a few rows over the keys and values of one KV head: one pass, with an online softmax.
+//
+// Law: what a row computes follows from its position alone. Keys are read in tiles of KEY_TILE at absolute
+// positions, and after every SPLIT of them the sums are closed and merged in order; keys that a row does not
+// see get the weight 0, which changes none of its bits. So a row is the same decoded or in any chunk, beside
+// any mates, in one piece or in several, and by any number of threads. Nothing is read that the sequence has
+// not written.
+#pragma once
+
+#include "pool.h"
+#include "product.h"
+
+namespace {
+
+constexpr int TILE_ROWS = 24;
+constexpr int KEY_TILE = 64;
+constexpr int GROUPS = KEY_TILE / SIXTEEN;
+constexpr int64_t SPLIT = 512;
+constexpr int64_t MOST_SIZE = 512;
+constexpr float LOWEST = -1e30f;
+
+struct Layer {
+    Shape shape;
+    int64_t heads_each;  // query heads that share a KV head
+    int64_t block_size;
+    int64_t window;  // 0: none
+    float scaling;
+    float softcap;  // 0: none
+};
+
+// Rows of one sequence and one KV head. Row i sees the tokens from begin[i] up to end[i], which ascend.
+template <typename T>
+struct Rows {
+    int count;
+    int64_t begin[TILE_ROWS];
+    int64_t end[TILE_ROWS];
+    const T* pool;
+    const int64_t* table;
+    int64_t kv_head;
+
+    int64_t first_token() const { return begin[0]; }
+    int64_t end_token() const { return end[count - 1]; }
+};
+
+// What softmax and values have come to: the largest score, the sum of weights, and the weighted values.
+struct Sum {
+    float largest[TILE_ROWS];
+    float weight[TILE_ROWS];
+    float* values;  // [rows, padded value size]
+
+    void clear(int rows, int64_t size) {
+        for (int r = 0; r < rows; r++) largest[r] = -__builtin_inff(), weight[r] = 0;
+        std::memset(values, 0, sizeof(float) * size_t(rows * size));
+    }
+};
+
+// exp(left - right) where right is the larger one of the two, or LOWEST if both are -inf.
+inline float shrink(float left, float right) { return exp_of_negative(left - right); }
+
+inline void scale_row(float* row, int64_t size, float factor) {
+    for (int64_t i = 0; i < size; i += LANES) store(row + i, load(row + i) * factor);
+}
+
+// Add `part` to `sum`, whose tokens all come before.
+inline void merge(Sum& sum, const Sum& part, int rows, int64_t size) {
+    for (int r = 0; r < rows; r++) {
+        float largest = sum.largest[r] > part.largest[r] ? sum.largest[r] : part.largest[r];
+        float shift = largest > LOWEST ? largest : LOWEST;
+        float before = shrink(sum.largest[r], shift), now = shrink(part.largest[r], shift);
+        sum.largest[r] = largest;
+        sum.weight[r] = sum.weight[r] * before + part.weight[r] * now;
+        float* to = sum.values + r * size;
+        const float* from = part.values + r * size;
+        for (int64_t i = 0; i < size; i += LANES)
+            store(to + i, load(to + i) * before + load(from + i) * now);
+    }
+}
+
+// What one thread works with.
+template <typename T>
+struct Scratch {
+    alignas(64) float query[TILE_ROWS * MOST_SIZE];
+    alignas(64) float scores[TILE_ROWS * KEY_TILE];
+    alignas(64) float part[TILE_ROWS * MOST_SIZE];
+    alignas(64) float whole[TILE_ROWS * MOST_SIZE];
+    alignas(64) T packed[GROUPS * 2 * MOST_SIZE * SIXTEEN];
+};
+
+// Finds each group of a key tile: where it lies, or packed together if its tokens are in several blocks.
+template <typename T>
+void find_groups(const Rows<T>& rows, const Layer& layer, int64_t first, int64_t end, T* packed,
+                 const T** groups) {
+    const Shape& shape = layer.shape;
+    auto slot = [&](int64_t token) {
+        return rows.table[token / layer.block_size] * layer.block_size + token % layer.block_size;
+    };
+    for (int64_t token = first; token < end; token += SIXTEEN, groups++) {
+        if (layer.block_size % SIXTEEN == 0) {
+            *groups = head_at(rows.pool, shape, slot(token) / SIXTEEN, rows.kv_head);
+            continue;
+        }
+        for (int64_t i = 0; i < SIXTEEN && token + i < end; i++) {
+            int64_t from = slot(token + i);
+            move(packed, i, head_at(rows.pool, shape, from / SIXTEEN, rows.kv_head), from % SIXTEEN, shape);
+        }
+        *groups = packed;
+        packed += shape.head_numbers();
+    }
+}
+
+// The scores of all rows over a key tile: query [rows, size], scores [rows, KEY_TILE].
+template <typename T>
+void score(const float* query, int rows, const Shape& shape, const T* const* groups, int num_groups,
+           float* scores) {
+    std::memset(scores, 0, sizeof(float) * size_t(rows * KEY_TILE));
+    int64_t size = shape.padded_head_dim();
+    for (int r = 0; r < rows; r += MOST_ROWS) {
+        int count = rows - r < MOST_ROWS ? rows - r : MOST_ROWS;
+        for (int g = 0; g < num_groups;) {
+            int columns = g + columns_beside(count) <= num_groups ? columns_beside(count) : 1;
+            float* out = scores + r * KEY_TILE + g * SIXTEEN;
+            multiply(Product<T>{query + r * size, size, groups + g, size, size, out, KEY_TILE}, count,
+                     columns);
+            g += columns;
+        }
+    }
+}
+
+// Add the weighted values of `num_tokens` tokens: weights [rows, KEY_TILE], out [rows, padded value size].
+template <typename T>
+void add_values(const float* weights, int rows, const Shape& shape, const T* const* groups, int num_tokens,
+                float* out) {
+    int64_t size = shape.padded_value_dim();
+    const T* panels[GROUPS * MOST_COLUMNS];
+    for (int r = 0; r < rows; r += MOST_ROWS) {
+        int count = rows - r < MOST_ROWS ? rows - r : MOST_ROWS;
+        for (int64_t at = 0; at < size;) {
+            int columns = at + columns_beside(count) * SIXTEEN <= size ? columns_beside(count) : 1;
+            for (int g = 0; g * SIXTEEN < num_tokens; g++)
+                for (int c = 0; c < columns; c++)
+                    panels[g * MOST_COLUMNS + c] =
+                        groups[g] + shape.key_numbers() + (at + c * SIXTEEN) * SIXTEEN;
+            multiply(Product<T>{weights + r * KEY_TILE, KEY_TILE, panels, num_tokens, SIXTEEN,
+                                out + r * size + at, size},
+                     count, columns);
+            at += columns * SIXTEEN;
+        }
+    }
+}
+
+// One row's scores over tokens first to first + width become weights; returns what its sums shrink by.
+inline float soften(float* scores, int width, int64_t first, int64_t begin, int64_t end, const Layer& layer,
+                    float& largest, Floats& weight) {
+    Words lanes;
+    for (int i = 0; i < LANES; i++) lanes[i] = uint32_t(i);
+    const Words seen = Words{} + uint32_t(end - begin);
+    const bool sees_all = begin <= first && first + width <= end;
+    Floats top = splat(-__builtin_inff());
+    for (int i = 0; i < width; i += LANES) {
+        Floats score = load(scores + i) * layer.scaling;
+        if (layer.softcap != 0) score = tanh_of(score / layer.softcap) * layer.softcap;
+        // Tokens before `begin` wrap around and are as far away as those from `end` on.
+        if (!sees_all) score = lanes + uint32_t(first - begin + i) < seen ? score : splat(-__builtin_inff());
+        store(scores + i, score);
+        top = larger(top, score);
+    }
+    float before = largest, now = largest_of(top);
+    largest = before > now ? before : now;
+    float shift = largest > LOWEST ? largest : LOWEST;
+    Floats total = Floats{};
+    for (int i = 0; i < width; i += LANES) {
+        Floats one = exp_of_negative(load(scores + i) - shift);
+        store(scores + i, one);
+        total += one;
+    }
+    float shrunk = shrink(before, shift);
+    weight = weight * shrunk + total;
+    return shrunk;
+}
+
+// The sums of the tokens from `first` up to `end`, which lie in one split.
+template <typename T>
+void attend_split(const Rows<T>& rows, const Layer& layer, int64_t first, int64_t end, Scratch<T>& scratch,
+                  Sum& part) {
+    const int64_t size = layer.shape.padded_value_dim();
+    Floats weights[TILE_ROWS] = {};
+    part.clear(rows.count, size);
+    for (; first < end; first += KEY_TILE) {
+        int num_tokens = end - first < KEY_TILE ? int(end - first) : KEY_TILE;
+        int num_groups = (num_tokens + SIXTEEN - 1) / SIXTEEN;
+        const T* groups[GROUPS];
+        find_groups(rows, layer, first, end < first + KEY_TILE ? end : first + KEY_TILE, scratch.packed,
+                    groups);
+        score(scratch.query, rows.count, layer.shape, groups, num_groups, scratch.scores);
+        for (int r = 0; r < rows.count; r++) {
+            float shrunk = soften(scratch.scores + r * KEY_TILE, num_groups * SIXTEEN, first, rows.begin[r],
+                                  rows.end[r], layer, part.largest[r], weights[r]);
+            if (shrunk != 1.0f) scale_row(part.values + r * size, size, shrunk);
+        }
+        add_values(scratch.scores, rows.count, layer.shape, groups, num_tokens, part.values);
+    }
+    for (int r = 0; r < rows.count; r++) part.weight[r] = sum_of(weights[r]);
+}
+
+// The splits from `split` up to `end_split`, merged into `whole`. scratch.query holds the rows' queries.
+template <typename T>
+void attend_rows(const Rows<T>& rows, const Layer& layer, int64_t split, int64_t end_split,
+                 Scratch<T>& scratch, Sum& whole) {
+    const int64_t size = layer.shape.padded_value_dim();
+    Sum part;
+    part.values = scratch.part;
+    whole.clear(rows.count, size);
+    for (; split < end_split; split++) {
+        int64_t first = rows.first_token() / KEY_TILE * KEY_TILE;
+        if (first < split * SPLIT) first = split * SPLIT;
+        int64_t end = rows.end_token() < (split + 1) * SPLIT ? rows.end_token() : (split + 1) * SPLIT;
+        attend_split(rows, layer, first, end, scratch, part);
+        merge(whole, part, rows.count, size);
+    }
+}
+
+}  // namespace

@@ -1,0 +1,154 @@
+"""Paged attention on a CPU by the native operator: one pass over keys and values where they lie.
+
+Law: as for every backend, a row sees the tokens of its own sequence up to itself and nothing else, and a
+batch may be computed again after a failure. More holds here: a row's bits follow from its sequence and its
+position, whatever is computed beside it, in whatever chunks, by however many threads. The operator reads
+only what the sequence has written, so no block is zeroed when it is begun.
+
+How the pool is laid out and what is computed stands in `native/`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.errors import UnsupportedModel
+from engine.execution.attention import AttentionBatch, LayerCall, LayerSpec
+from engine.execution.native_library import DTYPES, GROUP, MOST_SIZE, NativeCall, NativeLibrary
+
+
+@dataclass(frozen=True, slots=True)
+class NativePool:
+    """One tensor of `NativeLibrary.group_numbers` numbers for each `GROUP` slots, for each layer."""
+
+    specs: tuple[LayerSpec, ...]
+    layers: tuple[torch.Tensor, ...]
+    block_size: int
+
+
+class NativeAttention:
+    """A KV pool of `num_blocks` blocks of `block_size` tokens for each layer, and attention over it.
+
+    Raises `UnsupportedModel` for what the operator does not take.
+    """
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        specs: tuple[LayerSpec, ...],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        if reason := refusal(specs, dtype, device):
+            raise UnsupportedModel(f"the native attention does not take {reason}")
+        self._library = library
+        num_groups = -(-num_blocks * block_size // GROUP)
+        # Not zeroed, but for the null block: memory that is not used yet is then not touched.
+        layers = (torch.empty(num_groups * library.group_numbers(spec), dtype=dtype) for spec in specs)
+        self.pool = NativePool(specs, tuple(layers), block_size)
+        self.zero_blocks((0,))
+
+    def begin(self, batch: AttentionBatch) -> "NativeStep":
+        return NativeStep(self._library, self.pool, batch)
+
+    def zero_blocks(self, blocks: tuple[int, ...]) -> None:
+        block_size = self.pool.block_size
+        slots = (torch.tensor(blocks)[:, None] * block_size + torch.arange(block_size)).flatten()
+        for spec, layer in zip(self.pool.specs, self.pool.layers, strict=True):
+            self._library.forget(layer, slots, spec)
+
+
+def bytes_per_block(
+    library: NativeLibrary, specs: tuple[LayerSpec, ...], block_size: int, dtype: torch.dtype
+) -> int:
+    """What one block takes in all layers together."""
+    return -(-block_size * dtype.itemsize * sum(map(library.group_numbers, specs)) // GROUP)
+
+
+def refusal(specs: tuple[LayerSpec, ...], dtype: torch.dtype, device: torch.device) -> str | None:
+    """What of this the operator does not take; None if it takes all."""
+    if device.type != "cpu":
+        return f"the device {device}"
+    if dtype not in DTYPES:
+        return f"the dtype {dtype}"
+    for spec in specs:
+        if max(spec.head_dim, spec.value_dim) > MOST_SIZE:
+            return f"heads of more than {MOST_SIZE} numbers"
+        if spec.num_heads % spec.num_kv_heads:
+            return f"{spec.num_heads} heads that share {spec.num_kv_heads} KV heads"
+    return None
+
+
+class NativeStep:
+    """One forward: what its layers have in common is written down once."""
+
+    def __init__(self, library: NativeLibrary, pool: NativePool, batch: AttentionBatch) -> None:
+        self._library = library
+        self._pool = pool
+        self._slots = batch.slots.contiguous()
+        self._spans, self._tables = _spans(batch)
+
+    def attend(
+        self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        pool = self._pool.layers[call.layer]
+        query, key, value = (_dense(tensor) for tensor in (query, key, value))
+        sinks = None if call.sinks is None else call.sinks.float().contiguous()
+        out = query.new_empty(*query.shape[:2], value.shape[-1])
+        asked = NativeCall(
+            query=query.data_ptr(),
+            key=key.data_ptr(),
+            value=value.data_ptr(),
+            out=out.data_ptr(),
+            pool=pool.data_ptr(),
+            sinks=None if sinks is None else sinks.data_ptr(),
+            slots=self._slots.data_ptr(),
+            spans=self._spans.data_ptr(),
+            tables=self._tables.data_ptr(),
+            query_strides=query.stride()[:2],
+            key_strides=key.stride()[:2],
+            value_strides=value.stride()[:2],
+            num_rows=len(self._slots),
+            num_spans=len(self._spans),
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            head_dim=query.shape[2],
+            value_dim=value.shape[2],
+            block_size=self._pool.block_size,
+            window=call.sliding_window or 0,
+            threads=torch.get_num_threads(),
+            run_team=self._library.run_team,
+            scaling=call.scaling,
+            softcap=call.softcap or 0.0,
+        )
+        self._library.attend(pool.dtype, asked)
+        return out
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """With the numbers of a head side by side, as the operator reads them."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _spans(batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The batch's sequences as the operator reads them, those with most to compute first.
+
+    Returns spans [sequences, 4]: first row, number of rows, position of the first, where its table begins;
+    and all tables, one after the other.
+    """
+    begins = 0
+    chunks = []
+    for chunk in batch.chunks:
+        chunks.append([chunk.first_row, chunk.num_rows, chunk.start, begins])
+        begins += len(chunk.table)
+    num_singles, width = batch.single_tables.shape
+    singles = torch.empty(num_singles, 4, dtype=torch.int64)
+    singles[:, 0] = batch.single_rows
+    singles[:, 1] = 1
+    singles[:, 2] = batch.single_lengths - 1
+    singles[:, 3] = begins + width * torch.arange(num_singles)
+    spans = torch.cat([torch.tensor(chunks, dtype=torch.int64).view(-1, 4), singles])
+    tables = torch.cat([*(chunk.table for chunk in batch.chunks), batch.single_tables.flatten()])
+    return spans, tables

@@ -1,0 +1,114 @@
+"""Compiles the native operators on the machine that runs them, once, into a cache directory.
+
+Law: a library in the cache is whole, and its name says what it was made of: the sources, the compiler, its
+flags, and what this CPU can do. So another version or another machine never loads it, and processes that
+build at once all get a whole one. This file does not know what the library does.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "native"
+MAIN = "attention.cpp"
+FLAGS = (
+    "-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
+    "-fPIC", "-shared",
+)  # fmt: skip
+"""Not -ffast-math: a NaN must stay one, and a sum must keep its order. No -fopenmp either: the threads are
+torch's, reached through a function that the caller hands over, so no second OpenMP runtime is linked."""
+COMPILERS = ("c++", "g++", "clang++")
+BUILD_SECONDS = 300
+"""It takes about four; a compiler that hangs must not hold a worker for ever."""
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+class CannotBuild(Exception):
+    """There is no library; the message says why."""
+
+
+def built_library(cache_directory: Path, progress: Callable[[str], None]) -> Path:
+    """The compiled library under `cache_directory`, made if it is not there. Raises `CannotBuild`."""
+    compiler = find_compiler()
+    library = cache_directory / "native" / f"attention-{_key(compiler)}.so"
+    if not library.is_file():
+        build(compiler, library, progress)
+    return library
+
+
+def build(compiler: str, library: Path, progress: Callable[[str], None]) -> None:
+    """Compile into `library`, whether it is there or not. Raises `CannotBuild`."""
+    progress("compiling the native attention once, which takes some seconds")
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed when whole; what a killed process leaves under another name is never looked at.
+        with tempfile.TemporaryDirectory(prefix="building.", dir=library.parent) as scratch:
+            unfinished = Path(scratch) / library.name
+            _compile(compiler, unfinished)
+            os.replace(unfinished, library)
+    except OSError as error:
+        raise CannotBuild(f"{library.parent} cannot be written: {error}") from error
+
+
+def find_compiler() -> str:
+    """The path of a C++ compiler: the one that CXX names, or the first that is there."""
+    named = os.environ.get("CXX")
+    for name in (named,) if named else COMPILERS:
+        if found := shutil.which(name):
+            return found
+    wanted = f"CXX names {named!r}, which is not there" if named else f"none of {', '.join(COMPILERS)}"
+    raise CannotBuild(f"no C++ compiler was found ({wanted}); on Debian and Ubuntu: apt install g++")
+
+
+def _compile(compiler: str, output: Path) -> None:
+    said = _run([compiler, *FLAGS, str(SOURCES / MAIN), "-o", str(output)])
+    if not output.is_file():
+        raise CannotBuild(f"{compiler} made no library: {said}")
+
+
+def _run(command: list[str]) -> str:
+    """What a command prints. Raises `CannotBuild` with the end of it if the command fails."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=BUILD_SECONDS,
+            check=False,
+            text=True,
+            errors="replace",
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CannotBuild(f"{command[0]} could not be run: {error}") from error
+    if done.returncode != 0:
+        raise CannotBuild(f"{command[0]} failed with {done.returncode}: {done.stdout.strip()[-500:]}")
+    return done.stdout
+
+
+def _key(compiler: str) -> str:
+    """What the library is made of, as a name."""
+    key = hashlib.sha256()
+    for source in sorted(SOURCES.iterdir()):
+        key.update(f"{source.name}\0".encode() + source.read_bytes())
+    key.update("\0".join([compiler, _run([compiler, "--version"]), *FLAGS, _cpu()]).encode())
+    return key.hexdigest()[:16]
+
+
+def _cpu() -> str:
+    """What decides what -march=native means: the machine's kind, and the features and model of its CPU."""
+    known = {"flags", "Features", "model name", "model", "cpu family", "CPU part"}
+    try:
+        lines = _CPUINFO.read_text().splitlines()
+    except OSError:
+        # A system without /proc, such as macOS.
+        return f"{platform.machine()} {platform.processor()}"
+    facts = dict(line.split(":", 1) for line in lines if ":" in line)
+    return platform.machine() + "".join(
+        sorted(name.strip() + value for name, value in facts.items() if name.strip() in known)
+    )

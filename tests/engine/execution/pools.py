@@ -1,0 +1,40 @@
+"""Backends whose pools start full of NaN, so that what is read without having been written shows."""
+
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from engine.execution.attention import AttentionBackend, LayerSpec
+from engine.execution.native_attention import NativeAttention
+from engine.execution.native_library import NativeLibrary, load_library
+from engine.execution.torch_attention import TorchAttention
+
+ROOT = Path(__file__).parents[3]
+
+
+@cache
+def native_library() -> NativeLibrary:
+    """Compiled once for all runs of the tests. Without a compiler the tests that want it fail."""
+    return load_library(ROOT / ".tokenmill", lambda _: None)
+
+
+def poisoned(
+    attention: str,
+    specs: tuple[LayerSpec, ...],
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = torch.device("cpu"),  # noqa: B008  # a constant of torch
+) -> AttentionBackend:
+    """ "native" or "torch", with NaN everywhere but in the null block."""
+    if attention == "torch":
+        backend = TorchAttention(specs, num_blocks, block_size, dtype, device)
+        for pool in (*backend.pool.keys, *backend.pool.values):
+            pool[1:] = torch.nan
+        return backend
+    native = NativeAttention(native_library(), specs, num_blocks, block_size, dtype, device)
+    for layer in native.pool.layers:
+        layer.fill_(torch.nan)
+    native.zero_blocks((0,))
+    return native

@@ -1,0 +1,185 @@
+"""The native attention is taken where it can be had; where not, torch's is, and the reason is said once."""
+
+import logging
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.errors import InvalidParameter, UnsupportedModel
+from engine.execution import attention_choice, native_build, native_library
+from engine.execution.attention import AttentionBackend
+from engine.execution.attention_choice import TORCH, choose_backends
+from engine.execution.build import build_execution
+from engine.execution.native_build import CannotBuild, build, built_library, find_compiler
+from engine.execution.trial import Backend
+from tests.engine.execution.pools import ROOT
+from tests.engine.execution.pools import native_library as compiled
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def names(
+    attention: str, cache: Path | None, device: torch.device = CPU, deterministic: bool = False
+) -> list[str]:
+    chosen = choose_backends(
+        attention,
+        deterministic=deterministic,
+        device=device,
+        cache_directory=cache,
+        progress=lambda _: None,
+    )
+    return [backend.name for backend in chosen]
+
+
+def test_native_goes_first_on_a_cpu() -> None:
+    cache = ROOT / ".tokenmill"
+    assert names("auto", cache) == ["native", "torch"]
+    assert names("native", cache) == ["native"]
+    assert names("torch", cache) == ["torch"]
+    assert names("auto", cache, CUDA) == ["torch"]
+
+
+@pytest.mark.parametrize(
+    ("attention", "device", "deterministic", "reason"),
+    [
+        ("fast", CPU, False, "must be auto, torch, native"),
+        ("native", CUDA, False, "runs on a CPU"),
+        ("native", CPU, True, "have their own"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(
+    attention: str, device: torch.device, deterministic: bool, reason: str
+) -> None:
+    with pytest.raises(InvalidParameter, match=f"attention: .*{reason}"):
+        names(attention, None, device, deterministic)
+
+
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+
+
+def test_without_a_compiler_torch_is_taken_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    without_compiler(monkeypatch)
+    assert names("auto", tmp_path) == ["torch"]
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "CXX names '/nowhere/c++', which is not there" in record.getMessage()
+    with pytest.raises(InvalidParameter, match="attention: native cannot be had: no C"):
+        names("native", tmp_path)
+
+
+def test_a_compiler_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "c++"
+    broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "out of cheese"; exit 3\n')
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(CannotBuild, match="failed with 3: out of cheese"):
+        built_library(tmp_path / "cache", lambda _: None)
+    assert list((tmp_path / "cache" / "native").iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CannotBuild, match="cannot be written"):
+        built_library(tmp_path / "file", lambda _: None)
+
+
+def fake_compiler(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that copies what is compiled already, and takes as long as it takes."""
+    compiled()
+    (library,) = sorted((ROOT / ".tokenmill" / "native").glob("*.so"), key=os.path.getmtime)[-1:]
+    compiler = directory / "c++"
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exit 0\nfor last; do :; done\ncp {library} "$last"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+
+
+def test_several_build_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_compiler(tmp_path, monkeypatch)
+    with ThreadPoolExecutor() as pool:
+        found = set(pool.map(lambda _: built_library(tmp_path / "cache", lambda _: None), range(4)))
+    (library,) = found
+    assert list(library.parent.iterdir()) == [library]
+    native_library.NativeLibrary(library)
+
+
+def test_it_is_built_once_and_again_for_another_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_compiler(tmp_path, monkeypatch)
+    told: list[str] = []
+    first = built_library(tmp_path, told.append)
+    assert built_library(tmp_path, told.append) == first
+    assert len(told) == 1
+    (tmp_path / "cpuinfo").write_text("model name : another\nflags : sse2\n")
+    monkeypatch.setattr(native_build, "_CPUINFO", tmp_path / "cpuinfo")
+    assert built_library(tmp_path, told.append) != first
+    assert len(told) == 2
+
+
+def test_a_damaged_file_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_compiler(tmp_path, monkeypatch)
+    path = built_library(tmp_path, lambda _: None)
+    path.write_bytes(b"\x7fELF and no more")
+    told: list[str] = []
+    native_library.load_library(tmp_path, told.append)
+    assert "cannot be loaded" in told[0]
+    assert path.stat().st_size > 1000
+
+
+def test_a_compiler_that_says_nothing_and_makes_nothing(tmp_path: Path) -> None:
+    idle = shutil.which("true")
+    assert idle is not None
+    with pytest.raises(CannotBuild, match="made no library"):
+        build(idle, tmp_path / "native" / "x.so", lambda _: None)
+
+
+def test_the_compiler_is_found_by_its_usual_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    assert Path(find_compiler()).name in native_build.COMPILERS
+
+
+def test_an_operator_that_computes_wrongly_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong(_library: object) -> None:
+        raise CannotBuild("what was compiled disagrees with torch")
+
+    monkeypatch.setattr(attention_choice, "check_library", wrong)
+    assert names("auto", ROOT / ".tokenmill") == ["torch"]
+    assert "disagrees with torch" in caplog.text
+
+
+def test_what_fails_the_trial_of_a_model_gives_way(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> AttentionBackend:
+        raise UnsupportedModel("heads of a strange size")
+
+    native = Backend("native", refuse, TORCH.bytes_per_block)
+    monkeypatch.setattr(attention_choice, "native_backend", lambda *_: native)
+    told: list[str] = []
+    execution = build_execution(
+        str(tiny_llama), device="cpu", num_kv_blocks=4, cache_dir="/nowhere", progress=told.append
+    )
+    assert execution.attention == "torch"
+    assert "attention: torch" in told
+    assert "native attention is not used for this model" in caplog.text
+    with pytest.raises(UnsupportedModel, match="heads of a strange size"):
+        build_execution(
+            str(tiny_llama), device="cpu", num_kv_blocks=4, cache_dir="/nowhere", attention="native"
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_is_served_by_the_native_attention(tiny_llama: Path, dtype: str) -> None:
+    execution = build_execution(
+        str(tiny_llama), device="cpu", dtype=dtype, num_kv_blocks=4, cache_dir=ROOT / ".tokenmill"
+    )
+    assert execution.attention == "native"

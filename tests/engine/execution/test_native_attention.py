@@ -1,0 +1,225 @@
+"""The native operator against torch's backend, over shapes, windows and features, and bit against bit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import UnsupportedModel
+from engine.execution.attention import AttentionBackend, LayerCall, LayerSpec
+from engine.execution.inputs import InputBuilder
+from engine.execution.native_attention import NativeAttention, bytes_per_block
+from engine.execution.native_trial import check_library
+from engine.outputs import SchedulerOutputs
+from engine.sequence import Sequence
+from tests.engine.execution.pools import native_library, poisoned
+from tests.engine.execution.serving import part, seated
+
+LONGEST = 100
+SEATS = 5
+# (seat, start, end): chunks with and without context, singles, both together; seat 4 is never computed.
+STEPS = (
+    ((0, 0, 70), (1, 0, 1), (2, 0, 16), (3, 0, 33)),
+    ((1, 1, 2), (0, 70, 97), (2, 16, 17), (3, 33, 64)),
+    ((0, 97, 98), (1, 2, 3), (2, 17, 18), (3, 64, 65)),
+    ((0, 98, 100), (3, 65, 99)),
+)
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Outputs = dict[tuple[int, int], torch.Tensor]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+"""Absolute and relative; bfloat16 has 8 bits, and torch rounds the weights to them as well."""
+
+
+class Bench:
+    """Sequences whose queries, keys and values are known, and steps over any backend."""
+
+    def __init__(self, spec: LayerSpec, block_size: int, dtype: torch.dtype, longest: int = LONGEST) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+        self.spec, self.block_size, self.dtype, self.longest = spec, block_size, dtype, longest
+        self.tokens: list[Rows] = [
+            (
+                self.noise(longest, spec.num_heads, spec.head_dim),
+                self.noise(longest, spec.num_kv_heads, spec.head_dim),
+                self.noise(longest, spec.num_kv_heads, spec.value_dim),
+            )
+            for _ in range(SEATS)
+        ]
+        sinks = self.noise(spec.num_heads) if spec.sinks else None
+        self.call = LayerCall(0, spec.scaling, spec.sliding_window, spec.softcap, sinks)
+        self.num_blocks = 1 + SEATS * -(-longest // block_size)
+
+    def noise(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator).to(self.dtype)
+
+    def backend(self, attention: str) -> AttentionBackend:
+        return poisoned(attention, (self.spec,), self.num_blocks, self.block_size, self.dtype)
+
+    def sequences(self) -> list[Sequence]:
+        blocks = range(1, self.num_blocks)
+        return [seated(seat, [0] * self.longest, list(blocks[seat::SEATS])) for seat in range(SEATS)]
+
+    def run(self, backend: AttentionBackend, steps: tuple[tuple[tuple[int, int, int], ...], ...]) -> Outputs:
+        """Each token's output, [heads, value_dim], by seat and position."""
+        sequences, inputs = self.sequences(), InputBuilder(SEATS, self.longest, self.block_size)
+        found: Outputs = {}
+        for step in steps:
+            items = tuple(part(sequences[who], start, end) for who, start, end in step)
+            batch = inputs.build(SchedulerOutputs(prefill=items)).batch
+            query, key, value = (
+                torch.cat([self.tokens[who][i][start:end] for who, start, end in step]) for i in range(3)
+            )
+            out = backend.begin(batch).attend(self.call, query, key, value)
+            assert out.dtype == self.dtype
+            places = [(who, at) for who, start, end in step for at in range(start, end)]
+            found |= dict(zip(places, out, strict=True))
+        return found
+
+
+def check(spec: LayerSpec, block_size: int, dtype: torch.dtype = torch.float32) -> None:
+    bench = Bench(spec, block_size, dtype)
+    ours, theirs = (bench.run(bench.backend(name), STEPS) for name in ("native", "torch"))
+    most = TOLERANCE[dtype]
+    torch.testing.assert_close(
+        torch.stack(list(ours.values())), torch.stack(list(theirs.values())), rtol=most, atol=most
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("block_size", [1, 4, 16, 24, 32, 64])
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 65])
+def test_windows_and_block_sizes(block_size: int, window: int | None, dtype: torch.dtype) -> None:
+    check(LayerSpec(4, 2, 8, 8, 0.4, sliding_window=window), block_size, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(3, 3), (6, 2), (7, 1), (16, 2), (40, 1)])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 256])
+def test_heads_and_their_sizes(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    check(LayerSpec(num_heads, num_kv_heads, head_dim, head_dim, head_dim**-0.5), 16, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("softcap", [None, 1.5, 50.0])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 12), (7, 33)])
+def test_features(
+    window: int | None, softcap: float | None, sinks: bool, head_dim: int, value_dim: int, dtype: torch.dtype
+) -> None:
+    check(LayerSpec(6, 2, head_dim, value_dim, 0.5, window, softcap, sinks), 16, dtype)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    group=st.integers(1, 9),
+    num_kv_heads=st.integers(1, 3),
+    sizes=st.tuples(st.integers(1, 70), st.integers(1, 70)),
+    window=st.none() | st.integers(1, 80),
+    softcap=st.none() | st.floats(0.5, 60),
+    sinks=st.booleans(),
+    block_size=st.integers(1, 48),
+)
+def test_any_layer(
+    group: int,
+    num_kv_heads: int,
+    sizes: tuple[int, int],
+    window: int | None,
+    softcap: float | None,
+    sinks: bool,
+    block_size: int,
+) -> None:
+    spec = LayerSpec(group * num_kv_heads, num_kv_heads, *sizes, sizes[0] ** -0.5, window, softcap, sinks)
+    check(spec, block_size)
+
+
+BITS = LayerSpec(6, 2, 32, 48, 0.2, sinks=True)
+LONG = 1100
+"""More than two splits of the operator."""
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [None, 600])
+def test_a_row_has_the_same_bits_in_any_company(window: int | None, dtype: torch.dtype) -> None:
+    """Alone token by token at the end, in chunks of any size, beside others: by 1 thread and by 2."""
+    bench = Bench(replace(BITS, sliding_window=window), 16, dtype, longest=LONG)
+    ways = (
+        (((0, 0, LONG - 2),), ((0, LONG - 2, LONG - 1),), ((0, LONG - 1, LONG),)),
+        (((0, 0, 333), (1, 0, 40)), ((1, 40, 41), (0, 333, 1099), (2, 0, 7)), ((2, 7, 8), (0, 1099, LONG))),
+        (((3, 0, 50), (0, 0, 17)), ((0, 17, LONG),)),
+    )  # fmt: skip
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            for steps in ways:
+                outputs = bench.run(bench.backend("native"), steps)
+                found.append(torch.stack([outputs[0, at] for at in range(LONG)]))
+    finally:
+        torch.set_num_threads(threads)
+    assert not found[0].isnan().any()
+    for other in found[1:]:
+        assert torch.equal(found[0], other)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_long_contexts(dtype: torch.dtype) -> None:
+    bench = Bench(BITS, 16, dtype, longest=LONG)
+    steps = (((0, 0, LONG - 70),), ((0, LONG - 70, LONG - 1), (1, 0, 5)), ((0, LONG - 1, LONG),))
+    ours, theirs = (bench.run(bench.backend(name), steps) for name in ("native", "torch"))
+    most = TOLERANCE[dtype]
+    torch.testing.assert_close(
+        torch.stack(list(ours.values())), torch.stack(list(theirs.values())), rtol=most, atol=most
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_nan_reaches_its_own_sequence_alone(dtype: torch.dtype) -> None:
+    """It must come out as one, so that its request fails, and nowhere else."""
+    bench = Bench(BITS, 4, dtype)
+    clean = bench.run(bench.backend("native"), STEPS)
+    bench.tokens[2][1][3] = torch.nan
+    bench.tokens[3][2][40] = torch.nan
+    found = bench.run(bench.backend("native"), STEPS)
+    for (who, at), row in found.items():
+        if (who == 2 and at >= 3) or (who == 3 and at >= 40):
+            assert row.isnan().any()
+        elif who < 2:
+            assert torch.equal(row, clean[who, at])
+
+
+@pytest.mark.parametrize("block_size", [4, 16, 32])
+def test_zero_blocks_forgets_them_alone(block_size: int) -> None:
+    spec = LayerSpec(2, 2, 16, 16, 1.0)
+    backend = NativeAttention(native_library(), (spec,), 8, block_size, torch.float32, torch.device("cpu"))
+    (pool,) = backend.pool.layers
+    pool.fill_(1.0)
+    backend.zero_blocks((1, 3))
+    assert int((pool == 0).sum()) == 2 * block_size * spec.kv_size
+
+
+def test_bytes_per_block_is_what_a_block_takes() -> None:
+    specs = (LayerSpec(4, 2, 8, 8, 1.0), LayerSpec(4, 4, 15, 24, 1.0))
+    backend = NativeAttention(native_library(), specs, 4, 16, torch.bfloat16, torch.device("cpu"))
+    taken = sum(layer.nbytes for layer in backend.pool.layers)
+    assert bytes_per_block(native_library(), specs, 16, torch.bfloat16) == taken // 4
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "reason"),
+    [
+        (LayerSpec(2, 2, 64, 64, 1.0), torch.float16, "float16"),
+        (LayerSpec(2, 2, 513, 64, 1.0), torch.float32, "more than 512"),
+        (LayerSpec(2, 2, 64, 513, 1.0), torch.float32, "more than 512"),
+        (LayerSpec(3, 2, 64, 64, 1.0), torch.float32, "3 heads that share 2"),
+    ],
+)
+def test_what_it_does_not_take_is_said(spec: LayerSpec, dtype: torch.dtype, reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        NativeAttention(native_library(), (spec,), 4, 16, dtype, torch.device("cpu"))
+
+
+def test_the_trial_of_the_library_agrees() -> None:
+    check_library(native_library())
