@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from engine.engine import Engine
 from engine.errors import InvalidParameter
 from engine.execution.build import build_execution
 from engine.offline import OfflineRunner, RequestOutput
@@ -45,17 +44,7 @@ class LLM:
         execution = build_execution(model, cache_dir=cache_dir, dtype=dtype, device=device, **limits)
         self.config = execution.config
         self._tokenizer = execution.tokenizer
-        self._runner = OfflineRunner(
-            Engine(
-                execution.config,
-                execution.runner,
-                execution.sampler,
-                execution.tokenizer,
-                eos_token_ids=execution.eos_token_ids,
-                vocab_size=execution.vocab_size,
-                grammar_compiler=execution.grammar_compiler,
-            )
-        )
+        self._runner = OfflineRunner(execution.new_engine())
 
     def generate(
         self,

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import redis
 from prometheus_client import CollectorRegistry
 
-from engine.engine import Engine
 from engine.errors import InvalidParameter, UnsupportedModel
 from monitoring.engine import EngineMetrics
 from monitoring.http import serve_metrics
@@ -110,15 +109,6 @@ class Process:
 
     def _make_worker(self, execution: "Execution") -> BatchWorker:
         settings = self._settings
-        engine = Engine(
-            execution.config,
-            execution.runner,
-            execution.sampler,
-            execution.tokenizer,
-            eos_token_ids=execution.eos_token_ids,
-            vocab_size=execution.vocab_size,
-            grammar_compiler=execution.grammar_compiler,
-        )
         engine_metrics = EngineMetrics(
             self._registry,
             model=settings.served_model_name,
@@ -136,7 +126,7 @@ class Process:
             timing=settings.timing,
             observers=(engine_metrics,),
         )
-        return BatchWorker(engine, model, given, name=self._name)
+        return BatchWorker(execution.new_engine(), model, given, name=self._name)
 
 
 def _load(settings: WorkerSettings, loading: Loading) -> "Execution":

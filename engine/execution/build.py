@@ -11,6 +11,7 @@ from types import NoneType
 from typing import Any, get_args
 
 from engine.config import EngineConfig
+from engine.engine import Engine
 from engine.errors import InvalidParameter
 from engine.execution.attention_choice import choose_backends
 from engine.execution.default_model import DEFAULT_MODEL, default_model
@@ -44,6 +45,18 @@ class Execution:
     dtype: str
     device: str
     attention: str
+
+    def new_engine(self) -> Engine:
+        """An engine of its own; one at a time, as there is one pool."""
+        return Engine(
+            self.config,
+            self.runner,
+            self.sampler,
+            self.tokenizer,
+            eos_token_ids=self.eos_token_ids,
+            vocab_size=self.vocab_size,
+            grammar_compiler=self.grammar_compiler,
+        )
 
 
 def build_execution(

@@ -240,7 +240,7 @@ class TaskStore:
         return to_queue_stats(self._run("queue_stats", slug))
 
     def _rows(self, task_id: str, after: int, count: int) -> Iterator[event_log.Row]:
-        """Up to `count` rows of a log, page by page and outside of scripts: Redis serves others in between."""
+        """Up to `count` rows of a log, in pages and outside of scripts: Redis serves others in between."""
         while count > 0:
             asked = min(count, event_log.PAGE)
             rows = self._client.xrange(keys.log(task_id), min=event_log.first_id(after), count=asked)
