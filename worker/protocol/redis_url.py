@@ -24,9 +24,9 @@ class BadRedisUrl(ValueError):
 class RedisAddress:
     """What a URL says.
 
-    `nodes`: host and port of the server, or of each Sentinel; none of a Unix socket. `service`: the name under
-    which the Sentinels watch the server; "" where the server itself is named. `options` of its connections, as
-    redis-py calls them; `sentinel_options` of those to the Sentinels.
+    `nodes`: host and port of the server, or of each Sentinel; none of a Unix socket. `service`: the name by
+    which the Sentinels watch the server; "" where the server itself is named. `options` of its connections,
+    as redis-py calls them; `sentinel_options` of those to the Sentinels.
     """
 
     nodes: tuple[tuple[str, int], ...] = ()

@@ -86,7 +86,7 @@ def test_what_a_url_says(url: str, address: RedisAddress) -> None:
     ],
 )
 def test_what_cannot_be_used_is_told_and_not_repeated(url: str, wanted: str) -> None:
-    with pytest.raises(BadRedisUrl, match="^an address ") as raised:
+    with pytest.raises(BadRedisUrl, match=r"^an address ") as raised:
         parse(url.replace("://", "://user:secret@", 1) if "://" in url else url)
     assert wanted in str(raised.value)
     assert "secret" not in str(raised.value)
