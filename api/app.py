@@ -74,9 +74,7 @@ def _bare_app(settings: ApiSettings) -> ApiApp:
         __name__,
         info=Info(title="Tokenmill", version="1", description=_DESCRIPTION),
         # Left out, it would be written as null, which is no valid OpenAPI.
-        security_schemes={authentication.SCHEME_NAME: dict(authentication.SCHEME)}
-        if settings.keyring
-        else {},
+        security_schemes=authentication.schemes(settings.keyring),
         # Every operation describes its errors as `default`, so that no separate one is added for bodies.
         validation_error_status="default",
         validation_error_model=ProblemView,

@@ -1,26 +1,28 @@
 """Whose call it is: the tenant of the API key that it shows.
 
-Law: where keys are set, no call of `/v1/` gets past here without one; its body has not been read then, and Redis
-not been asked. Knows no task: what a tenant may see is decided where it is looked up.
+Law: where keys are set, no call of `/v1/` gets past here without one; nothing of its body has been read then,
+and Redis has not been asked. Knows no task: what a tenant may see is decided where it is looked up.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from flask import Flask, g, request
+from flask_openapi3.models.security_scheme import SecurityScheme
 
 from api.keyring import Keyring
 from api.problems import Problem
 from worker.protocol.naming import DEFAULT_TENANT
 
 PROTECTED = "/v1/"
-SCHEME: Mapping[str, Any] = {
-    "type": "http",
-    "scheme": "bearer",
-    "description": "An API key of this service: `Authorization: Bearer <key>`.",
-}
-"""As OpenAPI describes it."""
 SCHEME_NAME = "apiKey"
+_DESCRIPTION = "An API key of this service: `Authorization: Bearer <key>`."
+
+
+def schemes(keyring: Keyring) -> dict[str, SecurityScheme | dict[str, Any]]:
+    """As OpenAPI describes them."""
+    if not keyring:
+        return {}
+    return {SCHEME_NAME: {"type": "http", "scheme": "bearer", "description": _DESCRIPTION}}
 
 
 def install(app: Flask, keyring: Keyring) -> None:

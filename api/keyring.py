@@ -1,7 +1,7 @@
 """The API keys that this service knows, and whose they are. Pure.
 
-Law: no key is kept, shown or told as it was given. What is kept are digests, and each call's key is compared with
-all of them, so that the time of an answer tells nothing about any. Knows no request.
+Law: no key is kept, shown or told as it was given. What is kept are digests, and each call's key is compared
+with all of them, so that the time of an answer tells nothing about any. Knows no request.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ _KEY = re.compile(r"[\x21-\x7e]{1,512}")
 
 @dataclass(frozen=True, slots=True)
 class Keyring:
-    """Digests of keys, each with its tenant; of one tenant there may be several. Empty: nobody needs a key."""
+    """Digests of keys, each with its tenant; a tenant may have several. Empty: nobody needs a key."""
 
     entries: Sequence[tuple[bytes, str]] = field(default=(), repr=False)
 
@@ -33,9 +33,12 @@ class Keyring:
         return found
 
 
-def parse_keys(text: str, known: Keyring = Keyring()) -> Keyring:
-    """Those of `text` and the `known` ones. Raises ValueError, which says which entry is wrong and repeats none.
-    A text without entries is wrong: the service would stand open.
+NO_KEYS = Keyring()
+
+
+def parse_keys(text: str, known: Keyring = NO_KEYS) -> Keyring:
+    """Those of `text` and the `known` ones. Raises ValueError, which says which entry is wrong and repeats
+    none. A text without entries is wrong: the service would stand open.
     """
     tenants, number = dict(known.entries), 0
     for number, entry in enumerate(_entries(text), 1):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from api import webhook_signature
-from api.keyring import Keyring, parse_keys
+from api.keyring import NO_KEYS, Keyring, parse_keys
 from worker.protocol import naming, redis_url
 
 _YES = frozenset({"1", "true", "yes", "on"})
@@ -58,7 +58,7 @@ class ApiSettings:
     http_grace_seconds: float = 10.0
     webhook_keys: tuple[bytes, ...] = field(default=(), repr=False)
     webhook_allow_private: bool = False
-    keyring: Keyring = Keyring()
+    keyring: Keyring = NO_KEYS
 
     @property
     def public_model(self) -> str:
@@ -138,7 +138,7 @@ class _Reader:
     def keyring(self, variable: str, file_variable: str) -> Keyring:
         """The keys of both; none where neither is set."""
         given, file = self.text(variable, ""), self.text(file_variable, "")
-        keyring = _with_keys(Keyring(), variable, given) if given else Keyring()
+        keyring = _with_keys(NO_KEYS, variable, given) if given else NO_KEYS
         return _with_keys(keyring, file_variable, _contents(file_variable, file)) if file else keyring
 
     def switch(self, variable: str, default: bool) -> bool:

@@ -164,7 +164,7 @@ def body_digest(body: TaskBody) -> str:
 
 
 def estimate_cost(body: TaskBody, card: ModelCard | None) -> int:
-    """Prompt and outputs in tokens, as far as they can be told without a tokenizer. Outputs share the prompt."""
+    """Prompt and outputs in tokens, as far as they can be told without a tokenizer. They share the prompt."""
     if body.prompt_token_ids is not None:
         prompt = len(body.prompt_token_ids)
     else:
