@@ -15,6 +15,7 @@ from tests.worker.protocol.tasks import (
     final_write,
     owned,
     publish,
+    reap,
     settle,
     submission,
     submit,
@@ -110,6 +111,8 @@ def lived(store: TaskStore, client: redis.Redis) -> tuple[set[str], set[str]]:
     asked = {"limits": limits, "webhook": "http://example.org/", "cancel_on_disconnect": True}
     ids = [submit(store, client, idempotency_key=str(n), **asked) for n in range(3)]
     Readers(client).read(ids[0], "reader", 60)
+    claim(store, 1, lease_seconds=-1)
+    reap(store)
     first, second = claim(store, 2)
     facts = {"waiting_for": "behind", "position": "1", "tokens_ahead": "2"}
     publish(
