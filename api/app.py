@@ -9,7 +9,7 @@ from flask_openapi3.openapi import OpenAPI
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from api import problems
+from api import authentication, problems
 from api.follow import Follower
 from api.health import health_routes
 from api.hub import Hub
@@ -60,6 +60,7 @@ def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiAp
     app = _bare_app(settings)
     problems.install(app)
     _observe(app, metrics)
+    authentication.install(app, settings.keyring)
     app.register_api(task_routes(services))
     app.register_api(health_routes(settings, store, registry))
     app.extensions["hub"] = hub
@@ -73,7 +74,7 @@ def _bare_app(settings: ApiSettings) -> ApiApp:
         __name__,
         info=Info(title="Tokenmill", version="1", description=_DESCRIPTION),
         # Left out, it would be written as null, which is no valid OpenAPI.
-        security_schemes={},
+        security_schemes=authentication.schemes(settings.keyring),
         # Every operation describes its errors as `default`, so that no separate one is added for bodies.
         validation_error_status="default",
         validation_error_model=ProblemView,

@@ -6,9 +6,11 @@ Law: a value that cannot be used is an error that names its variable, before any
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 from api import webhook_signature
+from api.keyring import NO_KEYS, Keyring, parse_keys
 from worker.protocol import naming, redis_url
 
 _YES = frozenset({"1", "true", "yes", "on"})
@@ -29,13 +31,15 @@ class ApiSettings:
     """What one API process needs to know.
 
     `model`, `served_model_name`: what the worker loads, and the public name ("" takes it from `model`).
-    `max_waiting_tasks`: submissions beyond so many waiting tasks are refused; 0 means no limit.
+    `max_waiting_tasks`, `max_waiting_tokens`: submissions beyond so many waiting tasks, or beyond so many
+    tokens that these are estimated to need, are refused; 0 means no limit.
     `http_threads`: calls answered at once. `max_streams`: of these, event streams and waiting polls; fewer,
     so that short calls always find a thread. Seconds: `retention_seconds` an ended task is kept,
     `max_task_seconds` a task may wait for a worker, `heartbeat_seconds` between comments on a silent
     stream, `http_grace_seconds` for open calls to end when the server stops.
     `webhook_keys`: sign what is sent to webhooks; without any, no task may have one.
     `webhook_allow_private`: they may be addresses of this machine and its networks.
+    `keyring`: the API keys; without any, nobody needs one, and all are one tenant.
     """
 
     redis_url: str = "redis://127.0.0.1:6379/0"
@@ -46,6 +50,7 @@ class ApiSettings:
     retention_seconds: float = 3600.0
     max_task_seconds: float = 86400.0
     max_waiting_tasks: int = 10_000
+    max_waiting_tokens: int = 10_000_000
     max_body_bytes: int = 2 * 1024 * 1024
     http_threads: int = 256
     max_streams: int = 224
@@ -53,6 +58,7 @@ class ApiSettings:
     http_grace_seconds: float = 10.0
     webhook_keys: tuple[bytes, ...] = field(default=(), repr=False)
     webhook_allow_private: bool = False
+    keyring: Keyring = NO_KEYS
 
     @property
     def public_model(self) -> str:
@@ -65,6 +71,10 @@ class ApiSettings:
     @property
     def waiting_limit(self) -> int | None:
         return self.max_waiting_tasks or None
+
+    @property
+    def waiting_token_limit(self) -> int | None:
+        return self.max_waiting_tokens or None
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "ApiSettings":
@@ -80,6 +90,9 @@ class ApiSettings:
             retention_seconds=read.seconds("TOKENMILL_RETENTION_SECONDS", default.retention_seconds),
             max_task_seconds=read.seconds("TOKENMILL_MAX_TASK_SECONDS", default.max_task_seconds),
             max_waiting_tasks=read.whole("TOKENMILL_MAX_WAITING_TASKS", default.max_waiting_tasks, least=0),
+            max_waiting_tokens=read.whole(
+                "TOKENMILL_MAX_WAITING_TOKENS", default.max_waiting_tokens, least=0
+            ),
             max_body_bytes=read.whole("TOKENMILL_MAX_BODY_BYTES", default.max_body_bytes, least=1024),
             http_threads=read.whole("TOKENMILL_HTTP_THREADS", default.http_threads, least=2),
             max_streams=read.whole("TOKENMILL_MAX_STREAMS", default.max_streams, least=1),
@@ -89,6 +102,7 @@ class ApiSettings:
             webhook_allow_private=read.switch(
                 "TOKENMILL_WEBHOOK_ALLOW_PRIVATE", default.webhook_allow_private
             ),
+            keyring=read.keyring("TOKENMILL_API_KEYS", "TOKENMILL_API_KEYS_FILE"),
         )
         if settings.max_streams >= settings.http_threads:
             raise SettingError(
@@ -120,6 +134,12 @@ class _Reader:
         except ValueError as error:
             # What was given may be nearly right, and the message stands in logs.
             raise SettingError(variable, "...", str(error)) from None
+
+    def keyring(self, variable: str, file_variable: str) -> Keyring:
+        """The keys of both; none where neither is set."""
+        given, file = self.text(variable, ""), self.text(file_variable, "")
+        keyring = _with_keys(NO_KEYS, variable, given) if given else NO_KEYS
+        return _with_keys(keyring, file_variable, _contents(file_variable, file)) if file else keyring
 
     def switch(self, variable: str, default: bool) -> bool:
         text = self.text(variable, "").lower()
@@ -154,3 +174,19 @@ class _Reader:
         if not least <= value <= most:
             raise SettingError(variable, text, wanted)
         return value
+
+
+def _with_keys(known: Keyring, variable: str, text: str) -> Keyring:
+    try:
+        return parse_keys(text, known)
+    except ValueError as error:
+        # What was given holds keys, and the message stands in logs.
+        raise SettingError(variable, "...", str(error)) from None
+
+
+def _contents(variable: str, file: str) -> str:
+    try:
+        return Path(file).read_text("utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise SettingError(variable, file, f"a file that can be read ({reason})") from error

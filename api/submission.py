@@ -47,39 +47,41 @@ class Submitter:
         self._client = client
         self._store = store
 
-    def submit(self, body: TaskBody, idempotency_key: str | None) -> Submitted:
-        """Queue a task. Raises `Problem`: 400, 404, 422 or 429."""
+    def submit(self, body: TaskBody, idempotency_key: str | None, tenant: str) -> Submitted:
+        """Queue a task of `tenant`. Raises `Problem`: 400, 404, 422 or 429."""
         key = None if idempotency_key is None else parse_key(idempotency_key)
         check_model(body, self._settings.public_model)
         check_webhook(body, self._settings)
         card = self._store.model_card(self._settings.slug)
         if card is not None:
             check_card(body, card)
+        submission = self._submission(body, key, card, tenant)
         try:
-            return self._store.submit(self._submission(body, key, card))
+            return self._store.submit(submission)
         except QueueFull as full:
-            raise self._queue_full(full) from full
+            raise self._queue_full(full, submission.cost) from full
         except IdempotencyConflict:
             detail = "this Idempotency-Key was used with another body; take a new key"
             raise Problem(422, "idempotency_key_reused", detail, param="Idempotency-Key") from None
 
-    def _submission(self, body: TaskBody, key: str | None, card: ModelCard | None) -> Submission:
+    def _submission(self, body: TaskBody, key: str | None, card: ModelCard | None, tenant: str) -> Submission:
         settings = self._settings
         request = to_request(body, naming.new_task_id(), settings.public_model)
-        queue = naming.queue_name(settings.slug, request.priority, naming.DEFAULT_TENANT)
+        queue = naming.queue_name(settings.slug, request.priority, tenant)
         return Submission(
             task_id=request.id,
             queue=queue,
             slug=settings.slug,
             model=request.model,
             priority=request.priority,
-            tenant=naming.DEFAULT_TENANT,
+            tenant=tenant,
             job_fields=self._job_fields(request, queue),
             cost=estimate_cost(body, card),
             metadata=json.dumps(body.metadata, ensure_ascii=False),
             idempotency_key=key,
             body_digest=body_digest(body),
             max_waiting=settings.waiting_limit,
+            max_waiting_tokens=settings.waiting_token_limit,
             num_outputs=body.n or 1,
             webhook=body.webhook.url if body.webhook else "",
             cancel_on_disconnect=body.on_disconnect == "cancel",
@@ -106,17 +108,36 @@ class Submitter:
         job.enqueued_at = now()
         return job.to_dict()
 
-    def _queue_full(self, full: QueueFull) -> Problem:
-        stats = self._store.queue_stats(self._settings.slug)
-        # One task's share of the waiting work is done in this time, and then there is room for one.
-        drained = stats.waiting_cost / max(full.depth, 1) / stats.drain_rate if stats.drain_rate else None
+    def _queue_full(self, full: QueueFull, cost: int) -> Problem:
+        limits = {"tasks": self._settings.max_waiting_tasks, "tokens": self._settings.max_waiting_tokens}
+        what = "tasks" if full.limit_met == "tasks" else "estimated tokens"
+        waiting = full.depth if full.limit_met == "tasks" else full.tokens
+        more = "" if full.limit_met == "tasks" else f", and this task would add {cost}"
         return Problem(
             429,
             "queue_full",
-            f"{full.depth} tasks wait already, the limit is {full.limit}; try again later",
-            retry_after=QUEUE_FULL_SECONDS if drained is None else drained,
-            members={"depth": full.depth, "limit": full.limit},
+            f"{waiting} {what} wait already{more}; the limit is {limits[full.limit_met]}; try again later",
+            retry_after=self._seconds_until_room(full, cost, limits["tokens"]),
+            members={
+                "limit_met": full.limit_met,
+                "depth": full.depth,
+                "limit": limits["tasks"] or None,
+                "waiting_tokens": full.tokens,
+                "token_limit": limits["tokens"] or None,
+            },
         )
+
+    def _seconds_until_room(self, full: QueueFull, cost: int, token_limit: int) -> float:
+        """As the last minute went. One task's share of the waiting work is done, and there is room for one;
+        of tokens all that are too many must go.
+        """
+        drain_rate = self._store.queue_stats(self._settings.slug).drain_rate
+        if not drain_rate:
+            return QUEUE_FULL_SECONDS
+        if full.limit_met == "tasks":
+            return full.tokens / max(full.depth, 1) / drain_rate
+        # What is larger than the limit is taken when nothing else waits.
+        return min(full.tokens, full.tokens + cost - token_limit) / drain_rate
 
 
 def to_request(body: TaskBody, task_id: str, model: str) -> GenerateRequest:
@@ -143,15 +164,16 @@ def body_digest(body: TaskBody) -> str:
 
 
 def estimate_cost(body: TaskBody, card: ModelCard | None) -> int:
-    """Prompt and outputs in tokens, as far as they can be told without a tokenizer."""
+    """Prompt and outputs in tokens, as far as they can be told without a tokenizer. They share the prompt."""
     if body.prompt_token_ids is not None:
         prompt = len(body.prompt_token_ids)
     else:
         text = body.prompt or "".join(turn.content for turn in body.messages or ())
         prompt = len(text.encode()) // BYTES_PER_TOKEN + 1
     ceiling = card.max_model_len if card else COST_CEILING
-    output = min(body.max_tokens or OUTPUT_GUESS, ceiling)
-    return min(prompt + output, ceiling) + ((body.n or 1) - 1) * output
+    prompt = min(prompt, ceiling)
+    output = min(body.max_tokens or OUTPUT_GUESS, ceiling - prompt)
+    return prompt + (body.n or 1) * output
 
 
 def parse_key(header: str) -> str:

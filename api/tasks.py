@@ -17,6 +17,7 @@ from flask_openapi3.blueprint import APIBlueprint
 from flask_openapi3.models.tag import Tag
 
 from api import events
+from api.authentication import SCHEME_NAME, tenant
 from api.follow import Follower
 from api.presence import Places, Shutdown
 from api.problems import Problem, bad_field, retry_seconds
@@ -74,7 +75,12 @@ def task_routes(services: TaskServices) -> APIBlueprint:
     """The blueprint of `/v1/tasks`."""
     calls = _Calls(services)
     routes = APIBlueprint(
-        "tasks", __name__, url_prefix="/v1/tasks", abp_tags=[_TAG], abp_responses={"default": PROBLEM_REPLY}
+        "tasks",
+        __name__,
+        url_prefix="/v1/tasks",
+        abp_tags=[_TAG],
+        abp_security=[{SCHEME_NAME: []}] if services.settings.keyring else None,
+        abp_responses={"default": PROBLEM_REPLY},
     )
 
     @routes.post("", summary="Submit a task", responses={HTTPStatus.ACCEPTED: Task, HTTPStatus.OK: Task})
@@ -112,7 +118,7 @@ class _Calls:
         self._services = services
 
     def submit(self, header: SubmitHeaders, body: TaskBody) -> Response:
-        submitted = self._services.submitter.submit(body, header.idempotency_key)
+        submitted = self._services.submitter.submit(body, header.idempotency_key, tenant())
         seconds = preferred_wait(header.prefer)
         self._wait(submitted.task_id, seconds)
         reading = self._reading(submitted.task_id)
@@ -130,8 +136,9 @@ class _Calls:
         return _reply(self._reading(task_id))
 
     def cancel(self, task_id: str) -> Response:
-        if naming.TASK_ID.fullmatch(task_id):
-            self._services.store.cancel(task_id)
+        # First whose it is, which never changes.
+        self._look(self._services.store.inspect, task_id)
+        self._services.store.cancel(task_id)
         return _reply(self._reading(task_id))
 
     def follow(self, task_id: str, after: int) -> Response:
@@ -185,10 +192,11 @@ class _Calls:
     def _reading(self, task_id: str) -> Reading:
         return self._look(self._services.store.read, task_id)
 
-    def _look(self, look: Callable[[str], Found | None], task_id: str) -> Found:
-        """Raises `Problem`: 404 or 410."""
+    def _look(self, look: Callable[[str, str | None], Found | None], task_id: str) -> Found:
+        """Raises `Problem`: 404 or 410. Another tenant's task is answered as one that never was."""
         known = naming.TASK_ID.fullmatch(task_id)
-        found = look(task_id) if known else None
+        whose = tenant() if self._services.settings.keyring else None
+        found = look(task_id, whose) if known else None
         if found is not None:
             return found
         if known and naming.task_id_time(task_id) < time.time() - self._services.settings.retention_seconds:

@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar, cast
@@ -56,12 +56,13 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """A service at `url`. `timeout`: seconds of one call.
+    """A service at `url`. `api_key`: shown with each call. `timeout`: seconds of one call.
 
     `patience`: seconds for which reading a known task is tried again while the service is away.
     """
 
     url: str
+    api_key: str | None = field(default=None, repr=False)
     timeout: float = 30.0
     patience: float = 60.0
     sleep: Callable[[float], None] = time.sleep
@@ -168,6 +169,9 @@ class Client:
             request = urllib.request.Request(  # noqa: S310 - the user's own address
                 self.url.rstrip("/") + path, data=data, headers=sent, method=method
             )
+            if self.api_key:
+                # Not for another address to which this one might send the call.
+                request.add_unredirected_header("Authorization", f"Bearer {self.api_key}")
             answer = _opener(self.url).open(request, timeout=timeout)
         except urllib.error.HTTPError as error:
             with error:

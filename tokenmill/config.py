@@ -148,6 +148,9 @@ SETTINGS = (
     Setting("max_task_seconds", float, "86400", "a task that waits so long ends as `timeout`", _BOTH),
     Setting("retention_seconds", float, "3600", "an ended task is kept so long", _BOTH),
     Setting("max_waiting_tasks", int, "10000", "more waiting tasks are refused with 429; 0: no limit", _API),
+    Setting(
+        "max_waiting_tokens", int, "10000000", "the same for the tokens that they are estimated to need", _API
+    ),
     Setting("max_body_bytes", int, "2097152", "a larger body is refused with 413", _API),
     Setting("http_threads", int, "256", "calls that the API answers at once", _API),
     Setting("max_streams", int, "224", "of these, event streams and waiting polls", _API),
@@ -155,9 +158,12 @@ SETTINGS = (
     Setting("http_grace_seconds", float, "10", "a stopping API lets open calls end for so long", _API),
     Setting("webhook_secret", str, "none: no webhooks", "`whsec_...`; signs webhooks", _API),
     Setting("webhook_allow_private", bool, "false", "webhooks may go to private addresses", _API),
+    Setting("api_keys", str, "none: open to all", "`tenant:key` entries; each call needs a key then", _API),
+    Setting("api_keys_file", str, "none", "file of more such entries, one a line", _API),
     Setting("cache_dir", str, ".tokenmill", "where the default model and the native attention lie", _WORKER),
     Setting("state_dir", str, ".tokenmill", "where `serve` keeps its data", _SERVE),
     Setting("url", str, "the running service's", "the API that submit, status and cancel talk to", _CLIENT),
+    Setting("api_key", str, "none", "the key that submit, status and cancel show", _CLIENT),
 )
 
 # Thirty years; Redis and timers cannot count much longer.
@@ -173,7 +179,7 @@ _RANGES = {
     **dict.fromkeys(("max_skip_ahead", "max_chunk_tokens"), Range(1, 2**31 - 1)),
     "max_preemptions": Range(0, 2**31 - 1),
     "prefill_reserve": Range(0, 0.9),
-    "max_waiting_tasks": Range(0),
+    **dict.fromkeys(("max_waiting_tasks", "max_waiting_tokens"), Range(0)),
     "max_body_bytes": Range(1024),
     "http_threads": Range(2),
     "max_streams": Range(1),

@@ -38,6 +38,7 @@ def submit(
     as_json: bool,
     config_file: str | None,
     url: str | None,
+    api_key: str | None,
     **flags: Any,
 ) -> None:
     """Submit a task; print its id, or with --wait or --stream its text.
@@ -53,7 +54,7 @@ def submit(
     """
     if stream and (wait or as_json):
         raise click.UsageError("--stream goes with neither --wait nor --json")
-    client = _client(url, config_file)
+    client = _client(url, api_key, config_file)
     task = client.submit(to_body(_read_prompt(prompt), flags))
     if stream:
         _print_stream(client, str(task["id"]), flags.get("n") or 1)
@@ -70,7 +71,9 @@ def submit(
 @click.option("--wait", is_flag=True, help="wait until the task has ended")
 @_json_flag
 @setting_flags(Part.CLIENT)
-def status(task_id: str, wait: bool, as_json: bool, config_file: str | None, url: str | None) -> None:
+def status(
+    task_id: str, wait: bool, as_json: bool, config_file: str | None, url: str | None, api_key: str | None
+) -> None:
     """Show a task: its state, place in the queue, and the text so far.
 
     \b
@@ -78,7 +81,7 @@ def status(task_id: str, wait: bool, as_json: bool, config_file: str | None, url
       tokenmill status 0192f0c1a2b3...
       tokenmill status --wait --json 0192f0c1a2b3...
     """
-    client = _client(url, config_file)
+    client = _client(url, api_key, config_file)
     task = client.wait(task_id) if wait else client.task(task_id)
     click.echo(_json(task) if as_json else _description(task))
     if wait:
@@ -89,23 +92,25 @@ def status(task_id: str, wait: bool, as_json: bool, config_file: str | None, url
 @click.argument("task_id", metavar="ID")
 @_json_flag
 @setting_flags(Part.CLIENT)
-def cancel(task_id: str, as_json: bool, config_file: str | None, url: str | None) -> None:
+def cancel(
+    task_id: str, as_json: bool, config_file: str | None, url: str | None, api_key: str | None
+) -> None:
     """Cancel a task, waiting or running. One that has ended stays as it is.
 
     \b
     Examples:
       tokenmill cancel 0192f0c1a2b3...
     """
-    task = _client(url, config_file).cancel(task_id)
+    task = _client(url, api_key, config_file).cancel(task_id)
     click.echo(_json(task) if as_json else task.get("status"))
 
 
-def _client(url: str | None, config_file: str | None) -> Client:
+def _client(url: str | None, api_key: str | None, config_file: str | None) -> Client:
     """For the address that is set, else that of the service that runs in this directory, else the default."""
-    settings = resolved({"url": url}, config_file)
+    settings = resolved({"url": url, "api_key": api_key}, config_file)
     host, port = (settings.get(name, BY_NAME[name].default) for name in ("host", "port"))
     address = settings.get("url") or state_of(settings).address("api-url")
-    return Client(url=address or f"http://{host}:{port}")
+    return Client(url=address or f"http://{host}:{port}", api_key=settings.get("api_key"))
 
 
 def _read_prompt(given: str | None) -> str:

@@ -154,7 +154,9 @@ class TestFullQueue:
         reply = client.post("/v1/tasks", json=BODY)
         assert reply.status_code == 429
         assert reply.content_type == "application/problem+json"
-        assert (reply.json["depth"], reply.json["limit"]) == (3, 3)
+        assert (reply.json["depth"], reply.json["limit"], reply.json["limit_met"]) == (3, 3, "tasks")
+        assert reply.json["waiting_tokens"] == 3 * (2 + 256)
+        assert reply.json["token_limit"] == 10_000_000
         assert reply.json["error"]["type"] == "rate_limit_error"
         assert reply.json["error"]["code"] == "queue_full"
         assert 1 <= int(reply.headers["Retry-After"]) <= 60
@@ -183,9 +185,51 @@ class TestFullQueue:
         again = client.post("/v1/tasks", json=BODY, headers={"Idempotency-Key": "k"})
         assert (again.status_code, again.json["id"]) == (202, first.json["id"])
 
+    def test_a_key_can_be_used_again_after_a_refusal(self, client, submit, worker, redis_client):
+        for _ in range(3):
+            submit()
+        before = sorted(redis_client.keys())
+        headers = {"Idempotency-Key": "k"}
+        assert client.post("/v1/tasks", json=BODY, headers=headers).status_code == 429
+        assert sorted(redis_client.keys()) == before
+        worker.claim()
+        reply = client.post("/v1/tasks", json={**BODY, "max_tokens": 5}, headers=headers)
+        assert (reply.status_code, "Idempotent-Replayed" in reply.headers) == (202, False)
+
     def test_no_limit(self, redis_url, make_app):
         client = make_app(ApiSettings(redis_url=redis_url, max_waiting_tasks=0)).test_client()
         assert {client.post("/v1/tasks", json=BODY).status_code for _ in range(10)} == {202}
+
+
+class TestTooManyTokens:
+    @pytest.fixture
+    def settings(self, redis_url):
+        return ApiSettings(redis_url=redis_url, max_waiting_tokens=1000)
+
+    def test_what_does_not_fit_is_told_when_to_come_again(self, client, submit, worker, redis_client):
+        submit(max_tokens=900)
+        reply = client.post("/v1/tasks", json={"prompt": "x", "max_tokens": 50, "n": 2})
+        assert reply.status_code == 429
+        assert reply.json["error"]["code"] == "queue_full"
+        assert (reply.json["limit_met"], reply.json["depth"]) == ("tokens", 1)
+        assert (reply.json["waiting_tokens"], reply.json["token_limit"]) == (902, 1000)
+        assert int(reply.headers["Retry-After"]) == 10
+        # With one output it fits.
+        submit(max_tokens=50)
+
+    def test_the_time_is_that_in_which_what_is_too_much_has_gone(self, client, submit, worker):
+        submit(max_tokens=998)
+        worker.run("x")
+        submit(max_tokens=900)
+        rate = worker.store.queue_stats(worker.slug).drain_rate
+        reply = client.post("/v1/tasks", json={"prompt": "x", "max_tokens": 600})
+        assert int(reply.headers["Retry-After"]) == max(1, min(60, -(-(902 + 601 - 1000) // rate)))
+
+    def test_one_that_is_too_large_is_taken_alone(self, client, submit, worker):
+        submit(max_tokens=5000)
+        assert client.post("/v1/tasks", json=BODY).status_code == 429
+        worker.claim()
+        submit(max_tokens=5000)
 
 
 class TestPreferWait:
@@ -238,6 +282,9 @@ class TestPreferWait:
 def test_the_estimate_counts_bytes_and_output(card):
     assert estimate_cost(TaskBody(prompt="x" * 40, max_tokens=10), None) == 11 + 10
     assert estimate_cost(TaskBody(prompt_token_ids=[1] * 40, max_tokens=10), None) == 50
+    # Outputs share the prompt; each may be as long as it would be alone.
+    assert estimate_cost(TaskBody(prompt_token_ids=[1] * 40, max_tokens=10, n=3), None) == 70
+    assert estimate_cost(TaskBody(prompt_token_ids=[1] * 40, max_tokens=500, n=2), card) == 40 + 2 * 60
     # Nothing is longer than the model, or, before it is known, than any: those behind are told of this cost.
     assert estimate_cost(TaskBody(prompt="x", max_tokens=10**30), card) == card.max_model_len
     assert estimate_cost(TaskBody(prompt="x", max_tokens=10**30), None) == 2**17

@@ -48,6 +48,16 @@ def test_submit_sends_the_fields_that_are_given(service: FakeService) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("command", [("submit", "hi"), ("status", "t1"), ("cancel", "t1")])
+def test_a_key_is_a_flag_or_a_variable(service: FakeService, command: tuple[str, ...]) -> None:
+    service.will_answer(*[Answer(task("queued"), 202)] * 2)
+
+    at(service, *command, "--api-key", "one")
+    typed(*command, "--url", service.url, environ={"TOKENMILL_API_KEY": "two"})
+
+    assert [call.headers["authorization"] for call in service.calls] == ["Bearer one", "Bearer two"]
+
+
 @pytest.mark.parametrize("arguments", [(), ("-",)])
 def test_submit_reads_standard_input(service: FakeService, arguments: tuple[str, ...]) -> None:
     service.will_answer(Answer(task("queued"), 202))
@@ -239,7 +249,7 @@ def test_one_shape_of_an_answer_at_a_time(service: FakeService) -> None:
 
 
 def test_every_flag_of_a_request_is_a_field_of_a_task() -> None:
-    own = {"prompt", "stream", "wait", "as_json", "config_file", "url", "json_schema", "choice"}
+    own = {"prompt", "stream", "wait", "as_json", "config_file", "url", "api_key", "json_schema", "choice"}
     flags = {str(flag.name): "given" for flag in submit.params if flag.name not in own}
 
     assert set(to_body("x", flags)) <= set(TaskBody.model_fields)

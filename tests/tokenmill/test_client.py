@@ -50,6 +50,27 @@ def test_a_submission_carries_a_key_of_its_own(service: FakeService) -> None:
     assert service.calls[0].body == {"prompt": "a"}
 
 
+def test_a_key_is_shown_with_each_call_and_never_printed(service: FakeService) -> None:
+    service.will_answer(*[Answer(task("queued"), 202)] * 3, Answer([finished(0)]))
+    client = Client(url=service.url, api_key="a-secret")
+
+    client.submit({"prompt": "a"})
+    client.task("t1")
+    client.cancel("t1")
+    list(client.events("t1"))
+
+    assert {call.headers["authorization"] for call in service.calls} == {"Bearer a-secret"}
+    assert "secret" not in repr(client)
+
+
+def test_a_key_is_not_shown_to_whom_a_call_is_sent_on(service: FakeService) -> None:
+    service.will_answer(Answer({}, 302, {"Location": f"{service.url}/elsewhere"}), Answer(task("queued")))
+
+    Client(url=service.url, api_key="a-secret").task("t1")
+
+    assert ["authorization" in call.headers for call in service.calls] == [True, False]
+
+
 def test_a_submission_whose_answer_was_lost_is_sent_again_under_its_key(service: FakeService) -> None:
     service.will_answer(Answer(task("queued"), 202, breaks=True), Answer(task("queued"), 202))
 

@@ -111,7 +111,7 @@ def test_the_file_of_the_directory_is_found(tmp_path: Path) -> None:
 def test_the_table_names_exactly_what_the_rooms_read() -> None:
     """A setting that a room gains is a flag, a line in the file and a row of the README, or this fails."""
     read = variables_of(ApiSettings.from_env) | variables_of(WorkerSettings.from_env)
-    own = {"TOKENMILL_STATE_DIR", "TOKENMILL_URL"}
+    own = {"TOKENMILL_STATE_DIR", "TOKENMILL_URL", "TOKENMILL_API_KEY"}
 
     assert {setting.variable for setting in SETTINGS} - own == read
 

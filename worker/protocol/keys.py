@@ -68,7 +68,7 @@ def shares(slug: str) -> str:
 
 
 def away(slug: str) -> str:
-    """Sorted set, expiring: tenant that does not wait -> its counter. `:last`: of who was the last to wait."""
+    """Sorted set, expiring: tenant that does not wait -> its counter. `:last`: that of the last to wait."""
     return f"tokenmill:away:{slug}"
 
 

@@ -16,13 +16,13 @@ from worker.protocol.records import QueueStats, TaskStatus
 class TaskSnapshot:
     """All that Redis knows of a task at the time `now`. Times are epoch seconds on Redis's clock.
 
-    `claimed`: a worker owns it. `position`: tasks before it, and `tokens_ahead`: their estimated tokens. While
-    it waits in Redis these are exact with one tenant and estimated with several (`standing.lua` says how),
-    and only the next that is claimed has position 0; after the claim they are as the worker says.
-    `waiting_for`: `worker`, `capacity` or `behind` in Redis, the scheduler's reason after the claim, or
+    `claimed`: a worker owns it. `position`: tasks before it, and `tokens_ahead`: their estimated tokens.
+    While it waits in Redis these are exact with one tenant, and estimated while several wait, as
+    `standing.lua` says; only the next to be claimed has position 0. After the claim they are as the worker
+    says. `waiting_for`: `worker`, `capacity` or `behind` in Redis, the scheduler's reason after the claim, or
     `suspect`: a worker may have died of it, and it waits to be tried alone. `drain_rate`: estimated tokens
-    per second of the tasks of this model that ended in the last minute. `num_entries`: length
-    of the log. `cancel_on_disconnect`: as submitted.
+    per second of the tasks of this model that ended in the last minute. `num_entries`: length of the log.
+    `cancel_on_disconnect`, `tenant`: as submitted.
     """
 
     task_id: str

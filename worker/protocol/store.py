@@ -189,18 +189,22 @@ class TaskStore:
         status = self._run("cancel", task_id)
         return None if status is None else str(status.decode())
 
-    def inspect(self, task_id: str) -> TaskSnapshot | None:
-        """All that is known of a task at one moment, but for its log. None: no such task."""
-        reply = self._run("inspect", task_id)
-        return None if reply is None else to_snapshot(task_id, reply)
+    def inspect(self, task_id: str, tenant: str | None = None) -> TaskSnapshot | None:
+        """All that is known of a task at one moment, but for its log.
 
-    def read(self, task_id: str) -> Reading | None:
-        """A task with its log of the same moment. None: no such task.
+        None: no such task, or with a `tenant` none of its own.
+        """
+        reply = self._run("inspect", task_id)
+        snapshot = None if reply is None else to_snapshot(task_id, reply)
+        return snapshot if snapshot and tenant in (None, snapshot.tenant) else None
+
+    def read(self, task_id: str, tenant: str | None = None) -> Reading | None:
+        """A task with its log of the same moment. None: no such task, or with a `tenant` none of its own.
 
         The log only grows, so its first entries are those of the moment. One that has become shorter expired
         or lost its end with its host meanwhile: that is another moment, so all is looked at again.
         """
-        while snapshot := self.inspect(task_id):
+        while snapshot := self.inspect(task_id, tenant):
             entries = self.log_entries(task_id, snapshot.num_entries)
             if len(entries) == snapshot.num_entries:
                 return Reading(snapshot, entries)

@@ -1,5 +1,6 @@
-"""Time that passes for waiting tasks without anybody waiting. Scripts read Redis's clock, which no test can turn:
-so what they compare it with is moved into the past.
+"""Time that passes for waiting tasks without anybody waiting for it.
+
+Scripts read Redis's clock, which no test can turn: what they compare it with is moved into the past.
 """
 
 import redis

@@ -1,8 +1,8 @@
-"""Nobody's flood keeps others waiting: classes age, tenants of a class take turns by the tokens that they were served.
+"""Nobody's flood keeps others waiting: classes age, tenants of a class take turns by what they were served.
 
-Laws: a tenant that comes is claimed within a few claims, whatever others have in line; a line is not passed over for
-more minutes than its class; equal tenants get equal tokens; what a task did not use is given back. All of it
-whichever worker claims, as nothing is remembered but in Redis.
+Laws: a tenant that comes is claimed within a few claims, whatever others have in line; a line is not passed
+over for more minutes than its class and one; equal tenants get equal tokens; what a task did not use is given
+back. All of it whichever worker claims, as nothing is remembered but in Redis.
 """
 
 import dataclasses
@@ -32,13 +32,11 @@ def counter(client: redis.Redis, tenant: str) -> float | None:
     return client.zscore(keys.away(SLUG), tenant_hash(tenant)) if score is None else score
 
 
-def claim_by_turns(
-    client: redis.Redis, count: int, max_tasks: int = 1, num_workers: int = 3
-) -> list[Claimed]:
+def claim_by_turns(client: redis.Redis, count: int, max_tasks: int = 1) -> list[Claimed]:
     """So many tasks, by workers that know nothing of each other."""
     claimed: list[Claimed] = []
     while len(claimed) < count:
-        worker = f"worker {len(claimed) % num_workers}"
+        worker = f"worker {len(claimed) % 3}"
         store = TaskStore(client)
         claimed += store.claim(SLUG, worker=worker, max_tasks=max_tasks, lease_seconds=60)
     return claimed
@@ -73,7 +71,7 @@ def test_who_saved_nothing_up_is_owed_nothing(store: TaskStore, redis_client: re
 
 @pytest.mark.parametrize("max_tasks", [1, 7])
 def test_equal_loads_get_equal_tokens(store: TaskStore, redis_client: redis.Redis, max_tasks: int) -> None:
-    """Tokens, not tasks: within one task's cost at each moment, though one sends large tasks and others small."""
+    """Tokens, not tasks: within one task's cost at each moment, also of large tasks beside small ones."""
     costs = {"a": 70, "b": 10, "c": 35}
     for tenant, cost in costs.items():
         flood(store, redis_client, 2100 // cost, tenant=tenant, cost=cost)
@@ -181,7 +179,7 @@ def test_what_a_cache_gave_is_not_charged(store: TaskStore, redis_client: redis.
 
 
 def test_counters_of_those_who_are_away_are_forgotten(store: TaskStore, redis_client: redis.Redis) -> None:
-    """Nobody's counter is kept for ever: where it would be lifted in any case, at once; else after an hour."""
+    """Nobody's counter is kept for ever: what would be lifted anyway goes at once, else after an hour."""
     redis_client.zadd(keys.away(SLUG), {f"tenant {n}": 10 + n for n in range(10_100)})
     submit(store, redis_client, tenant="a", cost=10)
     claim_one(store)
@@ -195,7 +193,7 @@ def test_counters_of_those_who_are_away_are_forgotten(store: TaskStore, redis_cl
 
 
 def test_a_claim_costs_the_same_whoever_waits(store: TaskStore, redis_client: redis.Redis) -> None:
-    """Commands within the script, of a claim, a look and a submission: with three tenants and with two hundred."""
+    """Commands within the scripts of a claim, a look and a submission, with four tenants and a hundred."""
 
     def commands() -> list[int]:
         counts = []

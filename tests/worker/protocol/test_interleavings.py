@@ -416,7 +416,7 @@ class Service(RuleBasedStateMachine):
 
     @invariant()
     def standing_is_that_of_the_claims(self) -> None:
-        """The next to be claimed has position 0 and no other has; with one tenant positions are a permutation."""
+        """The next to be claimed has position 0, no other has; with one tenant they are a permutation."""
         snapshots = [self.store.inspect(task_id) for task_id in self.waiting()]
         positions = sorted(snapshot.position for snapshot in snapshots)
         first = [snapshot.task_id for snapshot in snapshots if snapshot.position == 0]

@@ -1,0 +1,191 @@
+"""API keys: without one nothing is done; with a tenant's nothing of another's can be seen or touched."""
+
+import json
+import logging
+import time
+
+import pytest
+
+from api.keyring import parse_keys
+from api.settings import ApiSettings, SettingError
+
+BODY = {"prompt": "hello", "max_tokens": 4}
+KEYS = "alice:secret-of-alice, alice:other-of-alice bob:secret-of-bob"
+
+
+def shows(key):
+    return {"Authorization": f"Bearer {key}"}
+
+
+ALICE, BOB = shows("secret-of-alice"), shows("secret-of-bob")
+CALLS = [("POST", "/v1/tasks"), ("GET", "/v1/tasks/{}"), ("GET", "/v1/tasks/{}/events"),
+         ("POST", "/v1/tasks/{}/cancel"), ("DELETE", "/v1/tasks/{}"), ("GET", "/v1/nothing")]  # fmt: skip
+
+
+@pytest.fixture
+def settings(redis_url):
+    return ApiSettings(redis_url=redis_url, keyring=parse_keys(KEYS))
+
+
+@pytest.fixture
+def task_id(client):
+    return client.post("/v1/tasks", json=BODY, headers=ALICE).json["id"]
+
+
+@pytest.mark.parametrize(("method", "path"), CALLS)
+@pytest.mark.parametrize(
+    ("header", "code"),
+    [
+        (None, "missing_api_key"),
+        ("", "missing_api_key"),
+        ("Bearer", "missing_api_key"),
+        ("Basic c2VjcmV0", "missing_api_key"),
+        ("Bearer secret-of-alic", "invalid_api_key"),
+        ("Bearer alice:secret-of-alice", "invalid_api_key"),
+        ("Bearer \xff", "invalid_api_key"),
+    ],
+)
+def test_without_a_key_nothing_is_done(client, task_id, redis_client, method, path, header, code):
+    """Not even the body is looked at, which is no JSON here."""
+    before = sorted(redis_client.keys())
+    headers = {} if header is None else {"Authorization": header}
+    reply = client.open(path.format(task_id), method=method, data=b"{", headers=headers)
+    assert (reply.status_code, reply.json["error"]["code"]) == (401, code)
+    assert reply.headers["WWW-Authenticate"] == "Bearer"
+    assert reply.content_type == "application/problem+json"
+    assert "secret" not in reply.text
+    assert sorted(redis_client.keys()) == before
+
+
+def test_redis_is_not_asked(make_app):
+    keys = parse_keys(KEYS)
+    client = make_app(ApiSettings(redis_url="redis://127.0.0.1:1/0", keyring=keys)).test_client()
+    assert client.post("/v1/tasks", json=BODY).status_code == 401
+    assert client.post("/v1/tasks", json=BODY, headers=ALICE).status_code == 503
+
+
+def test_health_and_documents_are_open(client):
+    statuses = {
+        path: client.get(path).status_code for path in ("/livez", "/readyz", "/metrics", "/docs/swagger")
+    }
+    assert statuses == {"/livez": 200, "/readyz": 503, "/metrics": 200, "/docs/swagger": 200}
+
+
+@pytest.mark.parametrize("key", ["secret-of-alice", "other-of-alice"])
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
+def test_each_key_of_a_tenant_is_its(client, task_id, key, scheme):
+    reply = client.get(f"/v1/tasks/{task_id}", headers={"Authorization": f"{scheme} {key}"})
+    assert (reply.status_code, reply.json["id"]) == (200, task_id)
+
+
+@pytest.mark.parametrize(("method", "path"), CALLS[1:5])
+@pytest.mark.parametrize("ended", [False, True])
+def test_anothers_task_is_as_one_that_never_was(client, worker, task_id, method, path, ended):
+    if ended:
+        worker.run("a")
+
+    def answer(some_id):
+        reply = client.open(path.format(some_id), method=method, headers={**BOB, "X-Request-ID": "x"})
+        return reply.status_code, reply.json, [pair for pair in reply.headers if pair[0] != "Date"]
+
+    unknown = f"{int(time.time() * 1000):012x}{'0' * 20}"
+    assert answer(task_id) == answer(unknown)
+    assert answer(task_id)[0] == 404
+    kept = client.get(f"/v1/tasks/{task_id}", headers=ALICE).json
+    assert kept["status"] == ("completed" if ended else "queued")
+
+
+def test_keys_of_idempotency_do_not_meet(client):
+    def post(who, **more):
+        return client.post("/v1/tasks", json={**BODY, **more}, headers={**who, "Idempotency-Key": "k"})
+
+    alice, bob = post(ALICE), post(BOB, max_tokens=5)
+    assert (alice.status_code, bob.status_code) == (202, 202)
+    assert alice.json["id"] != bob.json["id"]
+    assert post(shows("other-of-alice")).json["id"] == alice.json["id"]
+    assert post(BOB).status_code == 422
+
+
+def test_tenants_wait_in_queues_of_their_own(client, task_id, worker):
+    client.post("/v1/tasks", json=BODY, headers=ALICE)
+    bobs = client.post("/v1/tasks", json=BODY, headers=BOB).json["id"]
+    assert worker.claim(3)[:2] == [task_id, bobs]
+
+
+def test_the_scheme_is_described_where_it_holds(client, make_app, redis_url):
+    spec = client.get("/docs/openapi.json").json
+    (scheme,) = spec["components"]["securitySchemes"].values()
+    assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
+    for path, item in spec["paths"].items():
+        for operation in item.values():
+            assert bool(operation.get("security")) is path.startswith("/v1/")
+    open_to_all = make_app(ApiSettings(redis_url=redis_url)).test_client().get("/docs/openapi.json").json
+    assert not open_to_all["components"].get("securitySchemes")
+    assert '"security":' not in json.dumps(open_to_all)
+
+
+def test_without_keys_everything_is_open(make_app, redis_url, task_id):
+    """Also what was submitted while there were some."""
+    client = make_app(ApiSettings(redis_url=redis_url)).test_client()
+    assert client.get(f"/v1/tasks/{task_id}").status_code == 200
+    assert client.post("/v1/tasks", json=BODY, headers=shows("anything")).status_code == 202
+
+
+def test_no_key_is_shown_or_kept(settings, client, task_id, redis_client, caplog):
+    caplog.set_level(logging.DEBUG)
+    client.get(f"/v1/tasks/{task_id}", headers=ALICE)
+    client.get(f"/v1/tasks/{task_id}", headers=shows("secret-of-nobody"))
+    told = repr(settings) + repr(settings.keyring) + caplog.text
+    assert "secret" not in told
+    kept = [redis_client.dump(key) for key in redis_client.scan_iter()]
+    assert not any(b"secret-of" in value for value in kept)
+
+
+def test_keys_come_from_variable_and_file(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# of the team\nbob:two\n\n  # carol:four\ncarol:three#3\n")
+    environ = {"TOKENMILL_API_KEYS": "alice:one", "TOKENMILL_API_KEYS_FILE": str(file)}
+    keyring = ApiSettings.from_env(environ).keyring
+    told = {key: keyring.tenant_of(key) for key in ("one", "two", "three#3", "four", "", "alice:one")}
+    assert told == {
+        "one": "alice",
+        "two": "bob",
+        "three#3": "carol",
+        "four": None,
+        "": None,
+        "alice:one": None,
+    }
+    assert not ApiSettings.from_env({"TOKENMILL_API_KEYS": " "}).keyring
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("topsecret", "entry 1"),
+        ("a:good b:", "entry 2"),
+        (":topsecret", "entry 1"),
+        ("a b:topsecret", "entry 1"),
+        ("a:topsecret,b:topsecret", "another tenant"),
+        ("# a:topsecret", "there is none"),
+        (",", "there is none"),
+        ("a:t\xf6psecret", "entry 1"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_and_not_repeated(tmp_path, text, told):
+    """Also where nothing is left: a service that was to be closed must not stand open."""
+    file = tmp_path / "keys"
+    file.write_text(text)
+    for environ in ({"TOKENMILL_API_KEYS": text}, {"TOKENMILL_API_KEYS_FILE": str(file)}):
+        with pytest.raises(SettingError, match=told) as refused:
+            ApiSettings.from_env(environ)
+        assert "secret" not in str(refused.value)
+        assert refused.value.variable in environ
+
+
+def test_a_file_must_be_there(tmp_path):
+    for content in (None, b"", b"\xff"):
+        file = tmp_path / "keys"
+        if content is not None:
+            file.write_bytes(content)
+        with pytest.raises(SettingError, match="TOKENMILL_API_KEYS_FILE"):
+            ApiSettings.from_env({"TOKENMILL_API_KEYS_FILE": str(file)})

@@ -1,0 +1,56 @@
+"""A queue over its limit, on a real server: everybody is answered, and nobody is forgotten."""
+
+import json
+import threading
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from urllib.error import HTTPError
+
+from api.settings import ApiSettings
+
+CALLERS, LIMIT = 50, 5
+
+
+def post(url, number):
+    """Status, Retry-After and body."""
+    body = json.dumps({"prompt": f"number {number}", "max_tokens": 2}).encode()
+    request = urllib.request.Request(f"{url}/v1/tasks", body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return reply.status, reply.headers["Retry-After"], json.load(reply)
+    except HTTPError as refused:
+        with refused:
+            return refused.code, refused.headers["Retry-After"], json.load(refused)
+
+
+def test_each_of_many_at_once_is_answered_and_the_accepted_finish(start, worker, store):
+    """sglang#33858, nix-ai#1176: refusals never reached their clients, and sockets stayed open."""
+    server = start(TOKENMILL_MAX_WAITING_TASKS=str(LIMIT))
+    together, most_waiting, done = threading.Barrier(CALLERS), [], threading.Event()
+
+    def call(number):
+        together.wait(60)
+        return post(server.url, number)
+
+    def watch():
+        while not done.is_set():
+            most_waiting.append(sum(store.queue_stats(ApiSettings().slug).waiting.values()))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        with ThreadPoolExecutor(CALLERS) as callers:
+            replies = list(callers.map(call, range(CALLERS)))
+    finally:
+        done.set()
+        watcher.join()
+    accepted = [body["id"] for status, _, body in replies if status == 202]
+    refused = [(after, body) for status, after, body in replies if status == 429]
+    assert (len(accepted), len(refused)) == (LIMIT, CALLERS - LIMIT)
+    assert all(1 <= int(after) <= 60 for after, _ in refused)
+    assert all((body["limit_met"], body["depth"], body["limit"]) == ("tasks", 5, 5) for _, body in refused)
+    assert max(most_waiting) <= LIMIT
+    assert sorted(worker.run("a", "b") for _ in accepted) == sorted(accepted)
+    tasks = [json.loads(server.call("GET", f"/v1/tasks/{task_id}")[1]) for task_id in accepted]
+    assert {(task["status"], task["outputs"][0]["text"]) for task in tasks} == {("completed", "ab")}
+    assert post(server.url, CALLERS)[0] == 202
