@@ -1,7 +1,7 @@
 """Whose call it is: the tenant of the API key that it shows.
 
-Law: where keys are set, no call of `/v1/` gets past here without one; nothing of its body has been read then,
-and Redis has not been asked. Knows no task: what a tenant may see is decided where it is looked up.
+Law: where keys are set, no call of `/v1/` gets past here without one; nobody has looked at its body then, and
+Redis has not been asked. Knows no task: what a tenant may see is decided where it is looked up.
 """
 
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from flask import Flask, g, request
 from flask_openapi3.models.security_scheme import SecurityScheme
 
+from api.json_body import discard_body
 from api.keyring import Keyring
 from api.problems import Problem
 from worker.protocol.naming import DEFAULT_TENANT
@@ -33,7 +34,11 @@ def install(app: Flask, keyring: Keyring) -> None:
         # The rule, where there is one: it is what will answer, however the path is spelled.
         path = request.url_rule.rule if request.url_rule else request.path
         if keyring and path.startswith(PROTECTED):
-            g.tenant = _tenant(keyring, request.headers.get("Authorization", ""))
+            try:
+                g.tenant = _tenant(keyring, request.headers.get("Authorization", ""))
+            except Problem:
+                discard_body(request.environ)
+                raise
 
 
 def tenant() -> str:

@@ -8,7 +8,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from flask import Request
@@ -46,7 +46,7 @@ class JsonRequest(Request):
             if self._goes_on():
                 raise RequestEntityTooLarge
         except RequestEntityTooLarge:
-            self._discard()
+            discard_body(self.environ)
             detail = f"the body may have at most {self.max_content_length} bytes"
             raise Problem(413, "body_too_large", detail, param="body") from None
         except Exception as error:
@@ -63,13 +63,17 @@ class JsonRequest(Request):
             return False
         return bool(self.environ["wsgi.input"].read(1))
 
-    def _discard(self) -> None:
-        """Take what else is sent, within bounds: most clients read no answer before they have sent all."""
-        until = time.monotonic() + DISCARD_SECONDS
-        with contextlib.suppress(OSError):
-            for _ in range(DISCARD_BYTES // DISCARD_CHUNK):
-                if not self.environ["wsgi.input"].read(DISCARD_CHUNK) or time.monotonic() > until:
-                    return
+
+def discard_body(environ: Mapping[str, Any]) -> None:
+    """Take what else is sent, within bounds: most clients read no answer before they have sent all.
+
+    Never raises: servers have errors of their own for a body that is wrongly framed.
+    """
+    until = time.monotonic() + DISCARD_SECONDS
+    with contextlib.suppress(Exception), silence_limit(environ, DISCARD_SECONDS):
+        for _ in range(DISCARD_BYTES // DISCARD_CHUNK):
+            if not environ["wsgi.input"].read(DISCARD_CHUNK) or time.monotonic() > until:
+                return
 
 
 def _unreadable(error: Exception) -> Problem:

@@ -6,6 +6,7 @@ idempotency key, so that asking again cannot make a second task. Knows the wire,
 
 import http.client
 import json
+import re
 import socket
 import time
 import urllib.error
@@ -52,6 +53,7 @@ class Refused(ClientError):
 
 
 _Answer = TypeVar("_Answer")
+_API_KEY = re.compile(r"[\x21-\x7e]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,11 @@ class Client:
     patience: float = 60.0
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which does not repeat it, for a key that no header can carry."""
+        if self.api_key and not _API_KEY.fullmatch(self.api_key):
+            raise ValueError("api_key must be printable ASCII without spaces")
 
     def submit(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Submit a task; `body` has the fields of POST /v1/tasks. The task as it was accepted."""

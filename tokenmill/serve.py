@@ -88,7 +88,8 @@ def _run(
     supervisor.start(room("worker", given, grace + _EXTRA_SECONDS))
     supervisor.start(room("api", given, http_grace + _EXTRA_SECONDS))
     client = Client(url=api_url, timeout=_READY_TIMEOUT_SECONDS)
-    supervisor.watch(client.is_ready, lambda: _announce(api_url, redis_url, print_line))
+    needs_key = bool(settings.keys() & {"api_keys", "api_keys_file"})
+    supervisor.watch(client.is_ready, lambda: _announce(api_url, redis_url, needs_key, print_line))
 
 
 def room(name: str, environment: Mapping[str, str], stop_seconds: float) -> ChildSpec:
@@ -168,7 +169,9 @@ def _reachable(host: str) -> str:
     return f"[{local}]" if ":" in local else local
 
 
-def _announce(api_url: str, redis_url: str, print_line: Print) -> None:
+def _announce(api_url: str, redis_url: str, needs_key: bool, print_line: Print) -> None:
+    # The key itself is none of ours to print.
+    key = ' -H "Authorization: Bearer $TOKENMILL_API_KEY"' if needs_key else ""
     body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
     text = f"""
 Tokenmill is ready.
@@ -177,8 +180,8 @@ Tokenmill is ready.
   Redis  {hide_password(redis_url)}
 
 Submit a task, then poll it with the id from the answer:
-  curl -s {api_url}/v1/tasks -H 'Content-Type: application/json' -d '{body}'
-  curl -s '{api_url}/v1/tasks/ID?wait=30'
+  curl -s {api_url}/v1/tasks{key} -H 'Content-Type: application/json' -d '{body}'
+  curl -s{key} '{api_url}/v1/tasks/ID?wait=30'
 
 Or see its tokens as they come:
   {_own_command()} submit --stream --chat "What is the capital of France?"

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from tokenmill.client import Client
-from tokenmill.config import BY_NAME, Part
+from tokenmill.config import BY_NAME, ConfigError, Part
 from tokenmill.outputs import Streamed, texts
 from tokenmill.request_flags import request_flags, to_body
 from tokenmill.service_commands import resolved, setting_flags, state_of
@@ -110,7 +110,10 @@ def _client(url: str | None, api_key: str | None, config_file: str | None) -> Cl
     settings = resolved({"url": url, "api_key": api_key}, config_file)
     host, port = (settings.get(name, BY_NAME[name].default) for name in ("host", "port"))
     address = settings.get("url") or state_of(settings).address("api-url")
-    return Client(url=address or f"http://{host}:{port}", api_key=settings.get("api_key"))
+    try:
+        return Client(url=address or f"http://{host}:{port}", api_key=settings.get("api_key"))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _read_prompt(given: str | None) -> str:

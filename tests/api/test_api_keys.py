@@ -2,6 +2,7 @@
 
 import json
 import logging
+import socket
 import time
 
 import pytest
@@ -62,6 +63,18 @@ def test_redis_is_not_asked(make_app):
     client = make_app(ApiSettings(redis_url="redis://127.0.0.1:1/0", keyring=keys)).test_client()
     assert client.post("/v1/tasks", json=BODY).status_code == 401
     assert client.post("/v1/tasks", json=BODY, headers=ALICE).status_code == 503
+
+
+def test_who_sends_much_without_a_key_hears_why(start):
+    """A connection that is closed on what its client still sends is reset, and the answer lost."""
+    server = start(TOKENMILL_API_KEYS=KEYS)
+    assert server.call("POST", "/v1/tasks", {"prompt": "x" * 8_000_000})[0] == 401
+    for body in (b"zz\r\nx\r\n", b"1\r\nx\r\n0\r\n bad trailer\r\n\r\n"):
+        with socket.create_connection(server.address, timeout=60) as connection:
+            connection.sendall(
+                b"POST /v1/tasks HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + body
+            )
+            assert connection.recv(65536).startswith(b"HTTP/1.1 401")
 
 
 def test_health_and_documents_are_open(client):

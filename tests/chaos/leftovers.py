@@ -20,7 +20,8 @@ FOR_EVER = re.compile(
 )
 """Their number does not grow with that of tasks."""
 OF_WORK = re.compile(
-    r"tokenmill:(order|cost|queues|lines|unserved|shares|waiting|leases).*|rq:(queue|wip|execution|executions):.*|rq:worker:.*:executions"
+    r"tokenmill:(order|cost|queues|lines|unserved|shares|waiting|leases).*"
+    r"|rq:(queue|wip|execution|executions):.*|rq:worker:.*:executions"
     r"|.*[:_]lock\b.*|.*:intermediate.*|rq:clean_registries:.*"
 )
 """Gone when nothing waits and nothing runs."""

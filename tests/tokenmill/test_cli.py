@@ -58,6 +58,16 @@ def test_a_key_is_a_flag_or_a_variable(service: FakeService, command: tuple[str,
     assert [call.headers["authorization"] for call in service.calls] == ["Bearer one", "Bearer two"]
 
 
+@pytest.mark.parametrize("key", ["a-secret with-more", "a-secret\nX-More: 1", "a-secret-\u20ac"])
+def test_a_key_that_is_none_is_not_repeated(service: FakeService, key: str) -> None:
+    done = at(service, "status", "t1", "--api-key", key)
+
+    assert done.exit_code == 2
+    assert "api_key must be" in done.stderr
+    assert "secret" not in done.output + done.stderr
+    assert service.calls == []
+
+
 @pytest.mark.parametrize("arguments", [(), ("-",)])
 def test_submit_reads_standard_input(service: FakeService, arguments: tuple[str, ...]) -> None:
     service.will_answer(Answer(task("queued"), 202))

@@ -53,6 +53,13 @@ def test_it_says_where_to_look_and_how_to_submit(start: Start) -> None:
     assert served.state.address("api-url") == served.url
 
 
+def test_where_a_key_is_needed_it_says_so_and_not_which(start: Start) -> None:
+    shown = "\n".join(start(TOKENMILL_API_KEYS="alice:a-secret").wait_until_ready().text())
+
+    assert shown.count('-H "Authorization: Bearer $TOKENMILL_API_KEY"') == 2
+    assert "secret" not in shown
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_it_stops_api_worker_and_redis_in_that_order(start: Start, number: int) -> None:
     served = start().wait_until_ready()

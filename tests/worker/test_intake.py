@@ -48,6 +48,19 @@ def test_no_more_than_can_soon_be_started(num_held: int, num_running: int, room:
     assert appetite.room(num_held, Load(num_running=num_running)) == room
 
 
+@pytest.mark.parametrize("max_num_seqs", [1, 7, 8, 64])
+@pytest.mark.parametrize("max_num_prefill_seqs", [1, 4, 16])
+def test_who_comes_later_waits_for_few_that_were_claimed_before(
+    max_num_seqs: int, max_num_prefill_seqs: int
+) -> None:
+    """Whatever is held and running: what one step can start, or the free seats, and the look-ahead."""
+    appetite = Appetite(max_num_seqs=max_num_seqs, max_num_prefill_seqs=max_num_prefill_seqs)
+    for running in range(max_num_seqs + 1):
+        most = min(max_num_prefill_seqs, max_num_seqs - running) + appetite.look_ahead
+        for held in range(running, running + most + 1):
+            assert held + appetite.room(held, Load(num_running=running)) - running == most
+
+
 def test_other_workers_have_the_rest(redis_client: "redis.Redis") -> None:
     tasks = [submit(redis_client) for _ in range(20)]
     gate = Gate(redis_client, seats=8)
