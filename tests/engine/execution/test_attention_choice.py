@@ -3,7 +3,8 @@
 import logging
 import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,22 +91,37 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
         built_library(tmp_path / "file", lambda _: None)
 
 
-def fake_compiler(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that copies what is compiled already, and takes as long as it takes."""
+def fake_compiler(directory: Path, monkeypatch: pytest.MonkeyPatch, waits_for: int = 1) -> None:
+    """One that copies what is compiled already. It ends when `waits_for` of its kind have begun."""
     compiled()
     (library,) = sorted((ROOT / ".tokenmill" / "native").glob("*.so"), key=os.path.getmtime)[-1:]
     compiler = directory / "c++"
+    begun = directory / "begun"
+    begun.mkdir()
     compiler.write_text(
-        f'#!/bin/sh\n[ "$1" = --version ] && exit 0\nfor last; do :; done\ncp {library} "$last"\n'
+        f'#!/bin/sh\n[ "$1" = --version ] && exit 0\nfor last; do :; done\n: > "{begun}/$$"\n'
+        f'while [ "$(ls "{begun}" | wc -l)" -lt {waits_for} ]; do sleep 0.05; done\ncp "{library}" "$last"\n'
     )
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
 
 
-def test_several_build_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_compiler(tmp_path, monkeypatch)
-    with ThreadPoolExecutor() as pool:
-        found = set(pool.map(lambda _: built_library(tmp_path / "cache", lambda _: None), range(4)))
+BUILD = "import sys, pathlib; from engine.execution.native_build import built_library as built; "
+BUILD += "print(built(pathlib.Path(sys.argv[1]), lambda _: None))"
+
+
+def test_two_processes_build_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither compiler ends before both have begun, so each process finds the cache empty."""
+    fake_compiler(tmp_path, monkeypatch, waits_for=2)
+    command = [sys.executable, "-c", BUILD, str(tmp_path / "cache")]
+    running = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        found = {Path(process.communicate(timeout=120)[0].strip()) for process in running}
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0, 0]
+    assert len(list((tmp_path / "begun").iterdir())) == 2
     (library,) = found
     assert list(library.parent.iterdir()) == [library]
     native_library.NativeLibrary(library)
@@ -126,11 +142,31 @@ def test_it_is_built_once_and_again_for_another_cpu(tmp_path: Path, monkeypatch:
 def test_a_damaged_file_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_compiler(tmp_path, monkeypatch)
     path = built_library(tmp_path, lambda _: None)
-    path.write_bytes(b"\x7fELF and no more")
+    whole = path.read_bytes()
+    damaged = bytearray(whole)
+    damaged[len(whole) // 2] ^= 1
+    for content in (whole[: len(whole) // 2], whole[:-1], bytes(damaged), b""):
+        path.unlink()
+        path.write_bytes(content)
+        told: list[str] = []
+        native_library.load_library(tmp_path, told.append)
+        assert "is damaged; it is made again" in told[0]
+        assert path.read_bytes() == whole
+
+
+def test_a_library_that_cannot_be_loaded_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_compiler(tmp_path, monkeypatch)
+    path = built_library(tmp_path, lambda _: None)
+    whole = path.read_bytes()
+    path.unlink()
+    path.write_bytes(b"\x7fELF of another machine")
+    native_build.seal(path)
     told: list[str] = []
     native_library.load_library(tmp_path, told.append)
     assert "cannot be loaded" in told[0]
-    assert path.stat().st_size > 1000
+    assert path.read_bytes() == whole
 
 
 def test_a_compiler_that_says_nothing_and_makes_nothing(tmp_path: Path) -> None:
