@@ -1,10 +1,12 @@
 """The native attention is taken where it can be had; where not, torch's is, and the reason is said once."""
 
 import logging
+import math
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from engine.execution.attention import AttentionBackend
 from engine.execution.attention_choice import TORCH, choose_backends
 from engine.execution.build import build_execution
 from engine.execution.native_build import CannotBuild, build, built_library, find_compiler
+from engine.execution.native_trial import check_library
 from engine.execution.trial import Backend
 from tests.engine.execution.pools import ROOT
 from tests.engine.execution.pools import native_library as compiled
@@ -75,9 +78,12 @@ def test_without_a_compiler_torch_is_taken_with_one_warning(
         names("native", tmp_path)
 
 
-def test_a_compiler_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "c++"
-    broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "out of cheese"; exit 3\n')
+    broken.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\nfor last; do :; done\n'
+        'echo half > "$last"; echo "out of cheese"; exit 3\n'
+    )
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
     with pytest.raises(CannotBuild, match="failed with 3: out of cheese"):
@@ -127,14 +133,45 @@ def test_two_processes_build_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     native_library.NativeLibrary(library)
 
 
-def test_it_is_built_once_and_again_for_another_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def another_cpu(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (directory / "cpuinfo").write_text("model name : another\nflags : sse2\n")
+    monkeypatch.setattr(native_build, "_CPUINFO", directory / "cpuinfo")
+
+
+def other_flags(_: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_build, "FLAGS", (*native_build.FLAGS, "-g"))
+
+
+def other_sources(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = Path(shutil.copytree(native_build.SOURCES, directory / "sources"))
+    with (copied / "vectors.h").open("a") as source:
+        source.write("// changed\n")
+    monkeypatch.setattr(native_build, "SOURCES", copied)
+
+
+def another_compiler(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = directory / "other-c++"
+    shutil.copy(directory / "c++", compiler)
+    monkeypatch.setenv("CXX", str(compiler))
+
+
+def another_version(directory: Path, _: pytest.MonkeyPatch) -> None:
+    compiler = directory / "c++"
+    compiler.write_text(compiler.read_text().replace("&& exit 0", "&& echo 13.1 && exit 0"))
+
+
+@pytest.mark.parametrize(
+    "change", [another_cpu, other_flags, other_sources, another_compiler, another_version]
+)
+def test_it_is_built_once_and_again_when_anything_differs(
+    change: Callable[[Path, pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_compiler(tmp_path, monkeypatch)
     told: list[str] = []
     first = built_library(tmp_path, told.append)
     assert built_library(tmp_path, told.append) == first
     assert len(told) == 1
-    (tmp_path / "cpuinfo").write_text("model name : another\nflags : sse2\n")
-    monkeypatch.setattr(native_build, "_CPUINFO", tmp_path / "cpuinfo")
+    change(tmp_path, monkeypatch)
     assert built_library(tmp_path, told.append) != first
     assert len(told) == 2
 
@@ -179,6 +216,21 @@ def test_a_compiler_that_says_nothing_and_makes_nothing(tmp_path: Path) -> None:
 def test_the_compiler_is_found_by_its_usual_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     assert Path(find_compiler()).name in native_build.COMPILERS
+
+
+@pytest.mark.parametrize(
+    "mistake", [{"window": 0}, {"softcap": 0.0}, {"sinks": None}, {"scaling": 0.29}, {"scaling": math.nan}]
+)
+@pytest.mark.parametrize("dtype", native_library.DTYPES)
+def test_the_trial_of_the_library_finds_a_mistake(dtype: torch.dtype, mistake: dict[str, object]) -> None:
+    class Mistaken(native_library.NativeLibrary):
+        def attend(self, dtype_of_call: torch.dtype, call: native_library.NativeCall) -> None:
+            for field, value in mistake.items() if dtype_of_call == dtype else ():
+                setattr(call, field, value)
+            super().attend(dtype_of_call, call)
+
+    with pytest.raises(CannotBuild, match=f"disagrees with torch by .* in {dtype}"):
+        check_library(Mistaken(built_library(ROOT / ".tokenmill", lambda _: None)))
 
 
 def test_an_operator_that_computes_wrongly_is_not_used(
