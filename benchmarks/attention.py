@@ -11,7 +11,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -114,7 +114,7 @@ def forward_times(dtype: torch.dtype, backends: list[Backend], repeats: int) -> 
     return take_turns(ways, repeats)
 
 
-def take_turns(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+def take_turns(ways: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     """Microseconds of each way, run one after the other in every repeat; the first is not counted."""
     taken: dict[str, list[float]] = {name: [] for name in ways}
     with torch.inference_mode():

@@ -93,7 +93,9 @@ class NativeStep:
     def attend(
         self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
+        """As `AttentionStep` has it. Raises `UnsupportedModel` for what the pool was not made for."""
         pool = self._pool.layers[call.layer]
+        self._check(call, query, key, value)
         query, key, value = (_dense(tensor) for tensor in (query, key, value))
         sinks = None if call.sinks is None else call.sinks.float().contiguous()
         out = query.new_empty(*query.shape[:2], value.shape[-1])
@@ -125,6 +127,27 @@ class NativeStep:
         )
         self._library.attend(pool.dtype, asked)
         return out
+
+    def _check(self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """The operator gets pointers alone, and would read and write past what is there."""
+        spec, dtype, rows = (
+            self._pool.specs[call.layer],
+            self._pool.layers[call.layer].dtype,
+            len(self._slots),
+        )
+        if call.sinks is not None and call.sinks.shape != (spec.num_heads,):
+            raise UnsupportedModel(f"{spec.num_heads} heads have sinks of the shape {list(call.sinks.shape)}")
+        wanted = {
+            "queries": (query, (rows, spec.num_heads, spec.head_dim)),
+            "keys": (key, (rows, spec.num_kv_heads, spec.head_dim)),
+            "values": (value, (rows, spec.num_kv_heads, spec.value_dim)),
+        }
+        for name, (tensor, shape) in wanted.items():
+            if tensor.shape != shape or tensor.dtype != dtype:
+                raise UnsupportedModel(
+                    f"layer {call.layer} has {name} of {tensor.dtype} {list(tensor.shape)}, "
+                    f"not of {dtype} {list(shape)}"
+                )
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

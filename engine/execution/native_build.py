@@ -1,7 +1,7 @@
 """Compiles the native operators on the machine that runs them, once, into a cache directory.
 
-Law: a library in the cache is whole, and its name says what it was made of: the sources, the compiler, its
-flags, and what this CPU can do. So another version or another machine never loads it, and processes that
+Law: a library that is handed out is whole, and its name says what it was made of: the sources, the compiler,
+its flags, and what this CPU can do. So another version or another machine never loads it, and processes that
 build at once all get a whole one. This file does not know what the library does.
 """
 
@@ -36,8 +36,11 @@ def built_library(cache_directory: Path, progress: Callable[[str], None]) -> Pat
     """The compiled library under `cache_directory`, made if it is not there. Raises `CannotBuild`."""
     compiler = find_compiler()
     library = cache_directory / "native" / f"attention-{_key(compiler)}.so"
-    if not library.is_file():
-        build(compiler, library, progress)
+    if library.exists():
+        if _is_whole(library):
+            return library
+        progress(f"{library} is damaged; it is made again")
+    build(compiler, library, progress)
     return library
 
 
@@ -50,9 +53,32 @@ def build(compiler: str, library: Path, progress: Callable[[str], None]) -> None
         with tempfile.TemporaryDirectory(prefix="building.", dir=library.parent) as scratch:
             unfinished = Path(scratch) / library.name
             _compile(compiler, unfinished)
+            seal(unfinished)
             os.replace(unfinished, library)
     except OSError as error:
         raise CannotBuild(f"{library.parent} cannot be written: {error}") from error
+
+
+def seal(library: Path) -> None:
+    """Write a checksum behind the content, where no loader looks, and both to the disk.
+
+    A library that a crash or a full disk cut short can be opened, and kills the process that touches what is
+    missing.
+    """
+    checksum = hashlib.sha256(library.read_bytes()).digest()
+    with library.open("ab") as file:
+        file.write(checksum)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _is_whole(library: Path) -> bool:
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return False
+    size = hashlib.sha256().digest_size
+    return hashlib.sha256(content[:-size]).digest() == content[-size:]
 
 
 def find_compiler() -> str:

@@ -95,7 +95,7 @@ def load_library(cache_directory: Path, progress: Callable[[str], None]) -> Nati
     try:
         return NativeLibrary(path)
     except CannotBuild as error:
-        # A damaged file, or one from another machine whose CPU looks the same.
+        # Whole, but from another machine whose CPU looks the same.
         progress(f"{error}; it is made again")
     build(find_compiler(), path, progress)
     return NativeLibrary(path)

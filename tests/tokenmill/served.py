@@ -65,7 +65,13 @@ class Served:
     def __init__(self, directory: Path, program: str, settings: Mapping[str, str] | None = None) -> None:
         self.lines = Lines()
         self.port = free_port()
-        given = {"TOKENMILL_PORT": str(self.port), "TOKENMILL_METRICS_PORT": "0", **(settings or {})}
+        given = {
+            "TOKENMILL_PORT": str(self.port),
+            "TOKENMILL_METRICS_PORT": "0",
+            # Not in `directory`: what a real worker compiles is kept for all tests.
+            "TOKENMILL_CACHE_DIR": str(ROOT / ".tokenmill"),
+            **(settings or {}),
+        }
         kept = {name: value for name, value in os.environ.items() if name not in _VARIABLES}
         self.process = subprocess.Popen(
             [sys.executable, "-c", program, "serve"],

@@ -133,7 +133,7 @@ class Attention {
         for (int64_t i = 0; i < call_.num_spans; i++) {
             const int64_t* span = call_.spans + i * 4;
             int64_t rows = span[1] * layer_.heads_each;
-            for (int64_t tile = (rows - 1) / TILE_ROWS; tile >= 0; tile--)
+            for (int64_t tile = (rows + TILE_ROWS - 1) / TILE_ROWS - 1; tile >= 0; tile--)
                 for (int64_t kv_head = 0; kv_head < call_.num_kv_heads; kv_head++) {
                     int64_t first = tile * TILE_ROWS;
                     Piece piece{span, kv_head, first, rows - first < TILE_ROWS ? rows - first : TILE_ROWS, 0, 0};
@@ -208,8 +208,8 @@ class Attention {
         }
     }
 
-    // A sink is one more score, which takes weight and gives no value.
-    void finish(const Piece& piece, const Sum& whole) const {
+    // A sink is one more score, which takes weight and gives no value. Compiled once, as `merge` is.
+    __attribute__((noinline)) void finish(const Piece& piece, const Sum& whole) const {
         int64_t size = layer_.shape.padded_value_dim();
         for (int64_t i = 0; i < piece.count; i++) {
             float weight = whole.weight[i], factor = 1;

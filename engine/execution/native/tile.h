@@ -61,8 +61,9 @@ inline void scale_row(float* row, int64_t size, float factor) {
     for (int64_t i = 0; i < size; i += LANES) store(row + i, load(row + i) * factor);
 }
 
-// Add `part` to `sum`, whose tokens all come before.
-inline void merge(Sum& sum, const Sum& part, int rows, int64_t size) {
+// Add `part` to `sum`, whose tokens all come before. Compiled once for all who call it: a product and a sum
+// become one operation by the compiler's choice, and the bits must not depend on who calls.
+__attribute__((noinline)) void merge(Sum& sum, const Sum& part, int rows, int64_t size) {
     for (int r = 0; r < rows; r++) {
         float largest = sum.largest[r] > part.largest[r] ? sum.largest[r] : part.largest[r];
         float shift = largest > LOWEST ? largest : LOWEST;

@@ -1,9 +1,12 @@
 """The native attention is taken where it can be had; where not, torch's is, and the reason is said once."""
 
 import logging
+import math
 import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from engine.execution.attention import AttentionBackend
 from engine.execution.attention_choice import TORCH, choose_backends
 from engine.execution.build import build_execution
 from engine.execution.native_build import CannotBuild, build, built_library, find_compiler
+from engine.execution.native_trial import check_library
 from engine.execution.trial import Backend
 from tests.engine.execution.pools import ROOT
 from tests.engine.execution.pools import native_library as compiled
@@ -74,9 +78,12 @@ def test_without_a_compiler_torch_is_taken_with_one_warning(
         names("native", tmp_path)
 
 
-def test_a_compiler_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "c++"
-    broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "out of cheese"; exit 3\n')
+    broken.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\nfor last; do :; done\n'
+        'echo half > "$last"; echo "out of cheese"; exit 3\n'
+    )
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
     with pytest.raises(CannotBuild, match="failed with 3: out of cheese"):
@@ -90,35 +97,81 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
         built_library(tmp_path / "file", lambda _: None)
 
 
-def fake_compiler(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that copies what is compiled already, and takes as long as it takes."""
+def fake_compiler(directory: Path, monkeypatch: pytest.MonkeyPatch, waits_for: int = 1) -> None:
+    """One that copies what is compiled already. It ends when `waits_for` of its kind have begun."""
     compiled()
     (library,) = sorted((ROOT / ".tokenmill" / "native").glob("*.so"), key=os.path.getmtime)[-1:]
     compiler = directory / "c++"
+    begun = directory / "begun"
+    begun.mkdir()
     compiler.write_text(
-        f'#!/bin/sh\n[ "$1" = --version ] && exit 0\nfor last; do :; done\ncp {library} "$last"\n'
+        f'#!/bin/sh\n[ "$1" = --version ] && exit 0\nfor last; do :; done\n: > "{begun}/$$"\n'
+        f'while [ "$(ls "{begun}" | wc -l)" -lt {waits_for} ]; do sleep 0.05; done\ncp "{library}" "$last"\n'
     )
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
 
 
-def test_several_build_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_compiler(tmp_path, monkeypatch)
-    with ThreadPoolExecutor() as pool:
-        found = set(pool.map(lambda _: built_library(tmp_path / "cache", lambda _: None), range(4)))
+BUILD = "import sys, pathlib; from engine.execution.native_build import built_library as built; "
+BUILD += "print(built(pathlib.Path(sys.argv[1]), lambda _: None))"
+
+
+def test_two_processes_build_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither compiler ends before both have begun, so each process finds the cache empty."""
+    fake_compiler(tmp_path, monkeypatch, waits_for=2)
+    command = [sys.executable, "-c", BUILD, str(tmp_path / "cache")]
+    running = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        found = {Path(process.communicate(timeout=120)[0].strip()) for process in running}
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0, 0]
+    assert len(list((tmp_path / "begun").iterdir())) == 2
     (library,) = found
     assert list(library.parent.iterdir()) == [library]
     native_library.NativeLibrary(library)
 
 
-def test_it_is_built_once_and_again_for_another_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def another_cpu(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (directory / "cpuinfo").write_text("model name : another\nflags : sse2\n")
+    monkeypatch.setattr(native_build, "_CPUINFO", directory / "cpuinfo")
+
+
+def other_flags(_: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_build, "FLAGS", (*native_build.FLAGS, "-g"))
+
+
+def other_sources(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = Path(shutil.copytree(native_build.SOURCES, directory / "sources"))
+    with (copied / "vectors.h").open("a") as source:
+        source.write("// changed\n")
+    monkeypatch.setattr(native_build, "SOURCES", copied)
+
+
+def another_compiler(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = directory / "other-c++"
+    shutil.copy(directory / "c++", compiler)
+    monkeypatch.setenv("CXX", str(compiler))
+
+
+def another_version(directory: Path, _: pytest.MonkeyPatch) -> None:
+    compiler = directory / "c++"
+    compiler.write_text(compiler.read_text().replace("&& exit 0", "&& echo 13.1 && exit 0"))
+
+
+@pytest.mark.parametrize(
+    "change", [another_cpu, other_flags, other_sources, another_compiler, another_version]
+)
+def test_it_is_built_once_and_again_when_anything_differs(
+    change: Callable[[Path, pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_compiler(tmp_path, monkeypatch)
     told: list[str] = []
     first = built_library(tmp_path, told.append)
     assert built_library(tmp_path, told.append) == first
     assert len(told) == 1
-    (tmp_path / "cpuinfo").write_text("model name : another\nflags : sse2\n")
-    monkeypatch.setattr(native_build, "_CPUINFO", tmp_path / "cpuinfo")
+    change(tmp_path, monkeypatch)
     assert built_library(tmp_path, told.append) != first
     assert len(told) == 2
 
@@ -126,11 +179,31 @@ def test_it_is_built_once_and_again_for_another_cpu(tmp_path: Path, monkeypatch:
 def test_a_damaged_file_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_compiler(tmp_path, monkeypatch)
     path = built_library(tmp_path, lambda _: None)
-    path.write_bytes(b"\x7fELF and no more")
+    whole = path.read_bytes()
+    damaged = bytearray(whole)
+    damaged[len(whole) // 2] ^= 1
+    for content in (whole[: len(whole) // 2], whole[:-1], bytes(damaged), b""):
+        path.unlink()
+        path.write_bytes(content)
+        told: list[str] = []
+        native_library.load_library(tmp_path, told.append)
+        assert "is damaged; it is made again" in told[0]
+        assert path.read_bytes() == whole
+
+
+def test_a_library_that_cannot_be_loaded_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_compiler(tmp_path, monkeypatch)
+    path = built_library(tmp_path, lambda _: None)
+    whole = path.read_bytes()
+    path.unlink()
+    path.write_bytes(b"\x7fELF of another machine")
+    native_build.seal(path)
     told: list[str] = []
     native_library.load_library(tmp_path, told.append)
     assert "cannot be loaded" in told[0]
-    assert path.stat().st_size > 1000
+    assert path.read_bytes() == whole
 
 
 def test_a_compiler_that_says_nothing_and_makes_nothing(tmp_path: Path) -> None:
@@ -143,6 +216,21 @@ def test_a_compiler_that_says_nothing_and_makes_nothing(tmp_path: Path) -> None:
 def test_the_compiler_is_found_by_its_usual_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     assert Path(find_compiler()).name in native_build.COMPILERS
+
+
+@pytest.mark.parametrize(
+    "mistake", [{"window": 0}, {"softcap": 0.0}, {"sinks": None}, {"scaling": 0.29}, {"scaling": math.nan}]
+)
+@pytest.mark.parametrize("dtype", native_library.DTYPES)
+def test_the_trial_of_the_library_finds_a_mistake(dtype: torch.dtype, mistake: dict[str, object]) -> None:
+    class Mistaken(native_library.NativeLibrary):
+        def attend(self, dtype_of_call: torch.dtype, call: native_library.NativeCall) -> None:
+            for field, value in mistake.items() if dtype_of_call == dtype else ():
+                setattr(call, field, value)
+            super().attend(dtype_of_call, call)
+
+    with pytest.raises(CannotBuild, match=f"disagrees with torch by .* in {dtype}"):
+        check_library(Mistaken(built_library(ROOT / ".tokenmill", lambda _: None)))
 
 
 def test_an_operator_that_computes_wrongly_is_not_used(
