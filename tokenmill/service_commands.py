@@ -13,10 +13,10 @@ import click
 from tokenmill import config
 from tokenmill.config import Part, Setting
 from tokenmill.console import LinePrinter, colour_wanted
-from tokenmill.embedded_redis import hide_password
 from tokenmill.serve import room_command
 from tokenmill.serve import serve as run_service
 from tokenmill.state import StateDirectory
+from worker.protocol.redis_url import hide_password
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _METAVARS = {int: "NUMBER", float: "NUMBER", bool: "true|false", str: "TEXT"}

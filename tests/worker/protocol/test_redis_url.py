@@ -86,7 +86,7 @@ def test_what_a_url_says(url: str, address: RedisAddress) -> None:
     ],
 )
 def test_what_cannot_be_used_is_told_and_not_repeated(url: str, wanted: str) -> None:
-    with pytest.raises(BadRedisUrl, match="^an address ") as raised:
+    with pytest.raises(BadRedisUrl, match=r"^an address ") as raised:
         parse(url.replace("://", "://user:secret@", 1) if "://" in url else url)
     assert wanted in str(raised.value)
     assert "secret" not in str(raised.value)
@@ -97,6 +97,8 @@ def test_no_password_is_shown() -> None:
     assert "secret" not in repr(address)
     assert hide_password("redis://u:secret@h/1?password=secret") == "redis://***@h/1?***"
     assert hide_password("redis://h/1") == "redis://h/1"
+    assert hide_password("redis://u:sec?ret@h/1") == "redis://***"
+    assert hide_password("u:secret@h") == "***@h"
 
 
 @pytest.mark.parametrize("library", [redis, redis.asyncio])
