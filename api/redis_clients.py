@@ -48,7 +48,7 @@ class _Sentinels(redis.Sentinel):
 
     def discover_master(self, service_name: str) -> Any:
         with self._turn:
-            return super().discover_master(service_name)  # type: ignore[no-untyped-call] # redis-py's
+            return super().discover_master(service_name)  # type: ignore[no-untyped-call]
 
 
 class _Library:
@@ -63,7 +63,7 @@ class _Library:
 
 
 def connect(url: str) -> redis.Redis:
-    """The client for commands, of any number of threads. Each holds one connection at most, while it calls."""
+    """The client for commands, of any number of threads: each holds one connection, while it calls."""
     client: redis.Redis = redis_url.client(_Library, url, **_options(ANSWER_SECONDS))
     return client
 

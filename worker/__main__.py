@@ -6,9 +6,11 @@ use; 69 no Redis for as long as loading may take.
 """
 
 import logging
+import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -57,16 +59,26 @@ class Process:
         settings = self._settings
         self._serve_metrics()
         client = self._connect("loading")
-        if not _wait_for_redis(client, settings.load_seconds):
+        if not _insist(client.ping, client, time.monotonic() + settings.load_seconds):
             return EXIT_NO_REDIS
         arm_watchdog(settings.load_seconds)
         with Loading(client, self._loading_record(), self._metrics) as loading:
             execution = _load(settings, loading)
-        TaskStore(client).put_model_card(self._slug, self._card(execution))
+        self._put_model_card(client, self._card(execution))
         client.close()
         self._worker = self._make_worker(execution)
         self._worker.handle_signals()
         return self._worker.work()
+
+    def _put_model_card(self, client: Any, card: ModelCard) -> None:
+        """Until Redis takes it, however long: loading the model again would take longer."""
+
+        def put() -> None:
+            # The deadline of loading is over with the loading.
+            arm_watchdog(self._settings.load_seconds)
+            TaskStore(client).put_model_card(self._slug, card)
+
+        _insist(put, client, math.inf)
 
     def _serve_metrics(self) -> None:
         """Raises `SettingsError` when nothing can listen there."""
@@ -150,14 +162,15 @@ def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
     )
 
 
-def _wait_for_redis(client: Any, seconds: float) -> bool:
-    """Before the model, which takes long: whether Redis answers within `seconds`."""
-    deadline = time.monotonic() + seconds
+def _insist(call: Callable[[], object], client: Any, deadline: float) -> bool:
+    """Whether Redis let `call` be done before `deadline`, in seconds of the monotonic clock."""
     while time.monotonic() < deadline:
         try:
-            client.ping()
+            call()
         except redis.RedisError as error:
             logger.warning("waiting for Redis: %s", error)
+            # After a failover a connection may live on to a server that only reads.
+            client.connection_pool.disconnect()
             time.sleep(REDIS_RETRY_SECONDS)
         else:
             return True

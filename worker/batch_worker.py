@@ -12,6 +12,7 @@ import secrets
 import signal
 import socket
 import time
+from datetime import UTC, datetime
 from typing import Any
 
 import redis
@@ -79,6 +80,7 @@ class BatchWorker(BaseWorker):
         self._given = given
         self._max_num_seqs = engine.config.max_num_seqs
         self._started_at = time.time()
+        self.birth_date = datetime.fromtimestamp(self._started_at, UTC)
         self._is_draining = False
         self._has_crashed = False
         self._last_step_seconds = LAST_STEP_SECONDS
@@ -124,8 +126,11 @@ class BatchWorker(BaseWorker):
             signal.signal(number, lambda received, _: self.stop(signal.Signals(received).name))
 
     def _initialize(self) -> None:
-        self.register_birth()  # type: ignore[no-untyped-call] # RQ's
-        self._announce()
+        try:
+            self._announce()
+        except redis.RedisError as error:
+            # The model is loaded, and that took long: the lease service announces as soon as Redis answers.
+            logger.warning("cannot be announced yet: %s", error)
         self._crew.start()
         logger.info("worker %s serves %s", self.name, self._model.name)
 
@@ -219,6 +224,13 @@ class BatchWorker(BaseWorker):
             pipe.hset(self.key, "failed_job_count", str(self._crew.publisher.num_failed))
             worker_registration.register(self, pipe)
             pipe.execute()
+
+    def _set_ip_address(self, connection: Any) -> None:
+        """RQ asks Redis for it while the worker is made, and lets any error out."""
+        try:
+            super()._set_ip_address(connection)
+        except redis.RedisError:
+            self.ip_address = "unknown"
 
     def _set_connection(self, connection: Any) -> Any:
         """RQ would make it wait seven minutes for a dead server."""

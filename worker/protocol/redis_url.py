@@ -79,11 +79,11 @@ def client(library: Any, url: str, **options: Any) -> Any:
 def hide_password(url: str) -> str:
     """`url` as it may be shown: without credentials and options."""
     place, mark, query = url.partition("?")
-    scheme, separator, _ = url.partition("://")
+    scheme, separator, _ = url.partition("://") if "://" in url else ("", "", url)
     _, at, host = place.rpartition("@")
     if "@" in query and not at:
         # A password may hold a question mark that its owner forgot to escape: nothing is known to be a host.
-        return f"{scheme}{separator}***" if separator else "***"
+        return f"{scheme}{separator}***"
     return (f"{scheme}{separator}***@{host}" if at else place) + ("?***" if mark else "")
 
 
