@@ -1,0 +1,66 @@
+"""The whole service behind a Sentinel: its master dies in the middle of streams, and a replica takes over."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from tests.live_service import LiveService, wait_for
+from tests.sentinels import watched
+from tests.tiny_models import save_model
+from tokenmill.reader import TokenStream
+from worker.protocol import keys
+from worker.protocol.messages import Event
+
+NUM_TASKS = 4
+NUM_TOKENS = 400
+LIMITS = {"TOKENMILL_DTYPE": "float32", "TOKENMILL_LEASE_SECONDS": "5", "TOKENMILL_MAX_NUM_SEQS": "8"}
+
+
+def followed(url: str, task_id: str) -> list[Event]:
+    return list(TokenStream(url, task_id, silence_seconds=1))
+
+
+def sse_ids(service: LiveService, task_id: str) -> list[int]:
+    body = service.call("GET", f"/v1/tasks/{task_id}/events").body.decode()
+    return [int(line[3:]) for line in body.splitlines() if line.startswith("id:")]
+
+
+def greedy(number: int) -> dict[str, Any]:
+    return {
+        "prompt_token_ids": [10 + number, 20, 30],
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+
+
+def test_the_master_is_killed_in_mid_stream(tmp_path: Path) -> None:
+    """redis-py#1573, rq#1653: after a failover workers ended, or stayed with a server that was gone."""
+    model_dir = save_model(tmp_path / "model")
+    with (
+        watched(tmp_path) as servers,
+        LiveService(model_dir, tmp_path, LIMITS, servers.url) as service,
+        ThreadPoolExecutor(2 * NUM_TASKS) as pool,
+        redis.Redis.from_url(servers.master.url) as master,
+    ):
+        tasks = [service.submit(**greedy(number)) for number in range(NUM_TASKS)]
+        readers = [pool.submit(followed, servers.url, task) for task in tasks]
+        streams = [pool.submit(sse_ids, service, task) for task in tasks]
+        wait_for(lambda: all(master.xlen(keys.log(task)) > 20 for task in tasks), "all are in mid-stream")
+        servers.replicate()
+        assert not any(reader.done() for reader in readers), "it was to be killed in mid-stream"
+        servers.kill_master()
+        servers.wait_for_promotion()
+
+        for task, reader, stream in zip(tasks, readers, streams, strict=True):
+            events = reader.result(120)
+            assert [event.seq for event in events] == list(range(len(events)))
+            assert stream.result(120) == [event.seq for event in events]
+            ended = service.wait_task(task)
+            assert (ended["status"], ended["usage"]["completion_tokens"]) == ("completed", NUM_TOKENS)
+        assert service.worker.popen.poll() is None
+        again = [service.submit(**greedy(number)) for number in range(NUM_TASKS)]
+        outputs = [service.wait_task(task)["outputs"] for task in again]
+        assert outputs == [service.task(task)["outputs"] for task in tasks]
