@@ -33,7 +33,7 @@ class _Client(redis.Redis):
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
         try:
-            return super().execute_command(*args, **options)  # type: ignore[no-untyped-call] # the library's
+            return super().execute_command(*args, **options)  # type: ignore[no-untyped-call] # redis-py's
         except redis.exceptions.ReadOnlyError:
             self.connection_pool.disconnect(inuse_connections=False)
             raise
@@ -43,12 +43,12 @@ class _Sentinels(redis.Sentinel):
     """The library moves the one that answered to the front: of two threads at once, one is lost for good."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)  # type: ignore[no-untyped-call] # the library's
+        super().__init__(*args, **options)  # type: ignore[no-untyped-call] # redis-py's
         self._turn = threading.Lock()
 
     def discover_master(self, service_name: str) -> Any:
         with self._turn:
-            return super().discover_master(service_name)  # type: ignore[no-untyped-call] # the library's
+            return super().discover_master(service_name)  # type: ignore[no-untyped-call]
 
 
 class _Library:

@@ -20,6 +20,7 @@ from tests.worker.workshop import (
     until,
     wait_for_length,
 )
+from worker.connections import connect
 
 
 def count_calls(target: Any, name: str) -> list[None]:
@@ -66,6 +67,36 @@ def test_an_error_while_announcing_renews_the_connections(redis_url: str) -> Non
     with pytest.raises(redis.ReadOnlyError):
         worker._announce()
     assert worker.connection.client_id() != before
+
+
+def test_redis_is_away_as_a_worker_begins(tmp_path: Path) -> None:
+    """A model takes long to load: what was loaded waits for Redis, and is not thrown away."""
+    port = free_port()
+    connects: list[str] = []
+
+    def counted(name: str) -> Any:
+        client = connect(f"redis://127.0.0.1:{port}/0", name)
+        execute = client.connection_pool.get_connection
+
+        def get_connection(*given: Any, **options: Any) -> Any:
+            connects.append(name)
+            return execute(*given, **options)
+
+        client.connection_pool.get_connection = get_connection
+        return client
+
+    with running("", connecting=counted) as run:
+        # Its address is asked for once as it is made; the main thread and the leases announce it.
+        until(lambda: connects.count("rq") >= 3, "it tried again to announce itself")
+        server = start_redis(tmp_path, port)
+        try:
+            with redis.Redis.from_url(server.url) as client:
+                assert tokens_of(ended(client, submit(client))) == undisturbed([1, 2, 3], 5)
+                assert client.hget(run.worker.key, "birth")
+                assert client.sismember("rq:workers", run.worker.key)
+        finally:
+            server.process.kill()
+            server.process.wait()
 
 
 def test_redis_restarts_under_the_worker(tmp_path: Path) -> None:

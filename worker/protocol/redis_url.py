@@ -24,9 +24,9 @@ class BadRedisUrl(ValueError):
 class RedisAddress:
     """What a URL says.
 
-    `nodes`: host and port of the server, or of each Sentinel; none of a Unix socket. `service`: the name by
-    which the Sentinels watch the server; "" where the server itself is named. `options` of its connections,
-    as redis-py calls them; `sentinel_options` of those to the Sentinels.
+    `nodes`: host and port of the server, or of each Sentinel; none of a Unix socket. `service`: the name
+    under which the Sentinels watch the server; "" where the server itself is named. `options` of its
+    connections, as redis-py calls them; `sentinel_options` of those to the Sentinels.
     """
 
     nodes: tuple[tuple[str, int], ...] = ()
@@ -78,9 +78,12 @@ def client(library: Any, url: str, **options: Any) -> Any:
 
 def hide_password(url: str) -> str:
     """`url` as it may be shown: without credentials and options."""
-    place, mark, _ = url.partition("?")
-    head, at, host = place.rpartition("@")
-    scheme, separator, _ = head.partition("://")
+    place, mark, query = url.partition("?")
+    scheme, separator, _ = url.partition("://") if "://" in url else ("", "", url)
+    _, at, host = place.rpartition("@")
+    if "@" in query and not at:
+        # A password may hold a question mark that its owner forgot to escape: nothing is known to be a host.
+        return f"{scheme}{separator}***"
     return (f"{scheme}{separator}***@{host}" if at else place) + ("?***" if mark else "")
 
 

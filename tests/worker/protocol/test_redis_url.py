@@ -97,6 +97,8 @@ def test_no_password_is_shown() -> None:
     assert "secret" not in repr(address)
     assert hide_password("redis://u:secret@h/1?password=secret") == "redis://***@h/1?***"
     assert hide_password("redis://h/1") == "redis://h/1"
+    assert hide_password("redis://u:sec?ret@h/1") == "redis://***"
+    assert hide_password("u:secret@h") == "***@h"
 
 
 @pytest.mark.parametrize("library", [redis, redis.asyncio])
