@@ -55,7 +55,7 @@ def test_several_outputs_cost_as_much(card):
         return estimate_cost(TaskBody(prompt_token_ids=[1] * 10, **fields), CARD)
 
     assert (cost(max_tokens=20), cost(max_tokens=20, n=3)) == (30, 70)
-    assert cost(n=2) == 100 + 100, "neither is longer than the model"
+    assert cost(n=2) == 10 + 2 * 90, "with the prompt, which is one, neither is longer than the model"
 
 
 def test_all_outputs_are_shown_from_the_start(client, submit, worker):
