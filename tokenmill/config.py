@@ -103,7 +103,11 @@ def _checked_url(url: str, where: str) -> str:
 
 _TRUTH = {"1": "1", "true": "1", "yes": "1", "on": "1", "0": "0", "false": "0", "no": "0", "off": "0"}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
-_WORDS = {"policy": ("fifo", "skip_ahead")}
+_WORDS = {
+    "policy": ("fifo", "skip_ahead"),
+    "dtype": ("auto", "float32", "bfloat16"),
+    "attention": ("auto", "native", "torch"),
+}
 """Of the settings that have a few words to choose from."""
 _API = frozenset({Part.API})
 _WORKER = frozenset({Part.WORKER})

@@ -157,6 +157,10 @@ class Crew:
         """
         owners = self.holdings.owners()
         deadline = self._given.clock() + seconds
+        if crashed:
+            # A beat after it would say that these owners live, and take the crash back.
+            self._leases_service.stop()
+            self._leases_service.join(seconds)
 
         def put_back() -> None:
             self._given.metrics.handed_back(self._store.hand_back(owners, crashed=crashed))
@@ -237,6 +241,7 @@ class Crew:
             worker_name=self._worker_name,
             lease_seconds=self._given.timing.lease_seconds,
             load=lambda: self.loop.load,
+            is_stalled=lambda: self.pulse.is_stalled,
             wake=self._wake,
         )
 

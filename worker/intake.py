@@ -54,7 +54,8 @@ class Appetite:
 
 
 class Intake:
-    """`turn` belongs to one thread. `load` is asked for what the loop has at the moment."""
+    """`turn` belongs to one thread. `load` is asked for what the loop has at the moment, `is_stalled`
+    whether it hangs."""
 
     def __init__(
         self,
@@ -71,6 +72,7 @@ class Intake:
         lease_seconds: float,
         load: Callable[[], Load],
         wake: threading.Event,
+        is_stalled: Callable[[], bool] = lambda: False,
     ) -> None:
         self._store = store
         self._model = model
@@ -86,6 +88,7 @@ class Intake:
         self._lease_seconds = lease_seconds
         self._load = load
         self._wake = wake
+        self._is_stalled = is_stalled
         self._claimed: deque[Claimed] = deque()
 
     def turn(self) -> None:
@@ -102,7 +105,9 @@ class Intake:
             self._wake.wait(POLL_SECONDS)
 
     def _take_some(self) -> bool:
-        """Whether there may be more that could be taken at once."""
+        """Whether there may be more that could be taken at once. A loop that hangs steps nothing more."""
+        if self._is_stalled():
+            return False
         room = self._appetite.room(len(self._holdings), self._load())
         num_claimed = self._claim(room) if room > 0 else 0
         self._admit_claimed()

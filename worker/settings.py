@@ -17,6 +17,7 @@ LONGEST_SECONDS = 1e9
 LONGEST_PATIENCE_SECONDS = 366 * 86400.0
 MAX_PREFILL_RESERVE = 0.9
 POLICIES = ("fifo", "skip_ahead")
+DTYPES = ("auto", "float32", "bfloat16")
 ATTENTION = ("auto", "torch", "native")
 _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"0", "false", "no", "off"})
@@ -92,7 +93,7 @@ class WorkerSettings:
         return cls(
             model=model,
             served_model_name=naming.served_model_name(model, read.text("TOKENMILL_SERVED_MODEL_NAME", "")),
-            dtype=read.text("TOKENMILL_DTYPE", "auto"),
+            dtype=read.word("TOKENMILL_DTYPE", DTYPES) or "auto",
             device=read.text("TOKENMILL_DEVICE", "auto"),
             attention=read.word("TOKENMILL_ATTENTION", ATTENTION) or "auto",
             deterministic=bool(read.switch("TOKENMILL_DETERMINISTIC")),

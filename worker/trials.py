@@ -100,7 +100,8 @@ class Trials:
         """No more trials: the loop is not to wait for one that will not come."""
         with self._lock:
             self._is_closed = True
-            if self._current is not None and not self._is_quiet:
+            # One that is recorded, but not begun, is not begun any more: its turn may have failed.
+            if self._current is not None and not self._has_begun:
                 self._end()
 
     def finish(self, ownership: Ownership) -> None:

@@ -28,6 +28,7 @@ class Gate:
     def __init__(self, client: "redis.Redis", model: ServedModel | None = None, seats: int = 8) -> None:
         self.client = client
         self.load = Load()
+        self.is_stalled = False
         self.now = 0.0
         wake = Impatient()
         self.holdings = Holdings(wake)
@@ -55,6 +56,7 @@ class Gate:
             worker_name="w",
             lease_seconds=60,
             load=lambda: self.load,
+            is_stalled=lambda: self.is_stalled,
             wake=wake,
         )
 

@@ -75,6 +75,16 @@ def test_other_workers_have_the_rest(redis_client: "redis.Redis") -> None:
     assert gate.turn() == []
 
 
+def test_a_worker_whose_loop_hangs_claims_nothing(redis_client: "redis.Redis") -> None:
+    """It would take back what lapsed in its own hands, and die with it once more."""
+    submit(redis_client)
+    gate = Gate(redis_client)
+    gate.is_stalled = True
+    assert gate.turn() == []
+    gate.is_stalled = False
+    assert len(gate.turn()) == 1
+
+
 def test_the_prompt_is_stored_and_never_rendered_again(redis_client: "redis.Redis") -> None:
     """A template may tell the date: a resumed request goes on after the prompt that it began with."""
     task = submit(redis_client, messages=({"role": "user", "content": "four"},))

@@ -1,6 +1,7 @@
 """Whole workers with suspects: each runs alone for a while, and the others are not touched meanwhile."""
 
 import threading
+from collections.abc import Mapping
 
 import pytest
 import redis
@@ -138,6 +139,30 @@ def test_a_dead_engine_counts_against_what_it_had_in_hand(
 
     (again,) = TaskStore(redis_client).claim(SLUG, worker="next", max_tasks=1, lease_seconds=60)
     assert (again.task_id, again.suspect) == (guilty, True)
+
+
+def test_no_beat_takes_back_what_a_dead_engine_counted(
+    redis_url: str, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner that renews lives, so its crash was none; after its hand-back this worker must not renew."""
+    alive: list[bool] = []
+    put_back = TaskStore.hand_back
+
+    def watched(store: TaskStore, owned: Mapping[str, str], *, crashed: bool = False) -> int:
+        alive.append(any(one.name == "leases" and one.is_alive() for one in threading.enumerate()))
+        return put_back(store, owned, crashed=crashed)
+
+    monkeypatch.setattr(TaskStore, "hand_back", watched)
+    runner = Watched()
+
+    def die(_: set[str]) -> None:
+        raise DeviceLost("an illegal memory access was encountered")
+
+    runner.gate = die
+    submit_some(redis_client, 2)
+    with running(redis_url, build_engine(runner)) as run:
+        assert run.wait() == EXIT_FAILED
+    assert alive == [False]
 
 
 def test_a_thread_that_fails_counts_against_nobody(

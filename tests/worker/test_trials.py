@@ -146,12 +146,13 @@ def test_when_no_more_trials_come_the_loop_waits_for_none(court: Court, stage: s
     court.told()
     court.trials.close()
 
-    assert court.told() == ([Resume(A)] if stage == "asked" else []), "one that is recorded is tried"
+    assert court.told() == ([Resume(A)] if stage in ("asked", "quiet") else []), "one that has begun is tried"
     assert not court.trials.quieten(B, 0.0)
     assert court.told() == []
     assert court.trials.num_waiting == (1 if stage == "begun" else 2)
     if stage != "begun":
-        assert court.trials.begin(A, court.prepared.append) is (stage == "quiet")
+        # Also where it is recorded: the turn that was to begin it may have failed, and no other comes.
+        assert not court.trials.begin(A, court.prepared.append)
 
 
 # The thread that claims and prepares, against a real server.
