@@ -12,13 +12,13 @@ import platform
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from engine.engine import Engine
 from engine.execution.build import Execution, build_execution
 from engine.execution.default_model import DEFAULT_MODEL
 from engine.sampling_params import SamplingParams
@@ -88,14 +88,7 @@ def measure(cache_dir: Path, dtype: str) -> Iterator[dict[str, Any]]:
 
 def seconds(execution: Execution, running: int) -> float:
     """From the first step to the last token of `running` sequences that begin together."""
-    engine = Engine(
-        execution.config,
-        execution.runner,
-        execution.sampler,
-        execution.tokenizer,
-        eos_token_ids=frozenset(),
-        vocab_size=execution.vocab_size,
-    )
+    engine = replace(execution, eos_token_ids=frozenset()).new_engine()
     params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS)
     for number in range(running):
         prompt = [100 + (number * PROMPT_TOKENS + at) * 37 % 20000 for at in range(PROMPT_TOKENS)]

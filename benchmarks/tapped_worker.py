@@ -7,6 +7,7 @@ the claiming of more tasks is left out, as all run from the start.
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
@@ -173,15 +174,8 @@ def _prompts(vocab_size: int, length: int) -> Callable[[int], list[int]]:
 
 
 def _engine(execution: Execution) -> Engine:
-    return Engine(
-        execution.config,
-        execution.runner,
-        execution.sampler,
-        execution.tokenizer,
-        # Nobody ends before the measurement does.
-        eos_token_ids=frozenset(),
-        vocab_size=execution.vocab_size,
-    )
+    # Nobody ends before the measurement does.
+    return replace(execution, eos_token_ids=frozenset()).new_engine()
 
 
 def _submission() -> Submission:

@@ -54,8 +54,10 @@ class Appetite:
 
 
 class Intake:
-    """`turn` belongs to one thread. `load` is asked for what the loop has at the moment, `is_stalled`
-    whether it hangs."""
+    """`turn` belongs to one thread.
+
+    `load` is asked for what the loop has at the moment, `is_stalled` whether it hangs.
+    """
 
     def __init__(
         self,
@@ -71,8 +73,8 @@ class Intake:
         worker_name: str,
         lease_seconds: float,
         load: Callable[[], Load],
+        is_stalled: Callable[[], bool],
         wake: threading.Event,
-        is_stalled: Callable[[], bool] = lambda: False,
     ) -> None:
         self._store = store
         self._model = model

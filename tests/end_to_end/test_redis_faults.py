@@ -11,14 +11,11 @@ import pytest
 import redis
 
 from tests.conftest import RedisServer, free_port, start_redis
-from tests.end_to_end.test_failover import followed, sse_ids
+from tests.end_to_end.test_failover import LIMITS, NUM_TASKS, NUM_TOKENS, followed, greedy, sse_ids
 from tests.live_service import LiveService, Reply, wait_for
 from tests.tiny_models import save_model
 from worker.protocol import keys
 
-NUM_TASKS = 4
-NUM_TOKENS = 400
-LIMITS = {"TOKENMILL_DTYPE": "float32", "TOKENMILL_LEASE_SECONDS": "5", "TOKENMILL_MAX_NUM_SEQS": "8"}
 NOBODY = ("127.0.0.1", "1")
 
 
@@ -91,11 +88,6 @@ def service(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     directory = tmp_path_factory.mktemp("service")
     with LiveService(save_model(directory / "model"), directory, LIMITS, server.url) as running:
         yield running
-
-
-def greedy(number: int) -> dict[str, Any]:
-    prompt = [10 + number, 20, 30]
-    return {"prompt_token_ids": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
 
 
 class Streams:

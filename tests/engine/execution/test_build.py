@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
-from engine.engine import Engine
 from engine.errors import InvalidParameter
 from engine.execution import kv_cache
 from engine.execution.build import build_execution, model_length
@@ -23,14 +22,7 @@ def test_what_is_built_serves_what_transformers_generates(tiny_llama: Path) -> N
     assert execution.eos_token_ids == {EOS, IM_END}
     assert execution.vocab_size == VOCAB_SIZE
     assert (execution.dtype, execution.device) == ("float32", "cpu")
-    engine = Engine(
-        execution.config,
-        execution.runner,
-        execution.sampler,
-        execution.tokenizer,
-        eos_token_ids=execution.eos_token_ids,
-        vocab_size=execution.vocab_size,
-    )
+    engine = execution.new_engine()
     prompt = execution.tokenizer.render_chat([{"role": "user", "content": "What is the capital of France?"}])
     engine.add("r", prompt, SamplingParams(temperature=0.0, max_tokens=30), arrival=0.0)
     token_ids: list[int] = []

@@ -7,7 +7,6 @@ from threading import Barrier
 
 import pytest
 
-from engine.engine import Engine
 from engine.errors import InvalidParameter
 from engine.execution import default_model as module
 from engine.execution.build import Execution, build_execution
@@ -24,14 +23,7 @@ def execution(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFact
 
 
 def answer(execution: Execution, question: str) -> str:
-    engine = Engine(
-        execution.config,
-        execution.runner,
-        execution.sampler,
-        execution.tokenizer,
-        eos_token_ids=execution.eos_token_ids,
-        vocab_size=execution.vocab_size,
-    )
+    engine = execution.new_engine()
     prompt = execution.tokenizer.render_chat([{"role": "user", "content": question}])
     engine.add("r", prompt, SamplingParams(temperature=0.0, max_tokens=16), arrival=0.0)
     text = ""
