@@ -19,7 +19,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class Settings(NamedTuple):
-    """The same for all engines. `kv_tokens`: tokens that the KV cache holds; `token_budget`: of one step.
+    """The same for all engines. `kv_tokens`: tokens that the KV cache holds, which are `kv_bytes`; `token_budget`: of one step.
 
     `options`: what makes one engine's modes differ, such as `{"eager": True}`.
     """
@@ -31,6 +31,7 @@ class Settings(NamedTuple):
     max_seqs: int
     max_model_len: int
     kv_tokens: int
+    kv_bytes: int
     scratch: str
     options: dict[str, Any]
 
