@@ -1,8 +1,8 @@
 """Measures Tokenmill and other engines side by side, and writes the results, a table and plots.
 
-    python -m benchmarks.serving                      the cells of the targets, in under an hour
-    python -m benchmarks.serving --all --minutes 0    the whole matrix, however long it takes
-    python -m benchmarks.serving --quick              every engine once, in minutes
+python -m benchmarks.serving                      the cells of the targets, in under an hour
+python -m benchmarks.serving --all --minutes 0    the whole matrix, however long it takes
+python -m benchmarks.serving --quick              every engine once, in minutes
 """
 
 import argparse
@@ -82,7 +82,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     for name, known in (("system", SYSTEMS), ("workload", KINDS), ("model", MODELS), ("dtype", BYTES)):
         parser.add_argument(f"--{name}", nargs="+", choices=list(known), default=[], help="only these")
     parser.add_argument("--repeats", type=int, default=None, help="of each cell; default 3")
-    parser.add_argument("--minutes", type=float, default=55.0, help="no repeat begins that would end later; 0: all")
+    parser.add_argument(
+        "--minutes", type=float, default=55.0, help="no repeat begins that would end later; 0: all"
+    )
     parser.add_argument("--requests", type=int, default=None, help=f"of a workload; default {NUM_REQUESTS}")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--token-budget", type=int, default=512, help="tokens that one step computes at most")
@@ -100,7 +102,13 @@ def chosen_cells(args: argparse.Namespace) -> list[Cell]:
 
 
 def measure_group(
-    group: Group, cells: list[Cell], args: argparse.Namespace, limits: Limits, record: Record, home: Path, deadline: float
+    group: Group,
+    cells: list[Cell],
+    args: argparse.Namespace,
+    limits: Limits,
+    record: Record,
+    home: Path,
+    deadline: float,
 ) -> None:
     """One model in one dtype: its floors, then all its cells."""
     print(f"{group.model}, {group.dtype}", file=sys.stderr, flush=True)
@@ -159,7 +167,12 @@ def record_floors(
             continue
         workload = make_workload(name, vocab_size=shape.vocab_size, repeat=0, num_requests=requests)
         seconds = floor_seconds(
-            workload, shape, rates, group.dtype, token_budget=settings.token_budget, max_seqs=settings.max_seqs
+            workload,
+            shape,
+            rates,
+            group.dtype,
+            token_budget=settings.token_budget,
+            max_seqs=settings.max_seqs,
         )
         told: dict[str, Any] = {**group._asdict(), "workload": name, "seconds": seconds}
         record.add("floors", told | {name: getattr(rates, name) for name in Rates.__slots__})

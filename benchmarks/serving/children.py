@@ -152,8 +152,8 @@ class Child:
 
 
 def _fields(pid: int) -> list[int]:
-    """What /proc/PID/stat has after the name: the state (as 0), the parent, the group, the session, and at 11 to
-    14 the ticks of itself and its children. Zeros when it has ended."""
+    """What /proc/PID/stat has after the name: the state (as 0), the parent, the group, the session, and at
+    11 to 14 the ticks of itself and its children. Zeros when it has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -172,6 +172,8 @@ def _peak_bytes(pid: int) -> int:
 
 
 def machine_busy_seconds() -> float:
-    """Processors' seconds since the machine began that anybody used, other machines on the same hardware too."""
-    user, nice, system, _, __, irq, soft, stolen, *___ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
+    """Processors' seconds since the machine began that anybody used, and those stolen by other machines."""
+    user, nice, system, _, __, irq, soft, stolen, *___ = map(
+        int, Path("/proc/stat").read_text().split("\n")[0].split()[1:]
+    )
     return (user + nice + system + irq + soft + stolen) / TICKS

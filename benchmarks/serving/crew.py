@@ -32,7 +32,9 @@ class Patience:
 class Crew:
     """`settings`: of the group, without the options of one engine. `home`: of environments and logs."""
 
-    def __init__(self, group: Group, settings: Settings, record: Record, home: Path, patience: Patience) -> None:
+    def __init__(
+        self, group: Group, settings: Settings, record: Record, home: Path, patience: Patience
+    ) -> None:
         self._group, self._settings, self._record = group, settings, record
         self._home, self._patience = home, patience
         self._children: dict[str, Child] = {}

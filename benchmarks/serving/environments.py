@@ -59,7 +59,10 @@ ENVIRONMENTS = {
         requirements=("llama-cpp-python==0.3.36", "gguf==0.19.0", "safetensors==0.8.0", "numpy==2.4.6"),
         # Only the library is wanted: not the servers and tools, which are most of the build.
         variables=(
-            ("CMAKE_ARGS", "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF"),
+            (
+                "CMAKE_ARGS",
+                "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF",
+            ),
             ("CMAKE_BUILD_PARALLEL_LEVEL", "2"),
         ),
         check="import llama_cpp, gguf",
@@ -117,7 +120,11 @@ def _run(log: Path, command: list[str], variables: dict[str, str] | None = None)
         file.write(f"$ {shlex.join(command)}\n")
         file.flush()
         ended = subprocess.run(
-            command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **(variables or {})}, check=False
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(variables or {})},
+            check=False,
         )
     if ended.returncode:
         last = " ".join(log.read_text().splitlines()[-LAST_LINES:])
@@ -126,7 +133,9 @@ def _run(log: Path, command: list[str], variables: dict[str, str] | None = None)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Make the environments of the engines.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ENVIRONMENTS)}; default: all")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(ENVIRONMENTS)}; default: all"
+    )
     parser.add_argument("--home", type=Path, default=DEFAULT_HOME, help="where they are kept")
     args = parser.parse_args()
     failed = 0

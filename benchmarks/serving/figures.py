@@ -43,12 +43,16 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 def first_token_seconds(requests: Sequence[Request], served: Sequence[Served]) -> list[float]:
     """From the arrival of each request to its first token."""
-    return [one.times[0] - request.arrival for request, one in zip(requests, served, strict=True) if one.times]
+    return [
+        one.times[0] - request.arrival for request, one in zip(requests, served, strict=True) if one.times
+    ]
 
 
 def inter_token_seconds(served: Sequence[Served]) -> list[float]:
     """Between one token of a request and its next, of all requests."""
-    return [later - earlier for one in served for earlier, later in zip(one.times, one.times[1:], strict=False)]
+    return [
+        later - earlier for one in served for earlier, later in zip(one.times, one.times[1:], strict=False)
+    ]
 
 
 def total_seconds(served: Sequence[Served]) -> float:
@@ -61,7 +65,8 @@ def run_figures(requests: Sequence[Request], served: Sequence[Served]) -> dict[s
     for place, (request, one) in enumerate(zip(requests, served, strict=True)):
         if len(one.tokens) != request.max_tokens or len(one.times) != request.max_tokens:
             raise ValueError(
-                f"request {place}: {len(one.tokens)} tokens with {len(one.times)} times, not {request.max_tokens}"
+                f"request {place}: {len(one.tokens)} tokens with {len(one.times)} times,"
+                f" not {request.max_tokens}"
             )
     seconds = total_seconds(served)
     tokens = sum(len(one.tokens) for one in served)

@@ -46,6 +46,9 @@ def _pairs(file: Path) -> dict[str, str]:
 def _commit(root: Path) -> str:
     """With a plus where files differ from it; empty outside of git."""
     said = subprocess.run(
-        ["git", "-C", str(root), "describe", "--always", "--dirty=+"], capture_output=True, text=True, check=False
+        ["git", "-C", str(root), "describe", "--always", "--dirty=+"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return said.stdout.strip()

@@ -45,15 +45,15 @@ def make_model(name: str, parent: Path) -> Path:
 def save_random(config: dict[str, Any], directory: Path) -> None:
     """Write weights, config and a tokenizer whose tokens are numbers."""
     fields = {key: value for key, value in config.items() if key != "model_type"}
-    # Typed as Any: transformers gives these no types.
     auto: Any = AutoModelForCausalLM
     model = auto.from_config(CONFIG_MAPPING[config["model_type"]](**fields), dtype=torch.bfloat16)
     randomize(model)
     model.save_pretrained(directory)
     words = Tokenizer(WordLevel({f"t{number}": number for number in range(config["vocab_size"])}, "t0"))
-    FastTokenizer(tokenizer_object=words, bos_token="t0", eos_token="t1", pad_token="t2", unk_token="t0").save_pretrained(
-        directory
-    )
+    # Typed as Any, here and above: transformers gives these no types.
+    fast: Any = FastTokenizer
+    tokenizer = fast(tokenizer_object=words, bos_token="t0", eos_token="t1", pad_token="t2", unk_token="t0")
+    tokenizer.save_pretrained(directory)
 
 
 @torch.no_grad()
@@ -71,7 +71,7 @@ def scale(name: str, weight: torch.Tensor) -> float:
     if weight.ndim == 1:
         return 0.1
     gain = ATTENTION_GAIN if "attn" in name else 1.0
-    return gain * float(weight.shape[-1]) ** -0.5
+    return float(gain * weight.shape[-1] ** -0.5)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ _FLOAT32 = {
     "one-stream": (OURS,),
     "long-and-chats": (OURS, SHORT_CHUNKS, *VLLM),
 }
-_BFLOAT16 = {name: (OURS, *VLLM) for name in ("mixed", "shared-prefix", "long-and-chats")}
+_BFLOAT16 = dict.fromkeys(("mixed", "shared-prefix", "long-and-chats"), (OURS, *VLLM))
 #: llama.cpp has a target on the model that people run, not on random weights.
 _LLAMA_CPP = {"mixed": ("llama.cpp",), "one-stream": ("llama.cpp",)}
 TARGET_TABLE = (

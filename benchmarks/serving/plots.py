@@ -50,9 +50,16 @@ def draw(record: Record, name: str, path: Path) -> None:
     plt.close(drawing)
 
 
-def _panel(panel: Any, record: Record, place: tuple[str, ...], figure: Callable[[dict[str, Any]], float]) -> None:
+def _panel(
+    panel: Any, record: Record, place: tuple[str, ...], figure: Callable[[dict[str, Any]], float]
+) -> None:
     values = {
-        system: [figure(run.figures) for run in record.runs if run.cell == Cell(*place, system)] for system in SYSTEMS
+        system: [
+            figure(run.figures)
+            for run in record.runs
+            if run.cell == Cell(place[0], place[1], place[2], system)
+        ]
+        for system in SYSTEMS
     }
     bars = {system: spread(several) for system, several in reversed(values.items()) if several}
     panel.barh(

@@ -19,7 +19,8 @@ PR_SET_PDEATHSIG = 1
 
 
 class Settings(NamedTuple):
-    """The same for all engines. `kv_tokens`: tokens that the KV cache holds, which are `kv_bytes`; `token_budget`: of one step.
+    """The same for all engines. `token_budget`: tokens of one step. `kv_tokens`: that the KV cache holds,
+    which are `kv_bytes`.
 
     `options`: what makes one engine's modes differ, such as `{"eager": True}`.
     """

@@ -26,7 +26,14 @@ class Record:
 
     def __init__(self, path: Path, facts: dict[str, Any]) -> None:
         self._path = path
-        self.content: dict[str, Any] = {"format": FORMAT, **facts, "loads": [], "runs": [], "failures": [], "floors": []}
+        self.content: dict[str, Any] = {
+            "format": FORMAT,
+            **facts,
+            "loads": [],
+            "runs": [],
+            "failures": [],
+            "floors": [],
+        }
         if path.exists():
             self.content = json.loads(path.read_text())
             if self.content["format"] != FORMAT:

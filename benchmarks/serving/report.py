@@ -54,11 +54,12 @@ def _order(place: tuple[str, ...]) -> tuple[int, str, int]:
 def _head(record: Record) -> str:
     facts, limits = record.content["machine"], record.content["limits"]
     busy = sum(is_noisy(run.figures) for run in record.runs)
+    steps = f"{limits['token_budget']} tokens a step, {limits['max_seqs']} sequences"
     lines = [
         "# Tokenmill beside other engines",
         f"{facts['cpu']}, {facts['cores']} cores ({', '.join(facts['flags'])}), "
-        f"{facts['memory_bytes'] / 2**30:.0f} GiB; {limits['threads']} threads, {limits['token_budget']} tokens a "
-        f"step, {limits['max_seqs']} sequences; begun {record.content['begun']}, commit {facts['commit']}.",
+        f"{facts['memory_bytes'] / 2**30:.0f} GiB; {limits['threads']} threads, {steps}; "
+        f"begun {record.content['begun']}, commit {facts['commit']}.",
         f"In {busy} of {len(record.runs)} runs others took more than 5 % of one processor.",
     ]
     return "\n\n".join(lines)
@@ -73,7 +74,8 @@ def _targets(found: list[Verdict]) -> str:
             one.title,
             one.bound,
             "" if one.measured is None else f"{one.measured:.2f}",
-            {True: "met", False: "missed", None: "not measured"}[one.is_met] + (f": {one.reason}" if one.reason else ""),
+            {True: "met", False: "missed", None: "not measured"}[one.is_met]
+            + (f": {one.reason}" if one.reason else ""),
         )
         for one in found
     ]
@@ -98,9 +100,7 @@ def _cell_table(record: Record, model: str, dtype: str, workload: str) -> str:
 
 def _figures(record: Record, cell: Cell, several: list[dict[str, Any]]) -> tuple[str, ...]:
     speed = spread([figures["tokens_per_second"] for figures in several])
-    ours = [
-        run.figures["tokens_per_second"] for run in record.runs if run.cell == cell._replace(system=OURS)
-    ]
+    ours = [run.figures["tokens_per_second"] for run in record.runs if run.cell == cell._replace(system=OURS)]
     seconds = spread([figures["seconds"] for figures in several]).median
     floor = record.floor(cell.model, cell.dtype, cell.workload)
     return (
@@ -121,7 +121,9 @@ def _pair(several: list[dict[str, Any]], name: str) -> str:
     known = [figures[name] for figures in several if figures[name]]
     if not known:
         return ""
-    return " / ".join(f"{spread([one[at] for one in known]).median * MILLISECONDS:.0f}" for at in ("p50", "p99"))
+    return " / ".join(
+        f"{spread([one[at] for one in known]).median * MILLISECONDS:.0f}" for at in ("p50", "p99")
+    )
 
 
 def _alike(several: list[dict[str, Any]]) -> str:
@@ -135,7 +137,13 @@ def _alike(several: list[dict[str, Any]]) -> str:
 
 def _loads(record: Record) -> str:
     rows = [
-        (row["model"], row["dtype"], SYSTEMS[row["system"]].title, f"{row['seconds']:.1f}", f"{row['cpu_seconds']:.1f}")
+        (
+            row["model"],
+            row["dtype"],
+            SYSTEMS[row["system"]].title,
+            f"{row['seconds']:.1f}",
+            f"{row['cpu_seconds']:.1f}",
+        )
         for row in record.content["loads"]
     ]
     return "## Loading\n\n" + table(("model", "dtype", "engine", "seconds", "CPU s"), rows)

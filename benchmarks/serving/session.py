@@ -66,7 +66,7 @@ class Session:
 
     def _expected_seconds(self, cells: list[Cell]) -> float:
         last = {run.cell: run.figures["seconds"] for run in self.record.runs}
-        return sum(last.get(cell, 0.0) for cell in cells)
+        return sum(float(last.get(cell, 0.0)) for cell in cells)
 
     def _release_others(self, crew: Crew, system: str) -> None:
         for other in {cell.system for cell in self.cells} - {system}:
@@ -106,7 +106,9 @@ class Session:
     def _reference(self, crew: Crew, cell: Cell) -> list[list[int]] | None:
         """The right tokens of the first requests, or None where they cannot be had."""
         try:
-            return self.references.tokens(crew, self.group, self._workload(cell, 0), self._workload(cell, WARM_UP))
+            return self.references.tokens(
+                crew, self.group, self._workload(cell, 0), self._workload(cell, WARM_UP)
+            )
         except Failed as error:
             print(f"  no reference for {cell.workload}: {error}", file=sys.stderr, flush=True)
             return None

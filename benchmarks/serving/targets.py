@@ -46,7 +46,9 @@ RATIOS = (
         dtypes=BOTH,
     ),
     Ratio(title="llama.cpp", systems=("llama.cpp",), workloads=("mixed",), at_least=2.0, models=(SMOLLM2,)),
-    Ratio(title="llama.cpp", systems=("llama.cpp",), workloads=("one-stream",), at_least=1.0, models=(SMOLLM2,)),
+    Ratio(
+        title="llama.cpp", systems=("llama.cpp",), workloads=("one-stream",), at_least=1.0, models=(SMOLLM2,)
+    ),
 )
 FLOOR_TIMES = {"float32": 2.0, "bfloat16": 3.0}
 """At most so many times the floor, of the workload `mixed`."""
@@ -97,7 +99,9 @@ def speeds(record: Record) -> dict[Cell, float]:
 def _ratio(record: Record, target: Ratio, model: str, dtype: str, workload: str) -> Verdict:
     measured = speeds(record)
     ours = measured.get(Cell(model, dtype, workload, OURS))
-    theirs = [measured[cell] for name in target.systems if (cell := Cell(model, dtype, workload, name)) in measured]
+    theirs = [
+        measured[cell] for name in target.systems if (cell := Cell(model, dtype, workload, name)) in measured
+    ]
     title, bound = target.title, f">= {target.at_least:g}"
     if ours is None or not theirs:
         reason = _why_not(record, model, dtype, workload, (OURS, *target.systems))
@@ -144,7 +148,9 @@ def _load(record: Record, model: str, dtype: str) -> Verdict:
     return _at_most(model, dtype, "", "seconds to load", LOAD_SECONDS, min(seconds, default=None))
 
 
-def _at_most(model: str, dtype: str, workload: str, title: str, most: float, measured: float | None) -> Verdict:
+def _at_most(
+    model: str, dtype: str, workload: str, title: str, most: float, measured: float | None
+) -> Verdict:
     is_met = None if measured is None else measured <= most
     reason = "not part of this run" if measured is None else ""
     return Verdict(model, dtype, workload, title, f"<= {most:g}", measured, is_met, reason)

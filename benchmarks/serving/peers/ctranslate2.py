@@ -63,7 +63,7 @@ class CTranslate2:
 
 
 def converted(settings: Settings) -> Path:
-    """The model's directory in the form of CTranslate2, made if it is not there; in float32 for all dtypes."""
+    """The model's directory in the form of CTranslate2, made if it is not there; float32 for all dtypes."""
     from ctranslate2.converters import TransformersConverter
 
     source = Path(settings.model)

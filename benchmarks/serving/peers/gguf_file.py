@@ -1,7 +1,7 @@
 """A model directory of Llama or Qwen2 as a GGUF file with the very same numbers, without a vocabulary.
 
-Law: float32 and bfloat16 files hold what the directory holds, and no text is ever made of the tokens. The
-project's own converter knows the tokenizers of published models only, and so refuses models of random weights.
+Law: float32 and bfloat16 files hold what the directory holds, and no text is ever made of the tokens.
+llama.cpp's own converter knows the tokenizers of published models only, and so refuses random weights.
 """
 
 import json

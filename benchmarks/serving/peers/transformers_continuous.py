@@ -13,13 +13,17 @@ class Continuous:
     def load(self, settings: Settings) -> dict[str, Any]:
         import torch
         import transformers
+        from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
         torch.set_num_threads(settings.threads)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        # Typed as Any: transformers gives these no types.
+        auto: Any = transformers.AutoModelForCausalLM
+        make_config: Any = transformers.GenerationConfig
+        model = auto.from_pretrained(
             settings.model, dtype=getattr(torch, settings.dtype), attn_implementation="sdpa"
         ).eval()
-        generation = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
-        batching = transformers.generation.ContinuousBatchingConfig(
+        generation = make_config(do_sample=False, eos_token_id=-1, pad_token_id=0)
+        batching = ContinuousBatchingConfig(
             page_size=PAGE,
             num_blocks=settings.kv_tokens // PAGE,
             max_batch_tokens=settings.token_budget,

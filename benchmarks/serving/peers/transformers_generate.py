@@ -19,7 +19,9 @@ class Generate:
 
         torch.set_num_threads(settings.threads)
         self._batch_size = settings.options["batch_size"]
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+        # Typed as Any: transformers gives these no types.
+        auto: Any = transformers.AutoModelForCausalLM
+        self._model = auto.from_pretrained(
             settings.model, dtype=getattr(torch, settings.dtype), attn_implementation="sdpa"
         ).eval()
         # Otherwise the model's own ends are put back where none are asked for.
@@ -38,7 +40,9 @@ class Generate:
                 line.sort(key=lambda one: one[0])
             for start in range(0, len(line), self._batch_size):
                 batch = line[start : start + self._batch_size]
-                for (place, _), result in zip(batch, self._batch([one for _, one in batch], clock), strict=True):
+                for (place, _), result in zip(
+                    batch, self._batch([one for _, one in batch], clock), strict=True
+                ):
                     served[place] = result
         return served
 
@@ -64,7 +68,8 @@ class Generate:
             )
         rows = tokens[:, longest:].tolist()
         return [
-            Served(row[: one.max_tokens], moments[: one.max_tokens]) for row, one in zip(rows, requests, strict=True)
+            Served(row[: one.max_tokens], moments[: one.max_tokens])
+            for row, one in zip(rows, requests, strict=True)
         ]
 
 
