@@ -50,7 +50,8 @@ def test_a_run_lasts_until_its_last_token() -> None:
 
 
 @pytest.mark.parametrize(
-    "short", [Served([7, 8], [0.5, 0.75]), Served([7, 8, 9], [0.5, 0.75]), Served([7, 8, 9, 1], [0.1] * 4)]
+    "short",
+    [Served([7, 8], [0.5, 0.75, 2.0]), Served([7, 8, 9], [0.5, 0.75]), Served([7, 8, 9, 1], [0.1] * 4)],
 )
 def test_a_run_with_other_than_the_tokens_asked_for_is_no_run(short: Served) -> None:
     with pytest.raises(ValueError, match="request 0"):
