@@ -8,13 +8,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.t
 TEST_PROCESSES := 2
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
-.PHONY: help serve test test-services chaos check setup clean
+.PHONY: help serve test test-services chaos bench bench-all check setup clean
 
 help:
 	@echo "make serve           set up and run the service (Redis, one worker, the API)"
 	@echo "make test            set up and run all tests that need only Python packages"
 	@echo "make test-services   the tests that need system packages (see .ci/run)"
 	@echo "make chaos           a long storm of faults over the service; SEED=, DURATION= (seconds), LEASE=, FAULTS="
+	@echo "make bench           Tokenmill beside other engines: the cells of the targets, in under an hour"
+	@echo "make bench-all       the whole matrix, for a night; BENCH_ARGS=\"--model NAME --system NAME ...\""
 	@echo "make check           lint, format, types and import contracts"
 	@echo "make setup           everything for development, without running anything"
 	@echo "make clean           remove the environment and caches; the data in .tokenmill stays"
@@ -31,6 +33,13 @@ test-services: $(VENV)/.dev
 chaos: $(VENV)/.dev
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 SEED="$(SEED)" DURATION="$(DURATION)" \
 		LEASE="$(LEASE)" FAULTS="$(FAULTS)" CLIENTS="$(CLIENTS)" $(BIN)/python -m tests.chaos
+
+# The other engines are installed under .tokenmill/bench on first use, each in an environment of its own.
+bench: $(VENV)/.serve
+	$(BIN)/python -m benchmarks.serving $(BENCH_ARGS)
+
+bench-all: $(VENV)/.serve
+	$(BIN)/python -m benchmarks.serving --all --minutes 0 $(BENCH_ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

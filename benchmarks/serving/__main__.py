@@ -1,0 +1,205 @@
+"""Measures Tokenmill and other engines side by side, and writes the results, a table and plots.
+
+python -m benchmarks.serving                      the cells of the targets, in under an hour
+python -m benchmarks.serving --all --minutes 0    the whole matrix, however long it takes
+python -m benchmarks.serving --quick              every engine once, in minutes
+"""
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving.crew import Crew, Patience, variables
+from benchmarks.serving.environments import DEFAULT_HOME, ROOT, CannotMake, make
+from benchmarks.serving.machine import machine_facts
+from benchmarks.serving.plan import SMALL, Cell, Filter, Group, all_cells, groups, target_cells
+from benchmarks.serving.protocol import Settings
+from benchmarks.serving.record import Record
+from benchmarks.serving.references import References
+from benchmarks.serving.report import report
+from benchmarks.serving.roofline import Rates, floor_seconds
+from benchmarks.serving.session import Session
+from benchmarks.serving.shapes import BYTES, MODELS, Shape, read_shape
+from benchmarks.serving.systems import SYSTEMS
+from benchmarks.serving.workloads import KINDS, NUM_REQUESTS, make_workload
+
+RESULTS = ROOT / "benchmarks" / "results"
+FOR_EVER = 1e9
+QUICK_REQUESTS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The same for all engines. The KV cache holds the fullest moment of every workload."""
+
+    threads: int
+    token_budget: int
+    max_seqs: int
+    max_model_len: int = 8192
+    kv_tokens: int = 32768
+
+
+def main() -> int:
+    args = parse(sys.argv[1:])
+    home = args.home.resolve()
+    cells = chosen_cells(args)
+    limits = Limits(threads=args.threads, token_budget=args.token_budget, max_seqs=args.max_seqs)
+    begun = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+    path = args.out or RESULTS / f"serving-{begun:%Y%m%d-%H%M%S}.json"
+    facts = {
+        "begun": begun.isoformat(),
+        "command": sys.argv[1:],
+        "machine": machine_facts(ROOT),
+        "limits": {name: getattr(limits, name) for name in Limits.__slots__},
+    }
+    record = Record(path, facts)
+    record.save()
+    end = time.monotonic() + (60 * args.minutes or FOR_EVER)
+    grouped = groups(cells)
+    for place, (group, members) in enumerate(grouped.items()):
+        # What a group leaves of its share goes to those after it.
+        share = (end - time.monotonic()) / (len(grouped) - place)
+        measure_group(group, members, args, limits, record, home, time.monotonic() + share)
+    text = report(record)
+    path.with_suffix(".md").write_text(text)
+    print(text)
+    plot(path, home)
+    print(f"written: {path}", file=sys.stderr)
+    return 0
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Tokenmill and other engines side by side.")
+    parser.add_argument("--all", action="store_true", help="the whole matrix, not the cells of the targets")
+    parser.add_argument("--quick", action="store_true", help="few requests, one repeat, the smallest model")
+    for name, known in (("system", SYSTEMS), ("workload", KINDS), ("model", MODELS), ("dtype", BYTES)):
+        parser.add_argument(f"--{name}", nargs="+", choices=list(known), default=[], help="only these")
+    parser.add_argument("--repeats", type=int, default=None, help="of each cell; default 3")
+    parser.add_argument(
+        "--minutes", type=float, default=55.0, help="no repeat begins that would end later; 0: all"
+    )
+    parser.add_argument("--requests", type=int, default=None, help=f"of a workload; default {NUM_REQUESTS}")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--token-budget", type=int, default=512, help="tokens that one step computes at most")
+    parser.add_argument("--max-seqs", type=int, default=64)
+    parser.add_argument("--home", type=Path, default=DEFAULT_HOME, help="of environments, models and logs")
+    parser.add_argument("--out", type=Path, help="the file of results; one that is there is completed")
+    return parser.parse_args(words)
+
+
+def chosen_cells(args: argparse.Namespace) -> list[Cell]:
+    """The plan, filtered. `--quick` takes the smallest model unless one is named."""
+    models = args.model or ([SMALL] if args.quick else [])
+    kept = Filter(models=models, dtypes=args.dtype, workloads=args.workload, systems=args.system)
+    return [cell for cell in (all_cells() if args.all or args.quick else target_cells()) if kept.keeps(cell)]
+
+
+def measure_group(
+    group: Group,
+    cells: list[Cell],
+    args: argparse.Namespace,
+    limits: Limits,
+    record: Record,
+    home: Path,
+    deadline: float,
+) -> None:
+    """One model in one dtype: its floors, then all its cells."""
+    print(f"{group.model}, {group.dtype}", file=sys.stderr, flush=True)
+    directory = made_model(group.model, home)
+    shape = read_shape(directory)
+    settings = settings_of(directory, group, shape, limits, home)
+    requests = args.requests or (QUICK_REQUESTS if args.quick else MODELS[group.model].num_requests)
+    record_floors(record, group, shape, settings, sorted({cell.workload for cell in cells}), requests)
+    session = Session(
+        group=group,
+        cells=cells,
+        shape=shape,
+        kv_bytes=settings.kv_bytes,
+        num_requests=requests,
+        repeats=args.repeats or (1 if args.quick else 3),
+        deadline=deadline,
+        record=record,
+        references=References(home / "references"),
+    )
+    with Crew(group, settings, record, home, Patience()) as crew:
+        session.measure(crew)
+
+
+def settings_of(directory: Path, group: Group, shape: Shape, limits: Limits, home: Path) -> Settings:
+    return Settings(
+        model=str(directory),
+        dtype=group.dtype,
+        threads=limits.threads,
+        token_budget=limits.token_budget,
+        max_seqs=limits.max_seqs,
+        max_model_len=limits.max_model_len,
+        kv_tokens=limits.kv_tokens,
+        kv_bytes=limits.kv_tokens * shape.kv_elements * BYTES[group.dtype],
+        scratch=str(home / "scratch"),
+        options={},
+    )
+
+
+def made_model(name: str, home: Path) -> Path:
+    """The directory of a model, made by a process of its own: this one stays small and without threads."""
+    said = run_module("benchmarks.serving.make_model", [name, str(home / "models")])
+    return Path(said.splitlines()[-1])
+
+
+def record_floors(
+    record: Record, group: Group, shape: Shape, settings: Settings, workloads: list[str], requests: int
+) -> None:
+    """Measure the machine, and tell the floor of each workload. The work of an open loop, in a closed one."""
+    if any((row["model"], row["dtype"]) == group for row in record.content["floors"]):
+        return
+    weights_bytes = shape.weights * BYTES[group.dtype]
+    words = [str(settings.threads), group.dtype, str(weights_bytes)]
+    rates = Rates(**json.loads(run_module("benchmarks.serving.measure_machine", words, variables(settings))))
+    for name in workloads:
+        if KINDS[name].load is not None:
+            continue
+        workload = make_workload(name, vocab_size=shape.vocab_size, repeat=0, num_requests=requests)
+        seconds = floor_seconds(
+            workload,
+            shape,
+            rates,
+            group.dtype,
+            token_budget=settings.token_budget,
+            max_seqs=settings.max_seqs,
+        )
+        told: dict[str, Any] = {**group._asdict(), "workload": name, "seconds": seconds}
+        record.add("floors", told | {name: getattr(rates, name) for name in Rates.__slots__})
+
+
+def run_module(module: str, words: list[str], extra: dict[str, str] | None = None) -> str:
+    """What a module of this tree prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words],
+        cwd=ROOT,
+        env={**os.environ, **(extra or {})},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def plot(path: Path, home: Path) -> None:
+    """Draw the figures; without them the results are whole all the same."""
+    try:
+        python = make("plots", home)
+    except CannotMake as error:
+        print(f"no plots: {error}", file=sys.stderr)
+        return
+    subprocess.run([str(python), "-m", "benchmarks.serving.plots", str(path)], cwd=ROOT, check=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Tokenmill's engine, stepped as its worker steps it."""
+
+from typing import Any
+
+from benchmarks.serving.protocol import Request, Served, Settings, drive, serve
+
+
+class Tokenmill:
+    """`told["host_share"]`: the share of the steps that is neither the forward pass nor sampling."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, float] = {}
+
+    def load(self, settings: Settings) -> dict[str, Any]:
+        import torch
+
+        from engine.engine import Engine
+        from engine.execution.build import build_execution
+
+        torch.set_num_threads(settings.threads)
+        execution = build_execution(
+            settings.model,
+            dtype=settings.dtype,
+            device="cpu",
+            max_num_batched_tokens=settings.token_budget,
+            max_num_seqs=settings.max_seqs,
+            max_model_len=settings.max_model_len,
+            num_kv_blocks=settings.kv_tokens // 16,
+            **settings.options,
+        )
+        self._engine = Engine(
+            execution.config,
+            execution.runner,
+            execution.sampler,
+            execution.tokenizer,
+            eos_token_ids=execution.eos_token_ids,
+            vocab_size=execution.vocab_size,
+        )
+        return {"torch": torch.__version__, "blocks": execution.config.num_kv_blocks}
+
+    def run(self, requests: list[Request]) -> list[Served]:
+        from engine.sampling_params import SamplingParams
+
+        seconds = host_seconds = 0.0
+
+        def add(place: int, request: Request) -> None:
+            params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True)
+            self._engine.add(str(place), request.prompt, params, arrival=float(place))
+
+        def step() -> list[tuple[int, int]]:
+            nonlocal seconds, host_seconds
+            step = self._engine.step()
+            report = step.report
+            seconds += report.total_seconds
+            host_seconds += report.total_seconds - report.execute_seconds - report.sample_seconds
+            return [(int(one.request_id), one.token_id) for one in step.outputs if one.token_id is not None]
+
+        served = drive(requests, add, step)
+        while self._engine.has_work:
+            self._engine.step()
+        self.told = {"host_share": host_seconds / seconds if seconds else 0.0}
+        return served
+
+
+if __name__ == "__main__":
+    serve(Tokenmill())

@@ -1,0 +1,104 @@
+"""What is measured: which engine serves which workload of which model, and how often.
+
+Law: a plan is a list of cells, made before anything runs; the target table and the whole matrix are two of
+them, and filters only take cells away. Knows no process.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from benchmarks.serving.shapes import MODELS
+from benchmarks.serving.systems import OPEN, OURS, REFERENCE, SYSTEMS
+from benchmarks.serving.workloads import KINDS
+
+SMOLLM2, SMALL, MEDIUM = "smollm2-135m", "random-7m", "random-0.5b"
+VLLM = ("vllm-eager", "vllm-compiled")
+SLOW = {REFERENCE: 1, "transformers-static": 1}
+"""System -> the most repeats of it: far enough from the others that a spread would say nothing."""
+SHORT_CHUNKS = "tokenmill-short-chunks"
+
+
+class Cell(NamedTuple):
+    model: str
+    dtype: str
+    workload: str
+    system: str
+
+
+class Group(NamedTuple):
+    """Engines of one group are loaded side by side, and take turns."""
+
+    model: str
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filter:
+    """What is kept; empty: everything."""
+
+    models: Collection[str] = ()
+    dtypes: Collection[str] = ()
+    workloads: Collection[str] = ()
+    systems: Collection[str] = ()
+
+    def keeps(self, cell: Cell) -> bool:
+        wanted = (self.models, self.dtypes, self.workloads, self.systems)
+        return all(not names or value in names for value, names in zip(cell, wanted, strict=True))
+
+
+_FLOAT32 = {
+    "mixed": (OURS, REFERENCE, "transformers-static", "transformers-continuous", *VLLM),
+    "shared-prefix": (OURS, "transformers-continuous", *VLLM),
+    "one-stream": (OURS,),
+    "long-and-chats": (OURS, SHORT_CHUNKS, *VLLM),
+}
+_BFLOAT16 = dict.fromkeys(("mixed", "shared-prefix", "long-and-chats"), (OURS, *VLLM))
+#: llama.cpp has a target on the model that people run, not on random weights.
+_LLAMA_CPP = {"mixed": ("llama.cpp",), "one-stream": ("llama.cpp",)}
+TARGET_TABLE = (
+    (SMOLLM2, "float32", _FLOAT32),
+    (SMOLLM2, "float32", _LLAMA_CPP),
+    (SMOLLM2, "bfloat16", _BFLOAT16),
+    (SMALL, "float32", _FLOAT32),
+    (SMALL, "bfloat16", _BFLOAT16),
+)
+
+
+def target_cells() -> list[Cell]:
+    """Those that the table of targets speaks of."""
+    return [
+        Cell(model, dtype, workload, system)
+        for model, dtype, workloads in TARGET_TABLE
+        for workload, systems in workloads.items()
+        for system in systems
+    ]
+
+
+def all_cells() -> list[Cell]:
+    """The whole matrix, what an engine cannot serve left in: its reason belongs into the table."""
+    return [
+        Cell(model, dtype, workload, system)
+        for model in MODELS
+        for dtype in ("float32", "bfloat16")
+        for workload in KINDS
+        for system in SYSTEMS
+        if system != SHORT_CHUNKS or workload == "long-and-chats"
+    ]
+
+
+def reason_against(cell: Cell) -> str | None:
+    """Why an engine is not even asked."""
+    return SYSTEMS[cell.system].cannot.get(cell.workload)
+
+
+def repeats_of(system: str, repeats: int) -> int:
+    return min(repeats, SLOW.get(system, repeats))
+
+
+def groups(cells: Iterable[Cell]) -> dict[Group, list[Cell]]:
+    """The cells that share a model and a dtype, in the plan's order; open loops after what they build on."""
+    grouped: dict[Group, list[Cell]] = {}
+    for cell in sorted(cells, key=lambda cell: cell.workload in OPEN):
+        grouped.setdefault(Group(cell.model, cell.dtype), []).append(cell)
+    return grouped

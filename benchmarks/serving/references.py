@@ -1,0 +1,39 @@
+"""The right tokens: those of transformers' `generate`, one request at a time, in the same dtype.
+
+Law: what is compared with is computed once for each model, dtype and workload, and kept in a file whose name
+holds the prompts, so that no other prompts' tokens are ever taken for it.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+from benchmarks.serving.crew import Crew
+from benchmarks.serving.plan import Group
+from benchmarks.serving.systems import REFERENCE
+from benchmarks.serving.workloads import Workload
+
+CHECKED_REQUESTS = 8
+
+
+class References:
+    """`directory`: of the files."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def tokens(self, crew: Crew, group: Group, workload: Workload, warm_up: Workload) -> list[list[int]]:
+        """Of the workload's first requests. Raises `Failed` when the reference cannot be run."""
+        checked = workload.first(CHECKED_REQUESTS)
+        file = self._directory / f"{group.model}-{group.dtype}-{workload.name}-{fingerprint(checked)}.json"
+        if not file.exists():
+            answer, _ = crew.serve(REFERENCE, checked, warm_up)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(answer.message["tokens"]))
+        tokens: list[list[int]] = json.loads(file.read_text())
+        return tokens
+
+
+def fingerprint(workload: Workload) -> str:
+    said = json.dumps([(request.prompt, request.max_tokens) for request in workload.requests])
+    return hashlib.sha256(said.encode()).hexdigest()[:12]
