@@ -98,7 +98,8 @@ def build_execution(
     backends = choose_backends(
         attention, deterministic=deterministic, device=find_device(device), library=library
     )
-    numerics = DETERMINISTIC if deterministic else plain(backends)
+    operators = None if isinstance(library, CannotBuild) else library
+    numerics = DETERMINISTIC if deterministic else plain(backends, operators)
     loaded = load_model(
         _source(model, cache_dir, progress),
         backends=numerics.backends,

@@ -4,6 +4,7 @@ Law: the two ways differ in what stands here and in nothing else. This file does
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from transformers import PreTrainedModel
@@ -17,8 +18,10 @@ from engine.execution.fused_linears import fuse_linears
 from engine.execution.inputs import InputBuilder
 from engine.execution.kv_cache import free_bytes
 from engine.execution.kv_pool import KVPool
+from engine.execution.linear_ways import linear_ways
 from engine.execution.loader import LoadedModel
 from engine.execution.model_runner import ModelRunner
+from engine.execution.native_library import NativeLibrary
 from engine.execution.packed_linears import pack_linears
 from engine.execution.trial import Backend, Preparation
 from engine.step_execution import Runner
@@ -38,10 +41,11 @@ class Numerics(NamedTuple):
     make_runner: Callable[[LoadedModel, EngineConfig, Callable[[str], None]], Runner]
 
 
-def _speed_up(model: PreTrainedModel) -> None:
+def _speed_up(library: NativeLibrary | None, model: PreTrainedModel) -> None:
     fuse_linears(model)
     if model.device.type == "cpu":
-        pack_linears(model, max_bytes=int(free_bytes(model.device) * PACKED_MEMORY_SHARE))
+        max_bytes = int(free_bytes(model.device) * PACKED_MEMORY_SHARE)
+        pack_linears(model, linear_ways(library), max_bytes=max_bytes)
 
 
 def _plain_runner(loaded: LoadedModel, config: EngineConfig, _: Callable[[str], None]) -> Runner:
@@ -73,8 +77,9 @@ def _input_builder(config: EngineConfig) -> InputBuilder:
     return InputBuilder(config.max_num_seqs, config.max_model_len, config.block_size)
 
 
-def plain(backends: tuple[Backend, ...]) -> Numerics:
-    return Numerics(backends, _speed_up, _plain_runner)
+def plain(backends: tuple[Backend, ...], library: NativeLibrary | None) -> Numerics:
+    """`library`: the native operators, or None without them."""
+    return Numerics(backends, partial(_speed_up, library), _plain_runner)
 
 
 DETERMINISTIC = Numerics(

@@ -1,94 +1,135 @@
-"""A linear multiplies with its weight in the order that suits the processor, where that is faster.
+"""A linear multiplies in the way that suits the processor: with its plain weight, or with a packed copy.
 
-Law: for which shape and how many rows it is faster is measured on this machine, once while the model loads;
-results differ by rounding only. The plain weight stays: it is faster for some numbers of rows, and others may
-read it. Knows no model.
-
-The packed order is oneDNN's, through the operators that torch's own compiler uses for frozen weights.
+Law: for which shape and how many rows a way is faster is measured on this machine, once while the model
+loads; results differ by rounding only. A linear has at most one packed copy. The plain weight stays: it may
+be faster for some numbers of rows, and others may read it. Knows no model, and not how a way multiplies.
 """
 
 import logging
+import math
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
 
+from engine.errors import UnsupportedModel
 from engine.execution.linear_places import LinearPlace, linear_places
+from engine.execution.linear_ways import Product, Way
 
 logger = logging.getLogger(__name__)
 
 ROW_COUNTS = (1, 4, 16, 64, 256)
 """Measured. Each stands for all counts above the last one, the largest also for all above itself."""
-NUM_WEIGHTS = 8
-"""Of one shape, multiplied one after the other: a weight that still lies in a cache would flatter."""
+ROW_STEP = 4
+"""From one to the next."""
+COLD_BYTES = 1 << 26
+"""Of one shape so much is multiplied, one weight after the other: one that lies in a cache would flatter."""
+MOST_WEIGHTS = 8
 NUM_REPEATS = 5
 ENOUGH_SECONDS = 0.05
 """Measurements of one shape and row count end when they have taken so long."""
 GAIN = 1.05
 """Packed must be faster by this: less lies within the noise."""
+HOPELESS = 2.0
+"""A way that is slower by this, and took long, is not measured with more rows."""
 SMALLEST = 1 << 14
 """Numbers in a weight below which the call costs more than the product."""
 
+Seconds = tuple[float, ...]
+"""Of each of `ROW_COUNTS`."""
+
 
 class PackedLinear(nn.Module):
-    """A linear with a second, packed copy of its weight; `uses_packed`: for which of `ROW_COUNTS`."""
+    """A linear that multiplies in the way that is best for each of `ROW_COUNTS`."""
 
-    def __init__(self, plain: nn.Linear, uses_packed: tuple[bool, ...]) -> None:
+    def __init__(self, plain: nn.Linear, products: Sequence[Product]) -> None:
         super().__init__()
         self.in_features = plain.in_features
         self.out_features = plain.out_features
         self.weight = plain.weight
         self.bias = plain.bias
-        self._packed = _pack(plain.weight)
-        self._uses_packed = uses_packed
+        self._products = tuple(products)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """`hidden` [..., in] -> [..., out]."""
-        if self._uses_packed[_class_of(hidden.numel() // self.in_features)]:
-            return _multiply(hidden, self._packed, self.bias)
-        return linear(hidden, self.weight, self.bias)
+        return self._products[_class_of(hidden.numel() // self.in_features)](hidden)
 
 
-def faster_packed(linears: list[nn.Linear]) -> tuple[bool, ...]:
-    """For which of `ROW_COUNTS` linears of one shape are faster packed: for none where torch or the
-    processor cannot pack their dtype.
-    """
+class Candidate(NamedTuple):
+    """A way that takes the weights of one shape, and the products of some of them."""
+
+    way: Way
+    products: list[Product]
+
+    def product(self, index: int, plain: nn.Linear) -> Product:
+        """Of linear `index`, which is `plain`: none is packed twice."""
+        return self.products[index] if index < len(self.products) else self.way.bind(plain)
+
+
+Measure = Callable[[Sequence[Candidate], nn.Linear], list[Seconds]]
+"""Of each candidate, for linears like the one given."""
+
+
+def measure(candidates: Sequence[Candidate], like: nn.Linear) -> list[Seconds]:
+    """The least seconds of each candidate for each of `ROW_COUNTS`, one linear after the other."""
+    taken: list[list[float]] = [[] for _ in candidates]
     with torch.inference_mode():
-        try:
-            packed = [_pack(one.weight) for one in linears]
-        except (AttributeError, NotImplementedError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
-            logger.info("weights of %s are not packed: %s", linears[0].weight.dtype, reason)
-            return (False,) * len(ROW_COUNTS)
-        return tuple(_is_faster_packed(linears, packed, num_rows) for num_rows in ROW_COUNTS)
+        for num_rows in ROW_COUNTS:
+            hidden = torch.ones(num_rows, like.in_features, dtype=like.weight.dtype)
+            open_ones = [index for index, one in enumerate(taken) if not _is_hopeless(one, taken)]
+            found = _least_seconds([candidates[index].products for index in open_ones], hidden)
+            for index, one in enumerate(taken):
+                # What is not measured any more is taken to be as slow for each row as before.
+                one.append(found[open_ones.index(index)] if index in open_ones else one[-1] * ROW_STEP)
+    return [tuple(one) for one in taken]
 
 
-def pack_linears(
-    model: nn.Module,
-    *,
-    max_bytes: int,
-    choose: Callable[[list[nn.Linear]], tuple[bool, ...]] = faster_packed,
-) -> int:
+def choose(seconds: Sequence[Seconds]) -> tuple[int, ...]:
+    """For each of `ROW_COUNTS` which way to go: the first, which is plain, or the one that gains most."""
+    plain, *others = seconds
+    gains = [
+        [mine if mine * GAIN < theirs else theirs for mine, theirs in zip(one, plain, strict=True)]
+        for one in others
+    ]
+    best = min(range(len(others)), key=lambda way: math.prod(gains[way]), default=None)
+    if best is None:
+        return (0,) * len(plain)
+    return tuple(
+        0 if gained == theirs else best + 1 for gained, theirs in zip(gains[best], plain, strict=True)
+    )
+
+
+def pack_linears(model: nn.Module, ways: Sequence[Way], *, max_bytes: int, measure: Measure = measure) -> int:
     """Pack what multiplies faster packed, as far as the copies fit into `max_bytes`; gives how many.
 
-    `choose` says for which of `ROW_COUNTS` linears of one shape shall use the packed weight. Left alone: what
-    is no plain `nn.Linear` on a CPU, or is small.
+    `ways`: the plain one first. Left alone: what is no plain `nn.Linear` on a CPU, or is small.
     """
     num_packed = 0
     for places in _places_by_shape(model):
         num_bytes = sum(place.linear.weight.nbytes for place in places)
         if num_bytes > max_bytes:
             continue
-        uses_packed = choose([place.linear for place in places[:NUM_WEIGHTS]])
-        if any(uses_packed):
+        candidates = _candidates(ways, [place.linear for place in places[: _num_samples(places)]])
+        chosen = choose(measure(candidates, places[0].linear)) if len(candidates) > 1 else ()
+        if any(chosen):
             max_bytes -= num_bytes
             num_packed += len(places)
-            for place in places:
-                place.put(PackedLinear(place.linear, uses_packed))
+            _put(places, candidates, chosen)
     return num_packed
+
+
+def _put(places: list[LinearPlace], candidates: list[Candidate], chosen: tuple[int, ...]) -> None:
+    weight = places[0].linear.weight
+    names = ", ".join(
+        f"{count} rows {candidates[way].way.name}" for count, way in zip(ROW_COUNTS, chosen, strict=True)
+    )
+    logger.info("linears of %s %s: %s", list(weight.shape), weight.dtype, names)
+    for index, place in enumerate(places):
+        products = {way: candidates[way].product(index, place.linear) for way in set(chosen)}
+        place.put(PackedLinear(place.linear, [products[way] for way in chosen]))
 
 
 def _places_by_shape(model: nn.Module) -> list[list[LinearPlace]]:
@@ -101,45 +142,39 @@ def _places_by_shape(model: nn.Module) -> list[list[LinearPlace]]:
     return sorted(groups.values(), key=lambda places: -places[0].linear.weight.nbytes)
 
 
-def _is_faster_packed(linears: list[nn.Linear], packed: list[torch.Tensor], num_rows: int) -> bool:
-    hidden = torch.ones(num_rows, linears[0].in_features, dtype=linears[0].weight.dtype)
-
-    def multiply_plain() -> None:
-        for one in linears:
-            linear(hidden, one.weight, one.bias)
-
-    def multiply_packed() -> None:
-        for one, weight in zip(linears, packed, strict=True):
-            _multiply(hidden, weight, one.bias)
-
-    seconds_plain, seconds_packed = _least_seconds(multiply_plain, multiply_packed)
-    return seconds_packed * GAIN < seconds_plain
+def _num_samples(places: list[LinearPlace]) -> int:
+    return min(MOST_WEIGHTS, -(-COLD_BYTES // places[0].linear.weight.nbytes))
 
 
-def _least_seconds(*ways: Callable[[], None]) -> list[float]:
-    """Of each way, by turns: what slows the machine for a while then slows all of them."""
+def _candidates(ways: Sequence[Way], linears: list[nn.Linear]) -> list[Candidate]:
+    candidates = []
+    for way in ways:
+        try:
+            candidates.append(Candidate(way, [way.bind(one) for one in linears]))
+        except UnsupportedModel as error:
+            logger.info("weights of %s are not packed by %s: %s", linears[0].weight.dtype, way.name, error)
+    return candidates
+
+
+def _is_hopeless(mine: list[float], all_of_them: list[list[float]]) -> bool:
+    return bool(mine) and mine[-1] > max(ENOUGH_SECONDS, HOPELESS * min(one[-1] for one in all_of_them))
+
+
+def _least_seconds(ways: list[list[Product]], hidden: torch.Tensor) -> list[float]:
+    """Of one call of each way, by turns: what slows the machine for a while then slows all of them."""
     least = [float("inf")] * len(ways)
     began = time.perf_counter()
     for _ in range(NUM_REPEATS):
-        for index, way in enumerate(ways):
-            start = time.perf_counter()
-            way()
-            least[index] = min(least[index], time.perf_counter() - start)
-        if time.perf_counter() - began > ENOUGH_SECONDS:
-            break
+        for products in zip(*ways, strict=True):
+            for index, product in enumerate(products):
+                start = time.perf_counter()
+                product(hidden)
+                least[index] = min(least[index], time.perf_counter() - start)
+            if time.perf_counter() - began > ENOUGH_SECONDS:
+                return least
     return least
 
 
 def _class_of(num_rows: int) -> int:
     """Which of `ROW_COUNTS` stands for so many: powers of four, counted up."""
     return min(((num_rows - 1).bit_length() + 1) // 2, len(ROW_COUNTS) - 1) if num_rows else 0
-
-
-def _pack(weight: torch.Tensor) -> torch.Tensor:
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-    return packed
-
-
-def _multiply(hidden: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(hidden, packed, bias, "none", [], "")
-    return product

@@ -30,15 +30,35 @@ struct Product {
     int64_t out_stride;
 };
 
+// What a loop asks the memory for while it computes: nothing.
+struct Nothing {
+    template <int COLUMNS>
+    void fetch(int64_t) const {}
+};
+
+// Or, for each column, what lies from `from` on: `step` bytes for each number of the depth.
+struct Ahead {
+    const char* from;
+    int64_t column_bytes;
+    int64_t step;
+
+    template <int COLUMNS>
+    void fetch(int64_t depth) const {
+        for (int c = 0; c < COLUMNS; c++)
+            __builtin_prefetch(from + c * column_bytes + depth * step, 0, 2);
+    }
+};
+
 template <int ROWS, int COLUMNS>
 using Sums = Floats[ROWS][COLUMNS][PARTS];
 
-template <int ROWS, int COLUMNS>
+template <int ROWS, int COLUMNS, typename Next>
 inline void add_run(Sums<ROWS, COLUMNS>& sums, const float* left, int64_t stride, const float* const* panels,
-                    int64_t depth) {
+                    int64_t depth, const Next& next) {
     const float* columns[COLUMNS];
     for (int c = 0; c < COLUMNS; c++) columns[c] = panels[c];
     for (int64_t k = 0; k < depth; k++) {
+        next.template fetch<COLUMNS>(k);
         Floats right[COLUMNS][PARTS];
         for (int c = 0; c < COLUMNS; c++)
             for (int p = 0; p < PARTS; p++) right[c][p] = load(columns[c] + k * SIXTEEN + p * LANES);
@@ -50,9 +70,9 @@ inline void add_run(Sums<ROWS, COLUMNS>& sums, const float* left, int64_t stride
     }
 }
 
-template <int ROWS, int COLUMNS>
+template <int ROWS, int COLUMNS, typename Next>
 inline void add_run(Sums<ROWS, COLUMNS>& sums, const float* left, int64_t stride,
-                    const BFloat16* const* panels, int64_t depth) {
+                    const BFloat16* const* panels, int64_t depth, const Next& next) {
     const BFloat16* columns[COLUMNS];
     for (int c = 0; c < COLUMNS; c++) columns[c] = panels[c];
     auto add = [&](int64_t k, bool second) __attribute__((always_inline)) {
@@ -70,6 +90,7 @@ inline void add_run(Sums<ROWS, COLUMNS>& sums, const float* left, int64_t stride
     };
     int64_t k = 0;
     for (; k + 1 < depth; k += 2) {
+        next.template fetch<COLUMNS>(k);
         add(k, false);
         add(k, true);
     }
@@ -77,8 +98,8 @@ inline void add_run(Sums<ROWS, COLUMNS>& sums, const float* left, int64_t stride
     if (k < depth) add(k, false);
 }
 
-template <typename T, int ROWS, int COLUMNS>
-void multiply(const Product<T>& product) {
+template <typename T, int ROWS, int COLUMNS, typename Next>
+void multiply(const Product<T>& product, const Next& next) {
     Sums<ROWS, COLUMNS> sums;
     for (int r = 0; r < ROWS; r++)
         for (int c = 0; c < COLUMNS; c++)
@@ -88,7 +109,7 @@ void multiply(const Product<T>& product) {
     for (int64_t at = 0; at < product.depth; at += product.run, panels += MOST_COLUMNS) {
         int64_t left = product.depth - at;
         add_run<ROWS, COLUMNS>(sums, product.left + at, product.left_stride, panels,
-                               left < product.run ? left : product.run);
+                               left < product.run ? left : product.run, next);
     }
     for (int r = 0; r < ROWS; r++)
         for (int c = 0; c < COLUMNS; c++)
@@ -96,24 +117,24 @@ void multiply(const Product<T>& product) {
                 store(product.out + r * product.out_stride + c * SIXTEEN + p * LANES, sums[r][c][p]);
 }
 
-template <typename T, int ROWS>
-void multiply_rows(const Product<T>& product, int columns) {
+template <typename T, int ROWS, typename Next>
+void multiply_rows(const Product<T>& product, int columns, const Next& next) {
     if (columns == 1)
-        multiply<T, ROWS, 1>(product);
+        multiply<T, ROWS, 1>(product, next);
     else
-        multiply<T, ROWS, columns_beside(ROWS)>(product);
+        multiply<T, ROWS, columns_beside(ROWS)>(product, next);
 }
 
 // `rows` at most MOST_ROWS; `columns` 1 or columns_beside(rows).
-template <typename T>
-void multiply(const Product<T>& product, int rows, int columns) {
+template <typename T, typename Next = Nothing>
+void multiply(const Product<T>& product, int rows, int columns, const Next& next = Next()) {
     switch (rows) {
-        case 1: return multiply_rows<T, 1>(product, columns);
-        case 2: return multiply_rows<T, 2>(product, columns);
-        case 3: return multiply_rows<T, 3>(product, columns);
-        case 4: return multiply_rows<T, 4>(product, columns);
-        case 5: return multiply_rows<T, 5>(product, columns);
-        default: return multiply_rows<T, 6>(product, columns);
+        case 1: return multiply_rows<T, 1>(product, columns, next);
+        case 2: return multiply_rows<T, 2>(product, columns, next);
+        case 3: return multiply_rows<T, 3>(product, columns, next);
+        case 4: return multiply_rows<T, 4>(product, columns, next);
+        case 5: return multiply_rows<T, 5>(product, columns, next);
+        default: return multiply_rows<T, 6>(product, columns, next);
     }
 }
 

@@ -1,4 +1,4 @@
-"""Fused and packed linears: the same tokens, and nothing touched that is not plain."""
+"""Fused and packed linears give the same tokens; fusing touches nothing that is not plain."""
 
 import weakref
 from functools import cache
@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from engine.config import EngineConfig
 from engine.execution.attention import ATTENTION_NAME, install
 from engine.execution.fused_linears import FusedLinear, FusedPart, fuse_linears
-from engine.execution.packed_linears import ROW_COUNTS, PackedLinear, faster_packed, pack_linears
 from tests.comparer import Reference, assert_equal_tokens, reference
+from tests.engine.execution.packing import pack_all
 from tests.engine.execution.serving import GREEDY, make_prompts, make_runner, serve
 from tests.tiny_models import ARCHITECTURES, make_model
 
@@ -21,9 +21,6 @@ REQUESTS = {name: (prompt, GREEDY) for name, prompt in PROMPTS.items()}
 CROWDED = EngineConfig(
     max_model_len=128, num_kv_blocks=30, block_size=4, max_num_batched_tokens=24, max_num_seqs=4
 )
-ALL = (True,) * len(ROW_COUNTS)
-NONE = (False,) * len(ROW_COUNTS)
-PLENTY = 1 << 40
 
 
 @cache
@@ -39,16 +36,12 @@ def ready(arch: str = "llama") -> PreTrainedModel:
     return model
 
 
-def pack_all(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr("engine.execution.packed_linears.SMALLEST", 0)
-    return pack_linears(model, max_bytes=PLENTY, choose=lambda _: ALL)
-
-
+@pytest.mark.parametrize("way", ["oneDNN", "native"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_greedy_tokens_stay_those_of_generate(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_tokens_stay_those_of_generate(arch: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ready(arch)
     fuse_linears(model)
-    assert pack_all(model, monkeypatch) > 0 or arch == "gpt2"  # whose projections are no linears
+    assert pack_all(model, way, monkeypatch) > 0 or arch == "gpt2"  # whose projections are no linears
 
     served = serve(make_runner(model, CROWDED), CROWDED, REQUESTS)
 
@@ -154,52 +147,3 @@ def test_what_is_not_plain_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     fused = [name for name, child in block.named_children() if type(child) is FusedPart]
     assert fused == ["a", "b"]
     torch.testing.assert_close(block(hidden), right)
-
-
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 4, 5, 16, 17, 64, 65, 256, 300])
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_packed_weight_gives_the_same_product(num_rows: int, bias: bool) -> None:
-    plain = nn.Linear(48, 40, bias=bias).requires_grad_(False)
-    hidden = torch.randn(1, num_rows, 96)[..., :48]  # not contiguous
-    with torch.inference_mode():
-        torch.testing.assert_close(PackedLinear(plain, ALL)(hidden), plain(hidden))
-        torch.testing.assert_close(PackedLinear(plain, NONE)(hidden), plain(hidden))
-
-
-def test_each_number_of_rows_goes_the_way_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    ways: list[str] = []
-    module = "engine.execution.packed_linears"
-    monkeypatch.setattr(f"{module}.linear", lambda hidden, *_: ways.append("plain"))
-    monkeypatch.setattr(f"{module}._multiply", lambda hidden, *_: ways.append("packed"))
-    packed = PackedLinear(nn.Linear(8, 8), (False, True, False, True, False))
-    for num_rows in (1, 2, 4, 5, 16, 17, 64, 65, 1000):
-        packed(torch.randn(num_rows, 8))
-    assert ways == ["plain", "packed", "packed", "plain", "plain", "packed", "packed", "plain", "plain"]
-
-
-def test_copies_that_do_not_fit_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.execution.packed_linears.SMALLEST", 0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 4)).requires_grad_(False)
-    num_bytes = model[0].weight.nbytes
-    assert pack_linears(model, max_bytes=num_bytes + model[2].weight.nbytes, choose=lambda _: ALL) == 2
-    assert [type(one) for one in model] == [PackedLinear, nn.Linear, PackedLinear]
-
-
-def test_what_cannot_be_packed_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A build without oneDNN, or a dtype that this processor cannot multiply, is no error."""
-
-    def refuse(weight: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("bf16 path needs the cpu support avx512bw")
-
-    monkeypatch.setattr("engine.execution.packed_linears._pack", refuse)
-    assert faster_packed(members(5)) == NONE
-
-
-def test_the_choice_is_measured_for_each_row_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([(1.0, 0.5), (1.0, 1.0), (1.0, 2.0), (1.0, 0.97), (1.0, 0.9)])
-    monkeypatch.setattr("engine.execution.packed_linears._least_seconds", lambda *_: next(times))
-    assert faster_packed(members(5)) == (True, False, False, False, True)
-
-
-def test_measuring_runs_both_ways() -> None:
-    assert len(faster_packed(members(64, 64, num_inputs=32))) == len(ROW_COUNTS)
