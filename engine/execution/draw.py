@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.execution.contenders import contenders
 from engine.execution.filters import WINDOW, Filters, decide, mass, thresholds_of_sorted
 from engine.execution.gumbel import gumbel_noise, row_keys
 from engine.execution.largest import largest
 from engine.sequence import Sequence
 
-TILE = 2048
-"""Tokens whose noise is made at once on a CPU, so that it stays in the cache: a third of the time."""
 HIGHEST_TEMPERATURE = 1e30
 """All tokens are equally likely long before; more would be infinite in float32."""
 
@@ -84,18 +83,29 @@ def _draw_from_window(logits: torch.Tensor, draws: Draws, tokens: torch.Tensor) 
 
 
 def _draw_from_all(logits: torch.Tensor, lowest: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Draw among all tokens; `logits` [rows, vocabulary], `lowest` [rows], `keys` [rows, 2]."""
-    vocab_size, device = logits.shape[1], logits.device
-    best = torch.full((len(logits),), -torch.inf, device=device)
-    tokens = torch.zeros(len(logits), dtype=torch.int64, device=device)
-    width = TILE if device.type == "cpu" else vocab_size
-    for start in range(0, vocab_size, width):
-        tile = logits[:, start : start + width]
-        token_ids = torch.arange(start, start + tile.shape[1], dtype=torch.int32, device=device)
-        values, places = _with_noise(tile, lowest, keys, token_ids).max(-1)
-        tokens = torch.where(values > best, places + start, tokens)
-        best = torch.maximum(best, values)
-    return tokens
+    """Draw among all tokens; `logits` [rows, vocabulary], `lowest` [rows], `keys` [rows, 2].
+
+    On a GPU noise is cheap, and a number of contenders would have to be waited for.
+    """
+    is_on_cpu = logits.device.type == "cpu"
+    return (draw_from_contenders if is_on_cpu else draw_with_all_noise)(logits, lowest, keys)
+
+
+def draw_with_all_noise(logits: torch.Tensor, lowest: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    token_ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    return _with_noise(logits, lowest, keys, token_ids).argmax(-1)
+
+
+def draw_from_contenders(logits: torch.Tensor, lowest: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The same tokens, with noise made for those alone that may win."""
+    rows, token_ids = contenders(logits, lowest, keys)
+    values = logits[rows, token_ids][:, None]
+    noisy = _with_noise(values, lowest[rows], keys[rows], token_ids.int()[:, None])[:, 0]
+    best = torch.full_like(lowest, -torch.inf).scatter_reduce_(0, rows, noisy, "amax")
+    wins = noisy == best[rows]
+    tokens = torch.zeros(len(logits), dtype=torch.int64)
+    # Of equal ones the first, as everywhere.
+    return tokens.scatter_reduce_(0, rows[wins], token_ids[wins], "amin", include_self=False)
 
 
 def take(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

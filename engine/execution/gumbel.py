@@ -45,10 +45,26 @@ def hash_tokens(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise in float32 for each (row, token); arguments as in `hash_tokens`."""
-    uniform = _shift_right(hash_tokens(keys, token_ids), 32 - UNIFORM_BITS).float()
+    uniform = uniform_bits(hash_tokens(keys, token_ids)).float()
     uniform += 0.5
     uniform *= 2.0**-UNIFORM_BITS
     return uniform.log_().neg_().log_().neg_()
+
+
+def uniform_bits(hashes: torch.Tensor) -> torch.Tensor:
+    """The int32 below 2**`UNIFORM_BITS` that noise is made of, and with which it rises."""
+    return _shift_right(hashes, 32 - UNIFORM_BITS)
+
+
+def least_uniform(noise: torch.Tensor) -> torch.Tensor:
+    """The least of `uniform_bits`, int32, of which `noise` (float64) is made; 2**`UNIFORM_BITS` if of none.
+
+    Exact but for the roundings of float64: the noise itself, made in float32, may be off by 1e-5. For NaN
+    there is none.
+    """
+    share = noise.neg().exp_().neg_().exp_()
+    least = share.mul_(2.0**UNIFORM_BITS).sub_(0.5).ceil_()
+    return least.nan_to_num_(nan=2.0**UNIFORM_BITS).int()
 
 
 def _shift_right(values: torch.Tensor, bits: int) -> torch.Tensor:
