@@ -28,6 +28,7 @@ from engine.execution.attention import (
 from engine.execution.attention_choice import TORCH, native_backend
 from engine.execution.inputs import InputBuilder, StepInputs
 from engine.execution.model_runner import ModelRunner
+from engine.execution.native_library import load_library
 from engine.execution.probe import record_layers
 from engine.execution.trial import Backend
 from engine.outputs import ScheduledSequence, SchedulerOutputs
@@ -150,7 +151,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path(".tokenmill"))
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    backends = [native_backend(given.cache, print), TORCH]
+    backends = [native_backend(load_library(given.cache, print)), TORCH]
     results = []
     for threads in given.threads:
         torch.set_num_threads(threads)

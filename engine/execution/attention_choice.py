@@ -5,18 +5,17 @@ A backend that somebody asked for by name is taken or refused, never replaced. T
 """
 
 import logging
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from engine.errors import InvalidParameter
+from engine.execution.attention_operator import AttentionOperator
 from engine.execution.kv_pool import KVPool
 from engine.execution.native_attention import NativeAttention, bytes_per_block
 from engine.execution.native_build import CannotBuild
-from engine.execution.native_library import load_library
-from engine.execution.native_trial import check_library
+from engine.execution.native_library import NativeLibrary
+from engine.execution.native_trial import check_operator
 from engine.execution.torch_attention import TorchAttention
 from engine.execution.trial import Backend
 
@@ -31,10 +30,11 @@ def choose_backends(
     *,
     deterministic: bool,
     device: torch.device,
-    cache_directory: Path | None,
-    progress: Callable[[str], None],
+    library: NativeLibrary | CannotBuild,
 ) -> tuple[Backend, ...]:
-    """`attention`: one of `ATTENTION`. Raises `InvalidParameter` for what cannot be had.
+    """`attention`: one of `ATTENTION`; `library`: the native operators, or why there are none.
+
+    Raises `InvalidParameter` for what cannot be had.
 
     With `deterministic` there is nothing to choose, and torch's stands for what is not used.
     """
@@ -48,7 +48,7 @@ def choose_backends(
     if attention == "torch" or deterministic or device.type != "cpu":
         return (TORCH,)
     try:
-        native = native_backend(cache_directory, progress)
+        native = native_backend(library)
     except CannotBuild as error:
         if attention == "native":
             raise InvalidParameter("attention", f"native cannot be had: {error}") from error
@@ -57,10 +57,10 @@ def choose_backends(
     return (native,) if attention == "native" else (native, TORCH)
 
 
-def native_backend(cache_directory: Path | None, progress: Callable[[str], None]) -> Backend:
-    """The native operator, compiled if need be and tried. Raises `CannotBuild`."""
-    if cache_directory is None:
-        raise CannotBuild("there is no cache directory to compile it into")
-    library = load_library(cache_directory, progress)
-    check_library(library)
-    return Backend("native", partial(NativeAttention, library), partial(bytes_per_block, library))
+def native_backend(library: NativeLibrary | CannotBuild) -> Backend:
+    """The native operator, tried. Raises `CannotBuild`."""
+    if isinstance(library, CannotBuild):
+        raise library
+    operator = AttentionOperator(library)
+    check_operator(operator)
+    return Backend("native", partial(NativeAttention, operator), partial(bytes_per_block, operator))

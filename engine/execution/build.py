@@ -10,6 +10,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
 
+import torch
+
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidParameter
@@ -18,6 +20,8 @@ from engine.execution.default_model import DEFAULT_MODEL, default_model
 from engine.execution.grammars import LlguidanceBackend
 from engine.execution.kv_cache import CPU_SHARE, CUDA_SHARE, choose_num_kv_blocks, free_bytes
 from engine.execution.loader import LoadedModel, find_device, load_model
+from engine.execution.native_build import CannotBuild
+from engine.execution.native_library import NativeLibrary, find_library
 from engine.execution.numerics import DETERMINISTIC, plain
 from engine.execution.sampler import Sampler
 from engine.execution.tokenizer import Tokenizer
@@ -90,12 +94,9 @@ def build_execution(
     boolean("deterministic", deterministic)
     # Checked before minutes are spent on loading; what is left open gets a value that passes.
     EngineConfig(**{"max_model_len": 2, "num_kv_blocks": 1, **given})
+    library = _native_library(find_device(device), cache_dir, deterministic, progress)
     backends = choose_backends(
-        attention,
-        deterministic=deterministic,
-        device=find_device(device),
-        cache_directory=None if cache_dir is None else Path(cache_dir),
-        progress=progress,
+        attention, deterministic=deterministic, device=find_device(device), library=library
     )
     numerics = DETERMINISTIC if deterministic else plain(backends)
     loaded = load_model(
@@ -149,6 +150,16 @@ def _execution(loaded: LoadedModel, config: EngineConfig, tokenizer: Tokenizer, 
         device=str(loaded.device),
         attention=loaded.backend.name,
     )
+
+
+def _native_library(
+    device: torch.device, cache_dir: Path | str | None, deterministic: bool, progress: Callable[[str], None]
+) -> NativeLibrary | CannotBuild:
+    if device.type != "cpu":
+        return CannotBuild(f"the native operators run on a CPU, not on {device.type}")
+    if deterministic:
+        return CannotBuild("deterministic numerics have operators of their own")
+    return find_library(None if cache_dir is None else Path(cache_dir), progress)
 
 
 def _source(model: str, cache_dir: Path | str | None, progress: Callable[[str], None]) -> str:

@@ -14,12 +14,13 @@ import torch
 
 from engine.errors import UnsupportedModel
 from engine.execution.attention import AttentionBatch, LayerCall, LayerSpec
-from engine.execution.native_library import DTYPES, GROUP, MOST_SIZE, NativeCall, NativeLibrary
+from engine.execution.attention_operator import GROUP, MOST_SIZE, AttentionOperator, NativeCall
+from engine.execution.native_library import DTYPES
 
 
 @dataclass(frozen=True, slots=True)
 class NativePool:
-    """One tensor of `NativeLibrary.group_numbers` numbers for each `GROUP` slots, for each layer."""
+    """One tensor of `AttentionOperator.group_numbers` numbers for each `GROUP` slots, for each layer."""
 
     specs: tuple[LayerSpec, ...]
     layers: tuple[torch.Tensor, ...]
@@ -34,7 +35,7 @@ class NativeAttention:
 
     def __init__(
         self,
-        library: NativeLibrary,
+        operator: AttentionOperator,
         specs: tuple[LayerSpec, ...],
         num_blocks: int,
         block_size: int,
@@ -43,28 +44,28 @@ class NativeAttention:
     ) -> None:
         if reason := refusal(specs, dtype, device):
             raise UnsupportedModel(f"the native attention does not take {reason}")
-        self._library = library
+        self._operator = operator
         num_groups = -(-num_blocks * block_size // GROUP)
         # Not zeroed, but for the null block: memory that is not used yet is then not touched.
-        layers = (torch.empty(num_groups * library.group_numbers(spec), dtype=dtype) for spec in specs)
+        layers = (torch.empty(num_groups * operator.group_numbers(spec), dtype=dtype) for spec in specs)
         self.pool = NativePool(specs, tuple(layers), block_size)
         self.zero_blocks((0,))
 
     def begin(self, batch: AttentionBatch) -> "NativeStep":
-        return NativeStep(self._library, self.pool, batch)
+        return NativeStep(self._operator, self.pool, batch)
 
     def zero_blocks(self, blocks: tuple[int, ...]) -> None:
         block_size = self.pool.block_size
         slots = (torch.tensor(blocks)[:, None] * block_size + torch.arange(block_size)).flatten()
         for spec, layer in zip(self.pool.specs, self.pool.layers, strict=True):
-            self._library.forget(layer, slots, spec)
+            self._operator.forget(layer, slots, spec)
 
 
 def bytes_per_block(
-    library: NativeLibrary, specs: tuple[LayerSpec, ...], block_size: int, dtype: torch.dtype
+    operator: AttentionOperator, specs: tuple[LayerSpec, ...], block_size: int, dtype: torch.dtype
 ) -> int:
     """What one block takes in all layers together."""
-    return -(-block_size * dtype.itemsize * sum(map(library.group_numbers, specs)) // GROUP)
+    return -(-block_size * dtype.itemsize * sum(map(operator.group_numbers, specs)) // GROUP)
 
 
 def refusal(specs: tuple[LayerSpec, ...], dtype: torch.dtype, device: torch.device) -> str | None:
@@ -84,8 +85,8 @@ def refusal(specs: tuple[LayerSpec, ...], dtype: torch.dtype, device: torch.devi
 class NativeStep:
     """One forward: what its layers have in common is written down once."""
 
-    def __init__(self, library: NativeLibrary, pool: NativePool, batch: AttentionBatch) -> None:
-        self._library = library
+    def __init__(self, operator: AttentionOperator, pool: NativePool, batch: AttentionBatch) -> None:
+        self._operator = operator
         self._pool = pool
         self._slots = batch.slots.contiguous()
         self._spans, self._tables = _spans(batch)
@@ -121,11 +122,11 @@ class NativeStep:
             block_size=self._pool.block_size,
             window=call.sliding_window or 0,
             threads=torch.get_num_threads(),
-            run_team=self._library.run_team,
+            run_team=self._operator.run_team,
             scaling=call.scaling,
             softcap=call.softcap or 0.0,
         )
-        self._library.attend(pool.dtype, asked)
+        self._operator.attend(pool.dtype, asked)
         return out
 
     def _check(self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "native"
-MAIN = "attention.cpp"
 FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
     "-fPIC", "-shared",
@@ -35,7 +34,7 @@ class CannotBuild(Exception):
 def built_library(cache_directory: Path, progress: Callable[[str], None]) -> Path:
     """The compiled library under `cache_directory`, made if it is not there. Raises `CannotBuild`."""
     compiler = find_compiler()
-    library = cache_directory / "native" / f"attention-{_key(compiler)}.so"
+    library = cache_directory / "native" / f"operators-{_key(compiler)}.so"
     if library.exists():
         if _is_whole(library):
             return library
@@ -46,7 +45,7 @@ def built_library(cache_directory: Path, progress: Callable[[str], None]) -> Pat
 
 def build(compiler: str, library: Path, progress: Callable[[str], None]) -> None:
     """Compile into `library`, whether it is there or not. Raises `CannotBuild`."""
-    progress("compiling the native attention once, which takes some seconds")
+    progress("compiling the native operators once, which takes some seconds")
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         # Renamed when whole; what a killed process leaves under another name is never looked at.
@@ -92,7 +91,8 @@ def find_compiler() -> str:
 
 
 def _compile(compiler: str, output: Path) -> None:
-    said = _run([compiler, *FLAGS, str(SOURCES / MAIN), "-o", str(output)])
+    sources = sorted(map(str, SOURCES.glob("*.cpp")))
+    said = _run([compiler, *FLAGS, *sources, "-o", str(output)])
     if not output.is_file():
         raise CannotBuild(f"{compiler} made no library: {said}")
 

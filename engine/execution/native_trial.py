@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import torch
 
 from engine.execution.attention import AttentionBatch, Chunk, LayerCall, LayerSpec
+from engine.execution.attention_operator import AttentionOperator
 from engine.execution.native_attention import NativeAttention
 from engine.execution.native_build import CannotBuild
-from engine.execution.native_library import NativeLibrary
 from engine.execution.torch_attention import TorchAttention
 
 LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -26,10 +26,10 @@ SPECS = (
 )
 
 
-def check_library(library: NativeLibrary) -> None:
+def check_operator(operator: AttentionOperator) -> None:
     """Raise `CannotBuild` unless both ways agree."""
     for dtype, most in LARGEST_DIFFERENCE.items():
-        for difference in _differences(library, dtype):
+        for difference in _differences(operator, dtype):
             # NaN is not within the bound either.
             if not difference <= most:
                 raise CannotBuild(
@@ -37,7 +37,7 @@ def check_library(library: NativeLibrary) -> None:
                 )
 
 
-def _differences(library: NativeLibrary, dtype: torch.dtype) -> Iterator[float]:
+def _differences(operator: AttentionOperator, dtype: torch.dtype) -> Iterator[float]:
     generator = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> torch.Tensor:
@@ -47,7 +47,7 @@ def _differences(library: NativeLibrary, dtype: torch.dtype) -> Iterator[float]:
     num_blocks = 1 + -(-num_tokens // BLOCK_SIZE)
     device = torch.device("cpu")
     backends = (
-        NativeAttention(library, SPECS, num_blocks, BLOCK_SIZE, dtype, device),
+        NativeAttention(operator, SPECS, num_blocks, BLOCK_SIZE, dtype, device),
         TorchAttention(SPECS, num_blocks, BLOCK_SIZE, dtype, device),
     )
     table = torch.arange(num_blocks - 1, 0, -1)

@@ -14,12 +14,12 @@ class Tokenmill:
     def load(self, settings: Settings) -> dict[str, Any]:
         import torch
 
-        from engine.engine import Engine
         from engine.execution.build import build_execution
 
         torch.set_num_threads(settings.threads)
         execution = build_execution(
             settings.model,
+            cache_dir=settings.scratch,
             dtype=settings.dtype,
             device="cpu",
             max_num_batched_tokens=settings.token_budget,
@@ -28,15 +28,8 @@ class Tokenmill:
             num_kv_blocks=settings.kv_tokens // 16,
             **settings.options,
         )
-        self._engine = Engine(
-            execution.config,
-            execution.runner,
-            execution.sampler,
-            execution.tokenizer,
-            eos_token_ids=execution.eos_token_ids,
-            vocab_size=execution.vocab_size,
-        )
-        return {"torch": torch.__version__, "blocks": execution.config.num_kv_blocks}
+        self._engine = execution.new_engine()
+        return {"torch": torch.__version__, "attention": execution.attention}
 
     def run(self, requests: list[Request]) -> list[Served]:
         from engine.sampling_params import SamplingParams

@@ -4,17 +4,15 @@
 // decides who computes what; what is computed stands in tile.h.
 //
 // The interface is plain C without torch's headers, so that it compiles in seconds and does not depend on
-// torch's ABI. Threads are those of torch's own pool: the caller gives the function of its OpenMP runtime.
+// torch's ABI.
 
-#include <atomic>
 #include <new>
 #include <vector>
 
+#include "team.h"
 #include "tile.h"
 
 extern "C" {
-
-typedef void (*RunTeam)(void (*work)(void*), void* data, unsigned threads, unsigned flags);
 
 // A batch: `spans` [num_spans][4]: first row, number of rows, position of the first, and where in `tables`
 // its blocks begin. All strides count numbers, not bytes; sizes stand side by side in each tensor.
@@ -40,7 +38,7 @@ struct TokenmillCall {
     int64_t block_size;
     int64_t window;  // 0: none
     int64_t threads;
-    RunTeam run_team;  // as GOMP_parallel; not used by one thread
+    RunTeam run_team;
     float scaling;
     float softcap;  // 0: none
 };
@@ -52,25 +50,6 @@ namespace {
 constexpr int64_t STORED_ROWS = 32;
 // With fewer tiles for each thread than this, tiles are cut into their splits.
 constexpr int64_t ENOUGH_TILES = 4;
-
-// Calls body(0) to body(count - 1), each once, on up to `threads` threads.
-template <typename Body>
-void for_each(const TokenmillCall& call, int64_t count, const Body& body) {
-    struct Team {
-        const Body& body;
-        int64_t count;
-        std::atomic<int64_t> next;
-    } team{body, count, {0}};
-    auto work = [](void* data) {
-        Team& mine = *static_cast<Team*>(data);
-        for (int64_t i; (i = mine.next.fetch_add(1, std::memory_order_relaxed)) < mine.count;) mine.body(i);
-    };
-    int64_t threads = call.threads < count ? call.threads : count;
-    if (threads > 1)
-        call.run_team(work, &team, unsigned(threads), 0);
-    else
-        work(&team);
-}
 
 // Rows of one tile, and of their splits those from `split` up to `end_split`.
 struct Piece {
@@ -87,6 +66,7 @@ class Attention {
   public:
     explicit Attention(const TokenmillCall& call)
         : call_(call),
+          team_{call.run_team, call.threads},
           layer_{{call.num_kv_heads, call.head_dim, call.value_dim},
                  call.num_heads / call.num_kv_heads,
                  call.block_size,
@@ -96,7 +76,7 @@ class Attention {
 
     void store_rows() const {
         int64_t parts = (call_.num_rows + STORED_ROWS - 1) / STORED_ROWS;
-        for_each(call_, parts * call_.num_kv_heads, [&](int64_t i) {
+        for_each(team_, parts * call_.num_kv_heads, [&](int64_t i) {
             int64_t kv_head = i % call_.num_kv_heads, first = i / call_.num_kv_heads * STORED_ROWS;
             int64_t end = first + STORED_ROWS < call_.num_rows ? first + STORED_ROWS : call_.num_rows;
             for (int64_t row = first; row < end; row++) {
@@ -113,7 +93,7 @@ class Attention {
         std::vector<Piece> tiles = list_tiles();
         if (call_.threads > 1 && int64_t(tiles.size()) < ENOUGH_TILES * call_.threads)
             return attend_in_splits(tiles);
-        for_each(call_, int64_t(tiles.size()), [&](int64_t i) {
+        for_each(team_, int64_t(tiles.size()), [&](int64_t i) {
             Scratch<T> scratch;
             Sum whole;
             whole.values = scratch.whole;
@@ -194,7 +174,7 @@ class Attention {
         const size_t numbers = size_t(TILE_ROWS * layer_.shape.padded_value_dim());
         std::vector<float> values(pieces.size() * numbers);
         std::vector<Sum> sums(pieces.size());
-        for_each(call_, int64_t(pieces.size()), [&](int64_t i) {
+        for_each(team_, int64_t(pieces.size()), [&](int64_t i) {
             Scratch<T> scratch;
             sums[size_t(i)].values = values.data() + size_t(i) * numbers;
             attend_piece(pieces[size_t(i)], scratch, sums[size_t(i)]);
@@ -229,6 +209,7 @@ class Attention {
     }
 
     const TokenmillCall& call_;
+    const Team team_;
     const Layer layer_;
 };
 

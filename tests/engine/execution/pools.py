@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from engine.execution.attention import AttentionBackend, LayerSpec
+from engine.execution.attention_operator import AttentionOperator
 from engine.execution.native_attention import NativeAttention
 from engine.execution.native_library import NativeLibrary, load_library
 from engine.execution.torch_attention import TorchAttention
@@ -17,6 +18,10 @@ ROOT = Path(__file__).parents[3]
 def native_library() -> NativeLibrary:
     """Compiled once for all runs of the tests. Without a compiler the tests that want it fail."""
     return load_library(ROOT / ".tokenmill", lambda _: None)
+
+
+def attention_operator() -> AttentionOperator:
+    return AttentionOperator(native_library())
 
 
 def poisoned(
@@ -33,7 +38,7 @@ def poisoned(
         for pool in (*backend.pool.keys, *backend.pool.values):
             pool[1:] = torch.nan
         return backend
-    native = NativeAttention(native_library(), specs, num_blocks, block_size, dtype, device)
+    native = NativeAttention(attention_operator(), specs, num_blocks, block_size, dtype, device)
     for layer in native.pool.layers:
         layer.fill_(torch.nan)
     native.zero_blocks((0,))

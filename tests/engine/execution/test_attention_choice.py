@@ -16,9 +16,10 @@ from engine.errors import InvalidParameter, UnsupportedModel
 from engine.execution import attention_choice, native_build, native_library
 from engine.execution.attention import AttentionBackend
 from engine.execution.attention_choice import TORCH, choose_backends
+from engine.execution.attention_operator import AttentionOperator, NativeCall
 from engine.execution.build import build_execution
 from engine.execution.native_build import CannotBuild, build, built_library, find_compiler
-from engine.execution.native_trial import check_library
+from engine.execution.native_trial import check_operator
 from engine.execution.trial import Backend
 from tests.engine.execution.pools import ROOT
 from tests.engine.execution.pools import native_library as compiled
@@ -33,8 +34,7 @@ def names(
         attention,
         deterministic=deterministic,
         device=device,
-        cache_directory=cache,
-        progress=lambda _: None,
+        library=native_library.find_library(cache, lambda _: None),
     )
     return [backend.name for backend in chosen]
 
@@ -223,14 +223,14 @@ def test_the_compiler_is_found_by_its_usual_names(monkeypatch: pytest.MonkeyPatc
 )
 @pytest.mark.parametrize("dtype", native_library.DTYPES)
 def test_the_trial_of_the_library_finds_a_mistake(dtype: torch.dtype, mistake: dict[str, object]) -> None:
-    class Mistaken(native_library.NativeLibrary):
-        def attend(self, dtype_of_call: torch.dtype, call: native_library.NativeCall) -> None:
+    class Mistaken(AttentionOperator):
+        def attend(self, dtype_of_call: torch.dtype, call: NativeCall) -> None:
             for field, value in mistake.items() if dtype_of_call == dtype else ():
                 setattr(call, field, value)
             super().attend(dtype_of_call, call)
 
     with pytest.raises(CannotBuild, match=f"disagrees with torch by .* in {dtype}"):
-        check_library(Mistaken(built_library(ROOT / ".tokenmill", lambda _: None)))
+        check_operator(Mistaken(compiled()))
 
 
 def test_an_operator_that_computes_wrongly_is_not_used(
@@ -239,7 +239,7 @@ def test_an_operator_that_computes_wrongly_is_not_used(
     def wrong(_library: object) -> None:
         raise CannotBuild("what was compiled disagrees with torch")
 
-    monkeypatch.setattr(attention_choice, "check_library", wrong)
+    monkeypatch.setattr(attention_choice, "check_operator", wrong)
     assert names("auto", ROOT / ".tokenmill") == ["torch"]
     assert "disagrees with torch" in caplog.text
 
