@@ -5,22 +5,20 @@ with the integer that it is made of, so "more noise than this" is a comparison w
 left to the few that pass. A row's contenders depend on that row alone. Knows no filters but their threshold.
 """
 
-import numpy as np
 import torch
 
-from engine.execution.gumbel import UNIFORM_BITS, gumbel_noise, hash_tokens, least_uniform, uniform_bits
+from engine.execution.gumbel import gumbel_noise, least_uniform
 from engine.execution.largest import TILE, tile_maxima
+from engine.execution.searches import Searches
 
 SLACK = 2.0**-10
 """More than the roundings of noise and sum, which are below 1e-5; it lets a thousandth more tokens pass."""
 TRIED_TILES = 4
 """In which a sum is looked for that the winner cannot be below."""
-TILES_AT_ONCE = 256
-"""Whose hashes are made at once, so that they stay in a CPU's cache."""
 
 
 def contenders(
-    logits: torch.Tensor, lowest: torch.Tensor, keys: torch.Tensor
+    logits: torch.Tensor, lowest: torch.Tensor, keys: torch.Tensor, searches: Searches
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows and tokens, both int64 [contenders] and ascending, that may win in `logits` [rows, vocabulary].
 
@@ -31,7 +29,9 @@ def contenders(
     reached = _reached(logits, maxima, lowest, keys)
     missing = reached[:, None].double() - maxima - SLACK
     missing[maxima < lowest[:, None]] = torch.inf
-    rows, token_ids = _pass_by_hash(keys, least_uniform(missing))
+    places = searches.pass_by_hash(keys, least_uniform(missing))
+    rows = places // (maxima.shape[1] * TILE)
+    token_ids = places % (maxima.shape[1] * TILE)
     # What the last tile lacks was hashed as well.
     is_token = token_ids < logits.shape[1]
     return rows[is_token], token_ids[is_token]
@@ -47,20 +47,3 @@ def _reached(
     values = logits.gather(1, token_ids)
     values.masked_fill_(values < lowest[:, None], -torch.inf)
     return (values + gumbel_noise(keys, token_ids.int())).amax(-1)
-
-
-def _pass_by_hash(keys: torch.Tensor, least: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and tokens whose hash is at least `least` [rows, tiles], in order."""
-    all_rows, all_tiles = (least < 1 << UNIFORM_BITS).nonzero(as_tuple=True)
-    least_of = least[all_rows, all_tiles, None]
-    within = torch.arange(TILE, dtype=torch.int32)
-    found = [torch.empty(0, dtype=torch.int64)]
-    for start in range(0, len(all_rows), TILES_AT_ONCE):
-        part = slice(start, start + TILES_AT_ONCE)
-        token_ids = (all_tiles[part, None] * TILE).int() + within
-        passes = uniform_bits(hash_tokens(keys[all_rows[part]], token_ids)) >= least_of[part]
-        # numpy's is three times as fast as torch's.
-        found.append(torch.from_numpy(np.flatnonzero(passes.numpy())) + start * TILE)
-    places = torch.cat(found)
-    tiles = places // TILE
-    return all_rows[tiles], all_tiles[tiles] * TILE + places % TILE

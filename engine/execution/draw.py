@@ -11,7 +11,7 @@ import torch
 from engine.execution.contenders import contenders
 from engine.execution.filters import WINDOW, Filters, decide, mass, thresholds_of_sorted
 from engine.execution.gumbel import gumbel_noise, row_keys
-from engine.execution.largest import largest
+from engine.execution.searches import Searches
 from engine.sequence import Sequence
 
 HIGHEST_TEMPERATURE = 1e30
@@ -52,43 +52,50 @@ class Draws:
         )
 
 
-def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+def draw(logits: torch.Tensor, draws: Draws, searches: Searches) -> torch.Tensor:
     """Tokens [rows] from logits [rows, vocabulary] after temperature, each row's largest shifted to 0."""
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     lowest = draws.lowest.clone()
     whole = draws.unfiltered
     if len(draws.filtered):
-        undecided = _draw_from_window(logits, draws, tokens)
+        undecided = _draw_from_window(logits, draws, tokens, searches)
         if len(undecided):
             values = take(logits, undecided).sort(-1, descending=True).values
             threshold = thresholds_of_sorted(values, draws.filters.of(undecided))
             lowest[undecided] = torch.maximum(lowest[undecided], threshold)
         whole = torch.cat([whole, undecided]).sort().values
     if len(whole):
-        tokens[whole] = _draw_from_all(take(logits, whole), lowest[whole], draws.keys[whole])
+        tokens[whole] = _draw_from_all(take(logits, whole), lowest[whole], draws.keys[whole], searches)
     return tokens
 
 
-def _draw_from_window(logits: torch.Tensor, draws: Draws, tokens: torch.Tensor) -> torch.Tensor:
+def _draw_from_window(
+    logits: torch.Tensor, draws: Draws, tokens: torch.Tensor, searches: Searches
+) -> torch.Tensor:
     """Draw filtered rows among their most likely tokens; returns the rows for which these are too few."""
     rows = draws.filtered
     logits = take(logits, rows)
-    values, token_ids = largest(logits, min(WINDOW, logits.shape[1]))
+    values, token_ids = searches.largest(logits, min(WINDOW, logits.shape[1]))
     total = mass(logits, token_ids[:, 0])
     threshold, decided = decide(values, total, draws.filters.of(rows), logits.shape[1])
     lowest = torch.maximum(threshold, draws.lowest[rows])
     noisy = _with_noise(values, lowest, draws.keys[rows], token_ids.int())
-    tokens[rows] = token_ids.gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
+    wins = noisy == noisy.amax(-1, keepdim=True)
+    # Of equal ones the first, whichever order they were found in. None wins in a row with NaN.
+    tokens[rows] = token_ids.masked_fill(~wins, logits.shape[1] - 1).amin(-1)
     return rows[~decided]
 
 
-def _draw_from_all(logits: torch.Tensor, lowest: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def _draw_from_all(
+    logits: torch.Tensor, lowest: torch.Tensor, keys: torch.Tensor, searches: Searches
+) -> torch.Tensor:
     """Draw among all tokens; `logits` [rows, vocabulary], `lowest` [rows], `keys` [rows, 2].
 
     On a GPU noise is cheap, and a number of contenders would have to be waited for.
     """
-    is_on_cpu = logits.device.type == "cpu"
-    return (draw_from_contenders if is_on_cpu else draw_with_all_noise)(logits, lowest, keys)
+    if logits.device.type == "cpu":
+        return draw_from_contenders(logits, lowest, keys, searches)
+    return draw_with_all_noise(logits, lowest, keys)
 
 
 def draw_with_all_noise(logits: torch.Tensor, lowest: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -96,9 +103,11 @@ def draw_with_all_noise(logits: torch.Tensor, lowest: torch.Tensor, keys: torch.
     return _with_noise(logits, lowest, keys, token_ids).argmax(-1)
 
 
-def draw_from_contenders(logits: torch.Tensor, lowest: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def draw_from_contenders(
+    logits: torch.Tensor, lowest: torch.Tensor, keys: torch.Tensor, searches: Searches
+) -> torch.Tensor:
     """The same tokens, with noise made for those alone that may win."""
-    rows, token_ids = contenders(logits, lowest, keys)
+    rows, token_ids = contenders(logits, lowest, keys, searches)
     values = logits[rows, token_ids][:, None]
     noisy = _with_noise(values, lowest[rows], keys[rows], token_ids.int()[:, None])[:, 0]
     best = torch.full_like(lowest, -torch.inf).scatter_reduce_(0, rows, noisy, "amax")

@@ -12,6 +12,7 @@ from engine.execution.edits import Edited, LogitEdits
 from engine.execution.faults import device_faults
 from engine.execution.largest import first_largest
 from engine.execution.logprobs import token_logprobs
+from engine.execution.searches import TORCH, Searches
 from engine.outputs import SampledToken, ScheduledSequence, TokenLogprobs
 from engine.sequence import Sequence
 
@@ -24,7 +25,8 @@ _ERRORS = {-1: NON_FINITE, -2: NO_TOKEN_ALLOWED}
 class Sampler:
     """Chooses for a whole batch at once. What it remembers of a sequence can be made again from it."""
 
-    def __init__(self) -> None:
+    def __init__(self, searches: Searches = TORCH) -> None:
+        self._searches = searches
         self._edits = LogitEdits()
 
     def sample(self, logits: torch.Tensor, items: tuple[ScheduledSequence, ...]) -> list[SampledToken]:
@@ -50,7 +52,7 @@ class Sampler:
 
     def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken]:
         edited = self._edits.apply(logits, sequences)
-        token_ids = _choose(logits, edited, sequences)
+        token_ids = _choose(logits, edited, sequences, self._searches)
         logprobs = _sampled_logprobs(logits, token_ids, sequences)
         faults = edited.faults if edited else {}
         return [
@@ -96,7 +98,9 @@ def _sampling_rows(items: tuple[ScheduledSequence, ...]) -> tuple[list[int], lis
     return rows, sequences
 
 
-def _choose(logits: torch.Tensor, edited: Edited | None, sequences: list[Sequence]) -> list[int]:
+def _choose(
+    logits: torch.Tensor, edited: Edited | None, sequences: list[Sequence], searches: Searches
+) -> list[int]:
     """The token of each row, or the key of its error."""
     largest, tokens = first_largest(logits)
     # The largest of a row with NaN is NaN. Of the model's own row: a mask's -inf is no fault.
@@ -108,7 +112,7 @@ def _choose(logits: torch.Tensor, edited: Edited | None, sequences: list[Sequenc
         rows = torch.tensor(random, device=logits.device)
         draws = Draws.of([sequences[row] for row in random], logits.shape[1], logits.device)
         shifted = _shifted(logits, edited, largest, rows)
-        tokens[rows] = draw(shifted.div_(draws.temperature[:, None]), draws)
+        tokens[rows] = draw(shifted.div_(draws.temperature[:, None]), draws, searches)
     tokens.masked_fill_(largest == -torch.inf, -2).masked_fill_(~is_finite, -1)
     return tokens.tolist()
 
