@@ -5,17 +5,17 @@ min-p, then the largest of logit + noise. This file does not know where logits c
 """
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.execution.contenders import contenders
 from engine.execution.filters import WINDOW, Filters, decide, mass, thresholds_of_sorted
 from engine.execution.gumbel import gumbel_noise, row_keys
 from engine.execution.searches import Searches
-from engine.sequence import Sequence
-
-HIGHEST_TEMPERATURE = 1e30
-"""All tokens are equally likely long before; more would be infinite in float32."""
+from engine.execution.seat_parameters import RowParameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +34,21 @@ class Draws:
     unfiltered: torch.Tensor
 
     @classmethod
-    def of(cls, sequences: list[Sequence], vocab_size: int, device: torch.device) -> "Draws":
-        params = [sequence.params for sequence in sequences]
-        top_k = torch.tensor([min(p.top_k or vocab_size, vocab_size) for p in params])
-        top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64)
-        min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64)
-        filtered = (top_k < vocab_size) | (top_p < 1)
+    def of(cls, params: RowParameters, indices: list[int], vocab_size: int, device: torch.device) -> "Draws":
+        """`indices`: how many tokens each output has."""
+        top_k = np.where(params.top_k == 0, vocab_size, np.minimum(params.top_k, vocab_size))
+        filtered = (top_k < vocab_size) | (params.top_p < 1)
+
+        def on_device(array: npt.NDArray[Any]) -> torch.Tensor:
+            return torch.from_numpy(array).to(device)
+
         return cls(
-            temperature=torch.tensor(
-                [min(p.temperature, HIGHEST_TEMPERATURE) for p in params], dtype=torch.float32, device=device
-            ),
-            filters=Filters(top_k.to(device), top_p.to(device)),
-            lowest=min_p.log().float().to(device),
-            keys=row_keys([(s.params.seed, s.num_output_tokens) for s in sequences], device),
-            filtered=filtered.nonzero()[:, 0].to(device),
-            unfiltered=(~filtered).nonzero()[:, 0].to(device),
+            temperature=on_device(params.temperature),
+            filters=Filters(on_device(top_k), on_device(params.top_p)),
+            lowest=torch.from_numpy(params.min_p).log().float().to(device),
+            keys=row_keys(params.seed_states, indices, device),
+            filtered=on_device(np.flatnonzero(filtered)),
+            unfiltered=on_device(np.flatnonzero(~filtered)),
         )
 
 

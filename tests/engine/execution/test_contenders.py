@@ -13,15 +13,14 @@ from engine.execution.gumbel import (
     gumbel_noise,
     hash_tokens,
     least_uniform,
-    row_keys,
     uniform_bits,
 )
 from engine.execution.largest import TILE
 from engine.execution.searches import TORCH, Searches
 from tests.engine.execution.pools import native_searches
+from tests.engine.execution.sampling import keys_of as keys_of_draws
 from tests.engine.execution.sampling import random_logits
 
-CPU = torch.device("cpu")
 NOTHING = -torch.inf
 
 
@@ -31,7 +30,7 @@ def searches(request: pytest.FixtureRequest) -> Searches:
 
 
 def keys_of(num_rows: int, index: int = 0) -> torch.Tensor:
-    return row_keys([(seed, index) for seed in range(num_rows)], CPU)
+    return keys_of_draws(*((seed, index) for seed in range(num_rows)))
 
 
 def shifted(logits: torch.Tensor) -> torch.Tensor:
