@@ -1,4 +1,4 @@
-"""What each feature of sampling costs a batch: `python benchmarks/sampler.py [--threads N]`.
+"""What each feature of sampling costs a batch: `python -m benchmarks.sampler [--cache DIRECTORY]`.
 
 One step of decoding after the forward pass: 64 rows of a vocabulary of 49,152, each request with a prompt of
 512 tokens and 128 of output that grow by one a step. All cases take turns in one run, so that whatever else
@@ -18,7 +18,10 @@ import numpy as np
 import torch
 
 from engine.constraints import Constraints
+from engine.execution.native_library import find_library
 from engine.execution.sampler import Sampler
+from engine.execution.search_operators import choose_searches
+from engine.execution.searches import TORCH, Searches
 from engine.outputs import ScheduledSequence
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
@@ -92,13 +95,13 @@ def make_items(case: Case, random: np.random.Generator) -> tuple[ScheduledSequen
     return tuple(items)
 
 
-def measure(num_rounds: int) -> dict[str, list[float]]:
+def measure(num_rounds: int, searches: Searches) -> dict[str, list[float]]:
     """Processor seconds of each round, by case, but for the first, in which counts and masks are made."""
     random = np.random.default_rng(0)
     # Peaked as a model's are: top-p 0.9 keeps tens of tokens, not thousands.
     logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0)) * 2.0
     logits[:, ::500] += 12.0
-    batches = [(case, Sampler(), make_items(case, random)) for case in CASES]
+    batches = [(case, Sampler(searches), make_items(case, random)) for case in CASES]
     seconds: dict[str, list[float]] = {case.name: [] for case in CASES}
     for number in range(num_rounds + 1):
         for case, sampler, items in batches:
@@ -136,9 +139,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--cache", type=Path, help="where native operators are compiled; without, torch searches"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    rows = summarize(measure(arguments.rounds))
+    searches = choose_searches(find_library(arguments.cache, print))
+    rows = summarize(measure(arguments.rounds, searches))
     for row in rows:
         print(
             f"{row['case']:36} {row['median_ms']:9.3f} ms"
@@ -146,7 +153,8 @@ def main() -> None:
         )
     setup = {"rows": ROWS, "vocabulary": VOCAB, "prompt_tokens": PROMPT, "output_tokens": OUTPUT}
     machine = {"machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
-    report = {**setup, **machine, "threads": arguments.threads, "rounds": arguments.rounds, "cases": rows}
+    report = {**setup, **machine, "threads": arguments.threads, "rounds": arguments.rounds}
+    report |= {"native": searches is not TORCH, "cases": rows}
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(report, indent=2) + "\n")
 

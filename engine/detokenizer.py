@@ -61,12 +61,11 @@ class IncrementalDecoder:
         self._window = window  # not before: a token that cannot be decoded leaves the rest as it was
         if text.endswith(REPLACEMENT):
             return self._tell_all_but_pending(text)
-        new = _beyond(text, self._told)
-        self._told = text
-        if len(self._window) > _WINDOW:
+        told, self._told = self._told, text
+        if len(window) > _WINDOW:
             self._cut_back()
         self._num_told = len(self._window)
-        return new
+        return text[len(told) :] if text.startswith(told) else _beyond(text, told)
 
     def close(self) -> str:
         """The incomplete character at the end, as U+FFFD."""
@@ -122,6 +121,7 @@ class Detokenizer:
         )
         self._decoder = IncrementalDecoder(decode, prompt_token_ids)
         self._stop_strings = StopStrings(params.stop, is_included=params.include_stop_str_in_output)
+        self._may_hold_back = bool(params.stop)
         self._end_texts = end_texts
         self._num_left_unstopped = params.min_tokens
 
@@ -132,6 +132,8 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         text = self._decoder.push(token_id)
+        if not self._may_hold_back:
+            return text
         self._num_left_unstopped -= 1
         return self._stop_strings.push(text, may_stop=self._may_stop)
 

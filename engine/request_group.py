@@ -47,11 +47,12 @@ class Output:
             self.held_text = self.text.close(token_id)
             return "", reason
         is_complete = rules.completes_grammar(self.sequence, token_id)
-        piece = self.text.push(token_id)
-        if is_complete or self.text.stopped:
+        text = self.text
+        piece = text.push(token_id)
+        if is_complete or text.stopped:
             reason = FinishReason.STOP
         if reason:
-            self.held_text = self.text.close()
+            self.held_text = text.close()
         return piece, reason
 
     def resume(self, token_ids: tuple[int, ...], rules: StopRules) -> None:

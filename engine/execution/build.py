@@ -24,6 +24,7 @@ from engine.execution.native_build import CannotBuild
 from engine.execution.native_library import NativeLibrary, find_library
 from engine.execution.numerics import DETERMINISTIC, plain
 from engine.execution.sampler import Sampler
+from engine.execution.search_operators import choose_searches
 from engine.execution.tokenizer import Tokenizer
 from engine.grammars import GrammarCompiler
 from engine.step_execution import Runner
@@ -114,7 +115,7 @@ def build_execution(
     runner.check()
     progress(f"attention: {loaded.backend.name}")
     progress(f"ready: {config.num_kv_blocks} KV blocks, {config.max_model_len} tokens a sequence")
-    return _execution(loaded, config, tokenizer, runner)
+    return _execution(loaded, config, tokenizer, runner, Sampler(choose_searches(library)))
 
 
 def _given_limits(limits: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +133,9 @@ def _given_limits(limits: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _execution(loaded: LoadedModel, config: EngineConfig, tokenizer: Tokenizer, runner: Runner) -> Execution:
+def _execution(
+    loaded: LoadedModel, config: EngineConfig, tokenizer: Tokenizer, runner: Runner, sampler: Sampler
+) -> Execution:
     eos_token_ids = loaded.eos_token_ids or tokenizer.eos_token_ids
     grammars = LlguidanceBackend(tokenizer, vocab_size=loaded.vocab_size, eos_token_ids=eos_token_ids)
     if tokenizer.knows_bytes:
@@ -140,7 +143,7 @@ def _execution(loaded: LoadedModel, config: EngineConfig, tokenizer: Tokenizer, 
         grammars.load()
     return Execution(
         runner=runner,
-        sampler=Sampler(),
+        sampler=sampler,
         tokenizer=tokenizer,
         grammar_compiler=GrammarCompiler(grammars),
         config=config,

@@ -5,18 +5,17 @@ min-p, then the largest of logit + noise. This file does not know where logits c
 """
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from engine.execution.contenders import contenders
 from engine.execution.filters import WINDOW, Filters, decide, mass, thresholds_of_sorted
 from engine.execution.gumbel import gumbel_noise, row_keys
-from engine.execution.largest import largest
-from engine.sequence import Sequence
-
-TILE = 2048
-"""Tokens whose noise is made at once on a CPU, so that it stays in the cache: a third of the time."""
-HIGHEST_TEMPERATURE = 1e30
-"""All tokens are equally likely long before; more would be infinite in float32."""
+from engine.execution.searches import Searches
+from engine.execution.seat_parameters import RowParameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,67 +34,87 @@ class Draws:
     unfiltered: torch.Tensor
 
     @classmethod
-    def of(cls, sequences: list[Sequence], vocab_size: int, device: torch.device) -> "Draws":
-        params = [sequence.params for sequence in sequences]
-        top_k = torch.tensor([min(p.top_k or vocab_size, vocab_size) for p in params])
-        top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64)
-        min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64)
-        filtered = (top_k < vocab_size) | (top_p < 1)
+    def of(cls, params: RowParameters, indices: list[int], vocab_size: int, device: torch.device) -> "Draws":
+        """`indices`: how many tokens each output has."""
+        top_k = np.where(params.top_k == 0, vocab_size, np.minimum(params.top_k, vocab_size))
+        filtered = (top_k < vocab_size) | (params.top_p < 1)
+
+        def on_device(array: npt.NDArray[Any]) -> torch.Tensor:
+            return torch.from_numpy(array).to(device)
+
         return cls(
-            temperature=torch.tensor(
-                [min(p.temperature, HIGHEST_TEMPERATURE) for p in params], dtype=torch.float32, device=device
-            ),
-            filters=Filters(top_k.to(device), top_p.to(device)),
-            lowest=min_p.log().float().to(device),
-            keys=row_keys([(s.params.seed, s.num_output_tokens) for s in sequences], device),
-            filtered=filtered.nonzero()[:, 0].to(device),
-            unfiltered=(~filtered).nonzero()[:, 0].to(device),
+            temperature=on_device(params.temperature),
+            filters=Filters(on_device(top_k), on_device(params.top_p)),
+            lowest=torch.from_numpy(params.min_p).log().float().to(device),
+            keys=row_keys(params.seed_states, indices, device),
+            filtered=on_device(np.flatnonzero(filtered)),
+            unfiltered=on_device(np.flatnonzero(~filtered)),
         )
 
 
-def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+def draw(logits: torch.Tensor, draws: Draws, searches: Searches) -> torch.Tensor:
     """Tokens [rows] from logits [rows, vocabulary] after temperature, each row's largest shifted to 0."""
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     lowest = draws.lowest.clone()
     whole = draws.unfiltered
     if len(draws.filtered):
-        undecided = _draw_from_window(logits, draws, tokens)
+        undecided = _draw_from_window(logits, draws, tokens, searches)
         if len(undecided):
             values = take(logits, undecided).sort(-1, descending=True).values
             threshold = thresholds_of_sorted(values, draws.filters.of(undecided))
             lowest[undecided] = torch.maximum(lowest[undecided], threshold)
         whole = torch.cat([whole, undecided]).sort().values
     if len(whole):
-        tokens[whole] = _draw_from_all(take(logits, whole), lowest[whole], draws.keys[whole])
+        tokens[whole] = _draw_from_all(take(logits, whole), lowest[whole], draws.keys[whole], searches)
     return tokens
 
 
-def _draw_from_window(logits: torch.Tensor, draws: Draws, tokens: torch.Tensor) -> torch.Tensor:
+def _draw_from_window(
+    logits: torch.Tensor, draws: Draws, tokens: torch.Tensor, searches: Searches
+) -> torch.Tensor:
     """Draw filtered rows among their most likely tokens; returns the rows for which these are too few."""
     rows = draws.filtered
     logits = take(logits, rows)
-    values, token_ids = largest(logits, min(WINDOW, logits.shape[1]))
+    values, token_ids = searches.largest(logits, min(WINDOW, logits.shape[1]))
     total = mass(logits, token_ids[:, 0])
     threshold, decided = decide(values, total, draws.filters.of(rows), logits.shape[1])
     lowest = torch.maximum(threshold, draws.lowest[rows])
     noisy = _with_noise(values, lowest, draws.keys[rows], token_ids.int())
-    tokens[rows] = token_ids.gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
+    wins = noisy == noisy.amax(-1, keepdim=True)
+    # Of equal ones the first, whichever order they were found in. None wins in a row with NaN.
+    tokens[rows] = token_ids.masked_fill(~wins, logits.shape[1] - 1).amin(-1)
     return rows[~decided]
 
 
-def _draw_from_all(logits: torch.Tensor, lowest: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Draw among all tokens; `logits` [rows, vocabulary], `lowest` [rows], `keys` [rows, 2]."""
-    vocab_size, device = logits.shape[1], logits.device
-    best = torch.full((len(logits),), -torch.inf, device=device)
-    tokens = torch.zeros(len(logits), dtype=torch.int64, device=device)
-    width = TILE if device.type == "cpu" else vocab_size
-    for start in range(0, vocab_size, width):
-        tile = logits[:, start : start + width]
-        token_ids = torch.arange(start, start + tile.shape[1], dtype=torch.int32, device=device)
-        values, places = _with_noise(tile, lowest, keys, token_ids).max(-1)
-        tokens = torch.where(values > best, places + start, tokens)
-        best = torch.maximum(best, values)
-    return tokens
+def _draw_from_all(
+    logits: torch.Tensor, lowest: torch.Tensor, keys: torch.Tensor, searches: Searches
+) -> torch.Tensor:
+    """Draw among all tokens; `logits` [rows, vocabulary], `lowest` [rows], `keys` [rows, 2].
+
+    On a GPU noise is cheap, and a number of contenders would have to be waited for.
+    """
+    if logits.device.type == "cpu":
+        return draw_from_contenders(logits, lowest, keys, searches)
+    return draw_with_all_noise(logits, lowest, keys)
+
+
+def draw_with_all_noise(logits: torch.Tensor, lowest: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    token_ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    return _with_noise(logits, lowest, keys, token_ids).argmax(-1)
+
+
+def draw_from_contenders(
+    logits: torch.Tensor, lowest: torch.Tensor, keys: torch.Tensor, searches: Searches
+) -> torch.Tensor:
+    """The same tokens, with noise made for those alone that may win."""
+    rows, token_ids = contenders(logits, lowest, keys, searches)
+    values = logits[rows, token_ids][:, None]
+    noisy = _with_noise(values, lowest[rows], keys[rows], token_ids.int()[:, None])[:, 0]
+    best = torch.full_like(lowest, -torch.inf).scatter_reduce_(0, rows, noisy, "amax")
+    wins = noisy == best[rows]
+    tokens = torch.zeros(len(logits), dtype=torch.int64)
+    # Of equal ones the first, as everywhere.
+    return tokens.scatter_reduce_(0, rows[wins], token_ids[wins], "amin", include_self=False)
 
 
 def take(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

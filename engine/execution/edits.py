@@ -5,12 +5,14 @@ The order is penalties, bias, masks. What is kept of a sequence is kept by its s
 can be made again from the sequence at any time.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from engine.execution.logit_masks import RowMasks, mask
 from engine.execution.penalties import Bias, TokenCounts, add_bias, penalize
+from engine.execution.seat_parameters import is_penalized
 from engine.sequence import Sequence
 
 
@@ -29,9 +31,14 @@ class LogitEdits:
     def __init__(self) -> None:
         self._kept: dict[int | None, _Kept] = {}
 
-    def apply(self, logits: torch.Tensor, sequences: list[Sequence]) -> Edited | None:
-        """Edit what must be of `logits` [rows, vocabulary], float32; None if no row asks for anything."""
-        edited = [row for row, sequence in enumerate(sequences) if _is_edited(sequence)]
+    def apply(
+        self, logits: torch.Tensor, sequences: list[Sequence], candidates: Iterable[int]
+    ) -> Edited | None:
+        """Edit what must be of `logits` [rows, vocabulary], float32; None if no row asks for anything.
+
+        `candidates`: the rows that may ask for something, in order.
+        """
+        edited = [row for row in candidates if _is_edited(sequences[row])]
         if not edited:
             return None
         rows = torch.tensor(edited, device=logits.device)
@@ -66,18 +73,14 @@ class _Kept:
     def __init__(self, sequence: Sequence, vocab_size: int) -> None:
         self.sequence = sequence
         self.repetition = sequence.params.repetition_penalty
-        self.counts = TokenCounts(sequence, vocab_size) if _is_penalized(sequence) else None
+        self.counts = TokenCounts(sequence, vocab_size) if is_penalized(sequence.params) else None
         self.bias = Bias(sequence, vocab_size) if sequence.params.logit_bias else None
         self.masks = RowMasks(sequence, vocab_size) if _is_masked(sequence) else None
 
 
 def _is_edited(sequence: Sequence) -> bool:
-    return _is_penalized(sequence) or bool(sequence.params.logit_bias) or _is_masked(sequence)
-
-
-def _is_penalized(sequence: Sequence) -> bool:
     params = sequence.params
-    return bool(params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty)
+    return is_penalized(params) or bool(params.logit_bias) or _is_masked(sequence)
 
 
 def _is_masked(sequence: Sequence) -> bool:

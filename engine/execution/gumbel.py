@@ -9,7 +9,10 @@ keys are made by SplitMix64's finalizer. All in wrap-around integers: 32 bits of
 """
 
 import numpy as np
+import numpy.typing as npt
 import torch
+
+Keys = npt.NDArray[np.uint64]
 
 _MASK64 = 2**64 - 1
 _GOLDEN64 = 0x9E3779B97F4A7C15
@@ -20,14 +23,17 @@ UNIFORM_BITS = 23
 """So that (n + 1/2) / 2**23 is exact in float32, and never 0 or 1."""
 
 
-def row_key(seed: int, index: int) -> int:
-    """64 bits that stand for one draw: output `index` of a request with `seed` (any 64-bit integer)."""
-    return _splitmix64((_splitmix64(seed & _MASK64) + index) & _MASK64)
+def seed_states(seeds: list[int]) -> Keys:
+    """What a request's seed, any 64-bit integer, comes to in the keys of all its draws [seeds]."""
+    return _splitmix64(np.array([seed & _MASK64 for seed in seeds], dtype=np.uint64))
 
 
-def row_keys(draws: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
-    """`row_key` of each (seed, index), as int32 [rows, 2]: low half, high half."""
-    keys = np.array([row_key(seed, index) for seed, index in draws], dtype="<u8")
+def row_keys(states: Keys, indices: list[int], device: torch.device) -> torch.Tensor:
+    """64 bits for the draw of each output index, of requests with these `seed_states`.
+
+    As int32 [rows, 2]: low half, high half.
+    """
+    keys = _splitmix64(states + np.array(indices, dtype=np.uint64)).astype("<u8", copy=False)
     return torch.from_numpy(keys.view("<i4").reshape(-1, 2)).to(device)
 
 
@@ -45,10 +51,26 @@ def hash_tokens(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise in float32 for each (row, token); arguments as in `hash_tokens`."""
-    uniform = _shift_right(hash_tokens(keys, token_ids), 32 - UNIFORM_BITS).float()
+    uniform = uniform_bits(hash_tokens(keys, token_ids)).float()
     uniform += 0.5
     uniform *= 2.0**-UNIFORM_BITS
     return uniform.log_().neg_().log_().neg_()
+
+
+def uniform_bits(hashes: torch.Tensor) -> torch.Tensor:
+    """The int32 below 2**`UNIFORM_BITS` that noise is made of, and with which it rises."""
+    return _shift_right(hashes, 32 - UNIFORM_BITS)
+
+
+def least_uniform(noise: torch.Tensor) -> torch.Tensor:
+    """The least of `uniform_bits`, int32, of which `noise` (float64) is made; 2**`UNIFORM_BITS` if of none.
+
+    Exact but for the roundings of float64: the noise itself, made in float32, may be off by 1e-5. For NaN
+    there is none.
+    """
+    share = noise.neg().exp_().neg_().exp_()
+    least = share.mul_(2.0**UNIFORM_BITS).sub_(0.5).ceil_()
+    return least.nan_to_num_(nan=2.0**UNIFORM_BITS).int()
 
 
 def _shift_right(values: torch.Tensor, bits: int) -> torch.Tensor:
@@ -58,9 +80,9 @@ def _shift_right(values: torch.Tensor, bits: int) -> torch.Tensor:
     return shifted
 
 
-def _splitmix64(state: int) -> int:
-    """SplitMix64's next output from `state` (Steele, Lea, Flood 2014)."""
-    mixed = (state + _GOLDEN64) & _MASK64
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return mixed ^ (mixed >> 31)
+def _splitmix64(states: Keys) -> Keys:
+    """SplitMix64's next output from each state (Steele, Lea, Flood 2014)."""
+    mixed = states + np.uint64(_GOLDEN64)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

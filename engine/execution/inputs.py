@@ -74,7 +74,7 @@ class InputBuilder:
         block_size, table = self._block_size, self._tables.array
         blocks = table[rows.seats[rows.items], rows.positions // block_size]
         return StepInputs(
-            token_ids=torch.tensor(_token_ids(items), dtype=torch.int64),
+            token_ids=torch.from_numpy(_integers(_token_ids(items))),
             positions=torch.from_numpy(rows.positions),
             logits_rows=torch.from_numpy(rows.wanted),
             batch=AttentionBatch(

@@ -4,6 +4,7 @@ Law: a row's token depends on nothing else: not on the other rows, not on any ge
 penalties and bias, masks, then the draw. This file does not know sequences' states, stops or texts.
 """
 
+import numpy as np
 import torch
 
 from engine.constraints import NO_TOKEN_ALLOWED
@@ -12,6 +13,8 @@ from engine.execution.edits import Edited, LogitEdits
 from engine.execution.faults import device_faults
 from engine.execution.largest import first_largest
 from engine.execution.logprobs import token_logprobs
+from engine.execution.searches import TORCH, Searches
+from engine.execution.seat_parameters import RowParameters, SeatParameters
 from engine.outputs import SampledToken, ScheduledSequence, TokenLogprobs
 from engine.sequence import Sequence
 
@@ -24,7 +27,9 @@ _ERRORS = {-1: NON_FINITE, -2: NO_TOKEN_ALLOWED}
 class Sampler:
     """Chooses for a whole batch at once. What it remembers of a sequence can be made again from it."""
 
-    def __init__(self) -> None:
+    def __init__(self, searches: Searches = TORCH) -> None:
+        self._searches = searches
+        self._params = SeatParameters()
         self._edits = LogitEdits()
 
     def sample(self, logits: torch.Tensor, items: tuple[ScheduledSequence, ...]) -> list[SampledToken]:
@@ -41,18 +46,25 @@ class Sampler:
             if len(rows) < len(logits):
                 logits = logits[torch.tensor(rows, device=logits.device)]
             self._edits.forget_those_who_left()
+            params = self._params.of(sequences)
             step = ROWS_AT_ONCE if logits.device.type == "cpu" else len(rows)
             sampled: list[SampledToken] = []
             for start in range(0, len(rows), step):
                 part = slice(start, start + step)
-                sampled += self._sample(logits[part].float(), sequences[part])
+                sampled += self._sample(logits[part].float(), sequences[part], params.of(part))
         return sampled
 
-    def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken]:
-        edited = self._edits.apply(logits, sequences)
-        token_ids = _choose(logits, edited, sequences)
-        logprobs = _sampled_logprobs(logits, token_ids, sequences)
+    def _sample(
+        self, logits: torch.Tensor, sequences: list[Sequence], params: RowParameters
+    ) -> list[SampledToken]:
+        edited = self._edits.apply(logits, sequences, np.flatnonzero(params.may_be_edited).tolist())
+        random = np.flatnonzero(params.is_random)
+        indices = [sequences[row].num_output_tokens for row in random]
+        token_ids = _choose(logits, edited, params, indices, self._searches)
+        logprobs = _sampled_logprobs(logits, token_ids, params)
         faults = edited.faults if edited else {}
+        if not faults and not logprobs and min(token_ids) >= 0:
+            return list(map(SampledToken, token_ids))
         return [
             SampledToken(token_id, None, logprobs.get(row))
             if token_id >= 0 and row not in faults
@@ -96,19 +108,24 @@ def _sampling_rows(items: tuple[ScheduledSequence, ...]) -> tuple[list[int], lis
     return rows, sequences
 
 
-def _choose(logits: torch.Tensor, edited: Edited | None, sequences: list[Sequence]) -> list[int]:
-    """The token of each row, or the key of its error."""
+def _choose(
+    logits: torch.Tensor,
+    edited: Edited | None,
+    params: RowParameters,
+    indices: list[int],
+    searches: Searches,
+) -> list[int]:
+    """The token of each row, or the key of its error. `indices`: output tokens of those drawn at random."""
     largest, tokens = first_largest(logits)
     # The largest of a row with NaN is NaN. Of the model's own row: a mask's -inf is no fault.
     is_finite = largest.isfinite()
     if edited:
         largest[edited.rows], tokens[edited.rows] = first_largest(edited.logits)
-    random = [row for row, sequence in enumerate(sequences) if not sequence.params.is_greedy]
-    if random:
-        rows = torch.tensor(random, device=logits.device)
-        draws = Draws.of([sequences[row] for row in random], logits.shape[1], logits.device)
+    if indices:
+        rows = torch.from_numpy(np.flatnonzero(params.is_random)).to(logits.device)
+        draws = Draws.of(params.of(params.is_random), indices, logits.shape[1], logits.device)
         shifted = _shifted(logits, edited, largest, rows)
-        tokens[rows] = draw(shifted.div_(draws.temperature[:, None]), draws)
+        tokens[rows] = draw(shifted.div_(draws.temperature[:, None]), draws, searches)
     tokens.masked_fill_(largest == -torch.inf, -2).masked_fill_(~is_finite, -1)
     return tokens.tolist()
 
@@ -132,16 +149,14 @@ def _shifted(
 
 
 def _sampled_logprobs(
-    logits: torch.Tensor, token_ids: list[int], sequences: list[Sequence]
+    logits: torch.Tensor, token_ids: list[int], params: RowParameters
 ) -> dict[int, TokenLogprobs]:
     """By row, for those that ask for them and have a token."""
-    asked = {
-        row: sequence.params.logprobs
-        for row, sequence in enumerate(sequences)
-        if sequence.params.logprobs is not None and token_ids[row] >= 0
-    }
-    if not asked:
+    asking = np.flatnonzero(params.wants_logprobs & (np.array(token_ids) >= 0))
+    if not len(asking):
         return {}
-    rows = torch.tensor(list(asked), device=logits.device)
+    rows = torch.from_numpy(asking).to(logits.device)
+    asked = asking.tolist()
     chosen = [token_ids[row] for row in asked]
-    return dict(zip(asked, token_logprobs(take(logits, rows), chosen, list(asked.values())), strict=True))
+    numbers = params.num_logprobs[asking].tolist()
+    return dict(zip(asked, token_logprobs(take(logits, rows), chosen, numbers), strict=True))

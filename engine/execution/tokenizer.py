@@ -83,7 +83,8 @@ class Tokenizer:
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids` as it is, no spaces tidied up; bytes that form no character are U+FFFD."""
         if self._backend is not None:
-            return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
+            text: str = self._backend.decode(token_ids, skip_special_tokens)
+            return text
         return str(
             self._tokenizer.decode(
                 token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False

@@ -8,13 +8,14 @@ import numpy as np
 import torch
 
 from engine.constraints import NO_TOKEN_ALLOWED, Constraints
-from engine.execution.gumbel import gumbel_noise, row_keys
+from engine.execution.gumbel import gumbel_noise, row_keys, seed_states
 from engine.execution.sampler import NON_FINITE, Sampler
 from engine.outputs import SampledToken, ScheduledSequence, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
 CPU = torch.device("cpu")
+_seats = itertools.count()
 
 
 class ModuloGrammar:
@@ -71,7 +72,13 @@ def row(
         output_token_ids=[1] * index if output is None else output,
         constraints=Constraints(**constraints),
     )
+    sequence.admit(next(_seats))
     return ScheduledSequence(sequence, 0, 1, 0, True)
+
+
+def keys_of(*draws: tuple[int, int]) -> torch.Tensor:
+    """The keys of (seed, output index)."""
+    return row_keys(seed_states([seed for seed, _ in draws]), [index for _, index in draws], CPU)
 
 
 def sample(logits: torch.Tensor, *items: ScheduledSequence) -> list[int | None]:
@@ -114,7 +121,7 @@ def naive_draw(logits: torch.Tensor, params: SamplingParams, index: int) -> int:
     values = logits.tolist()
     kept = naive_kept(values, params)
     token_ids = torch.arange(len(values), dtype=torch.int32)
-    noise = gumbel_noise(row_keys([(params.seed, index)], CPU), token_ids)[0]
+    noise = gumbel_noise(keys_of((params.seed, index)), token_ids)[0]
     scaled = (logits - logits.max()) / torch.tensor(params.temperature)
     noisy = (scaled + noise).tolist()
     return max(kept, key=noisy.__getitem__)

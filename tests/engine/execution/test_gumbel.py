@@ -5,12 +5,23 @@ import math
 import pytest
 import torch
 
-from engine.execution.gumbel import gumbel_noise, hash_tokens, row_key, row_keys
+from engine.execution.gumbel import gumbel_noise, hash_tokens
+from tests.engine.execution.sampling import keys_of
 
-CPU = torch.device("cpu")
 DRAWS = [(0, 0), (1, 0), (0, 1), (-1, 5), (2**64 - 1, 5), (-(2**63), 2**20), (2**63, 7), (42, 1000)]
 PINNED_KEYS = [0xA706DD2F4D197E6F, 0x5E41AB087439611E, 0x2A98F501AF37E97F]
 PINNED_HASHES = [0xDCFDBF28, 0x77330FBF, 0xEA378EC8]
+
+
+def splitmix_in_python(state: int) -> int:
+    mixed = (state + 0x9E3779B97F4A7C15) % 2**64
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
+    return mixed ^ mixed >> 31
+
+
+def row_key(seed: int, index: int) -> int:
+    return splitmix_in_python((splitmix_in_python(seed % 2**64) + index) % 2**64)
 
 
 def hash_in_python(key: int, token_id: int) -> int:
@@ -26,7 +37,7 @@ def hash_in_python(key: int, token_id: int) -> int:
 
 def test_the_bits_are_those_of_plain_integers() -> None:
     token_ids = torch.tensor([0, 1, 2, 1000, 151_935, 2**31 - 1], dtype=torch.int32)
-    found = hash_tokens(row_keys(DRAWS, CPU), token_ids)
+    found = hash_tokens(keys_of(*DRAWS), token_ids)
     assert found.dtype == torch.int32
     right = [[hash_in_python(row_key(*draw), token) for token in token_ids.tolist()] for draw in DRAWS]
     assert (found.long() & 0xFFFFFFFF).tolist() == right
@@ -39,7 +50,7 @@ def test_the_bits_are_pinned() -> None:
 
 
 def test_tokens_may_be_given_row_by_row() -> None:
-    keys = row_keys(DRAWS, CPU)
+    keys = keys_of(*DRAWS)
     token_ids = torch.arange(len(DRAWS) * 5, dtype=torch.int32).view(len(DRAWS), 5)
     whole = hash_tokens(keys, torch.arange(len(DRAWS) * 5, dtype=torch.int32))
     rows = hash_tokens(keys, token_ids)
@@ -47,18 +58,23 @@ def test_tokens_may_be_given_row_by_row() -> None:
         assert torch.equal(rows[row], whole[row, row * 5 : row * 5 + 5])
 
 
+def test_the_keys_are_those_of_plain_integers() -> None:
+    keys = [low % 2**32 | high % 2**32 << 32 for low, high in keys_of(*DRAWS).tolist()]
+    assert keys == [row_key(*draw) for draw in DRAWS]
+
+
 def test_a_negative_seed_is_the_same_64_bits() -> None:
-    assert row_key(-1, 3) == row_key(2**64 - 1, 3)
+    assert torch.equal(keys_of((-1, 3)), keys_of((2**64 - 1, 3)))
 
 
 def test_neighbours_have_nothing_in_common() -> None:
-    keys = {row_key(seed, index) for seed in range(100) for index in range(100)}
-    assert len(keys) == 10_000
+    keys = keys_of(*((seed, index) for seed in range(100) for index in range(100)))
+    assert len(set(map(tuple, keys.tolist()))) == 10_000
 
 
 @pytest.mark.parametrize("draws", [[(seed, 0) for seed in range(64)], [(7, index) for index in range(64)]])
 def test_the_noise_is_gumbels(draws: list[tuple[int, int]]) -> None:
-    noise = gumbel_noise(row_keys(draws, CPU), torch.arange(20_000, dtype=torch.int32)).double()
+    noise = gumbel_noise(keys_of(*draws), torch.arange(20_000, dtype=torch.int32)).double()
     assert bool(noise.isfinite().all())
     assert abs(float(noise.mean()) - 0.5772156649) < 0.01
     assert abs(float(noise.var()) - math.pi**2 / 6) < 0.02

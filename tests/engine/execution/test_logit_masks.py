@@ -16,7 +16,7 @@ VOCAB = 70
 def allowed(item: ScheduledSequence, vocab_size: int = VOCAB) -> list[int]:
     """The tokens that are left; all others are -inf, and these are as they were."""
     logits = random_logits(1, vocab_size)
-    changed = LogitEdits().apply(logits, [item.sequence])
+    changed = LogitEdits().apply(logits, [item.sequence], [0])
     if changed is None:
         return list(range(vocab_size))
     assert not changed.faults

@@ -126,9 +126,11 @@ def test_rows_that_ask_for_nothing_are_not_edited() -> None:
     """And a batch of such rows is neither copied nor remembered."""
     edits, logits = LogitEdits(), random_logits(3, 50)
     plain = [row(SamplingParams(seed=seed)).sequence for seed in (1, 2)]
-    assert edits.apply(logits, plain) is None
+    assert edits.apply(logits, plain, range(len(plain))) is None
     assert not edits._kept
-    edited = edits.apply(logits, [plain[0], row(SamplingParams(logit_bias={3: 1.0})).sequence, plain[1]])
+    edited = edits.apply(
+        logits, [plain[0], row(SamplingParams(logit_bias={3: 1.0})).sequence, plain[1]], range(3)
+    )
     assert edited
     assert edited.rows.tolist() == [1]
     assert edited.logits.shape == (1, 50)

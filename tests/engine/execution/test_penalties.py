@@ -18,7 +18,7 @@ A, B = 0, 1
 
 def edited(logits: torch.Tensor, *items: ScheduledSequence) -> torch.Tensor:
     """All rows after penalties, bias and masks."""
-    changed = LogitEdits().apply(logits, [item.sequence for item in items])
+    changed = LogitEdits().apply(logits, [item.sequence for item in items], range(len(items)))
     return changed.logits if changed else logits
 
 

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import DeviceLost
-from engine.execution import draw
 from engine.execution.sampler import Sampler
 from engine.outputs import SampledToken, ScheduledSequence
 from engine.sampling_params import SamplingParams
@@ -210,15 +209,6 @@ def test_the_global_random_state_is_left_alone() -> None:
     before = torch.random.get_rng_state()
     sample(random_logits(1, 500), row(SamplingParams()))
     assert torch.equal(torch.random.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("width", [1, 50, 500])
-def test_noise_made_tile_by_tile_is_the_same_noise(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = random_logits(30, 500)
-    items = [row(SamplingParams(seed=seed, min_p=0.01)) for seed in range(30)]
-    whole = sample(logits, *items)
-    monkeypatch.setattr(draw, "TILE", width)
-    assert sample(logits, *items) == whole
 
 
 def test_nothing_sampled_from_nothing() -> None:

@@ -1,0 +1,90 @@
+"""The parameters of a batch are those of the sequences in it, whoever had their seats before."""
+
+from dataclasses import fields
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.constraints import FREE, Constraints
+from engine.execution.gumbel import seed_states
+from engine.execution.seat_parameters import SeatParameters
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+from tests.engine.execution.sampling import ModuloGrammar, row
+
+any_params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 1e-5, 0.5, 1.0, 1e308]),
+    top_k=st.sampled_from([0, 1, 50, 2**70]),
+    top_p=st.sampled_from([0.5, 1.0]),
+    min_p=st.sampled_from([0.0, 0.5]),
+    seed=st.integers(-(2**63), 2**64 - 1),
+    logprobs=st.sampled_from([None, 0, 5]),
+    logit_bias=st.sampled_from([{}, {3: 1.0}]),
+)
+
+
+def seated(params: SamplingParams, seat: int | None) -> Sequence:
+    sequence = Sequence("r", [1], params, arrival=0.0)
+    if seat is not None:
+        sequence.admit(seat)
+    return sequence
+
+
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(st.lists(st.dictionaries(st.integers(0, 300), any_params, max_size=5), max_size=6), st.data())
+def test_each_row_has_its_own(batches: list[dict[int, SamplingParams]], data: st.DataObject) -> None:
+    """Some stay in their seats from batch to batch, others are new in one."""
+    seats, known = SeatParameters(), dict[int, Sequence]()
+    for batch in batches:
+        for seat, params in batch.items():
+            if seat not in known or data.draw(st.booleans()):
+                known[seat] = seated(params, seat)
+        sequences = [known[seat] for seat in batch]
+        found = seats.of(sequences)
+        for at, sequence in enumerate(sequences):
+            params = sequence.params
+            one = found.of(at)
+            assert one.is_random == (not params.is_greedy)
+            assert one.temperature == pytest.approx(min(params.temperature, 1e30))
+            assert one.top_k == min(params.top_k, 2**63 - 1)
+            assert (one.top_p, one.min_p) == (params.top_p, params.min_p)
+            assert one.seed_states == seed_states([params.seed])[0]
+            assert one.wants_logprobs == (params.logprobs is not None)
+            assert not one.wants_logprobs or one.num_logprobs == params.logprobs
+            assert one.may_be_edited == bool(params.logit_bias)
+
+
+@pytest.mark.parametrize(
+    ("params", "constraints"),
+    [
+        ({"repetition_penalty": 1.1}, FREE),
+        ({"presence_penalty": 0.1}, FREE),
+        ({"frequency_penalty": -0.1}, FREE),
+        ({"logit_bias": {1: 1.0}}, FREE),
+        ({"allowed_token_ids": (1,)}, FREE),
+        ({"min_tokens": 3}, FREE),
+        ({}, Constraints(grammar=ModuloGrammar(2))),
+        ({}, Constraints(bad_token_ids=((1, 2),))),
+    ],
+)
+def test_who_may_be_edited(params: dict[str, object], constraints: Constraints) -> None:
+    item = row(
+        SamplingParams(**params), **{one.name: getattr(constraints, one.name) for one in fields(Constraints)}
+    )
+    plain = row(SamplingParams(temperature=0.3, top_k=5, top_p=0.5, min_p=0.1, logprobs=3, stop=("x",)))
+    found = SeatParameters().of([item.sequence, plain.sequence])
+    assert found.may_be_edited.tolist() == [True, False]
+
+
+def test_nobody_is_sampled_without_a_seat() -> None:
+    with pytest.raises(ValueError, match="without a seat"):
+        SeatParameters().of([seated(SamplingParams(), None)])
+
+
+def test_what_was_read_does_not_change_with_the_next_batch() -> None:
+    seats = SeatParameters()
+    first = seats.of([seated(SamplingParams(top_k=7), 0)])
+    seats.of([seated(SamplingParams(top_k=9), 0)])
+    assert first.top_k.tolist() == [7]
