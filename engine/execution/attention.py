@@ -82,12 +82,11 @@ class AttentionBatch:
     """Where the rows of one flat batch belong in the pool.
 
     All tensors are int64 and on the host: a backend plans with them, and takes from `on` what its kernels
-    read. `slots` [tokens]: where each row's
-    key and value go, counted as block * block_size + offset. `blocks_begun`:
-    blocks whose first token this batch writes and whose last it does not. `single_rows` [singles]: rows of
-    sequences that compute one token; `single_lengths`: tokens each has, the new one included; `single_tables`
-    [singles, blocks]: their KV blocks, filled up with the null block 0. `chunks`: all other rows. `moved`: the
-    same on the device, where the runner has moved it.
+    read. `slots` [tokens]: where each row's key and value go, counted as block * block_size + offset.
+    `blocks_begun`: blocks whose first token this batch writes and whose last it does not. `single_rows`
+    [singles]: rows of sequences that compute one token; `single_lengths`: tokens each has, the new one
+    included; `single_tables` [singles, blocks]: their KV blocks, filled up with the null block 0. `chunks`:
+    all other rows. `moved`: the same on the device, where the runner has moved it.
     """
 
     slots: torch.Tensor
@@ -106,8 +105,9 @@ class AttentionBatch:
 
     def with_tensors(self, tensors: list[torch.Tensor]) -> "AttentionBatch":
         """The same batch in other tensors: one for each of `tensors`."""
-        chunks = zip(self.chunks, tensors[5:], strict=True)
-        return AttentionBatch(*tensors[:5], tuple(chunk._replace(table=table) for chunk, table in chunks))
+        slots, blocks_begun, single_rows, single_lengths, single_tables, *tables = tensors
+        chunks = (chunk._replace(table=table) for chunk, table in zip(self.chunks, tables, strict=True))
+        return AttentionBatch(slots, blocks_begun, single_rows, single_lengths, single_tables, tuple(chunks))
 
     def on(self, device: torch.device) -> "AttentionBatch":
         """The same with its tensors on `device`; without a copy where the runner has moved them."""
