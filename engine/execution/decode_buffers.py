@@ -45,6 +45,11 @@ class DecodeBuffers:
         rows = DecodeRows(slots, lengths, self._tables[:size])
         return DecodeInputs(token_ids, positions, self._all_rows[:size], rows)
 
+    def clear(self) -> None:
+        """Put nobody into all rows."""
+        self._fields.copy_(NOBODY)
+        self._tables.zero_()
+
     def write(self, inputs: StepInputs, size: int) -> None:
         """Put a step of single tokens into the first rows, and nobody into the others of `size` rows."""
         width = inputs.batch.single_tables.shape[1]

@@ -121,6 +121,8 @@ def _capture_all(
     # The largest first: the others find its memory, and need no more.
     for number, size in enumerate(reversed(sizes), start=1):
         progress(f"capturing decode graph {number} of {len(sizes)}, {size} rows")
+        # What the trial of the one before wrote there would be computed again, into blocks that are clean.
+        buffers.clear()
         made[size] = capture(partial(_decode, model, backend, buffers.first(size), logits[:size]))
         check_graph(model, backend, config, DecodeGraphs(buffers, logits, {size: made[size]}).replay, size)
     return DecodeGraphs(buffers, logits, made)
