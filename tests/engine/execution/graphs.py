@@ -1,6 +1,7 @@
 """Device graphs on a CPU: a recorder of torch's operators, and a backend whose decode steps it can record."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,17 @@ from engine.execution.inputs import InputBuilder
 from engine.execution.model_runner import ModelRunner
 from engine.execution.probe import record_layers
 from engine.execution.torch_attention import TorchAttention, _attend_singles
+from tests.engine.execution.serving import GREEDY, make_prompts
+
+PROMPTS = make_prompts((1, 5, 17, 33, 40, 64))
+REQUESTS = {name: (prompt, GREEDY) for name, prompt in PROMPTS.items()}
+# Blocks for 120 tokens where the requests want 280, and a graph of four rows that three often fill.
+CROWDED = EngineConfig(
+    max_model_len=128, num_kv_blocks=30, block_size=4, max_num_batched_tokens=24, max_num_seqs=4
+)
+SIX = replace(CROWDED, max_num_seqs=6, num_kv_blocks=60)
+HOST_BOUND = {"gpt2"}
+"""These read a tensor on the host in each forward."""
 
 aten = torch.ops.aten
 READS_ON_THE_HOST = {
