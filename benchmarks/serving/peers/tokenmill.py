@@ -21,7 +21,7 @@ class Tokenmill:
         execution = build_execution(
             settings.model,
             dtype=settings.dtype,
-            device="cpu",
+            device=settings.device,
             max_num_batched_tokens=settings.token_budget,
             max_num_seqs=settings.max_seqs,
             max_model_len=settings.max_model_len,
