@@ -41,7 +41,7 @@ def models(options: Options, name: str) -> dict[str, Any]:
 
 
 def tokens(options: Options, name: str, attention: str, has_graphs: bool) -> dict[str, Any]:
-    """Greedy float32 tokens beside those of transformers' generate, one by one; `wrong`: requests that differ.
+    """Greedy float32 tokens beside those of transformers' generate, one by one; `wrong`: those that differ.
 
     On a GPU a near tie may fall the other way, late in a request: `first_difference` says where.
     """

@@ -2,17 +2,16 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.gpu.__main__ import plan, results_path, shown
-from benchmarks.gpu.parts import Absent, Options, Part, run_all, run_part
+from benchmarks.gpu.parts import Options, Part, run_all, run_part
+from tests.benchmarks import misbehaving
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = Options(device="cpu", quick=True, cache="")
@@ -50,49 +49,15 @@ def test_the_plan_for_a_gpu() -> None:
     assert "serve random-7m, torch, graphs on" not in names
 
 
-def fine(_: Options, number: int) -> dict[str, Any]:
-    return {"number": number}
-
-
-def broken(_: Options) -> dict[str, Any]:
-    raise ValueError("no such kernel")
-
-
-def absent(_: Options) -> dict[str, Any]:
-    raise Absent("not on this machine")
-
-
-def killed(_: Options) -> dict[str, Any]:
-    os.kill(os.getpid(), signal.SIGKILL)
-    return {}
-
-
-def leaving(_: Options) -> dict[str, Any]:
-    sys.exit(3)
-
-
-def endless(_: Options) -> dict[str, Any]:
-    signal.pause()
-    return {}
-
-
-def rated(_: Options) -> dict[str, Any]:
-    return {"bytes_per_second": 5.0}
-
-
-def rate(options: Options) -> dict[str, Any]:
-    return {"rate": options.copy_rate}
-
-
 def test_each_part_is_told_and_the_rest_runs_on() -> None:
     parts = [
-        Part("broken", broken, (), 60),
-        Part("absent", absent, (), 60),
-        Part("killed", killed, (), 60),
-        Part("leaving", leaving, (), 60),
-        Part("fine", fine, (4,), 60),
-        Part("rated", rated, (), 60),
-        Part("rate", rate, (), 60),
+        Part("broken", misbehaving.broken, (), 60),
+        Part("absent", misbehaving.absent, (), 60),
+        Part("killed", misbehaving.killed, (), 60),
+        Part("leaving", misbehaving.leaving, (), 60),
+        Part("fine", misbehaving.fine, (4,), 60),
+        Part("rated", misbehaving.rated, (), 60),
+        Part("rate", misbehaving.rate, (), 60),
     ]
     found = {one["part"]: one for one in run_all(parts, OPTIONS, time.monotonic() + 600)}
     assert [one["status"] for one in found.values()] == [
@@ -107,14 +72,14 @@ def test_each_part_is_told_and_the_rest_runs_on() -> None:
 
 
 def test_a_part_that_does_not_end_is_ended() -> None:
-    assert run_part(Part("endless", endless, (), 1), OPTIONS, 1.0) == {
+    assert run_part(Part("endless", misbehaving.endless, (), 1), OPTIONS, 1.0) == {
         "status": "timeout",
         "reason": "it took more than 1 s",
     }
 
 
 def test_what_has_no_time_left_is_skipped() -> None:
-    (found,) = run_all([Part("fine", fine, (4,), 60)], OPTIONS, time.monotonic())
+    (found,) = run_all([Part("fine", misbehaving.fine, (4,), 60)], OPTIONS, time.monotonic())
     assert (found["status"], found["reason"]) == ("skipped", "no time was left")
 
 
