@@ -35,6 +35,7 @@ class Settings(NamedTuple):
     kv_bytes: int
     scratch: str
     options: dict[str, Any]
+    device: str = "cpu"
 
 
 class Request(NamedTuple):

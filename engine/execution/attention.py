@@ -6,7 +6,7 @@ file does not know how keys and values are stored: that is the backend's alone.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from transformers import AttentionInterface
@@ -81,11 +81,12 @@ class Chunk(NamedTuple):
 class AttentionBatch:
     """Where the rows of one flat batch belong in the pool.
 
-    All tensors are int64 and on the host: a backend moves what it needs. `slots` [tokens]: where each row's
-    key and value go, counted as block * block_size + offset. `blocks_begun`:
-    blocks whose first token this batch writes and whose last it does not. `single_rows` [singles]: rows of
-    sequences that compute one token; `single_lengths`: tokens each has, the new one included; `single_tables`
-    [singles, blocks]: their KV blocks, filled up with the null block 0. `chunks`: all other rows.
+    All tensors are int64 and on the host: a backend plans with them, and takes from `on` what its kernels
+    read. `slots` [tokens]: where each row's key and value go, counted as block * block_size + offset.
+    `blocks_begun`: blocks whose first token this batch writes and whose last it does not. `single_rows`
+    [singles]: rows of sequences that compute one token; `single_lengths`: tokens each has, the new one
+    included; `single_tables` [singles, blocks]: their KV blocks, filled up with the null block 0. `chunks`:
+    all other rows. `moved`: the same on the device, where the runner has moved it.
     """
 
     slots: torch.Tensor
@@ -94,6 +95,42 @@ class AttentionBatch:
     single_lengths: torch.Tensor
     single_tables: torch.Tensor
     chunks: tuple[Chunk, ...]
+    moved: "AttentionBatch | None" = None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them, in the order in which `with_tensors` takes them."""
+        singles = [self.single_rows, self.single_lengths, self.single_tables]
+        return [self.slots, self.blocks_begun, *singles, *(chunk.table for chunk in self.chunks)]
+
+    def with_tensors(self, tensors: list[torch.Tensor]) -> "AttentionBatch":
+        """The same batch in other tensors: one for each of `tensors`."""
+        slots, blocks_begun, single_rows, single_lengths, single_tables, *tables = tensors
+        chunks = (chunk._replace(table=table) for chunk, table in zip(self.chunks, tables, strict=True))
+        return AttentionBatch(slots, blocks_begun, single_rows, single_lengths, single_tables, tuple(chunks))
+
+    def on(self, device: torch.device) -> "AttentionBatch":
+        """The same with its tensors on `device`; without a copy where the runner has moved them."""
+        if device.type == "cpu":
+            return self
+        if self.moved is not None:
+            return self.moved
+        return self.with_tensors([tensor.to(device) for tensor in self.tensors])
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """A batch of nothing but single tokens, in tensors of the device that stay where they are.
+
+    All int64. `slots` [rows]: where each row's key and value go; `lengths` [rows]: tokens that its sequence
+    has, the new one included; `tables` [rows, blocks]: its KV blocks, as wide as the longest sequence
+    allowed. Behind a row's last block a table may name any block. Rows of nobody fill the batch up: slot 0,
+    length 1, a table that begins with the null block 0.
+    """
+
+    slots: torch.Tensor
+    lengths: torch.Tensor
+    tables: torch.Tensor
 
 
 class AttentionBackend(Protocol):
@@ -105,6 +142,20 @@ class AttentionBackend(Protocol):
 
     def zero_blocks(self, blocks: tuple[int, ...]) -> None:
         """Forget what these blocks hold."""
+        ...
+
+
+@runtime_checkable
+class GraphableBackend(AttentionBackend, Protocol):
+    """A backend whose decode steps can be captured once and replayed with other contents."""
+
+    def begin_decode(self, rows: DecodeRows) -> AttentionStep:
+        """Prepare one forward of `rows`, whatever they hold at the time when the device computes it.
+
+        This call and the step's `attend` are captured: they launch work for the device and nothing else. They
+        read nothing back, and what they launch depends on the shapes alone. No slot at or behind a row's
+        length is read, in this step or in any later one: the null block and blocks just begun hold anything.
+        """
         ...
 
 

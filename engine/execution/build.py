@@ -72,6 +72,7 @@ def build_execution(
     device: str = "auto",
     deterministic: bool = False,
     attention: str = "auto",
+    decode_graphs: bool = True,
     kv_memory_share: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
     **limits: Any,
@@ -82,7 +83,9 @@ def build_execution(
     `device`, `progress`: see `load_model`. `deterministic`: a sequence's logits are the same to the bit
     whatever else is computed, in whatever chunks, found in the cache or computed again; this is slower, and
     models for which it does not hold are refused. `attention`: "native", a CPU's operator that is compiled
-    once into `cache_dir`; "torch"; or "auto", the native one where it can be had.
+    once into `cache_dir`; "torch"; or "auto", the native one where it can be had. `decode_graphs`: on CUDA,
+    decode steps are captured while loading, where the attention allows it, and replayed; never with
+    `deterministic`.
 
     `limits`: fields of `EngineConfig`; None leaves one to its default, but for fields that take None.
     `max_model_len`: at most the model's own, which is the default. `num_kv_blocks`: by default enough for
@@ -93,6 +96,7 @@ def build_execution(
     """
     given = _given_limits(limits)
     boolean("deterministic", deterministic)
+    boolean("decode_graphs", decode_graphs)
     # Checked before minutes are spent on loading; what is left open gets a value that passes.
     EngineConfig(**{"max_model_len": 2, "num_kv_blocks": 1, **given})
     library = _native_library(find_device(device), cache_dir, deterministic, progress)
@@ -100,7 +104,7 @@ def build_execution(
         attention, deterministic=deterministic, device=find_device(device), library=library
     )
     operators = None if isinstance(library, CannotBuild) else library
-    numerics = DETERMINISTIC if deterministic else plain(backends, operators)
+    numerics = DETERMINISTIC if deterministic else plain(backends, operators, has_graphs=decode_graphs)
     loaded = load_model(
         _source(model, cache_dir, progress),
         backends=numerics.backends,

@@ -43,7 +43,7 @@ class KVPool:
     def prepare(self, batch: AttentionBatch) -> None:
         """Zero what the batch's sequences may read before they have written it."""
         if len(batch.blocks_begun):
-            self._zero(batch.blocks_begun.to(self.device))
+            self._zero(batch.on(self.device).blocks_begun)
 
     def store(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write one row of `key` [rows, kv heads, head_dim] and `value` to each of `slots` [rows]."""

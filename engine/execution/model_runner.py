@@ -8,18 +8,36 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.execution.attention import AttentionBackend
+from engine.execution.decode_graphs import DecodeGraphs
 from engine.execution.faults import device_faults
 from engine.execution.inputs import InputBuilder, StepInputs, null_inputs
+from engine.execution.model_pass import run_model
+from engine.execution.transfers import move_inputs
 from engine.outputs import SchedulerOutputs
 
 
 class ModelRunner:
-    """A model whose attention goes through `paged_attention`, and the backend that holds its KV pool."""
+    """A model whose attention goes through `paged_attention`, and the backend that holds its KV pool.
 
-    def __init__(self, model: PreTrainedModel, backend: AttentionBackend, inputs: InputBuilder) -> None:
+    `graphs`: of the same model and backend; steps that they take are replayed.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        backend: AttentionBackend,
+        inputs: InputBuilder,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
         self._model = model
         self._backend = backend
         self._inputs = inputs
+        self._graphs = graphs
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Numbers of rows that graphs were captured for, ascending."""
+        return self._graphs.sizes if self._graphs else ()
 
     def execute(self, outputs: SchedulerOutputs) -> torch.Tensor:
         """Compute the scheduled tokens; returns logits [wanted rows, vocabulary] in the model's dtype.
@@ -40,17 +58,8 @@ class ModelRunner:
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """One forward pass as it stands; returns logits [wanted rows, vocabulary] in the model's dtype."""
-        device = self._model.device
-        num_tokens = len(inputs.token_ids)
-        rows = inputs.logits_rows.to(device)
-        logits: torch.Tensor = self._model(
-            input_ids=inputs.token_ids[None].to(device),
-            position_ids=inputs.positions[None].to(device),
-            use_cache=False,
-            logits_to_keep=rows,
-            attention_step=self._backend.begin(inputs.batch),
-        ).logits[0]
-        if len(logits) == num_tokens != len(rows):
-            # A model that does not know `logits_to_keep` computes them all.
-            logits = logits[rows]
-        return logits
+        if self._graphs is not None and self._graphs.takes(inputs):
+            return self._graphs.replay(inputs)
+        moved = move_inputs(inputs, self._model.device)
+        step = self._backend.begin(moved.batch)
+        return run_model(self._model, moved.token_ids, moved.positions, moved.logits_rows, step)

@@ -10,6 +10,9 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
+from engine.execution.attention import GraphableBackend
+from engine.execution.cuda_capture import CudaCapture
+from engine.execution.decode_graphs import make_decode_graphs
 from engine.execution.deterministic_attention import DeterministicAttention
 from engine.execution.deterministic_experts import use_whole_rows
 from engine.execution.deterministic_runner import DeterministicRunner
@@ -48,11 +51,20 @@ def _speed_up(library: NativeLibrary | None, model: PreTrainedModel) -> None:
         pack_linears(model, linear_ways(library), max_bytes=max_bytes)
 
 
-def _plain_runner(loaded: LoadedModel, config: EngineConfig, _: Callable[[str], None]) -> Runner:
+def _plain_runner(
+    loaded: LoadedModel, config: EngineConfig, progress: Callable[[str], None], *, has_graphs: bool
+) -> Runner:
     backend = loaded.backend.make(
         loaded.layers, config.num_kv_blocks + 1, config.block_size, loaded.dtype, loaded.device
     )
-    return ModelRunner(loaded.model, backend, _input_builder(config))
+    graphs = None
+    if has_graphs and loaded.device.type == "cuda":
+        if isinstance(backend, GraphableBackend):
+            capture = CudaCapture(loaded.device)
+            graphs = make_decode_graphs(loaded.model, backend, config, capture, progress)
+        else:
+            progress(f"decode graphs: none, as {loaded.backend.name} attention cannot be captured")
+    return ModelRunner(loaded.model, backend, _input_builder(config), graphs)
 
 
 def _deterministic_runner(
@@ -77,9 +89,13 @@ def _input_builder(config: EngineConfig) -> InputBuilder:
     return InputBuilder(config.max_num_seqs, config.max_model_len, config.block_size)
 
 
-def plain(backends: tuple[Backend, ...], library: NativeLibrary | None) -> Numerics:
-    """`library`: the native operators, or None without them."""
-    return Numerics(backends, partial(_speed_up, library), _plain_runner)
+def plain(
+    backends: tuple[Backend, ...], library: NativeLibrary | None, *, has_graphs: bool = True
+) -> Numerics:
+    """`library`: the native operators, or None without them. `has_graphs`: decode steps are captured where
+    device and backend allow it.
+    """
+    return Numerics(backends, partial(_speed_up, library), partial(_plain_runner, has_graphs=has_graphs))
 
 
 DETERMINISTIC = Numerics(

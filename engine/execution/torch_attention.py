@@ -75,7 +75,7 @@ class TorchStep:
     def __init__(self, pool: KVPool, batch: AttentionBatch) -> None:
         self._pool = pool
         self._batch = batch
-        self._slots = batch.slots.to(pool.device)
+        self._slots = batch.on(pool.device).slots
         self._plans: dict[int | None, _Plan] = {}
 
     def attend(

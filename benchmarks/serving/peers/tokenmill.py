@@ -21,7 +21,7 @@ class Tokenmill:
             settings.model,
             cache_dir=settings.scratch,
             dtype=settings.dtype,
-            device="cpu",
+            device=settings.device,
             max_num_batched_tokens=settings.token_budget,
             max_num_seqs=settings.max_seqs,
             max_model_len=settings.max_model_len,

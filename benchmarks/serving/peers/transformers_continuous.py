@@ -22,6 +22,7 @@ class Continuous:
         model = auto.from_pretrained(
             settings.model, dtype=getattr(torch, settings.dtype), attn_implementation="sdpa"
         ).eval()
+        model.to(settings.device)
         generation = make_config(do_sample=False, eos_token_id=-1, pad_token_id=0)
         batching = ContinuousBatchingConfig(
             page_size=PAGE,

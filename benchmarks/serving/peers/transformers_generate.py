@@ -18,12 +18,14 @@ class Generate:
         import transformers
 
         torch.set_num_threads(settings.threads)
+        self._device = settings.device
         self._batch_size = settings.options["batch_size"]
         # Typed as Any: transformers gives these no types.
         auto: Any = transformers.AutoModelForCausalLM
-        self._model = auto.from_pretrained(
+        model = auto.from_pretrained(
             settings.model, dtype=getattr(torch, settings.dtype), attn_implementation="sdpa"
-        ).eval()
+        )
+        self._model = model.to(self._device).eval()
         # Otherwise the model's own ends are put back where none are asked for.
         self._model.generation_config.eos_token_id = None
         self._model.generation_config.pad_token_id = PAD
@@ -56,12 +58,12 @@ class Generate:
 
         def note(ids: Any, _: Any, **__: Any) -> Any:
             moments.append(clock.at(time.perf_counter()))
-            return torch.zeros(ids.shape[0], dtype=torch.bool)
+            return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
 
         with torch.inference_mode():
             tokens = self._model.generate(
-                torch.tensor(rows),
-                attention_mask=torch.tensor(mask),
+                torch.tensor(rows, device=self._device),
+                attention_mask=torch.tensor(mask, device=self._device),
                 max_new_tokens=max(one.max_tokens for one in requests),
                 do_sample=False,
                 stopping_criteria=[note],

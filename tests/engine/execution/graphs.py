@@ -1,0 +1,151 @@
+"""Device graphs on a CPU: a recorder of torch's operators, and a backend whose decode steps it can record."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from transformers import PreTrainedModel
+
+from engine.config import EngineConfig
+from engine.execution.attention import ATTENTION_NAME, DecodeRows, LayerCall, install
+from engine.execution.decode_graphs import Capture, make_decode_graphs
+from engine.execution.inputs import InputBuilder
+from engine.execution.model_runner import ModelRunner
+from engine.execution.probe import record_layers
+from engine.execution.torch_attention import TorchAttention, _attend_singles
+from tests.engine.execution.serving import GREEDY, make_prompts
+
+PROMPTS = make_prompts((1, 5, 17, 33, 40, 64))
+REQUESTS = {name: (prompt, GREEDY) for name, prompt in PROMPTS.items()}
+# Blocks for 120 tokens where the requests want 280, and a graph of four rows that three often fill.
+CROWDED = EngineConfig(
+    max_model_len=128, num_kv_blocks=30, block_size=4, max_num_batched_tokens=24, max_num_seqs=4
+)
+SIX = replace(CROWDED, max_num_seqs=6, num_kv_blocks=60)
+HOST_BOUND = {"gpt2"}
+"""These read a tensor on the host in each forward."""
+
+aten = torch.ops.aten
+READS_ON_THE_HOST = {
+    aten._local_scalar_dense.default,
+    aten.item.default,
+    aten.nonzero.default,
+    aten.is_nonzero.default,
+    aten.equal.default,
+    aten.masked_select.default,
+}
+"""A device refuses them while it captures."""
+
+
+class CannotCapture(Exception):
+    """As CUDA says it of an operator that the host waits for."""
+
+
+class RecordedGraph:
+    """Operators with their tensors: a replay runs them again into the same tensors, and no Python."""
+
+    def __init__(self) -> None:
+        self.operators: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Any]]] = []
+        self.num_replays = 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        for operator, args, kwargs, results in self.operators:
+            again, _ = tree_flatten(operator(*args, **kwargs))
+            for result, fresh in zip(results, again, strict=True):
+                # A view, or what was changed in place, is there already.
+                if isinstance(result, torch.Tensor) and result.data_ptr() != fresh.data_ptr():
+                    result.copy_(fresh)
+
+
+class _Recording(TorchDispatchMode):
+    def __init__(self, graph: RecordedGraph) -> None:
+        super().__init__()
+        self._graph = graph
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in READS_ON_THE_HOST:
+            raise CannotCapture(f"{func} is not permitted when the stream is capturing")
+        results = func(*args, **kwargs)
+        self._graph.operators.append((func, args, kwargs, tree_flatten(results)[0]))
+        return results
+
+
+class Recorder:
+    """Captures on a CPU. `graphs`: those made, in their order."""
+
+    def __init__(self) -> None:
+        self.graphs: list[RecordedGraph] = []
+
+    def __call__(self, work: Callable[[], None]) -> RecordedGraph:
+        work()
+        graph = RecordedGraph()
+        with _Recording(graph):
+            work()
+        self.graphs.append(graph)
+        return graph
+
+    @property
+    def num_replays(self) -> int:
+        return sum(graph.num_replays for graph in self.graphs)
+
+
+class GraphableTorch(TorchAttention):
+    """Torch's backend with decode steps over whole tables, whose operators depend on shapes alone."""
+
+    def begin_decode(self, rows: DecodeRows) -> "DecodeStep":
+        block_size = self.pool.block_size
+        last = ((rows.lengths - 1) // block_size)[:, None]
+        begins = (rows.lengths - 1) % block_size == 0
+        # Torch's other steps count on zeros behind a length; the null block may be zeroed at any time.
+        begun = torch.where(begins, rows.tables.gather(1, last)[:, 0], 0)
+        for pool in (*self.pool.keys, *self.pool.values):
+            pool.index_fill_(0, begun, 0)
+        return DecodeStep(self, rows)
+
+
+class DecodeStep:
+    def __init__(self, backend: GraphableTorch, rows: DecodeRows) -> None:
+        self._pool = backend.pool
+        self._rows = rows
+
+    def attend(
+        self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        rows, pool = self._rows, self._pool
+        pool.store(call.layer, rows.slots, key, value)
+        positions = torch.arange(rows.tables.shape[1] * pool.block_size)
+        seen = positions < rows.lengths[:, None]
+        if call.sliding_window is not None:
+            seen = seen & (positions >= rows.lengths[:, None] - call.sliding_window)
+        keys, values = (
+            layers[call.layer][rows.tables].flatten(1, 2).masked_fill(~seen[..., None, None], 0.0)
+            for layers in (pool.keys, pool.values)
+        )
+        return _attend_singles(call, query, keys, values, seen)
+
+
+def graphable(model: PreTrainedModel, config: EngineConfig) -> GraphableTorch:
+    """A backend for `model`, which from then on attends through it. The pool starts full of NaN."""
+    install()
+    model.set_attn_implementation(ATTENTION_NAME)
+    device = torch.device("cpu")
+    layers = record_layers(model)
+    backend = GraphableTorch(layers, config.num_kv_blocks + 1, config.block_size, model.dtype, device)
+    for pool in (*backend.pool.keys, *backend.pool.values):
+        pool[1:] = torch.nan
+    return backend
+
+
+def graphed_runner(model: PreTrainedModel, config: EngineConfig, capture: Capture) -> ModelRunner:
+    """A runner whose decode steps are replayed, if `capture` and the trial allow it."""
+    backend = graphable(model, config)
+    graphs = make_decode_graphs(model, backend, config, capture, lambda _: None)
+    inputs = InputBuilder(config.max_num_seqs, config.max_model_len, config.block_size)
+    return ModelRunner(model, backend, inputs, graphs)

@@ -1,0 +1,215 @@
+"""What is captured, and what is not: sizes, trials, failures, devices and settings."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.execution import numerics
+from engine.execution.attention import DecodeRows
+from engine.execution.attention_choice import TORCH
+from engine.execution.decode_graphs import graph_sizes, make_decode_graphs
+from engine.execution.decode_trial import trial_inputs
+from engine.execution.model_runner import ModelRunner
+from tests.comparer import reference
+from tests.engine.execution.graphs import (
+    CROWDED,
+    HOST_BOUND,
+    PROMPTS,
+    REQUESTS,
+    SIX,
+    DecodeStep,
+    GraphableTorch,
+    RecordedGraph,
+    Recorder,
+    graphable,
+    graphed_runner,
+)
+from tests.engine.execution.serving import serve
+from tests.tiny_models import make_model
+
+
+def test_sizes() -> None:
+    assert graph_sizes(1) == (1,)
+    assert graph_sizes(3) == (1, 2, 3)
+    assert graph_sizes(8) == (1, 2, 4, 8)
+    assert graph_sizes(64) == (1, 2, 4, *range(8, 65, 8))
+    assert graph_sizes(70)[-2:] == (64, 70)
+    assert graph_sizes(300)[-5:] == (224, 240, 256, 288, 300)
+    assert len(graph_sizes(1024)) < 50
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 8, 9, 64, 65, 250, 1000])
+def test_few_rows_are_nobodys(most: int) -> None:
+    sizes = graph_sizes(most)
+    assert list(sizes) == sorted(set(sizes))
+    for count in range(1, most + 1):
+        size = next(size for size in sizes if size >= count)
+        assert size - count < max(8, size / 8)
+
+
+@pytest.mark.parametrize("arch", sorted(HOST_BOUND))
+def test_a_model_that_reads_on_the_host_is_served_without_graphs(
+    arch: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = graphed_runner(make_model(arch), CROWDED, Recorder())
+    assert runner.graph_sizes == ()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "decode steps run without graphs" in record.getMessage()
+    assert "not permitted when the stream is capturing" in record.getMessage()
+    served = serve(runner, CROWDED, {"r": REQUESTS["5 tokens"]})
+    assert served.token_ids["r"] == reference(make_model(arch), PROMPTS["5 tokens"], 20).token_ids
+
+
+def test_a_step_has_no_more_rows_than_tokens() -> None:
+    config = replace(SIX, max_num_batched_tokens=3)
+    assert graphed_runner(make_model("llama"), config, Recorder()).graph_sizes == (1, 2, 3)
+
+
+def test_the_largest_is_captured_first_and_the_pool_is_left_clean() -> None:
+    model, told, recorder = make_model("llama"), [], Recorder()
+    backend = graphable(model, SIX)
+    graphs = make_decode_graphs(model, backend, SIX, recorder, told.append)
+    assert graphs is not None
+    assert told[:4] == [
+        f"capturing decode graph {number} of 4, {size} rows" for number, size in enumerate((6, 4, 2, 1), 1)
+    ]
+    assert told[4].startswith("decode graphs: 4, of 1 to 6 rows, ")
+    for pool in (*backend.pool.keys, *backend.pool.values):
+        assert not pool.nan_to_num().any()
+        assert not pool[0].isnan().any()
+
+
+class Forgetful(RecordedGraph):
+    """A graph that keeps what its capture read: a replay computes nothing."""
+
+    def replay(self) -> None:
+        self.num_replays += 1
+
+
+def stale(work: Callable[[], None]) -> RecordedGraph:
+    work()
+    return Forgetful()
+
+
+class LooksAtNobody(GraphableTorch):
+    """Its rows see the tokens of the next row too."""
+
+    def begin_decode(self, rows: DecodeRows) -> DecodeStep:
+        return super().begin_decode(DecodeRows(rows.slots, rows.lengths.roll(1), rows.tables))
+
+
+def failing(_: Callable[[], None]) -> RecordedGraph:
+    raise torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
+
+
+def without_memory(_: Callable[[], None]) -> RecordedGraph:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    ("capture", "reason"),
+    [
+        (stale, "differs from the forward pass"),
+        (failing, "operation not permitted"),
+        (without_memory, "out of memory"),
+    ],
+)
+def test_what_cannot_be_captured_is_served_without(
+    capture: Callable[[Callable[[], None]], RecordedGraph], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = graphed_runner(make_model("llama"), CROWDED, capture)
+    assert runner.graph_sizes == ()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert reason in record.getMessage()
+    served = serve(runner, CROWDED, {"r": REQUESTS["5 tokens"]})
+    assert served.token_ids["r"] == reference(make_model("llama"), PROMPTS["5 tokens"], 20).token_ids
+
+
+def test_a_backend_that_decodes_wrongly_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model("llama")
+    backend = graphable(model, CROWDED)
+    backend.__class__ = LooksAtNobody
+    assert make_decode_graphs(model, backend, CROWDED, Recorder(), lambda _: None) is None
+    assert "differs from the forward pass" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "block_size", "num_kv_blocks", "most"),
+    [(2, 16, 1, 1), (7, 4, 9, 5), (64, 16, 3, 8), (64, 16, 40, 8), (5, 1, 4, 4), (100, 32, 100, 64)],
+)
+def test_the_trial_stays_within_the_limits(
+    max_model_len: int, block_size: int, num_kv_blocks: int, most: int
+) -> None:
+    config = EngineConfig(max_model_len=max_model_len, block_size=block_size, num_kv_blocks=num_kv_blocks)
+    inputs = trial_inputs(11, config, most)
+    batch, count = inputs.batch, len(inputs.token_ids)
+    assert count == min(most, num_kv_blocks)
+    assert batch.single_tables.shape[1] <= -(-max_model_len // block_size)
+    assert 0 <= int(inputs.positions.min()) <= int(inputs.positions.max()) < max_model_len
+    assert int(inputs.token_ids.max()) < 11
+    blocks = batch.single_tables.flatten().tolist()
+    assert len(set(blocks)) == len(blocks)
+    assert 1 <= min(blocks) <= max(blocks) <= num_kv_blocks
+    assert [slot // block_size for slot in batch.slots.tolist()] == [
+        table[position // block_size]
+        for table, position in zip(batch.single_tables.tolist(), inputs.positions.tolist(), strict=True)
+    ]
+    assert (batch.slots % block_size).tolist() == (inputs.positions % block_size).tolist()
+
+
+def loaded(model: Any, device: str, backend: type[GraphableTorch] | Any) -> Any:
+    """What a loader gives, of a device that is not there."""
+    made = graphable(model, CROWDED)
+    if backend is TORCH:
+        made.__class__ = TORCH.make
+    fake = TORCH._replace(make=lambda *_: made)
+    layers = ()
+    return SimpleNamespace(
+        model=model, backend=fake, layers=layers, dtype=model.dtype, device=torch.device(device)
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "has_graphs", "sizes"),
+    [
+        ("cuda", GraphableTorch, True, (1, 2, 4)),
+        ("cuda", GraphableTorch, False, ()),
+        ("cuda", TORCH, True, ()),
+        ("cpu", GraphableTorch, True, ()),
+    ],
+)
+def test_graphs_are_for_cuda_and_backends_that_allow_them(
+    device: str, backend: Any, has_graphs: bool, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numerics, "CudaCapture", lambda _: Recorder())
+    told: list[str] = []
+    made = numerics.plain((), has_graphs=has_graphs)
+    runner = made.make_runner(loaded(make_model("llama"), device, backend), CROWDED, told.append)
+    assert isinstance(runner, ModelRunner)
+    assert runner.graph_sizes == sizes
+    assert (
+        told == ["decode graphs: none, as torch attention cannot be captured"] * (backend is TORCH) or sizes
+    )
+
+
+def test_deterministic_mode_never_uses_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> None:
+        raise AssertionError("captured")
+
+    monkeypatch.setattr(numerics, "CudaCapture", refuse)
+    monkeypatch.setattr(numerics, "make_decode_graphs", refuse)
+    monkeypatch.setattr(numerics, "agreeing_row_counts", lambda *_, **__: (1, 4))
+    monkeypatch.setattr(numerics, "DeterministicAttention", lambda *_: graphable(model, CROWDED))
+    model = make_model("llama")
+    runner = numerics.DETERMINISTIC.make_runner(
+        loaded(model, "cuda", GraphableTorch), CROWDED, lambda _: None
+    )
+    assert runner._runner.graph_sizes == ()  # type: ignore[attr-defined]
