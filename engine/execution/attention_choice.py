@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from engine.errors import InvalidParameter
+from engine.execution.cuda_attention import CUDA_ATTENTION, cuda_backends
 from engine.execution.kv_pool import KVPool
 from engine.execution.native_attention import NativeAttention, bytes_per_block
 from engine.execution.native_build import CannotBuild
@@ -22,7 +23,9 @@ from engine.execution.trial import Backend
 
 log = logging.getLogger(__name__)
 
-ATTENTION = ("auto", "torch", "native")
+ATTENTION = ("auto", "torch", "native", *CUDA_ATTENTION)
+DEVICES = {"native": "cpu", **dict.fromkeys(CUDA_ATTENTION, "cuda")}
+"""The only type of device on which each runs."""
 TORCH = Backend("torch", TorchAttention, KVPool.bytes_per_block)
 
 
@@ -33,6 +36,7 @@ def choose_backends(
     device: torch.device,
     cache_directory: Path | None,
     progress: Callable[[str], None],
+    block_size: int,
 ) -> tuple[Backend, ...]:
     """`attention`: one of `ATTENTION`. Raises `InvalidParameter` for what cannot be had.
 
@@ -40,13 +44,14 @@ def choose_backends(
     """
     if attention not in ATTENTION:
         raise InvalidParameter("attention", f"must be {', '.join(ATTENTION)}, not {attention!r}")
-    if attention == "native":
-        if deterministic:
-            raise InvalidParameter("attention", "deterministic numerics have their own; use auto")
-        if device.type != "cpu":
-            raise InvalidParameter("attention", f"native runs on a CPU, not on {device.type}; use auto")
-    if attention == "torch" or deterministic or device.type != "cpu":
+    if attention in DEVICES and deterministic:
+        raise InvalidParameter("attention", "deterministic numerics have their own; use auto")
+    if (wanted := DEVICES.get(attention, device.type)) != device.type:
+        raise InvalidParameter("attention", f"{attention} runs on {wanted}, not on {device.type}; use auto")
+    if attention == "torch" or deterministic:
         return (TORCH,)
+    if device.type == "cuda":
+        return cuda_backends(attention, block_size, TORCH)
     try:
         native = native_backend(cache_directory, progress)
     except CannotBuild as error:

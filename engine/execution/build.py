@@ -77,7 +77,8 @@ def build_execution(
     `device`, `progress`: see `load_model`. `deterministic`: a sequence's logits are the same to the bit
     whatever else is computed, in whatever chunks, found in the cache or computed again; this is slower, and
     models for which it does not hold are refused. `attention`: "native", a CPU's operator that is compiled
-    once into `cache_dir`; "torch"; or "auto", the native one where it can be had.
+    once into `cache_dir`; "triton", kernels for CUDA; "varlen", torch's FlashAttention there, for blocks of a
+    multiple of 256 tokens; "torch"; or "auto", the first of these that can be had and agrees with the model.
 
     `limits`: fields of `EngineConfig`; None leaves one to its default, but for fields that take None.
     `max_model_len`: at most the model's own, which is the default. `num_kv_blocks`: by default enough for
@@ -89,13 +90,14 @@ def build_execution(
     given = _given_limits(limits)
     boolean("deterministic", deterministic)
     # Checked before minutes are spent on loading; what is left open gets a value that passes.
-    EngineConfig(**{"max_model_len": 2, "num_kv_blocks": 1, **given})
+    checked = EngineConfig(**{"max_model_len": 2, "num_kv_blocks": 1, **given})
     backends = choose_backends(
         attention,
         deterministic=deterministic,
         device=find_device(device),
         cache_directory=None if cache_dir is None else Path(cache_dir),
         progress=progress,
+        block_size=checked.block_size,
     )
     numerics = DETERMINISTIC if deterministic else plain(backends)
     loaded = load_model(
