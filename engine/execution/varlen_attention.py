@@ -3,8 +3,8 @@
 Law: as for every backend, a row sees the tokens of its own sequence up to itself and nothing else, and a
 batch may be computed again after a failure. It serves plain and windowed attention in half precision with
 large blocks, and refuses all else. Keys are not split among programs, as how many splits there are would
-follow from what else is computed. torch's kernel masks what lies beyond a sequence's end before it multiplies,
-so no block is zeroed when it is begun.
+follow from what else is computed. torch's kernel masks what lies beyond a sequence's end before it
+multiplies, so no block is zeroed when it is begun.
 """
 
 import inspect
