@@ -18,7 +18,7 @@ LONGEST_PATIENCE_SECONDS = 366 * 86400.0
 MAX_PREFILL_RESERVE = 0.9
 POLICIES = ("fifo", "skip_ahead")
 DTYPES = ("auto", "float32", "bfloat16")
-ATTENTION = ("auto", "torch", "native")
+ATTENTION = ("auto", "torch", "native", "triton", "varlen")
 _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"0", "false", "no", "off"})
 

@@ -11,6 +11,7 @@ import torch
 
 from engine.errors import InvalidParameter
 from engine.execution.attention_operator import AttentionOperator
+from engine.execution.cuda_attention import CUDA_ATTENTION, cuda_backends
 from engine.execution.kv_pool import KVPool
 from engine.execution.native_attention import NativeAttention, bytes_per_block
 from engine.execution.native_build import CannotBuild
@@ -21,7 +22,9 @@ from engine.execution.trial import Backend
 
 log = logging.getLogger(__name__)
 
-ATTENTION = ("auto", "torch", "native")
+ATTENTION = ("auto", "torch", "native", *CUDA_ATTENTION)
+DEVICES = {"native": "cpu", **dict.fromkeys(CUDA_ATTENTION, "cuda")}
+"""The only type of device on which each runs."""
 TORCH = Backend("torch", TorchAttention, KVPool.bytes_per_block)
 
 
@@ -31,6 +34,7 @@ def choose_backends(
     deterministic: bool,
     device: torch.device,
     library: NativeLibrary | CannotBuild,
+    block_size: int,
 ) -> tuple[Backend, ...]:
     """`attention`: one of `ATTENTION`; `library`: the native operators, or why there are none.
 
@@ -40,13 +44,14 @@ def choose_backends(
     """
     if attention not in ATTENTION:
         raise InvalidParameter("attention", f"must be {', '.join(ATTENTION)}, not {attention!r}")
-    if attention == "native":
-        if deterministic:
-            raise InvalidParameter("attention", "deterministic numerics have their own; use auto")
-        if device.type != "cpu":
-            raise InvalidParameter("attention", f"native runs on a CPU, not on {device.type}; use auto")
-    if attention == "torch" or deterministic or device.type != "cpu":
+    if attention in DEVICES and deterministic:
+        raise InvalidParameter("attention", "deterministic numerics have their own; use auto")
+    if (wanted := DEVICES.get(attention, device.type)) != device.type:
+        raise InvalidParameter("attention", f"{attention} runs on {wanted}, not on {device.type}; use auto")
+    if attention == "torch" or deterministic:
         return (TORCH,)
+    if device.type == "cuda":
+        return cuda_backends(attention, block_size, TORCH)
     try:
         native = native_backend(library)
     except CannotBuild as error:

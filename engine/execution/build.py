@@ -83,9 +83,10 @@ def build_execution(
     `device`, `progress`: see `load_model`. `deterministic`: a sequence's logits are the same to the bit
     whatever else is computed, in whatever chunks, found in the cache or computed again; this is slower, and
     models for which it does not hold are refused. `attention`: "native", a CPU's operator that is compiled
-    once into `cache_dir`; "torch"; or "auto", the native one where it can be had. `decode_graphs`: on CUDA,
-    decode steps are captured while loading, where the attention allows it, and replayed; never with
-    `deterministic`.
+    once into `cache_dir`; "triton", kernels for CUDA; "varlen", torch's FlashAttention there, for blocks of a
+    multiple of 256 tokens; "torch"; or "auto", the first of these that can be had and agrees with the model.
+    `decode_graphs`: on CUDA, decode steps are captured while loading, where the attention allows it, and
+    replayed; never with `deterministic`.
 
     `limits`: fields of `EngineConfig`; None leaves one to its default, but for fields that take None.
     `max_model_len`: at most the model's own, which is the default. `num_kv_blocks`: by default enough for
@@ -98,10 +99,14 @@ def build_execution(
     boolean("deterministic", deterministic)
     boolean("decode_graphs", decode_graphs)
     # Checked before minutes are spent on loading; what is left open gets a value that passes.
-    EngineConfig(**{"max_model_len": 2, "num_kv_blocks": 1, **given})
+    checked = EngineConfig(**{"max_model_len": 2, "num_kv_blocks": 1, **given})
     library = _native_library(find_device(device), cache_dir, deterministic, progress)
     backends = choose_backends(
-        attention, deterministic=deterministic, device=find_device(device), library=library
+        attention,
+        deterministic=deterministic,
+        device=find_device(device),
+        library=library,
+        block_size=checked.block_size,
     )
     operators = None if isinstance(library, CannotBuild) else library
     numerics = DETERMINISTIC if deterministic else plain(backends, operators, has_graphs=decode_graphs)

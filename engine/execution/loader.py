@@ -71,7 +71,8 @@ def load_model(
         refuse_by_config(config)
         install()
         progress(f"trying paged attention on a small {config.model_type} model")
-        backend = _agreeing_backend(config, backends, target, prepare)
+        served = find_dtype(dtype, target) or _checkpoint_dtype(config)
+        backend = _agreeing_backend(config, _taking(backends, served), target, prepare)
         progress(f"loading {directory} on {target}")
         model = _load_weights(directory, find_dtype(dtype, target), target)
         prepare(model)
@@ -97,13 +98,22 @@ def _agreeing_backend(
     *first, last = backends
     for backend in first:
         try:
-            check_agreement(config, backend.make, device, prepare)
+            check_agreement(config, backend.make, device, prepare, backend.terms)
         except UnsupportedModel as error:
             log.warning("%s attention is not used for this model: %s", backend.name, error)
         else:
             return backend
-    check_agreement(config, last.make, device, prepare)
+    check_agreement(config, last.make, device, prepare, last.terms)
     return last
+
+
+def _taking(backends: tuple[Backend, ...], dtype: torch.dtype) -> tuple[Backend, ...]:
+    """Those that take the dtype. Raises `UnsupportedModel` if none does."""
+    taking = tuple(backend for backend in backends if backend.dtypes is None or dtype in backend.dtypes)
+    if not taking:
+        names = " or ".join(backend.name for backend in backends)
+        raise UnsupportedModel(f"{names} attention does not take {dtype}")
+    return taking
 
 
 def find_device(device: str) -> torch.device:
@@ -154,6 +164,12 @@ def _read_config(directory: Path) -> PretrainedConfig:
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise InvalidParameter("model", f"the config in {directory} cannot be read: {error}") from error
     return config
+
+
+def _checkpoint_dtype(config: PretrainedConfig) -> torch.dtype:
+    """As its config states it; what states none is taken for float32, which not every backend takes."""
+    stated = config.get_text_config().dtype or config.dtype
+    return stated if isinstance(stated, torch.dtype) else torch.float32
 
 
 def _load_weights(directory: Path, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:

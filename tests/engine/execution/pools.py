@@ -2,6 +2,7 @@
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +31,15 @@ def native_searches() -> Searches:
     return SearchOperators(native_library()).searches()
 
 
+def _plain(attention: str) -> Any:
+    if attention == "torch":
+        return TorchAttention
+    # Only here, so that without Triton no other test fails.
+    from engine.execution.triton_attention import TritonAttention
+
+    return TritonAttention
+
+
 def poisoned(
     attention: str,
     specs: tuple[LayerSpec, ...],
@@ -38,9 +48,9 @@ def poisoned(
     dtype: torch.dtype = torch.float32,
     device: torch.device = torch.device("cpu"),  # noqa: B008  # a constant of torch
 ) -> AttentionBackend:
-    """ "native" or "torch", with NaN everywhere but in the null block."""
-    if attention == "torch":
-        backend = TorchAttention(specs, num_blocks, block_size, dtype, device)
+    """ "native", "torch" or "triton", with NaN everywhere but in the null block."""
+    if attention in ("torch", "triton"):
+        backend = _plain(attention)(specs, num_blocks, block_size, dtype, device)
         for pool in (*backend.pool.keys, *backend.pool.values):
             pool[1:] = torch.nan
         return backend

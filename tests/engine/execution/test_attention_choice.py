@@ -35,6 +35,7 @@ def names(
         deterministic=deterministic,
         device=device,
         library=native_library.find_library(cache, lambda _: None),
+        block_size=16,
     )
     return [backend.name for backend in chosen]
 
@@ -44,15 +45,17 @@ def test_native_goes_first_on_a_cpu() -> None:
     assert names("auto", cache) == ["native", "torch"]
     assert names("native", cache) == ["native"]
     assert names("torch", cache) == ["torch"]
-    assert names("auto", cache, CUDA) == ["torch"]
 
 
 @pytest.mark.parametrize(
     ("attention", "device", "deterministic", "reason"),
     [
         ("fast", CPU, False, "must be auto, torch, native"),
-        ("native", CUDA, False, "runs on a CPU"),
+        ("native", CUDA, False, "native runs on cpu, not on cuda"),
+        ("triton", CPU, False, "triton runs on cuda, not on cpu"),
+        ("varlen", CPU, False, "varlen runs on cuda, not on cpu"),
         ("native", CPU, True, "have their own"),
+        ("triton", CUDA, True, "have their own"),
     ],
 )
 def test_what_cannot_be_had_is_refused(

@@ -1,0 +1,129 @@
+"""Paged attention on CUDA by Triton kernels: blocks of any size, heads up to 256 numbers, every feature.
+
+Law: as for every backend, a row sees the tokens of its own sequence up to itself and nothing else, and a
+batch may be computed again after a failure. What is launched follows from shapes alone: how many single rows
+there are and how wide their tables, never from lengths or blocks. So a step of single rows whose tensors are
+on the device already may be recorded in a CUDA graph and played over other lengths and tables in the same
+places. The bits of a single row follow from its sequence and length, whatever is computed beside it.
+
+The kernels read only what the sequence has written, so no block is zeroed when it is begun.
+"""
+
+import torch
+
+from engine.errors import UnsupportedModel
+from engine.execution.attention import AttentionBatch, Chunk, LayerCall, LayerSpec
+from engine.execution.kv_pool import KVPool
+from engine.execution.triton_launch import (
+    DTYPES,
+    IS_COMPILED,
+    Layer,
+    attend_singles,
+    attend_tiles,
+    store,
+)
+
+MOST_SIZE = 256
+"""The largest head that is taken: the sums of a larger one would not fit a program's registers."""
+MOST_GROUP = 128
+"""As many heads may share a KV head, for the same reason."""
+
+
+class TritonAttention:
+    """A KV pool of `num_blocks` blocks of `block_size` tokens for each layer, and attention over it.
+
+    Raises `UnsupportedModel` for what the kernels do not take.
+    """
+
+    def __init__(
+        self,
+        specs: tuple[LayerSpec, ...],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        if reason := refusal(specs, dtype, device):
+            raise UnsupportedModel(f"the Triton attention does not take {reason}")
+        self.pool = KVPool(specs, num_blocks, block_size, dtype, device)
+
+    def begin(self, batch: AttentionBatch) -> "TritonStep":
+        return TritonStep(self.pool, batch)
+
+    def zero_blocks(self, blocks: tuple[int, ...]) -> None:
+        self.pool.zero_blocks(blocks)
+
+
+def refusal(specs: tuple[LayerSpec, ...], dtype: torch.dtype, device: torch.device) -> str | None:
+    """What of this the kernels do not take; None if they take all."""
+    if IS_COMPILED and device.type != "cuda":
+        return f"the device {device}"
+    if dtype not in DTYPES:
+        return f"the dtype {dtype}"
+    for spec in specs:
+        if max(spec.head_dim, spec.value_dim) > MOST_SIZE:
+            return f"heads of more than {MOST_SIZE} numbers"
+        if spec.num_heads % spec.num_kv_heads:
+            return f"{spec.num_heads} heads that share {spec.num_kv_heads} KV heads"
+        if spec.num_heads // spec.num_kv_heads > MOST_GROUP:
+            return f"more than {MOST_GROUP} heads that share a KV head"
+    return None
+
+
+class TritonStep:
+    """One forward: where its tiles begin is written down once for all layers that are cut alike."""
+
+    def __init__(self, pool: KVPool, batch: AttentionBatch) -> None:
+        self._pool = pool
+        self._slots = batch.slots.to(pool.device)
+        self._chunks = batch.chunks
+        self._singles = _single_tiles(batch).to(pool.device)
+        self._single_tables = batch.single_tables.to(pool.device)
+        self._chunk_tiles: dict[int, torch.Tensor] = {}
+        if self._chunks:
+            self._chunk_tables = torch.cat([chunk.table for chunk in self._chunks]).to(pool.device)
+
+    def attend(
+        self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        keys, values = self._pool.keys[call.layer], self._pool.values[call.layer]
+        layer = Layer(call, _dense(query), keys, values, query.new_empty(*query.shape[:2], value.shape[-1]))
+        store(layer, self._slots, _dense(key), _dense(value))
+        if len(self._singles):
+            attend_singles(layer, self._singles, self._single_tables)
+        if self._chunks:
+            cut = layer.tiling(single=False)
+            attend_tiles(layer, cut, self._tiles(cut.block_m // layer.group), self._chunk_tables)
+        return layer.out
+
+    def _tiles(self, num_queries: int) -> torch.Tensor:
+        if num_queries not in self._chunk_tiles:
+            tiles = _chunk_tiles(self._chunks, num_queries)
+            self._chunk_tiles[num_queries] = tiles.to(self._pool.device)
+        return self._chunk_tiles[num_queries]
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """With the numbers of a head side by side, as the kernels read them."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _single_tiles(batch: AttentionBatch) -> torch.Tensor:
+    """A tile for each single row, where the batch's tensors are: nothing is asked of a device."""
+    rows, (num_singles, width) = batch.single_rows, batch.single_tables.shape
+    begins = torch.arange(num_singles, device=rows.device) * width
+    return torch.stack([rows, torch.ones_like(rows), batch.single_lengths, begins], dim=1)
+
+
+def _chunk_tiles(chunks: tuple[Chunk, ...], num_queries: int) -> torch.Tensor:
+    """Tiles of up to `num_queries` queries; those that see most come first, so that no long one ends last."""
+    parts = []
+    begins = 0
+    for chunk in chunks:
+        first = torch.arange(0, chunk.num_rows, num_queries)
+        counts = (chunk.num_rows - first).clamp(max=num_queries)
+        table = torch.full_like(first, begins)
+        parts.append(torch.stack([chunk.first_row + first, counts, chunk.start + 1 + first, table], dim=1))
+        begins += len(chunk.table)
+    tiles = torch.cat(parts)
+    return tiles[tiles[:, 2].argsort(descending=True, stable=True)]

@@ -1,0 +1,194 @@
+"""How the Triton kernels are launched: which sizes of tiles, which grids, which arguments.
+
+Law: a grid follows from shapes alone, never from what a tensor holds, and nothing here waits for the device.
+This file does not know batches: it takes tiles as `triton_kernel.py` describes them.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from engine.execution.attention import LayerCall
+from engine.execution.triton_kernel import attend_kernel, combine_kernel, split_kernel, store_kernel
+
+MOST_SPLITS, LEAST_SPLIT = 32, 256
+"""Into how many parts a single row's keys are cut, and the fewest tokens of a part."""
+PROGRAMS = 528
+"""Programs that keep a GPU busy: four for each of the 132 processors of an H200."""
+TILE_BYTES = 1 << 15
+"""Keys and values of one tile, of which the shared memory of a processor must hold two or three."""
+PROGRAM_NUMBERS = 1 << 14
+"""Of scores or of sums of a tile: what 8 warps hold in registers beside the rest; 4 hold less."""
+STORED_ROWS, COMBINED_HEADS = 16, 4
+"""Rows that one program stores, and heads that one puts together."""
+LOG2_E = 1.4426950408889634
+
+IS_COMPILED = isinstance(attend_kernel, triton.JITFunction)
+"""False under Triton's interpreter (TRITON_INTERPRET=1), which runs the kernels on a CPU."""
+DTYPES: dict[torch.dtype, Any] = {
+    torch.float32: triton.language.float32,
+    torch.float16: triton.language.float16,
+    torch.bfloat16: triton.language.bfloat16,
+}
+
+
+class Tiling(NamedTuple):
+    """How a layer is cut: rows of a tile, keys at a time, and the sizes of heads as matrices have them."""
+
+    block_m: int
+    block_n: int
+    block_d: int
+    block_v: int
+    num_warps: int
+    num_stages: int
+
+
+def tiling(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, *, single: bool) -> Tiling:
+    """For `group` heads that share a KV head; `single`: a tile is one query."""
+    is_half = dtype.itemsize == 2
+    block_m, block_d, block_v = _block(group), _block(head_dim), _block(value_dim)
+    if not single:
+        # Without tensor cores, as in float32, a large tile does not pay.
+        block_m = max(block_m, min(128, PROGRAM_NUMBERS // block_v) if is_half else 32)
+    most_keys = TILE_BYTES // ((block_d + block_v) * dtype.itemsize)
+    # A power of two, which the sum of two sizes may not be.
+    block_n = max(16, min(128, 1 << (most_keys.bit_length() - 1)))
+    is_large = block_m * max(block_n, block_v) >= PROGRAM_NUMBERS
+    return Tiling(
+        block_m=block_m,
+        block_n=block_n,
+        block_d=block_d,
+        block_v=block_v,
+        # Products in float32 take more registers.
+        num_warps=8 if is_large or not is_half else 4,
+        # A tile's address waits for its blocks' numbers: two loads in a row are to be under way.
+        num_stages=3 if is_half else 2,
+    )
+
+
+def _block(size: int) -> int:
+    """The power of two that holds `size` and that a matrix may have."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+class Layer(NamedTuple):
+    """One call: `query` [rows, heads, head_dim], the layer's pool, and `out` [rows, heads, value_dim]."""
+
+    call: LayerCall
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    out: torch.Tensor
+
+    @property
+    def group(self) -> int:
+        """Heads that share a KV head."""
+        return self.query.shape[1] // self.keys.shape[2]
+
+    def tiling(self, *, single: bool) -> Tiling:
+        return tiling(self.group, self.keys.shape[3], self.values.shape[3], self.keys.dtype, single=single)
+
+
+def store(layer: Layer, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Write `key` [rows, kv heads, head_dim] and `value` to `slots` [rows] of the layer's pool."""
+    num_kv_heads, head_dim, value_dim = *layer.keys.shape[2:], layer.values.shape[3]
+    store_kernel[(-(-len(slots) // STORED_ROWS), num_kv_heads)](
+        key,
+        value,
+        layer.keys,
+        layer.values,
+        slots,
+        len(slots),
+        *key.stride()[:2],
+        *value.stride()[:2],
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        block_r=STORED_ROWS,
+        block_d=triton.next_power_of_2(head_dim),
+        block_v=triton.next_power_of_2(value_dim),
+    )
+
+
+def attend_tiles(layer: Layer, cut: Tiling, tiles: torch.Tensor, tables: torch.Tensor) -> None:
+    """Compute the rows of `tiles`, each in one pass over its keys."""
+    attend_kernel[(len(tiles), layer.keys.shape[2])](
+        out=layer.out,
+        sinks=_sinks(layer),
+        tiles=tiles,
+        tables=tables,
+        has_sinks=layer.call.sinks is not None,
+        **_reading(layer, cut),
+    )
+
+
+def attend_singles(layer: Layer, tiles: torch.Tensor, tables: torch.Tensor) -> None:
+    """Compute the single rows of `tiles`, whose blocks are the rows of `tables` [tiles, blocks].
+
+    Long ones in parts. How many programs share a row's parts depends on how many rows there are, and changes
+    no bit.
+    """
+    cut = layer.tiling(single=True)
+    most_tokens = tables.shape[1] * layer.keys.shape[1]
+    num_splits = min(MOST_SPLITS, -(-most_tokens // LEAST_SPLIT))
+    if num_splits == 1:
+        attend_tiles(layer, cut, tiles, tables)
+        return
+    num_tiles, (num_heads, value_dim) = len(tiles), layer.out.shape[1:]
+    sums = torch.empty(
+        num_tiles, num_heads, num_splits, value_dim, dtype=torch.float32, device=layer.out.device
+    )
+    stats = sums.new_empty(num_tiles, num_heads, num_splits, 2)
+    cutting = {"num_splits": num_splits, "most_splits": MOST_SPLITS, "least_split": LEAST_SPLIT}
+    num_kv_heads = layer.keys.shape[2]
+    programs = min(num_splits, -(-PROGRAMS // (num_tiles * num_kv_heads)))
+    split_kernel[(num_tiles, num_kv_heads, programs)](
+        sums=sums, stats=stats, tiles=tiles, tables=tables, **cutting, **_reading(layer, cut)
+    )
+    combine_kernel[(num_tiles, -(-num_heads // COMBINED_HEADS))](
+        out=layer.out,
+        sums=sums,
+        stats=stats,
+        sinks=_sinks(layer),
+        tiles=tiles,
+        window=layer.call.sliding_window or 0,
+        **cutting,
+        num_heads=num_heads,
+        value_dim=value_dim,
+        has_window=layer.call.sliding_window is not None,
+        has_sinks=layer.call.sinks is not None,
+        block_n=cut.block_n,
+        block_h=COMBINED_HEADS,
+        block_v=cut.block_v,
+    )
+
+
+def _sinks(layer: Layer) -> torch.Tensor:
+    """Something that is a pointer, also where it is not read."""
+    return layer.out if layer.call.sinks is None else layer.call.sinks.contiguous()
+
+
+def _reading(layer: Layer, cut: Tiling) -> dict[str, Any]:
+    """The arguments of both kernels that read the pool."""
+    call, softcap = layer.call, layer.call.softcap
+    return {
+        "query": layer.query,
+        "keys": layer.keys,
+        "values": layer.values,
+        "query_row": layer.query.stride(0),
+        "query_head": layer.query.stride(1),
+        "window": call.sliding_window or 0,
+        "score_scale": call.scaling * LOG2_E * (1.0 if softcap is None else 2.0 / softcap),
+        "softcap_scale": LOG2_E * (softcap or 0.0),
+        "num_heads": layer.query.shape[1],
+        "num_kv_heads": layer.keys.shape[2],
+        "head_dim": layer.keys.shape[3],
+        "value_dim": layer.values.shape[3],
+        "block_size": layer.keys.shape[1],
+        "has_window": call.sliding_window is not None,
+        "has_softcap": softcap is not None,
+        # The interpreter would multiply the bits of bfloat16 as integers.
+        "dot_dtype": DTYPES[layer.keys.dtype if IS_COMPILED else torch.float32],
+        **cut._asdict(),
+    }
