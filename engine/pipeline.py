@@ -35,8 +35,8 @@ class Launcher(Protocol):
     def launch(self, outputs: SchedulerOutputs, after: Any) -> Any:
         """Compute, and draw a token for each item that samples.
 
-        `after`: what this gave for the step before, None if the host knows all tokens. A token id `-1 - place`
-        stands for the token at `place` of that step's. Raises what `Runner.execute` raises.
+        `after`: what this gave for the step before, None if the host knows all tokens. A token id of
+        `-1 - place` stands for the token at `place` of that step's. Raises what `Runner.execute` raises.
         """
         ...
 
@@ -121,7 +121,7 @@ class Pipeline:
                 sequence.token_ids.pop()
 
     def _launch(self, outputs: SchedulerOutputs, after: Any, timer: StepTimer) -> InFlight:
-        """Launch a step if that can be; otherwise, and after a failure, it is executed when it is finished."""
+        """Launch a step if that can be. Otherwise, or if it fails, it is executed when it is finished."""
         launcher, items = self._launcher, outputs.scheduled
         if launcher is None or not items or not all(map(launcher.takes, items)):
             return InFlight(outputs)

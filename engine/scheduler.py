@@ -126,7 +126,7 @@ class Scheduler:
             self._prefilling.remove(sequence)
 
     def take_back(self, outputs: SchedulerOutputs) -> None:
-        """A decision that no runner has followed, all of whose sequences have ended: it is to tidy up later."""
+        """All of a decision's sequences have ended, and no runner has followed it: it is to tidy up later."""
         self._seats.tell_again(outputs.released_seats)
         self.block_manager.zero_later(outputs.blocks_to_zero)
 

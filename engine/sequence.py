@@ -61,9 +61,9 @@ class Sequence:
     __slots__ = (
         "accepted", "arrival", "block_digests", "block_end", "block_table", "cache_salt", "constraints",
         "finish_reason", "index", "is_pinned", "is_promoted", "num_cached_tokens", "num_charged_tokens",
-        "num_computed_tokens", "num_in_flight_tokens", "num_lost_tokens", "num_preemptions", "num_prompt_tokens",
-        "num_published_blocks", "order", "params", "priority", "request_id", "seat", "status", "tenant",
-        "token_ids", "waited_seconds", "waiting_since",
+        "num_computed_tokens", "num_in_flight_tokens", "num_lost_tokens", "num_preemptions",
+        "num_prompt_tokens", "num_published_blocks", "order", "params", "priority", "request_id", "seat",
+        "status", "tenant", "token_ids", "waited_seconds", "waiting_since",
     )  # fmt: skip
 
     def __init__(

@@ -17,11 +17,13 @@ from engine.execution.attention_choice import choose_backends
 from engine.execution.default_model import DEFAULT_MODEL, default_model
 from engine.execution.grammars import LlguidanceBackend
 from engine.execution.kv_cache import CPU_SHARE, CUDA_SHARE, choose_num_kv_blocks, free_bytes
+from engine.execution.launcher import DeviceLauncher
 from engine.execution.loader import LoadedModel, find_device, load_model
 from engine.execution.numerics import DETERMINISTIC, plain
 from engine.execution.sampler import Sampler
 from engine.execution.tokenizer import Tokenizer
 from engine.grammars import GrammarCompiler
+from engine.pipeline import Launcher
 from engine.step_execution import Runner
 from engine.validation import boolean
 
@@ -31,7 +33,7 @@ class Execution:
     """What `Engine` takes, and what a model card tells.
 
     `eos_token_ids`: all that end a text. `fingerprint`: the same files give the same string. `attention`: the
-    name of the backend in use.
+    name of the backend in use. `launcher`: None without asynchronous scheduling.
     """
 
     runner: Runner
@@ -45,6 +47,7 @@ class Execution:
     dtype: str
     device: str
     attention: str
+    launcher: Launcher | None = None
 
     def new_engine(self) -> Engine:
         """An engine of its own; one at a time, as there is one pool."""
@@ -56,6 +59,7 @@ class Execution:
             eos_token_ids=self.eos_token_ids,
             vocab_size=self.vocab_size,
             grammar_compiler=self.grammar_compiler,
+            launcher=self.launcher,
         )
 
 
@@ -67,6 +71,7 @@ def build_execution(
     device: str = "auto",
     deterministic: bool = False,
     attention: str = "auto",
+    async_scheduling: bool | None = None,
     kv_memory_share: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
     **limits: Any,
@@ -78,6 +83,8 @@ def build_execution(
     whatever else is computed, in whatever chunks, found in the cache or computed again; this is slower, and
     models for which it does not hold are refused. `attention`: "native", a CPU's operator that is compiled
     once into `cache_dir`; "torch"; or "auto", the native one where it can be had.
+    `async_scheduling`: a step is decided and launched before the tokens of the one before it are on the host;
+    None: on CUDA. On a CPU, which does a step where it is launched, tokens only come later by it.
 
     `limits`: fields of `EngineConfig`; None leaves one to its default, but for fields that take None.
     `max_model_len`: at most the model's own, which is the default. `num_kv_blocks`: by default enough for
@@ -88,6 +95,8 @@ def build_execution(
     """
     given = _given_limits(limits)
     boolean("deterministic", deterministic)
+    if async_scheduling is not None:
+        boolean("async_scheduling", async_scheduling)
     # Checked before minutes are spent on loading; what is left open gets a value that passes.
     EngineConfig(**{"max_model_len": 2, "num_kv_blocks": 1, **given})
     backends = choose_backends(
@@ -112,7 +121,10 @@ def build_execution(
     runner.check()
     progress(f"attention: {loaded.backend.name}")
     progress(f"ready: {config.num_kv_blocks} KV blocks, {config.max_model_len} tokens a sequence")
-    return _execution(loaded, config, tokenizer, runner)
+    sampler = Sampler()
+    is_ahead = loaded.device.type == "cuda" if async_scheduling is None else async_scheduling
+    launcher = DeviceLauncher(runner, sampler, loaded.device) if is_ahead else None
+    return _execution(loaded, config, tokenizer, runner, sampler, launcher)
 
 
 def _given_limits(limits: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +142,14 @@ def _given_limits(limits: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _execution(loaded: LoadedModel, config: EngineConfig, tokenizer: Tokenizer, runner: Runner) -> Execution:
+def _execution(
+    loaded: LoadedModel,
+    config: EngineConfig,
+    tokenizer: Tokenizer,
+    runner: Runner,
+    sampler: Sampler,
+    launcher: Launcher | None,
+) -> Execution:
     eos_token_ids = loaded.eos_token_ids or tokenizer.eos_token_ids
     grammars = LlguidanceBackend(tokenizer, vocab_size=loaded.vocab_size, eos_token_ids=eos_token_ids)
     if tokenizer.knows_bytes:
@@ -138,7 +157,7 @@ def _execution(loaded: LoadedModel, config: EngineConfig, tokenizer: Tokenizer, 
         grammars.load()
     return Execution(
         runner=runner,
-        sampler=Sampler(),
+        sampler=sampler,
         tokenizer=tokenizer,
         grammar_compiler=GrammarCompiler(grammars),
         config=config,
@@ -148,6 +167,7 @@ def _execution(loaded: LoadedModel, config: EngineConfig, tokenizer: Tokenizer, 
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
         attention=loaded.backend.name,
+        launcher=launcher,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.execution.crossing import sent
 from engine.execution.filters import WINDOW, Filters, decide, mass, thresholds_of_sorted
 from engine.execution.gumbel import gumbel_noise, row_keys
 from engine.execution.largest import largest
@@ -42,14 +43,12 @@ class Draws:
         min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64)
         filtered = (top_k < vocab_size) | (top_p < 1)
         return cls(
-            temperature=torch.tensor(
-                [min(p.temperature, HIGHEST_TEMPERATURE) for p in params], dtype=torch.float32, device=device
-            ),
-            filters=Filters(top_k.to(device), top_p.to(device)),
-            lowest=min_p.log().float().to(device),
+            temperature=sent(torch.tensor([min(p.temperature, HIGHEST_TEMPERATURE) for p in params]), device),
+            filters=Filters(sent(top_k, device), sent(top_p, device)),
+            lowest=sent(min_p.log().float(), device),
             keys=row_keys([(s.params.seed, s.num_output_tokens) for s in sequences], device),
-            filtered=filtered.nonzero()[:, 0].to(device),
-            unfiltered=(~filtered).nonzero()[:, 0].to(device),
+            filtered=sent(filtered.nonzero()[:, 0], device),
+            unfiltered=sent((~filtered).nonzero()[:, 0], device),
         )
 
 

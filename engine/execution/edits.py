@@ -31,7 +31,7 @@ class LogitEdits:
 
     def apply(self, logits: torch.Tensor, sequences: list[Sequence]) -> Edited | None:
         """Edit what must be of `logits` [rows, vocabulary], float32; None if no row asks for anything."""
-        edited = [row for row, sequence in enumerate(sequences) if _is_edited(sequence)]
+        edited = [row for row, sequence in enumerate(sequences) if is_edited(sequence)]
         if not edited:
             return None
         rows = torch.tensor(edited, device=logits.device)
@@ -71,7 +71,8 @@ class _Kept:
         self.masks = RowMasks(sequence, vocab_size) if _is_masked(sequence) else None
 
 
-def _is_edited(sequence: Sequence) -> bool:
+def is_edited(sequence: Sequence) -> bool:
+    """Whether it asks anything of its next logits."""
     return _is_penalized(sequence) or bool(sequence.params.logit_bias) or _is_masked(sequence)
 
 

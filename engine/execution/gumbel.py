@@ -11,6 +11,8 @@ keys are made by SplitMix64's finalizer. All in wrap-around integers: 32 bits of
 import numpy as np
 import torch
 
+from engine.execution.crossing import sent
+
 _MASK64 = 2**64 - 1
 _GOLDEN64 = 0x9E3779B97F4A7C15
 # MurmurHash3's two multipliers, the second as the int32 that has its bits.
@@ -28,7 +30,7 @@ def row_key(seed: int, index: int) -> int:
 def row_keys(draws: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
     """`row_key` of each (seed, index), as int32 [rows, 2]: low half, high half."""
     keys = np.array([row_key(seed, index) for seed, index in draws], dtype="<u8")
-    return torch.from_numpy(keys.view("<i4").reshape(-1, 2)).to(device)
+    return sent(torch.from_numpy(keys.view("<i4").reshape(-1, 2)), device)
 
 
 def hash_tokens(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

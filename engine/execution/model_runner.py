@@ -21,16 +21,17 @@ class ModelRunner:
         self._backend = backend
         self._inputs = inputs
 
-    def execute(self, outputs: SchedulerOutputs) -> torch.Tensor:
+    def execute(self, outputs: SchedulerOutputs, drawn: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the scheduled tokens; returns logits [wanted rows, vocabulary] in the model's dtype.
 
-        The wanted rows of each item stand together, in the order of `outputs.scheduled`. Raises `DeviceLost`
+        The wanted rows of each item stand together, in the order of `outputs.scheduled`. `drawn`: what the
+        step before drew, on the device, for tokens that the host does not know yet. Raises `DeviceLost`
         when the device is gone; any other exception, out of memory too, as it comes.
         """
         with device_faults(), torch.inference_mode():
             if outputs.blocks_to_zero:
                 self._backend.zero_blocks(outputs.blocks_to_zero)
-            return self.forward(self._inputs.build(outputs))
+            return self.forward(self._inputs.build(outputs, drawn))
 
     def check(self) -> None:
         """Run a forward pass of one token that belongs to nobody; raises what the device raises."""
@@ -44,7 +45,7 @@ class ModelRunner:
         num_tokens = len(inputs.token_ids)
         rows = inputs.logits_rows.to(device)
         logits: torch.Tensor = self._model(
-            input_ids=inputs.token_ids[None].to(device),
+            input_ids=inputs.known(inputs.token_ids.to(device))[None],
             position_ids=inputs.positions[None].to(device),
             use_cache=False,
             logits_to_keep=rows,

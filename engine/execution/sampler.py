@@ -4,9 +4,12 @@ Law: a row's token depends on nothing else: not on the other rows, not on any ge
 penalties and bias, masks, then the draw. This file does not know sequences' states, stops or texts.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from engine.constraints import NO_TOKEN_ALLOWED
+from engine.execution.crossing import Drawn, sent
 from engine.execution.draw import Draws, draw, take
 from engine.execution.edits import Edited, LogitEdits
 from engine.execution.faults import device_faults
@@ -34,23 +37,34 @@ class Sampler:
         nothing but -inf, gives an error and no token; so does one whose masks leave nothing, and one whose
         grammar fails. Raises `DeviceLost`.
         """
-        rows, sequences = _sampling_rows(items)
-        if not rows:
-            return []
         with device_faults(), torch.inference_mode():
-            if len(rows) < len(logits):
-                logits = logits[torch.tensor(rows, device=logits.device)]
             self._edits.forget_those_who_left()
-            step = ROWS_AT_ONCE if logits.device.type == "cpu" else len(rows)
             sampled: list[SampledToken] = []
-            for start in range(0, len(rows), step):
-                part = slice(start, start + step)
-                sampled += self._sample(logits[part].float(), sequences[part])
+            for part, sequences in _parts(logits, items):
+                sampled += self._sample(part, sequences)
         return sampled
+
+    def draw(self, logits: torch.Tensor, items: tuple[ScheduledSequence, ...]) -> Drawn:
+        """The tokens of `sample`, on their way, for items that want neither edits nor log-probabilities.
+
+        Raises `DeviceLost`.
+        """
+        with device_faults(), torch.inference_mode():
+            tokens = [_choose(part, None, sequences) for part, sequences in _parts(logits, items)]
+            nothing = torch.empty(0, dtype=torch.int64, device=logits.device)
+            return Drawn.of(tokens[0] if len(tokens) == 1 else torch.cat([nothing, *tokens]))
+
+    def fetch(self, drawn: Drawn) -> list[SampledToken]:
+        """Wait for what was drawn: what `sample` gives. Raises `DeviceLost`."""
+        with device_faults():
+            return [
+                SampledToken(token_id) if token_id >= 0 else SampledToken(None, _ERRORS[token_id])
+                for token_id in drawn.on_host()
+            ]
 
     def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken]:
         edited = self._edits.apply(logits, sequences)
-        token_ids = _choose(logits, edited, sequences)
+        token_ids = _choose(logits, edited, sequences).tolist()
         logprobs = _sampled_logprobs(logits, token_ids, sequences)
         faults = edited.faults if edited else {}
         return [
@@ -83,6 +97,19 @@ class Sampler:
         return found
 
 
+def _parts(
+    logits: torch.Tensor, items: tuple[ScheduledSequence, ...]
+) -> Iterator[tuple[torch.Tensor, list[Sequence]]]:
+    """The rows that are sampled from, float32, and their sequences, as many as are sampled at once."""
+    rows, sequences = _sampling_rows(items)
+    if len(rows) < len(logits):
+        logits = logits[sent(torch.tensor(rows, dtype=torch.int64), logits.device)]
+    step = ROWS_AT_ONCE if logits.device.type == "cpu" else max(len(rows), 1)
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        yield logits[part].float(), sequences[part]
+
+
 def _sampling_rows(items: tuple[ScheduledSequence, ...]) -> tuple[list[int], list[Sequence]]:
     """The last wanted row of each item that samples, and its sequence."""
     rows: list[int] = []
@@ -96,8 +123,8 @@ def _sampling_rows(items: tuple[ScheduledSequence, ...]) -> tuple[list[int], lis
     return rows, sequences
 
 
-def _choose(logits: torch.Tensor, edited: Edited | None, sequences: list[Sequence]) -> list[int]:
-    """The token of each row, or the key of its error."""
+def _choose(logits: torch.Tensor, edited: Edited | None, sequences: list[Sequence]) -> torch.Tensor:
+    """The token of each row, or the key of its error, on the device of the logits."""
     largest, tokens = first_largest(logits)
     # The largest of a row with NaN is NaN. Of the model's own row: a mask's -inf is no fault.
     is_finite = largest.isfinite()
@@ -105,12 +132,11 @@ def _choose(logits: torch.Tensor, edited: Edited | None, sequences: list[Sequenc
         largest[edited.rows], tokens[edited.rows] = first_largest(edited.logits)
     random = [row for row, sequence in enumerate(sequences) if not sequence.params.is_greedy]
     if random:
-        rows = torch.tensor(random, device=logits.device)
+        rows = sent(torch.tensor(random), logits.device)
         draws = Draws.of([sequences[row] for row in random], logits.shape[1], logits.device)
         shifted = _shifted(logits, edited, largest, rows)
         tokens[rows] = draw(shifted.div_(draws.temperature[:, None]), draws)
-    tokens.masked_fill_(largest == -torch.inf, -2).masked_fill_(~is_finite, -1)
-    return tokens.tolist()
+    return tokens.masked_fill_(largest == -torch.inf, -2).masked_fill_(~is_finite, -1)
 
 
 def _shifted(
