@@ -34,7 +34,7 @@ class Clock:
 class ScriptedRunner:
     """Draws the tokens that a test wrote down for each request; without a script 100, 101, 102, ...
 
-    `scripts`: by request id, or by "id/index" for one output of several.
+    `scripts`: by request id, or by "id/index" for one output of several; a negative id is an error instead.
     Doubles as its own sampler. `fault` is called with each decision and may raise. `steps` keeps, for each
     execution, (request id, start, number of new tokens) of all that was computed.
     """
@@ -48,6 +48,9 @@ class ScriptedRunner:
 
     def execute(self, outputs: SchedulerOutputs) -> None:
         self.fault(outputs)
+        self.note(outputs)
+
+    def note(self, outputs: SchedulerOutputs) -> None:
         self.steps.append(
             [(item.sequence.request_id, item.start, item.num_new_tokens) for item in outputs.scheduled]
         )
@@ -70,6 +73,8 @@ class ScriptedRunner:
         script = self.scripts.get(f"{sequence.request_id}/{sequence.index}")
         script = script or self.scripts.get(sequence.request_id)
         token_id = 100 + index if script is None else script[min(index, len(script) - 1)]
+        if token_id < 0:
+            return SampledToken(None, "no number is the largest")
         wants_logprobs = sequence.params.logprobs is not None
         return SampledToken(
             token_id, logprobs=TokenLogprobs(token_id, -float(index)) if wants_logprobs else None
@@ -98,7 +103,7 @@ class ScriptedLauncher:
 
     def launch(self, outputs: SchedulerOutputs, after: "Launched | None") -> "Launched":
         self.fault(outputs)
-        self.runner.execute(outputs)
+        self.runner.note(outputs)
         for item in outputs.scheduled:
             self._note(item, after)
         self._num_launched += 1
