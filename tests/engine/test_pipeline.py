@@ -271,3 +271,40 @@ def test_no_block_is_found_by_a_token_that_is_not_known() -> None:
     assert len(cache) == 8
     for cached in cache._held_by.values():
         assert all(token_id >= 0 for token_id in memoryview(cached.tokens).cast("q"))
+
+
+def test_nor_by_the_step_that_is_decided_meanwhile() -> None:
+    launcher = launcher_of()
+    engine, _ = build_engine(launcher=launcher)
+    cache = engine.scheduler.block_manager.prefix_cache
+    found: list[int] = []
+    launcher.fault = lambda _: found.append(len(cache))
+    add(engine, "a", 4, max_tokens=3)
+
+    run(engine)
+
+    assert found == [0, 0, 1], "the second step begins a block, and the first may fail"
+
+
+def test_outputs_that_share_a_prompt_wait_until_all_of_it_was_computed() -> None:
+    launcher = launcher_of()
+    engine, runner = build_engine(launcher=launcher, max_num_batched_tokens=6, max_chunk_tokens=6)
+    add(engine, "a", 12, n=2, max_tokens=1)
+
+    run(engine)
+
+    assert runner.steps == [[("a", 0, 6)], [("a", 6, 6)], [("a", 8, 4)]]
+
+
+def test_when_one_is_stepped_alone_what_was_under_way_is_told_and_no_more_is_launched_for_others() -> None:
+    launcher = launcher_of()
+    engine, runner = build_engine(launcher=launcher)
+    add(engine, "a", 3, max_tokens=5)
+    add(engine, "b", 3, max_tokens=5)
+    engine.step()
+    num_steps = len(runner.steps)
+
+    told = [{one.request_id for one in engine.step(only="b").outputs} for _ in range(3)]
+
+    assert told == [{"a", "b"}, {"b"}, {"b"}]
+    assert [{name for name, *_ in step} for step in runner.steps[num_steps:]] == [{"b"}, {"b"}]
