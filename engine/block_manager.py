@@ -105,7 +105,7 @@ class BlockManager:
         """Make findable what steps that have ended wrote of `sequence`."""
         num_published, num_full = (
             sequence.num_published_blocks,
-            sequence.num_computed_tokens // self.block_size,
+            sequence.num_written_tokens // self.block_size,
         )
         if num_published < num_full:
             if self._is_shared(sequence):
@@ -141,6 +141,10 @@ class BlockManager:
         blocks = tuple(sorted(self._to_zero))
         self._to_zero.clear()
         return blocks
+
+    def zero_later(self, blocks: tuple[int, ...]) -> None:
+        """Nobody has set these to zero."""
+        self._to_zero.update(blocks)
 
     def _is_shared(self, sequence: Sequence) -> bool:
         return self._prefix_caching or sequence.shares_blocks

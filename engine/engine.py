@@ -13,6 +13,7 @@ from engine.detokenizer import Tokenizer
 from engine.errors import InvalidParameter
 from engine.grammar_gate import GrammarCompiler, GrammarGate
 from engine.outputs import SampledToken, SchedulerOutputs, SequenceOutput, StepOutput
+from engine.pipeline import Launcher, Pipeline
 from engine.reporting import StepLog
 from engine.request_group import Output, Request, describe
 from engine.request_maker import NewRequest, RequestMaker
@@ -35,7 +36,8 @@ class Engine:
 
     `runner` and `sampler` do the device's work (see `engine/step_execution.py`), `tokenizer` turns ids into
     text, `eos_token_ids` are the model's ends. `grammar_compiler`: see `engine/grammar_gate.py`; None:
-    structured outputs are refused. `clock` gives seconds that never go back.
+    structured outputs are refused. `launcher`: see `engine/pipeline.py`; None: each step ends before the next
+    one is decided. `clock` gives seconds that never go back.
     """
 
     def __init__(
@@ -48,12 +50,13 @@ class Engine:
         eos_token_ids: frozenset[int],
         vocab_size: int,
         grammar_compiler: GrammarCompiler | None = None,
+        launcher: Launcher | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.scheduler = Scheduler(config, clock=clock)
-        self._execution = StepExecution(runner, sampler)
         self._rules = StopRules(config)
+        self._pipeline = Pipeline(self.scheduler, StepExecution(runner, sampler), self._rules, launcher)
         resolver = Resolver(tokenizer, eos_token_ids, vocab_size)
         self._maker = RequestMaker(config, tokenizer, resolver, self._rules, clock)
         self._grammars = GrammarGate(grammar_compiler, self._rules)
@@ -161,11 +164,11 @@ class Engine:
         return request_id in self._requests
 
     def step(self, only: str | None = None) -> StepOutput:
-        """Compute one step, and tell what came of it.
+        """Finish one step, and tell what came of it; with a launcher the next one is under way by then.
 
-        `only`: a request, of which alone anything is computed; the others keep what they have, unless it
-        needs their seats or blocks. All ends are told. Raises `EngineDead` when nothing can be computed any
-        more.
+        `only`: a request, of which alone anything is computed from now on; the others keep what they have,
+        unless it needs their seats or blocks, and get what was under way. All ends are told. Raises
+        `EngineDead` when nothing can be computed any more.
         """
         self._num_steps += 1
         self._end_late_ones()
@@ -173,9 +176,7 @@ class Engine:
         self._start_compiled_ones(taking_part)
         timer = StepTimer(self._clock)
         step_log = StepLog(self._num_steps, timer)
-        with timer.stage("schedule"):
-            outputs = self.scheduler.schedule(taking_part)
-        executed = self._execution.run(outputs, timer)
+        outputs, executed = self._pipeline.step(taking_part, timer)
         tokens = dict(executed.tokens)
         started = self._note_progress(outputs, executed, step_log)
         with timer.stage("detokenize"):
@@ -184,6 +185,10 @@ class Engine:
             self.scheduler.update(outputs, tokens, finishes)
             told = self._tell(outputs, tokens, pieces, step_log)
         return StepOutput(outputs=told, started=started, report=step_log.close(outputs, self.scheduler))
+
+    def drain(self) -> None:
+        """Wait for what is under way on the device; the next step tells it. Raises `EngineDead`."""
+        self._pipeline.drain(StepTimer(self._clock))
 
     def waiting(self) -> list[WaitingSequence]:
         """The line as it stands, from its head; then those held outside of it."""

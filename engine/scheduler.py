@@ -99,11 +99,36 @@ class Scheduler:
             self._admit_waiting(plan)
         else:
             alone.admit(self.waiting_queue, self.running_queue, plan, self._admit, self._preempt)
-        self._waiting_room.note(plan.skipped)
-        # What a runner is to tidy up waits for a step that it executes.
-        if not plan.is_busy:
-            return plan.close()
-        return plan.close(self._seats.take_released(), self.block_manager.take_blocks_to_zero())
+        return self._close(plan)
+
+    def schedule_ahead(self) -> SchedulerOutputs | None:
+        """Decide the step after one that is under way; None, and no change, if that could preempt anybody.
+
+        Those who get a token by the step under way, and go on, have it already, whatever it stands for; those
+        who get their last one have nothing to compute.
+        """
+        plan = StepPlan(self.config, self._clock(), self._preemption)
+        self.waiting_queue.advance(plan.now)
+        decoding, prefilling = self._by_need(None)
+        decoding = [one for one in decoding if one.num_computed_tokens < len(one.token_ids)]
+        prefilling = [one for one in prefilling if one.num_uncomputed_tokens]
+        if self._could_preempt(decoding):
+            return None
+        self._schedule_decodes(decoding, prefilling, plan)
+        self._continue_prefills(prefilling, plan)
+        self._admit_waiting(plan)
+        return self._close(plan)
+
+    def assume(self, sequence: Sequence, token_id: int) -> None:
+        """The next token of a running sequence is on its way; `token_id` stands for it until it is known."""
+        sequence.token_ids.append(token_id)
+        if sequence.is_decoding and sequence in self._prefilling:
+            self._prefilling.remove(sequence)
+
+    def take_back(self, outputs: SchedulerOutputs) -> None:
+        """All of a decision's sequences have ended, and no runner has followed it: it is to tidy up later."""
+        self._seats.tell_again(outputs.released_seats)
+        self.block_manager.zero_later(outputs.blocks_to_zero)
 
     def update(
         self,
@@ -167,6 +192,14 @@ class Scheduler:
         if victim and self._can_take_in(head, victim):
             self._preempt(victim, WaitingReason.SEQ_BUDGET, plan)
             self._claimant = head
+
+    def _could_preempt(self, decoding: list[Sequence]) -> bool:
+        """Whether the head may want another's seat, or those who decode more blocks than are free."""
+        queue, running = self.waiting_queue, self.running_queue
+        if not self._seats and queue and queue.best_priority < running[-1].priority:
+            return True
+        num_wanted = sum(one.num_computed_tokens == one.block_end for one in decoding)
+        return num_wanted > self.block_manager.num_free_blocks
 
     def _can_take_in(self, head: Sequence, victim: Sequence) -> bool:
         """Whether `head` would be taken into this step, if `victim` held nothing."""
@@ -293,6 +326,13 @@ class Scheduler:
             return False
         return self.block_manager.allocate_next(sequence) or self._make_room(sequence, plan)
 
+    def _close(self, plan: StepPlan) -> SchedulerOutputs:
+        self._waiting_room.note(plan.skipped)
+        # What a runner is to tidy up waits for a step that it executes.
+        if not plan.is_busy:
+            return plan.close()
+        return plan.close(self._seats.take_released(), self.block_manager.take_blocks_to_zero())
+
     # Changes of state: seat, blocks and container together.
 
     def _seat(self, sequence: Sequence, num_found_tokens: int, plan: StepPlan) -> None:
@@ -313,7 +353,7 @@ class Scheduler:
 
     def _retire_prefill(self, sequence: Sequence) -> None:
         self.block_manager.publish(sequence)
-        if sequence.is_decoding:
+        if sequence.is_decoding and sequence in self._prefilling:
             self._prefilling.remove(sequence)
 
     def _preempt(self, victim: Sequence, reason: WaitingReason, plan: StepPlan) -> None:

@@ -20,6 +20,10 @@ class Seats:
         self._free.append(seat)
         self._released.append(seat)
 
+    def tell_again(self, seats: tuple[int, ...]) -> None:
+        """Nobody has acted on these."""
+        self._released += seats
+
     def take_released(self) -> tuple[int, ...]:
         """Those that lost their sequence since this was last asked."""
         released = tuple(self._released)

@@ -48,6 +48,7 @@ class Sequence:
     outlives preemption. `accepted`: when its waiting began, on the scheduler's clock; None: as it joins.
     `num_cached_tokens`: prompt tokens that were found computed when it was first admitted; only sequences of
     one `cache_salt` find each other's, and the outputs of one request also where prefix caching is off.
+    `num_in_flight_tokens`: the last of those that are computed belong to a step that has not ended.
     `num_lost_tokens`: the most that a preemption made it compute again. `num_charged_tokens`: known tokens
     that its tenant was charged for, or that were free.
 
@@ -60,9 +61,9 @@ class Sequence:
     __slots__ = (
         "accepted", "arrival", "block_digests", "block_end", "block_table", "cache_salt", "constraints",
         "finish_reason", "index", "is_pinned", "is_promoted", "num_cached_tokens", "num_charged_tokens",
-        "num_computed_tokens", "num_lost_tokens", "num_preemptions", "num_prompt_tokens",
-        "num_published_blocks", "order", "params", "priority", "request_id", "seat", "status", "tenant",
-        "token_ids", "waited_seconds", "waiting_since",
+        "num_computed_tokens", "num_in_flight_tokens", "num_lost_tokens", "num_preemptions",
+        "num_prompt_tokens", "num_published_blocks", "order", "params", "priority", "request_id", "seat",
+        "status", "tenant", "token_ids", "waited_seconds", "waiting_since",
     )  # fmt: skip
 
     def __init__(
@@ -92,6 +93,7 @@ class Sequence:
         self.token_ids = [*prompt_token_ids, *(output_token_ids or [])]
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
+        self.num_in_flight_tokens = 0
         self.num_preemptions = 0
         self.num_lost_tokens = 0
         self.num_published_blocks = 0
@@ -132,6 +134,11 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """The gap that steps close: the whole prompt at first, one when decoding."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_written_tokens(self) -> int:
+        """Those whose keys and values were computed by steps that have ended."""
+        return self.num_computed_tokens - self.num_in_flight_tokens
 
     @property
     def is_decoding(self) -> bool:

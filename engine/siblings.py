@@ -64,6 +64,6 @@ class Siblings:
 def _has_shared_its_prompt(sequence: Sequence) -> bool:
     """What one computed that failed is not trusted, and cannot be found."""
     return (
-        sequence.num_computed_tokens >= sequence.num_prompt_tokens
+        sequence.num_written_tokens >= sequence.num_prompt_tokens
         and sequence.finish_reason is not FinishReason.ERROR
     )

@@ -59,6 +59,13 @@ class ExecutedStep:
         """Both, of two parts of one step."""
         return ExecutedStep(self.tokens | other.tokens, self.prompt_logprobs | other.prompt_logprobs)
 
+    def without_the_ended(self) -> "ExecutedStep":
+        """The same, but of sequences that have ended since nothing."""
+        return ExecutedStep(
+            {one: token for one, token in self.tokens.items() if not one.is_finished()},
+            {one: found for one, found in self.prompt_logprobs.items() if not one.is_finished()},
+        )
+
 
 class StepExecution:
     """A runner and its sampler, with their failures kept to the requests that cause them."""

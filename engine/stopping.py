@@ -18,9 +18,13 @@ class StopRules:
         """The end that `token_id` brings as the next of `sequence`; one that stops it leaves no text."""
         if token_id in sequence.constraints.end_token_ids and _may_end(sequence, sequence.num_output_tokens):
             return FinishReason.STOP
+        return FinishReason.LENGTH if self.is_last(sequence) else None
+
+    def is_last(self, sequence: Sequence) -> bool:
+        """Whether there is no room for more than one token, whichever it is."""
         max_tokens, num_tokens = sequence.params.max_tokens, len(sequence.token_ids) + 1
         is_last = max_tokens is not None and num_tokens - sequence.num_prompt_tokens >= max_tokens
-        return FinishReason.LENGTH if is_last or num_tokens >= self._max_num_tokens else None
+        return is_last or num_tokens >= self._max_num_tokens
 
     def completes_grammar(self, sequence: Sequence, token_id: int) -> bool:
         """Whether nothing but the end may follow `token_id`. Raises ValueError if the grammar forbids it."""

@@ -139,6 +139,13 @@ SETTINGS = (
     Setting("max_chunk_tokens", int, "half a step", "the most that one prompt takes of a step", _WORKER),
     Setting("attention", str, "auto", "auto, or torch, or native: a CPU's own operator", _WORKER),
     Setting("decode_graphs", bool, "true", "on CUDA: capture decode steps while loading", _WORKER),
+    Setting(
+        "async_scheduling",
+        bool,
+        "true on CUDA",
+        "launch a step before the tokens of the last are known",
+        _WORKER,
+    ),
     Setting("deterministic", bool, "false", "the same bits whatever else runs; slower", _WORKER),
     Setting("block_size", int, "16", "tokens in one KV block", _WORKER),
     Setting("num_kv_blocks", int, "from free memory", "KV blocks in the pool", _WORKER),

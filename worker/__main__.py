@@ -140,6 +140,7 @@ def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
         device=settings.device,
         attention=settings.attention,
         decode_graphs=settings.decode_graphs,
+        async_scheduling=settings.async_scheduling,
         deterministic=settings.deterministic,
         progress=loading.progress,
         **{name: value for name, value in asdict(settings.engine).items() if value is not None},

@@ -61,6 +61,7 @@ class SteppingEngine(Protocol):
     def discard(self, request_id: str) -> bool: ...
     def serves(self, request_id: str) -> bool: ...
     def step(self, only: str | None = None) -> StepOutput: ...
+    def drain(self) -> None: ...
     def waiting(self) -> list[WaitingSequence]: ...
 
 
@@ -160,8 +161,12 @@ class Loop:
                 self._resume(ownership)
 
     def _fall_silent(self) -> None:
-        """As was asked; but grammars of others, which are compiled in threads of their own, come first."""
+        """As was asked; but grammars of others, which are compiled in threads of their own, come first.
+
+        What the device was given before is done by then: it would be taken for the work of the one tried.
+        """
         if self._hush and not self._engine.is_compiling:
+            self._engine.drain()
             self._alone = self._hush.ownership
             self._hush.heard.set()
             self._hush = None

@@ -68,6 +68,7 @@ class WorkerSettings:
     `model`: a directory, a hub id, or the default model's name, which lies converted under `cache_dir`.
     `served_model_name`: its public name. `attention`: one of `ATTENTION`, as the engine has it.
     `decode_graphs`: see `engine.execution.build.build_execution`.
+    `async_scheduling`: a step is launched before the tokens of the one before it are known; None: on CUDA.
     `deterministic`: a request's tokens do not depend on what runs beside it, to the last bit.
     `load_seconds`: deadline of loading the model. `metrics_port`: 0 takes any free port and logs it.
     """
@@ -78,6 +79,7 @@ class WorkerSettings:
     device: str = "auto"
     attention: str = "auto"
     decode_graphs: bool = True
+    async_scheduling: bool | None = None
     deterministic: bool = False
     redis_url: str = "redis://127.0.0.1:6379/0"
     metrics_host: str = "127.0.0.1"
@@ -99,6 +101,7 @@ class WorkerSettings:
             device=read.text("TOKENMILL_DEVICE", "auto"),
             attention=read.word("TOKENMILL_ATTENTION", ATTENTION) or "auto",
             decode_graphs=read.switch("TOKENMILL_DECODE_GRAPHS") is not False,
+            async_scheduling=read.switch("TOKENMILL_ASYNC_SCHEDULING"),
             deterministic=bool(read.switch("TOKENMILL_DETERMINISTIC")),
             redis_url=read.redis_url("REDIS_URL", "redis://127.0.0.1:6379/0"),
             metrics_host=read.text("TOKENMILL_METRICS_HOST", "127.0.0.1"),

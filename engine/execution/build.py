@@ -19,6 +19,7 @@ from engine.execution.attention_choice import choose_backends
 from engine.execution.default_model import DEFAULT_MODEL, default_model
 from engine.execution.grammars import LlguidanceBackend
 from engine.execution.kv_cache import CPU_SHARE, CUDA_SHARE, choose_num_kv_blocks, free_bytes
+from engine.execution.launcher import DeviceLauncher
 from engine.execution.loader import LoadedModel, find_device, load_model
 from engine.execution.native_build import CannotBuild
 from engine.execution.native_library import NativeLibrary, find_library
@@ -27,6 +28,7 @@ from engine.execution.sampler import Sampler
 from engine.execution.search_operators import choose_searches
 from engine.execution.tokenizer import Tokenizer
 from engine.grammars import GrammarCompiler
+from engine.pipeline import Launcher
 from engine.step_execution import Runner
 from engine.validation import boolean
 
@@ -36,7 +38,7 @@ class Execution:
     """What `Engine` takes, and what a model card tells.
 
     `eos_token_ids`: all that end a text. `fingerprint`: the same files give the same string. `attention`: the
-    name of the backend in use.
+    name of the backend in use. `launcher`: None without asynchronous scheduling.
     """
 
     runner: Runner
@@ -50,6 +52,7 @@ class Execution:
     dtype: str
     device: str
     attention: str
+    launcher: Launcher | None = None
 
     def new_engine(self) -> Engine:
         """An engine of its own; one at a time, as there is one pool."""
@@ -61,6 +64,7 @@ class Execution:
             eos_token_ids=self.eos_token_ids,
             vocab_size=self.vocab_size,
             grammar_compiler=self.grammar_compiler,
+            launcher=self.launcher,
         )
 
 
@@ -73,6 +77,7 @@ def build_execution(
     deterministic: bool = False,
     attention: str = "auto",
     decode_graphs: bool = True,
+    async_scheduling: bool | None = None,
     kv_memory_share: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
     **limits: Any,
@@ -86,7 +91,9 @@ def build_execution(
     once into `cache_dir`; "triton", kernels for CUDA; "varlen", torch's FlashAttention there, for blocks of a
     multiple of 256 tokens; "torch"; or "auto", the first of these that can be had and agrees with the model.
     `decode_graphs`: on CUDA, decode steps are captured while loading, where the attention allows it, and
-    replayed; never with `deterministic`.
+    replayed; never with `deterministic`. `async_scheduling`: a step is decided and launched before the tokens
+    of the one before it are on the host; None: on CUDA. On a CPU, which does a step where it is launched,
+    tokens only come later by it.
 
     `limits`: fields of `EngineConfig`; None leaves one to its default, but for fields that take None.
     `max_model_len`: at most the model's own, which is the default. `num_kv_blocks`: by default enough for
@@ -98,6 +105,8 @@ def build_execution(
     given = _given_limits(limits)
     boolean("deterministic", deterministic)
     boolean("decode_graphs", decode_graphs)
+    if async_scheduling is not None:
+        boolean("async_scheduling", async_scheduling)
     # Checked before minutes are spent on loading; what is left open gets a value that passes.
     checked = EngineConfig(**{"max_model_len": 2, "num_kv_blocks": 1, **given})
     library = _native_library(find_device(device), cache_dir, deterministic, progress)
@@ -124,7 +133,10 @@ def build_execution(
     runner.check()
     progress(f"attention: {loaded.backend.name}")
     progress(f"ready: {config.num_kv_blocks} KV blocks, {config.max_model_len} tokens a sequence")
-    return _execution(loaded, config, tokenizer, runner, Sampler(choose_searches(library)))
+    sampler = Sampler(choose_searches(library))
+    is_ahead = loaded.device.type == "cuda" if async_scheduling is None else async_scheduling
+    launcher = DeviceLauncher(runner, sampler, loaded.device) if is_ahead else None
+    return _execution(loaded, config, tokenizer, runner, sampler, launcher)
 
 
 def _given_limits(limits: dict[str, Any]) -> dict[str, Any]:
@@ -143,7 +155,12 @@ def _given_limits(limits: dict[str, Any]) -> dict[str, Any]:
 
 
 def _execution(
-    loaded: LoadedModel, config: EngineConfig, tokenizer: Tokenizer, runner: Runner, sampler: Sampler
+    loaded: LoadedModel,
+    config: EngineConfig,
+    tokenizer: Tokenizer,
+    runner: Runner,
+    sampler: Sampler,
+    launcher: Launcher | None,
 ) -> Execution:
     eos_token_ids = loaded.eos_token_ids or tokenizer.eos_token_ids
     grammars = LlguidanceBackend(tokenizer, vocab_size=loaded.vocab_size, eos_token_ids=eos_token_ids)
@@ -162,6 +179,7 @@ def _execution(
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
         attention=loaded.backend.name,
+        launcher=launcher,
     )
 
 

@@ -57,6 +57,8 @@ class DecodeBuffers:
         pack_step(inputs, size, buffer)
         there = buffer.to(self._device, non_blocking=True)
         self._fields[:, :size] = there[: size * FIELDS].view(FIELDS, size)
+        token_ids = self._fields[0, :size]
+        token_ids.copy_(inputs.known(token_ids))
         self._tables[:size, :width] = there[size * FIELDS :].view(size, width)
 
 

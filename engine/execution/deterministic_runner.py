@@ -41,13 +41,13 @@ class DeterministicRunner:
         self._inputs = inputs
         self._row_counts = row_counts
 
-    def execute(self, outputs: SchedulerOutputs) -> torch.Tensor:
+    def execute(self, outputs: SchedulerOutputs, drawn: torch.Tensor | None = None) -> torch.Tensor:
         """See `ModelRunner.execute`."""
         with device_faults(), torch.inference_mode():
             if outputs.blocks_to_zero:
                 self._backend.zero_blocks(outputs.blocks_to_zero)
             parts = list(split(outputs, self._row_counts))
-            return torch.cat([self._forward(self._inputs.build(part)) for part in parts])
+            return torch.cat([self._forward(self._inputs.build(part, drawn)) for part in parts])
 
     def check(self) -> None:
         """See `ModelRunner.check`."""

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from engine.execution.contenders import contenders
+from engine.execution.crossing import sent
 from engine.execution.filters import WINDOW, Filters, decide, mass, thresholds_of_sorted
 from engine.execution.gumbel import gumbel_noise, row_keys
 from engine.execution.searches import Searches
@@ -40,12 +41,12 @@ class Draws:
         filtered = (top_k < vocab_size) | (params.top_p < 1)
 
         def on_device(array: npt.NDArray[Any]) -> torch.Tensor:
-            return torch.from_numpy(array).to(device)
+            return sent(torch.from_numpy(array), device)
 
         return cls(
             temperature=on_device(params.temperature),
             filters=Filters(on_device(top_k), on_device(params.top_p)),
-            lowest=torch.from_numpy(params.min_p).log().float().to(device),
+            lowest=sent(torch.from_numpy(params.min_p).log().float(), device),
             keys=row_keys(params.seed_states, indices, device),
             filtered=on_device(np.flatnonzero(filtered)),
             unfiltered=on_device(np.flatnonzero(~filtered)),

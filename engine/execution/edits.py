@@ -38,7 +38,7 @@ class LogitEdits:
 
         `candidates`: the rows that may ask for something, in order.
         """
-        edited = [row for row in candidates if _is_edited(sequences[row])]
+        edited = [row for row in candidates if is_edited(sequences[row])]
         if not edited:
             return None
         rows = torch.tensor(edited, device=logits.device)
@@ -78,7 +78,8 @@ class _Kept:
         self.masks = RowMasks(sequence, vocab_size) if _is_masked(sequence) else None
 
 
-def _is_edited(sequence: Sequence) -> bool:
+def is_edited(sequence: Sequence) -> bool:
+    """Whether it asks anything of its next logits."""
     params = sequence.params
     return is_penalized(params) or bool(params.logit_bias) or _is_masked(sequence)
 

@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.execution.crossing import sent
+
 Keys = npt.NDArray[np.uint64]
 
 _MASK64 = 2**64 - 1
@@ -34,7 +36,7 @@ def row_keys(states: Keys, indices: list[int], device: torch.device) -> torch.Te
     As int32 [rows, 2]: low half, high half.
     """
     keys = _splitmix64(states + np.array(indices, dtype=np.uint64)).astype("<u8", copy=False)
-    return torch.from_numpy(keys.view("<i4").reshape(-1, 2)).to(device)
+    return sent(torch.from_numpy(keys.view("<i4").reshape(-1, 2)), device)
 
 
 def hash_tokens(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

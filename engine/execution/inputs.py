@@ -20,12 +20,28 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One forward. `token_ids`, `positions` [tokens]; `logits_rows`: the rows whose logits are wanted."""
+    """One forward. `token_ids`, `positions` [tokens]; `logits_rows`: the rows whose logits are wanted.
+
+    `drawn`: tokens on the device, of which those stand for the one at place p whose id is -1 - p; None: the
+    host knows all.
+    """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     logits_rows: torch.Tensor
     batch: AttentionBatch
+    drawn: torch.Tensor | None = None
+
+    def known(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """`token_ids` of this step, on the device, with the drawn ones in their places.
+
+        What stands in for an error's token is token 0: its sequence has ended, and nobody reads what it
+        writes.
+        """
+        if self.drawn is None or not len(self.drawn):
+            return token_ids
+        places = (-1 - token_ids).clamp_(min=0)
+        return torch.where(token_ids < 0, self.drawn[places].clamp_(min=0), token_ids)
 
 
 class BlockTables:
@@ -65,7 +81,7 @@ class InputBuilder:
         self._block_size = block_size
         self._tables = BlockTables(max_num_seqs, -(-max_model_len // block_size))
 
-    def build(self, outputs: SchedulerOutputs) -> StepInputs:
+    def build(self, outputs: SchedulerOutputs, drawn: torch.Tensor | None = None) -> StepInputs:
         """The decision's sequences in the order of `outputs.scheduled`, their tokens one after the other."""
         for seat in outputs.released_seats:
             self._tables.release(seat)
@@ -85,6 +101,7 @@ class InputBuilder:
                 single_tables=torch.from_numpy(self._single_tables(rows)),
                 chunks=tuple(self._chunk(rows, item) for item in np.flatnonzero(~rows.singles)),
             ),
+            drawn=drawn,
         )
 
     def _blocks_begun(self, rows: "_Rows") -> Integers:

@@ -39,16 +39,17 @@ class ModelRunner:
         """Numbers of rows that graphs were captured for, ascending."""
         return self._graphs.sizes if self._graphs else ()
 
-    def execute(self, outputs: SchedulerOutputs) -> torch.Tensor:
+    def execute(self, outputs: SchedulerOutputs, drawn: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the scheduled tokens; returns logits [wanted rows, vocabulary] in the model's dtype.
 
-        The wanted rows of each item stand together, in the order of `outputs.scheduled`. Raises `DeviceLost`
+        The wanted rows of each item stand together, in the order of `outputs.scheduled`. `drawn`: what the
+        step before drew, on the device, for tokens that the host does not know yet. Raises `DeviceLost`
         when the device is gone; any other exception, out of memory too, as it comes.
         """
         with device_faults(), torch.inference_mode():
             if outputs.blocks_to_zero:
                 self._backend.zero_blocks(outputs.blocks_to_zero)
-            return self.forward(self._inputs.build(outputs))
+            return self.forward(self._inputs.build(outputs, drawn))
 
     def check(self) -> None:
         """Run a forward pass of one token that belongs to nobody; raises what the device raises."""
@@ -62,4 +63,5 @@ class ModelRunner:
             return self._graphs.replay(inputs)
         moved = move_inputs(inputs, self._model.device)
         step = self._backend.begin(moved.batch)
-        return run_model(self._model, moved.token_ids, moved.positions, moved.logits_rows, step)
+        token_ids = moved.known(moved.token_ids)
+        return run_model(self._model, token_ids, moved.positions, moved.logits_rows, step)

@@ -21,13 +21,13 @@ from engine.execution.fused_linears import fuse_linears
 from engine.execution.inputs import InputBuilder
 from engine.execution.kv_cache import free_bytes
 from engine.execution.kv_pool import KVPool
+from engine.execution.launcher import AheadRunner
 from engine.execution.linear_ways import linear_ways
 from engine.execution.loader import LoadedModel
 from engine.execution.model_runner import ModelRunner
 from engine.execution.native_library import NativeLibrary
 from engine.execution.packed_linears import pack_linears
 from engine.execution.trial import Backend, Preparation
-from engine.step_execution import Runner
 
 PACKED_MEMORY_SHARE = 0.25
 """Of the free memory, what packed copies of weights may take."""
@@ -41,7 +41,7 @@ class Numerics(NamedTuple):
 
     backends: tuple[Backend, ...]
     prepare: Preparation
-    make_runner: Callable[[LoadedModel, EngineConfig, Callable[[str], None]], Runner]
+    make_runner: Callable[[LoadedModel, EngineConfig, Callable[[str], None]], AheadRunner]
 
 
 def _speed_up(library: NativeLibrary | None, model: PreTrainedModel) -> None:
@@ -53,7 +53,7 @@ def _speed_up(library: NativeLibrary | None, model: PreTrainedModel) -> None:
 
 def _plain_runner(
     loaded: LoadedModel, config: EngineConfig, progress: Callable[[str], None], *, has_graphs: bool
-) -> Runner:
+) -> AheadRunner:
     backend = loaded.backend.make(
         loaded.layers, config.num_kv_blocks + 1, config.block_size, loaded.dtype, loaded.device
     )
@@ -69,7 +69,7 @@ def _plain_runner(
 
 def _deterministic_runner(
     loaded: LoadedModel, config: EngineConfig, progress: Callable[[str], None]
-) -> Runner:
+) -> AheadRunner:
     progress("trying which sizes of a forward give the same bits")
     row_counts = agreeing_row_counts(
         loaded.model,

@@ -4,10 +4,13 @@ Law: a row's token depends on nothing else: not on the other rows, not on any ge
 penalties and bias, masks, then the draw. This file does not know sequences' states, stops or texts.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
 from engine.constraints import NO_TOKEN_ALLOWED
+from engine.execution.crossing import Drawn, sent
 from engine.execution.draw import Draws, draw, take
 from engine.execution.edits import Edited, LogitEdits
 from engine.execution.faults import device_faults
@@ -39,28 +42,52 @@ class Sampler:
         nothing but -inf, gives an error and no token; so does one whose masks leave nothing, and one whose
         grammar fails. Raises `DeviceLost`.
         """
-        rows, sequences = _sampling_rows(items)
-        if not rows:
-            return []
         with device_faults(), torch.inference_mode():
-            if len(rows) < len(logits):
-                logits = logits[torch.tensor(rows, device=logits.device)]
             self._edits.forget_those_who_left()
-            params = self._params.of(sequences)
-            step = ROWS_AT_ONCE if logits.device.type == "cpu" else len(rows)
             sampled: list[SampledToken] = []
-            for start in range(0, len(rows), step):
-                part = slice(start, start + step)
-                sampled += self._sample(logits[part].float(), sequences[part], params.of(part))
+            for part, sequences, params in self._parts(logits, items):
+                sampled += self._sample(part, sequences, params)
         return sampled
+
+    def draw(self, logits: torch.Tensor, items: tuple[ScheduledSequence, ...]) -> Drawn:
+        """The tokens of `sample`, on their way, for items that want neither edits nor log-probabilities.
+
+        Raises `DeviceLost`.
+        """
+        with device_faults(), torch.inference_mode():
+            tokens = [
+                self._choose(part, None, sequences, params)
+                for part, sequences, params in self._parts(logits, items)
+            ]
+            nothing = torch.empty(0, dtype=torch.int64, device=logits.device)
+            return Drawn.of(tokens[0] if len(tokens) == 1 else torch.cat([nothing, *tokens]))
+
+    def fetch(self, drawn: Drawn) -> list[SampledToken]:
+        """Wait for what was drawn: what `sample` gives. Raises `DeviceLost`."""
+        with device_faults():
+            return [
+                SampledToken(token_id) if token_id >= 0 else SampledToken(None, _ERRORS[token_id])
+                for token_id in drawn.on_host()
+            ]
+
+    def _parts(
+        self, logits: torch.Tensor, items: tuple[ScheduledSequence, ...]
+    ) -> Iterator[tuple[torch.Tensor, list[Sequence], RowParameters]]:
+        """The rows that are sampled from, float32, with their sequences, as many as are sampled at once."""
+        rows, sequences = _sampling_rows(items)
+        if len(rows) < len(logits):
+            logits = logits[sent(torch.tensor(rows, dtype=torch.int64), logits.device)]
+        params = self._params.of(sequences)
+        step = ROWS_AT_ONCE if logits.device.type == "cpu" else max(len(rows), 1)
+        for start in range(0, len(rows), step):
+            part = slice(start, start + step)
+            yield logits[part].float(), sequences[part], params.of(part)
 
     def _sample(
         self, logits: torch.Tensor, sequences: list[Sequence], params: RowParameters
     ) -> list[SampledToken]:
         edited = self._edits.apply(logits, sequences, np.flatnonzero(params.may_be_edited).tolist())
-        random = np.flatnonzero(params.is_random)
-        indices = [sequences[row].num_output_tokens for row in random]
-        token_ids = _choose(logits, edited, params, indices, self._searches)
+        token_ids = self._choose(logits, edited, sequences, params).tolist()
         logprobs = _sampled_logprobs(logits, token_ids, params)
         faults = edited.faults if edited else {}
         if not faults and not logprobs and min(token_ids) >= 0:
@@ -71,6 +98,24 @@ class Sampler:
             else SampledToken(None, faults.get(row) or _ERRORS[token_id])
             for row, token_id in enumerate(token_ids)
         ]
+
+    def _choose(
+        self, logits: torch.Tensor, edited: Edited | None, sequences: list[Sequence], params: RowParameters
+    ) -> torch.Tensor:
+        """The token of each row, or the key of its error, on the device of the logits."""
+        largest, tokens = first_largest(logits)
+        # The largest of a row with NaN is NaN. Of the model's own row: a mask's -inf is no fault.
+        is_finite = largest.isfinite()
+        if edited:
+            largest[edited.rows], tokens[edited.rows] = first_largest(edited.logits)
+        random = np.flatnonzero(params.is_random)
+        if len(random):
+            rows = sent(torch.from_numpy(random), logits.device)
+            indices = [sequences[row].num_output_tokens for row in random]
+            draws = Draws.of(params.of(random), indices, logits.shape[1], logits.device)
+            shifted = _shifted(logits, edited, largest, rows)
+            tokens[rows] = draw(shifted.div_(draws.temperature[:, None]), draws, self._searches)
+        return tokens.masked_fill_(largest == -torch.inf, -2).masked_fill_(~is_finite, -1)
 
     def prompt_logprobs(
         self, logits: torch.Tensor, items: tuple[ScheduledSequence, ...]
@@ -106,28 +151,6 @@ def _sampling_rows(items: tuple[ScheduledSequence, ...]) -> tuple[list[int], lis
             rows.append(end - 1)
             sequences.append(item.sequence)
     return rows, sequences
-
-
-def _choose(
-    logits: torch.Tensor,
-    edited: Edited | None,
-    params: RowParameters,
-    indices: list[int],
-    searches: Searches,
-) -> list[int]:
-    """The token of each row, or the key of its error. `indices`: output tokens of those drawn at random."""
-    largest, tokens = first_largest(logits)
-    # The largest of a row with NaN is NaN. Of the model's own row: a mask's -inf is no fault.
-    is_finite = largest.isfinite()
-    if edited:
-        largest[edited.rows], tokens[edited.rows] = first_largest(edited.logits)
-    if indices:
-        rows = torch.from_numpy(np.flatnonzero(params.is_random)).to(logits.device)
-        draws = Draws.of(params.of(params.is_random), indices, logits.shape[1], logits.device)
-        shifted = _shifted(logits, edited, largest, rows)
-        tokens[rows] = draw(shifted.div_(draws.temperature[:, None]), draws, searches)
-    tokens.masked_fill_(largest == -torch.inf, -2).masked_fill_(~is_finite, -1)
-    return tokens.tolist()
 
 
 def _shifted(

@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from engine.config import EngineConfig
 from engine.detokenizer import Tokenizer
@@ -33,7 +34,7 @@ class Clock:
 class ScriptedRunner:
     """Draws the tokens that a test wrote down for each request; without a script 100, 101, 102, ...
 
-    `scripts`: by request id, or by "id/index" for one output of several.
+    `scripts`: by request id, or by "id/index" for one output of several; a negative id is an error instead.
     Doubles as its own sampler. `fault` is called with each decision and may raise. `steps` keeps, for each
     execution, (request id, start, number of new tokens) of all that was computed.
     """
@@ -47,6 +48,9 @@ class ScriptedRunner:
 
     def execute(self, outputs: SchedulerOutputs) -> None:
         self.fault(outputs)
+        self.note(outputs)
+
+    def note(self, outputs: SchedulerOutputs) -> None:
         self.steps.append(
             [(item.sequence.request_id, item.start, item.num_new_tokens) for item in outputs.scheduled]
         )
@@ -69,10 +73,65 @@ class ScriptedRunner:
         script = self.scripts.get(f"{sequence.request_id}/{sequence.index}")
         script = script or self.scripts.get(sequence.request_id)
         token_id = 100 + index if script is None else script[min(index, len(script) - 1)]
+        if token_id < 0:
+            return SampledToken(None, "no number is the largest")
         wants_logprobs = sequence.params.logprobs is not None
         return SampledToken(
             token_id, logprobs=TokenLogprobs(token_id, -float(index)) if wants_logprobs else None
         )
+
+
+class ScriptedLauncher:
+    """Launches on a `ScriptedRunner`: a step's tokens are there when they are fetched, and not before.
+
+    Takes what wants neither log-probabilities nor a grammar. `fault` and `fetch_fault` are called with what
+    is launched and fetched, and may raise. `events`: ("launch" or "fetch", number of the step) in order.
+    """
+
+    def __init__(self, runner: ScriptedRunner) -> None:
+        self.runner = runner
+        self.fault: Callable[[SchedulerOutputs], None] = lambda _: None
+        self.fetch_fault: Callable[[SchedulerOutputs], None] = lambda _: None
+        self.events: list[tuple[str, int]] = []
+        #: What each token was, as far as it was computed: by request, by output, by place.
+        self.seen: dict[tuple[str, int], dict[int, int]] = {}
+        self._num_launched = 0
+
+    def takes(self, item: ScheduledSequence) -> bool:
+        params, grammar = item.sequence.params, item.sequence.constraints.grammar
+        return params.logprobs is None and params.prompt_logprobs is None and grammar is None
+
+    def launch(self, outputs: SchedulerOutputs, after: "Launched | None") -> "Launched":
+        self.fault(outputs)
+        self.runner.note(outputs)
+        for item in outputs.scheduled:
+            self._note(item, after)
+        self._num_launched += 1
+        self.events.append(("launch", self._num_launched))
+        drawn = self.runner.sample(None, outputs.scheduled)
+        return Launched(self._num_launched, outputs, drawn)
+
+    def _note(self, item: ScheduledSequence, after: "Launched | None") -> None:
+        sequence = item.sequence
+        seen = self.seen.setdefault((sequence.request_id, sequence.index), {})
+        for place in range(item.start, item.start + item.num_new_tokens):
+            token_id: int | None = sequence.token_ids[place]
+            assert token_id is not None
+            if token_id < 0:
+                assert after is not None, "a stand-in for nothing"
+                token_id = after.drawn[-1 - token_id].token_id
+            seen[place] = 0 if token_id is None else token_id
+
+    def fetch(self, launched: "Launched") -> list[SampledToken]:
+        self.events.append(("fetch", launched.number))
+        self.fetch_fault(launched.outputs)
+        return launched.drawn
+
+
+class Launched(NamedTuple):
+    number: int
+    outputs: SchedulerOutputs
+    drawn: list[SampledToken]
 
 
 def _logprobs_of_prompt(item: ScheduledSequence) -> list[TokenLogprobs]:
@@ -127,10 +186,11 @@ def build_engine(
     grammar_compiler: GrammarCompiler | None = None,
     tokenizer: Tokenizer | None = None,
     eos_token_ids: frozenset[int] = frozenset({EOS}),
+    launcher: ScriptedLauncher | None = None,
     **limits: int,
 ) -> tuple[Engine, ScriptedRunner]:
     config = EngineConfig(**{"max_model_len": 48, "num_kv_blocks": 16, "block_size": 4, **limits})
-    runner = runner or ScriptedRunner()
+    runner = runner or (launcher.runner if launcher else ScriptedRunner())
     engine = Engine(
         config,
         runner,
@@ -139,6 +199,7 @@ def build_engine(
         eos_token_ids=eos_token_ids,
         vocab_size=VOCAB_SIZE,
         grammar_compiler=grammar_compiler,
+        launcher=launcher,
         clock=clock or Clock(),
     )
     return engine, runner

@@ -2,13 +2,14 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.outputs import StepOutput
 from engine.requests import Deadlines
 from engine.structured_outputs import StructuredOutputs
-from tests.engine.fakes import Clock, add, build_engine, words
+from tests.engine.fakes import Clock, ScriptedLauncher, ScriptedRunner, add, build_engine, words
 from tests.engine.grammars import Countdown, ScriptedCompiler
 
 GRAMMAR_LENGTH = 3
@@ -32,17 +33,19 @@ REQUESTS = st.fixed_dictionaries(
 ACTIONS = st.one_of(
     st.tuples(st.just("add"), REQUESTS),
     st.tuples(st.sampled_from(("cancel", "discard", "step")), st.integers(0, 9)),
-    st.tuples(st.sampled_from(("step", "step", "tick", "compile", "spoil")), st.none()),
+    st.tuples(st.sampled_from(("step", "step", "drain", "tick", "compile", "spoil")), st.none()),
 )
 
 
 class Mix:
     """An engine, what it was asked, and what it told."""
 
-    def __init__(self, config: dict[str, int]) -> None:
+    def __init__(self, config: dict[str, int], launcher: ScriptedLauncher | None = None) -> None:
         self.clock = Clock()
         self.compiler = ScriptedCompiler()
-        self.engine, _ = build_engine(clock=self.clock, grammar_compiler=self.compiler, **config)
+        self.engine, _ = build_engine(
+            clock=self.clock, grammar_compiler=self.compiler, launcher=launcher, **config
+        )
         self.asked: dict[str, dict[str, object]] = {}
         self.discarded: set[str] = set()
         self.tokens: dict[tuple[str, int], list[int]] = {}
@@ -59,14 +62,14 @@ class Mix:
                 request_id = list(self.asked)[given]
                 if getattr(self.engine, name)(request_id) and name == "discard":
                     self.discarded.add(request_id)
+            case "drain", _:
+                self.engine.drain()
             case "step", _:
                 self.take(self.engine.step(None if given is None else f"r{given}"))
             case "tick", _:
                 self.clock.now += 2.0
-            case "compile", _:
-                self.compiler.finish(lambda: Countdown(GRAMMAR_LENGTH))
-            case "spoil", _:
-                self.compiler.finish("no grammar")
+            case (("compile" | "spoil"), _):
+                self.compiler.finish("no grammar" if name == "spoil" else lambda: Countdown(GRAMMAR_LENGTH))
 
     def add(self, asked: dict[str, object]) -> None:
         request_id = f"r{len(self.asked)}"
@@ -107,11 +110,12 @@ class Mix:
         raise AssertionError("not done after 500 steps")
 
 
+@pytest.mark.parametrize("goes_ahead", [False, True])
 @given(CONFIGS, st.lists(ACTIONS, max_size=25))
 def test_each_output_ends_once_with_its_own_text_and_nothing_stays(
-    config: dict[str, int], actions: list[tuple[str, object]]
+    goes_ahead: bool, config: dict[str, int], actions: list[tuple[str, object]]
 ) -> None:
-    mix = Mix(config)
+    mix = Mix(config, ScriptedLauncher(ScriptedRunner()) if goes_ahead else None)
     for name, given_value in actions:
         mix.act(name, given_value)
     mix.run_to_the_end()

@@ -67,6 +67,9 @@ class ScriptedEngine:
         outputs = tuple(SequenceOutput(request_id=one, token_id=1) for one in stepped)
         return StepOutput(outputs=outputs, started=tuple(stepped), report=StepReport(step=len(self.calls)))
 
+    def drain(self) -> None:
+        self.calls.append(("drain", ""))
+
     def waiting(self) -> list[WaitingSequence]:
         one = WaitingSequence(request_id="w", position=1, tokens_ahead=3, reason=WaitingReason.TOKEN_BUDGET)
         return [one] * self.num_waiting

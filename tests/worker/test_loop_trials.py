@@ -19,6 +19,20 @@ def test_nobody_is_stepped_from_the_hush_on_and_the_loop_goes_round() -> None:
     assert len(bench.armed) == 4, "it ticks"
 
 
+def test_the_device_is_done_with_what_it_was_given_before_the_hush_is_heard() -> None:
+    """A step under way that ends the process would be blamed on the one that is tried."""
+    bench = Bench()
+    bench.arrive(A)
+    bench.loop.turn()
+    heard = bench.hush(B)
+    heard_at_drain: list[bool] = []
+    bench.engine.drain = lambda: heard_at_drain.append(heard.is_set())  # type: ignore[method-assign]
+    bench.loop.turn()
+
+    assert heard_at_drain == [False]
+    assert heard.is_set()
+
+
 def test_the_one_that_is_tried_is_stepped_alone_until_its_trial_is_over() -> None:
     bench = Bench()
     bench.arrive(A)

@@ -9,7 +9,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter
 from engine.execution import kv_cache
-from engine.execution.build import build_execution, model_length
+from engine.execution.build import Execution, build_execution, model_length
 from engine.sampling_params import SamplingParams
 from tests.comparer import assert_equal_tokens, reference
 from tests.tiny_models import EOS, IM_END, VOCAB_SIZE, make_model, save_model
@@ -87,6 +87,27 @@ def test_none_is_the_default_but_where_it_means_something(tiny_llama: Path) -> N
         str(tiny_llama), device="cpu", num_kv_blocks=4, max_num_seqs=None, policy=None, ageing_seconds=None
     ).config
     assert (config.max_num_seqs, config.policy, config.ageing_seconds) == (64, "fifo", None)
+
+
+def test_steps_are_launched_ahead_where_that_was_asked_for(tiny_llama: Path) -> None:
+    """On a CPU only then: it does a step where it is launched."""
+    ways = {
+        asked: build_execution(str(tiny_llama), device="cpu", num_kv_blocks=9, async_scheduling=asked)
+        for asked in (None, False, True)
+    }
+    assert {asked: way.launcher is not None for asked, way in ways.items()} == {
+        None: False, False: False, True: True,
+    }  # fmt: skip
+    assert generate(ways[True]) == generate(ways[False])
+
+
+def generate(execution: Execution) -> list[int | None]:
+    engine = execution.new_engine()
+    engine.add("a", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True), arrival=0.0)
+    tokens: list[int | None] = []
+    while engine.has_work:
+        tokens += [one.token_id for one in engine.step().outputs]
+    return tokens
 
 
 def test_an_unknown_limit_is_refused() -> None:

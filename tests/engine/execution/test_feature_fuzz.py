@@ -5,6 +5,7 @@ as they are.
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -12,12 +13,14 @@ import torch
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.execution.crossing import Drawn
 from engine.execution.grammars import LlguidanceBackend
+from engine.execution.launcher import DeviceLauncher
 from engine.execution.model_runner import ModelRunner
 from engine.execution.sampler import Sampler
 from engine.execution.tokenizer import Tokenizer
 from engine.grammars import GrammarCompiler
-from engine.outputs import SequenceOutput, TokenLogprobs
+from engine.outputs import SampledToken, SchedulerOutputs, SequenceOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.structured_outputs import StructuredOutputs
 from tests.engine.execution.serving import make_runner
@@ -90,19 +93,64 @@ def draw_params(rng: random.Random) -> SamplingParams:
     return SamplingParams(**fields)  # type: ignore[arg-type]  # drawn by name
 
 
-def draw_requests(rng: random.Random, number: int) -> dict[str, Asked]:
+def draw_requests(
+    rng: random.Random, number: int, draw: Callable[[random.Random], SamplingParams] = draw_params
+) -> dict[str, Asked]:
     requests = {}
     for index in range(number):
         own = [rng.randrange(5, VOCAB_SIZE) for _ in range(rng.randint(1, 30))]
         prompt = PREFIX[: rng.choice([0, 0, 8, 23, 24])] + own
         requests[f"r{index}"] = Asked(
-            prompt, draw_params(rng), rng.randrange(5), rng.choice("ab"), rng.choice([b"", b"", b"salt"])
+            prompt, draw(rng), rng.randrange(5), rng.choice("ab"), rng.choice([b"", b"", b"salt"])
         )
     return requests
 
 
+def draw_plain_params(rng: random.Random) -> SamplingParams:
+    """What a step may ask for that is launched before the tokens of the one before it are known."""
+    fields: dict[str, object] = {
+        "n": 2 if rng.random() < 0.2 else 1,
+        "max_tokens": rng.randint(1, 24),
+        "temperature": rng.choice([0.0, 0.7, 1.5]),
+        "top_p": rng.choice([1.0, 0.8]),
+        "seed": rng.randrange(2**64),
+        "stop_token_ids": tuple(rng.sample(range(VOCAB_SIZE), 30)),
+        "stop": tuple(rng.sample(STOPS, 2)) if rng.random() < 0.3 else (),
+        "min_tokens": rng.choice([0, 0, 0, 2]),
+    }
+    return SamplingParams(**fields)  # type: ignore[arg-type]  # drawn by name
+
+
+class CountingLauncher(DeviceLauncher):
+    """Counts the steps that were launched while the one before was under way; some fail."""
+
+    def __init__(self, runner: ModelRunner, sampler: Sampler, rng: random.Random) -> None:
+        super().__init__(runner, sampler, torch.device("cpu"))
+        self._rng = rng
+        self.num_ahead = self.num_faults = 0
+
+    def launch(self, outputs: SchedulerOutputs, after: Drawn | None) -> Drawn:
+        self._fail_sometimes()
+        drawn = super().launch(outputs, after)
+        self.num_ahead += after is not None
+        return drawn
+
+    def fetch(self, launched: Drawn) -> list[SampledToken]:
+        self._fail_sometimes()
+        return super().fetch(launched)
+
+    def _fail_sometimes(self) -> None:
+        if self._rng.random() < 0.05:
+            self.num_faults += 1
+            raise MemoryError("not now")
+
+
 def serve(
-    runner: ModelRunner, config: EngineConfig, requests: dict[str, Asked], rng: random.Random | None = None
+    runner: ModelRunner,
+    config: EngineConfig,
+    requests: dict[str, Asked],
+    rng: random.Random | None = None,
+    launcher: CountingLauncher | None = None,
 ) -> tuple[dict[tuple[str, int], Given], int]:
     """All outputs by (request, index), and how often one was preempted. With `rng` they come in steps."""
     ends = frozenset({EOS})
@@ -117,6 +165,7 @@ def serve(
             LlguidanceBackend(TOKENIZER, vocab_size=VOCAB_SIZE, eos_token_ids=ends),
             timeout_seconds=300.0,
         ),
+        launcher=launcher,
     )
     given: dict[tuple[str, int], Given] = {}
     to_come = list(requests.items())
@@ -201,3 +250,24 @@ def test_a_request_in_any_mix_is_itself_alone(name: str) -> None:
     for place, right in alone.items():
         assert_same(mixed[place], right, f"{place}: {requests[place[0]].params}")
     assert num_preempted or name == "odd chunks", "the pool was to be too small"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_steps_that_are_launched_ahead_change_no_output(name: str) -> None:
+    """Plain requests, with a few of any kind among them, and a device that fails now and then."""
+    rng = random.Random(name)
+    model = make_model(dtype=torch.float64)
+    requests = draw_requests(rng, 24, draw_plain_params)
+    requests |= {f"odd {one}": asked for one, asked in draw_requests(rng, 3).items()}
+    config = replace(
+        ROOMY, **{"prefix_caching": True, "max_num_batched_tokens": 40, "max_num_seqs": 8, **CONFIGS[name]}
+    )
+    in_order, _ = serve(make_runner(model, config, attention="torch"), config, requests, random.Random(1))
+    runner = make_runner(model, config, attention="torch")
+    launcher = CountingLauncher(runner, Sampler(), rng)
+    ahead, _ = serve(runner, config, requests, random.Random(1), launcher)
+    assert ahead.keys() == in_order.keys()
+    for place, right in in_order.items():
+        assert_same(ahead[place], right, f"{place}: {requests[place[0]].params}")
+    assert launcher.num_ahead > 20
+    assert launcher.num_faults

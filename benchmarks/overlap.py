@@ -1,0 +1,140 @@
+"""Whether it pays to launch a step before the tokens of the last are known: `python -m benchmarks.overlap`.
+
+64 requests of 16 prompt and 32 output tokens, all at once, greedy. Three ways take turns, so that whatever
+else the machine does falls on each of them: each step after the other; launched ahead where the step is
+computed as it is launched; and launched ahead into a thread of its own, which computes while this one
+schedules, detokenizes and tells. Writes `benchmarks/results/overlap.json`.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.serving.make_model import make_model
+from engine.execution.build import Execution, build_execution
+from engine.execution.crossing import Drawn
+from engine.execution.model_runner import ModelRunner
+from engine.execution.sampler import Sampler
+from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
+from engine.sampling_params import SamplingParams
+
+REQUESTS, PROMPT, OUTPUT = 64, 16, 32
+RESULTS = Path(__file__).parent / "results" / "overlap.json"
+
+
+class InThread:
+    """A launcher for greedy requests on a CPU. What is read of sequences is read before `launch` returns."""
+
+    def __init__(self, runner: ModelRunner, num_threads: int) -> None:
+        self._runner = runner
+        self._sampler = Sampler()
+        self._thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(num_threads,))
+
+    def takes(self, item: ScheduledSequence) -> bool:
+        return item.sequence.params.is_greedy
+
+    def launch(self, outputs: SchedulerOutputs, after: "Future[Drawn] | None") -> "Future[Drawn]":
+        inputs = self._runner._inputs.build(outputs)
+
+        def compute() -> Drawn:
+            drawn = None if after is None else after.result().tokens
+            with torch.inference_mode():
+                logits = self._runner.forward(replace(inputs, drawn=drawn))
+            return self._sampler.draw(logits, outputs.scheduled)
+
+        return self._thread.submit(compute)
+
+    def fetch(self, launched: "Future[Drawn]") -> list[SampledToken]:
+        return self._sampler.fetch(launched.result())
+
+
+def serve(execution: Execution) -> tuple[float, float, list[int]]:
+    """Seconds, seconds of CPU, and all tokens in order of requests."""
+    engine = execution.new_engine()
+    asked = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
+    for number in range(REQUESTS):
+        prompt = [3 + (number * 31 + place * 7) % 1000 for place in range(PROMPT)]
+        engine.add(f"{number:02}", prompt, asked, arrival=number)
+    tokens: dict[str, list[int]] = {}
+    started, cpu = time.perf_counter(), time.process_time()
+    while engine.has_work:
+        for one in engine.step().outputs:
+            if one.token_id is not None:
+                tokens.setdefault(one.request_id, []).append(one.token_id)
+    seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+    return seconds, cpu, [token for name in sorted(tokens) for token in tokens[name]]
+
+
+def measure(ways: dict[str, Execution], rounds: int) -> list[dict[str, Any]]:
+    figures: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    right = None
+    for turn in range(rounds + 1):
+        for name, execution in ways.items():
+            seconds, cpu, tokens = serve(execution)
+            right = right or tokens
+            if tokens != right:
+                raise SystemExit(f"{name}: other tokens than step by step")
+            if turn:  # the first warms up
+                figures[name].append((seconds, cpu))
+    return [_case(name, found) for name, found in figures.items()]
+
+
+def _case(name: str, found: list[tuple[float, float]]) -> dict[str, Any]:
+    rates = sorted(REQUESTS * OUTPUT / seconds for seconds, _ in found)
+    return {
+        "way": name,
+        "tokens_per_second": round(statistics.median(rates)),
+        "least": round(rates[0]),
+        "most": round(rates[-1]),
+        "cpu_seconds": round(statistics.median(cpu for _, cpu in found), 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="random-7m")
+    parser.add_argument("--cache-dir", type=Path, default=Path(".tokenmill"))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=11)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    execution = build_execution(
+        str(make_model(args.model, args.cache_dir)),
+        cache_dir=args.cache_dir,
+        dtype="float32" if not torch.cuda.is_available() else "auto",
+        max_model_len=PROMPT + OUTPUT,
+        max_num_seqs=REQUESTS,
+        max_num_batched_tokens=REQUESTS * PROMPT,
+        async_scheduling=True,
+    )
+    ways = {"step by step": replace(execution, launcher=None), "ahead": execution}
+    if execution.device == "cpu":
+        assert isinstance(execution.runner, ModelRunner)
+        in_thread = InThread(execution.runner, args.threads)
+        ways["ahead, in a thread"] = replace(execution, launcher=in_thread)
+    cases = measure(ways, args.rounds)
+    record = {
+        "model": args.model,
+        "device": execution.device,
+        "attention": execution.attention,
+        "threads": args.threads,
+        "rounds": args.rounds,
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "cases": cases,
+    }
+    RESULTS.write_text(json.dumps(record, indent=2) + "\n")
+    json.dump(cases, sys.stdout, indent=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""What may be launched without the host, and what the device makes of a token that it alone knows."""
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.constraints import Constraints
+from engine.execution.deterministic_runner import DeterministicRunner
+from engine.execution.inputs import InputBuilder
+from engine.execution.launcher import AheadRunner, DeviceLauncher
+from engine.execution.sampler import NON_FINITE, Sampler
+from engine.outputs import SchedulerOutputs
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+from tests.engine.execution.serving import GREEDY, make_runner, part, seated
+from tests.tiny_models import make_model
+
+CONFIG = EngineConfig(max_model_len=32, num_kv_blocks=16, block_size=4)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+class NeverRun:
+    def execute(self, outputs: SchedulerOutputs, drawn: torch.Tensor | None = None) -> torch.Tensor:
+        raise AssertionError
+
+    def check(self) -> None:
+        raise AssertionError
+
+
+def takes(device: torch.device, samples: bool = True, output: int = 1, **params: object) -> bool:
+    sequence = Sequence(
+        "a", [1, 2, 3], SamplingParams(**params), arrival=0.0, output_token_ids=[4] * output  # type: ignore[arg-type]
+    )  # fmt: skip
+    return DeviceLauncher(NeverRun(), Sampler(), device).takes(part(sequence, 0, 3, 2, samples))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.5, "min_p": 0.1, "seed": 3},
+        {"min_tokens": 1},
+        {"stop": ("a",), "stop_token_ids": (3,), "n": 3},
+    ],
+)
+def test_what_is_launched_on_every_device(params: dict[str, object]) -> None:
+    assert takes(CPU, **params)
+    assert takes(CUDA, **params)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {3: 1.0}},
+        {"allowed_token_ids": (3,)},
+        {"min_tokens": 2},
+        {"logprobs": 0},
+        {"prompt_logprobs": 0},
+    ],
+)
+def test_what_needs_the_host(params: dict[str, object]) -> None:
+    assert not takes(CPU, **params)
+    assert not takes(CUDA, **params)
+    assert takes(CPU, samples=False, **params) == ("prompt_logprobs" not in params)
+
+
+def test_bad_words_need_the_host() -> None:
+    sequence = Sequence("a", [1], GREEDY, arrival=0.0, constraints=Constraints(bad_token_ids=((3,),)))
+    assert not DeviceLauncher(NeverRun(), Sampler(), CPU).takes(part(sequence, 0, 1, 0, samples=True))
+
+
+@pytest.mark.parametrize("params", [{"top_k": 5}, {"top_p": 0.9}])
+def test_a_gpu_draws_among_the_likeliest_with_the_hosts_help(params: dict[str, object]) -> None:
+    assert takes(CPU, **params)
+    assert not takes(CUDA, **params)
+
+
+def with_tokens(runner: AheadRunner, tokens: tuple[int, int], drawn: list[int] | None) -> torch.Tensor:
+    """The logits of two sequences that each computed three tokens, at their fourth."""
+    sequences = [seated(seat, [5 + seat, 6, 7, tokens[seat]], [1 + seat]) for seat in (0, 1)]
+    prompts = tuple(part(one, 0, 3, 3) for one in sequences)
+    runner.execute(SchedulerOutputs(prefill=prompts))
+    decodes = tuple(part(one, 3, 4, 0, samples=True) for one in sequences)
+    step = SchedulerOutputs(decode=decodes)
+    return runner.execute(step) if drawn is None else runner.execute(step, torch.tensor(drawn))
+
+
+@pytest.mark.parametrize("kind", ["plain", "deterministic"])
+def test_a_stand_in_is_the_token_that_was_drawn_at_its_place(kind: str) -> None:
+    model = make_model("llama")
+    runner: AheadRunner = make_runner(model, CONFIG, attention="torch")
+    if kind == "deterministic":
+        plain = make_runner(model, CONFIG, attention="torch")
+        builder = InputBuilder(CONFIG.max_num_seqs, CONFIG.max_model_len, CONFIG.block_size)
+        runner = DeterministicRunner(model, plain._backend, builder, (1, 2, 4))
+    known = with_tokens(runner, (11, 12), None)
+    assert torch.equal(with_tokens(runner, (-3, -1), [12, 99, 11]), known)
+    assert torch.equal(with_tokens(runner, (11, -2), [99, 12]), known)
+    assert not torch.equal(with_tokens(runner, (-2, -1), [11, 12]), known), "the other way round"
+
+
+def test_where_an_error_was_drawn_a_token_is_computed_that_nobody_reads() -> None:
+    runner = make_runner(make_model("llama"), CONFIG, attention="torch")
+    assert torch.equal(with_tokens(runner, (-2, -1), [12, -1]), with_tokens(runner, (0, 12), None))
+
+
+def test_what_is_fetched_is_what_the_sampler_gives() -> None:
+    sampler = Sampler()
+    logits = torch.randn(70, 300, generator=torch.Generator().manual_seed(0))
+    logits[3, 5] = torch.nan
+    params = [
+        SamplingParams(temperature=one % 3 * 0.5, seed=one, top_p=0.5 + one % 2 / 2) for one in range(70)
+    ]
+    sequences = [seated(seat, [1, 2], [1], one) for seat, one in enumerate(params)]
+    items = tuple(part(one, 1, 2, 0, samples=True) for one in sequences)
+    fetched = sampler.fetch(sampler.draw(logits, items))
+    assert fetched == sampler.sample(logits, items)
+    assert fetched[3].error == NON_FINITE
+    chunk = (part(sequences[0], 0, 1, 1),)
+    assert sampler.fetch(sampler.draw(logits[:0], chunk)) == []

@@ -1,0 +1,310 @@
+"""Steps launched before the tokens of the one before them are known: in which order, and for whom."""
+
+import pytest
+
+from engine.errors import DeviceLost, EngineDead
+from engine.outputs import SchedulerOutputs
+from engine.structured_outputs import StructuredOutputs
+from tests.engine.fakes import EOS, ScriptedLauncher, ScriptedRunner, add, build_engine, run, words
+from tests.engine.grammars import Countdown, ScriptedCompiler
+
+
+def launcher_of(scripts: dict[str, list[int]] | None = None) -> ScriptedLauncher:
+    return ScriptedLauncher(ScriptedRunner(scripts))
+
+
+def test_a_step_is_launched_before_the_one_before_it_is_fetched() -> None:
+    launcher = launcher_of()
+    engine, _ = build_engine(launcher=launcher)
+    add(engine, "a", 3, max_tokens=3)
+
+    told = [[one.token_id for one in engine.step().outputs] for _ in range(3)]
+
+    assert told == [[100], [101], [102]]
+    assert launcher.events == [
+        ("launch", 1), ("launch", 2), ("fetch", 1), ("launch", 3), ("fetch", 2), ("fetch", 3),
+    ]  # fmt: skip
+    assert not engine.has_work
+
+
+def test_the_device_computes_each_token_that_was_drawn_before_the_host_knew_it() -> None:
+    launcher = launcher_of({"a": [7, 8, 9, 10], "b": [17, 18, 19], "c": [27, EOS]})
+    engine, _ = build_engine(launcher=launcher, max_num_batched_tokens=6)
+    for name in "abc":
+        add(engine, name, 4, max_tokens=4 if name == "a" else 3)
+
+    run(engine)
+
+    computed = {name: [seen[place] for place in sorted(seen) if place >= 4] for (name, _), seen in
+                launcher.seen.items()}  # fmt: skip
+    assert computed == {"a": [7, 8, 9], "b": [17, 18], "c": [27, EOS]}, "c's end was found out a step later"
+
+
+def test_what_is_in_flight_of_one_that_stopped_is_never_told() -> None:
+    launcher = launcher_of({"a": [100, EOS, 555], "b": [200, 201, 202, 203]})
+    engine, _ = build_engine(launcher=launcher)
+    add(engine, "a", 3, max_tokens=9)
+    add(engine, "b", 3, max_tokens=4)
+
+    generated, results = 0, []
+    while engine.has_work:
+        step = engine.step()
+        generated += step.report.num_generated_tokens
+        results += [(one.request_id, one.token_id, one.finish_reason) for one in step.outputs]
+
+    assert [token for name, token, _ in results if name == "a"] == [100, EOS]
+    assert [token for name, token, _ in results if name == "b"] == [200, 201, 202, 203]
+    assert generated == 6
+    assert engine.scheduler.block_manager.num_free_blocks == 16
+
+
+def test_no_step_is_launched_for_a_token_beyond_the_last() -> None:
+    """`max_tokens`, the model's length and the pool's are known before the token is."""
+    launcher = launcher_of()
+    engine, runner = build_engine(launcher=launcher, max_model_len=8, num_kv_blocks=4)
+    add(engine, "a", 3, max_tokens=2)
+    add(engine, "b", 5)
+
+    assert run(engine) == {
+        "a": ([100, 101], words([100, 101]), "length"),
+        "b": ([100, 101, 102], words([100, 101, 102]), "length"),
+    }
+    assert runner.steps == [
+        [("a", 0, 3), ("b", 0, 5)],
+        [("a", 3, 1), ("b", 5, 1)],
+        [("b", 6, 1)],
+    ]
+
+
+def test_one_that_is_cancelled_in_flight_gets_no_more_and_gives_its_blocks_back() -> None:
+    launcher = launcher_of()
+    engine, _ = build_engine(launcher=launcher)
+    add(engine, "a", 3, max_tokens=9)
+    add(engine, "b", 3, max_tokens=3)
+    engine.step()
+
+    engine.cancel("a")
+    told = [(one.request_id, one.token_id) for one in engine.step().outputs]
+
+    assert told == [("b", 101), ("a", None)]
+    assert run(engine)["b"][0] == [102]
+    assert engine.scheduler.block_manager.num_free_blocks == 16
+
+
+def test_when_all_are_gone_nothing_is_left_to_do_and_the_next_request_starts_at_once() -> None:
+    launcher = launcher_of()
+    engine, _ = build_engine(launcher=launcher)
+    add(engine, "a", 3, max_tokens=9)
+    engine.step()
+    engine.discard("a")
+    assert not engine.has_work
+
+    add(engine, "b", 3, max_tokens=1)
+
+    (output,) = engine.step().outputs
+    assert (output.request_id, output.token_id) == ("b", 100)
+
+
+def test_a_request_with_a_grammar_is_served_step_by_step_and_so_are_its_mates() -> None:
+    compiler = ScriptedCompiler()
+    launcher = launcher_of()
+    engine, _ = build_engine(launcher=launcher, grammar_compiler=compiler)
+    add(engine, "a", 3, max_tokens=8)
+    add(engine, "g", 3, max_tokens=4, structured_outputs=StructuredOutputs(regex="a"))
+    engine.step()
+    compiler.finish(lambda: Countdown(2))
+    num_launched: list[int] = []
+
+    while engine.serves("g"):
+        engine.step()
+        num_launched.append(sum(kind == "launch" for kind, _ in launcher.events))
+    result = run(engine)
+
+    assert num_launched[-1] == num_launched[-2] == num_launched[0], "none while the grammar's text was made"
+    assert result["a"][2] == "length"
+    assert launcher.events[-1][0] == "fetch"
+    assert sum(kind == "launch" for kind, _ in launcher.events) > num_launched[-1], "and on it goes ahead"
+
+
+def test_a_step_that_would_preempt_is_decided_when_the_one_before_has_ended() -> None:
+    """One of its own may end by then, and nobody has to give way."""
+    launcher = launcher_of({"a": [100] * 3 + [EOS], "b": list(range(200, 220))})
+    engine, _ = build_engine(launcher=launcher, num_kv_blocks=3)
+    add(engine, "a", 4, max_tokens=9)
+    add(engine, "b", 4, max_tokens=6)
+    num_preempted = 0
+
+    while engine.has_work:
+        num_preempted += engine.step().report.num_preempted
+
+    in_order, _ = build_engine(launcher.runner, num_kv_blocks=3)
+    add(in_order, "a", 4, max_tokens=9)
+    add(in_order, "b", 4, max_tokens=6)
+    expected = 0
+    while in_order.has_work:
+        expected += in_order.step().report.num_preempted
+    assert num_preempted == expected > 0
+
+
+@pytest.mark.parametrize("where", ["launch", "fetch"])
+def test_a_fault_of_a_step_that_went_ahead_is_its_guilty_request_s(where: str) -> None:
+    launcher = launcher_of()
+    engine, runner = build_engine(launcher=launcher)
+    for name in "abcd":
+        add(engine, name, 3, max_tokens=5)
+
+    def fault(outputs: SchedulerOutputs) -> None:
+        if any(one.sequence.request_id == "b" and one.start == 5 for one in outputs.scheduled):
+            raise KeyError("a bad place")
+
+    # Executed in order it fails again.
+    runner.fault = fault
+    if where == "launch":
+        launcher.fault = fault
+    else:
+        launcher.fetch_fault = fault
+
+    result = run(engine)
+
+    assert result["b"] == ([100, 101, 102], words([100, 101, 102]), "error")
+    for name in "acd":
+        assert result[name][0] == [100, 101, 102, 103, 104]
+    assert engine.scheduler.block_manager.num_free_blocks == 16
+
+
+def test_what_was_launched_on_top_of_a_failure_is_executed_again_in_its_turn() -> None:
+    launcher = launcher_of({"a": list(range(300, 306))})
+    engine, runner = build_engine(launcher=launcher)
+    add(engine, "a", 3, max_tokens=6)
+    failures = iter([None, MemoryError("busy")])
+
+    def fail_once(_: SchedulerOutputs) -> None:
+        if error := next(failures, None):
+            raise error
+
+    launcher.fetch_fault = fail_once
+
+    assert run(engine)["a"][0] == list(range(300, 306))
+    starts = [start for ((_, start, _),) in runner.steps]
+    assert starts == [0, 3, 4, 3, 4, 5, 6, 7], "the second step failed when the third was launched already"
+
+
+def test_blocks_are_zeroed_though_the_step_that_was_to_do_it_lost_all_its_requests() -> None:
+    launcher = launcher_of({"x": [-1], "y": [100, EOS]})
+    engine, _ = build_engine(launcher=launcher)
+    add(engine, "x", 4, max_tokens=3)
+    add(engine, "y", 3, max_tokens=9)
+    told = engine.step().outputs
+    assert [one.error for one in told if one.request_id == "x"] == ["no number is the largest"]
+    to_zero: list[tuple[int, ...]] = []
+
+    def fail_once(outputs: SchedulerOutputs) -> None:
+        to_zero.append(outputs.blocks_to_zero)
+        if len(to_zero) == 1:
+            raise MemoryError("busy")
+
+    launcher.fault = fail_once
+    engine.step()  # y ends, for which alone the failed step was
+    add(engine, "z", 3, max_tokens=1)
+    engine.step()
+
+    assert to_zero[0]
+    assert to_zero == [to_zero[0]] * 2
+
+
+def test_a_lost_device_ends_the_engine_where_it_is_found_out() -> None:
+    launcher = launcher_of()
+    engine, _ = build_engine(launcher=launcher)
+    add(engine, "a", 3)
+    engine.step()
+
+    def lost(_: object) -> None:
+        raise DeviceLost("an illegal memory access")
+
+    launcher.fetch_fault = lost
+
+    with pytest.raises(EngineDead, match="illegal memory access"):
+        engine.step()
+
+
+def test_a_drained_engine_has_nothing_under_way_and_loses_nothing() -> None:
+    launcher = launcher_of()
+    engine, _ = build_engine(launcher=launcher)
+    add(engine, "a", 3, max_tokens=4)
+    add(engine, "b", 3, max_tokens=4)
+    engine.step()
+
+    engine.drain()
+    engine.drain()
+
+    launched = [number for kind, number in launcher.events if kind == "launch"]
+    fetched = [number for kind, number in launcher.events if kind == "fetch"]
+    assert launched == fetched
+    told = [(one.request_id, one.token_id) for one in engine.step(only="b").outputs]
+    assert told == [("a", 101), ("b", 101)], "what was under way belongs to both"
+    told = [(one.request_id, one.token_id) for one in engine.step(only="b").outputs]
+    assert told == [("b", 102)]
+    assert {name: tokens for name, (tokens, *_) in run(engine).items()} == {"a": [102, 103], "b": [103]}
+
+
+def test_a_block_is_not_found_before_the_step_that_writes_it_has_ended() -> None:
+    launcher = launcher_of()
+    engine, _ = build_engine(launcher=launcher, max_num_batched_tokens=4, max_chunk_tokens=4)
+    add(engine, "a", 12, max_tokens=2)
+    cache = engine.scheduler.block_manager.prefix_cache
+    found = []
+    while engine.has_work:
+        engine.step()
+        found.append(len(cache))
+
+    assert found == [1, 2, 3, 3]
+
+
+def test_no_block_is_found_by_a_token_that_is_not_known() -> None:
+    launcher = launcher_of({"a": list(range(300, 320)), "b": list(range(400, 420))})
+    engine, _ = build_engine(launcher=launcher)
+    add(engine, "a", 3, max_tokens=14)
+    add(engine, "b", 5, max_tokens=14)
+    run(engine)
+
+    cache = engine.scheduler.block_manager.prefix_cache
+    assert len(cache) == 8
+    for cached in cache._held_by.values():
+        assert all(token_id >= 0 for token_id in memoryview(cached.tokens).cast("q"))
+
+
+def test_nor_by_the_step_that_is_decided_meanwhile() -> None:
+    launcher = launcher_of()
+    engine, _ = build_engine(launcher=launcher)
+    cache = engine.scheduler.block_manager.prefix_cache
+    found: list[int] = []
+    launcher.fault = lambda _: found.append(len(cache))
+    add(engine, "a", 4, max_tokens=3)
+
+    run(engine)
+
+    assert found == [0, 0, 1], "the second step begins a block, and the first may fail"
+
+
+def test_outputs_that_share_a_prompt_wait_until_all_of_it_was_computed() -> None:
+    launcher = launcher_of()
+    engine, runner = build_engine(launcher=launcher, max_num_batched_tokens=6, max_chunk_tokens=6)
+    add(engine, "a", 12, n=2, max_tokens=1)
+
+    run(engine)
+
+    assert runner.steps == [[("a", 0, 6)], [("a", 6, 6)], [("a", 8, 4)]]
+
+
+def test_when_one_is_stepped_alone_what_was_under_way_is_told_and_no_more_is_launched_for_others() -> None:
+    launcher = launcher_of()
+    engine, runner = build_engine(launcher=launcher)
+    add(engine, "a", 3, max_tokens=5)
+    add(engine, "b", 3, max_tokens=5)
+    engine.step()
+    num_steps = len(runner.steps)
+
+    told = [{one.request_id for one in engine.step(only="b").outputs} for _ in range(3)]
+
+    assert told == [{"a", "b"}, {"b"}, {"b"}]
+    assert [{name for name, *_ in step} for step in runner.steps[num_steps:]] == [{"b"}, {"b"}]
