@@ -191,7 +191,7 @@ def test_graphs_are_for_cuda_and_backends_that_allow_them(
 ) -> None:
     monkeypatch.setattr(numerics, "CudaCapture", lambda _: Recorder())
     told: list[str] = []
-    made = numerics.plain((), has_graphs=has_graphs)
+    made = numerics.plain((), None, has_graphs=has_graphs)
     runner = made.make_runner(loaded(make_model("llama"), device, backend), CROWDED, told.append)
     assert isinstance(runner, ModelRunner)
     assert runner.graph_sizes == sizes
