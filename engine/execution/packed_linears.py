@@ -5,11 +5,12 @@ loads; results differ by rounding only. A linear has at most one packed copy. Th
 be faster for some numbers of rows, and others may read it. Knows no model, and not how a way multiplies.
 """
 
+import itertools
 import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,13 +29,13 @@ ROW_STEP = 4
 COLD_BYTES = 1 << 26
 """Of one shape so much is multiplied, one weight after the other: one that lies in a cache would flatter."""
 MOST_WEIGHTS = 8
-NUM_REPEATS = 5
-ENOUGH_SECONDS = 0.05
-"""Measurements of one shape and row count end when they have taken so long."""
+NUM_TURNS = 4
+TURN_SECONDS = 0.0025
+"""A way that is fast is called often in its turn, so that no single disturbed call speaks against it."""
 GAIN = 1.05
 """Packed must be faster by this: less lies within the noise."""
 HOPELESS = 2.0
-"""A way that is slower by this, and took long, is not measured with more rows."""
+"""A way that is slower by this, and takes longer than a few turns, is not measured with more rows."""
 SMALLEST = 1 << 14
 """Numbers in a weight below which the call costs more than the product."""
 
@@ -157,21 +158,25 @@ def _candidates(ways: Sequence[Way], linears: list[nn.Linear]) -> list[Candidate
 
 
 def _is_hopeless(mine: list[float], all_of_them: list[list[float]]) -> bool:
-    return bool(mine) and mine[-1] > max(ENOUGH_SECONDS, HOPELESS * min(one[-1] for one in all_of_them))
+    return bool(mine) and mine[-1] > max(
+        NUM_TURNS * TURN_SECONDS, HOPELESS * min(one[-1] for one in all_of_them)
+    )
 
 
 def _least_seconds(ways: list[list[Product]], hidden: torch.Tensor) -> list[float]:
     """Of one call of each way, by turns: what slows the machine for a while then slows all of them."""
-    least = [float("inf")] * len(ways)
-    began = time.perf_counter()
-    for _ in range(NUM_REPEATS):
-        for products in zip(*ways, strict=True):
-            for index, product in enumerate(products):
-                start = time.perf_counter()
-                product(hidden)
-                least[index] = min(least[index], time.perf_counter() - start)
-            if time.perf_counter() - began > ENOUGH_SECONDS:
-                return least
+    calls = [itertools.cycle(products) for products in ways]
+    turns = [[_least_of_a_turn(one, hidden) for one in calls] for _ in range(NUM_TURNS)]
+    return [min(found) for found in zip(*turns, strict=True)]
+
+
+def _least_of_a_turn(products: Iterator[Product], hidden: torch.Tensor) -> float:
+    least = float("inf")
+    began = start = time.perf_counter()
+    while start - began < TURN_SECONDS:
+        next(products)(hidden)
+        now = time.perf_counter()
+        least, start = min(least, now - start), now
     return least
 
 

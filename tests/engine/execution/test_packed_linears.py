@@ -137,12 +137,13 @@ def test_what_one_way_refuses_another_may_take() -> None:
 
 def test_measuring_runs_every_way_with_all_row_counts() -> None:
     ways = (Recording("plain"), Recording("other"))
-    linears = [nn.Linear(32, 64) for _ in range(2)]
+    linears = [nn.Linear(32, 64).requires_grad_(False) for _ in range(2)]
     found = measure([Candidate(way, [way.bind(one) for one in linears]) for way in ways], linears[0])
     assert [len(one) for one in found] == [len(ROW_COUNTS)] * 2
     assert all(0 < seconds < 60 for one in found for seconds in one)
     for way in ways:
         assert sorted(set(way.multiplied)) == list(ROW_COUNTS)
+        assert min(map(way.multiplied.count, ROW_COUNTS)) >= packed_linears.NUM_TURNS
 
 
 def test_a_way_that_is_slow_and_takes_long_is_not_measured_with_more_rows(
@@ -157,11 +158,11 @@ def test_a_way_that_is_slow_and_takes_long_is_not_measured_with_more_rows(
 
     monkeypatch.setattr(packed_linears, "_least_seconds", least_seconds)
     way = Plain()
-    slow, fast, close = takes(0.01, 0.04, 0.2), takes(0.01, 0.01, 0.01, 0.04, 0.16), takes(*[0.015] * 5)
+    slow, fast, close = takes(0.005, 0.009, 0.1), takes(*[0.004] * 5), takes(*[0.007] * 5)
     found = measure([Candidate(way, [product]) for product in (slow, fast, close)], nn.Linear(4, 4))
     torch.testing.assert_close(
         torch.tensor(found),
-        torch.tensor([[0.01, 0.04, 0.2, 0.8, 3.2], [0.01, 0.01, 0.01, 0.04, 0.16], [0.015] * 5]),
+        torch.tensor([[0.005, 0.009, 0.1, 0.4, 1.6], [0.004] * 5, [0.007] * 5]),
     )
 
 
