@@ -161,7 +161,8 @@ class _Rows:
 
 
 def _integers(values: list[int]) -> Integers:
-    return np.array(values, dtype=np.int64)
+    # A third of the time of `np.array`, which first looks for what they are.
+    return np.fromiter(values, dtype=np.int64, count=len(values))
 
 
 def _token_ids(items: tuple[ScheduledSequence, ...]) -> list[int]:

@@ -5,7 +5,6 @@
 // of engine/execution/gumbel.py, bit for bit.
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -50,7 +49,8 @@ float reached_by(const float* row, int64_t width, int64_t number, float* maxima)
     for (int64_t above = 1; above < HEIGHT; ++above)
         for (int64_t i = 0; i < tiles; ++i)
             // NaN is not larger, and what is NaN already is replaced: nothing could be put in order with it.
-            maxima[i] = row[above * tiles + i] > maxima[i] || maxima[i] != maxima[i] ? row[above * tiles + i] : maxima[i];
+            maxima[i] = row[above * tiles + i] > maxima[i] || maxima[i] != maxima[i] ? row[above * tiles + i]
+                                                                                      : maxima[i];
     for (int64_t i = 0; i < tiles; ++i)
         if (maxima[i] != maxima[i]) maxima[i] = -std::numeric_limits<float>::infinity();
     std::nth_element(maxima, maxima + number - 1, maxima + tiles, std::greater<float>());
@@ -71,8 +71,8 @@ int64_t rank_those_above(const float* row, int64_t width, float bound, uint64_t*
     return found;
 }
 
-void find_largest(const float* row, int64_t width, int64_t number, float* values, int64_t* places, float* maxima,
-                  uint64_t* ranks) {
+void find_largest(const float* row, int64_t width, int64_t number, float* values, int64_t* places,
+                  float* maxima, uint64_t* ranks) {
     const float bound = reached_by(row, width, number, maxima);
     int64_t found = rank_those_above(row, width, bound, ranks);
     const std::greater<uint64_t> first{};
