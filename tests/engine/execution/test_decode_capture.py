@@ -143,7 +143,15 @@ def test_a_backend_that_decodes_wrongly_is_found_out(caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize(
     ("max_model_len", "block_size", "num_kv_blocks", "most"),
-    [(2, 16, 1, 1), (7, 4, 9, 5), (64, 16, 3, 8), (64, 16, 40, 8), (5, 1, 4, 4), (100, 32, 100, 64)],
+    [
+        (2, 16, 1, 1),
+        (3, 16, 9, 8),
+        (7, 4, 9, 5),
+        (64, 16, 3, 8),
+        (64, 16, 40, 8),
+        (5, 1, 4, 4),
+        (100, 32, 100, 64),
+    ],
 )
 def test_the_trial_stays_within_the_limits(
     max_model_len: int, block_size: int, num_kv_blocks: int, most: int
