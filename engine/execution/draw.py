@@ -43,7 +43,10 @@ class Draws:
         min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64)
         filtered = (top_k < vocab_size) | (top_p < 1)
         return cls(
-            temperature=sent(torch.tensor([min(p.temperature, HIGHEST_TEMPERATURE) for p in params]), device),
+            temperature=sent(
+                torch.tensor([min(p.temperature, HIGHEST_TEMPERATURE) for p in params], dtype=torch.float32),
+                device,
+            ),
             filters=Filters(sent(top_k, device), sent(top_p, device)),
             lowest=sent(min_p.log().float(), device),
             keys=row_keys([(s.params.seed, s.num_output_tokens) for s in sequences], device),
