@@ -150,7 +150,7 @@ class Pipeline:
         if self._launcher is None or step.launched is None:
             return None
         try:
-            with timer.stage("sample"):
+            with timer.stage("execute"):
                 tokens = self._launcher.fetch(step.launched)
         except DeviceLost as error:
             raise EngineDead(f"the device is lost: {error}") from error

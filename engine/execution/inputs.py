@@ -35,8 +35,7 @@ class StepInputs:
     def known(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`token_ids` of this step, on the device, with the drawn ones in their places.
 
-        What stands in for an error's token is token 0: its sequence has ended, and nobody reads what it
-        writes.
+        Where an error was drawn it is token 0: its sequence ends by that, and nobody reads what it writes.
         """
         if self.drawn is None or not len(self.drawn):
             return token_ids
