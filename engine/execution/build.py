@@ -98,7 +98,8 @@ def build_execution(
     backends = choose_backends(
         attention, deterministic=deterministic, device=find_device(device), library=library
     )
-    numerics = DETERMINISTIC if deterministic else plain(backends)
+    usable = library if isinstance(library, NativeLibrary) else None
+    numerics = DETERMINISTIC if deterministic else plain(backends, usable)
     loaded = load_model(
         _source(model, cache_dir, progress),
         backends=numerics.backends,

@@ -4,6 +4,7 @@ Law: the two ways differ in what stands here and in nothing else. This file does
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from transformers import PreTrainedModel
@@ -13,12 +14,14 @@ from engine.execution.deterministic_attention import DeterministicAttention
 from engine.execution.deterministic_experts import use_whole_rows
 from engine.execution.deterministic_runner import DeterministicRunner
 from engine.execution.deterministic_trial import agreeing_row_counts
+from engine.execution.fast_elements import speed_up_elements
 from engine.execution.fused_linears import fuse_linears
 from engine.execution.inputs import InputBuilder
 from engine.execution.kv_cache import free_bytes
 from engine.execution.kv_pool import KVPool
 from engine.execution.loader import LoadedModel
 from engine.execution.model_runner import ModelRunner
+from engine.execution.native_library import NativeLibrary
 from engine.execution.packed_linears import pack_linears
 from engine.execution.trial import Backend, Preparation
 from engine.step_execution import Runner
@@ -38,7 +41,10 @@ class Numerics(NamedTuple):
     make_runner: Callable[[LoadedModel, EngineConfig, Callable[[str], None]], Runner]
 
 
-def _speed_up(model: PreTrainedModel) -> None:
+def _speed_up(library: NativeLibrary | None, model: PreTrainedModel) -> None:
+    if library is not None:
+        # First: it recognises modules as transformers made them.
+        speed_up_elements(model, library)
     fuse_linears(model)
     if model.device.type == "cpu":
         pack_linears(model, max_bytes=int(free_bytes(model.device) * PACKED_MEMORY_SHARE))
@@ -73,8 +79,9 @@ def _input_builder(config: EngineConfig) -> InputBuilder:
     return InputBuilder(config.max_num_seqs, config.max_model_len, config.block_size)
 
 
-def plain(backends: tuple[Backend, ...]) -> Numerics:
-    return Numerics(backends, _speed_up, _plain_runner)
+def plain(backends: tuple[Backend, ...], library: NativeLibrary | None) -> Numerics:
+    """As fast as it goes. `library`: the native operators; None where there are none."""
+    return Numerics(backends, partial(_speed_up, library), _plain_runner)
 
 
 DETERMINISTIC = Numerics(
