@@ -1,10 +1,10 @@
 """In gated MLPs, down(activation(gate(x)) * up(x)), activation and product become one native operation.
 
 Law: a module is a gated MLP by what it does and not by its name: one of its linears reads what the formula
-makes of the outputs of those that read its input, to the last bit, and gives the module's output. This is seen
-on random rows of several sizes in the model's dtype. Anything else is left alone. All children keep their
-names, and are looked up in each call: what is put in the place of a linear later is used. Results differ by
-rounding only, and a row's bits do not depend on the rows beside it.
+makes of the outputs of those that read its input, to the last bit, and gives the module's output. This is
+seen on random rows of several sizes in the model's dtype. Anything else is left alone. All children keep
+their names, and are looked up in each call: what is put in the place of a linear later is used. Results
+differ by rounding only, and a row's bits do not depend on the rows beside it.
 """
 
 from collections import Counter

@@ -49,8 +49,8 @@ def replace_norms(places: list[SeenPlace], operator: ElementwiseOperator) -> int
 
 def _only_weight(place: SeenPlace) -> nn.Parameter | None:
     """All that the module has besides numbers: one vector, as long as the rows that it was given."""
-    weights = list(place.module.parameters())
-    if len(weights) != 1 or list(place.module.children()) or list(place.module.buffers()):
+    weights, buffers = list(place.module.parameters()), list(place.module.buffers())
+    if len(weights) != 1 or buffers or len(list(place.module.modules())) > 1:
         return None
     (weight,) = weights
     fits = weight.shape == place.shape[-1:] and weight.dtype == place.dtype and weight.dtype in DTYPES

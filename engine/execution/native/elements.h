@@ -16,26 +16,48 @@ inline Floats load(const BFloat16* from) {
     return (Floats)(__builtin_convertvector(bits, Words) << 16);
 }
 
-// As `from_float` rounds.
-inline void store(BFloat16* to, Floats value) {
+// To bfloat16 as `from_float` rounds; the lower halves hold what is to be cut off.
+inline Words rounded_bits(Floats value) {
     Words bits = (Words)value;
-    bits = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    bits = value == value ? bits : Words{} + 0x7fc0u;
-    Halves halves = __builtin_convertvector(bits, Halves);
+    return value == value ? bits + 0x7fffu + ((bits >> 16) & 1u) : Words{} + 0x7fc00000u;
+}
+
+inline void store(BFloat16* to, Floats value) {
+    Halves halves = __builtin_convertvector(rounded_bits(value) >> 16, Halves);
     std::memcpy(to, &halves, sizeof halves);
 }
 
 // What is left of a number that is stored as T and read again.
 template <typename T>
 inline Floats rounded(Floats value) {
-    T stored[LANES];
-    store(stored, value);
-    return load(stored);
+    return (Floats)(rounded_bits(value) & 0xffff0000u);
 }
 
 template <>
 inline Floats rounded<float>(Floats value) {
     return value;
+}
+
+// A register full of T as vectors of float32: one, or of bfloat16 two, the even numbers and the odd ones. So a
+// shift and a mask take it apart, and nothing has to cross the register.
+template <typename T>
+constexpr int VECTORS = int(sizeof(float) / sizeof(T));
+template <typename T>
+constexpr int NUMBERS = VECTORS<T> * LANES;
+
+inline void load_all(const float* from, Floats* to) { to[0] = load(from); }
+
+inline void load_all(const BFloat16* from, Floats* to) {
+    Words pairs = load_words(from);
+    to[0] = (Floats)(pairs << 16);
+    to[1] = (Floats)(pairs & 0xffff0000u);
+}
+
+inline void store_all(float* to, const Floats* from) { store(to, from[0]); }
+
+inline void store_all(BFloat16* to, const Floats* from) {
+    Words pairs = (rounded_bits(from[0]) >> 16) | (rounded_bits(from[1]) & 0xffff0000u);
+    std::memcpy(to, &pairs, sizeof pairs);
 }
 
 // The last numbers of a row, with zeros behind them: what lies behind a row is another's.

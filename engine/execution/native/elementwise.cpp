@@ -89,11 +89,22 @@ void norm_rows(const TokenmillNorm& norm, const void* x, void* out, int64_t oute
 
 template <typename T, Floats (*activation)(Floats)>
 __attribute__((noinline)) void gate_row(const T* gate, const T* up, T* out, int64_t size) {
-    auto pass = [](Floats gate, Floats up) { return rounded<T>(activation(gate)) * up; };
+    auto pass = [](const T* gate, const T* up, T* out) {
+        Floats gates[VECTORS<T>], ups[VECTORS<T>];
+        load_all(gate, gates);
+        load_all(up, ups);
+        for (int v = 0; v < VECTORS<T>; v++) gates[v] = rounded<T>(activation(gates[v])) * ups[v];
+        store_all(out, gates);
+    };
     int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) store(out + i, pass(load(gate + i), load(up + i)));
-    if (i < size)
-        store_part(out + i, pass(load_part(gate + i, size - i), load_part(up + i, size - i)), size - i);
+    for (; i + NUMBERS<T> <= size; i += NUMBERS<T>) pass(gate + i, up + i, out + i);
+    if (i == size) return;
+    const size_t rest = size_t(size - i) * sizeof(T);
+    T gates[NUMBERS<T>] = {}, ups[NUMBERS<T>] = {}, outs[NUMBERS<T>];
+    std::memcpy(gates, gate + i, rest);
+    std::memcpy(ups, up + i, rest);
+    pass(gates, ups, outs);
+    std::memcpy(out + i, outs, rest);
 }
 
 template <typename T>
