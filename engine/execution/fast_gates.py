@@ -18,8 +18,9 @@ from engine.execution.elementwise_operator import Activation, ElementwiseOperato
 from engine.execution.native_library import DTYPES
 from engine.execution.seen_places import SeenPlace
 
-SCALES = (1e-2, 1.0, 1e3)
-"""Of the rows that are tried; the largest shows a bound."""
+SCALES = (1e-2, 1.0, 3.0, 10.0, 30.0, 1e3)
+"""Of the rows that are tried; the largest shows a bound. Activations are most unlike where a gate is about to
+close, at some number in between."""
 
 
 class GateForm(NamedTuple):
