@@ -17,6 +17,7 @@ from engine.execution.deterministic_attention import DeterministicAttention
 from engine.execution.deterministic_experts import use_whole_rows
 from engine.execution.deterministic_runner import DeterministicRunner
 from engine.execution.deterministic_trial import agreeing_row_counts
+from engine.execution.fast_elements import speed_up_elements
 from engine.execution.fused_linears import fuse_linears
 from engine.execution.inputs import InputBuilder
 from engine.execution.kv_cache import free_bytes
@@ -45,6 +46,9 @@ class Numerics(NamedTuple):
 
 
 def _speed_up(library: NativeLibrary | None, model: PreTrainedModel) -> None:
+    if library is not None:
+        # First: it recognises modules as transformers made them.
+        speed_up_elements(model, library)
     fuse_linears(model)
     if model.device.type == "cpu":
         max_bytes = int(free_bytes(model.device) * PACKED_MEMORY_SHARE)

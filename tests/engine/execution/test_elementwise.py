@@ -1,0 +1,262 @@
+"""The native norm and gate against the same in torch: values, views, NaN, and the bits of a row."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.execution.elementwise_operator import Activation, ElementwiseOperator, NormFormula
+from engine.execution.elementwise_trial import FORMULAS, check_operator
+from engine.execution.native_build import CannotBuild
+from tests.engine.execution.pools import native_library
+
+DTYPES = (torch.float32, torch.bfloat16)
+TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-7}
+"""Relative: bfloat16 may be rounded the other way where float32 differs in its last place, or twice."""
+SIZES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 64, 67, 96, 129, 576, 1031)
+
+
+@pytest.fixture(scope="module")
+def operator() -> ElementwiseOperator:
+    return ElementwiseOperator(native_library())
+
+
+def noise(*shape: int, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def check_norm(operator: ElementwiseOperator, formula: NormFormula, hidden: torch.Tensor) -> torch.Tensor:
+    weight = noise(hidden.shape[-1], seed=1).to(hidden.dtype)
+    found = operator.norm(formula, weight)(hidden)
+    assert found is not None
+    assert found.dtype == hidden.dtype
+    most = TOLERANCE[hidden.dtype]
+    torch.testing.assert_close(found, formula.of(hidden, weight), rtol=most, atol=0, equal_nan=True)
+    return found
+
+
+def check_gate(
+    operator: ElementwiseOperator, activation: Activation, gate: torch.Tensor, up: torch.Tensor
+) -> torch.Tensor:
+    found = operator.gate(activation)(gate, up)
+    assert found is not None
+    assert found.dtype == gate.dtype
+    expected = activation.of(gate) * up
+    # Where a gate is nearly closed, 1 + tanh and 1 + erf cancel: what is left is not precise in torch either.
+    most = TOLERANCE[gate.dtype]
+    torch.testing.assert_close(found, expected, rtol=most, atol=8e-6, equal_nan=True)
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("formula", FORMULAS)
+@pytest.mark.parametrize("size", SIZES)
+def test_norms(operator: ElementwiseOperator, size: int, formula: NormFormula, dtype: torch.dtype) -> None:
+    for scale in (1e-3, 1.0, 300.0):
+        check_norm(operator, formula, noise(5, size, scale=scale).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("size", SIZES)
+def test_gates(operator: ElementwiseOperator, size: int, activation: Activation, dtype: torch.dtype) -> None:
+    gate, up = noise(5, size, scale=3.0).to(dtype), noise(5, size, seed=1).to(dtype)
+    check_gate(operator, activation, gate, up)
+
+
+@pytest.mark.parametrize("activation", Activation)
+def test_a_gate_over_all_sizes_of_numbers(operator: ElementwiseOperator, activation: Activation) -> None:
+    """Relative precision near 0, no overflow far from it, and the places where formulas change over."""
+    sizes = torch.logspace(-30, 4, 4001)
+    gate = torch.cat([sizes, -sizes, torch.linspace(-12, 12, 4001), torch.zeros(1)])
+    found = operator.gate(activation)(gate, torch.ones_like(gate))
+    assert found is not None
+    exact = activation.of(gate.double())
+    assert float(((found - exact).abs() / gate.abs().clamp(min=1e-30)).max()) < 5e-7
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 4), max_size=3),
+    size=st.integers(1, 80),
+    dtype=st.sampled_from(DTYPES),
+    epsilon=st.sampled_from([1e-6, 1e-5, 0.1]),
+    kind=st.tuples(st.sampled_from([0.0, 1.0]), st.booleans()),
+    activation=st.sampled_from(list(Activation)),
+    step=st.integers(1, 2),
+    flipped=st.booleans(),
+)
+def test_any_view(
+    operator: ElementwiseOperator,
+    shape: list[int],
+    size: int,
+    dtype: torch.dtype,
+    epsilon: float,
+    kind: tuple[float, bool],
+    activation: Activation,
+    step: int,
+    flipped: bool,
+) -> None:
+    """What lies between the numbers of a view is NaN, and must not be read into it."""
+    wide = torch.full((*shape, size * step + 3), torch.nan, dtype=dtype)
+    view = wide[..., : size * step : step]
+    view.copy_(noise(*shape, size))
+    if flipped and len(shape) > 1:
+        view = view.transpose(0, -2)
+    check_norm(operator, NormFormula(epsilon, *kind), view)
+    check_gate(operator, activation, view, noise(*view.shape, seed=2).to(dtype))
+    check_gate(operator, activation, noise(*view.shape, seed=2).to(dtype), view)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_of_a_fused_product_give_the_bits_of_copies(
+    operator: ElementwiseOperator, dtype: torch.dtype
+) -> None:
+    wide = noise(1, 9, 3 * 64 + 2 * 50).to(dtype)
+    heads, gate, up = wide.split([3 * 64, 50, 50], dim=-1)  # type: ignore[no-untyped-call]
+    heads = heads.view(1, 9, 3, 64)
+    norm = operator.norm(FORMULAS[0], noise(64).to(dtype))
+    for view in (heads, heads.transpose(1, 2)):
+        assert same(norm(view), norm(view.contiguous()))
+    one = operator.gate(Activation.SILU)
+    assert same(one(gate, up), one(gate.contiguous(), up.contiguous()))
+
+
+def same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    """The same shape and bits."""
+    assert left is not None
+    assert right is not None
+    return torch.equal(left, right)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+Way = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+def ways(operator: ElementwiseOperator, dtype: torch.dtype, size: int) -> list[Way]:
+    """Everything that is done to rows of `size` numbers."""
+    weight = noise(size, seed=1).to(dtype)
+    gates = [operator.gate(activation) for activation in Activation]
+    return [
+        *(operator.norm(formula, weight) for formula in FORMULAS),
+        *(lambda hidden, gate=gate: gate(hidden, hidden.flip(-1)) for gate in gates),
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "size"), [(700, 67), (40, 1031), (3, 20011)])
+def test_a_row_has_the_same_bits_in_any_company(
+    operator: ElementwiseOperator, num_rows: int, size: int, dtype: torch.dtype
+) -> None:
+    """Alone, beside others, and by one thread or several; so many numbers that threads share them."""
+    hidden = noise(num_rows, size, scale=2.0).to(dtype)
+    for way in ways(operator, dtype, size):
+        alone = torch.cat([one for row in hidden if (one := way(row[None])) is not None])
+        for count in (1, 2, 3):
+            with threads(count):
+                assert same(way(hidden), alone)
+                assert same(way(hidden[1:]), alone[1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("column", [0, 70, 99])
+def test_what_is_not_finite_stays_in_its_row_and_shows_there(
+    operator: ElementwiseOperator, column: int, bad: float, dtype: torch.dtype
+) -> None:
+    """In a whole vector and in the rest of a row; as it comes out of torch."""
+    clean = noise(4, 100).to(dtype)
+    hidden = clean.clone()
+    hidden[2, column] = bad
+    for formula in FORMULAS:
+        found = check_norm(operator, formula, hidden)
+        assert found[2].isnan().any()
+        assert torch.equal(found[[0, 1, 3]], check_norm(operator, formula, clean)[[0, 1, 3]])
+    for activation in Activation:
+        for gate, up in ((hidden, clean), (clean, hidden)):
+            found = check_gate(operator, activation, gate, up)
+            assert not found[2, column].isfinite() or (gate is hidden and bad == -math.inf)
+
+
+def test_a_nan_of_any_payload_stays_one_in_bfloat16(operator: ElementwiseOperator) -> None:
+    """Rounding must not carry it over into a number."""
+    bits = torch.tensor([0x7F81, 0x7FC1, 0x7FFF, -0x0001, -0x003F], dtype=torch.int16)
+    hidden = bits.view(torch.bfloat16).repeat(1, 9)
+    assert hidden.isnan().all()
+    for way in ways(operator, torch.bfloat16, hidden.shape[-1]):
+        found = way(hidden)
+        assert found is not None
+        assert found.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_rows(operator: ElementwiseOperator, dtype: torch.dtype) -> None:
+    for way in ways(operator, dtype, 8):
+        found = way(torch.empty(1, 0, 8, dtype=dtype))
+        assert found is not None
+        assert found.shape == (1, 0, 8)
+
+
+def test_what_does_not_fit_is_refused(operator: ElementwiseOperator) -> None:
+    """The library would read past it."""
+    norm, gate = operator.norm(FORMULAS[0], noise(8)), operator.gate(Activation.SILU)
+    right = noise(2, 8)
+    assert norm(right) is not None
+    assert gate(right, right) is not None
+    for wrong in (noise(2, 7), noise(2, 8).bfloat16(), noise(2, 8).double(), right.to("meta")):
+        assert norm(wrong) is None
+        assert gate(right, wrong) is None
+        assert gate(wrong, right) is None
+    for unknown in (right.double(), right.half(), right.to("meta")):
+        assert gate(unknown, unknown) is None
+
+
+def test_the_weight_outlives_what_the_caller_keeps(operator: ElementwiseOperator) -> None:
+    """A copy in float32 belongs to the norm; memory that was given back would be read otherwise."""
+    weight = noise(4096).bfloat16()
+    norm = operator.norm(FORMULAS[0], weight)
+    expected = norm(noise(1, 4096).bfloat16())
+    del weight
+    rubbish = [torch.full((4096,), torch.nan) for _ in range(64)]
+    assert same(norm(noise(1, 4096).bfloat16()), expected)
+    assert len(rubbish) == 64
+
+
+def test_the_operators_pass_their_trial(operator: ElementwiseOperator) -> None:
+    check_operator(operator)
+
+
+@pytest.mark.parametrize("fault", ["norm", "gate"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_operator_that_is_wrong_in_one_dtype_fails_its_trial(
+    operator: ElementwiseOperator, dtype: torch.dtype, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = getattr(operator, fault)
+
+    def wrong(*about: object) -> Callable[..., torch.Tensor]:
+        native = right(*about)
+
+        def compute(*given: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = native(*given)
+            if given[0].dtype == dtype:
+                found[-1, -1] = math.nan
+            return found
+
+        return compute
+
+    monkeypatch.setattr(operator, fault, wrong)
+    with pytest.raises(CannotBuild, match=f"disagrees with torch in {dtype}"):
+        check_operator(operator)

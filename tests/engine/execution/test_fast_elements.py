@@ -1,0 +1,328 @@
+"""Norms and gated MLPs that go to native operators: the same tokens, and nothing else is touched."""
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Callable
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import gelu, silu
+from transformers import PreTrainedModel
+
+from engine.config import EngineConfig
+from engine.execution import numerics
+from engine.execution.attention import ATTENTION_NAME, install
+from engine.execution.elementwise_operator import Activation, ElementwiseOperator, NormFormula
+from engine.execution.fast_elements import speed_up_elements
+from engine.execution.fast_gates import FastGate, replace_gates
+from engine.execution.fast_norms import FastNorm, replace_norms
+from engine.execution.fused_linears import FusedPart, fuse_linears
+from engine.execution.native_build import CannotBuild
+from engine.execution.seen_places import seen_places
+from tests.comparer import Reference, assert_equal_tokens, reference
+from tests.engine.execution.pools import native_library
+from tests.engine.execution.serving import GREEDY, make_prompts, make_runner, serve
+from tests.tiny_models import ARCHITECTURES, make_model
+
+PROMPTS = make_prompts((1, 5, 17, 33, 64))
+REQUESTS = {name: (prompt, GREEDY) for name, prompt in PROMPTS.items()}
+CROWDED = EngineConfig(
+    max_model_len=128, num_kv_blocks=30, block_size=4, max_num_batched_tokens=24, max_num_seqs=4
+)
+DTYPES = (torch.float32, torch.bfloat16)
+
+NORMS_AND_GATES = {
+    "llama": (5, 2), "qwen2": (5, 2), "qwen3": (9, 2), "mistral": (5, 2), "gemma2": (9, 2),
+    "gemma3_text": (13, 2), "phi3": (5, 2), "gpt_neox": (0, 0), "gpt2": (0, 0), "opt": (0, 0),
+    "mixtral": (5, 0), "olmo2": (9, 2), "granite": (5, 2), "smollm3": (5, 2), "gpt_oss": (5, 0),
+}  # fmt: skip
+"""Of two layers: norms around blocks and of heads; experts and MLPs without a gate are left alone."""
+
+
+@cache
+def expected(arch: str) -> dict[str, Reference]:
+    model = make_model(arch)
+    return {name: reference(model, prompt, 20) for name, prompt in PROMPTS.items()}
+
+
+def ready(arch: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    install()
+    model = make_model(arch, dtype=dtype)
+    model.set_attn_implementation(ATTENTION_NAME)
+    return model
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_greedy_tokens_stay_those_of_generate(arch: str) -> None:
+    model = ready(arch)
+    assert speed_up_elements(model, native_library()) == NORMS_AND_GATES[arch]
+    fuse_linears(model)
+
+    served = serve(make_runner(model, CROWDED), CROWDED, REQUESTS)
+
+    assert served.num_preempted > 0
+    assert_equal_tokens(served.token_ids, expected(arch))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_bfloat16_has_the_same_norms_and_gates_and_nearly_the_same_logits(arch: str) -> None:
+    plain, fast = make_model(arch, dtype=torch.bfloat16), ready(arch, torch.bfloat16)
+    assert speed_up_elements(fast, native_library()) == NORMS_AND_GATES[arch]
+    fast.set_attn_implementation("eager")
+    token_ids = torch.tensor([PROMPTS["33 tokens"]])
+    with torch.inference_mode():
+        ours, theirs = (model(token_ids, use_cache=False).logits.float() for model in (fast, plain))
+    # A rounding that turned the other way early grows on its way through the layers.
+    assert float((ours - theirs).abs().mean() / theirs.abs().mean()) < 0.03
+
+
+def test_the_formulas_are_those_of_the_architectures() -> None:
+    found = {}
+    for arch in ("llama", "gemma2", "gpt_oss"):
+        model = ready(arch, torch.bfloat16)
+        speed_up_elements(model, native_library())
+        found[arch] = model.model.norm.formula[1:]
+    assert found == {"llama": (0.0, True), "gemma2": (1.0, False), "gpt_oss": (0.0, False)}
+
+
+def test_weights_and_children_stay_where_they_were() -> None:
+    model = ready("qwen2")
+    before = {name: weight.data_ptr() for name, weight in model.named_parameters()}
+    names = {name for name, _ in model.named_modules()}
+    assert speed_up_elements(model, native_library()) == (5, 2)
+    assert {name: weight.data_ptr() for name, weight in model.named_parameters()} == before
+    assert {name for name, _ in model.named_modules()} == names
+
+
+def test_linears_that_are_replaced_later_are_used() -> None:
+    model = ready("qwen2")
+    speed_up_elements(model, native_library())
+    assert fuse_linears(model) == 2 * model.config.num_hidden_layers
+    mlp = model.model.layers[0].mlp
+    assert type(mlp) is FastGate
+    assert type(mlp.gate_proj) is FusedPart
+    assert mlp.gate_proj.fused is mlp.up_proj.fused
+    hidden = torch.randn(1, 3, model.config.hidden_size)
+    gate, up = (one.weight @ hidden[0].T for one in (mlp.gate_proj, mlp.up_proj))
+    right = (silu(gate) * up).T @ mlp.down_proj.weight.T
+    torch.testing.assert_close(mlp(hidden)[0], right)
+
+
+def test_a_second_pass_finds_nothing_left() -> None:
+    model = ready("gemma2")
+    assert sum(speed_up_elements(model, native_library())) > 0
+    once = [type(module) for module in model.modules()]
+    speed_up_elements(model, native_library())
+    assert Counter(type(module) for module in model.modules()) == Counter(once)
+
+
+class Norm(nn.Module):
+    """A norm under names of its own, or nearly one."""
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor] = lambda row: row) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.randn(24))
+        self.tiny = 1e-4
+        self.change = change
+
+    def forward(self, row: torch.Tensor) -> torch.Tensor:
+        normed = row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + self.tiny)
+        return self.change(self.gamma * normed)
+
+
+class Mean(Norm):
+    """A layer norm: nearly the same on rows whose mean is nearly 0."""
+
+    def forward(self, row: torch.Tensor) -> torch.Tensor:
+        return super().forward(row - row.mean(-1, keepdim=True))
+
+
+class OtherEpsilon(Norm):
+    """Its epsilon cannot be read from it."""
+
+    def forward(self, row: torch.Tensor) -> torch.Tensor:
+        return self.gamma * row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + 2 * self.tiny)
+
+
+class Mated(Norm):
+    """Reads more than its row."""
+
+    def forward(self, row: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(row) if gate is None else super().forward(row) * gate
+
+
+class Mlp(nn.Module):
+    """A gated MLP under names of its own, or nearly one."""
+
+    def __init__(self, act: Callable[[torch.Tensor], torch.Tensor], num_inner: int = 40) -> None:
+        super().__init__()
+        self.c, self.b, self.a = nn.Linear(num_inner, 24), nn.Linear(24, num_inner), nn.Linear(24, num_inner)
+        self.act = act
+
+    def forward(self, row: torch.Tensor) -> torch.Tensor:
+        down: torch.Tensor = self.c(self.b(row) * self.act(self.a(row)))
+        return down
+
+
+class Wide(nn.Module):
+    """Gate and up are one linear; `gate_last`: in which order."""
+
+    def __init__(self, gate_last: bool) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(24, 80), nn.Linear(40, 24)
+        self.gate_last = gate_last
+
+    def forward(self, row: torch.Tensor) -> torch.Tensor:
+        first, second = self.both(row).chunk(2, -1)
+        down: torch.Tensor = self.down(first * silu(second) if self.gate_last else silu(first) * second)
+        return down
+
+
+class Scaled(Mlp):
+    """Does something to its output."""
+
+    def forward(self, row: torch.Tensor) -> torch.Tensor:
+        return super().forward(row) * 1.5
+
+
+class Clamped(Mlp):
+    """Differs where numbers are large."""
+
+    def forward(self, row: torch.Tensor) -> torch.Tensor:
+        down: torch.Tensor = self.c(self.b(row).clamp(max=50.0) * self.act(self.a(row)))
+        return down
+
+
+class Twice(Mlp):
+    """Calls a linear again."""
+
+    def forward(self, row: torch.Tensor) -> torch.Tensor:
+        return super().forward(row) + 0 * self.a(row).sum()
+
+
+class Weighed(Mlp):
+    """Has a weight besides, which may be used at other times."""
+
+    def __init__(self) -> None:
+        super().__init__(silu)
+        self.extra = nn.Parameter(torch.ones(1))
+
+
+def replaced(module: nn.Module, dtype: torch.dtype = torch.float32, **named: torch.Tensor) -> nn.Module:
+    """What stands in the place of `module` after both passes; its outputs are checked."""
+    model = nn.ModuleDict({"it": module}).to(dtype).requires_grad_(False)
+    hidden = torch.randn(1, 2, 24).to(dtype)
+    right = module(hidden, **named)
+    operator = ElementwiseOperator(native_library())
+    places = seen_places(model, lambda: model["it"](hidden, **named))
+    count = replace_norms(places, operator) + replace_gates(places, operator)
+    assert count == (model["it"] is not module)
+    most = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(model["it"](hidden, **named), right, rtol=most, atol=most)
+    return model["it"]
+
+
+def test_a_norm_is_known_by_what_it_does() -> None:
+    found = replaced(Norm())
+    assert type(found) is FastNorm
+    assert found.formula == NormFormula(1e-4, 0.0, True)
+
+
+def test_a_norm_that_rounds_elsewhere_is_left_alone() -> None:
+    """In bfloat16 this one rounds after every step."""
+    module = Norm()
+    assert replaced(module, torch.bfloat16) is module
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Norm(lambda row: 2 * row), Norm(lambda row: row.clamp(max=1.0)), Norm(lambda row: row.double()),
+        Norm(lambda row: row + 1e-6), Mean(), OtherEpsilon(), nn.LayerNorm(24), nn.Linear(24, 24, bias=False),
+    ],
+)  # fmt: skip
+def test_what_is_nearly_a_norm_is_left_alone(module: nn.Module) -> None:
+    assert replaced(module) is module
+
+
+def test_a_norm_that_is_given_more_is_left_alone() -> None:
+    module = Mated()
+    assert replaced(module, gate=torch.randn(1, 2, 24)) is module
+    assert type(replaced(Mated())) is FastNorm
+
+
+def test_a_norm_in_another_dtype_than_its_rows_is_left_alone() -> None:
+    model = nn.ModuleDict({"it": Norm()}).requires_grad_(False)
+    places = seen_places(model, lambda: model["it"](torch.randn(1, 2, 24).bfloat16()))
+    assert replace_norms(places, ElementwiseOperator(native_library())) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("act", "activation"),
+    [
+        (silu, Activation.SILU),
+        (nn.SiLU(), Activation.SILU),
+        (partial(gelu, approximate="tanh"), Activation.GELU_TANH),
+        (nn.GELU(), Activation.GELU_ERF),
+    ],
+)
+@pytest.mark.parametrize("num_inner", [40, 24])
+def test_a_gated_mlp_is_known_by_what_it_does(
+    num_inner: int, act: Callable[[torch.Tensor], torch.Tensor], activation: Activation, dtype: torch.dtype
+) -> None:
+    """With as many numbers within as without, too, where shapes tell nothing."""
+    found = replaced(Mlp(act, num_inner), dtype)
+    assert type(found) is FastGate
+    assert (found.form.down, found.form.activation) == ("c", activation)
+
+
+@pytest.mark.parametrize("gate_last", [True, False])
+def test_gate_and_up_in_one_linear(gate_last: bool) -> None:
+    found = replaced(Wide(gate_last))
+    assert type(found) is FastGate
+    assert found.form.gate_first is not gate_last
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Mlp(torch.relu), Mlp(torch.sigmoid), Mlp(lambda row: silu(1.702 * row) / 1.702), Scaled(silu),
+        Clamped(silu), Twice(silu), Weighed(), nn.Sequential(nn.Linear(24, 48), nn.SiLU(), nn.Linear(48, 24)),
+    ],
+)  # fmt: skip
+def test_what_is_nearly_a_gated_mlp_is_left_alone(module: nn.Module) -> None:
+    assert replaced(module) is module
+
+
+def test_what_the_operator_does_not_take_is_computed_by_torch() -> None:
+    hidden = torch.randn(1, 2, 24, dtype=torch.float64)
+    for module in (Norm(), Mlp(silu)):
+        right = copy.deepcopy(module).double()(hidden)
+        found = replaced(module).double()(hidden)
+        assert found.dtype == torch.float64
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+
+
+def test_an_operator_that_fails_its_trial_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: object) -> None:
+        raise CannotBuild("what was compiled disagrees")
+
+    monkeypatch.setattr("engine.execution.fast_elements.check_operator", fail)
+    with caplog.at_level(logging.WARNING):
+        assert speed_up_elements(ready(), native_library()) == (0, 0)
+    assert "computed by torch, which is slower: what was compiled disagrees" in caplog.text
+
+
+@pytest.mark.parametrize("has_library", [True, False])
+def test_a_plain_model_is_prepared_with_the_library_if_there_is_one(has_library: bool) -> None:
+    model = ready()
+    numerics.plain((), native_library() if has_library else None).prepare(model)
+    kinds = Counter(type(module) for module in model.modules())
+    assert (kinds[FastNorm], kinds[FastGate]) == ((5, 2) if has_library else (0, 0))
+    assert kinds[FusedPart] > 0
