@@ -139,6 +139,7 @@ def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
         dtype=settings.dtype,
         device=settings.device,
         attention=settings.attention,
+        quantization=settings.quantization,
         deterministic=settings.deterministic,
         progress=loading.progress,
         **{name: value for name, value in asdict(settings.engine).items() if value is not None},

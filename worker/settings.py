@@ -19,6 +19,7 @@ MAX_PREFILL_RESERVE = 0.9
 POLICIES = ("fifo", "skip_ahead")
 DTYPES = ("auto", "float32", "bfloat16")
 ATTENTION = ("auto", "torch", "native")
+QUANTIZATION = ("none", "int8", "int4")
 _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"0", "false", "no", "off"})
 
@@ -66,7 +67,8 @@ class WorkerSettings:
     """All settings of one worker process.
 
     `model`: a directory, a hub id, or the default model's name, which lies converted under `cache_dir`.
-    `served_model_name`: its public name. `attention`: one of `ATTENTION`, as the engine has it.
+    `served_model_name`: its public name. `attention`: one of `ATTENTION`, `quantization`: one of
+    `QUANTIZATION`, as the engine has them.
     `deterministic`: a request's tokens do not depend on what runs beside it, to the last bit.
     `load_seconds`: deadline of loading the model. `metrics_port`: 0 takes any free port and logs it.
     """
@@ -76,6 +78,7 @@ class WorkerSettings:
     dtype: str = "auto"
     device: str = "auto"
     attention: str = "auto"
+    quantization: str = "none"
     deterministic: bool = False
     redis_url: str = "redis://127.0.0.1:6379/0"
     metrics_host: str = "127.0.0.1"
@@ -96,6 +99,7 @@ class WorkerSettings:
             dtype=read.word("TOKENMILL_DTYPE", DTYPES) or "auto",
             device=read.text("TOKENMILL_DEVICE", "auto"),
             attention=read.word("TOKENMILL_ATTENTION", ATTENTION) or "auto",
+            quantization=read.word("TOKENMILL_QUANTIZATION", QUANTIZATION) or "none",
             deterministic=bool(read.switch("TOKENMILL_DETERMINISTIC")),
             redis_url=read.redis_url("REDIS_URL", "redis://127.0.0.1:6379/0"),
             metrics_host=read.text("TOKENMILL_METRICS_HOST", "127.0.0.1"),

@@ -18,7 +18,8 @@ from engine.execution.default_model import DEFAULT_MODEL, default_model
 from engine.execution.grammars import LlguidanceBackend
 from engine.execution.kv_cache import CPU_SHARE, CUDA_SHARE, choose_num_kv_blocks, free_bytes
 from engine.execution.loader import LoadedModel, find_device, load_model
-from engine.execution.numerics import DETERMINISTIC, plain
+from engine.execution.numerics import DETERMINISTIC, plain, quantized
+from engine.execution.quantization_choice import check_quantization, quantized_fingerprint
 from engine.execution.sampler import Sampler
 from engine.execution.tokenizer import Tokenizer
 from engine.grammars import GrammarCompiler
@@ -31,7 +32,7 @@ class Execution:
     """What `Engine` takes, and what a model card tells.
 
     `eos_token_ids`: all that end a text. `fingerprint`: the same files give the same string. `attention`: the
-    name of the backend in use.
+    name of the backend in use. `quantization`: how weights are kept, one of `QUANTIZATION`.
     """
 
     runner: Runner
@@ -45,6 +46,7 @@ class Execution:
     dtype: str
     device: str
     attention: str
+    quantization: str
 
     def new_engine(self) -> Engine:
         """An engine of its own; one at a time, as there is one pool."""
@@ -67,6 +69,7 @@ def build_execution(
     device: str = "auto",
     deterministic: bool = False,
     attention: str = "auto",
+    quantization: str = "none",
     kv_memory_share: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
     **limits: Any,
@@ -77,7 +80,8 @@ def build_execution(
     `device`, `progress`: see `load_model`. `deterministic`: a sequence's logits are the same to the bit
     whatever else is computed, in whatever chunks, found in the cache or computed again; this is slower, and
     models for which it does not hold are refused. `attention`: "native", a CPU's operator that is compiled
-    once into `cache_dir`; "torch"; or "auto", the native one where it can be had.
+    once into `cache_dir`; "torch"; or "auto", the native one where it can be had. `quantization`: "none", or
+    on a CPU "int8" or "int4": weights take a quarter or a sixth of float32's memory, and logits change.
 
     `limits`: fields of `EngineConfig`; None leaves one to its default, but for fields that take None.
     `max_model_len`: at most the model's own, which is the default. `num_kv_blocks`: by default enough for
@@ -90,18 +94,24 @@ def build_execution(
     boolean("deterministic", deterministic)
     # Checked before minutes are spent on loading; what is left open gets a value that passes.
     EngineConfig(**{"max_model_len": 2, "num_kv_blocks": 1, **given})
+    target = find_device(device)
+    check_quantization(quantization, deterministic=deterministic, device=target)
     backends = choose_backends(
         attention,
         deterministic=deterministic,
-        device=find_device(device),
+        device=target,
         cache_directory=None if cache_dir is None else Path(cache_dir),
         progress=progress,
     )
-    numerics = DETERMINISTIC if deterministic else plain(backends)
+    if quantization != "none":
+        numerics = quantized(backends, quantization, progress)
+    else:
+        numerics = DETERMINISTIC if deterministic else plain(backends)
     loaded = load_model(
         _source(model, cache_dir, progress),
         backends=numerics.backends,
         prepare=numerics.prepare,
+        finish=numerics.finish,
         dtype=dtype,
         device=device,
         progress=progress,
@@ -112,7 +122,7 @@ def build_execution(
     runner.check()
     progress(f"attention: {loaded.backend.name}")
     progress(f"ready: {config.num_kv_blocks} KV blocks, {config.max_model_len} tokens a sequence")
-    return _execution(loaded, config, tokenizer, runner)
+    return _execution(loaded, config, tokenizer, runner, quantization)
 
 
 def _given_limits(limits: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +140,9 @@ def _given_limits(limits: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _execution(loaded: LoadedModel, config: EngineConfig, tokenizer: Tokenizer, runner: Runner) -> Execution:
+def _execution(
+    loaded: LoadedModel, config: EngineConfig, tokenizer: Tokenizer, runner: Runner, quantization: str
+) -> Execution:
     eos_token_ids = loaded.eos_token_ids or tokenizer.eos_token_ids
     grammars = LlguidanceBackend(tokenizer, vocab_size=loaded.vocab_size, eos_token_ids=eos_token_ids)
     if tokenizer.knows_bytes:
@@ -144,10 +156,11 @@ def _execution(loaded: LoadedModel, config: EngineConfig, tokenizer: Tokenizer, 
         config=config,
         eos_token_ids=eos_token_ids,
         vocab_size=loaded.vocab_size,
-        fingerprint=loaded.fingerprint,
+        fingerprint=quantized_fingerprint(loaded.fingerprint, quantization),
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
         attention=loaded.backend.name,
+        quantization=quantization,
     )
 
 

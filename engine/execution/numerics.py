@@ -4,6 +4,7 @@ Law: the two ways differ in what stands here and in nothing else. This file does
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from transformers import PreTrainedModel
@@ -20,6 +21,7 @@ from engine.execution.kv_pool import KVPool
 from engine.execution.loader import LoadedModel
 from engine.execution.model_runner import ModelRunner
 from engine.execution.packed_linears import pack_linears
+from engine.execution.quantized_linears import quantize_linears
 from engine.execution.trial import Backend, Preparation
 from engine.step_execution import Runner
 
@@ -30,18 +32,30 @@ PACKED_MEMORY_SHARE = 0.25
 class Numerics(NamedTuple):
     """The parts that belong together. `make_runner` is told how to say in words what takes long.
 
-    `backends`: the first of these that agrees with a model's own attention serves it.
+    `backends`: the first of these that agrees with a model's own attention serves it. `finish` is done to a
+    model after `prepare`, and not to the one that is tried: it may change the logits.
     """
 
     backends: tuple[Backend, ...]
     prepare: Preparation
     make_runner: Callable[[LoadedModel, EngineConfig, Callable[[str], None]], Runner]
+    finish: Preparation = lambda _: None
+
+
+def _fuse(model: PreTrainedModel) -> None:
+    fuse_linears(model)
 
 
 def _speed_up(model: PreTrainedModel) -> None:
     fuse_linears(model)
     if model.device.type == "cpu":
         pack_linears(model, max_bytes=int(free_bytes(model.device) * PACKED_MEMORY_SHARE))
+
+
+def _quantize(quantization: str, progress: Callable[[str], None], model: PreTrainedModel) -> None:
+    progress(f"quantizing the weights to {quantization}")
+    num_weights, (before, after) = quantize_linears(model, quantization)
+    progress(f"{num_weights} weights in {quantization}: {after / 1e6:.0f} MB instead of {before / 1e6:.0f}")
 
 
 def _plain_runner(loaded: LoadedModel, config: EngineConfig, _: Callable[[str], None]) -> Runner:
@@ -75,6 +89,11 @@ def _input_builder(config: EngineConfig) -> InputBuilder:
 
 def plain(backends: tuple[Backend, ...]) -> Numerics:
     return Numerics(backends, _speed_up, _plain_runner)
+
+
+def quantized(backends: tuple[Backend, ...], quantization: str, progress: Callable[[str], None]) -> Numerics:
+    """As `plain`, with weights in "int8" or "int4"; no second copy of any is made beside them."""
+    return Numerics(backends, _fuse, _plain_runner, partial(_quantize, quantization, progress))
 
 
 DETERMINISTIC = Numerics(
