@@ -107,6 +107,7 @@ _WORDS = {
     "policy": ("fifo", "skip_ahead"),
     "dtype": ("auto", "float32", "bfloat16"),
     "attention": ("auto", "native", "torch"),
+    "quantization": ("none", "int8", "int4"),
 }
 """Of the settings that have a few words to choose from."""
 _API = frozenset({Part.API})
@@ -138,6 +139,7 @@ SETTINGS = (
     Setting("prefill_reserve", float, "0.0", "share of a step that decodes leave to prompts", _WORKER),
     Setting("max_chunk_tokens", int, "half a step", "the most that one prompt takes of a step", _WORKER),
     Setting("attention", str, "auto", "auto, or torch, or native: a CPU's own operator", _WORKER),
+    Setting("quantization", str, "none", "none, or int8 or int4: smaller weights on a CPU", _WORKER),
     Setting("decode_graphs", bool, "true", "on CUDA: capture decode steps while loading", _WORKER),
     Setting(
         "async_scheduling",

@@ -139,6 +139,7 @@ def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
         dtype=settings.dtype,
         device=settings.device,
         attention=settings.attention,
+        quantization=settings.quantization,
         decode_graphs=settings.decode_graphs,
         async_scheduling=settings.async_scheduling,
         deterministic=settings.deterministic,

@@ -19,6 +19,7 @@ MAX_PREFILL_RESERVE = 0.9
 POLICIES = ("fifo", "skip_ahead")
 DTYPES = ("auto", "float32", "bfloat16")
 ATTENTION = ("auto", "torch", "native", "triton", "varlen")
+QUANTIZATION = ("none", "int8", "int4")
 _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"0", "false", "no", "off"})
 
@@ -66,7 +67,8 @@ class WorkerSettings:
     """All settings of one worker process.
 
     `model`: a directory, a hub id, or the default model's name, which lies converted under `cache_dir`.
-    `served_model_name`: its public name. `attention`: one of `ATTENTION`, as the engine has it.
+    `served_model_name`: its public name. `attention`: one of `ATTENTION`, `quantization`: one of
+    `QUANTIZATION`, as the engine has them.
     `decode_graphs`: see `engine.execution.build.build_execution`.
     `async_scheduling`: a step is launched before the tokens of the one before it are known; None: on CUDA.
     `deterministic`: a request's tokens do not depend on what runs beside it, to the last bit.
@@ -78,6 +80,7 @@ class WorkerSettings:
     dtype: str = "auto"
     device: str = "auto"
     attention: str = "auto"
+    quantization: str = "none"
     decode_graphs: bool = True
     async_scheduling: bool | None = None
     deterministic: bool = False
@@ -100,6 +103,7 @@ class WorkerSettings:
             dtype=read.word("TOKENMILL_DTYPE", DTYPES) or "auto",
             device=read.text("TOKENMILL_DEVICE", "auto"),
             attention=read.word("TOKENMILL_ATTENTION", ATTENTION) or "auto",
+            quantization=read.word("TOKENMILL_QUANTIZATION", QUANTIZATION) or "none",
             decode_graphs=read.switch("TOKENMILL_DECODE_GRAPHS") is not False,
             async_scheduling=read.switch("TOKENMILL_ASYNC_SCHEDULING"),
             deterministic=bool(read.switch("TOKENMILL_DETERMINISTIC")),

@@ -23,7 +23,8 @@ from engine.execution.launcher import DeviceLauncher
 from engine.execution.loader import LoadedModel, find_device, load_model
 from engine.execution.native_build import CannotBuild
 from engine.execution.native_library import NativeLibrary, find_library
-from engine.execution.numerics import DETERMINISTIC, plain
+from engine.execution.numerics import DETERMINISTIC, plain, quantized
+from engine.execution.quantization_choice import check_quantization, quantized_fingerprint
 from engine.execution.sampler import Sampler
 from engine.execution.search_operators import choose_searches
 from engine.execution.tokenizer import Tokenizer
@@ -38,7 +39,8 @@ class Execution:
     """What `Engine` takes, and what a model card tells.
 
     `eos_token_ids`: all that end a text. `fingerprint`: the same files give the same string. `attention`: the
-    name of the backend in use. `launcher`: None without asynchronous scheduling.
+    name of the backend in use. `quantization`: how weights are kept, one of `QUANTIZATION`. `launcher`: None
+    without asynchronous scheduling.
     """
 
     runner: Runner
@@ -52,6 +54,7 @@ class Execution:
     dtype: str
     device: str
     attention: str
+    quantization: str
     launcher: Launcher | None = None
 
     def new_engine(self) -> Engine:
@@ -76,6 +79,7 @@ def build_execution(
     device: str = "auto",
     deterministic: bool = False,
     attention: str = "auto",
+    quantization: str = "none",
     decode_graphs: bool = True,
     async_scheduling: bool | None = None,
     kv_memory_share: float | None = None,
@@ -90,10 +94,11 @@ def build_execution(
     models for which it does not hold are refused. `attention`: "native", a CPU's operator that is compiled
     once into `cache_dir`; "triton", kernels for CUDA; "varlen", torch's FlashAttention there, for blocks of a
     multiple of 256 tokens; "torch"; or "auto", the first of these that can be had and agrees with the model.
-    `decode_graphs`: on CUDA, decode steps are captured while loading, where the attention allows it, and
-    replayed; never with `deterministic`. `async_scheduling`: a step is decided and launched before the tokens
-    of the one before it are on the host; None: on CUDA. On a CPU, which does a step where it is launched,
-    tokens only come later by it.
+    `quantization`: "none", or on a CPU "int8" or "int4": weights take a quarter or a sixth of float32's
+    memory, and logits change. `decode_graphs`: on CUDA, decode steps are captured while loading, where the
+    attention allows it, and replayed; never with `deterministic`. `async_scheduling`: a step is decided and
+    launched before the tokens of the one before it are on the host; None: on CUDA. On a CPU, which does a
+    step where it is launched, tokens only come later by it.
 
     `limits`: fields of `EngineConfig`; None leaves one to its default, but for fields that take None.
     `max_model_len`: at most the model's own, which is the default. `num_kv_blocks`: by default enough for
@@ -109,20 +114,26 @@ def build_execution(
         boolean("async_scheduling", async_scheduling)
     # Checked before minutes are spent on loading; what is left open gets a value that passes.
     checked = EngineConfig(**{"max_model_len": 2, "num_kv_blocks": 1, **given})
-    library = _native_library(find_device(device), cache_dir, deterministic, progress)
+    target = find_device(device)
+    check_quantization(quantization, deterministic=deterministic, device=target)
+    library = _native_library(target, cache_dir, deterministic, progress)
     backends = choose_backends(
         attention,
         deterministic=deterministic,
-        device=find_device(device),
+        device=target,
         library=library,
         block_size=checked.block_size,
     )
-    operators = None if isinstance(library, CannotBuild) else library
-    numerics = DETERMINISTIC if deterministic else plain(backends, operators, has_graphs=decode_graphs)
+    usable = library if isinstance(library, NativeLibrary) else None
+    if quantization != "none":
+        numerics = quantized(backends, usable, quantization, progress)
+    else:
+        numerics = DETERMINISTIC if deterministic else plain(backends, usable, has_graphs=decode_graphs)
     loaded = load_model(
         _source(model, cache_dir, progress),
         backends=numerics.backends,
         prepare=numerics.prepare,
+        finish=numerics.finish,
         dtype=dtype,
         device=device,
         progress=progress,
@@ -136,7 +147,7 @@ def build_execution(
     sampler = Sampler(choose_searches(library))
     is_ahead = loaded.device.type == "cuda" if async_scheduling is None else async_scheduling
     launcher = DeviceLauncher(runner, sampler, loaded.device) if is_ahead else None
-    return _execution(loaded, config, tokenizer, runner, sampler, launcher)
+    return _execution(loaded, config, tokenizer, runner, sampler, launcher, quantization)
 
 
 def _given_limits(limits: dict[str, Any]) -> dict[str, Any]:
@@ -161,6 +172,7 @@ def _execution(
     runner: Runner,
     sampler: Sampler,
     launcher: Launcher | None,
+    quantization: str,
 ) -> Execution:
     eos_token_ids = loaded.eos_token_ids or tokenizer.eos_token_ids
     grammars = LlguidanceBackend(tokenizer, vocab_size=loaded.vocab_size, eos_token_ids=eos_token_ids)
@@ -175,10 +187,11 @@ def _execution(
         config=config,
         eos_token_ids=eos_token_ids,
         vocab_size=loaded.vocab_size,
-        fingerprint=loaded.fingerprint,
+        fingerprint=quantized_fingerprint(loaded.fingerprint, quantization),
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
         attention=loaded.backend.name,
+        quantization=quantization,
         launcher=launcher,
     )
 

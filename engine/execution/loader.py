@@ -52,6 +52,7 @@ def load_model(
     *,
     backends: tuple[Backend, ...],
     prepare: Preparation = lambda _: None,
+    finish: Preparation = lambda _: None,
     dtype: str = "auto",
     device: str = "auto",
     progress: Callable[[str], None],
@@ -60,9 +61,10 @@ def load_model(
 
     `backends`: those that may compute its attention; the first that agrees with the model's own is taken.
     `dtype`: "float32", "bfloat16", or "auto": the checkpoint's on CUDA, float32 on a CPU. `device`: "cpu",
-    "cuda", or "auto". `prepare` is done to the model and, before, to the small one that is tried. `progress`
-    is told in words what happens. Raises `InvalidParameter`, or
-    `UnsupportedModel` with the model's type and the reason.
+    "cuda", or "auto". `prepare` is done to the model and, before, to the small one that is tried; `finish`,
+    which may change the logits, to the model alone. `progress` is told in words what happens.
+
+    Raises `InvalidParameter`, or `UnsupportedModel` with the model's type and the reason.
     """
     target = find_device(device)
     directory = find_model(source, progress)
@@ -76,6 +78,7 @@ def load_model(
         progress(f"loading {directory} on {target}")
         model = _load_weights(directory, find_dtype(dtype, target), target)
         prepare(model)
+        finish(model)
         layers = record_layers(model)
     return LoadedModel(
         model=model,

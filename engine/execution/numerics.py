@@ -28,6 +28,7 @@ from engine.execution.loader import LoadedModel
 from engine.execution.model_runner import ModelRunner
 from engine.execution.native_library import NativeLibrary
 from engine.execution.packed_linears import pack_linears
+from engine.execution.quantized_linears import quantize_linears
 from engine.execution.trial import Backend, Preparation
 
 PACKED_MEMORY_SHARE = 0.25
@@ -37,22 +38,34 @@ PACKED_MEMORY_SHARE = 0.25
 class Numerics(NamedTuple):
     """The parts that belong together. `make_runner` is told how to say in words what takes long.
 
-    `backends`: the first of these that agrees with a model's own attention serves it.
+    `backends`: the first of these that agrees with a model's own attention serves it. `finish` is done to a
+    model after `prepare`, and not to the one that is tried: it may change the logits.
     """
 
     backends: tuple[Backend, ...]
     prepare: Preparation
     make_runner: Callable[[LoadedModel, EngineConfig, Callable[[str], None]], AheadRunner]
+    finish: Preparation = lambda _: None
 
 
-def _speed_up(library: NativeLibrary | None, model: PreTrainedModel) -> None:
+def _fuse(library: NativeLibrary | None, model: PreTrainedModel) -> None:
     if library is not None:
         # First: it recognises modules as transformers made them.
         speed_up_elements(model, library)
     fuse_linears(model)
+
+
+def _speed_up(library: NativeLibrary | None, model: PreTrainedModel) -> None:
+    _fuse(library, model)
     if model.device.type == "cpu":
         max_bytes = int(free_bytes(model.device) * PACKED_MEMORY_SHARE)
         pack_linears(model, linear_ways(library), max_bytes=max_bytes)
+
+
+def _quantize(quantization: str, progress: Callable[[str], None], model: PreTrainedModel) -> None:
+    progress(f"quantizing the weights to {quantization}")
+    num_weights, (before, after) = quantize_linears(model, quantization)
+    progress(f"{num_weights} weights in {quantization}: {after / 1e6:.0f} MB instead of {before / 1e6:.0f}")
 
 
 def _plain_runner(
@@ -100,6 +113,21 @@ def plain(
     device and backend allow it.
     """
     return Numerics(backends, partial(_speed_up, library), partial(_plain_runner, has_graphs=has_graphs))
+
+
+def quantized(
+    backends: tuple[Backend, ...],
+    library: NativeLibrary | None,
+    quantization: str,
+    progress: Callable[[str], None],
+) -> Numerics:
+    """As `plain`, with weights in "int8" or "int4"; no second copy of any is made beside them."""
+    return Numerics(
+        backends,
+        partial(_fuse, library),
+        partial(_plain_runner, has_graphs=False),
+        partial(_quantize, quantization, progress),
+    )
 
 
 DETERMINISTIC = Numerics(

@@ -12,7 +12,7 @@ The kernels read only what the sequence has written, so no block is zeroed when 
 import torch
 
 from engine.errors import UnsupportedModel
-from engine.execution.attention import AttentionBatch, Chunk, LayerCall, LayerSpec
+from engine.execution.attention import AttentionBatch, Chunk, DecodeRows, LayerCall, LayerSpec
 from engine.execution.kv_pool import KVPool
 from engine.execution.triton_launch import (
     DTYPES,
@@ -48,7 +48,15 @@ class TritonAttention:
         self.pool = KVPool(specs, num_blocks, block_size, dtype, device)
 
     def begin(self, batch: AttentionBatch) -> "TritonStep":
-        return TritonStep(self.pool, batch)
+        there = batch.on(self.pool.device)
+        singles = _single_tiles(there.single_rows, there.single_lengths, there.single_tables)
+        return TritonStep(self.pool, there.slots, singles, there.single_tables, batch.chunks)
+
+    def begin_decode(self, rows: DecodeRows) -> "TritonStep":
+        """See `GraphableBackend`: whatever tables name behind a row's length, no kernel looks there."""
+        all_rows = torch.arange(len(rows.slots), device=rows.slots.device)
+        singles = _single_tiles(all_rows, rows.lengths, rows.tables)
+        return TritonStep(self.pool, rows.slots, singles, rows.tables, ())
 
     def zero_blocks(self, blocks: tuple[int, ...]) -> None:
         self.pool.zero_blocks(blocks)
@@ -73,12 +81,19 @@ def refusal(specs: tuple[LayerSpec, ...], dtype: torch.dtype, device: torch.devi
 class TritonStep:
     """One forward: where its tiles begin is written down once for all layers that are cut alike."""
 
-    def __init__(self, pool: KVPool, batch: AttentionBatch) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        slots: torch.Tensor,
+        singles: torch.Tensor,
+        single_tables: torch.Tensor,
+        chunks: tuple[Chunk, ...],
+    ) -> None:
         self._pool = pool
-        self._slots = batch.slots.to(pool.device)
-        self._chunks = batch.chunks
-        self._singles = _single_tiles(batch).to(pool.device)
-        self._single_tables = batch.single_tables.to(pool.device)
+        self._slots = slots
+        self._chunks = chunks
+        self._singles = singles
+        self._single_tables = single_tables
         self._chunk_tiles: dict[int, torch.Tensor] = {}
         if self._chunks:
             self._chunk_tables = torch.cat([chunk.table for chunk in self._chunks]).to(pool.device)
@@ -108,11 +123,11 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _single_tiles(batch: AttentionBatch) -> torch.Tensor:
-    """A tile for each single row, where the batch's tensors are: nothing is asked of a device."""
-    rows, (num_singles, width) = batch.single_rows, batch.single_tables.shape
+def _single_tiles(rows: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+    """A tile for each single row, made where these tensors are: nothing is asked of a device."""
+    num_singles, width = tables.shape
     begins = torch.arange(num_singles, device=rows.device) * width
-    return torch.stack([rows, torch.ones_like(rows), batch.single_lengths, begins], dim=1)
+    return torch.stack([rows, torch.ones_like(rows), lengths, begins], dim=1)
 
 
 def _chunk_tiles(chunks: tuple[Chunk, ...], num_queries: int) -> torch.Tensor:
