@@ -109,6 +109,15 @@ def test_a_weight_is_packed_once_by_each_way_at_most(monkeypatch: pytest.MonkeyP
     assert ways[2].bound == linears[:2]
 
 
+def test_linears_of_one_shape_keep_their_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small(*[(8, 8)] * 4)
+    hidden = torch.randn(3, 8)
+    right = [one(hidden) for one in model]
+    monkeypatch.setattr(packed_linears, "MOST_WEIGHTS", 2)
+    assert pack_all(model, "native", monkeypatch) == 4
+    torch.testing.assert_close([one(hidden) for one in model], right)
+
+
 def test_so_many_weights_are_measured_that_no_cache_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small(*[(8, 8)] * 10)
     way = Recording()
