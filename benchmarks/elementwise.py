@@ -2,8 +2,8 @@
 
     python -m benchmarks.elementwise [--threads 1 2] [--rows 1 8 64 256] [--repeats 200] [--cache .tokenmill]
 
-Both take turns in every repeat, so that a busy machine slows them alike; the least microseconds of a call, with
-SmolLM2-135M's sizes: rows of 576 for norms, and of 1536 within a fused product of 3072 for gates.
+Both take turns in every repeat, so that a busy machine slows them alike; the least microseconds of a call,
+with SmolLM2-135M's sizes: rows of 576 for norms, and of 1536 within a fused product of 3072 for gates.
 """
 
 import argparse
