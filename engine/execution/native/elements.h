@@ -16,10 +16,11 @@ inline Floats load(const BFloat16* from) {
     return (Floats)(__builtin_convertvector(bits, Words) << 16);
 }
 
-// To bfloat16 as `from_float` rounds; the lower halves hold what is to be cut off.
+// To bfloat16, to the nearest and the even one of two; the lower halves hold what is to be cut off. A NaN stays
+// one: its lower half is 0, be it from bfloat16 or made by arithmetic, so nothing is carried over.
 inline Words rounded_bits(Floats value) {
     Words bits = (Words)value;
-    return value == value ? bits + 0x7fffu + ((bits >> 16) & 1u) : Words{} + 0x7fc00000u;
+    return bits + 0x7fffu + ((bits >> 16) & 1u);
 }
 
 inline void store(BFloat16* to, Floats value) {

@@ -35,7 +35,11 @@ def check_norm(operator: ElementwiseOperator, formula: NormFormula, hidden: torc
     assert found is not None
     assert found.dtype == hidden.dtype
     most = TOLERANCE[hidden.dtype]
-    torch.testing.assert_close(found, formula.of(hidden, weight), rtol=most, atol=0, equal_nan=True)
+    expected = formula.of(hidden, weight)
+    torch.testing.assert_close(found, expected, rtol=most, atol=0, equal_nan=True)
+    if hidden.dtype == torch.bfloat16 and hidden.numel() > 100:
+        # Rounded somewhere else, a quarter of the numbers would differ.
+        assert float((found.nan_to_num() == expected.nan_to_num()).float().mean()) > 0.98
     return found
 
 
@@ -49,6 +53,8 @@ def check_gate(
     # Where a gate is nearly closed, 1 + tanh and 1 + erf cancel: what is left is not precise in torch either.
     most = TOLERANCE[gate.dtype]
     torch.testing.assert_close(found, expected, rtol=most, atol=8e-6, equal_nan=True)
+    if gate.dtype == torch.bfloat16 and gate.numel() > 100:
+        assert float((found.nan_to_num() == expected.nan_to_num()).float().mean()) > 0.95
     return found
 
 
