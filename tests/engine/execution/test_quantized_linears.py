@@ -210,9 +210,9 @@ def test_what_others_hold_or_what_does_not_fit_stays_plain(monkeypatch: pytest.M
     with torch.no_grad():
         first.mlp.down_proj.weight[3, 5] = float("nan")
         first.mlp.up_proj.weight[0, 0] = 1e5
-    second.mlp.up_proj = nn.Linear(64, 80, bias=False)
+    second.mlp.up_proj = nn.Linear(64, 48, bias=False)
     monkeypatch.setattr(module, "_check_that_it_runs", lambda *_: None)  # its MLP has odd sizes now
-    monkeypatch.setattr(module, "SMALLEST", 64 * 96)
+    monkeypatch.setattr(module, "SMALLEST", 64 * 64)
     quantize_linears(model, "int4")
     assert type(first.self_attn.o_proj) is type(first.mlp.down_proj) is type(first.mlp.up_proj) is nn.Linear
     assert all(torch.is_tensor(one.weight) for one in kept)
@@ -244,12 +244,12 @@ def test_a_model_that_reads_its_weights_is_refused() -> None:
 
 
 def test_what_cannot_be_had_is_refused_before_anything_is_loaded() -> None:
-    for given, message in (
+    for asked, message in (
         ({"quantization": "int2"}, "must be none, int8, int4, not 'int2'"),
         ({"quantization": "int8", "deterministic": True}, "deterministic numerics are for plain weights"),
     ):
         with pytest.raises(InvalidParameter, match=f"quantization: {message}"):
-            build_execution("/nowhere", device="cpu", **given)
+            build_execution("/nowhere", device="cpu", **asked)
     with pytest.raises(InvalidParameter, match="int4 is for a CPU, not cuda"):
         check_quantization("int4", deterministic=False, device=torch.device("cuda"))
     check_quantization("none", deterministic=True, device=torch.device("cuda"))
