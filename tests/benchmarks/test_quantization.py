@@ -1,4 +1,4 @@
-"""How far 8 and 4 bits take the default model's logits from its plain weights', as the README states."""
+"""8 and 4 bits take the default model's logits no farther from the plain ones than the README states."""
 
 import math
 from pathlib import Path

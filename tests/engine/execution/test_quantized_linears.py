@@ -210,9 +210,9 @@ def test_what_others_hold_or_what_does_not_fit_stays_plain(monkeypatch: pytest.M
     with torch.no_grad():
         first.mlp.down_proj.weight[3, 5] = float("nan")
         first.mlp.up_proj.weight[0, 0] = 1e5
-    second.mlp.up_proj = nn.Linear(64, 80, bias=False)
+    second.mlp.up_proj = nn.Linear(64, 48, bias=False)
     monkeypatch.setattr(module, "_check_that_it_runs", lambda *_: None)  # its MLP has odd sizes now
-    monkeypatch.setattr(module, "SMALLEST", 64 * 96)
+    monkeypatch.setattr(module, "SMALLEST", 64 * 64)
     quantize_linears(model, "int4")
     assert type(first.self_attn.o_proj) is type(first.mlp.down_proj) is type(first.mlp.up_proj) is nn.Linear
     assert all(torch.is_tensor(one.weight) for one in kept)
