@@ -148,7 +148,7 @@ class OtherEpsilon(Norm):
         self.tiny = 1e-9
 
     def forward(self, row: torch.Tensor) -> torch.Tensor:
-        return self.gamma * row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + 2 * self.tiny)
+        return self.gamma * (row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + 2 * self.tiny))
 
 
 class Mated(Norm):
