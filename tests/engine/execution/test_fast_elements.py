@@ -141,10 +141,14 @@ class Mean(Norm):
 
 
 class OtherEpsilon(Norm):
-    """Its epsilon cannot be read from it."""
+    """Its epsilon cannot be read from it, and shows with small rows only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiny = 1e-9
 
     def forward(self, row: torch.Tensor) -> torch.Tensor:
-        return self.gamma * row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + 2 * self.tiny)
+        return self.gamma * (row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + 2 * self.tiny))
 
 
 class Mated(Norm):
