@@ -21,6 +21,8 @@ from engine.execution.attention import (
 from engine.execution.attention_choice import TORCH, choose_backends
 from engine.execution.cuda_capture import CudaCapture
 from engine.execution.inputs import InputBuilder, StepInputs
+from engine.execution.native_build import CannotBuild
+from engine.execution.native_library import NativeLibrary, find_library
 from engine.execution.transfers import move_inputs
 from engine.execution.trial import Backend
 from engine.outputs import ScheduledSequence, SchedulerOutputs
@@ -78,13 +80,17 @@ LAYERS = 4
 
 def backend_named(name: str, options: Options) -> Backend:
     """Raises `Absent`."""
+    device = torch.device(options.device)
+    library: NativeLibrary | CannotBuild = CannotBuild("it is for a CPU")
+    if device.type == "cpu":
+        library = find_library(Path(options.cache), print)
     try:
         (found,) = choose_backends(
             name,
             deterministic=False,
-            device=torch.device(options.device),
-            cache_directory=Path(options.cache),
-            progress=print,
+            device=device,
+            library=library,
+            block_size=BLOCK_SIZE,
         )
     except InvalidParameter as error:
         raise Absent(str(error)) from error

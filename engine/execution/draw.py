@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.execution.contenders import contenders
+from engine.execution.contenders import TRIED_TILES, contenders
 from engine.execution.crossing import sent
 from engine.execution.filters import WINDOW, Filters, decide, mass, thresholds_of_sorted
 from engine.execution.gumbel import gumbel_noise, row_keys
+from engine.execution.largest import TILE
 from engine.execution.searches import Searches
 from engine.execution.seat_parameters import RowParameters
 
@@ -92,9 +93,10 @@ def _draw_from_all(
 ) -> torch.Tensor:
     """Draw among all tokens; `logits` [rows, vocabulary], `lowest` [rows], `keys` [rows, 2].
 
-    On a GPU noise is cheap, and a number of contenders would have to be waited for.
+    On a GPU noise is cheap, and a number of contenders would have to be waited for. Of a small vocabulary the
+    search for them would make all the noise.
     """
-    if logits.device.type == "cpu":
+    if logits.device.type == "cpu" and logits.shape[1] > TRIED_TILES * TILE:
         return draw_from_contenders(logits, lowest, keys, searches)
     return draw_with_all_noise(logits, lowest, keys)
 
