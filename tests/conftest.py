@@ -11,6 +11,8 @@ from pathlib import Path
 
 # Before torch is imported anywhere: OpenMP threads fight badly on a loaded machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Before Triton is imported anywhere, and torch imports it: kernels are run on the CPU by its interpreter.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import redis

@@ -1,10 +1,6 @@
 """Model directories that several tests load."""
 
-import os
 from pathlib import Path
-
-# Before Triton is imported anywhere: kernels are then run on the CPU by its interpreter.
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 
