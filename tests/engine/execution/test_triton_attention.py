@@ -1,4 +1,4 @@
-"""The Triton kernels against torch's backend, run by Triton's interpreter: see `conftest.py`."""
+"""The Triton kernels against torch's backend, run by Triton's interpreter: see `tests/conftest.py`."""
 
 import itertools
 import os
