@@ -11,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.execution.contenders import contenders
+from engine.execution.contenders import TRIED_TILES, contenders
 from engine.execution.filters import WINDOW, Filters, decide, mass, thresholds_of_sorted
 from engine.execution.gumbel import gumbel_noise, row_keys
+from engine.execution.largest import TILE
 from engine.execution.searches import Searches
-from engine.execution.seat_parameters import RowParameters
+from engine.execution.seat_parameters import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +35,20 @@ class Draws:
     unfiltered: torch.Tensor
 
     @classmethod
-    def of(cls, params: RowParameters, indices: list[int], vocab_size: int, device: torch.device) -> "Draws":
+    def of(cls, params: Rows, indices: list[int], vocab_size: int, device: torch.device) -> "Draws":
         """`indices`: how many tokens each output has."""
-        top_k = np.where(params.top_k == 0, vocab_size, np.minimum(params.top_k, vocab_size))
-        filtered = (top_k < vocab_size) | (params.top_p < 1)
+        top_k = np.where(params["top_k"] == 0, vocab_size, np.minimum(params["top_k"], vocab_size))
+        filtered = (top_k < vocab_size) | (params["top_p"] < 1)
 
         def on_device(array: npt.NDArray[Any]) -> torch.Tensor:
-            return torch.from_numpy(array).to(device)
+            # A field of one row counts as contiguous, and yet its stride is the row's.
+            return torch.from_numpy(array.copy()).to(device)
 
         return cls(
-            temperature=on_device(params.temperature),
-            filters=Filters(on_device(top_k), on_device(params.top_p)),
-            lowest=torch.from_numpy(params.min_p).log().float().to(device),
-            keys=row_keys(params.seed_states, indices, device),
+            temperature=on_device(params["temperature"]),
+            filters=Filters(on_device(top_k), on_device(params["top_p"])),
+            lowest=on_device(params["min_p"]).log().float(),
+            keys=row_keys(params["seed_state"], indices, device),
             filtered=on_device(np.flatnonzero(filtered)),
             unfiltered=on_device(np.flatnonzero(~filtered)),
         )
@@ -91,9 +93,10 @@ def _draw_from_all(
 ) -> torch.Tensor:
     """Draw among all tokens; `logits` [rows, vocabulary], `lowest` [rows], `keys` [rows, 2].
 
-    On a GPU noise is cheap, and a number of contenders would have to be waited for.
+    On a GPU noise is cheap, and a number of contenders would have to be waited for. Of a small vocabulary the
+    search for them would make all the noise.
     """
-    if logits.device.type == "cpu":
+    if logits.device.type == "cpu" and logits.shape[1] > TRIED_TILES * TILE:
         return draw_from_contenders(logits, lowest, keys, searches)
     return draw_with_all_noise(logits, lowest, keys)
 

@@ -14,7 +14,7 @@ from engine.execution.faults import device_faults
 from engine.execution.largest import first_largest
 from engine.execution.logprobs import token_logprobs
 from engine.execution.searches import TORCH, Searches
-from engine.execution.seat_parameters import RowParameters, SeatParameters
+from engine.execution.seat_parameters import NO_LOGPROBS, Rows, SeatParameters
 from engine.outputs import SampledToken, ScheduledSequence, TokenLogprobs
 from engine.sequence import Sequence
 
@@ -51,14 +51,12 @@ class Sampler:
             sampled: list[SampledToken] = []
             for start in range(0, len(rows), step):
                 part = slice(start, start + step)
-                sampled += self._sample(logits[part].float(), sequences[part], params.of(part))
+                sampled += self._sample(logits[part].float(), sequences[part], params[part])
         return sampled
 
-    def _sample(
-        self, logits: torch.Tensor, sequences: list[Sequence], params: RowParameters
-    ) -> list[SampledToken]:
-        edited = self._edits.apply(logits, sequences, np.flatnonzero(params.may_be_edited).tolist())
-        random = np.flatnonzero(params.is_random)
+    def _sample(self, logits: torch.Tensor, sequences: list[Sequence], params: Rows) -> list[SampledToken]:
+        edited = self._edits.apply(logits, sequences, np.flatnonzero(params["may_be_edited"]).tolist())
+        random = np.flatnonzero(params["is_random"])
         indices = [sequences[row].num_output_tokens for row in random]
         token_ids = _choose(logits, edited, params, indices, self._searches)
         logprobs = _sampled_logprobs(logits, token_ids, params)
@@ -111,7 +109,7 @@ def _sampling_rows(items: tuple[ScheduledSequence, ...]) -> tuple[list[int], lis
 def _choose(
     logits: torch.Tensor,
     edited: Edited | None,
-    params: RowParameters,
+    params: Rows,
     indices: list[int],
     searches: Searches,
 ) -> list[int]:
@@ -122,8 +120,8 @@ def _choose(
     if edited:
         largest[edited.rows], tokens[edited.rows] = first_largest(edited.logits)
     if indices:
-        rows = torch.from_numpy(np.flatnonzero(params.is_random)).to(logits.device)
-        draws = Draws.of(params.of(params.is_random), indices, logits.shape[1], logits.device)
+        rows = torch.from_numpy(np.flatnonzero(params["is_random"])).to(logits.device)
+        draws = Draws.of(params[params["is_random"]], indices, logits.shape[1], logits.device)
         shifted = _shifted(logits, edited, largest, rows)
         tokens[rows] = draw(shifted.div_(draws.temperature[:, None]), draws, searches)
     tokens.masked_fill_(largest == -torch.inf, -2).masked_fill_(~is_finite, -1)
@@ -148,15 +146,13 @@ def _shifted(
     return shifted
 
 
-def _sampled_logprobs(
-    logits: torch.Tensor, token_ids: list[int], params: RowParameters
-) -> dict[int, TokenLogprobs]:
+def _sampled_logprobs(logits: torch.Tensor, token_ids: list[int], params: Rows) -> dict[int, TokenLogprobs]:
     """By row, for those that ask for them and have a token."""
-    asking = np.flatnonzero(params.wants_logprobs & (np.array(token_ids) >= 0))
+    asking = np.flatnonzero((params["num_logprobs"] != NO_LOGPROBS) & (np.array(token_ids) >= 0))
     if not len(asking):
         return {}
     rows = torch.from_numpy(asking).to(logits.device)
     asked = asking.tolist()
     chosen = [token_ids[row] for row in asked]
-    numbers = params.num_logprobs[asking].tolist()
+    numbers = params["num_logprobs"][asking].tolist()
     return dict(zip(asked, token_logprobs(take(logits, rows), chosen, numbers), strict=True))
