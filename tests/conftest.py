@@ -14,10 +14,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Before Triton is imported anywhere, and torch imports it: kernels are run on the CPU by its interpreter.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import hypothesis
 import pytest
 import redis
 
 from tokenmill.embedded_redis import find_redis_server
+
+# Nothing is timed: on a loaded machine any example may take long.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @dataclass(frozen=True)

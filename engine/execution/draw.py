@@ -17,7 +17,7 @@ from engine.execution.filters import WINDOW, Filters, decide, mass, thresholds_o
 from engine.execution.gumbel import gumbel_noise, row_keys
 from engine.execution.largest import TILE
 from engine.execution.searches import Searches
-from engine.execution.seat_parameters import RowParameters
+from engine.execution.seat_parameters import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +36,20 @@ class Draws:
     unfiltered: torch.Tensor
 
     @classmethod
-    def of(cls, params: RowParameters, indices: list[int], vocab_size: int, device: torch.device) -> "Draws":
+    def of(cls, params: Rows, indices: list[int], vocab_size: int, device: torch.device) -> "Draws":
         """`indices`: how many tokens each output has."""
-        top_k = np.where(params.top_k == 0, vocab_size, np.minimum(params.top_k, vocab_size))
-        filtered = (top_k < vocab_size) | (params.top_p < 1)
+        top_k = np.where(params["top_k"] == 0, vocab_size, np.minimum(params["top_k"], vocab_size))
+        filtered = (top_k < vocab_size) | (params["top_p"] < 1)
 
         def on_device(array: npt.NDArray[Any]) -> torch.Tensor:
-            return sent(torch.from_numpy(array), device)
+            # A field of one row counts as contiguous, and yet its stride is the row's.
+            return sent(torch.from_numpy(array.copy()), device)
 
         return cls(
-            temperature=on_device(params.temperature),
-            filters=Filters(on_device(top_k), on_device(params.top_p)),
-            lowest=sent(torch.from_numpy(params.min_p).log().float(), device),
-            keys=row_keys(params.seed_states, indices, device),
+            temperature=on_device(params["temperature"]),
+            filters=Filters(on_device(top_k), on_device(params["top_p"])),
+            lowest=on_device(params["min_p"]).log().float(),
+            keys=row_keys(params["seed_state"], indices, device),
             filtered=on_device(np.flatnonzero(filtered)),
             unfiltered=on_device(np.flatnonzero(~filtered)),
         )

@@ -17,7 +17,7 @@ from engine.execution.faults import device_faults
 from engine.execution.largest import first_largest
 from engine.execution.logprobs import token_logprobs
 from engine.execution.searches import TORCH, Searches
-from engine.execution.seat_parameters import RowParameters, SeatParameters
+from engine.execution.seat_parameters import NO_LOGPROBS, Rows, SeatParameters
 from engine.outputs import SampledToken, ScheduledSequence, TokenLogprobs
 from engine.sequence import Sequence
 
@@ -72,7 +72,7 @@ class Sampler:
 
     def _parts(
         self, logits: torch.Tensor, items: tuple[ScheduledSequence, ...]
-    ) -> Iterator[tuple[torch.Tensor, list[Sequence], RowParameters]]:
+    ) -> Iterator[tuple[torch.Tensor, list[Sequence], Rows]]:
         """The rows that are sampled from, float32, with their sequences, as many as are sampled at once."""
         rows, sequences = _sampling_rows(items)
         if len(rows) < len(logits):
@@ -81,12 +81,10 @@ class Sampler:
         step = ROWS_AT_ONCE if logits.device.type == "cpu" else max(len(rows), 1)
         for start in range(0, len(rows), step):
             part = slice(start, start + step)
-            yield logits[part].float(), sequences[part], params.of(part)
+            yield logits[part].float(), sequences[part], params[part]
 
-    def _sample(
-        self, logits: torch.Tensor, sequences: list[Sequence], params: RowParameters
-    ) -> list[SampledToken]:
-        edited = self._edits.apply(logits, sequences, np.flatnonzero(params.may_be_edited).tolist())
+    def _sample(self, logits: torch.Tensor, sequences: list[Sequence], params: Rows) -> list[SampledToken]:
+        edited = self._edits.apply(logits, sequences, np.flatnonzero(params["may_be_edited"]).tolist())
         token_ids = self._choose(logits, edited, sequences, params).tolist()
         logprobs = _sampled_logprobs(logits, token_ids, params)
         faults = edited.faults if edited else {}
@@ -100,7 +98,7 @@ class Sampler:
         ]
 
     def _choose(
-        self, logits: torch.Tensor, edited: Edited | None, sequences: list[Sequence], params: RowParameters
+        self, logits: torch.Tensor, edited: Edited | None, sequences: list[Sequence], params: Rows
     ) -> torch.Tensor:
         """The token of each row, or the key of its error, on the device of the logits."""
         largest, tokens = first_largest(logits)
@@ -108,11 +106,11 @@ class Sampler:
         is_finite = largest.isfinite()
         if edited:
             largest[edited.rows], tokens[edited.rows] = first_largest(edited.logits)
-        random = np.flatnonzero(params.is_random)
+        random = np.flatnonzero(params["is_random"])
         if len(random):
             rows = sent(torch.from_numpy(random), logits.device)
             indices = [sequences[row].num_output_tokens for row in random]
-            draws = Draws.of(params.of(random), indices, logits.shape[1], logits.device)
+            draws = Draws.of(params[random], indices, logits.shape[1], logits.device)
             shifted = _shifted(logits, edited, largest, rows)
             tokens[rows] = draw(shifted.div_(draws.temperature[:, None]), draws, self._searches)
         return tokens.masked_fill_(largest == -torch.inf, -2).masked_fill_(~is_finite, -1)
@@ -171,15 +169,13 @@ def _shifted(
     return shifted
 
 
-def _sampled_logprobs(
-    logits: torch.Tensor, token_ids: list[int], params: RowParameters
-) -> dict[int, TokenLogprobs]:
+def _sampled_logprobs(logits: torch.Tensor, token_ids: list[int], params: Rows) -> dict[int, TokenLogprobs]:
     """By row, for those that ask for them and have a token."""
-    asking = np.flatnonzero(params.wants_logprobs & (np.array(token_ids) >= 0))
+    asking = np.flatnonzero((params["num_logprobs"] != NO_LOGPROBS) & (np.array(token_ids) >= 0))
     if not len(asking):
         return {}
     rows = torch.from_numpy(asking).to(logits.device)
     asked = asking.tolist()
     chosen = [token_ids[row] for row in asked]
-    numbers = params.num_logprobs[asking].tolist()
+    numbers = params["num_logprobs"][asking].tolist()
     return dict(zip(asked, token_logprobs(take(logits, rows), chosen, numbers), strict=True))

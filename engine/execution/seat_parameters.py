@@ -3,8 +3,6 @@
 Law: a row's parameters are those of the sequence that sits there, whoever sat there before. Knows no logits.
 """
 
-from typing import Any, NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 
@@ -14,37 +12,27 @@ from engine.sequence import Sequence
 
 HIGHEST_TEMPERATURE = 1e30
 """All tokens are equally likely long before; more would be infinite in float32."""
-_NO_LOGPROBS = -1
+NO_LOGPROBS = -1
 
+ROW = np.dtype(
+    [
+        ("is_random", np.bool_),
+        ("temperature", np.float32),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("seed_state", np.uint64),
+        ("num_logprobs", np.int64),
+        ("may_be_edited", np.bool_),
+    ]
+)
+"""A row's parameters, in the types that tensors are made of.
 
-class RowParameters(NamedTuple):
-    """The parameters of many sequences, each an array [rows].
-
-    `top_k`: 0 is off. `seed_states`: see `engine/execution/gumbel.py`. `num_logprobs`: -1 if there are to be
-    none. `may_be_edited`: it may at some time ask for penalties, bias or masks.
-    """
-
-    is_random: npt.NDArray[np.bool_]
-    temperature: npt.NDArray[np.float32]
-    top_k: npt.NDArray[np.int64]
-    top_p: npt.NDArray[np.float64]
-    min_p: npt.NDArray[np.float64]
-    seed_states: npt.NDArray[np.uint64]
-    num_logprobs: npt.NDArray[np.int64]
-    may_be_edited: npt.NDArray[np.bool_]
-
-    def of(self, rows: Any) -> "RowParameters":
-        """Those of some rows, by an index or a slice."""
-        return RowParameters(*(array[rows] for array in self.arrays))
-
-    @property
-    def arrays(self) -> tuple[npt.NDArray[Any], ...]:
-        return self
-
-    @property
-    def wants_logprobs(self) -> npt.NDArray[np.bool_]:
-        wants: npt.NDArray[np.bool_] = self.num_logprobs != _NO_LOGPROBS
-        return wants
+`top_k`: 0 is off. `seed_state`: see `engine/execution/gumbel.py`. `num_logprobs`: `NO_LOGPROBS` if there are
+to be none. `may_be_edited`: it may at some time ask for penalties, bias or masks.
+"""
+Rows = npt.NDArray[np.void]
+"""Of `ROW`, one for each sequence."""
 
 
 class SeatParameters:
@@ -52,9 +40,9 @@ class SeatParameters:
 
     def __init__(self) -> None:
         self._owners: list[Sequence | None] = []
-        self._table = _nobody()
+        self._table: Rows = np.zeros(0, dtype=ROW)
 
-    def of(self, sequences: list[Sequence]) -> RowParameters:
+    def of(self, sequences: list[Sequence]) -> Rows:
         """In their order. Raises ValueError if one has no seat."""
         seats = [_seat_of(sequence) for sequence in sequences]
         if max(seats, default=-1) >= len(self._owners):
@@ -64,28 +52,26 @@ class SeatParameters:
             for sequence, seat in zip(sequences, seats, strict=True):
                 if self._owners[seat] is not sequence:
                     self._enter(sequence, seat)
-        return self._table.of(seats)
+        return self._table[seats]
 
     def _grow(self, num_seats: int) -> None:
         num_new = max(num_seats, 2 * len(self._owners)) - len(self._owners)
         self._owners += [None] * num_new
-        self._table = RowParameters(*(np.pad(array, (0, num_new)) for array in self._table.arrays))
+        self._table = np.concatenate([self._table, np.zeros(num_new, dtype=ROW)])
 
     def _enter(self, sequence: Sequence, seat: int) -> None:
         params = sequence.params
         self._owners[seat] = sequence
-        values = (
+        self._table[seat] = (
             not params.is_greedy,
             min(params.temperature, HIGHEST_TEMPERATURE),
             min(params.top_k, np.iinfo(np.int64).max),
             params.top_p,
             params.min_p,
             seed_states([params.seed])[0],
-            _NO_LOGPROBS if params.logprobs is None else params.logprobs,
+            NO_LOGPROBS if params.logprobs is None else params.logprobs,
             may_be_edited(sequence),
         )
-        for array, value in zip(self._table.arrays, values, strict=True):
-            array[seat] = value
 
 
 def _seat_of(sequence: Sequence) -> int:
@@ -109,17 +95,3 @@ def may_be_edited(sequence: Sequence) -> bool:
 
 def is_penalized(params: SamplingParams) -> bool:
     return bool(params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty)
-
-
-def _nobody() -> RowParameters:
-    """Of no rows, in the types that tensors are made of."""
-    return RowParameters(
-        is_random=np.empty(0, dtype=np.bool_),
-        temperature=np.empty(0, dtype=np.float32),
-        top_k=np.empty(0, dtype=np.int64),
-        top_p=np.empty(0, dtype=np.float64),
-        min_p=np.empty(0, dtype=np.float64),
-        seed_states=np.empty(0, dtype=np.uint64),
-        num_logprobs=np.empty(0, dtype=np.int64),
-        may_be_edited=np.empty(0, dtype=np.bool_),
-    )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.constraints import FREE, Constraints
 from engine.execution.gumbel import seed_states
-from engine.execution.seat_parameters import SeatParameters
+from engine.execution.seat_parameters import NO_LOGPROBS, SeatParameters
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from tests.engine.execution.sampling import ModuloGrammar, row
@@ -45,15 +45,14 @@ def test_each_row_has_its_own(batches: list[dict[int, SamplingParams]], data: st
         found = seats.of(sequences)
         for at, sequence in enumerate(sequences):
             params = sequence.params
-            one = found.of(at)
-            assert one.is_random == (not params.is_greedy)
-            assert one.temperature == pytest.approx(min(params.temperature, 1e30))
-            assert one.top_k == min(params.top_k, 2**63 - 1)
-            assert (one.top_p, one.min_p) == (params.top_p, params.min_p)
-            assert one.seed_states == seed_states([params.seed])[0]
-            assert one.wants_logprobs == (params.logprobs is not None)
-            assert not one.wants_logprobs or one.num_logprobs == params.logprobs
-            assert one.may_be_edited == bool(params.logit_bias)
+            one = found[at]
+            assert one["is_random"] == (not params.is_greedy)
+            assert one["temperature"] == pytest.approx(min(params.temperature, 1e30))
+            assert one["top_k"] == min(params.top_k, 2**63 - 1)
+            assert (one["top_p"], one["min_p"]) == (params.top_p, params.min_p)
+            assert one["seed_state"] == seed_states([params.seed])[0]
+            assert one["num_logprobs"] == (NO_LOGPROBS if params.logprobs is None else params.logprobs)
+            assert one["may_be_edited"] == bool(params.logit_bias)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +74,7 @@ def test_who_may_be_edited(params: dict[str, object], constraints: Constraints) 
     )
     plain = row(SamplingParams(temperature=0.3, top_k=5, top_p=0.5, min_p=0.1, logprobs=3, stop=("x",)))
     found = SeatParameters().of([item.sequence, plain.sequence])
-    assert found.may_be_edited.tolist() == [True, False]
+    assert found["may_be_edited"].tolist() == [True, False]
 
 
 def test_nobody_is_sampled_without_a_seat() -> None:
@@ -87,4 +86,4 @@ def test_what_was_read_does_not_change_with_the_next_batch() -> None:
     seats = SeatParameters()
     first = seats.of([seated(SamplingParams(top_k=7), 0)])
     seats.of([seated(SamplingParams(top_k=9), 0)])
-    assert first.top_k.tolist() == [7]
+    assert first["top_k"].tolist() == [7]
