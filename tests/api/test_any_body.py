@@ -79,7 +79,6 @@ LIKELY = st.fixed_dictionaries(
 )
 
 settings = hypothesis.settings(
-    deadline=None,
     max_examples=150,
     # The database is shared by all examples on purpose: it only grows.
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],

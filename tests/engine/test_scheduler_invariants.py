@@ -389,7 +389,6 @@ def test_the_books_balance(examples: int, steps: int) -> None:
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
-            deadline=None,
             suppress_health_check=[HealthCheck.too_slow],
         ),
     )

@@ -298,7 +298,6 @@ def test_any_order_of_turns(
         settings=settings(
             max_examples=25,
             stateful_step_count=steps,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -85,7 +85,7 @@ def test_a_gate_over_all_sizes_of_numbers(operator: ElementwiseOperator, activat
     assert float(((found - exact).abs() / gate.abs().clamp(min=1e-30)).max()) < 5e-7
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     shape=st.lists(st.integers(1, 4), max_size=3),
     size=st.integers(1, 80),

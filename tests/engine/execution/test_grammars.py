@@ -38,7 +38,7 @@ def test_every_text_is_what_was_asked_for(tiny: Tiny, kind: str) -> None:
     assert kind == "json_object" or any(not text.isascii() for text in texts)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from([BYTE_LEVEL, SENTENCEPIECE]), st.sampled_from(sorted(KINDS)), st.integers(0, 10**6))
 def test_a_replay_stands_where_the_undisturbed_one_stands(tiny: Tiny, kind: str, seed: int) -> None:
     """At every point of the text: after a crash, and after any number of steps at once."""
@@ -52,7 +52,7 @@ def test_a_replay_stands_where_the_undisturbed_one_stands(tiny: Tiny, kind: str,
         assert undisturbed.is_complete == replayed.is_complete
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=8))
 def test_any_text_can_be_a_choice(choices: list[str]) -> None:
     grammar = BYTE_LEVEL.backend.compile(StructuredOutputs(choice=tuple(choices)))()

@@ -12,7 +12,7 @@ from tests.engine.execution.sampling import random_logits
 widths = st.sampled_from([1, 5, TILE - 1, TILE, TILE + 1, 2 * TILE, 7 * TILE + 13, 12 * TILE])
 
 
-@settings(deadline=None, max_examples=120, derandomize=True)
+@settings(max_examples=120, derandomize=True)
 @given(
     rows=st.integers(0, 4), width=widths, seed=st.integers(0, 99), levels=st.sampled_from([None, 0.1, 1.0])
 )
@@ -37,7 +37,7 @@ def test_nan_is_the_largest(place: int) -> None:
     assert largest(logits, 2)[0].isnan()[:, 0].tolist() == [False, True]
 
 
-@settings(deadline=None, max_examples=120, derandomize=True)
+@settings(max_examples=120, derandomize=True)
 @given(
     width=st.sampled_from([40, 7 * TILE + 13, 12 * TILE, 50 * TILE + 1]),
     number=st.sampled_from([1, 3, 6, 40]),

@@ -19,7 +19,7 @@ from tests.engine.execution.serving import make_prompts, make_runner, part, seat
 from tests.tiny_models import make_model
 
 
-@settings(deadline=None, max_examples=100, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(
     rows=st.integers(1, 4),
     vocab_size=st.sampled_from([1, 2, 20, 21, 300, 12_000]),

@@ -50,7 +50,7 @@ def requests(draw: st.DrawFn, vocab_size: int = VOCAB) -> ScheduledSequence:
     )
 
 
-@settings(deadline=None, max_examples=80, derandomize=True)
+@settings(max_examples=80, derandomize=True)
 @given(
     items=st.lists(requests(), min_size=1, max_size=6),
     seed=st.integers(0, 1000),
@@ -75,7 +75,7 @@ def test_equals_the_rules_read_slowly(
     torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
 
 
-@settings(deadline=None, max_examples=12, derandomize=True)
+@settings(max_examples=12, derandomize=True)
 @given(
     items=st.lists(requests(), min_size=2, max_size=4),
     plain=st.lists(st.booleans(), min_size=4, max_size=4),
@@ -161,7 +161,7 @@ def test_a_grammar_that_raises_fails_its_row_alone() -> None:
     assert [found[0].token_id, found[2].token_id] == sample(logits[[0, 2]], *mates)
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     moves=st.lists(
         st.tuples(st.sampled_from(["grow", "grow", "leave", "again", "preempt"]), st.integers(0, 2)),

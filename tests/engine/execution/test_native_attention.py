@@ -49,7 +49,7 @@ def test_features(
     check(LayerSpec(6, 2, head_dim, value_dim, 0.5, window, softcap, sinks), 16, dtype)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     group=st.integers(1, 9),
     num_kv_heads=st.integers(1, 3),

@@ -57,7 +57,7 @@ def test_sizes(num_inputs: int, num_outputs: int, dtype: torch.dtype) -> None:
     check(noise(9, num_inputs, dtype=dtype), noise(num_outputs, num_inputs, dtype=dtype))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_rows=st.integers(0, 70),
     num_inputs=st.integers(1, 400),

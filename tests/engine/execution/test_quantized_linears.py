@@ -62,7 +62,7 @@ def numbers(weight: Int8Weight | Int4Weight, num_rows: int) -> torch.Tensor:
     return weight.take(torch.arange(num_rows))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(1, 5), st.integers(1, 4), st.floats(1e-3, 1e3), st.floats(-2.0, 2.0), st.integers(0, 1 << 30)
 )

@@ -24,7 +24,7 @@ any_params = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=100, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(
     requests=st.lists(st.tuples(any_params, st.integers(0, 50)), min_size=1, max_size=6),
     vocab_size=st.sampled_from([2, 50, 256, 257, 700]),

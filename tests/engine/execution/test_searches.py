@@ -21,7 +21,7 @@ from tests.engine.execution.sampling import random_logits, row
 OUT_OF_REACH = 1 << UNIFORM_BITS
 
 
-@settings(deadline=None, max_examples=150, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(
     num_rows=st.integers(0, 4),
     width=st.sampled_from([1, 2, 15, 16, 40, 64, 65, 1000, 5000]),
@@ -81,7 +81,7 @@ def test_rows_that_lie_apart_and_other_types(searches: Searches) -> None:
     assert torch.equal(searches.largest(logits.double(), 5)[0], logits.double().topk(5).values)
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     num_rows=st.integers(0, 5),
     num_tiles=st.sampled_from([1, 2, 30]),
@@ -103,7 +103,7 @@ def test_the_tokens_that_pass_by_hash(
         assert len(found) == int((least == 0).sum()) * TILE
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     params=st.lists(
         st.builds(

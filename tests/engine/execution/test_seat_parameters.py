@@ -32,7 +32,7 @@ def seated(params: SamplingParams, seat: int | None) -> Sequence:
     return sequence
 
 
-@settings(deadline=None, max_examples=100, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(st.lists(st.dictionaries(st.integers(0, 300), any_params, max_size=5), max_size=6), st.data())
 def test_each_row_has_its_own(batches: list[dict[int, SamplingParams]], data: st.DataObject) -> None:
     """Some stay in their seats from batch to batch, others are new in one."""

@@ -16,7 +16,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 shapes = st.lists(st.integers(0, 20) | st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=8)
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(shapes=shapes)
 def test_what_is_packed_is_unpacked(shapes: list[int | tuple[int, int]]) -> None:
     tensors = [

@@ -508,7 +508,6 @@ def test_any_order_of_steps(redis_client: redis.Redis, steps: int) -> None:
         settings=settings(
             max_examples=40,
             stateful_step_count=steps,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )
