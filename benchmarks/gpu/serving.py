@@ -77,7 +77,7 @@ def _directory(options: Options, name: str) -> Path:
 def _engine_options(options: Options, attention: str, has_graphs: bool) -> dict[str, Any]:
     """Raises `Absent`."""
     backend_named(attention, options)
-    return {"attention": attention, "decode_graphs": has_graphs, "cache_dir": options.cache}
+    return {"attention": attention, "decode_graphs": has_graphs}
 
 
 def _rate(peer: Peer, options: Options, name: str, own: dict[str, Any]) -> dict[str, Any]:
