@@ -63,8 +63,9 @@ def varlen_terms() -> Terms:
     return varlen.terms
 
 
-@pytest.mark.parametrize("arch", ["llama", "gemma2", "gpt_oss", "mixtral", "gpt2"])
+@pytest.mark.parametrize("arch", ["llama", "gemma2", "gemma3_text", "mistral", "qwen3", "gpt2"])
 def test_a_trial_in_half_precision_passes_what_is_right(arch: str) -> None:
+    """Models without experts: a router near a tie may choose another one by rounding alone."""
     install()
     check_agreement(make_config(arch), TorchAttention, CPU, terms=varlen_terms())
 
