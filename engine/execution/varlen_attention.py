@@ -107,7 +107,7 @@ class VarlenStep:
 
     def __init__(self, pool: KVPool, batch: AttentionBatch) -> None:
         self._pool = pool
-        self._slots = batch.slots.to(pool.device)
+        self._slots = batch.on(pool.device).slots
         self._spans = spans(batch, pool.block_size)
         self._begins, self._lengths, self._tables = (tensor.to(pool.device) for tensor in self._spans[:3])
 
