@@ -6,6 +6,8 @@ import pytest
 
 from api.settings import ApiSettings, SettingError
 from tests.settings_read import variables_of
+from tokenmill.config import WORDS
+from worker import settings as worker_settings
 from worker.errors import SettingsError
 from worker.settings import WorkerSettings
 
@@ -41,6 +43,18 @@ def test_both_rooms_take_and_refuse_the_same(variable: str) -> None:
     verdicts = {text: judge(ApiSettings.from_env, variable, text) for text in TEXTS}
     assert verdicts == {text: judge(WorkerSettings.from_env, variable, text) for text in TEXTS}
     assert any(verdicts.values())
+
+
+def test_the_command_line_takes_the_words_that_the_worker_takes() -> None:
+    words = {
+        "policy": worker_settings.POLICIES,
+        "dtype": worker_settings.DTYPES,
+        "attention": worker_settings.ATTENTION,
+        "quantization": worker_settings.QUANTIZATION,
+    }
+    assert {name: set(given) for name, given in WORDS.items()} == {
+        name: set(given) for name, given in words.items()
+    }
 
 
 @pytest.mark.parametrize("name", ["max_task_seconds", "retention_seconds"])

@@ -82,13 +82,13 @@ class Setting:
 
     def _known(self, word: str) -> str:
         """Raises KeyError for a word that is none of a setting's few."""
-        if word not in _WORDS.get(self.name, (word,)):
+        if word not in WORDS.get(self.name, (word,)):
             raise KeyError(word)
         return word
 
     def _wanted(self) -> str:
-        if self.name in _WORDS:
-            return " or ".join(_WORDS[self.name])
+        if self.name in WORDS:
+            return " or ".join(WORDS[self.name])
         return f"{_KINDS[self.kind]} {_RANGES.get(self.name, '')}".rstrip()
 
 
@@ -103,10 +103,10 @@ def _checked_url(url: str, where: str) -> str:
 
 _TRUTH = {"1": "1", "true": "1", "yes": "1", "on": "1", "0": "0", "false": "0", "no": "0", "off": "0"}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
-_WORDS = {
+WORDS = {
     "policy": ("fifo", "skip_ahead"),
     "dtype": ("auto", "float32", "bfloat16"),
-    "attention": ("auto", "native", "torch"),
+    "attention": ("auto", "torch", "native", "triton", "varlen"),
     "quantization": ("none", "int8", "int4"),
 }
 """Of the settings that have a few words to choose from."""
@@ -138,7 +138,7 @@ SETTINGS = (
     Setting("max_preemptions", int, "3", "a sequence that lost its blocks so often keeps them", _WORKER),
     Setting("prefill_reserve", float, "0.0", "share of a step that decodes leave to prompts", _WORKER),
     Setting("max_chunk_tokens", int, "half a step", "the most that one prompt takes of a step", _WORKER),
-    Setting("attention", str, "auto", "auto, or torch, or native: a CPU's own operator", _WORKER),
+    Setting("attention", str, "auto", "auto, torch, native (on a CPU), triton or varlen (on CUDA)", _WORKER),
     Setting("quantization", str, "none", "none, or int8 or int4: smaller weights on a CPU", _WORKER),
     Setting("decode_graphs", bool, "true", "on CUDA: capture decode steps while loading", _WORKER),
     Setting(
