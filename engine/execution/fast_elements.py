@@ -1,11 +1,12 @@
-"""What stands between the linears of a model, its norms and gates, goes to the native operators.
+"""What stands between the linears of a model, its norms, gates and rotations, goes to the native operators.
 
 Law: an operator that fails its trial is not used, and torch computes what it would have computed. Knows no
-model, and nothing of how norms and gates are recognised.
+model, and nothing of how norms, gates and rotations are recognised.
 """
 
 import logging
 from functools import partial
+from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -13,21 +14,35 @@ from engine.execution.elementwise_operator import ElementwiseOperator
 from engine.execution.elementwise_trial import check_operator
 from engine.execution.fast_gates import replace_gates
 from engine.execution.fast_norms import replace_norms
+from engine.execution.fast_rotary import replace_rotary
 from engine.execution.native_build import CannotBuild
 from engine.execution.native_library import NativeLibrary
 from engine.execution.probe import pass_of_two_tokens
+from engine.execution.rotary_operator import RotaryOperator
 from engine.execution.seen_places import seen_places
 
 log = logging.getLogger(__name__)
 
 
-def speed_up_elements(model: PreTrainedModel, library: NativeLibrary) -> tuple[int, int]:
-    """Replace the norms and gated MLPs that are recognised; gives how many of each."""
+class Replaced(NamedTuple):
+    """How many of each."""
+
+    norms: int
+    gates: int
+    rotations: int
+
+
+def speed_up_elements(model: PreTrainedModel, library: NativeLibrary) -> Replaced:
+    """Replace the norms, gated MLPs and rotary embeddings that are recognised."""
     try:
-        operator = ElementwiseOperator(library)
+        operator, rotary = ElementwiseOperator(library), RotaryOperator(library)
         check_operator(operator)
     except CannotBuild as error:
-        log.warning("norms and gates are computed by torch, which is slower: %s", error)
-        return 0, 0
+        log.warning("norms, gates and rotations are computed by torch, which is slower: %s", error)
+        return Replaced(0, 0, 0)
     places = seen_places(model, partial(pass_of_two_tokens, model))
-    return replace_norms(places, operator), replace_gates(places, operator)
+    return Replaced(
+        norms=replace_norms(places, operator),
+        gates=replace_gates(places, operator),
+        rotations=replace_rotary(model, rotary),
+    )

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from engine.errors import UnsupportedModel
+from engine.execution.huge_pages import HugePages
 from engine.execution.native_library import DTYPES, NativeLibrary
 
 _pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
@@ -44,6 +45,7 @@ class LinearOperator:
             for dtype, name in DTYPES.items()
         }
         self._run_team = library.run_team
+        self._pages = HugePages()
 
     def pack(self, weight: torch.Tensor) -> PackedWeight:
         """`weight` [outputs, inputs]. Raises `UnsupportedModel` for what the operator does not take."""
@@ -51,7 +53,7 @@ class LinearOperator:
             raise UnsupportedModel(f"the native linear takes no weights of {weight.dtype} on {weight.device}")
         num_outputs, num_inputs = weight.shape
         weight = weight if weight.stride(-1) == 1 else weight.contiguous()
-        panels = weight.new_empty(self._numbers[weight.dtype](num_inputs, num_outputs))
+        panels = self._pages.empty(self._numbers[weight.dtype](num_inputs, num_outputs), weight.dtype)
         self._pack[weight.dtype](
             weight.data_ptr(),
             weight.stride(0),

@@ -15,6 +15,7 @@ import torch
 from engine.errors import UnsupportedModel
 from engine.execution.attention import AttentionBatch, LayerCall, LayerSpec
 from engine.execution.attention_operator import GROUP, MOST_SIZE, AttentionOperator, NativeCall
+from engine.execution.huge_pages import huge_empty
 from engine.execution.native_library import DTYPES
 
 
@@ -46,8 +47,8 @@ class NativeAttention:
             raise UnsupportedModel(f"the native attention does not take {reason}")
         self._operator = operator
         num_groups = -(-num_blocks * block_size // GROUP)
-        # Not zeroed, but for the null block: memory that is not used yet is then not touched.
-        layers = (torch.empty(num_groups * operator.group_numbers(spec), dtype=dtype) for spec in specs)
+        # Memory that is not used yet is not touched.
+        layers = (huge_empty(num_groups * operator.group_numbers(spec), dtype) for spec in specs)
         self.pool = NativePool(specs, tuple(layers), block_size)
         self.zero_blocks((0,))
 

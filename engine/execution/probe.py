@@ -4,7 +4,7 @@ Law: nothing is assumed from a model's name or config that a forward pass can sh
 whether the answers are right: see `trial.py`.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -39,17 +39,26 @@ def record_layers(model: PreTrainedModel) -> tuple[LayerSpec, ...]:
     """
     calls = pass_of_two_tokens(model)
     num_layers = model.config.get_text_config().num_hidden_layers
-    layers = [layer for layer, _ in calls]
+    layers = [call.layer for call in calls]
     if sorted(layers) != list(range(num_layers)):
         raise UnsupportedModel(
             f"model type {model.config.model_type!r} has {num_layers} layers but called the attention"
             f" function {len(layers)} times, for {len(set(layers))} layers: each must call it once"
         )
-    return tuple(spec for _, spec in sorted(calls, key=lambda call: call[0]))
+    return tuple(call.spec for call in sorted(calls, key=lambda call: call.layer))
 
 
-def pass_of_two_tokens(model: PreTrainedModel) -> list[tuple[int, LayerSpec]]:
-    """One forward pass with attention left out: each call of the attention function, with its layer."""
+class SeenCall(NamedTuple):
+    """A call of the attention function. `query`, `key` [tokens, heads, size]."""
+
+    layer: int
+    spec: LayerSpec
+    query: torch.Tensor
+    key: torch.Tensor
+
+
+def pass_of_two_tokens(model: PreTrainedModel) -> list[SeenCall]:
+    """One forward pass with attention left out: each call of the attention function."""
     recorder = _Recorder()
     tokens = torch.arange(2, device=model.device)[None]
     with torch.inference_mode():
@@ -61,7 +70,7 @@ class _Recorder:
     """Takes the place of a step; attention gives zeros."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[int, LayerSpec]] = []
+        self.calls: list[SeenCall] = []
 
     def attend(
         self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -76,5 +85,5 @@ class _Recorder:
             softcap=call.softcap,
             sinks=call.sinks is not None,
         )
-        self.calls.append((call.layer, spec))
+        self.calls.append(SeenCall(call.layer, spec, query, key))
         return query.new_zeros(*query.shape[:2], value.shape[2])

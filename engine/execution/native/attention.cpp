@@ -97,7 +97,9 @@ class Attention {
             Scratch<T> scratch;
             Sum whole;
             whole.values = scratch.whole;
-            attend_piece(tiles[size_t(i)], scratch, whole);
+            // Likely the next one of this thread: all are about as long.
+            size_t next = size_t(i + team_.threads);
+            attend_piece(tiles[size_t(i)], next < tiles.size() ? tiles[next] : tiles[size_t(i)], scratch, whole);
             finish(tiles[size_t(i)], whole);
         });
     }
@@ -140,6 +142,13 @@ class Attention {
         return rows;
     }
 
+    // Where the first keys of a piece lie.
+    void find_first_heads(const Piece& piece, const T** heads) const {
+        Rows<T> rows = rows_of(piece);
+        int64_t first = rows.first_token() / KEY_TILE * KEY_TILE, begin = piece.split * SPLIT;
+        find_heads(rows, layer_, first < begin ? begin : first, rows.end_token(), heads);
+    }
+
     // A tile's row as the batch counts it, and its query head.
     int64_t row_of(const Piece& piece, int64_t i) const {
         return piece.span[0] + (piece.first + i) / layer_.heads_each;
@@ -148,7 +157,7 @@ class Attention {
         return piece.kv_head * layer_.heads_each + (piece.first + i) % layer_.heads_each;
     }
 
-    void attend_piece(const Piece& piece, Scratch<T>& scratch, Sum& whole) const {
+    void attend_piece(const Piece& piece, const Piece& next, Scratch<T>& scratch, Sum& whole) const {
         int64_t size = layer_.shape.padded_head_dim();
         for (int64_t i = 0; i < piece.count; i++) {
             const T* query = at(call_.query, call_.query_strides, row_of(piece, i), head_of(piece, i));
@@ -156,7 +165,9 @@ class Attention {
             for (int64_t d = 0; d < call_.head_dim; d++) to[d] = to_float(query[d]);
             if (call_.head_dim < size) to[call_.head_dim] = 0;
         }
-        attend_rows(rows_of(piece), layer_, piece.split, piece.end_split, scratch, whole);
+        Rows<T> rows = rows_of(piece);
+        find_first_heads(next, rows.after);
+        attend_rows(rows, layer_, piece.split, piece.end_split, scratch, whole);
     }
 
     // Few tiles: every split is a piece of its own, and the pieces of a tile are merged as one piece would.
@@ -177,7 +188,7 @@ class Attention {
         for_each(team_, int64_t(pieces.size()), [&](int64_t i) {
             Scratch<T> scratch;
             sums[size_t(i)].values = values.data() + size_t(i) * numbers;
-            attend_piece(pieces[size_t(i)], scratch, sums[size_t(i)]);
+            attend_piece(pieces[size_t(i)], pieces[size_t(i)], scratch, sums[size_t(i)]);
         });
         for (size_t i = 0; i < tiles.size(); i++) {
             size_t end = begins[i] + size_t(tiles[i].end_split - tiles[i].split);

@@ -54,11 +54,11 @@ using Sums = Floats[ROWS][COLUMNS][PARTS];
 
 template <int ROWS, int COLUMNS, typename Next>
 inline void add_run(Sums<ROWS, COLUMNS>& sums, const float* left, int64_t stride, const float* const* panels,
-                    int64_t depth, const Next& next) {
+                    int64_t at, int64_t depth, const Next& next) {
     const float* columns[COLUMNS];
     for (int c = 0; c < COLUMNS; c++) columns[c] = panels[c];
     for (int64_t k = 0; k < depth; k++) {
-        next.template fetch<COLUMNS>(k);
+        next.template fetch<COLUMNS>(at + k);
         Floats right[COLUMNS][PARTS];
         for (int c = 0; c < COLUMNS; c++)
             for (int p = 0; p < PARTS; p++) right[c][p] = load(columns[c] + k * SIXTEEN + p * LANES);
@@ -72,7 +72,7 @@ inline void add_run(Sums<ROWS, COLUMNS>& sums, const float* left, int64_t stride
 
 template <int ROWS, int COLUMNS, typename Next>
 inline void add_run(Sums<ROWS, COLUMNS>& sums, const float* left, int64_t stride,
-                    const BFloat16* const* panels, int64_t depth, const Next& next) {
+                    const BFloat16* const* panels, int64_t at, int64_t depth, const Next& next) {
     const BFloat16* columns[COLUMNS];
     for (int c = 0; c < COLUMNS; c++) columns[c] = panels[c];
     auto add = [&](int64_t k, bool second) __attribute__((always_inline)) {
@@ -90,7 +90,7 @@ inline void add_run(Sums<ROWS, COLUMNS>& sums, const float* left, int64_t stride
     };
     int64_t k = 0;
     for (; k + 1 < depth; k += 2) {
-        next.template fetch<COLUMNS>(k);
+        next.template fetch<COLUMNS>(at + k);
         add(k, false);
         add(k, true);
     }
@@ -108,7 +108,7 @@ void multiply(const Product<T>& product, const Next& next) {
     const T* const* panels = product.panels;
     for (int64_t at = 0; at < product.depth; at += product.run, panels += MOST_COLUMNS) {
         int64_t left = product.depth - at;
-        add_run<ROWS, COLUMNS>(sums, product.left + at, product.left_stride, panels,
+        add_run<ROWS, COLUMNS>(sums, product.left + at, product.left_stride, panels, at,
                                left < product.run ? left : product.run, next);
     }
     for (int r = 0; r < ROWS; r++)

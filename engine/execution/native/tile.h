@@ -37,6 +37,7 @@ struct Rows {
     const T* pool;
     const int64_t* table;
     int64_t kv_head;
+    const T* after[GROUPS];  // the groups that this thread may read next; only fetched into the cache
 
     int64_t first_token() const { return begin[0]; }
     int64_t end_token() const { return end[count - 1]; }
@@ -87,6 +88,28 @@ struct Scratch {
     alignas(64) T packed[GROUPS * 2 * MOST_SIZE * SIXTEEN];
 };
 
+// Where the groups of a key tile lie, or of those that are packed their first tokens. Behind the last group
+// comes that one again.
+template <typename T>
+void find_heads(const Rows<T>& rows, const Layer& layer, int64_t first, int64_t end, const T** heads) {
+    for (int64_t i = 0; i < GROUPS; i++, first += SIXTEEN) {
+        int64_t token = first < end ? first : end - 1;
+        int64_t slot = rows.table[token / layer.block_size] * layer.block_size + token % layer.block_size;
+        heads[i] = head_at(rows.pool, layer.shape, slot / SIXTEEN, rows.kv_head);
+    }
+}
+
+// What is read next is fetched meanwhile: for each column a run of memory, which goes on with the depth.
+template <typename T>
+struct Runs {
+    const T* from[MOST_COLUMNS];
+
+    template <int COLUMNS>
+    void fetch(int64_t depth) const {
+        for (int c = 0; c < COLUMNS; c++) __builtin_prefetch(from[c] + depth * SIXTEEN, 0, 3);
+    }
+};
+
 // Finds each group of a key tile: where it lies, or packed together if its tokens are in several blocks.
 template <typename T>
 void find_groups(const Rows<T>& rows, const Layer& layer, int64_t first, int64_t end, T* packed,
@@ -109,7 +132,7 @@ void find_groups(const Rows<T>& rows, const Layer& layer, int64_t first, int64_t
     }
 }
 
-// The scores of all rows over a key tile: query [rows, size], scores [rows, KEY_TILE].
+// The scores of all rows over a key tile: query [rows, size], scores [rows, KEY_TILE]. Fetches the values.
 template <typename T>
 void score(const float* query, int rows, const Shape& shape, const T* const* groups, int num_groups,
            float* scores) {
@@ -120,18 +143,21 @@ void score(const float* query, int rows, const Shape& shape, const T* const* gro
         for (int g = 0; g < num_groups;) {
             int columns = g + columns_beside(count) <= num_groups ? columns_beside(count) : 1;
             float* out = scores + r * KEY_TILE + g * SIXTEEN;
-            multiply(Product<T>{query + r * size, size, groups + g, size, size, out, KEY_TILE}, count,
-                     columns);
+            Product<T> product{query + r * size, size, groups + g, size, size, out, KEY_TILE};
+            Runs<T> values;
+            for (int c = 0; c < columns; c++) values.from[c] = groups[g + c] + shape.key_numbers();
+            r == 0 ? multiply(product, count, columns, values) : multiply(product, count, columns);
             g += columns;
         }
     }
 }
 
 // Add the weighted values of `num_tokens` tokens: weights [rows, KEY_TILE], out [rows, padded value size].
+// Fetches the keys of `next`, as many lines for each sixteen numbers of a value as it has tokens.
 template <typename T>
 void add_values(const float* weights, int rows, const Shape& shape, const T* const* groups, int num_tokens,
-                float* out) {
-    int64_t size = shape.padded_value_dim();
+                const T* const* next, float* out) {
+    int64_t size = shape.padded_value_dim(), key_size = shape.padded_head_dim();
     const T* panels[GROUPS * MOST_COLUMNS];
     for (int r = 0; r < rows; r += MOST_ROWS) {
         int count = rows - r < MOST_ROWS ? rows - r : MOST_ROWS;
@@ -141,9 +167,15 @@ void add_values(const float* weights, int rows, const Shape& shape, const T* con
                 for (int c = 0; c < columns; c++)
                     panels[g * MOST_COLUMNS + c] =
                         groups[g] + shape.key_numbers() + (at + c * SIXTEEN) * SIXTEEN;
-            multiply(Product<T>{weights + r * KEY_TILE, KEY_TILE, panels, num_tokens, SIXTEEN,
-                                out + r * size + at, size},
-                     count, columns);
+            Product<T> product{weights + r * KEY_TILE, KEY_TILE, panels,           num_tokens, SIXTEEN,
+                               out + r * size + at,    size};
+            Runs<T> keys;
+            for (int c = 0; c < columns; c++) {
+                int64_t line = (at / SIXTEEN + c) * KEY_TILE, group = line / key_size;
+                if (group >= GROUPS) group = GROUPS - 1;
+                keys.from[c] = next[group] + (line - group * key_size) * SIXTEEN;
+            }
+            r == 0 ? multiply(product, count, columns, keys) : multiply(product, count, columns);
             at += columns * SIXTEEN;
         }
     }
@@ -183,6 +215,7 @@ inline float soften(float* scores, int width, int64_t first, int64_t begin, int6
 template <typename T>
 void attend_split(const Rows<T>& rows, const Layer& layer, int64_t first, int64_t end, Scratch<T>& scratch,
                   Sum& part) {
+    const T* next[GROUPS];
     const int64_t size = layer.shape.padded_value_dim();
     Floats weights[TILE_ROWS] = {};
     part.clear(rows.count, size);
@@ -198,7 +231,11 @@ void attend_split(const Rows<T>& rows, const Layer& layer, int64_t first, int64_
                                   rows.end[r], layer, part.largest[r], weights[r]);
             if (shrunk != 1.0f) scale_row(part.values + r * size, size, shrunk);
         }
-        add_values(scratch.scores, rows.count, layer.shape, groups, num_tokens, part.values);
+        if (first + KEY_TILE < rows.end_token())
+            find_heads(rows, layer, first + KEY_TILE, rows.end_token(), next);
+        else
+            std::memcpy(next, rows.after, sizeof next);
+        add_values(scratch.scores, rows.count, layer.shape, groups, num_tokens, next, part.values);
     }
     for (int r = 0; r < rows.count; r++) part.weight[r] = sum_of(weights[r]);
 }

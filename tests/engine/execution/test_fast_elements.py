@@ -1,4 +1,4 @@
-"""Norms and gated MLPs that go to native operators: the same tokens, and nothing else is touched."""
+"""Norms, gated MLPs and rotations by native operators: the same tokens, and nothing else is touched."""
 
 import copy
 import logging
@@ -34,12 +34,14 @@ CROWDED = EngineConfig(
 )
 DTYPES = (torch.float32, torch.bfloat16)
 
-NORMS_AND_GATES = {
-    "llama": (5, 2), "qwen2": (5, 2), "qwen3": (9, 2), "mistral": (5, 2), "gemma2": (9, 2),
-    "gemma3_text": (13, 2), "phi3": (5, 2), "gpt_neox": (0, 0), "gpt2": (0, 0), "opt": (0, 0),
-    "mixtral": (5, 0), "olmo2": (9, 2), "granite": (5, 2), "smollm3": (5, 2), "gpt_oss": (5, 0),
+REPLACED = {
+    "llama": (5, 2, 2), "qwen2": (5, 2, 2), "qwen3": (9, 2, 2), "mistral": (5, 2, 2), "gemma2": (9, 2, 2),
+    "gemma3_text": (13, 2, 2), "phi3": (5, 2, 2), "gpt_neox": (0, 0, 2), "gpt2": (0, 0, 0),
+    "opt": (0, 0, 0), "mixtral": (5, 0, 2), "olmo2": (9, 2, 2), "granite": (5, 2, 2), "smollm3": (5, 2, 2),
+    "gpt_oss": (5, 0, 0),
 }  # fmt: skip
-"""Of two layers: norms around blocks and of heads; experts and MLPs without a gate are left alone."""
+"""Of two layers: norms around blocks and of heads, gated MLPs, attention that rotates. Experts and MLPs
+without a gate are left alone, and gpt-oss' rotation, whose angles come once for both halves."""
 
 
 @cache
@@ -58,7 +60,7 @@ def ready(arch: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrained
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_greedy_tokens_stay_those_of_generate(arch: str) -> None:
     model = ready(arch)
-    assert speed_up_elements(model, native_library()) == NORMS_AND_GATES[arch]
+    assert speed_up_elements(model, native_library()) == REPLACED[arch]
     fuse_linears(model)
 
     served = serve(make_runner(model, CROWDED), CROWDED, REQUESTS)
@@ -70,7 +72,7 @@ def test_greedy_tokens_stay_those_of_generate(arch: str) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_bfloat16_has_the_same_norms_and_gates_and_nearly_the_same_logits(arch: str) -> None:
     plain, fast = make_model(arch, dtype=torch.bfloat16), ready(arch, torch.bfloat16)
-    assert speed_up_elements(fast, native_library()) == NORMS_AND_GATES[arch]
+    assert speed_up_elements(fast, native_library()) == REPLACED[arch]
     fast.set_attn_implementation("eager")
     token_ids = torch.tensor([PROMPTS["33 tokens"]])
     with torch.inference_mode():
@@ -92,7 +94,7 @@ def test_weights_and_children_stay_where_they_were() -> None:
     model = ready("qwen2")
     before = {name: weight.data_ptr() for name, weight in model.named_parameters()}
     names = {name for name, _ in model.named_modules()}
-    assert speed_up_elements(model, native_library()) == (5, 2)
+    assert speed_up_elements(model, native_library()) == (5, 2, 2)
     assert {name: weight.data_ptr() for name, weight in model.named_parameters()} == before
     assert {name for name, _ in model.named_modules()} == names
 
@@ -319,7 +321,7 @@ def test_an_operator_that_fails_its_trial_is_not_used(
 
     monkeypatch.setattr("engine.execution.fast_elements.check_operator", fail)
     with caplog.at_level(logging.WARNING):
-        assert speed_up_elements(ready(), native_library()) == (0, 0)
+        assert speed_up_elements(ready(), native_library()) == (0, 0, 0)
     assert "computed by torch, which is slower: what was compiled disagrees" in caplog.text
 
 

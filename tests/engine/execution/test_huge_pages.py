@@ -1,0 +1,85 @@
+"""Memory of huge pages: what it holds, whose it is, and what the kernel is asked for."""
+
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.execution.huge_pages import ALIGNMENT, CHUNK, PAGE, HugePages, huge_empty
+
+DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
+
+
+def mapping_of(tensor: torch.Tensor) -> str:
+    """What the kernel says of the memory in which a tensor begins."""
+    found = ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        word = line.split()[0]
+        if "-" in word and not word.endswith(":"):
+            begin, end = (int(part, 16) for part in word.split("-"))
+            found = "in" if begin <= tensor.data_ptr() < end else ""
+        elif found and word == "VmFlags:":
+            return line
+    raise AssertionError("a tensor lies in no mapping")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_numbers", [0, 1, 1000, PAGE, 3 * PAGE + 7])
+def test_a_tensor_is_zero_and_can_be_written(num_numbers: int, dtype: torch.dtype) -> None:
+    tensor = huge_empty(num_numbers, dtype)
+    assert tensor.shape == (num_numbers,)
+    assert tensor.dtype == dtype
+    assert not tensor.any()
+    tensor.fill_(3)
+    assert bool((tensor == 3).all())
+
+
+def test_large_tensors_begin_with_a_page_and_huge_pages_are_asked_for() -> None:
+    tensor = huge_empty(2 * PAGE, torch.float32)
+    assert tensor.data_ptr() % PAGE == 0
+    has_them = Path("/sys/kernel/mm/transparent_hugepage").exists()
+    assert (" hg" in mapping_of(tensor)) == has_them
+
+
+def test_the_memory_lives_as_long_as_a_view_of_it() -> None:
+    view = huge_empty(PAGE, torch.float32).fill_(7)[5:9]
+    others = [huge_empty(PAGE, torch.float32).fill_(1) for _ in range(4)]
+    assert view.tolist() == [7.0] * 4
+    assert len(others) == 4
+
+
+def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(mmap.mmap):
+        def madvise(self, *_: object) -> None:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr("engine.execution.huge_pages.mmap.mmap", Refusing)
+    tensor = huge_empty(2 * PAGE, torch.float32)
+    assert " hg" not in mapping_of(tensor)
+    assert float(tensor.fill_(1).sum()) == 2 * PAGE
+
+
+def test_a_system_that_does_not_know_them_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("engine.execution.huge_pages.mmap.MADV_HUGEPAGE")
+    assert float(huge_empty(PAGE, torch.float32).fill_(1).sum()) == PAGE
+
+
+def test_pieces_do_not_overlap_and_begin_with_a_cache_line() -> None:
+    """More than a chunk in all, small ones and one that is as large as a chunk."""
+    pages = HugePages()
+    sizes = [1, 100, PAGE // 4, 7, CHUNK // 8, CHUNK // 16, CHUNK // 4, 3, *[PAGE] * 9]
+    pieces = [pages.empty(size, dtype) for size in sizes for dtype in DTYPES]
+    for value, piece in enumerate(pieces):
+        assert piece.data_ptr() % ALIGNMENT == 0
+        assert not piece.any()
+        piece.fill_(value)
+    assert [piece.numel() for piece in pieces] == [size for size in sizes for _ in DTYPES]
+    for value, piece in enumerate(pieces):
+        assert bool((piece == value).all())
+
+
+def test_small_pieces_share_a_chunk() -> None:
+    pages = HugePages()
+    first, second = pages.empty(1000, torch.float32), pages.empty(1000, torch.float32)
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
