@@ -21,6 +21,8 @@ from tests.engine.execution.pools import native_library
 from tests.tiny_models import make_model
 
 DTYPES = (torch.float32, torch.bfloat16)
+PLAIN = modeling_llama.apply_rotary_pos_emb
+"""Of this moment: some tests put another in its place."""
 Angles = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -55,7 +57,7 @@ def forwards(model: PreTrainedModel) -> list[Any]:
     num_kv_heads=st.integers(1, 3),
     half=st.integers(1, 40),
     dtype=st.sampled_from(DTYPES),
-    is_view=st.booleans(),
+    views=st.tuples(st.booleans(), st.booleans()),
 )
 def test_the_bits_are_those_of_transformers(
     operator: RotaryOperator,
@@ -64,20 +66,20 @@ def test_the_bits_are_those_of_transformers(
     num_kv_heads: int,
     half: int,
     dtype: torch.dtype,
-    is_view: bool,
+    views: tuple[bool, bool],
 ) -> None:
     """Of views into a fused product, as a model has them, and of tensors of their own."""
     heads = num_heads + num_kv_heads
     fused = noise(1, num_rows, heads, 2 * half, dtype=dtype).transpose(1, 2)
     query, key = fused[:, :num_heads], fused[:, num_heads:]
-    if not is_view:
-        query, key = query.contiguous(), key.contiguous()
+    query = query if views[0] else query.contiguous()
+    key = key if views[1] else key.contiguous()
     cosine, sine = angles(num_rows, 2 * half, dtype)
 
     found = operator.rotate(query, key, cosine, sine)
 
     assert found is not None
-    right = modeling_llama.apply_rotary_pos_emb(query, key, cosine, sine)
+    right = PLAIN(query, key, cosine, sine)
     assert all(map(torch.equal, found, right))
     assert [one.dtype for one in found] == [dtype, dtype]
 
@@ -94,7 +96,7 @@ def test_many_rows_by_several_threads(operator: RotaryOperator, dtype: torch.dty
     finally:
         torch.set_num_threads(before)
     assert found is not None
-    assert all(map(torch.equal, found, modeling_llama.apply_rotary_pos_emb(query, key, cosine, sine)))
+    assert all(map(torch.equal, found, PLAIN(query, key, cosine, sine)))
 
 
 def test_nan_and_infinity_go_through(operator: RotaryOperator) -> None:
@@ -103,9 +105,7 @@ def test_nan_and_infinity_go_through(operator: RotaryOperator) -> None:
     cosine, sine = angles(4, 16)
     found = operator.rotate(query, key, cosine, sine)
     assert found is not None
-    for ours, theirs in zip(
-        found, modeling_llama.apply_rotary_pos_emb(query, key, cosine, sine), strict=True
-    ):
+    for ours, theirs in zip(found, PLAIN(query, key, cosine, sine), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
@@ -168,17 +168,6 @@ def test_the_operator_is_asked_by_the_model(operator: RotaryOperator) -> None:
     assert len(asked) == model.config.num_hidden_layers
 
 
-class Rotating(nn.Module):
-    """Looks a function up under the name, as the modules of transformers do."""
-
-    def forward(self, *given: torch.Tensor, **named: Any) -> Any:
-        return apply_rotary_pos_emb(*given, **named)
-
-
-def apply_rotary_pos_emb(*_: torch.Tensor) -> Angles:
-    raise AssertionError("each test has a function of its own")
-
-
 def interleaved(query: torch.Tensor, key: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> Angles:
     """Turns neighbours, as GPT-J does."""
 
@@ -190,17 +179,17 @@ def interleaved(query: torch.Tensor, key: torch.Tensor, cosine: torch.Tensor, si
 
 
 def backwards(query: torch.Tensor, key: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> Angles:
-    return modeling_llama.apply_rotary_pos_emb(query, key, cosine, -sine)
+    return PLAIN(query, key, cosine, -sine)
 
 
 def queries_alone(query: torch.Tensor, key: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> Angles:
-    return modeling_llama.apply_rotary_pos_emb(query, key, cosine, sine)[0], key
+    return PLAIN(query, key, cosine, sine)[0], key
 
 
 def wide(query: torch.Tensor, key: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> Angles:
     """In float32, whatever the dtype: the same only in float32."""
     given = (one.float() for one in (query, key, cosine, sine))
-    turned_query, turned_key = modeling_llama.apply_rotary_pos_emb(*given)
+    turned_query, turned_key = PLAIN(*given)
     return turned_query.to(query.dtype), turned_key.to(key.dtype)
 
 
@@ -220,11 +209,19 @@ def test_what_rotates_in_another_way_is_left_alone(
 
 
 def test_more_than_four_arguments_go_to_the_models_own_function(operator: RotaryOperator) -> None:
-    given = (noise(1, 3, 2, 8), noise(1, 3, 1, 8), *angles(3, 8))
-    right = modeling_llama.apply_rotary_pos_emb(*given, unsqueeze_dim=2)
-    fast = FastRotary(operator, modeling_llama.apply_rotary_pos_emb)
-    assert all(map(torch.equal, fast(*given, unsqueeze_dim=2), right))
-    assert all(map(torch.equal, fast(*given, 2), right))
+    calls: list[tuple[Any, ...]] = []
+
+    def plain(*given: Any, **named: Any) -> Angles:
+        calls.append((*given[4:], *named.items()))
+        return given[0], given[1]
+
+    given = (noise(1, 2, 3, 8), noise(1, 1, 3, 8), *angles(3, 8))
+    fast = FastRotary(operator, plain)
+    assert fast(*given, 2)[0] is given[0]
+    assert fast(*given, unsqueeze_dim=2)[0] is given[0]
+    assert calls == [(2,), (("unsqueeze_dim", 2),)]
+    assert all(map(torch.equal, fast(*given), PLAIN(*given)))
+    assert len(calls) == 2
 
 
 def test_a_change_that_the_attention_would_see_is_taken_back(

@@ -40,6 +40,14 @@ def test_large_tensors_begin_with_a_page_and_huge_pages_are_asked_for() -> None:
     assert tensor.data_ptr() % PAGE == 0
     has_them = Path("/sys/kernel/mm/transparent_hugepage").exists()
     assert (" hg" in mapping_of(tensor)) == has_them
+    # Shared memory has huge pages only where an administrator wants them.
+    assert " sh" not in mapping_of(tensor)
+
+
+def test_a_mapping_that_begins_within_a_page_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel may align it by itself, but not to so much."""
+    monkeypatch.setattr("engine.execution.huge_pages.PAGE", 1 << 28)
+    assert huge_empty(1 << 28, torch.uint8).data_ptr() % (1 << 28) == 0
 
 
 def test_the_memory_lives_as_long_as_a_view_of_it() -> None:
