@@ -162,7 +162,7 @@ class Attention {
         for (int64_t i = 0; i < piece.count; i++) {
             const T* query = at(call_.query, call_.query_strides, row_of(piece, i), head_of(piece, i));
             float* to = scratch.query + i * size;
-            for (int64_t d = 0; d < call_.head_dim; d++) to[d] = to_float(query[d]);
+            for (int64_t d = 0; d < call_.head_dim; d++) to[d] = to_float(query[d]) * layer_.scaling;
             if (call_.head_dim < size) to[call_.head_dim] = 0;
         }
         Rows<T> rows = rows_of(piece);

@@ -88,14 +88,20 @@ struct Scratch {
     alignas(64) T packed[GROUPS * 2 * MOST_SIZE * SIXTEEN];
 };
 
+template <typename T>
+int64_t slot_of(const Rows<T>& rows, const Layer& layer, int64_t token) {
+    // Dividing 64 bits takes a multiple of the time.
+    uint32_t block = uint32_t(token) / uint32_t(layer.block_size);
+    return rows.table[block] * layer.block_size + (token - block * layer.block_size);
+}
+
 // Where the groups of a key tile lie, or of those that are packed their first tokens. Behind the last group
 // comes that one again.
 template <typename T>
 void find_heads(const Rows<T>& rows, const Layer& layer, int64_t first, int64_t end, const T** heads) {
     for (int64_t i = 0; i < GROUPS; i++, first += SIXTEEN) {
-        int64_t token = first < end ? first : end - 1;
-        int64_t slot = rows.table[token / layer.block_size] * layer.block_size + token % layer.block_size;
-        heads[i] = head_at(rows.pool, layer.shape, slot / SIXTEEN, rows.kv_head);
+        heads[i] = head_at(rows.pool, layer.shape, slot_of(rows, layer, first < end ? first : end - 1) / SIXTEEN,
+                           rows.kv_head);
     }
 }
 
@@ -115,16 +121,13 @@ template <typename T>
 void find_groups(const Rows<T>& rows, const Layer& layer, int64_t first, int64_t end, T* packed,
                  const T** groups) {
     const Shape& shape = layer.shape;
-    auto slot = [&](int64_t token) {
-        return rows.table[token / layer.block_size] * layer.block_size + token % layer.block_size;
-    };
     for (int64_t token = first; token < end; token += SIXTEEN, groups++) {
         if (layer.block_size % SIXTEEN == 0) {
-            *groups = head_at(rows.pool, shape, slot(token) / SIXTEEN, rows.kv_head);
+            *groups = head_at(rows.pool, shape, slot_of(rows, layer, token) / SIXTEEN, rows.kv_head);
             continue;
         }
         for (int64_t i = 0; i < SIXTEEN && token + i < end; i++) {
-            int64_t from = slot(token + i);
+            int64_t from = slot_of(rows, layer, token + i);
             move(packed, i, head_at(rows.pool, shape, from / SIXTEEN, rows.kv_head), from % SIXTEEN, shape);
         }
         *groups = packed;
@@ -181,22 +184,25 @@ void add_values(const float* weights, int rows, const Shape& shape, const T* con
     }
 }
 
-// One row's scores over tokens first to first + width become weights; returns what its sums shrink by.
-inline float soften(float* scores, int width, int64_t first, int64_t begin, int64_t end, const Layer& layer,
-                    float& largest, Floats& weight) {
+// The scores of tokens outside of begin to end become -inf.
+inline void hide(float* scores, int width, int64_t first, int64_t begin, int64_t end) {
     Words lanes;
     for (int i = 0; i < LANES; i++) lanes[i] = uint32_t(i);
     const Words seen = Words{} + uint32_t(end - begin);
-    const bool sees_all = begin <= first && first + width <= end;
-    Floats top = splat(-__builtin_inff());
-    for (int i = 0; i < width; i += LANES) {
-        Floats score = load(scores + i) * layer.scaling;
-        if (layer.softcap != 0) score = tanh_of(score / layer.softcap) * layer.softcap;
-        // Tokens before `begin` wrap around and are as far away as those from `end` on.
-        if (!sees_all) score = lanes + uint32_t(first - begin + i) < seen ? score : splat(-__builtin_inff());
-        store(scores + i, score);
-        top = larger(top, score);
-    }
+    // Tokens before `begin` wrap around and are as far away as those from `end` on.
+    for (int i = 0; i < width; i += LANES)
+        store(scores + i, lanes + uint32_t(first - begin + i) < seen ? load(scores + i) : splat(-__builtin_inff()));
+}
+
+// One row's scores over tokens first to first + width become weights; returns what its sums shrink by.
+inline float soften(float* scores, int width, int64_t first, int64_t begin, int64_t end, const Layer& layer,
+                    float& largest, Floats& weight) {
+    if (layer.softcap != 0)
+        for (int i = 0; i < width; i += LANES)
+            store(scores + i, tanh_of(load(scores + i) / layer.softcap) * layer.softcap);
+    if (begin > first || end < first + width) hide(scores, width, first, begin, end);
+    Floats top = load(scores);
+    for (int i = LANES; i < width; i += LANES) top = larger(top, load(scores + i));
     float before = largest, now = largest_of(top);
     largest = before > now ? before : now;
     float shift = largest > LOWEST ? largest : LOWEST;
@@ -206,7 +212,7 @@ inline float soften(float* scores, int width, int64_t first, int64_t begin, int6
         store(scores + i, one);
         total += one;
     }
-    float shrunk = shrink(before, shift);
+    float shrunk = before == shift ? 1.0f : shrink(before, shift);
     weight = weight * shrunk + total;
     return shrunk;
 }
@@ -240,7 +246,7 @@ void attend_split(const Rows<T>& rows, const Layer& layer, int64_t first, int64_
     for (int r = 0; r < rows.count; r++) part.weight[r] = sum_of(weights[r]);
 }
 
-// The splits from `split` up to `end_split`, merged into `whole`. scratch.query holds the rows' queries.
+// The splits from `split` up to `end_split`, merged into `whole`. scratch.query holds the rows' queries, scaled.
 template <typename T>
 void attend_rows(const Rows<T>& rows, const Layer& layer, int64_t split, int64_t end_split,
                  Scratch<T>& scratch, Sum& whole) {
