@@ -7,6 +7,7 @@ is computed.
 """
 
 from collections import Counter, defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,14 @@ from transformers import PreTrainedModel
 
 from engine.execution.linear_places import LinearPlace, linear_places
 from engine.execution.probe import pass_of_two_tokens
+
+
+@dataclass(slots=True)
+class _Outputs:
+    """Those of `hidden` that no part has fetched yet. Not attributes of a module: those are slow to set."""
+
+    hidden: torch.Tensor | None
+    parts: dict[int, torch.Tensor]
 
 
 class FusedLinear(nn.Module):
@@ -34,17 +43,17 @@ class FusedLinear(nn.Module):
         self.product.weight = _parameter(torch.cat([member.weight.detach() for member in members]))
         if biases:
             self.product.bias = _parameter(torch.cat([bias.detach() for bias in biases]))
-        self._input: torch.Tensor | None = None
-        self._parts: dict[int, torch.Tensor] = {}
+        self._seen = _Outputs(None, {})
 
     def part(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """Output `index` of `hidden` [..., in]: [..., sizes[index]], a view of the whole product."""
-        if self._input is not hidden or index not in self._parts:
-            self._input = hidden
-            self._parts = dict(enumerate(self.product(hidden).split(self.sizes, dim=-1)))
-        part = self._parts.pop(index)
-        if not self._parts:
-            self._input = None  # Else the activation would live on, and nobody counts it.
+        seen = self._seen
+        if seen.hidden is not hidden or index not in seen.parts:
+            seen.hidden = hidden
+            seen.parts = dict(enumerate(torch.split_with_sizes(self.product(hidden), self.sizes, dim=-1)))
+        part = seen.parts.pop(index)
+        if not seen.parts:
+            seen.hidden = None  # Else the activation would live on, and nobody counts it.
         return part
 
 

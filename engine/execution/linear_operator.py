@@ -79,13 +79,16 @@ class LinearOperator:
         out = hidden.new_empty(*hidden.shape[:-1], num_outputs)
         if num_inputs == 0 or not out.numel():
             return out.zero_() if bias is None else out.copy_(bias)
-        rows = hidden.reshape(-1, num_inputs)
-        if rows.stride(-1) != 1:
-            rows = rows.contiguous()
+        if hidden.is_contiguous():
+            rows, stride = hidden, num_inputs
+        else:
+            rows = hidden.reshape(-1, num_inputs)
+            rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+            stride = rows.stride(0)
         failed = self._multiply[panels.dtype](
             rows.data_ptr(),
-            rows.stride(0),
-            rows.shape[0],
+            stride,
+            hidden.numel() // num_inputs,
             panels.data_ptr(),
             num_inputs,
             num_outputs,

@@ -98,7 +98,7 @@ class NativeStep:
         """As `AttentionStep` has it. Raises `UnsupportedModel` for what the pool was not made for."""
         pool = self._pool.layers[call.layer]
         self._check(call, query, key, value)
-        query, key, value = (_dense(tensor) for tensor in (query, key, value))
+        query, key, value = _dense(query), _dense(key), _dense(value)
         sinks = None if call.sinks is None else call.sinks.float().contiguous()
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         asked = NativeCall(
@@ -139,12 +139,11 @@ class NativeStep:
         )
         if call.sinks is not None and call.sinks.shape != (spec.num_heads,):
             raise UnsupportedModel(f"{spec.num_heads} heads have sinks of the shape {list(call.sinks.shape)}")
-        wanted = {
-            "queries": (query, (rows, spec.num_heads, spec.head_dim)),
-            "keys": (key, (rows, spec.num_kv_heads, spec.head_dim)),
-            "values": (value, (rows, spec.num_kv_heads, spec.value_dim)),
-        }
-        for name, (tensor, shape) in wanted.items():
+        for name, tensor, shape in (
+            ("queries", query, (rows, spec.num_heads, spec.head_dim)),
+            ("keys", key, (rows, spec.num_kv_heads, spec.head_dim)),
+            ("values", value, (rows, spec.num_kv_heads, spec.value_dim)),
+        ):
             if tensor.shape != shape or tensor.dtype != dtype:
                 raise UnsupportedModel(
                     f"layer {call.layer} has {name} of {tensor.dtype} {list(tensor.shape)}, "
