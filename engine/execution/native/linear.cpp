@@ -21,6 +21,9 @@ constexpr int64_t MOST_DEPTH = 320;
 constexpr int64_t ROWS_TOGETHER = 192;
 // Panels that are multiplied with these before the next depth.
 constexpr int64_t PANELS_TOGETHER = 4;
+// Up to so many rows wait for the memory: they take no more panels than are multiplied at once, so that what is
+// fetched ahead is closer.
+constexpr int64_t FEW_ROWS = 64;
 // Tasks for each thread, so that one that is held up does not hold up all.
 constexpr int64_t TASKS_EACH = 4;
 
@@ -92,8 +95,9 @@ class Linear {
         for_each(call_.team, row_parts * panel_parts, [&](int64_t i) {
             Range rows = part_of(call_.num_rows, row_parts, i / panel_parts, 1);
             Range panels = part_of(num_panels_, panel_parts, i % panel_parts, 1);
-            for (int64_t begin = panels.begin; begin < panels.end; begin += PANELS_TOGETHER) {
-                int64_t end = begin + PANELS_TOGETHER;
+            const int64_t together = rows.size() <= FEW_ROWS ? width_of(rows.size()) : PANELS_TOGETHER;
+            for (int64_t begin = panels.begin; begin < panels.end; begin += together) {
+                int64_t end = begin + together;
                 multiply_panels(rows, {begin, end < panels.end ? end : panels.end});
             }
         });
@@ -105,6 +109,9 @@ class Linear {
     const T* panel_at(int64_t panel, int64_t depth) const {
         return static_cast<const T*>(call_.panels) + panel * panel_numbers_ + depth * SIXTEEN;
     }
+
+    // Panels that are multiplied at once.
+    static int width_of(int64_t rows) { return columns_beside(int(parts_of(rows, parts_of(rows, MOST_ROWS)))); }
 
     void multiply_panels(Range rows, Range panels) const {
         alignas(64) float sums[ROWS_TOGETHER * SUMS_STRIDE];
@@ -127,7 +134,7 @@ class Linear {
     void multiply_depth(Range rows, Range panels, Range depth, Place next, float* sums) const {
         const int64_t blocks = parts_of(rows.size(), MOST_ROWS);
         const int64_t run_bytes = SIXTEEN * int64_t(sizeof(T));
-        const int width = columns_beside(int(parts_of(rows.size(), blocks)));
+        const int width = width_of(rows.size());
         for (int64_t panel = panels.begin; panel < panels.end;) {
             const int columns = panel + width <= panels.end ? width : 1;
             const T* fronts[MOST_COLUMNS];
