@@ -11,7 +11,7 @@ REFERENCE = "transformers-one-by-one"
 """Whose greedy tokens are the right ones."""
 SHORT_STEP_TOKENS = 48
 """Of a step where pauses between tokens are to be even. The workload's 32 sequences leave 16 to prompts at
-least; a longer step varies more in length, as attention to a long prompt costs more the further it is read."""
+least. With more, times of steps differ more: attention to a long prompt costs more the further it is read."""
 OPEN = ("open-50", "open-80", "open-110")
 
 
