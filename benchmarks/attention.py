@@ -23,6 +23,7 @@ from engine.execution.attention import (
     AttentionBatch,
     LayerCall,
     LayerSpec,
+    PoolShape,
     install,
 )
 from engine.execution.attention_choice import TORCH, native_backend
@@ -90,7 +91,8 @@ def layer_times(
         for layer in range(LAYERS):
             step.attend(LayerCall(layer, spec.scaling, None, None, None), query, key, value)
 
-    made = {one.name: one.make((spec,) * LAYERS, num_blocks + 1, BLOCK_SIZE, dtype, CPU) for one in backends}
+    shape = PoolShape((spec,) * LAYERS, num_blocks + 1, BLOCK_SIZE, dtype, CPU)
+    made = {one.name: one.make(shape) for one in backends}
     for backend in made.values():
         backend.zero_blocks(tuple(range(num_blocks + 1)))
     ways = {name: lambda backend=backend: run(backend, inputs.batch) for name, backend in made.items()}
@@ -108,7 +110,7 @@ def forward_times(dtype: torch.dtype, backends: list[Backend], repeats: int) -> 
     inputs, num_blocks = step_inputs(CASES["64 singles of 32-384"])
     ways = {}
     for one in backends:
-        backend = one.make(specs, num_blocks + 1, BLOCK_SIZE, dtype, CPU)
+        backend = one.make(PoolShape(specs, num_blocks + 1, BLOCK_SIZE, dtype, CPU))
         backend.zero_blocks(tuple(range(num_blocks + 1)))
         runner = ModelRunner(model, backend, InputBuilder(64, 384, BLOCK_SIZE))
         ways[one.name] = lambda runner=runner: runner.forward(inputs)

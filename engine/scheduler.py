@@ -6,7 +6,6 @@ a preemption and resuming after a crash are one case. Who goes before whom is fo
 beside this one to say; it knows no tensors.
 """
 
-import bisect
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -17,9 +16,10 @@ from engine.decode_turns import DecodeTurns
 from engine.exclusive import Exclusive
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, WaitingReason
 from engine.preemption import Preemption
-from engine.seats import Seats
-from engine.sequence import ORDER, FinishReason, Sequence, SequenceStatus
-from engine.step_plan import StepPlan
+from engine.running import Running
+from engine.seat_claims import SeatClaims
+from engine.sequence import FinishReason, Sequence, SequenceStatus
+from engine.step_plan import StepPlan, Yielding
 from engine.waiting_room import WaitingRoom
 
 _new_tuple = tuple.__new__
@@ -37,19 +37,18 @@ class Scheduler:
         self.block_manager = BlockManager(
             config.num_kv_blocks, config.block_size, prefix_caching=config.prefix_caching
         )
-        self.running_queue: list[Sequence] = []
-        # Those of the running ones that have more to compute than their newest token, in the same order.
-        self._prefilling: list[Sequence] = []
+        self._running = Running(config.max_num_seqs)
+        self.running_queue = self._running.queue
         self.finished_sequences: list[Sequence] = []
         self._clock = clock
         self._waiting_room = WaitingRoom(config)
         self.waiting_queue = self._waiting_room.queue
-        self._seats = Seats(config.max_num_seqs)
         self._admission = admission_of(config)
         self._preemption = Preemption(config)
+        self._seat_claims = SeatClaims(
+            self.waiting_queue, self._running, self.block_manager, self._preemption
+        )
         self._decode_turns = DecodeTurns(config)
-        # Another gave up its seat for it, so nobody skips ahead of it.
-        self._claimant: Sequence | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -88,17 +87,15 @@ class Scheduler:
         `only`: all outputs of one request; no other is stepped.
         """
         alone = None if only is None else Exclusive(only, self._preemption)
-        plan = StepPlan(self.config, self._clock(), alone or self._preemption)
-        self.waiting_queue.advance(plan.now)
-        if alone is None:
-            self._take_a_seat(plan)
-        decoding, prefilling = self._by_need(alone)
-        self._schedule_decodes(decoding, prefilling, plan)
-        self._continue_prefills(prefilling, plan)
-        if alone is None:
-            self._admit_waiting(plan)
-        else:
+        plan = self._begin(alone or self._preemption)
+        if alone is not None:
+            self._go_on(*self._running.by_need(alone.of(self.running_queue)), plan)
             alone.admit(self.waiting_queue, self.running_queue, plan, self._admit, self._preempt)
+            return self._close(plan)
+        if victim := self._seat_claims.claim():
+            self._preempt(victim, WaitingReason.SEQ_BUDGET, plan)
+        self._go_on(*self._running.by_need(list(self.running_queue)), plan)
+        self._admit_waiting(plan)
         return self._close(plan)
 
     def schedule_ahead(self) -> SchedulerOutputs | None:
@@ -107,27 +104,24 @@ class Scheduler:
         Those who get a token by the step under way, and go on, have it already, whatever it stands for; those
         who get their last one have nothing to compute.
         """
-        plan = StepPlan(self.config, self._clock(), self._preemption)
-        self.waiting_queue.advance(plan.now)
-        decoding, prefilling = self._by_need(None)
+        plan = self._begin(self._preemption)
+        decoding, prefilling = self._running.by_need(list(self.running_queue))
         decoding = [one for one in decoding if one.num_computed_tokens < len(one.token_ids)]
         prefilling = [one for one in prefilling if one.num_uncomputed_tokens]
         if self._could_preempt(decoding):
             return None
-        self._schedule_decodes(decoding, prefilling, plan)
-        self._continue_prefills(prefilling, plan)
+        self._go_on(decoding, prefilling, plan)
         self._admit_waiting(plan)
         return self._close(plan)
 
     def assume(self, sequence: Sequence, token_id: int) -> None:
         """The next token of a running sequence is on its way; `token_id` stands for it until it is known."""
         sequence.token_ids.append(token_id)
-        if sequence.is_decoding and sequence in self._prefilling:
-            self._prefilling.remove(sequence)
+        self._running.catch_up(sequence)
 
     def take_back(self, outputs: SchedulerOutputs) -> None:
         """All of a decision's sequences have ended, and no runner has followed it: it is to tidy up later."""
-        self._seats.tell_again(outputs.released_seats)
+        self._running.seats.tell_again(outputs.released_seats)
         self.block_manager.zero_later(outputs.blocks_to_zero)
 
     def update(
@@ -147,7 +141,8 @@ class Scheduler:
                 sequence.token_ids.append(sampled.token_id)
         for item in outputs.prefill:
             if item.sequence.status is running:
-                self._retire_prefill(item.sequence)
+                self.block_manager.publish(item.sequence)
+                self._running.catch_up(item.sequence)
         for sequence, reason in finishes.items():
             if sequence.status is running:
                 self.block_manager.publish(sequence)
@@ -159,7 +154,7 @@ class Scheduler:
             return
         if sequence.status is SequenceStatus.WAITING:
             self._waiting_room.leave(sequence)
-            self._claimant = None if sequence is self._claimant else self._claimant
+            self._seat_claims.forget(sequence)
         else:
             if reason is FinishReason.ERROR:
                 self.block_manager.distrust(sequence)  # What it wrote may not be finite.
@@ -181,46 +176,22 @@ class Scheduler:
 
     # The phases of a step, each in the sequences' order.
 
-    def _take_a_seat(self, plan: StepPlan) -> None:
-        """With all seats taken, the head displaces one of lower priority, if it can then be taken in."""
-        queue, running = self.waiting_queue, self.running_queue
-        if self._seats or not queue or queue.best_priority >= running[-1].priority:
-            return
-        head = queue.head
-        assert head is not None
-        victim = None if queue.is_head_promoted else self._preemption.victim_for_seat(running, head)
-        if victim and self._can_take_in(head, victim):
-            self._preempt(victim, WaitingReason.SEQ_BUDGET, plan)
-            self._claimant = head
+    def _begin(self, yielding: Yielding) -> StepPlan:
+        plan = StepPlan(self.config, self._clock(), yielding)
+        self.waiting_queue.advance(plan.now)
+        return plan
+
+    def _go_on(self, decoding: list[Sequence], prefilling: list[Sequence], plan: StepPlan) -> None:
+        """Those that run already."""
+        self._schedule_decodes(decoding, prefilling, plan)
+        self._continue_prefills(prefilling, plan)
 
     def _could_preempt(self, decoding: list[Sequence]) -> bool:
         """Whether the head may want another's seat, or those who decode more blocks than are free."""
-        queue, running = self.waiting_queue, self.running_queue
-        if not self._seats and queue and queue.best_priority < running[-1].priority:
+        if self._seat_claims.may_arise():
             return True
         num_wanted = sum(one.num_computed_tokens == one.block_end for one in decoding)
         return num_wanted > self.block_manager.num_free_blocks
-
-    def _can_take_in(self, head: Sequence, victim: Sequence) -> bool:
-        """Whether `head` would be taken into this step, if `victim` held nothing."""
-        num_prefilling = len(self._prefilling) - (victim in self._prefilling)
-        num_decoding = len(self.running_queue) - 1 - num_prefilling
-        return self._preemption.leaves_room(head, num_decoding, num_prefilling) and (
-            self.block_manager.can_allocate(
-                self._preemption.num_tokens_to_hold(head),
-                self.block_manager.find_prefix(head),
-                without=victim,
-            )
-        )
-
-    def _by_need(self, alone: Exclusive | None) -> tuple[list[Sequence], list[Sequence]]:
-        """Those of the running ones that decode, and those that compute what they know already."""
-        running = alone.of(self.running_queue) if alone else list(self.running_queue)
-        if not self._prefilling:
-            return running, []
-        prefilling = set(self._prefilling)
-        decoding = [one for one in running if one not in prefilling]
-        return decoding, [one for one in running if one in prefilling]
 
     def _schedule_decodes(self, decoding: list[Sequence], prefilling: list[Sequence], plan: StepPlan) -> None:
         chosen, passed_over, reason = self._decode_turns.choose(
@@ -250,30 +221,27 @@ class Scheduler:
 
     def _admit_waiting(self, plan: StepPlan) -> None:
         """In order, as far as the policy lets others go past one that does not fit."""
-        queue, set_aside, num_tried = self.waiting_queue, list[Sequence](), 0
-        while (head := self._next_in_line()) is not None and num_tried <= self._admission.max_others:
+        set_aside, num_tried = list[Sequence](), 0
+        while (
+            head := self._seat_claims.next_in_line()
+        ) is not None and num_tried <= self._admission.max_others:
             if reason := self._admit(head, plan):
                 if head not in plan.preempted:
                     plan.skip(head, reason)
-                is_guarded = queue.is_head_promoted or head is self._claimant
+                is_guarded = self._seat_claims.guards(head)
                 if is_guarded or plan.is_full or not self._admission.lets_another_try(reason):
                     break
-                queue.remove(head)
+                self.waiting_queue.remove(head)
                 set_aside.append(head)
             num_tried += bool(set_aside)
         for sequence in set_aside:
-            queue.add(sequence)
-
-    def _next_in_line(self) -> Sequence | None:
-        """The head; before it one for which a seat was taken: its victim may have aged to be the head."""
-        queue = self.waiting_queue
-        return queue.head if self._claimant is None or queue.is_head_promoted else self._claimant
+            self.waiting_queue.add(sequence)
 
     def _admit(self, sequence: Sequence, plan: StepPlan) -> WaitingReason | None:
         """Give the head its seat and its blocks, or say why it gets none; nothing has changed then."""
         if plan.lacks_blocks:
             return WaitingReason.KV_BLOCKS
-        if not self._seats:
+        if not self._running.seats:
             return WaitingReason.SEQ_BUDGET
         if reason := plan.budget.refusal(1, 1, 1):
             return reason
@@ -293,7 +261,7 @@ class Scheduler:
         """Tokens that prefills could use in this step, if decodes left them."""
         num_tokens = sum(sequence.num_uncomputed_tokens for sequence in prefilling)
         head, config = self.waiting_queue.head, self.config
-        if head is None or not self._seats or len(prefilling) >= config.prefill_seqs_limit:
+        if head is None or not self._running.seats or len(prefilling) >= config.prefill_seqs_limit:
             return num_tokens
         if not config.chunked_prefill and head.num_tokens > config.num_reserved_tokens:
             return num_tokens
@@ -331,7 +299,7 @@ class Scheduler:
         # What a runner is to tidy up waits for a step that it executes.
         if not plan.is_busy:
             return plan.close()
-        return plan.close(self._seats.take_released(), self.block_manager.take_blocks_to_zero())
+        return plan.close(self._running.seats.take_released(), self.block_manager.take_blocks_to_zero())
 
     # Changes of state: seat, blocks and container together.
 
@@ -342,19 +310,10 @@ class Scheduler:
         sequence.num_charged_tokens = max(sequence.num_charged_tokens, num_found_tokens)
         self._waiting_room.charge(sequence)
         self._waiting_room.take(sequence)
-        sequence.admit(self._seats.take(), num_found_tokens)
+        self._running.enter(sequence, num_found_tokens)
         sequence.waited_seconds = plan.now - sequence.waiting_since
-        bisect.insort(self.running_queue, sequence, key=ORDER)
-        if not sequence.is_decoding:
-            bisect.insort(self._prefilling, sequence, key=ORDER)
         plan.admitted.append(sequence)
-        if sequence is self._claimant:
-            self._claimant = None
-
-    def _retire_prefill(self, sequence: Sequence) -> None:
-        self.block_manager.publish(sequence)
-        if sequence.is_decoding and sequence in self._prefilling:
-            self._prefilling.remove(sequence)
+        self._seat_claims.forget(sequence)
 
     def _preempt(self, victim: Sequence, reason: WaitingReason, plan: StepPlan) -> None:
         self.block_manager.publish(victim)
@@ -367,10 +326,6 @@ class Scheduler:
 
     def _unseat(self, sequence: Sequence) -> None:
         """Off its seat, its blocks back, and its tenant charged for all of it."""
-        del self.running_queue[bisect.bisect_left(self.running_queue, sequence.order, key=ORDER)]
-        if sequence in self._prefilling:
-            self._prefilling.remove(sequence)
+        self._running.leave(sequence)
         self._waiting_room.charge(sequence)
         self.block_manager.free(sequence)
-        assert sequence.seat is not None
-        self._seats.give_back(sequence.seat)

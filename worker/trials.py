@@ -7,10 +7,36 @@ before the record is made, and nobody else is claimed or prepared. Knows neither
 
 import threading
 from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 from worker.inbox import Arrival, Hush, Inbox, Resume, Try
 from worker.ownership import Ownership
 from worker.protocol.records import Claimed, Standing
+
+
+class Stage(Enum):
+    """How far a turn has come."""
+
+    ASKED = auto()
+    """The loop is to step nobody."""
+    QUIET = auto()
+    """It steps nobody: the one whose turn it is may be recorded as alone."""
+    BEGUN = auto()
+    """It has the trial."""
+
+
+REACHED_FROM = {Stage.QUIET: (Stage.ASKED, Stage.QUIET), Stage.BEGUN: (Stage.QUIET,)}
+"""A turn stays quiet where it could not be recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """`heard`: set by the loop once it steps nobody."""
+
+    ownership: Ownership
+    heard: threading.Event
+    stage: Stage = Stage.ASKED
 
 
 class Trials:
@@ -26,11 +52,8 @@ class Trials:
         self._clock = clock
         self._lock = threading.Lock()
         self._waiting: dict[Ownership, tuple[Claimed, float]] = {}
-        self._current: Ownership | None = None
-        self._is_quiet = False
-        self._has_begun = False
+        self._turn: Turn | None = None
         self._is_closed = False
-        self._heard = threading.Event()
 
     @property
     def num_waiting(self) -> int:
@@ -40,12 +63,13 @@ class Trials:
     @property
     def is_pending(self) -> bool:
         """The loop was asked to be silent for one; or it is tried already."""
-        return self._current is not None
+        return self._turn is not None
 
     @property
     def is_on(self) -> bool:
         """One is being tried."""
-        return self._has_begun
+        turn = self._turn
+        return turn is not None and turn.stage is Stage.BEGUN
 
     def standings(self, owners: Mapping[str, str], in_line: Set[str]) -> dict[str, Standing]:
         """How each of `owners` (task -> owner) stands in this worker; `in_line`: requests that wait there."""
@@ -53,8 +77,11 @@ class Trials:
             return {held: self._standing(Ownership(held, owners[held]), in_line) for held in owners}
 
     def _standing(self, ownership: Ownership, in_line: Set[str]) -> Standing:
-        if self._is_quiet or ownership in self._waiting:
-            return "alone" if self._is_quiet and ownership == self._current else "untouched"
+        turn = self._turn
+        if turn is not None and turn.stage is not Stage.ASKED:
+            return "alone" if ownership == turn.ownership else "untouched"
+        if ownership in self._waiting:
+            return "untouched"
         return "waiting" if ownership.request_id in in_line else "seated"
 
     def add(self, task: Claimed) -> None:
@@ -73,15 +100,14 @@ class Trials:
         with self._lock:
             if self._is_closed or ownership not in self._waiting:
                 return False
-            if self._current is None:
-                self._current, self._heard = ownership, threading.Event()
-                self._inbox.put(Hush(ownership, self._heard))
-            heard = self._heard
+            if self._turn is None:
+                self._turn = Turn(ownership, threading.Event())
+                self._inbox.put(Hush(ownership, self._turn.heard))
+            heard = self._turn.heard
         if not heard.wait(seconds):
             return False
         with self._lock:
-            self._is_quiet = self._current == ownership
-            return self._is_quiet
+            return self._reach(ownership, Stage.QUIET)
 
     def begin(self, ownership: Ownership, prepare: Callable[[float], Arrival | None]) -> bool:
         """It is recorded: the loop prepares it and steps it alone. False if it is over before that.
@@ -89,10 +115,9 @@ class Trials:
         `prepare` gets the seconds since its claim; None: it ended without an arrival.
         """
         with self._lock:
-            if self._current != ownership:
+            if not self._reach(ownership, Stage.BEGUN):
                 return False
             _, claimed_at = self._waiting.pop(ownership)
-            self._has_begun = True
             self._inbox.put(Try(ownership, lambda: prepare(self._clock() - claimed_at)))
             return True
 
@@ -101,20 +126,28 @@ class Trials:
         with self._lock:
             self._is_closed = True
             # One that is recorded, but not begun, is not begun any more: its turn may have failed.
-            if self._current is not None and not self._has_begun:
-                self._end()
+            if self._turn is not None and self._turn.stage is not Stage.BEGUN:
+                self._end(self._turn)
 
     def finish(self, ownership: Ownership) -> None:
         """A token or an end of it is stored, or it is not ours any more. For every task, suspect or not."""
-        if ownership != self._current and ownership not in self._waiting:
+        turn = self._turn
+        if ownership not in self._waiting and (turn is None or ownership != turn.ownership):
             return
         with self._lock:
             self._waiting.pop(ownership, None)
-            if ownership == self._current:
-                self._end()
+            if self._turn is not None and ownership == self._turn.ownership:
+                self._end(self._turn)
 
-    def _end(self) -> None:
-        assert self._current is not None
-        self._inbox.put(Resume(self._current))
-        self._current, self._is_quiet, self._has_begun = None, False, False
+    def _reach(self, ownership: Ownership, stage: Stage) -> bool:
+        """The turn comes to `stage`. False, and no change, where it is not its turn, or it was not so far."""
+        turn = self._turn
+        if turn is None or turn.ownership != ownership or turn.stage not in REACHED_FROM[stage]:
+            return False
+        self._turn = replace(turn, stage=stage)
+        return True
+
+    def _end(self, turn: Turn) -> None:
+        self._inbox.put(Resume(turn.ownership))
+        self._turn = None
         self._wake.set()

@@ -17,6 +17,7 @@ from engine.execution.attention import (
     GraphableBackend,
     LayerCall,
     LayerSpec,
+    PoolShape,
 )
 from engine.execution.attention_choice import TORCH, choose_backends
 from engine.execution.cuda_capture import CudaCapture
@@ -119,8 +120,9 @@ def check(options: Options, name: str) -> dict[str, Any]:
 def _difference(backend: Backend, spec: LayerSpec, dtype: torch.dtype, options: Options) -> float:
     device = torch.device(options.device)
     num_blocks = 1 + 4 * -(-LONGEST // BLOCK_SIZE)
-    ours = backend.make((spec,), num_blocks, BLOCK_SIZE, dtype, device)
-    right = TORCH.make((spec,), num_blocks, BLOCK_SIZE, torch.float32, CPU)
+    shape = PoolShape((spec,), num_blocks, BLOCK_SIZE, dtype, device)
+    ours = backend.make(shape)
+    right = TORCH.make(shape._replace(dtype=torch.float32, device=CPU))
     generator = torch.Generator().manual_seed(0)
     sinks = torch.randn(spec.num_heads, generator=generator) if spec.sinks else None
     sequences = _sequences(4, LONGEST)
@@ -178,7 +180,7 @@ def _layer_seconds(backend: Backend, shape: Shape, case: Case, options: Options)
     longest = max(end for _, end in case.parts)
     sequences = _sequences(len(case.parts), longest)
     num_blocks = 1 + len(sequences) * -(-longest // BLOCK_SIZE)
-    made = backend.make((spec,) * LAYERS, num_blocks, BLOCK_SIZE, dtype, device)
+    made = backend.make(PoolShape((spec,) * LAYERS, num_blocks, BLOCK_SIZE, dtype, device))
     made.zero_blocks(tuple(range(num_blocks)))
     items = tuple(_part(one, *part) for one, part in zip(sequences, case.parts, strict=True))
     inputs = InputBuilder(len(sequences), longest, BLOCK_SIZE).build(SchedulerOutputs(prefill=items))

@@ -19,16 +19,26 @@ from typing import Any
 from benchmarks.serving.crew import Crew, Patience, variables
 from benchmarks.serving.environments import DEFAULT_HOME, ROOT, CannotMake, make
 from benchmarks.serving.machine import machine_facts
-from benchmarks.serving.plan import SMALL, Cell, Filter, Group, all_cells, groups, target_cells
+from benchmarks.serving.plan import (
+    REPEATS,
+    SMALL,
+    Cell,
+    Filter,
+    Group,
+    Place,
+    all_cells,
+    groups,
+    target_cells,
+)
 from benchmarks.serving.protocol import Settings
-from benchmarks.serving.record import Record
+from benchmarks.serving.record import OtherConditions, Record
 from benchmarks.serving.references import References
 from benchmarks.serving.report import report
 from benchmarks.serving.roofline import Rates, floor_seconds
 from benchmarks.serving.session import Session
 from benchmarks.serving.shapes import BYTES, MODELS, Shape, read_shape
 from benchmarks.serving.systems import SYSTEMS
-from benchmarks.serving.workloads import KINDS, NUM_REQUESTS, make_workload
+from benchmarks.serving.workloads import KINDS, NUM_REQUESTS, count_requests, make_workload
 
 RESULTS = ROOT / "benchmarks" / "results"
 FOR_EVER = 1e9
@@ -53,14 +63,11 @@ def main() -> int:
     limits = Limits(threads=args.threads, token_budget=args.token_budget, max_seqs=args.max_seqs)
     begun = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
     path = args.out or RESULTS / f"serving-{begun:%Y%m%d-%H%M%S}.json"
-    facts = {
-        "begun": begun.isoformat(),
-        "command": sys.argv[1:],
-        "machine": machine_facts(ROOT),
-        "limits": {name: getattr(limits, name) for name in Limits.__slots__},
-    }
-    record = Record(path, facts)
-    record.save()
+    try:
+        record = begin_record(path, begun.isoformat(), args, limits, cells)
+    except OtherConditions as error:
+        print(f"{error}; choose another --out", file=sys.stderr)
+        return 2
     end = time.monotonic() + (60 * args.minutes or FOR_EVER)
     grouped = groups(cells)
     for place, (group, members) in enumerate(grouped.items()):
@@ -75,13 +82,30 @@ def main() -> int:
     return 0
 
 
+def begin_record(
+    path: Path, begun: str, args: argparse.Namespace, limits: Limits, cells: list[Cell]
+) -> Record:
+    """A new file, or one that was measured alike. Raises `OtherConditions`, and writes nothing then."""
+    facts = {
+        "begun": begun,
+        "command": sys.argv[1:],
+        "machine": machine_facts(ROOT),
+        "limits": {name: getattr(limits, name) for name in Limits.__slots__},
+    }
+    record = Record.begin(path, facts)
+    for place in dict.fromkeys(cell.place for cell in cells):
+        record.check_requests(place, count_requests(place.workload, asked_requests(args, place.model)))
+    record.save()
+    return record
+
+
 def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Tokenmill and other engines side by side.")
     parser.add_argument("--all", action="store_true", help="the whole matrix, not the cells of the targets")
     parser.add_argument("--quick", action="store_true", help="few requests, one repeat, the smallest model")
     for name, known in (("system", SYSTEMS), ("workload", KINDS), ("model", MODELS), ("dtype", BYTES)):
         parser.add_argument(f"--{name}", nargs="+", choices=list(known), default=[], help="only these")
-    parser.add_argument("--repeats", type=int, default=None, help="of each cell; default 3")
+    parser.add_argument("--repeats", type=int, default=None, help=f"of each cell; default {REPEATS}")
     parser.add_argument(
         "--minutes", type=float, default=55.0, help="no repeat begins that would end later; 0: all"
     )
@@ -101,6 +125,11 @@ def chosen_cells(args: argparse.Namespace) -> list[Cell]:
     return [cell for cell in (all_cells() if args.all or args.quick else target_cells()) if kept.keeps(cell)]
 
 
+def asked_requests(args: argparse.Namespace, model: str) -> int:
+    """What `make_workload` is given for a model."""
+    return int(args.requests or (QUICK_REQUESTS if args.quick else MODELS[model].num_requests))
+
+
 def measure_group(
     group: Group,
     cells: list[Cell],
@@ -115,7 +144,7 @@ def measure_group(
     directory = made_model(group.model, home)
     shape = read_shape(directory)
     settings = settings_of(directory, group, shape, limits, home)
-    requests = args.requests or (QUICK_REQUESTS if args.quick else MODELS[group.model].num_requests)
+    requests = asked_requests(args, group.model)
     record_floors(record, group, shape, settings, sorted({cell.workload for cell in cells}), requests)
     session = Session(
         group=group,
@@ -123,7 +152,7 @@ def measure_group(
         shape=shape,
         kv_bytes=settings.kv_bytes,
         num_requests=requests,
-        repeats=args.repeats or (1 if args.quick else 3),
+        repeats=args.repeats or (1 if args.quick else REPEATS),
         deadline=deadline,
         record=record,
         references=References(home / "references"),
@@ -156,15 +185,13 @@ def made_model(name: str, home: Path) -> Path:
 def record_floors(
     record: Record, group: Group, shape: Shape, settings: Settings, workloads: list[str], requests: int
 ) -> None:
-    """Measure the machine, and tell the floor of each workload. The work of an open loop, in a closed one."""
-    if any((row["model"], row["dtype"]) == group for row in record.content["floors"]):
+    """The floor of each workload that has none yet. An open loop has none: its arrivals decide."""
+    closed = [name for name in workloads if KINDS[name].load is None]
+    lacking = [name for name in closed if record.floor(Place(*group, name)) is None]
+    if not lacking:
         return
-    weights_bytes = shape.weights * BYTES[group.dtype]
-    words = [str(settings.threads), group.dtype, str(weights_bytes)]
-    rates = Rates(**json.loads(run_module("benchmarks.serving.measure_machine", words, variables(settings))))
-    for name in workloads:
-        if KINDS[name].load is not None:
-            continue
+    rates = recorded_rates(record, group) or measured_rates(shape, settings)
+    for name in lacking:
         workload = make_workload(name, vocab_size=shape.vocab_size, repeat=0, num_requests=requests)
         seconds = floor_seconds(
             workload,
@@ -176,6 +203,18 @@ def record_floors(
         )
         told: dict[str, Any] = {**group._asdict(), "workload": name, "seconds": seconds}
         record.add("floors", told | {name: getattr(rates, name) for name in Rates.__slots__})
+
+
+def recorded_rates(record: Record, group: Group) -> Rates | None:
+    """Those of the floors that the record has: all workloads of a group are judged by the same."""
+    known = (row for row in record.content["floors"] if group._asdict().items() <= row.items())
+    return next((Rates(**{name: row[name] for name in Rates.__slots__}) for row in known), None)
+
+
+def measured_rates(shape: Shape, settings: Settings) -> Rates:
+    words = [str(settings.threads), settings.dtype, str(shape.weights * BYTES[settings.dtype])]
+    said = run_module("benchmarks.serving.measure_machine", words, variables(settings))
+    return Rates(**json.loads(said))
 
 
 def run_module(module: str, words: list[str], extra: dict[str, str] | None = None) -> str:

@@ -14,9 +14,19 @@ from benchmarks.serving.workloads import KINDS
 
 SMOLLM2, SMALL, MEDIUM = "smollm2-135m", "random-7m", "random-0.5b"
 VLLM = ("vllm-eager", "vllm-compiled")
+REPEATS = 3
+"""Of each cell in a whole run."""
 SLOW = {REFERENCE: 1, "transformers-static": 1}
 """System -> the most repeats of it: far enough from the others that a spread would say nothing."""
 SHORT_CHUNKS = "tokenmill-short-chunks"
+
+
+class Place(NamedTuple):
+    """What several engines are compared on."""
+
+    model: str
+    dtype: str
+    workload: str
 
 
 class Cell(NamedTuple):
@@ -24,6 +34,10 @@ class Cell(NamedTuple):
     dtype: str
     workload: str
     system: str
+
+    @property
+    def place(self) -> Place:
+        return Place(self.model, self.dtype, self.workload)
 
 
 class Group(NamedTuple):

@@ -16,8 +16,9 @@ mpl.use("svg")
 
 import matplotlib.pyplot as plt
 
+from benchmarks.serving.extent import extent
 from benchmarks.serving.figures import spread
-from benchmarks.serving.plan import Cell
+from benchmarks.serving.plan import Cell, Place
 from benchmarks.serving.record import Record
 from benchmarks.serving.systems import OURS, SYSTEMS
 
@@ -34,7 +35,7 @@ FIGURES: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
 def draw(record: Record, name: str, path: Path) -> None:
     """One panel for each model, dtype and workload."""
     title, figure = FIGURES[name]
-    places = list(dict.fromkeys(run.cell[:3] for run in record.runs))
+    places = list(dict.fromkeys(run.cell.place for run in record.runs))
     if not places:
         return
     columns = min(3, len(places))
@@ -50,15 +51,9 @@ def draw(record: Record, name: str, path: Path) -> None:
     plt.close(drawing)
 
 
-def _panel(
-    panel: Any, record: Record, place: tuple[str, ...], figure: Callable[[dict[str, Any]], float]
-) -> None:
+def _panel(panel: Any, record: Record, place: Place, figure: Callable[[dict[str, Any]], float]) -> None:
     values = {
-        system: [
-            figure(run.figures)
-            for run in record.runs
-            if run.cell == Cell(place[0], place[1], place[2], system)
-        ]
+        system: [figure(run.figures) for run in record.runs if run.cell == Cell(*place, system)]
         for system in SYSTEMS
     }
     bars = {system: spread(several) for system, several in reversed(values.items()) if several}
@@ -71,7 +66,7 @@ def _panel(
         ],
         color=[OUR_COLOUR if system == OURS else OTHERS_COLOUR for system in bars],
     )
-    panel.set_title(", ".join(place), fontsize=9)
+    panel.set_title(f"{', '.join(place)}\n{extent(record, place)}", fontsize=9)
     panel.tick_params(labelsize=8)
 
 
@@ -79,7 +74,7 @@ def main() -> None:
     path = Path(sys.argv[1])
     for name in FIGURES:
         drawn = path.with_name(f"{path.stem}-{name}.svg")
-        draw(Record(path, {}), name, drawn)
+        draw(Record.read(path), name, drawn)
         print(f"drawn: {drawn}", file=sys.stderr)
 
 

@@ -1,6 +1,7 @@
 """One run's results: a JSON file that is whole after every measurement, so that what was stopped goes on.
 
-Law: nothing is kept in memory alone, and nothing is measured twice into one file. Knows no process.
+Law: nothing is kept in memory alone, and nothing is measured twice into one file. All runs of a file have the
+same limits, machine and numbers of requests; what differs is refused. Knows no process.
 """
 
 import json
@@ -8,9 +9,15 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.serving.plan import Cell
+from benchmarks.serving.plan import Cell, Place
 
 FORMAT = 1
+SAME_MACHINE = ("cpu", "cores", "flags")
+"""What must be alike of two machines, for their figures to stand in one table."""
+
+
+class OtherConditions(ValueError):
+    """The file holds what was measured otherwise, so this run cannot complete it."""
 
 
 class Run(NamedTuple):
@@ -20,24 +27,46 @@ class Run(NamedTuple):
     repeat: int
     figures: dict[str, Any]
 
+    @property
+    def num_requests(self) -> int:
+        per_second, seconds = float(self.figures["requests_per_second"]), float(self.figures["seconds"])
+        return round(per_second * seconds)
+
 
 class Record:
-    """The file at `path`, read if it is there."""
+    """What the file at `path` holds, and is to hold: see `begin` and `read`."""
 
-    def __init__(self, path: Path, facts: dict[str, Any]) -> None:
+    def __init__(self, path: Path, content: dict[str, Any]) -> None:
         self._path = path
-        self.content: dict[str, Any] = {
-            "format": FORMAT,
-            **facts,
-            "loads": [],
-            "runs": [],
-            "failures": [],
-            "floors": [],
-        }
-        if path.exists():
-            self.content = json.loads(path.read_text())
-            if self.content["format"] != FORMAT:
-                raise ValueError(f"{path} has format {self.content['format']}, not {FORMAT}")
+        self.content = content
+
+    @classmethod
+    def begin(cls, path: Path, facts: dict[str, Any]) -> "Record":
+        """A new record, or one more run that completes what is there; nothing is written yet.
+
+        `facts`: `begun`, `command`, `machine` and `limits` of this run. Raises `OtherConditions`.
+        """
+        if not path.exists():
+            empty: dict[str, Any] = {"loads": [], "runs": [], "failures": [], "floors": []}
+            return cls(path, {"format": FORMAT, **facts, **empty})
+        record = cls.read(path)
+        record._continue(facts)
+        return record
+
+    @classmethod
+    def read(cls, path: Path) -> "Record":
+        content = json.loads(path.read_text())
+        if content["format"] != FORMAT:
+            raise OtherConditions(f"{path} has format {content['format']}, not {FORMAT}")
+        return cls(path, content)
+
+    def _continue(self, facts: dict[str, Any]) -> None:
+        if facts["limits"] != self.content["limits"]:
+            raise OtherConditions(f"{self._path} has the limits {self.content['limits']}")
+        known, here = self.content["machine"], facts["machine"]
+        if any(known[name] != here[name] for name in SAME_MACHINE):
+            raise OtherConditions(f"{self._path} was measured on {known['cpu']}, {known['cores']} cores")
+        self.content.setdefault("continued", []).append(facts)
 
     @property
     def runs(self) -> list[Run]:
@@ -46,6 +75,17 @@ class Record:
     @property
     def failures(self) -> dict[Cell, str]:
         return {cell_of(row): row["reason"] for row in self.content["failures"]}
+
+    def check_requests(self, place: Place, num_requests: int) -> None:
+        """Raises `OtherConditions` when the workload was run here with another number of requests."""
+        if (other := self.num_requests(place)) not in (None, num_requests):
+            raise OtherConditions(
+                f"{self._path} has {place.workload} with {other} requests, not {num_requests}"
+            )
+
+    def num_requests(self, place: Place) -> int | None:
+        """With how many the workload was run; None where nothing ran."""
+        return next((run.num_requests for run in self.runs if run.cell.place == place), None)
 
     def has(self, cell: Cell, repeat: int) -> bool:
         return any(run.cell == cell and run.repeat == repeat for run in self.runs)
@@ -65,11 +105,10 @@ class Record:
         self.content[kind].append(row)
         self.save()
 
-    def floor(self, model: str, dtype: str, workload: str) -> float | None:
+    def floor(self, place: Place) -> float | None:
         """Seconds, or None where it was not computed."""
-        wanted = {"model": model, "dtype": dtype, "workload": workload}
-        found = (row["seconds"] for row in self.content["floors"] if wanted.items() <= row.items())
-        return next(found, None)
+        wanted = place._asdict().items()
+        return next((row["seconds"] for row in self.content["floors"] if wanted <= row.items()), None)
 
     def save(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)

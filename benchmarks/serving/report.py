@@ -1,7 +1,7 @@
-"""The results as Markdown: the targets, then a table for each model, dtype and workload.
+"""The results as Markdown: the targets, the floors, then a table for each model, dtype and workload.
 
 Law: every engine that was asked has a row, with figures or with the reason why there are none. All from one
-record; nothing is measured here.
+record, and what is only a part of a whole run is called that; nothing is measured here.
 
     python -m benchmarks.serving.report RESULTS.json
 """
@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.serving.extent import extent, shortfalls
 from benchmarks.serving.figures import spread
-from benchmarks.serving.plan import Cell
+from benchmarks.serving.plan import Cell, Place
 from benchmarks.serving.record import Record
 from benchmarks.serving.session import is_noisy
 from benchmarks.serving.shapes import MODELS
@@ -22,6 +23,9 @@ from benchmarks.serving.workloads import KINDS
 
 MILLISECONDS = 1e3
 MIB = 2**20
+GIGA = 1e9
+READ_RATES = ("weights_bytes_per_second", "memory_bytes_per_second")
+SMALL_SHARE = 0.1
 COLUMNS = (
     "engine",
     "tokens/s (least to most)",
@@ -38,71 +42,109 @@ COLUMNS = (
 
 def report(record: Record) -> str:
     """The whole text."""
-    parts = [_head(record), _targets(verdicts(record))]
-    places = dict.fromkeys(cell[:3] for cell in [*(run.cell for run in record.runs), *record.failures])
-    for model, dtype, workload in sorted(places, key=_order):
-        parts.append(_cell_table(record, model, dtype, workload))
+    parts = [_head(record), _targets(verdicts(record)), _floors(record)]
+    parts += [_cell_table(record, place) for place in _places(record)]
     parts.append(_loads(record))
     return "\n\n".join(parts) + "\n"
 
 
-def _order(place: tuple[str, ...]) -> tuple[int, str, int]:
-    model, dtype, workload = place
-    return list(MODELS).index(model), dtype, list(KINDS).index(workload)
+def _places(record: Record) -> list[Place]:
+    """All that were asked for, whether anything ran or not."""
+    places = {cell.place for cell in [*(run.cell for run in record.runs), *record.failures]}
+    return sorted(
+        places, key=lambda one: (list(MODELS).index(one.model), one.dtype, list(KINDS).index(one.workload))
+    )
 
 
 def _head(record: Record) -> str:
     facts, limits = record.content["machine"], record.content["limits"]
     busy = sum(is_noisy(run.figures) for run in record.runs)
     steps = f"{limits['token_budget']} tokens a step, {limits['max_seqs']} sequences"
+    begun = [record.content, *record.content.get("continued", [])]
+    when = "; continued ".join(f"{one['begun']}, commit {one['machine']['commit']}" for one in begun)
     lines = [
         "# Tokenmill beside other engines",
         f"{facts['cpu']}, {facts['cores']} cores ({', '.join(facts['flags'])}), "
-        f"{facts['memory_bytes'] / 2**30:.0f} GiB; {limits['threads']} threads, {steps}; "
-        f"begun {record.content['begun']}, commit {facts['commit']}.",
+        f"{facts['memory_bytes'] / 2**30:.0f} GiB; {limits['threads']} threads, {steps}; begun {when}.",
         f"In {busy} of {len(record.runs)} runs others took more than 5 % of one processor.",
     ]
+    if lacking := shortfalls(record):
+        lines.append(f"**This is part of a whole run**: {' '.join(lacking)}")
     return "\n\n".join(lines)
 
 
 def _targets(found: list[Verdict]) -> str:
+    heads = ("against", "workload", "model", "dtype", "target", "measured", "least to most", "repeats", "")
     rows = [
         (
-            one.model,
-            one.dtype,
-            one.workload,
             one.title,
+            one.place.workload,
+            one.place.model,
+            one.place.dtype,
             one.bound,
-            "" if one.measured is None else f"{one.measured:.2f}",
+            "" if one.measured is None else _number(one.measured),
+            f"{_number(min(one.each))} to {_number(max(one.each))}" if len(one.each) > 1 else "",
+            str(len(one.each) or ""),
             {True: "met", False: "missed", None: "not measured"}[one.is_met]
             + (f": {one.reason}" if one.reason else ""),
         )
         for one in found
     ]
-    return "## Targets\n\n" + table(("model", "dtype", "workload", "against", "target", "measured", ""), rows)
+    told = (
+        "Ratios of tokens per second are those of the medians; beside them the least and the most of the"
+        " repeats, each against the other engine in the same round."
+    )
+    return f"## Targets\n\n{told}\n\n{table(heads, rows)}"
 
 
-def _cell_table(record: Record, model: str, dtype: str, workload: str) -> str:
+def _number(value: float) -> str:
+    """Two digits after the point; of a small share as many as it takes to see it."""
+    return f"{value:.2f}" if value >= SMALL_SHARE else f"{value:.2g}"
+
+
+def _floors(record: Record) -> str:
+    """How far every engine is from the floor of every workload, side by side."""
+    systems = [name for name in SYSTEMS if any(run.cell.system == name for run in record.runs)]
+    rows = []
+    for row in record.content["floors"]:
+        place = Place(*(row[name] for name in Place._fields))
+        times = [_times_floor(record, Cell(*place, name)) for name in systems]
+        reads = "{:.1f} / {:.1f}".format(*(row[name] / GIGA for name in READ_RATES))
+        rows.append((*place, reads, f"{row['flops_per_second'] / GIGA:.0f}", f"{row['seconds']:.2f}", *times))
+    told = (
+        "The floor is the time in which the machine can read and compute what the workload needs, at the"
+        " rates that were measured. Beside it how many times as long each engine took, in the median."
+    )
+    heads = (*Place._fields, "reads weights / memory, GB/s", "computes, GF/s", "floor, s", *systems)
+    return f"## Distance from the floor\n\n{told}\n\n{table(heads, rows)}"
+
+
+def _times_floor(record: Record, cell: Cell) -> str:
+    """Empty where there is no floor, or no run."""
+    floor = record.floor(cell.place)
+    seconds = [run.figures["seconds"] for run in record.runs if run.cell == cell]
+    return f"{spread(seconds).median / floor:.1f}" if seconds and floor else ""
+
+
+def _cell_table(record: Record, place: Place) -> str:
     rows = []
     failures = record.failures
     for system, kind in SYSTEMS.items():
-        cell = Cell(model, dtype, workload, system)
+        cell = Cell(*place, system)
         several = [run.figures for run in record.runs if run.cell == cell]
         if several:
             rows.append((kind.title, *_figures(record, cell, several)))
         if cell in failures:
             rows.append((kind.title, f"none: {failures[cell]}", *[""] * (len(COLUMNS) - 2)))
-    floor = record.floor(model, dtype, workload)
-    title = f"## {MODELS[model].title}, {dtype}: {KINDS[workload].title}"
-    told = f"Floor: {floor:.2f} s.\n\n" if floor else ""
-    return f"{title}\n\n{told}{table(COLUMNS, rows)}"
+    title = f"## {MODELS[place.model].title}, {place.dtype}: {KINDS[place.workload].title}"
+    floor = record.floor(place)
+    told = [extent(record, place), f"floor: {floor:.2f} s" if floor else ""]
+    return "\n\n".join([title, *filter(None, ["; ".join(filter(None, told))]), table(COLUMNS, rows)])
 
 
 def _figures(record: Record, cell: Cell, several: list[dict[str, Any]]) -> tuple[str, ...]:
     speed = spread([figures["tokens_per_second"] for figures in several])
     ours = [run.figures["tokens_per_second"] for run in record.runs if run.cell == cell._replace(system=OURS)]
-    seconds = spread([figures["seconds"] for figures in several]).median
-    floor = record.floor(cell.model, cell.dtype, cell.workload)
     return (
         f"{speed.median:.1f} ({speed.least:.1f} to {speed.most:.1f})",
         f"{spread(ours).median / speed.median:.2f}" if ours and cell.system != OURS else "",
@@ -110,7 +152,7 @@ def _figures(record: Record, cell: Cell, several: list[dict[str, Any]]) -> tuple
         _pair(several, "first_token_seconds"),
         _pair(several, "inter_token_seconds"),
         f"{max(figures['peak_bytes'] for figures in several) / MIB:.0f}",
-        f"{seconds / floor:.1f}" if floor else "",
+        _times_floor(record, cell),
         _alike(several),
         str(len(several)),
     )
@@ -157,4 +199,4 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 if __name__ == "__main__":
-    print(report(Record(Path(sys.argv[1]), {})))
+    print(report(Record.read(Path(sys.argv[1]))))

@@ -4,12 +4,12 @@ Law: a target is a ratio of medians of one run, and it is met, missed, or not me
 modes of one engine the fastest counts. Knows no tables.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.serving.plan import MEDIUM, SHORT_CHUNKS, SMALL, SMOLLM2, VLLM, Cell
+from benchmarks.serving.plan import MEDIUM, SHORT_CHUNKS, SMALL, SMOLLM2, VLLM, Cell, Group, Place
 from benchmarks.serving.record import Record
 from benchmarks.serving.systems import OURS, REFERENCE
 
@@ -56,101 +56,121 @@ TAIL_TIMES = 2.0
 """The 99th percentile of the seconds between tokens, at most so many times the median."""
 HOST_SHARE = 0.03
 LOAD_SECONDS = 10.0
+"""Of the default model, when it is started again."""
+NOT_PART = "not part of this run"
 
 
 class Verdict(NamedTuple):
-    """One line of the table. `measured` is None where `reason` says why."""
+    """One line of the table. `measured` is None where `reason` says why. `each`: the same figure of every
+    repeat by itself, in their order."""
 
-    model: str
-    dtype: str
-    workload: str
+    place: Place
     title: str
     bound: str
     measured: float | None
     is_met: bool | None
+    each: tuple[float, ...] = ()
     reason: str = ""
 
 
 def verdicts(record: Record) -> list[Verdict]:
-    """Of all targets that this run has to do with."""
-    groups = dict.fromkeys((run.cell.model, run.cell.dtype) for run in record.runs)
-    found: list[Verdict] = []
-    for model, dtype in groups:
-        for ratio in RATIOS:
-            if model in ratio.models and dtype in ratio.dtypes:
-                found += [_ratio(record, ratio, model, dtype, workload) for workload in ratio.workloads]
-        found += [_floor(record, model, dtype), _tail(record, model, dtype), _host(record, model, dtype)]
-        found.append(_load(record, model, dtype))
-    return found
-
-
-def medians(record: Record, figure: Callable[[dict[str, Any]], float]) -> dict[Cell, float]:
-    """Of a figure, over the repeats of each cell."""
-    values: dict[Cell, list[float]] = {}
-    for run in record.runs:
-        values.setdefault(run.cell, []).append(figure(run.figures))
-    return {cell: median(several) for cell, several in values.items()}
-
-
-def speeds(record: Record) -> dict[Cell, float]:
-    return medians(record, lambda figures: float(figures["tokens_per_second"]))
-
-
-def _ratio(record: Record, target: Ratio, model: str, dtype: str, workload: str) -> Verdict:
-    measured = speeds(record)
-    ours = measured.get(Cell(model, dtype, workload, OURS))
-    theirs = [
-        measured[cell] for name in target.systems if (cell := Cell(model, dtype, workload, name)) in measured
+    """Of all targets that this run has to do with, in the order of the targets."""
+    groups = list(dict.fromkeys(Group(run.cell.model, run.cell.dtype) for run in record.runs))
+    found = [
+        _ratio(record, ratio, Place(*group, workload))
+        for ratio in RATIOS
+        for workload in ratio.workloads
+        for group in groups
+        if group.model in ratio.models and group.dtype in ratio.dtypes
     ]
+    for judge in (_floor, _tail, _host):
+        found += [judge(record, group) for group in groups]
+    return found + [_load(record, group) for group in groups if group.model == SMOLLM2]
+
+
+def repeats_of_cell(
+    record: Record, cell: Cell, figure: Callable[[dict[str, Any]], float | None]
+) -> dict[int, float]:
+    """A figure of each repeat that has it."""
+    found = ((run.repeat, figure(run.figures)) for run in record.runs if run.cell == cell)
+    return {repeat: value for repeat, value in found if value is not None}
+
+
+def speeds(record: Record, cell: Cell) -> dict[int, float]:
+    return repeats_of_cell(record, cell, lambda figures: float(figures["tokens_per_second"]))
+
+
+def ratios(ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[float, ...]:
+    """Of each of our repeats, to theirs of the same round, or to their median where they ran less often."""
+    usual = median(theirs.values())
+    return tuple(value / theirs.get(repeat, usual) for repeat, value in sorted(ours.items()))
+
+
+def _ratio(record: Record, target: Ratio, place: Place) -> Verdict:
+    ours = speeds(record, Cell(*place, OURS))
+    theirs = [found for name in target.systems if (found := speeds(record, Cell(*place, name)))]
     title, bound = target.title, f">= {target.at_least:g}"
-    if ours is None or not theirs:
-        reason = _why_not(record, model, dtype, workload, (OURS, *target.systems))
-        return Verdict(model, dtype, workload, title, bound, None, None, reason)
-    ratio = ours / max(theirs)
+    if not ours or not theirs:
+        return Verdict(
+            place, title, bound, None, None, reason=_why_not(record, place, (OURS, *target.systems))
+        )
+    fastest = max(theirs, key=lambda one: median(one.values()))
+    ratio = median(ours.values()) / median(fastest.values())
     # Where one mode failed, the other is not known to be the better one.
-    failed = [name for name in target.systems if Cell(model, dtype, workload, name) in record.failures]
+    failed = [name for name in target.systems if Cell(*place, name) in record.failures]
     reason = f"without {', '.join(failed)}, which failed" if failed else ""
-    return Verdict(model, dtype, workload, title, bound, ratio, ratio >= target.at_least, reason)
+    return Verdict(place, title, bound, ratio, ratio >= target.at_least, ratios(ours, fastest), reason)
 
 
-def _why_not(record: Record, model: str, dtype: str, workload: str, systems: Sequence[str]) -> str:
+def _why_not(record: Record, place: Place, systems: Sequence[str]) -> str:
     failures = record.failures
-    cells = (Cell(model, dtype, workload, name) for name in systems)
-    return next((failures[cell] for cell in cells if cell in failures), "not part of this run")
+    cells = (Cell(*place, name) for name in systems)
+    return next((failures[cell] for cell in cells if cell in failures), NOT_PART)
 
 
-def _floor(record: Record, model: str, dtype: str) -> Verdict:
-    ours = medians(record, lambda figures: float(figures["seconds"])).get(Cell(model, dtype, "mixed", OURS))
-    floor = record.floor(model, dtype, "mixed")
-    times = ours / floor if ours is not None and floor else None
-    return _at_most(model, dtype, "mixed", "the floor", FLOOR_TIMES[dtype], times)
+def _floor(record: Record, group: Group) -> Verdict:
+    place = Place(*group, "mixed")
+    ours = repeats_of_cell(record, Cell(*place, OURS), lambda figures: float(figures["seconds"]))
+    floor = record.floor(place)
+    times = tuple(seconds / floor for seconds in ours.values()) if floor else ()
+    return _at_most(place, "the floor", FLOOR_TIMES[group.dtype], times)
 
 
-def _tail(record: Record, model: str, dtype: str) -> Verdict:
-    def times(figures: dict[str, Any]) -> float:
+def _tail(record: Record, group: Group) -> Verdict:
+    def times(figures: dict[str, Any]) -> float | None:
         seconds = figures["inter_token_seconds"]
-        return float(seconds["p99"] / seconds["p50"])
+        return float(seconds["p99"] / seconds["p50"]) if seconds else None
 
-    measured = medians(record, times).get(Cell(model, dtype, "long-and-chats", SHORT_CHUNKS))
-    title = "inter-token p99 / p50, own chunk cap"
-    return _at_most(model, dtype, "long-and-chats", title, TAIL_TIMES, measured)
-
-
-def _host(record: Record, model: str, dtype: str) -> Verdict:
-    measured = medians(record, lambda figures: float(figures.get("told", {}).get("host_share", 0.0)))
-    share = measured.get(Cell(model, dtype, "mixed", OURS))
-    return _at_most(model, dtype, "mixed", "share of a step outside of model and sampling", HOST_SHARE, share)
+    place = Place(*group, "long-and-chats")
+    found = repeats_of_cell(record, Cell(*place, SHORT_CHUNKS), times)
+    return _at_most(place, "inter-token p99 / p50, own chunk cap", TAIL_TIMES, tuple(found.values()))
 
 
-def _load(record: Record, model: str, dtype: str) -> Verdict:
-    wanted = {"model": model, "dtype": dtype, "system": OURS}
-    seconds = [row["seconds"] for row in record.content["loads"] if wanted.items() <= row.items()]
-    return _at_most(model, dtype, "", "seconds to load", LOAD_SECONDS, min(seconds, default=None))
+def _host(record: Record, group: Group) -> Verdict:
+    place = Place(*group, "mixed")
+    shares = repeats_of_cell(
+        record, Cell(*place, OURS), lambda figures: figures.get("told", {}).get("host_share")
+    )
+    title = "share of a step outside of model and sampling"
+    return _at_most(place, title, HOST_SHARE, tuple(shares.values()))
+
+
+def _load(record: Record, group: Group) -> Verdict:
+    """The least counts: a first start may have had to convert and to compile."""
+    wanted = {**group._asdict(), "system": OURS}.items()
+    seconds = tuple(row["seconds"] for row in record.content["loads"] if wanted <= row.items())
+    return _at_most(Place(*group, ""), "seconds to load", LOAD_SECONDS, seconds, middle=min)
 
 
 def _at_most(
-    model: str, dtype: str, workload: str, title: str, most: float, measured: float | None
+    place: Place,
+    title: str,
+    most: float,
+    each: tuple[float, ...],
+    middle: Callable[[Sequence[float]], float] = median,
 ) -> Verdict:
-    is_met = None if measured is None else measured <= most
-    reason = "not part of this run" if measured is None else ""
-    return Verdict(model, dtype, workload, title, f"<= {most:g}", measured, is_met, reason)
+    bound = f"<= {most:g}"
+    if not each:
+        return Verdict(place, title, bound, None, None, reason=NOT_PART)
+    measured = middle(each)
+    return Verdict(place, title, bound, measured, measured <= most, each)

@@ -69,7 +69,8 @@ def long_lengths(random: Random, count: int) -> list[Lengths]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What the workloads of one name have in common."""
+    """What the workloads of one name have in common. `title`: without the number of requests, which is each
+    run's own."""
 
     title: str
     lengths: Callable[[Random, int], list[Lengths]]
@@ -79,19 +80,19 @@ class Kind:
 
 KINDS = {
     "mixed": Kind(
-        title="64 requests at once, prompts of 16 to 256 tokens, outputs of 16 to 128", lengths=mixed_lengths
+        title="prompts of 16 to 256 tokens, outputs of 16 to 128, all at once", lengths=mixed_lengths
     ),
     "shared-prefix": Kind(
-        title="the same, all prompts with the same 256 tokens in front",
+        title="the mixed requests, each behind the same 256 tokens",
         lengths=mixed_lengths,
         shared_tokens=SHARED_TOKENS,
     ),
-    "one-stream": Kind(title="one request alone, 128 tokens in and out", lengths=one_stream_lengths),
+    "one-stream": Kind(title="one stream alone, 128 tokens in and out", lengths=one_stream_lengths),
     "open-50": Kind(title="open loop at 50 % of capacity", lengths=mixed_lengths, load=0.5),
     "open-80": Kind(title="open loop at 80 % of capacity", lengths=mixed_lengths, load=0.8),
     "open-110": Kind(title="open loop at 110 % of capacity", lengths=mixed_lengths, load=1.1),
     "long-and-chats": Kind(
-        title="four prompts of 1,024 to 4,096 tokens among 28 chats, at once", lengths=long_lengths
+        title="four prompts of 1,024 to 4,096 tokens among chats, all at once", lengths=long_lengths
     ),
 }
 
@@ -106,8 +107,7 @@ def make_workload(
 ) -> Workload:
     """`requests_per_second`: what is called capacity in an open loop, which needs it."""
     kind = KINDS[name]
-    # Shapes from a generator of their own, so that they do not depend on the repeat.
-    lengths = kind.lengths(Random(f"lengths {kind.lengths.__name__}"), num_requests)
+    lengths = lengths_of(kind, num_requests)
     arrivals = [0.0] * len(lengths)
     if kind.load is not None:
         if requests_per_second is None:
@@ -124,6 +124,16 @@ def make_workload(
         for length, arrival in zip(lengths, arrivals, strict=True)
     )
     return Workload(name=name, requests=requests, shared_tokens=kind.shared_tokens, load=kind.load)
+
+
+def lengths_of(kind: Kind, num_requests: int) -> list[Lengths]:
+    """From a generator of their own, so that they do not depend on the repeat."""
+    return kind.lengths(Random(f"lengths {kind.lengths.__name__}"), num_requests)
+
+
+def count_requests(name: str, num_requests: int) -> int:
+    """How many a workload has that was asked for with `num_requests`: not all kinds have as many."""
+    return len(lengths_of(KINDS[name], num_requests))
 
 
 def poisson(random: Random, count: int, per_second: float) -> list[float]:

@@ -41,6 +41,19 @@ class LayerSpec:
         return self.num_kv_heads * (self.head_dim + self.value_dim)
 
 
+class PoolShape(NamedTuple):
+    """What a backend's KV pool is to hold: keys and values of `dtype` on `device`, for each of `layers`.
+
+    `num_blocks`: blocks of `block_size` tokens, block 0 included, which belongs to nobody.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    num_blocks: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
 class LayerCall(NamedTuple):
     """What a layer says beside its tensors. `sinks`: [num_heads], or None."""
 
@@ -134,7 +147,7 @@ class DecodeRows:
 
 
 class AttentionBackend(Protocol):
-    """Owns the KV pool: `num_blocks` blocks, of which block 0 belongs to nobody."""
+    """Owns the KV pool, whose layout is its own: see `PoolShape`."""
 
     def begin(self, batch: AttentionBatch) -> AttentionStep:
         """Prepare one forward. May be called again for the same rows after a failure."""

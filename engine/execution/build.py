@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -19,7 +19,7 @@ from engine.execution.attention_choice import choose_backends
 from engine.execution.default_model import DEFAULT_MODEL, default_model
 from engine.execution.grammars import LlguidanceBackend
 from engine.execution.kv_cache import CPU_SHARE, CUDA_SHARE, choose_num_kv_blocks, free_bytes
-from engine.execution.launcher import DeviceLauncher
+from engine.execution.launcher import AheadRunner, DeviceLauncher
 from engine.execution.loader import LoadedModel, find_device, load_model
 from engine.execution.native_build import CannotBuild
 from engine.execution.native_library import NativeLibrary, find_library
@@ -144,10 +144,8 @@ def build_execution(
     runner.check()
     progress(f"attention: {loaded.backend.name}")
     progress(f"ready: {config.num_kv_blocks} KV blocks, {config.max_model_len} tokens a sequence")
-    sampler = Sampler(choose_searches(library))
-    is_ahead = loaded.device.type == "cuda" if async_scheduling is None else async_scheduling
-    launcher = DeviceLauncher(runner, sampler, loaded.device) if is_ahead else None
-    return _execution(loaded, config, tokenizer, runner, sampler, launcher, quantization)
+    parts = _parts(runner, Sampler(choose_searches(library)), loaded.device, async_scheduling)
+    return _execution(loaded, config, tokenizer, parts, quantization)
 
 
 def _given_limits(limits: dict[str, Any]) -> dict[str, Any]:
@@ -165,14 +163,23 @@ def _given_limits(limits: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+class _Parts(NamedTuple):
+    """What computes: the model's runner, what draws from its logits, and what launches both ahead, if any."""
+
+    runner: Runner
+    sampler: Sampler
+    launcher: Launcher | None
+
+
+def _parts(
+    runner: AheadRunner, sampler: Sampler, device: torch.device, async_scheduling: bool | None
+) -> _Parts:
+    is_ahead = device.type == "cuda" if async_scheduling is None else async_scheduling
+    return _Parts(runner, sampler, DeviceLauncher(runner, sampler, device) if is_ahead else None)
+
+
 def _execution(
-    loaded: LoadedModel,
-    config: EngineConfig,
-    tokenizer: Tokenizer,
-    runner: Runner,
-    sampler: Sampler,
-    launcher: Launcher | None,
-    quantization: str,
+    loaded: LoadedModel, config: EngineConfig, tokenizer: Tokenizer, parts: _Parts, quantization: str
 ) -> Execution:
     eos_token_ids = loaded.eos_token_ids or tokenizer.eos_token_ids
     grammars = LlguidanceBackend(tokenizer, vocab_size=loaded.vocab_size, eos_token_ids=eos_token_ids)
@@ -180,8 +187,9 @@ def _execution(
         # Here, and not with the first grammar: it keeps all other threads from running for a moment.
         grammars.load()
     return Execution(
-        runner=runner,
-        sampler=sampler,
+        runner=parts.runner,
+        sampler=parts.sampler,
+        launcher=parts.launcher,
         tokenizer=tokenizer,
         grammar_compiler=GrammarCompiler(grammars),
         config=config,
@@ -192,7 +200,6 @@ def _execution(
         device=str(loaded.device),
         attention=loaded.backend.name,
         quantization=quantization,
-        launcher=launcher,
     )
 
 

@@ -1,7 +1,8 @@
 """Small arrays on their way between host and device, which nobody waits for before they are needed.
 
 Law: nothing here waits for the device but `Drawn.on_host`, and that waits for its own tokens alone, not for
-what was launched after them. This file does not know what the arrays mean.
+what was launched after them. Pinned memory is asked for here alone. This file does not know what the arrays
+mean.
 """
 
 from dataclasses import dataclass
@@ -9,14 +10,23 @@ from dataclasses import dataclass
 import torch
 
 
-def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host, on `device`. A plain copy to CUDA would wait for all that was launched before.
+def host_buffer(
+    shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """Memory of the host for a copy to or from `device`; pinned for CUDA, so that nobody waits for the copy.
 
-    The allocator of pinned memory keeps what is copied from it until the copy is done.
+    The allocator of pinned memory gives a buffer to nobody else before the copies from it are done, so a
+    buffer may be dropped as soon as its copy is launched.
     """
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host, on `device`. A plain copy to CUDA would wait for all that was launched before."""
     if device.type == "cpu":
         return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    buffer = host_buffer(tensor.shape, device, tensor.dtype).copy_(tensor)
+    return buffer.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +42,7 @@ class Drawn:
         """Begin to copy `tokens` to the host, behind what makes them."""
         if tokens.device.type == "cpu":
             return cls(tokens, tokens)
-        copy = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        copy = host_buffer(tokens.shape, tokens.device, tokens.dtype)
         copy.copy_(tokens, non_blocking=True)
         arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch says nothing of it
         arrival.record()

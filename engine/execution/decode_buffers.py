@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 
 from engine.execution.attention import DecodeRows
+from engine.execution.crossing import host_buffer
 from engine.execution.inputs import StepInputs
-from engine.execution.transfers import aligned, host_buffer
+from engine.execution.transfers import aligned
 
 FIELDS = 4
 """Of each row: token, position, slot, length."""
@@ -53,7 +54,7 @@ class DecodeBuffers:
     def write(self, inputs: StepInputs, size: int) -> None:
         """Put a step of single tokens into the first rows, and nobody into the others of `size` rows."""
         width = inputs.batch.single_tables.shape[1]
-        buffer = host_buffer(size * (FIELDS + width), self._device)
+        buffer = host_buffer((size * (FIELDS + width),), self._device)
         pack_step(inputs, size, buffer)
         there = buffer.to(self._device, non_blocking=True)
         self._fields[:, :size] = there[: size * FIELDS].view(FIELDS, size)

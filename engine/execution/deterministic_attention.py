@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.execution.attention import AttentionBatch, LayerCall, LayerSpec
+from engine.execution.attention import AttentionBatch, LayerCall, PoolShape
 from engine.execution.kv_pool import KVPool
 
 QUERY_TILE = 4
@@ -24,17 +24,10 @@ MAX_GATHERED = 1 << 21
 
 
 class DeterministicAttention:
-    """A KV pool of `num_blocks` blocks of `block_size` tokens for each layer, and attention over it."""
+    """A KV pool of `shape`, and attention over it."""
 
-    def __init__(
-        self,
-        specs: tuple[LayerSpec, ...],
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.pool = KVPool(specs, num_blocks, block_size, dtype, device)
+    def __init__(self, shape: PoolShape) -> None:
+        self.pool = KVPool(shape)
 
     def begin(self, batch: AttentionBatch) -> "DeterministicStep":
         self.pool.prepare(batch)

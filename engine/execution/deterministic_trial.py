@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.errors import UnsupportedModel
-from engine.execution.attention import LayerSpec
+from engine.execution.attention import LayerSpec, PoolShape
 from engine.execution.deterministic_runner import DeterministicRunner
 from engine.execution.inputs import InputBuilder
 from engine.execution.trial import BackendFactory
@@ -70,7 +70,7 @@ class _Trial:
         num_blocks = 1 + num_sequences * blocks_each
         self._model = model
         self._length = length
-        self._backend = make_backend(specs, num_blocks, BLOCK_SIZE, model.dtype, model.device)
+        self._backend = make_backend(PoolShape(specs, num_blocks, BLOCK_SIZE, model.dtype, model.device))
         self._sequences = [
             _sequence(seat, length, model.config.get_text_config().vocab_size, num_sequences, num_blocks)
             for seat in range(num_sequences)

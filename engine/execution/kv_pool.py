@@ -9,31 +9,17 @@ The layout, per layer: keys [blocks, block_size, kv heads, head_dim], values lik
 
 import torch
 
-from engine.execution.attention import AttentionBatch, LayerSpec
+from engine.execution.attention import AttentionBatch, LayerSpec, PoolShape
 
 
 class KVPool:
-    """`num_blocks` blocks of `block_size` tokens for each layer; block 0 is nobody's and holds zeros."""
+    """Keys and values of each layer; block 0 is nobody's and holds zeros."""
 
-    def __init__(
-        self,
-        specs: tuple[LayerSpec, ...],
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.block_size = block_size
-        self.device = device
-
-        def pool(num_kv_heads: int, size: int) -> torch.Tensor:
-            # Not zeroed, but for the null block: memory that is not used yet is then not touched.
-            blocks = torch.empty(num_blocks, block_size, num_kv_heads, size, dtype=dtype, device=device)
-            blocks[0].zero_()
-            return blocks
-
-        self.keys = tuple(pool(spec.num_kv_heads, spec.head_dim) for spec in specs)
-        self.values = tuple(pool(spec.num_kv_heads, spec.value_dim) for spec in specs)
+    def __init__(self, shape: PoolShape) -> None:
+        self.block_size = shape.block_size
+        self.device = shape.device
+        self.keys = tuple(_blocks(shape, spec.num_kv_heads, spec.head_dim) for spec in shape.layers)
+        self.values = tuple(_blocks(shape, spec.num_kv_heads, spec.value_dim) for spec in shape.layers)
 
     @staticmethod
     def bytes_per_block(specs: tuple[LayerSpec, ...], block_size: int, dtype: torch.dtype) -> int:
@@ -57,3 +43,11 @@ class KVPool:
     def _zero(self, blocks: torch.Tensor) -> None:
         for pool in (*self.keys, *self.values):
             pool.index_fill_(0, blocks, 0)
+
+
+def _blocks(shape: PoolShape, num_kv_heads: int, size: int) -> torch.Tensor:
+    """Not zeroed, but for the null block: memory that is not used yet is then not touched."""
+    sizes = (shape.num_blocks, shape.block_size, num_kv_heads, size)
+    blocks = torch.empty(sizes, dtype=shape.dtype, device=shape.device)
+    blocks[0].zero_()
+    return blocks

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.errors import UnsupportedModel
-from engine.execution.attention import AttentionBatch, LayerCall, LayerSpec
+from engine.execution.attention import AttentionBatch, LayerCall, LayerSpec, PoolShape
 from engine.execution.attention_operator import GROUP, MOST_SIZE, AttentionOperator, NativeCall
 from engine.execution.huge_pages import huge_empty
 from engine.execution.native_library import DTYPES
@@ -23,42 +23,33 @@ from engine.execution.native_library import DTYPES
 class NativePool:
     """One tensor of `AttentionOperator.group_numbers` numbers for each `GROUP` slots, for each layer."""
 
-    specs: tuple[LayerSpec, ...]
+    shape: PoolShape
     layers: tuple[torch.Tensor, ...]
-    block_size: int
 
 
 class NativeAttention:
-    """A KV pool of `num_blocks` blocks of `block_size` tokens for each layer, and attention over it.
+    """A KV pool of `shape`, and attention over it.
 
     Raises `UnsupportedModel` for what the operator does not take.
     """
 
-    def __init__(
-        self,
-        operator: AttentionOperator,
-        specs: tuple[LayerSpec, ...],
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        if reason := refusal(specs, dtype, device):
+    def __init__(self, operator: AttentionOperator, shape: PoolShape) -> None:
+        if reason := refusal(shape):
             raise UnsupportedModel(f"the native attention does not take {reason}")
         self._operator = operator
-        num_groups = -(-num_blocks * block_size // GROUP)
+        num_groups = -(-shape.num_blocks * shape.block_size // GROUP)
         # Memory that is not used yet is not touched.
-        layers = (huge_empty(num_groups * operator.group_numbers(spec), dtype) for spec in specs)
-        self.pool = NativePool(specs, tuple(layers), block_size)
+        layers = (huge_empty(num_groups * operator.group_numbers(spec), shape.dtype) for spec in shape.layers)
+        self.pool = NativePool(shape, tuple(layers))
         self.zero_blocks((0,))
 
     def begin(self, batch: AttentionBatch) -> "NativeStep":
         return NativeStep(self._operator, self.pool, batch)
 
     def zero_blocks(self, blocks: tuple[int, ...]) -> None:
-        block_size = self.pool.block_size
+        block_size = self.pool.shape.block_size
         slots = (torch.tensor(blocks)[:, None] * block_size + torch.arange(block_size)).flatten()
-        for spec, layer in zip(self.pool.specs, self.pool.layers, strict=True):
+        for spec, layer in zip(self.pool.shape.layers, self.pool.layers, strict=True):
             self._operator.forget(layer, slots, spec)
 
 
@@ -69,13 +60,13 @@ def bytes_per_block(
     return -(-block_size * dtype.itemsize * sum(map(operator.group_numbers, specs)) // GROUP)
 
 
-def refusal(specs: tuple[LayerSpec, ...], dtype: torch.dtype, device: torch.device) -> str | None:
+def refusal(shape: PoolShape) -> str | None:
     """What of this the operator does not take; None if it takes all."""
-    if device.type != "cpu":
-        return f"the device {device}"
-    if dtype not in DTYPES:
-        return f"the dtype {dtype}"
-    for spec in specs:
+    if shape.device.type != "cpu":
+        return f"the device {shape.device}"
+    if shape.dtype not in DTYPES:
+        return f"the dtype {shape.dtype}"
+    for spec in shape.layers:
         if max(spec.head_dim, spec.value_dim) > MOST_SIZE:
             return f"heads of more than {MOST_SIZE} numbers"
         if spec.num_heads % spec.num_kv_heads:
@@ -120,7 +111,7 @@ class NativeStep:
             num_kv_heads=key.shape[1],
             head_dim=query.shape[2],
             value_dim=value.shape[2],
-            block_size=self._pool.block_size,
+            block_size=self._pool.shape.block_size,
             window=call.sliding_window or 0,
             threads=torch.get_num_threads(),
             run_team=self._operator.run_team,
@@ -132,11 +123,8 @@ class NativeStep:
 
     def _check(self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """The operator gets pointers alone, and would read and write past what is there."""
-        spec, dtype, rows = (
-            self._pool.specs[call.layer],
-            self._pool.layers[call.layer].dtype,
-            len(self._slots),
-        )
+        made_for, rows = self._pool.shape, len(self._slots)
+        spec, dtype = made_for.layers[call.layer], made_for.dtype
         if call.sinks is not None and call.sinks.shape != (spec.num_heads,):
             raise UnsupportedModel(f"{spec.num_heads} heads have sinks of the shape {list(call.sinks.shape)}")
         for name, tensor, shape in (

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from engine.execution.attention import AttentionBatch, Chunk, LayerCall, LayerSpec
+from engine.execution.attention import AttentionBatch, Chunk, LayerCall, LayerSpec, PoolShape
 from engine.execution.attention_operator import AttentionOperator
 from engine.execution.native_attention import NativeAttention
 from engine.execution.native_build import CannotBuild
@@ -45,11 +45,8 @@ def _differences(operator: AttentionOperator, dtype: torch.dtype) -> Iterator[fl
 
     num_tokens = STEPS[-1][1]
     num_blocks = 1 + -(-num_tokens // BLOCK_SIZE)
-    device = torch.device("cpu")
-    backends = (
-        NativeAttention(operator, SPECS, num_blocks, BLOCK_SIZE, dtype, device),
-        TorchAttention(SPECS, num_blocks, BLOCK_SIZE, dtype, device),
-    )
+    shape = PoolShape(SPECS, num_blocks, BLOCK_SIZE, dtype, torch.device("cpu"))
+    backends = (NativeAttention(operator, shape), TorchAttention(shape))
     table = torch.arange(num_blocks - 1, 0, -1)
     for start, end in STEPS:
         steps = [backend.begin(_batch(table, start, end)) for backend in backends]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
-from engine.execution.attention import GraphableBackend
+from engine.execution.attention import GraphableBackend, PoolShape
 from engine.execution.cuda_capture import CudaCapture
 from engine.execution.decode_graphs import make_decode_graphs
 from engine.execution.deterministic_attention import DeterministicAttention
@@ -71,9 +71,7 @@ def _quantize(quantization: str, progress: Callable[[str], None], model: PreTrai
 def _plain_runner(
     loaded: LoadedModel, config: EngineConfig, progress: Callable[[str], None], *, has_graphs: bool
 ) -> AheadRunner:
-    backend = loaded.backend.make(
-        loaded.layers, config.num_kv_blocks + 1, config.block_size, loaded.dtype, loaded.device
-    )
+    backend = loaded.backend.make(_pool_shape(loaded, config))
     graphs = None
     if has_graphs and loaded.device.type == "cuda":
         if isinstance(backend, GraphableBackend):
@@ -96,10 +94,13 @@ def _deterministic_runner(
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
     progress(f"deterministic: forwards of {', '.join(map(str, row_counts))} rows give the same bits")
-    backend = DeterministicAttention(
-        loaded.layers, config.num_kv_blocks + 1, config.block_size, loaded.dtype, loaded.device
-    )
+    backend = DeterministicAttention(_pool_shape(loaded, config))
     return DeterministicRunner(loaded.model, backend, _input_builder(config), row_counts)
+
+
+def _pool_shape(loaded: LoadedModel, config: EngineConfig) -> PoolShape:
+    """With the null block, which `num_kv_blocks` does not count."""
+    return PoolShape(loaded.layers, config.num_kv_blocks + 1, config.block_size, loaded.dtype, loaded.device)
 
 
 def _input_builder(config: EngineConfig) -> InputBuilder:

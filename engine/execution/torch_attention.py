@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.execution.attention import AttentionBatch, Chunk, LayerCall, LayerSpec
+from engine.execution.attention import AttentionBatch, Chunk, LayerCall, PoolShape
 from engine.execution.kv_pool import KVPool
 
 MAX_BUCKETS = 4
@@ -23,17 +23,10 @@ MAX_SCORES = 1 << 24
 
 
 class TorchAttention:
-    """A KV pool of `num_blocks` blocks of `block_size` tokens for each layer, and attention over it."""
+    """A KV pool of `shape`, and attention over it."""
 
-    def __init__(
-        self,
-        specs: tuple[LayerSpec, ...],
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.pool = KVPool(specs, num_blocks, block_size, dtype, device)
+    def __init__(self, shape: PoolShape) -> None:
+        self.pool = KVPool(shape)
 
     def begin(self, batch: AttentionBatch) -> "TorchStep":
         self.pool.prepare(batch)

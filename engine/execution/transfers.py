@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from engine.execution.crossing import host_buffer
 from engine.execution.inputs import StepInputs
 
 ALIGNMENT = 16
@@ -18,15 +19,6 @@ ALIGNMENT = 16
 def aligned(count: int) -> int:
     """`count` integers and what fills them up."""
     return -(-count // ALIGNMENT) * ALIGNMENT
-
-
-def host_buffer(count: int, device: torch.device) -> torch.Tensor:
-    """`count` integers on the host; pinned for CUDA, so that a copy from there need not be waited for.
-
-    The allocator of pinned memory gives a buffer to nobody else before the copies from it are done, so a
-    buffer may be dropped as soon as its copy is launched.
-    """
-    return torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
 def pack(tensors: list[torch.Tensor], buffer: torch.Tensor) -> None:
@@ -53,7 +45,7 @@ def unpack(buffer: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]
 
 def move(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Int64 tensors of the host on `device`: views of one tensor there."""
-    buffer = host_buffer(packed_size(tensors), device)
+    buffer = host_buffer((packed_size(tensors),), device)
     pack(tensors, buffer)
     return unpack(buffer.to(device, non_blocking=True), tensors)
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from engine.errors import UnsupportedModel
-from engine.execution.attention import ATTENTION_NAME, AttentionBackend, LayerSpec
+from engine.execution.attention import ATTENTION_NAME, AttentionBackend, LayerSpec, PoolShape
 from engine.execution.inputs import InputBuilder
 from engine.execution.model_runner import ModelRunner
 from engine.execution.probe import record_layers
@@ -54,8 +54,8 @@ MOST: dict[str, float] = {
 }
 """Fields of configs and the most that the trial's model has of each."""
 
-BackendFactory = Callable[[tuple[LayerSpec, ...], int, int, torch.dtype, torch.device], AttentionBackend]
-"""Layers, blocks (the null block included), block size, dtype, device."""
+BackendFactory = Callable[[PoolShape], AttentionBackend]
+"""Raises `UnsupportedModel` for a shape that it does not take."""
 
 
 class Terms(NamedTuple):
@@ -135,7 +135,7 @@ def _difference(
         ]
     model.set_attn_implementation(ATTENTION_NAME)
     prepare(model)
-    backend = make_backend(record_layers(model), NUM_BLOCKS, terms.block_size, terms.dtype, device)
+    backend = make_backend(PoolShape(record_layers(model), NUM_BLOCKS, terms.block_size, terms.dtype, device))
     found = _run(ModelRunner(model, backend, InputBuilder(2, LONG, terms.block_size)), sequences)
     return max(
         float((ours.float() - theirs.float()).abs().max() / theirs.abs().max())

@@ -12,7 +12,7 @@ The kernels read only what the sequence has written, so no block is zeroed when 
 import torch
 
 from engine.errors import UnsupportedModel
-from engine.execution.attention import AttentionBatch, Chunk, DecodeRows, LayerCall, LayerSpec
+from engine.execution.attention import AttentionBatch, Chunk, DecodeRows, LayerCall, PoolShape
 from engine.execution.kv_pool import KVPool
 from engine.execution.triton_launch import (
     DTYPES,
@@ -30,22 +30,15 @@ MOST_GROUP = 128
 
 
 class TritonAttention:
-    """A KV pool of `num_blocks` blocks of `block_size` tokens for each layer, and attention over it.
+    """A KV pool of `shape`, and attention over it.
 
     Raises `UnsupportedModel` for what the kernels do not take.
     """
 
-    def __init__(
-        self,
-        specs: tuple[LayerSpec, ...],
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        if reason := refusal(specs, dtype, device):
+    def __init__(self, shape: PoolShape) -> None:
+        if reason := refusal(shape):
             raise UnsupportedModel(f"the Triton attention does not take {reason}")
-        self.pool = KVPool(specs, num_blocks, block_size, dtype, device)
+        self.pool = KVPool(shape)
 
     def begin(self, batch: AttentionBatch) -> "TritonStep":
         there = batch.on(self.pool.device)
@@ -62,13 +55,13 @@ class TritonAttention:
         self.pool.zero_blocks(blocks)
 
 
-def refusal(specs: tuple[LayerSpec, ...], dtype: torch.dtype, device: torch.device) -> str | None:
+def refusal(shape: PoolShape) -> str | None:
     """What of this the kernels do not take; None if they take all."""
-    if IS_COMPILED and device.type != "cuda":
-        return f"the device {device}"
-    if dtype not in DTYPES:
-        return f"the dtype {dtype}"
-    for spec in specs:
+    if IS_COMPILED and shape.device.type != "cuda":
+        return f"the device {shape.device}"
+    if shape.dtype not in DTYPES:
+        return f"the dtype {shape.dtype}"
+    for spec in shape.layers:
         if max(spec.head_dim, spec.value_dim) > MOST_SIZE:
             return f"heads of more than {MOST_SIZE} numbers"
         if spec.num_heads % spec.num_kv_heads:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.errors import UnsupportedModel
-from engine.execution.attention import AttentionBatch, LayerCall, LayerSpec
+from engine.execution.attention import AttentionBatch, LayerCall, LayerSpec, PoolShape
 from engine.execution.kv_pool import KVPool
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -26,22 +26,15 @@ NEEDED = {"scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num
 
 
 class VarlenAttention:
-    """A KV pool of `num_blocks` blocks of `block_size` tokens for each layer, and attention over it.
+    """A KV pool of `shape`, and attention over it.
 
     Raises `UnsupportedModel` for what torch's kernel does not take.
     """
 
-    def __init__(
-        self,
-        specs: tuple[LayerSpec, ...],
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        if reason := refusal(specs, block_size, dtype, device):
+    def __init__(self, shape: PoolShape) -> None:
+        if reason := refusal(shape):
             raise UnsupportedModel(f"torch's varlen_attn does not take {reason}")
-        self.pool = KVPool(specs, num_blocks, block_size, dtype, device)
+        self.pool = KVPool(shape)
 
     def begin(self, batch: AttentionBatch) -> "VarlenStep":
         return VarlenStep(self.pool, batch)
@@ -61,17 +54,15 @@ def find_varlen_attn() -> Any:
     return varlen_attn
 
 
-def refusal(
-    specs: tuple[LayerSpec, ...], block_size: int, dtype: torch.dtype, device: torch.device
-) -> str | None:
+def refusal(shape: PoolShape) -> str | None:
     """What of this it does not take; None if it takes all."""
-    if device.type != "cuda":
-        return f"the device {device}"
-    if dtype not in DTYPES:
-        return f"the dtype {dtype}"
-    if block_size % BLOCK_TOKENS:
-        return f"blocks of {block_size} tokens, only multiples of {BLOCK_TOKENS}"
-    return next((reason for spec in specs if (reason := _refusal(spec))), None)
+    if shape.device.type != "cuda":
+        return f"the device {shape.device}"
+    if shape.dtype not in DTYPES:
+        return f"the dtype {shape.dtype}"
+    if shape.block_size % BLOCK_TOKENS:
+        return f"blocks of {shape.block_size} tokens, only multiples of {BLOCK_TOKENS}"
+    return next((reason for spec in shape.layers if (reason := _refusal(spec))), None)
 
 
 def _refusal(spec: LayerSpec) -> str | None:

@@ -146,6 +146,22 @@ def test_a_step_that_would_preempt_is_decided_when_the_one_before_has_ended() ->
     assert num_preempted == expected > 0
 
 
+def test_the_head_takes_a_seat_also_while_steps_go_ahead() -> None:
+    launcher = launcher_of()
+    engine, _ = build_engine(launcher=launcher, max_num_seqs=1)
+    add(engine, "patient", 4, max_tokens=12, priority=3)
+    engine.step()
+    add(engine, "urgent", 4, max_tokens=3, priority=1)
+    ends, num_preempted = [], 0
+
+    while engine.has_work:
+        step = engine.step()
+        num_preempted += step.report.num_preempted
+        ends += [one.request_id for one in step.outputs if one.finish_reason]
+
+    assert (ends, num_preempted) == (["urgent", "patient"], 1)
+
+
 @pytest.mark.parametrize("where", ["launch", "fetch"])
 def test_a_fault_of_a_step_that_went_ahead_is_its_guilty_request_s(where: str) -> None:
     launcher = launcher_of()

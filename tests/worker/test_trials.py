@@ -135,6 +135,27 @@ def test_what_others_come_to_is_no_matter(court: Court) -> None:
     assert court.standings()["a"] == "alone"
 
 
+def test_nothing_begins_before_the_loop_is_silent_and_nothing_begins_twice(court: Court) -> None:
+    assert not court.trials.begin(A, court.prepared.append), "nobody was asked"
+    court.trials.quieten(A, 0.0)
+    court.told()
+    assert not court.trials.begin(A, court.prepared.append), "the loop has not heard"
+    court.trials.finish(A)
+    court.told()
+
+    court.begin(B)
+    assert not court.trials.begin(B, court.prepared.append)
+    assert court.told() == []
+
+
+def test_one_that_could_not_be_recorded_stays_quiet(court: Court) -> None:
+    court.quieten(A)
+    assert court.trials.quieten(A, 0.0)
+    assert not court.trials.quieten(B, 0.0), "another's turn"
+    assert court.standings() == {"a": "alone", "b": "untouched", "c": "untouched"}
+    assert court.trials.begin(A, court.prepared.append)
+
+
 @pytest.mark.parametrize("stage", ["waiting", "asked", "quiet", "begun"])
 def test_when_no_more_trials_come_the_loop_waits_for_none(court: Court, stage: str) -> None:
     if stage == "asked":

@@ -17,16 +17,18 @@ class Tokenmill:
         from engine.execution.build import build_execution
 
         torch.set_num_threads(settings.threads)
+        limits = {
+            "max_num_batched_tokens": settings.token_budget,
+            "max_num_seqs": settings.max_seqs,
+            "max_model_len": settings.max_model_len,
+            "num_kv_blocks": settings.kv_tokens // 16,
+        }
         execution = build_execution(
             settings.model,
             cache_dir=settings.scratch,
             dtype=settings.dtype,
             device=settings.device,
-            max_num_batched_tokens=settings.token_budget,
-            max_num_seqs=settings.max_seqs,
-            max_model_len=settings.max_model_len,
-            num_kv_blocks=settings.kv_tokens // 16,
-            **settings.options,
+            **(limits | settings.options),
         )
         self._engine = execution.new_engine()
         return {"torch": torch.__version__, "attention": execution.attention}

@@ -8,7 +8,7 @@ from engine.execution.attention import AttentionBackend, LayerCall, LayerSpec
 from engine.execution.inputs import InputBuilder
 from engine.outputs import SchedulerOutputs
 from engine.sequence import Sequence
-from tests.engine.execution.pools import poisoned
+from tests.engine.execution.pools import cpu_shape, poisoned
 from tests.engine.execution.serving import part, seated
 
 LONGEST = 100
@@ -49,7 +49,7 @@ class Bench:
         return torch.randn(*shape, generator=self.generator).to(self.dtype)
 
     def backend(self, attention: str) -> AttentionBackend:
-        return poisoned(attention, (self.spec,), self.num_blocks, self.block_size, self.dtype)
+        return poisoned(attention, cpu_shape((self.spec,), self.num_blocks, self.block_size, self.dtype))
 
     def sequences(self) -> list[Sequence]:
         blocks = range(1, self.num_blocks)

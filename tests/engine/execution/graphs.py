@@ -16,6 +16,7 @@ from engine.execution.inputs import InputBuilder
 from engine.execution.model_runner import ModelRunner
 from engine.execution.probe import record_layers
 from engine.execution.torch_attention import TorchAttention, _attend_singles
+from tests.engine.execution.pools import cpu_shape
 from tests.engine.execution.serving import GREEDY, make_prompts
 
 PROMPTS = make_prompts((1, 5, 17, 33, 40, 64))
@@ -135,9 +136,8 @@ def graphable(model: PreTrainedModel, config: EngineConfig) -> GraphableTorch:
     """A backend for `model`, which from then on attends through it. The pool starts full of NaN."""
     install()
     model.set_attn_implementation(ATTENTION_NAME)
-    device = torch.device("cpu")
-    layers = record_layers(model)
-    backend = GraphableTorch(layers, config.num_kv_blocks + 1, config.block_size, model.dtype, device)
+    layers, num_blocks = record_layers(model), config.num_kv_blocks + 1
+    backend = GraphableTorch(cpu_shape(layers, num_blocks, config.block_size, model.dtype))
     for pool in (*backend.pool.keys, *backend.pool.values):
         pool[1:] = torch.nan
     return backend

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from engine.execution.attention import AttentionBackend, LayerSpec
+from engine.execution.attention import AttentionBackend, LayerSpec, PoolShape
 from engine.execution.attention_operator import AttentionOperator
 from engine.execution.native_attention import NativeAttention
 from engine.execution.native_library import NativeLibrary, load_library
@@ -40,21 +40,20 @@ def _plain(attention: str) -> Any:
     return TritonAttention
 
 
-def poisoned(
-    attention: str,
-    specs: tuple[LayerSpec, ...],
-    num_blocks: int,
-    block_size: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device = torch.device("cpu"),  # noqa: B008  # a constant of torch
-) -> AttentionBackend:
+def cpu_shape(
+    layers: tuple[LayerSpec, ...], num_blocks: int, block_size: int, dtype: torch.dtype = torch.float32
+) -> PoolShape:
+    return PoolShape(layers, num_blocks, block_size, dtype, torch.device("cpu"))
+
+
+def poisoned(attention: str, shape: PoolShape) -> AttentionBackend:
     """ "native", "torch" or "triton", with NaN everywhere but in the null block."""
     if attention in ("torch", "triton"):
-        backend = _plain(attention)(specs, num_blocks, block_size, dtype, device)
+        backend = _plain(attention)(shape)
         for pool in (*backend.pool.keys, *backend.pool.values):
             pool[1:] = torch.nan
         return backend
-    native = NativeAttention(attention_operator(), specs, num_blocks, block_size, dtype, device)
+    native = NativeAttention(attention_operator(), shape)
     for layer in native.pool.layers:
         layer.fill_(torch.nan)
     native.zero_blocks((0,))

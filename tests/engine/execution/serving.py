@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.execution.attention import ATTENTION_NAME, AttentionBackend, install
+from engine.execution.attention import ATTENTION_NAME, AttentionBackend, PoolShape, install
 from engine.execution.inputs import InputBuilder
 from engine.execution.model_runner import ModelRunner
 from engine.execution.probe import record_layers
@@ -48,14 +48,8 @@ def make_runner(
     """A runner over `model`, which from then on attends through it. The pool starts full of NaN."""
     install()
     model.set_attn_implementation(ATTENTION_NAME)
-    backend = poisoned(
-        attention,
-        record_layers(model),
-        config.num_kv_blocks + 1,
-        config.block_size,
-        model.dtype,
-        model.device,
-    )
+    layers, num_blocks = record_layers(model), config.num_kv_blocks + 1
+    backend = poisoned(attention, PoolShape(layers, num_blocks, config.block_size, model.dtype, model.device))
     inputs = InputBuilder(config.max_num_seqs, config.max_model_len, config.block_size)
     return ModelRunner(model, wrap(backend), inputs)
 

@@ -8,7 +8,7 @@ import torch
 
 from engine.errors import InvalidParameter, UnsupportedModel
 from engine.execution import cuda_attention
-from engine.execution.attention import AttentionBackend, LayerSpec, install
+from engine.execution.attention import AttentionBackend, PoolShape, install
 from engine.execution.attention_choice import TORCH
 from engine.execution.cuda_attention import cuda_backends
 from engine.execution.loader import load_model
@@ -74,15 +74,9 @@ def test_a_trial_in_half_precision_passes_what_is_right(arch: str) -> None:
     ("arch", "field"), [("mistral", "sliding_window"), ("gemma3_text", "sliding_window")]
 )
 def test_a_trial_in_half_precision_finds_what_is_left_out(arch: str, field: str) -> None:
-    def make_backend(
-        specs: tuple[LayerSpec, ...],
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> AttentionBackend:
-        assert (dtype, block_size) == (torch.float16, 256)
-        return Forgetful(TorchAttention(specs, num_blocks, block_size, dtype, device), {field: None})
+    def make_backend(shape: PoolShape) -> AttentionBackend:
+        assert (shape.dtype, shape.block_size) == (torch.float16, 256)
+        return Forgetful(TorchAttention(shape), {field: None})
 
     install()
     with pytest.raises(UnsupportedModel, match="disagrees with the model's own"):

@@ -24,6 +24,7 @@ from engine.execution.sampler import Sampler
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
 from engine.sampling_params import SamplingParams
 from engine.step_execution import Runner
+from tests.engine.execution.pools import cpu_shape
 from tests.engine.execution.serving import NumberText, make_prompts, make_runner, part, seated
 from tests.tiny_models import VOCAB_SIZE, make_model
 
@@ -77,9 +78,8 @@ def row_counts(model: PreTrainedModel) -> tuple[int, ...]:
 def serve(arch: str, dtype: torch.dtype, config: EngineConfig, requests: Requests) -> Seen:
     """Run all requests at once to their ends; the pool starts full of NaN."""
     model, sizes = prepared(arch, dtype)
-    backend = DeterministicAttention(
-        record_layers(model), config.num_kv_blocks + 1, config.block_size, dtype, model.device
-    )
+    shape = cpu_shape(record_layers(model), config.num_kv_blocks + 1, config.block_size, dtype)
+    backend = DeterministicAttention(shape)
     for pool in (*backend.pool.keys, *backend.pool.values):
         pool[1:] = torch.nan
     inputs = InputBuilder(config.max_num_seqs, config.max_model_len, config.block_size)

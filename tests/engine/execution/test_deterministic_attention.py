@@ -10,6 +10,7 @@ from engine.execution.deterministic_experts import use_whole_rows
 from engine.execution.inputs import InputBuilder
 from engine.execution.trial import check_agreement
 from engine.outputs import SchedulerOutputs
+from tests.engine.execution.pools import cpu_shape
 from tests.engine.execution.serving import part, seated
 from tests.tiny_models import ARCHITECTURES, make_config
 
@@ -61,7 +62,7 @@ def test_the_matrices_of_a_row_have_one_size_in_every_batch(
         return multiply(left, right)
 
     monkeypatch.setattr(deterministic_attention, "_multiply", recording)
-    backend = DeterministicAttention((spec,), 120, 16, torch.float32, torch.device("cpu"))
+    backend = DeterministicAttention(cpu_shape((spec,), 120, 16))
     call = LayerCall(0, spec.scaling, window, None, None)
 
     def sizes_of(*parts: tuple[int, int, int]) -> set[tuple[int, ...]]:

@@ -12,7 +12,7 @@ from engine.execution.attention import LayerSpec
 from engine.execution.native_attention import NativeAttention, bytes_per_block
 from engine.execution.native_trial import check_operator
 from tests.engine.execution.attention_bench import BITS, STEPS, TOLERANCE, Bench
-from tests.engine.execution.pools import attention_operator
+from tests.engine.execution.pools import attention_operator, cpu_shape
 
 
 def check(spec: LayerSpec, block_size: int, dtype: torch.dtype = torch.float32) -> None:
@@ -130,9 +130,7 @@ def test_a_nan_reaches_its_own_sequence_alone(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("block_size", [4, 16, 32])
 def test_zero_blocks_forgets_them_alone(block_size: int) -> None:
     spec = LayerSpec(2, 2, 16, 16, 1.0)
-    backend = NativeAttention(
-        attention_operator(), (spec,), 8, block_size, torch.float32, torch.device("cpu")
-    )
+    backend = NativeAttention(attention_operator(), cpu_shape((spec,), 8, block_size))
     (pool,) = backend.pool.layers
     pool.fill_(1.0)
     backend.zero_blocks((1, 3))
@@ -141,7 +139,7 @@ def test_zero_blocks_forgets_them_alone(block_size: int) -> None:
 
 def test_bytes_per_block_is_what_a_block_takes() -> None:
     specs = (LayerSpec(4, 2, 8, 8, 1.0), LayerSpec(4, 4, 15, 24, 1.0))
-    backend = NativeAttention(attention_operator(), specs, 4, 16, torch.bfloat16, torch.device("cpu"))
+    backend = NativeAttention(attention_operator(), cpu_shape(specs, 4, 16, torch.bfloat16))
     taken = sum(layer.nbytes for layer in backend.pool.layers)
     assert bytes_per_block(attention_operator(), specs, 16, torch.bfloat16) == taken // 4
 
@@ -157,7 +155,7 @@ def test_bytes_per_block_is_what_a_block_takes() -> None:
 )
 def test_what_it_does_not_take_is_said(spec: LayerSpec, dtype: torch.dtype, reason: str) -> None:
     with pytest.raises(UnsupportedModel, match=reason):
-        NativeAttention(attention_operator(), (spec,), 4, 16, dtype, torch.device("cpu"))
+        NativeAttention(attention_operator(), cpu_shape((spec,), 4, 16, dtype))
 
 
 def test_the_trial_of_the_library_agrees() -> None:

@@ -12,6 +12,7 @@ from engine.execution.inputs import InputBuilder
 from engine.execution.kv_pool import KVPool
 from engine.execution.torch_attention import TorchAttention
 from engine.outputs import SchedulerOutputs
+from tests.engine.execution.pools import cpu_shape
 from tests.engine.execution.serving import part, seated
 
 LONGEST = 40
@@ -60,7 +61,7 @@ def check(spec: LayerSpec, block_size: int, dtype: torch.dtype = torch.float32) 
     ]
     sinks = noise(spec.num_heads) if spec.sinks else None
     blocks_each = -(-LONGEST // block_size)
-    backend = TorchAttention((spec,), 1 + NUM_SEATS * blocks_each, block_size, dtype, torch.device("cpu"))
+    backend = TorchAttention(cpu_shape((spec,), 1 + NUM_SEATS * blocks_each, block_size, dtype))
     for pool in (*backend.pool.keys, *backend.pool.values):
         pool[1:] = torch.nan
     sequences = [
@@ -127,7 +128,7 @@ def test_scores_are_formed_tile_by_tile(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_bytes_per_block_is_what_a_block_takes() -> None:
     specs = (LayerSpec(4, 2, 8, 8, 1.0), LayerSpec(4, 4, 16, 24, 1.0))
-    backend = TorchAttention(specs, 3, 16, torch.bfloat16, torch.device("cpu"))
+    backend = TorchAttention(cpu_shape(specs, 3, 16, torch.bfloat16))
     pools = (*backend.pool.keys, *backend.pool.values)
     assert KVPool.bytes_per_block(specs, 16, torch.bfloat16) == sum(
         math.prod(pool.shape[1:]) * pool.itemsize for pool in pools
@@ -135,7 +136,7 @@ def test_bytes_per_block_is_what_a_block_takes() -> None:
 
 
 def test_zero_blocks_forgets_them() -> None:
-    backend = TorchAttention((LayerSpec(2, 2, 4, 4, 1.0),), 4, 2, torch.float32, torch.device("cpu"))
+    backend = TorchAttention(cpu_shape((LayerSpec(2, 2, 4, 4, 1.0),), 4, 2))
     for pool in (*backend.pool.keys, *backend.pool.values):
         pool[:] = torch.nan
         pool[2] = 7.0

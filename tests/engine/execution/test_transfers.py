@@ -1,11 +1,9 @@
 """A step's arrays arrive on the device as they were, in one copy. The device here has no memory ("meta")."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.execution import transfers
 from engine.execution.decode_buffers import FIELDS, DecodeBuffers, pack_step
 from engine.execution.inputs import InputBuilder, StepInputs
 from engine.execution.transfers import ALIGNMENT, move, move_inputs, pack, packed_size, unpack
@@ -81,19 +79,6 @@ def test_nothing_is_moved_on_a_cpu() -> None:
 def test_a_batch_that_nobody_moved_is_moved_when_it_is_asked_for() -> None:
     batch = mixed_step().batch.on(META)
     assert {tensor.device for tensor in batch.tensors} == {META}
-
-
-def test_memory_is_pinned_for_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, object]] = []
-
-    def empty(count: int, **options: object) -> torch.Tensor:
-        asked.append(options)
-        return torch.zeros(count, dtype=torch.int64)
-
-    monkeypatch.setattr(transfers.torch, "empty", empty)
-    transfers.host_buffer(3, torch.device("cuda"))
-    transfers.host_buffer(3, CPU)
-    assert [options["pin_memory"] for options in asked] == [True, False]
 
 
 def decode_step(lengths: list[int]) -> StepInputs:

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from engine.errors import UnsupportedModel
 from engine.execution import torch_attention
-from engine.execution.attention import AttentionBackend, LayerSpec, install
+from engine.execution.attention import AttentionBackend, LayerSpec, PoolShape, install
 from engine.execution.probe import record_layers, refuse_by_config
 from engine.execution.torch_attention import TorchAttention
 from engine.execution.trial import check_agreement, shrink
@@ -22,14 +22,8 @@ CPU = torch.device("cpu")
 def check(config: PretrainedConfig, **forgotten: None) -> None:
     install()
 
-    def make_backend(
-        specs: tuple[LayerSpec, ...],
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> AttentionBackend:
-        return Forgetful(TorchAttention(specs, num_blocks, block_size, dtype, device), forgotten)
+    def make_backend(shape: PoolShape) -> AttentionBackend:
+        return Forgetful(TorchAttention(shape), forgotten)
 
     refuse_by_config(config)
     check_agreement(config, make_backend, CPU)

@@ -26,7 +26,7 @@ from engine.execution.trial import check_agreement
 from engine.execution.triton_attention import TritonAttention
 from engine.outputs import SchedulerOutputs
 from tests.engine.execution.attention_bench import TOLERANCE, Bench, Outputs
-from tests.engine.execution.pools import ROOT
+from tests.engine.execution.pools import ROOT, cpu_shape
 from tests.engine.execution.serving import part
 from tests.tiny_models import make_config
 
@@ -245,7 +245,7 @@ def test_launches_follow_from_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_zero_blocks_forgets_them() -> None:
-    backend = TritonAttention((LayerSpec(2, 2, 4, 4, 1.0),), 4, 2, torch.float32, CPU)
+    backend = TritonAttention(cpu_shape((LayerSpec(2, 2, 4, 4, 1.0),), 4, 2))
     for pool in (*backend.pool.keys, *backend.pool.values):
         pool[:] = 7.0
     backend.zero_blocks((1, 3))
@@ -255,7 +255,7 @@ def test_zero_blocks_forgets_them() -> None:
 
 
 def test_the_null_step_runs() -> None:
-    backend = TritonAttention((LayerSpec(2, 2, 4, 4, 1.0),), 2, 2, torch.float32, CPU)
+    backend = TritonAttention(cpu_shape((LayerSpec(2, 2, 4, 4, 1.0),), 2, 2))
     rows = torch.ones(1, 2, 4)
     assert torch.equal(
         backend.begin(null_inputs().batch).attend(LayerCall(0, 1.0, None, None, None), *[rows] * 3), rows
@@ -281,13 +281,13 @@ def test_a_model_passes_its_trial(arch: str) -> None:
 )
 def test_what_it_does_not_take_is_said(spec: LayerSpec, dtype: torch.dtype, reason: str) -> None:
     with pytest.raises(UnsupportedModel, match=reason):
-        TritonAttention((spec,), 4, 16, dtype, CPU)
+        TritonAttention(cpu_shape((spec,), 4, 16, dtype))
 
 
 def test_compiled_kernels_want_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_attention, "IS_COMPILED", True)
     with pytest.raises(UnsupportedModel, match="the device cpu"):
-        TritonAttention((LayerSpec(2, 2, 64, 64, 1.0),), 4, 16, torch.float32, CPU)
+        TritonAttention(cpu_shape((LayerSpec(2, 2, 64, 64, 1.0),), 4, 16))
 
 
 def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ import torch
 
 from engine.errors import UnsupportedModel
 from engine.execution import varlen_attention
-from engine.execution.attention import LayerSpec
+from engine.execution.attention import LayerSpec, PoolShape
 from engine.execution.varlen_attention import VarlenAttention, find_varlen_attn, refusal
 from tests.engine.execution.attention_bench import TOLERANCE, Bench
+from tests.engine.execution.pools import cpu_shape
 
 CUDA = torch.device("cuda")
 LONGEST = 600
@@ -72,7 +73,7 @@ def test_what_torch_is_asked(window: int | None, dtype: torch.dtype, monkeypatch
     monkeypatch.setattr(varlen_attention, "find_varlen_attn", lambda: stand_in)
     monkeypatch.setattr(varlen_attention, "refusal", lambda *_: None)
     bench = Bench(LayerSpec(6, 2, 16, 16, 0.3, window), 256, dtype, LONGEST)
-    backend = VarlenAttention((bench.spec,), bench.num_blocks, 256, dtype, torch.device("cpu"))
+    backend = VarlenAttention(cpu_shape((bench.spec,), bench.num_blocks, 256, dtype))
     for pool in (*backend.pool.keys, *backend.pool.values):
         pool[1:] = torch.nan
     ours, theirs = (bench.run(one, STEPS) for one in (backend, bench.backend("torch")))
@@ -114,10 +115,12 @@ def test_what_it_does_not_take_is_said(
     fields: dict[str, Any], block_size: int, dtype: torch.dtype, device: str, reason: str
 ) -> None:
     spec = LayerSpec(**{**PLAIN, **fields})
-    assert refusal((LayerSpec(**PLAIN, sliding_window=5),), 512, torch.float16, CUDA) is None
-    assert refusal((LayerSpec(**PLAIN), spec), block_size, dtype, torch.device(device)) == reason
+    windowed = LayerSpec(**PLAIN, sliding_window=5)
+    assert refusal(PoolShape((windowed,), 4, 512, torch.float16, CUDA)) is None
+    shape = PoolShape((LayerSpec(**PLAIN), spec), 4, block_size, dtype, torch.device(device))
+    assert refusal(shape) == reason
 
 
 def test_a_refusal_is_raised() -> None:
     with pytest.raises(UnsupportedModel, match="varlen_attn does not take the device cpu"):
-        VarlenAttention((LayerSpec(**PLAIN),), 2, 256, torch.bfloat16, torch.device("cpu"))
+        VarlenAttention(cpu_shape((LayerSpec(**PLAIN),), 2, 256, torch.bfloat16))
