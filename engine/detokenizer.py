@@ -16,7 +16,7 @@ from engine.stop_strings import StopStrings
 REPLACEMENT = "\ufffd"
 _CONTEXT = 6
 """Prompt tokens that the first decode begins with, so that a space between prompt and output is not lost."""
-_WINDOW = 16
+_WINDOW = 8
 """Tokens after which the window is cut back, so that a decode never looks at the whole text."""
 _MAX_PENDING = 3
 """A character of UTF-8 lacks at most three bytes: more U+FFFD than that at the end are text."""

@@ -19,6 +19,7 @@ from engine.execution.draw_operator import (
     choose_draw_operator,
     row_addresses,
 )
+from engine.execution.gumbel import gumbel_noise
 from engine.execution.largest import first_largest
 from engine.execution.native_build import CannotBuild
 from engine.execution.sampler import Sampler
@@ -26,7 +27,7 @@ from engine.execution.seat_parameters import SeatParameters
 from engine.outputs import ScheduledSequence
 from engine.sampling_params import SamplingParams
 from tests.engine.execution.pools import draw_operator, native_library
-from tests.engine.execution.sampling import random_logits, row
+from tests.engine.execution.sampling import keys_of, random_logits, row
 
 any_params = st.builds(
     SamplingParams,
@@ -57,7 +58,7 @@ def both(logits: torch.Tensor, *items: ScheduledSequence) -> tuple[Any, Any]:
     return Sampler(draw_operator()).sample(logits, items), Sampler().sample(logits, items)
 
 
-@settings(max_examples=150, derandomize=True)
+@settings(max_examples=80, derandomize=True)
 @given(
     num_rows=st.integers(0, 4),
     width=st.sampled_from([1, 2, 15, 63, 64, 65, 1000, 5000]),
@@ -82,7 +83,7 @@ def test_the_first_of_the_largest(
     assert places.tolist() == right.indices.tolist()
 
 
-@settings(max_examples=200, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(
     params=st.lists(any_params, min_size=1, max_size=6),
     width=st.sampled_from([1, 7, 64, 300, 7000]),
@@ -114,11 +115,11 @@ def test_the_draw_from_a_large_vocabulary_is_the_same_and_mostly_decided(
     flatness: float, top_p: float
 ) -> None:
     """Also where the tokens that top-p keeps are thousands."""
-    logits = random_logits(40, 50_001, scale=flatness)
-    params = [SamplingParams(seed=seed, top_p=top_p) for seed in range(40)]
+    logits = random_logits(12, 50_001, scale=flatness)
+    params = [SamplingParams(seed=seed, top_p=top_p) for seed in range(12)]
     native, by_torch = both(logits, *(row(one, index) for index, one in enumerate(params)))
     assert native == by_torch
-    assert drawn(logits, *params).count(UNDECIDED) <= 8
+    assert drawn(logits, *params).count(UNDECIDED) <= 4
 
 
 def test_edited_and_greedy_rows_among_others() -> None:
@@ -146,12 +147,19 @@ def test_rows_that_lie_apart_and_other_types() -> None:
         assert native == by_torch
 
 
-@pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_k": 5}, {"top_k": 900}, {}])
-def test_where_two_tokens_are_tied_torch_decides_among_them(params: dict[str, Any]) -> None:
-    """Of equal sums in float32 the first wins: the operator's sums are not those."""
-    logits = torch.zeros(64, 20_000)
-    native, by_torch = both(logits, *(row(SamplingParams(seed=seed, **params)) for seed in range(64)))
+@pytest.mark.parametrize("params", [{"top_p": 0.999}, {"top_k": 2}, {}])
+def test_of_two_sums_that_are_equal_in_float32_the_first_wins(params: dict[str, Any]) -> None:
+    """The operator's sums are not those: in half of these rows its second token is ahead."""
+    items = [row(SamplingParams(seed=seed, **params)) for seed in range(64)]
+    first, second = gumbel_noise(keys_of(*((seed, 0) for seed in range(64))), torch.tensor([10, 900]).int()).T
+    logits = torch.full((64, 1000), -torch.inf)
+    logits[:, 10] = (second - first).clamp(max=0)
+    logits[:, 900] = (first - second).clamp(max=0)
+    is_tied = logits[:, 10] + first == logits[:, 900] + second
+    assert int(is_tied.sum()) > 32
+    native, by_torch = both(logits, *items)
     assert native == by_torch
+    assert {native[at].token_id for at in is_tied.nonzero()[:, 0].tolist()} == {10}
 
 
 @pytest.mark.parametrize("nudge", [0.0, 1e-8, -1e-8])
