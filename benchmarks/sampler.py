@@ -18,10 +18,9 @@ import numpy as np
 import torch
 
 from engine.constraints import Constraints
+from engine.execution.draw_operator import DrawOperator, choose_draw_operator
 from engine.execution.native_library import find_library
 from engine.execution.sampler import Sampler
-from engine.execution.search_operators import choose_searches
-from engine.execution.searches import TORCH, Searches
 from engine.outputs import ScheduledSequence
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
@@ -95,13 +94,13 @@ def make_items(case: Case, random: np.random.Generator) -> tuple[ScheduledSequen
     return tuple(items)
 
 
-def measure(num_rounds: int, searches: Searches) -> dict[str, list[float]]:
+def measure(num_rounds: int, operator: DrawOperator | None) -> dict[str, list[float]]:
     """Processor seconds of each round, by case, but for the first, in which counts and masks are made."""
     random = np.random.default_rng(0)
     # Peaked as a model's are: top-p 0.9 keeps tens of tokens, not thousands.
     logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0)) * 2.0
     logits[:, ::500] += 12.0
-    batches = [(case, Sampler(searches), make_items(case, random)) for case in CASES]
+    batches = [(case, Sampler(operator), make_items(case, random)) for case in CASES]
     seconds: dict[str, list[float]] = {case.name: [] for case in CASES}
     for number in range(num_rounds + 1):
         for case, sampler, items in batches:
@@ -140,12 +139,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
-        "--cache", type=Path, help="where native operators are compiled; without, torch searches"
+        "--cache", type=Path, help="where native operators are compiled; without, torch draws"
     )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    searches = choose_searches(find_library(arguments.cache, print))
-    rows = summarize(measure(arguments.rounds, searches))
+    operator = choose_draw_operator(find_library(arguments.cache, print))
+    rows = summarize(measure(arguments.rounds, operator))
     for row in rows:
         print(
             f"{row['case']:36} {row['median_ms']:9.3f} ms"
@@ -154,7 +153,7 @@ def main() -> None:
     setup = {"rows": ROWS, "vocabulary": VOCAB, "prompt_tokens": PROMPT, "output_tokens": OUTPUT}
     machine = {"machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
     report = {**setup, **machine, "threads": arguments.threads, "rounds": arguments.rounds}
-    report |= {"native": searches is not TORCH, "cases": rows}
+    report |= {"native": operator is not None, "cases": rows}
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(report, indent=2) + "\n")
 

@@ -236,6 +236,9 @@ class Engine:
         self, outputs: SchedulerOutputs, executed: ExecutedStep, step_log: StepLog
     ) -> tuple[str, ...]:
         """Note which requests were first scheduled, these are told, and the logprobs of prompts."""
+        # Whoever is scheduled for the first time was admitted by this step, with all tokens that it knows.
+        if not outputs.prefill and not outputs.num_prefix_queried_tokens:
+            return ()
         now = self._clock()
         started: list[str] = []
         for item in outputs.scheduled:

@@ -79,18 +79,19 @@ class Output:
 
     def told(self, piece: str | None, sampled: SampledToken | None) -> SequenceOutput:
         """What a step tells: a token and the text that it set free, or with None the end alone."""
-        sequence, has_token = self.sequence, piece is not None
+        sequence, request, has_token = self.sequence, self.request, piece is not None
+        # In the order of its fields: by name it takes twice the time, and there is one for each token.
         return SequenceOutput(
-            request_id=sequence.request_id,
-            index=sequence.index,
-            token_id=sequence.token_ids[-1] if has_token else None,
-            text=piece or "",
-            held_text=self.held_text,
-            finish_reason=sequence.finish_reason,
-            error=self.error,
-            num_cached_tokens=self.request.num_cached_tokens,
-            logprobs=sampled.logprobs if has_token and sampled else None,
-            prompt_logprobs=self.request.take_prompt_logprobs() if has_token else None,
+            sequence.request_id,
+            sequence.index,
+            sequence.token_ids[-1] if has_token else None,
+            piece or "",
+            self.held_text,
+            sequence.finish_reason,
+            self.error,
+            request.num_cached_tokens,
+            sampled.logprobs if has_token and sampled else None,
+            request.take_prompt_logprobs() if has_token and request.prompt_logprobs is not None else None,
         )
 
 

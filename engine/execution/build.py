@@ -17,6 +17,7 @@ from engine.engine import Engine
 from engine.errors import InvalidParameter
 from engine.execution.attention_choice import choose_backends
 from engine.execution.default_model import DEFAULT_MODEL, default_model
+from engine.execution.draw_operator import choose_draw_operator
 from engine.execution.grammars import LlguidanceBackend
 from engine.execution.kv_cache import CPU_SHARE, CUDA_SHARE, choose_num_kv_blocks, free_bytes
 from engine.execution.launcher import AheadRunner, DeviceLauncher
@@ -26,7 +27,6 @@ from engine.execution.native_library import NativeLibrary, find_library
 from engine.execution.numerics import DETERMINISTIC, plain, quantized
 from engine.execution.quantization_choice import check_quantization, quantized_fingerprint
 from engine.execution.sampler import Sampler
-from engine.execution.search_operators import choose_searches
 from engine.execution.tokenizer import Tokenizer
 from engine.grammars import GrammarCompiler
 from engine.pipeline import Launcher
@@ -144,7 +144,7 @@ def build_execution(
     runner.check()
     progress(f"attention: {loaded.backend.name}")
     progress(f"ready: {config.num_kv_blocks} KV blocks, {config.max_model_len} tokens a sequence")
-    parts = _parts(runner, Sampler(choose_searches(library)), loaded.device, async_scheduling)
+    parts = _parts(runner, Sampler(choose_draw_operator(library)), loaded.device, async_scheduling)
     return _execution(loaded, config, tokenizer, parts, quantization)
 
 

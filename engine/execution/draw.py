@@ -15,9 +15,8 @@ from engine.execution.contenders import TRIED_TILES, contenders
 from engine.execution.crossing import sent
 from engine.execution.filters import WINDOW, Filters, decide, mass, thresholds_of_sorted
 from engine.execution.gumbel import gumbel_noise, row_keys
-from engine.execution.largest import TILE
-from engine.execution.searches import Searches
-from engine.execution.seat_parameters import Rows
+from engine.execution.largest import TILE, largest
+from engine.execution.seat_parameters import Numbers, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +35,9 @@ class Draws:
     unfiltered: torch.Tensor
 
     @classmethod
-    def of(cls, params: Rows, indices: list[int], vocab_size: int, device: torch.device) -> "Draws":
+    def of(cls, params: Rows, indices: Numbers, vocab_size: int, device: torch.device) -> "Draws":
         """`indices`: how many tokens each output has."""
-        top_k = np.where(params["top_k"] == 0, vocab_size, np.minimum(params["top_k"], vocab_size))
+        top_k = limited_top_k(params, vocab_size)
         filtered = (top_k < vocab_size) | (params["top_p"] < 1)
 
         def on_device(array: npt.NDArray[Any]) -> torch.Tensor:
@@ -48,39 +47,48 @@ class Draws:
         return cls(
             temperature=on_device(params["temperature"]),
             filters=Filters(on_device(top_k), on_device(params["top_p"])),
-            lowest=on_device(params["min_p"]).log().float(),
+            lowest=on_device(least_logits(params)),
             keys=row_keys(params["seed_state"], indices, device),
             filtered=on_device(np.flatnonzero(filtered)),
             unfiltered=on_device(np.flatnonzero(~filtered)),
         )
 
 
-def draw(logits: torch.Tensor, draws: Draws, searches: Searches) -> torch.Tensor:
+def limited_top_k(params: Rows, vocab_size: int) -> Numbers:
+    """Each row's top-k; `vocab_size` where it is off."""
+    return np.where(params["top_k"] == 0, vocab_size, np.minimum(params["top_k"], vocab_size))
+
+
+def least_logits(params: Rows) -> npt.NDArray[np.float32]:
+    """What min-p leaves out is below this, where the row's largest logit is 0."""
+    with np.errstate(divide="ignore"):
+        lowest: npt.NDArray[np.float64] = np.log(params["min_p"])
+    return lowest.astype(np.float32)
+
+
+def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     """Tokens [rows] from logits [rows, vocabulary] after temperature, each row's largest shifted to 0."""
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     lowest = draws.lowest.clone()
     whole = draws.unfiltered
     if len(draws.filtered):
-        undecided = _draw_from_window(logits, draws, tokens, searches)
+        undecided = _draw_from_window(logits, draws, tokens)
         if len(undecided):
             values = take(logits, undecided).sort(-1, descending=True).values
             threshold = thresholds_of_sorted(values, draws.filters.of(undecided))
             lowest[undecided] = torch.maximum(lowest[undecided], threshold)
         whole = torch.cat([whole, undecided]).sort().values
     if len(whole):
-        tokens[whole] = _draw_from_all(take(logits, whole), lowest[whole], draws.keys[whole], searches)
+        tokens[whole] = _draw_from_all(take(logits, whole), lowest[whole], draws.keys[whole])
     return tokens
 
 
-def _draw_from_window(
-    logits: torch.Tensor, draws: Draws, tokens: torch.Tensor, searches: Searches
-) -> torch.Tensor:
+def _draw_from_window(logits: torch.Tensor, draws: Draws, tokens: torch.Tensor) -> torch.Tensor:
     """Draw filtered rows among their most likely tokens; returns the rows for which these are too few."""
     rows = draws.filtered
     logits = take(logits, rows)
-    values, token_ids = searches.largest(logits, min(WINDOW, logits.shape[1]))
-    total = mass(logits, token_ids[:, 0])
-    threshold, decided = decide(values, total, draws.filters.of(rows), logits.shape[1])
+    values, token_ids = largest(logits, min(WINDOW, logits.shape[1]))
+    threshold, decided = decide(values, mass(logits), draws.filters.of(rows), logits.shape[1])
     lowest = torch.maximum(threshold, draws.lowest[rows])
     noisy = _with_noise(values, lowest, draws.keys[rows], token_ids.int())
     wins = noisy == noisy.amax(-1, keepdim=True)
@@ -89,16 +97,14 @@ def _draw_from_window(
     return rows[~decided]
 
 
-def _draw_from_all(
-    logits: torch.Tensor, lowest: torch.Tensor, keys: torch.Tensor, searches: Searches
-) -> torch.Tensor:
+def _draw_from_all(logits: torch.Tensor, lowest: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Draw among all tokens; `logits` [rows, vocabulary], `lowest` [rows], `keys` [rows, 2].
 
     On a GPU noise is cheap, and a number of contenders would have to be waited for. Of a small vocabulary the
     search for them would make all the noise.
     """
     if logits.device.type == "cpu" and logits.shape[1] > TRIED_TILES * TILE:
-        return draw_from_contenders(logits, lowest, keys, searches)
+        return draw_from_contenders(logits, lowest, keys)
     return draw_with_all_noise(logits, lowest, keys)
 
 
@@ -107,11 +113,9 @@ def draw_with_all_noise(logits: torch.Tensor, lowest: torch.Tensor, keys: torch.
     return _with_noise(logits, lowest, keys, token_ids).argmax(-1)
 
 
-def draw_from_contenders(
-    logits: torch.Tensor, lowest: torch.Tensor, keys: torch.Tensor, searches: Searches
-) -> torch.Tensor:
+def draw_from_contenders(logits: torch.Tensor, lowest: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """The same tokens, with noise made for those alone that may win."""
-    rows, token_ids = contenders(logits, lowest, keys, searches)
+    rows, token_ids = contenders(logits, lowest, keys)
     values = logits[rows, token_ids][:, None]
     noisy = _with_noise(values, lowest[rows], keys[rows], token_ids.int()[:, None])[:, 0]
     best = torch.full_like(lowest, -torch.inf).scatter_reduce_(0, rows, noisy, "amax")

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import torch
 
 WINDOW = 256
+MASS_UNIT = 2.0**-44
+"""What shares of the likeliest token's mass are counted in: as many as a vocabulary of 2**19 can have fit an
+int64, and of one with 2**18 tokens less than 2**-26 is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +29,13 @@ class Filters:
         return Filters(self.top_k[rows], self.top_p[rows])
 
 
-def mass(logits: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
-    """The sum of each row's exponentials [rows], in float64: `likeliest` [rows] are where logits are 0.
+def mass(logits: torch.Tensor) -> torch.Tensor:
+    """The sum of each row's exponentials [rows], in float64; the largest of `logits` is 0.
 
-    Their shares tell it. A plain sum would depend on the rows beside it: a lone row is split among threads,
-    and its parts are added up in another order.
+    Added up as integers, of which every order of adding makes the same. A sum of floats would depend on the
+    rows beside it: a lone row is split among threads, and its parts are added up in another order.
     """
-    return 1 / logits.softmax(-1).gather(1, likeliest[:, None])[:, 0].double()
+    return logits.exp().mul_(1 / MASS_UNIT).long().sum(-1).double() * MASS_UNIT
 
 
 def decide(

@@ -30,13 +30,18 @@ def seed_states(seeds: list[int]) -> Keys:
     return _splitmix64(np.array([seed & _MASK64 for seed in seeds], dtype=np.uint64))
 
 
-def row_keys(states: Keys, indices: list[int], device: torch.device) -> torch.Tensor:
+def row_keys(states: Keys, indices: npt.ArrayLike, device: torch.device) -> torch.Tensor:
     """64 bits for the draw of each output index, of requests with these `seed_states`.
 
     As int32 [rows, 2]: low half, high half.
     """
-    keys = _splitmix64(states + np.array(indices, dtype=np.uint64)).astype("<u8", copy=False)
+    keys = draw_keys(states, indices).astype("<u8", copy=False)
     return sent(torch.from_numpy(keys.view("<i4").reshape(-1, 2)), device)
+
+
+def draw_keys(states: Keys, indices: npt.ArrayLike) -> Keys:
+    """`row_keys` [rows] as whole integers."""
+    return _splitmix64(states + np.asarray(indices, dtype=np.uint64))
 
 
 def hash_tokens(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ stay here from step to step, a row for each seat, and only grow while a sequence
 else is made anew. This file does not know models, devices or how a pool is laid out.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -146,20 +147,26 @@ class _Rows:
     """The same decision by item (seat, start, count, end, first row) and by row (its item, its position)."""
 
     def __init__(self, items: tuple[ScheduledSequence, ...], seats: list[int]) -> None:
+        _, starts, counts, logits_from, _ = zip(*items, strict=True) if items else ((),) * 5
         self.seats = _integers(seats)
-        self.starts = _integers([item.start for item in items])
-        self.counts = _integers([item.num_new_tokens for item in items])
+        self.starts = _integers(starts)
+        self.counts = _integers(counts)
         self.ends = self.starts + self.counts
+        if sum(counts) == len(items) and not any(logits_from):
+            # As below, and what most steps are: no chunk among them.
+            self.positions = self.starts
+            self.items = self.first_rows = self.wanted = np.arange(len(items))
+            self.singles = np.ones(len(items), dtype=np.bool_)
+            return
         self.first_rows = np.cumsum(self.counts) - self.counts
         self.singles = self.counts == 1
         self.items = np.repeat(np.arange(len(items)), self.counts)
         offsets = np.arange(len(self.items)) - self.first_rows[self.items]
         self.positions = self.starts[self.items] + offsets
-        logits_from = _integers([item.logits_from for item in items])
-        self.wanted = np.flatnonzero(offsets >= logits_from[self.items])
+        self.wanted = np.flatnonzero(offsets >= _integers(logits_from)[self.items])
 
 
-def _integers(values: list[int]) -> Integers:
+def _integers(values: Collection[int]) -> Integers:
     # A third of the time of `np.array`, which first looks for what they are.
     return np.fromiter(values, dtype=np.int64, count=len(values))
 

@@ -5,6 +5,7 @@ penalties and bias, masks, then the draw. This file does not know sequences' sta
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,12 +13,12 @@ import torch
 from engine.constraints import NO_TOKEN_ALLOWED
 from engine.execution.crossing import Drawn, sent
 from engine.execution.draw import Draws, draw, take
+from engine.execution.draw_operator import UNDECIDED, DrawOperator, ask, row_addresses
 from engine.execution.edits import Edited, LogitEdits
 from engine.execution.faults import device_faults
 from engine.execution.largest import first_largest
 from engine.execution.logprobs import token_logprobs
-from engine.execution.searches import TORCH, Searches
-from engine.execution.seat_parameters import NO_LOGPROBS, Rows, SeatParameters
+from engine.execution.seat_parameters import NO_LOGPROBS, Numbers, Rows, SeatParameters
 from engine.outputs import SampledToken, ScheduledSequence, TokenLogprobs
 from engine.sequence import Sequence
 
@@ -30,8 +31,9 @@ _ERRORS = {-1: NON_FINITE, -2: NO_TOKEN_ALLOWED}
 class Sampler:
     """Chooses for a whole batch at once. What it remembers of a sequence can be made again from it."""
 
-    def __init__(self, searches: Searches = TORCH) -> None:
-        self._searches = searches
+    def __init__(self, operator: DrawOperator | None = None) -> None:
+        """Draws by the native `operator`, if there is one and the logits are on a CPU."""
+        self._operator = operator
         self._params = SeatParameters()
         self._edits = LogitEdits()
 
@@ -81,7 +83,7 @@ class Sampler:
         step = ROWS_AT_ONCE if logits.device.type == "cpu" else max(len(rows), 1)
         for start in range(0, len(rows), step):
             part = slice(start, start + step)
-            yield logits[part].float(), sequences[part], params[part]
+            yield logits[part].float().contiguous(), sequences[part], params[part]
 
     def _sample(self, logits: torch.Tensor, sequences: list[Sequence], params: Rows) -> list[SampledToken]:
         edited = self._edits.apply(logits, sequences, np.flatnonzero(params["may_be_edited"]).tolist())
@@ -101,18 +103,20 @@ class Sampler:
         self, logits: torch.Tensor, edited: Edited | None, sequences: list[Sequence], params: Rows
     ) -> torch.Tensor:
         """The token of each row, or the key of its error, on the device of the logits."""
-        largest, tokens = first_largest(logits)
+        operator = self._operator if logits.device.type == "cpu" else None
+        find_largest = operator.first_largest if operator else first_largest
+        largest, tokens = find_largest(logits)
         # The largest of a row with NaN is NaN. Of the model's own row: a mask's -inf is no fault.
         is_finite = largest.isfinite()
         if edited:
-            largest[edited.rows], tokens[edited.rows] = first_largest(edited.logits)
+            largest[edited.rows], tokens[edited.rows] = find_largest(edited.logits)
         random = np.flatnonzero(params["is_random"])
         if len(random):
-            rows = sent(torch.from_numpy(random), logits.device)
-            indices = [sequences[row].num_output_tokens for row in random]
-            draws = Draws.of(params[random], indices, logits.shape[1], logits.device)
-            shifted = _shifted(logits, edited, largest, rows)
-            tokens[rows] = draw(shifted.div_(draws.temperature[:, None]), draws, self._searches)
+            indices = np.array([sequences[row].num_output_tokens for row in random], dtype=np.int64)
+            batch = _Batch(logits, edited, largest, tokens, params)
+            undecided = batch.draw_by(operator, random, indices) if operator else np.arange(len(random))
+            if len(undecided):
+                batch.draw(random[undecided], indices[undecided])
         return tokens.masked_fill_(largest == -torch.inf, -2).masked_fill_(~is_finite, -1)
 
     def prompt_logprobs(
@@ -151,22 +155,50 @@ def _sampling_rows(items: tuple[ScheduledSequence, ...]) -> tuple[list[int], lis
     return rows, sequences
 
 
-def _shifted(
-    logits: torch.Tensor, edited: Edited | None, largest: torch.Tensor, rows: torch.Tensor
-) -> torch.Tensor:
-    """The edited logits of `rows`, ascending, in a tensor of their own, each row's largest at 0.
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Rows with their `largest` logits after `edited`; a draw puts the `tokens` of some of them in place."""
 
-    Shifted before they are divided: the draw is the same, and nothing overflows at a small temperature.
-    """
-    if edited and len(edited.rows) == len(logits):
-        logits, edited = edited.logits, None
-    shifted = take(logits, rows) - largest[rows, None]
-    if edited:
-        is_random = torch.isin(edited.rows, rows)
-        changed = edited.rows[is_random]
-        places = torch.searchsorted(rows, changed)
-        shifted[places] = edited.logits[is_random] - largest[changed, None]
-    return shifted
+    logits: torch.Tensor
+    edited: Edited | None
+    largest: torch.Tensor
+    tokens: torch.Tensor
+    params: Rows
+
+    def draw_by(self, operator: DrawOperator, rows: Numbers, indices: Numbers) -> Numbers:
+        """Draw `rows`, whose outputs have `indices` tokens; returns which of them are yet undecided."""
+        addresses = row_addresses(self.logits)
+        if self.edited:
+            addresses[self.edited.rows.numpy()] = row_addresses(self.edited.logits)
+        largest, likeliest = self.largest.numpy()[rows], self.tokens.numpy()[rows]
+        vocab_size = self.logits.shape[1]
+        asked = ask(addresses[rows], largest, likeliest, self.params[rows], indices, vocab_size)
+        drawn = operator.draw(asked, vocab_size)
+        self.tokens.numpy()[rows] = drawn
+        return np.flatnonzero(drawn == UNDECIDED)
+
+    def draw(self, rows: Numbers, indices: Numbers) -> None:
+        """The same by torch, whatever the device."""
+        device = self.logits.device
+        draws = Draws.of(self.params[rows], indices, self.logits.shape[1], device)
+        on_device = sent(torch.from_numpy(rows), device)
+        self.tokens[on_device] = draw(self._shifted(on_device).div_(draws.temperature[:, None]), draws)
+
+    def _shifted(self, rows: torch.Tensor) -> torch.Tensor:
+        """The edited logits of `rows`, ascending, in a tensor of their own, each row's largest at 0.
+
+        Shifted before they are divided: the draw is the same, and nothing overflows at a small temperature.
+        """
+        logits, edited = self.logits, self.edited
+        if edited and len(edited.rows) == len(logits):
+            logits, edited = edited.logits, None
+        shifted = take(logits, rows) - self.largest[rows, None]
+        if edited:
+            is_random = torch.isin(edited.rows, rows)
+            changed = edited.rows[is_random]
+            places = torch.searchsorted(rows, changed)
+            shifted[places] = edited.logits[is_random] - self.largest[changed, None]
+        return shifted
 
 
 def _sampled_logprobs(logits: torch.Tensor, token_ids: list[int], params: Rows) -> dict[int, TokenLogprobs]:

@@ -33,6 +33,7 @@ to be none. `may_be_edited`: it may at some time ask for penalties, bias or mask
 """
 Rows = npt.NDArray[np.void]
 """Of `ROW`, one for each sequence."""
+Numbers = npt.NDArray[np.int64]
 
 
 class SeatParameters:

@@ -1,24 +1,54 @@
-// Searches of whole vocabularies: the largest logits of a row, and the tokens whose noise may win a draw.
+// Draws from whole vocabularies: each row's largest logit, and the few tokens that may win its draw.
 //
-// Law: what is found is exact, and comparisons and integers are all there is, so that it is the same as
-// torch's search would find; a row's answer does not depend on the others or on the threads. The hash is that
-// of engine/execution/gumbel.py, bit for bit.
+// Law: the winner by engine/execution/draw.py, and whoever equals it, is among the tokens that are named; where
+// that hangs on a rounding, none is named, and the caller asks that file. A row's answer depends on that row
+// alone, not on the others or on the threads. The hash is that of engine/execution/gumbel.py, bit for bit; so
+// are the differences and quotients that it is added to. Sums of exponentials and logarithms are not, and
+// nothing is decided by them but with a margin.
 
 #include <algorithm>
-#include <cstring>
-#include <functional>
+#include <cmath>
 #include <limits>
 #include <memory>
 #include <new>
 
 #include "team.h"
+#include "vectors.h"
 
 namespace {
 
-constexpr int64_t TILE = 256;  // as in engine/execution/largest.py
 constexpr int64_t BLOCK = 64;  // values that are looked at one by one only if one of them is wanted
-constexpr int64_t HEIGHT = 16;
+constexpr int VECTORS = int(BLOCK / LANES);
+constexpr int64_t TILE = 256;  // whose least hash is computed at once
+constexpr int64_t ROOM = 16;   // tokens that are named for a row
+constexpr int64_t FEW = 512;   // kept tokens whose noise is made rather than looked for
 constexpr uint32_t UNIFORM_BITS = 23;
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+// More than the roundings of noise and of sums in float32 where a winner can be, which are below 1e-5.
+constexpr double SLACK = 1.0 / 1024;
+// More than what two ways of adding up a row's mass differ by: 2 units in the last place of each exponential
+// here and 1 there, and three additions in float32; as a share of the mass about 2^-20.
+constexpr double MARGIN = 1.0 / (1 << 19);
+// Above the noise of any hash, which is 16.6 at most.
+constexpr double HIGHEST_NOISE = 17;
+
+// What is asked of a row's draw. As the dtype of engine/execution/draw_operator.py has it.
+struct Asked {
+    const float* logits;
+    int64_t likeliest;  // the place of the largest
+    int64_t top_k;      // the width: off
+    double top_p;       // 1: off
+    float largest, temperature;
+    float lowest;  // what lies below, shifted and divided, takes no part
+    uint32_t low, high;
+};
+
+// A token that may win; `value` is its logit, shifted and divided.
+struct Found {
+    double sum;
+    float value;
+    int64_t place;
+};
 
 inline uint32_t uniform_bits(uint32_t token_id, uint32_t low, uint32_t high) {
     uint32_t mixed = token_id ^ low;
@@ -31,6 +61,24 @@ inline uint32_t uniform_bits(uint32_t token_id, uint32_t low, uint32_t high) {
     return mixed >> (32 - UNIFORM_BITS);
 }
 
+inline double noise_of(uint32_t bits) {
+    return -std::log(-std::log((bits + 0.5) * (1.0 / (1 << UNIFORM_BITS))));
+}
+
+// The least bits of which noise of at least `noise` is made; 2^23 if there are none.
+inline uint32_t least_bits(double noise) {
+    if (noise > HIGHEST_NOISE) return 1u << UNIFORM_BITS;
+    const double share = std::exp(-std::exp(-noise));
+    return uint32_t(std::max(std::ceil(share * (1 << UNIFORM_BITS) - 0.5), 0.0));
+}
+
+inline bool any(Integers mask) {
+    uint64_t parts[sizeof mask / sizeof(uint64_t)], all = 0;
+    std::memcpy(parts, &mask, sizeof mask);
+    for (uint64_t part : parts) all |= part;
+    return all != 0;
+}
+
 // A value and its place as one integer: larger values first, of equal ones the first.
 inline uint64_t ranked(float value, int64_t place) {
     uint32_t bits;
@@ -41,98 +89,338 @@ inline uint64_t ranked(float value, int64_t place) {
 
 inline int64_t place_of(uint64_t rank) { return int64_t(uint32_t(~uint32_t(rank))); }
 
-// A value that at least `number` of the row reach, from the largest of values that stand apart.
-float reached_by(const float* row, int64_t width, int64_t number, float* maxima) {
-    const int64_t tiles = width / HEIGHT;
-    if (tiles < number) return -std::numeric_limits<float>::infinity();
-    std::copy(row, row + tiles, maxima);
-    for (int64_t above = 1; above < HEIGHT; ++above)
-        for (int64_t i = 0; i < tiles; ++i)
-            // NaN is not larger, and what is NaN already is replaced: nothing could be put in order with it.
-            maxima[i] = row[above * tiles + i] > maxima[i] || maxima[i] != maxima[i] ? row[above * tiles + i]
-                                                                                      : maxima[i];
-    for (int64_t i = 0; i < tiles; ++i)
-        if (maxima[i] != maxima[i]) maxima[i] = -std::numeric_limits<float>::infinity();
-    std::nth_element(maxima, maxima + number - 1, maxima + tiles, std::greater<float>());
-    return maxima[number - 1];
+inline float value_of(uint64_t rank) {
+    uint32_t bits = uint32_t(rank >> 32);
+    bits = bits >> 31 ? bits & 0x7fffffffu : ~bits;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
 }
 
-// The ranks of all that are at least `bound`; returns how many.
-int64_t rank_those_above(const float* row, int64_t width, float bound, uint64_t* ranks) {
-    int64_t found = 0;
+// `BLOCK` logits from `start` on; behind the row's end stands -inf, in `padded`.
+inline const float* block_of(const float* row, int64_t width, int64_t start, float* padded) {
+    if (start + BLOCK <= width) return row + start;
+    std::fill(padded, padded + BLOCK, NOTHING);
+    std::copy(row + start, row + width, padded);
+    return padded;
+}
+
+inline Floats largest_of_each_lane(const float* block) {
+    Floats most = load(block);
+    for (int i = 1; i < VECTORS; ++i) most = larger(load(block + i * LANES), most);
+    return most;
+}
+
+void first_largest(const float* row, int64_t width, float* value, int64_t* place) {
+    float padded[BLOCK], best = NOTHING;
+    int64_t block = 0;
+    Integers is_nan{};
     for (int64_t start = 0; start < width; start += BLOCK) {
-        const int64_t end = std::min(start + BLOCK, width);
-        int reaches = 0;
-        for (int64_t i = start; i < end; ++i) reaches |= row[i] >= bound;
-        if (!reaches) continue;
-        for (int64_t i = start; i < end; ++i)
-            if (row[i] >= bound) ranks[found++] = ranked(row[i], i);
+        const float* from = block_of(row, width, start, padded);
+        // One that is NaN is passed over by `larger`, if it is not the first.
+        for (int i = 0; i < VECTORS; ++i) is_nan |= load(from + i * LANES) != load(from + i * LANES);
+        Floats most = largest_of_each_lane(from);
+        if (!any(most > splat(best))) continue;
+        best = std::max(best, largest_of(most));
+        block = start;
     }
-    return found;
+    int64_t at = block;
+    if (any(is_nan))
+        for (at = 0; row[at] == row[at];) ++at;
+    else
+        while (row[at] != best) ++at;
+    *value = row[at];
+    *place = at;
 }
 
-void find_largest(const float* row, int64_t width, int64_t number, float* values, int64_t* places,
-                  float* maxima, uint64_t* ranks) {
-    const float bound = reached_by(row, width, number, maxima);
-    int64_t found = rank_those_above(row, width, bound, ranks);
-    const std::greater<uint64_t> first{};
-    if (found > number) std::nth_element(ranks, ranks + number, ranks + found, first);
-    found = std::min(found, number);
-    std::sort(ranks, ranks + found, first);
-    for (int64_t i = 0; i < number; ++i) {
-        // In a row with NaN there may be too few.
-        places[i] = i < found ? place_of(ranks[i]) : 0;
-        values[i] = i < found ? row[places[i]] : -std::numeric_limits<float>::infinity();
+// The tokens that may win, as far as they have been looked at.
+class Contenders {
+  public:
+    explicit Contenders(double reached) : reached_(reached) {}
+
+    void add(float value, int64_t place, uint32_t bits) {
+        const double sum = value + noise_of(bits);
+        if (!(sum >= reached_ - SLACK)) return;
+        reached_ = std::max(reached_, sum);
+        if (count_ == ROOM) drop_the_passed();
+        if (count_ < ROOM)
+            found_[count_++] = {sum, value, place};
+        else
+            are_too_many_ = true;
     }
+
+    // What noise a token of this value must have at least.
+    double missing(float value) const { return reached_ - SLACK - value; }
+
+    // Returns how many there are, or -1 if there were too many.
+    int64_t write(int64_t* places, float* values) {
+        drop_the_passed();
+        for (int64_t i = 0; i < count_; ++i) {
+            places[i] = found_[i].place;
+            values[i] = found_[i].value;
+        }
+        return are_too_many_ ? -1 : count_;
+    }
+
+  private:
+    void drop_the_passed() {
+        const double least = reached_ - SLACK;
+        count_ = std::remove_if(found_, found_ + count_, [&](const Found& one) { return one.sum < least; }) -
+                 found_;
+    }
+
+    double reached_;
+    Found found_[ROOM];
+    int64_t count_ = 0;
+    bool are_too_many_ = false;
+};
+
+constexpr int SHELVES = 256;
+
+// Sorts values from `lowest` to 0 coarsely: a larger one is on the same shelf or on an earlier one.
+class Shelves {
+  public:
+    // All values may be next to 0; what is below -87 weighs nothing.
+    explicit Shelves(float lowest) : per_unit_(LAST / std::min(std::max(-lowest, 1e-6f), 87.0f)) {}
+
+    int of(float value) const { return int(std::min(-value * per_unit_, LAST)); }
+
+  private:
+    static constexpr float LAST = SHELVES - 1;
+    float per_unit_;
+};
+
+// A row that is drawn from.
+class Row {
+  public:
+    // `most` has room for a vector and a number for each block, `ranks` for a number for each token.
+    Row(const Asked& asked, int64_t width, float* most, uint64_t* ranks)
+        : asked_(asked), width_(width), blocks_((width + BLOCK - 1) / BLOCK), most_(most), ranks_(ranks) {}
+
+    // Writes the tokens that may win and their values; returns how many, or -1 if it cannot tell.
+    int64_t draw(int64_t* places, float* values) {
+        const bool has_k = asked_.top_k < width_, has_p = asked_.top_p < 1;
+        const double total = look(has_p && !has_k);
+        Contenders contenders(noise_of(bits_of(asked_.likeliest)));
+        if (!has_k && !has_p) {
+            search(asked_.lowest, contenders);
+            return contenders.write(places, values);
+        }
+        int64_t count = has_k ? collect(reached_by_k(), nullptr) : collect_by_p(total);
+        if (has_k) count = keep_k(count);
+        if (has_p && count >= 0) count = keep_p(count, has_k ? mass_of(count) : total);
+        if (count < 0) return -1;
+        const float threshold = std::max(lowest_of(count), asked_.lowest);
+        if (count > FEW)
+            search(threshold, contenders);
+        else
+            for (int64_t i = 0; i < count; ++i)
+                if (value_of(ranks_[i]) >= threshold)
+                    contenders.add(value_of(ranks_[i]), place_of(ranks_[i]), bits_of(place_of(ranks_[i])));
+        return contenders.write(places, values);
+    }
+
+  private:
+    // The same in every way of computing: one rounding each.
+    Floats scaled(Floats logits) const {
+        return (logits - splat(asked_.largest)) / splat(asked_.temperature);
+    }
+    float scaled(float logit) const { return (logit - asked_.largest) / asked_.temperature; }
+
+    uint32_t bits_of(int64_t place) const { return uniform_bits(uint32_t(place), asked_.low, asked_.high); }
+
+    // Goes through the row once: the largest of each lane of each block, and, if wanted, the row's mass.
+    double look(bool is_mass_wanted) {
+        float padded[BLOCK];
+        double sums[LANES] = {};
+        for (int64_t block = 0; block < blocks_; ++block) {
+            const float* from = block_of(asked_.logits, width_, block * BLOCK, padded);
+            store(most_ + block * LANES, largest_of_each_lane(from));
+            if (!is_mass_wanted) continue;
+            Floats weights[VECTORS];
+            for (int i = 0; i < VECTORS; ++i)
+                weights[i] = exp_of_negative(scaled(load(from + i * LANES)));
+            for (int half = VECTORS / 2; half > 0; half /= 2)
+                for (int i = 0; i < half; ++i) weights[i] = weights[i] + weights[i + half];
+            for (int i = 0; i < LANES; ++i) sums[i] += double(weights[0][i]);
+        }
+        double sum = 0;
+        for (double one : sums) sum += one;
+        return sum;
+    }
+
+    // Ranks at least all that top-p keeps of the whole row; returns how many, or -1 if it cannot tell.
+    int64_t collect_by_p(double total) {
+        const double left_out = total * (1 - asked_.top_p), enough = total * (asked_.top_p + MARGIN);
+        // What is below this is at most half of what is left out, if there are `most` of them; mostly there are
+        // far fewer.
+        for (double most : {0.01, 0.1, 1.0}) {
+            double mass = 0;
+            const int64_t count = collect(float(std::log(left_out / (2 * most * double(width_)))), &mass);
+            if (mass > enough) return count;
+        }
+        return -1;
+    }
+
+    // A value that at least `top_k` of the row reach, from the largest of its blocks.
+    float reached_by_k() {
+        if (asked_.top_k > blocks_) return NOTHING;
+        float* maxima = most_ + blocks_ * LANES;
+        for (int64_t block = 0; block < blocks_; ++block) maxima[block] = largest_of(load(most_ + block * LANES));
+        std::nth_element(maxima, maxima + asked_.top_k - 1, maxima + blocks_, std::greater<float>());
+        return scaled(maxima[asked_.top_k - 1]);
+    }
+
+    // Ranks all that are at least `bound` and not -inf; returns how many. `mass`, if wanted, is theirs.
+    int64_t collect(float bound, double* mass) {
+        bound = std::max(bound, std::numeric_limits<float>::lowest());
+        float padded[BLOCK];
+        int64_t count = 0;
+        for (int64_t block = 0; block < blocks_; ++block) {
+            if (!any(scaled(load(most_ + block * LANES)) >= splat(bound))) continue;
+            const int64_t start = block * BLOCK;
+            const float* from = block_of(asked_.logits, width_, start, padded);
+            for (int64_t i = 0; i < BLOCK; i += LANES) {
+                const Floats values = scaled(load(from + i));
+                const Integers reaches = values >= splat(bound);
+                if (!any(reaches)) continue;
+                if (mass) *mass += double(sum_of(reaches ? exp_of_negative(values) : Floats{}));
+                const int64_t last = std::min<int64_t>(LANES, width_ - start - i);
+                // Without a branch that nothing could foretell: what is not wanted is written over.
+                for (int64_t lane = 0; lane < last && count < width_; ++lane) {
+                    ranks_[count] = ranked(values[lane], start + i + lane);
+                    count += values[lane] >= bound;
+                }
+            }
+        }
+        return count;
+    }
+
+    // Brings those that are at least as large as the `top_k`-th to the front; returns how many.
+    int64_t keep_k(int64_t count) {
+        if (count <= asked_.top_k) return count;
+        std::nth_element(ranks_, ranks_ + asked_.top_k - 1, ranks_ + count, std::greater<uint64_t>());
+        const float least = value_of(ranks_[asked_.top_k - 1]);
+        return std::partition(ranks_ + asked_.top_k, ranks_ + count,
+                              [&](uint64_t rank) { return value_of(rank) == least; }) -
+               ranks_;
+    }
+
+    float lowest_of(int64_t count) const { return value_of(*std::min_element(ranks_, ranks_ + count)); }
+
+    double mass_of(int64_t count) const {
+        double sum = 0;
+        for (int64_t i = 0; i < count; ++i) sum += double(exp_of_negative(value_of(ranks_[i])));
+        return sum;
+    }
+
+    // Brings those that top-p keeps of the first `count` to the front; returns how many, or -1 if that hangs
+    // on a rounding. `mass` is that of all from which it keeps some.
+    int64_t keep_p(int64_t count, double mass) {
+        const double limit = asked_.top_p * mass, margin = MARGIN * mass;
+        const Shelves shelves(lowest_of(count));
+        double masses[SHELVES] = {};
+        for (int64_t i = 0; i < count; ++i) {
+            const float value = value_of(ranks_[i]);
+            masses[shelves.of(value)] += double(exp_of_negative(value));
+        }
+        double before = 0;
+        int shelf = 0;
+        while (shelf < SHELVES - 1 && before + masses[shelf] < limit) before += masses[shelf++];
+        if (before > 0 && limit - before <= margin) return -1;
+        uint64_t* const end = ranks_ + count;
+        uint64_t* const here = std::partition(ranks_, end, [&](uint64_t rank) {
+            return shelves.of(value_of(rank)) < shelf;
+        });
+        uint64_t* const beyond = std::partition(here, end, [&](uint64_t rank) {
+            return shelves.of(value_of(rank)) == shelf;
+        });
+        std::sort(here, beyond, std::greater<uint64_t>());
+        for (uint64_t* at = here; at < beyond; ++at) {
+            const float value = value_of(*at);
+            // Those of one value share one fate.
+            if (before > 0 && (at == here || value < value_of(at[-1]))) {
+                if (std::fabs(before - limit) <= margin) return -1;
+                if (before > limit) return at - ranks_;
+            }
+            before += double(exp_of_negative(value));
+        }
+        // The next one is on another shelf, if there is one.
+        return beyond < end && std::fabs(before - limit) <= margin ? -1 : beyond - ranks_;
+    }
+
+    // Adds those that may win of all that are at least `lowest`: noise rises with the integer that it is made
+    // of, so it is made for those alone whose integer suffices.
+    void search(float lowest, Contenders& contenders) const {
+        const int64_t best = asked_.likeliest / TILE;
+        // First where much is reached.
+        search_tile(best, lowest, contenders);
+        for (int64_t tile = 0; tile * TILE < width_; ++tile)
+            if (tile != best) search_tile(tile, lowest, contenders);
+    }
+
+    void search_tile(int64_t tile, float lowest, Contenders& contenders) const {
+        const int64_t first = tile * (TILE / BLOCK), last = std::min(first + TILE / BLOCK, blocks_);
+        Floats most = load(most_ + first * LANES);
+        for (int64_t block = first + 1; block < last; ++block) most = larger(load(most_ + block * LANES), most);
+        const float largest = scaled(largest_of(most));
+        if (largest < lowest) return;
+        const uint32_t least = least_bits(contenders.missing(largest));
+        if (least >> UNIFORM_BITS) return;
+        for (int64_t block = first; block < last; ++block) search_block(block, lowest, least, contenders);
+    }
+
+    void search_block(int64_t block, float lowest, uint32_t least, Contenders& contenders) const {
+        const int64_t start = block * BLOCK;
+        uint32_t bits[BLOCK], greatest = 0;
+        for (int64_t i = 0; i < BLOCK; ++i) {
+            bits[i] = bits_of(start + i);
+            greatest = std::max(greatest, bits[i]);
+        }
+        if (greatest < least) return;
+        for (int64_t i = 0; i < std::min(BLOCK, width_ - start); ++i) {
+            if (bits[i] < least) continue;
+            const float value = scaled(asked_.logits[start + i]);
+            if (value >= lowest) contenders.add(value, start + i, bits[i]);
+        }
+    }
+
+    const Asked& asked_;
+    const int64_t width_, blocks_;
+    float* most_;
+    uint64_t* ranks_;
+};
+
+int64_t draw_row(const Asked& asked, int64_t width, int64_t* places, float* values) {
+    // Of a row that has no largest, any will do: the caller knows it.
+    if (!std::isfinite(asked.largest)) {
+        places[0] = asked.likeliest;
+        return 1;
+    }
+    const int64_t blocks = (width + BLOCK - 1) / BLOCK;
+    std::unique_ptr<float[]> most(new (std::nothrow) float[size_t(blocks * (LANES + 1))]);
+    std::unique_ptr<uint64_t[]> ranks(new (std::nothrow) uint64_t[size_t(width)]);
+    if (!most || !ranks) return -1;
+    return Row(asked, width, most.get(), ranks.get()).draw(places, values);
 }
 
 }  // namespace
 
 extern "C" {
 
-// Of `rows` [num_rows][width] the `number` largest of each row in descending order, of equal ones the first;
-// `number` is at most `width`. NaN is passed over. Returns 1 if there is no memory.
-int tokenmill_largest(const float* rows, int64_t num_rows, int64_t width, int64_t number, float* values,
-                      int64_t* places, int64_t threads, RunTeam run_team) {
-    std::atomic<int> failed{0};
-    for_each(Team{run_team, threads}, num_rows, [&](int64_t row) {
-        std::unique_ptr<float[]> maxima(new (std::nothrow) float[size_t(width / HEIGHT + 1)]);
-        std::unique_ptr<uint64_t[]> ranks(new (std::nothrow) uint64_t[size_t(width)]);
-        if (maxima && ranks)
-            find_largest(rows + row * width, width, number, values + row * number, places + row * number,
-                         maxima.get(), ranks.get());
-        else
-            failed = 1;
-    });
-    return failed;
+// The largest of each row of `rows` [num_rows][width], and its first place; NaN is the largest of all.
+void tokenmill_first_largest(const float* rows, int64_t num_rows, int64_t width, float* values, int64_t* places,
+                             int64_t threads, RunTeam run_team) {
+    for_each(Team{run_team, threads}, num_rows,
+             [&](int64_t row) { first_largest(rows + row * width, width, values + row, places + row); });
 }
 
-// `keys` [num_rows][2], `least` [num_rows][tiles]: what the hash of a token of that tile must reach; 2^23 is
-// out of reach. Writes the places of those that do, [num_rows * tiles * TILE] taken as one row, in order, as
-// far as `places` has room. Returns how many there are.
-int64_t tokenmill_pass_by_hash(const uint32_t* keys, const uint32_t* least, int64_t num_rows, int64_t tiles,
-                               int64_t* places, int64_t room) {
-    int64_t found = 0;
-    for (int64_t tile = 0; tile < num_rows * tiles; ++tile) {
-        const uint32_t bound = least[tile];
-        if (bound >> UNIFORM_BITS) continue;
-        const uint32_t* key = keys + tile / tiles * 2;
-        for (int64_t start = 0; start < TILE; start += BLOCK) {
-            const uint32_t first = uint32_t(tile % tiles * TILE + start);
-            uint32_t bits[BLOCK];
-            uint32_t greatest = 0;
-            for (int64_t i = 0; i < BLOCK; ++i) {
-                bits[i] = uniform_bits(first + uint32_t(i), key[0], key[1]);
-                greatest = std::max(greatest, bits[i]);
-            }
-            if (greatest < bound) continue;
-            for (int64_t i = 0; i < BLOCK; ++i) {
-                if (bits[i] < bound) continue;
-                if (found < room) places[found] = tile * TILE + start + i;
-                ++found;
-            }
-        }
-    }
-    return found;
+// Of each row the tokens that may win its draw, [num_rows][ROOM] in any order, and their logits, shifted and
+// divided. `counts` [num_rows]: how many, or -1 if another way must be asked.
+void tokenmill_draw(const Asked* asked, int64_t num_rows, int64_t width, int64_t* places, float* values,
+                    int64_t* counts, int64_t threads, RunTeam run_team) {
+    for_each(Team{run_team, threads}, num_rows, [&](int64_t row) {
+        counts[row] = draw_row(asked[row], width, places + row * ROOM, values + row * ROOM);
+    });
 }
 }

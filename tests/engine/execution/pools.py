@@ -8,10 +8,9 @@ import torch
 
 from engine.execution.attention import AttentionBackend, LayerSpec, PoolShape
 from engine.execution.attention_operator import AttentionOperator
+from engine.execution.draw_operator import DrawOperator
 from engine.execution.native_attention import NativeAttention
 from engine.execution.native_library import NativeLibrary, load_library
-from engine.execution.search_operators import SearchOperators
-from engine.execution.searches import Searches
 from engine.execution.torch_attention import TorchAttention
 
 ROOT = Path(__file__).parents[3]
@@ -27,8 +26,8 @@ def attention_operator() -> AttentionOperator:
     return AttentionOperator(native_library())
 
 
-def native_searches() -> Searches:
-    return SearchOperators(native_library()).searches()
+def draw_operator() -> DrawOperator:
+    return DrawOperator(native_library())
 
 
 def _plain(attention: str) -> Any:

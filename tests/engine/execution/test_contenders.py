@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.execution import searches as file
+from engine.execution import contenders as file
 from engine.execution.contenders import SLACK, contenders
 from engine.execution.draw import draw_from_contenders, draw_with_all_noise
 from engine.execution.gumbel import (
@@ -16,17 +16,10 @@ from engine.execution.gumbel import (
     uniform_bits,
 )
 from engine.execution.largest import TILE
-from engine.execution.searches import TORCH, Searches
-from tests.engine.execution.pools import native_searches
 from tests.engine.execution.sampling import keys_of as keys_of_draws
 from tests.engine.execution.sampling import random_logits
 
 NOTHING = -torch.inf
-
-
-@pytest.fixture(params=["torch", "native"], scope="module")
-def searches(request: pytest.FixtureRequest) -> Searches:
-    return TORCH if request.param == "torch" else native_searches()
 
 
 def keys_of(num_rows: int, index: int = 0) -> torch.Tensor:
@@ -55,7 +48,6 @@ def test_draws_as_from_all(
     share_impossible: float,
     lowest: float,
     seed: int,
-    searches: Searches,
 ) -> None:
     """With `levels`, logits have few distinct values."""
     logits = random_logits(num_rows, vocab_size, seed)
@@ -65,16 +57,16 @@ def test_draws_as_from_all(
     logits[torch.rand(logits.shape, generator=generator) < share_impossible] = NOTHING
     logits[:, seed % vocab_size] = 0.5
     args = (shifted(logits * scale), torch.full((num_rows,), lowest), keys_of(num_rows, seed))
-    assert torch.equal(draw_from_contenders(*args, searches), draw_with_all_noise(*args))
+    assert torch.equal(draw_from_contenders(*args), draw_with_all_noise(*args))
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.3, 1.0, 3.0])
-def test_draws_as_from_all_of_a_large_vocabulary(scale: float, searches: Searches) -> None:
+def test_draws_as_from_all_of_a_large_vocabulary(scale: float) -> None:
     """Where all logits are equal, two of so many tokens often have the same noise, and the first wins."""
     logits = shifted(random_logits(1, 50_001, scale=scale)).expand(40, -1)
     for index in range(5):
         args = (logits, torch.full((40,), NOTHING), keys_of(40, index))
-        assert torch.equal(draw_from_contenders(*args, searches), draw_with_all_noise(*args))
+        assert torch.equal(draw_from_contenders(*args), draw_with_all_noise(*args))
 
 
 def test_of_equal_sums_the_first_wins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,26 +79,26 @@ def test_of_equal_sums_the_first_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     logits[0, [300, 301, 999]] = 0.0
     logits[1, [5, 700]] = 0.0
     args = (logits, torch.full((2,), NOTHING), keys_of(2))
-    assert draw_from_contenders(*args, TORCH).tolist() == draw_with_all_noise(*args).tolist() == [300, 5]
+    assert draw_from_contenders(*args).tolist() == draw_with_all_noise(*args).tolist() == [300, 5]
 
 
-def test_a_rows_contenders_do_not_depend_on_its_mates(searches: Searches) -> None:
+def test_a_rows_contenders_do_not_depend_on_its_mates() -> None:
     logits = shifted(random_logits(6, 3000))
     logits[3] = torch.nan
     logits[4] = NOTHING
     lowest = torch.full((6,), NOTHING)
-    rows, token_ids = contenders(logits, lowest, keys_of(6), searches)
+    rows, token_ids = contenders(logits, lowest, keys_of(6))
     for row in (0, 1, 2, 5):
-        alone = contenders(logits[row : row + 1], lowest[:1], keys_of(6)[row : row + 1], searches)[1]
+        alone = contenders(logits[row : row + 1], lowest[:1], keys_of(6)[row : row + 1])[1]
         assert torch.equal(token_ids[rows == row], alone)
 
 
 @pytest.mark.parametrize("tiles_at_once", [1, 3, 10_000])
 def test_hashes_may_be_made_in_any_portions(tiles_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     args = (shifted(random_logits(7, 2000)), torch.full((7,), NOTHING), keys_of(7))
-    right = contenders(*args, TORCH)
+    right = contenders(*args)
     monkeypatch.setattr(file, "TILES_AT_ONCE", tiles_at_once)
-    found = contenders(*args, TORCH)
+    found = contenders(*args)
     assert torch.equal(found[0], right[0])
     assert torch.equal(found[1], right[1])
 
@@ -114,14 +106,14 @@ def test_hashes_may_be_made_in_any_portions(tiles_at_once: int, monkeypatch: pyt
 @pytest.mark.parametrize("scale", [0.0, 1.0, 3.0, 10.0])
 def test_contenders_are_few(scale: float) -> None:
     logits = shifted(random_logits(20, 50_000, scale=scale))
-    rows, _ = contenders(logits, torch.full((20,), NOTHING), keys_of(20), TORCH)
+    rows, _ = contenders(logits, torch.full((20,), NOTHING), keys_of(20))
     assert 20 <= len(rows) < 20 * 2500
 
 
 def test_what_is_below_the_threshold_is_no_contender() -> None:
     logits = torch.full((1, 20 * TILE), -3.0)
     logits[0, 5 * TILE] = 0.0
-    _, token_ids = contenders(logits, torch.tensor([-1.0]), keys_of(1), TORCH)
+    _, token_ids = contenders(logits, torch.tensor([-1.0]), keys_of(1))
     assert set((token_ids // TILE).tolist()) == {5}
 
 
