@@ -21,13 +21,21 @@ from engine.execution.seen_places import seen_places
 log = logging.getLogger(__name__)
 
 
-def speed_up_elements(model: PreTrainedModel, library: NativeLibrary) -> tuple[int, int]:
-    """Replace the norms and gated MLPs that are recognised; gives how many of each."""
+def tried_elements(library: NativeLibrary) -> ElementwiseOperator | None:
+    """The operator of norms and gates; None, and a warning, if it fails its trial."""
     try:
         operator = ElementwiseOperator(library)
         check_operator(operator)
     except CannotBuild as error:
         log.warning("norms and gates are computed by torch, which is slower: %s", error)
-        return 0, 0
+        return None
+    return operator
+
+
+def speed_up_elements(model: PreTrainedModel, operator: ElementwiseOperator) -> tuple[int, int]:
+    """Replace the norms and gated MLPs that are recognised; gives how many of each.
+
+    `operator`: one that has been tried.
+    """
     places = seen_places(model, partial(pass_of_two_tokens, model))
     return replace_norms(places, operator), replace_gates(places, operator)
