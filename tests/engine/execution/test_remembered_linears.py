@@ -7,11 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from engine.execution import packed_linears
+from engine.execution import numerics, packed_linears
+from engine.execution.attention import ATTENTION_NAME, install
 from engine.execution.linear_ways import Plain
+from engine.execution.native_library import NativeLibrary, machine_choices
 from engine.execution.packed_linears import ROW_COUNTS, Candidate, PackedLinear, Seconds, pack_linears
 from engine.execution.remembered_choices import RememberedChoices
 from tests.engine.execution.packing import PLENTY, Recording, Refusing, all_ways, favour, small
+from tests.engine.execution.pools import native_library
+from tests.tiny_models import make_model
 
 
 @pytest.fixture(autouse=True)
@@ -83,17 +87,11 @@ def other_shape(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     return small((32, 16))
 
 
-def other_dtype(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    return small((16, 32)).bfloat16()
-
-
 def without_bias(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32, bias=False)).requires_grad_(False)
 
 
-@pytest.mark.parametrize(
-    "change", [other_threads, other_rows, other_sample, other_shape, other_dtype, without_bias]
-)
+@pytest.mark.parametrize("change", [other_threads, other_rows, other_sample, other_shape, without_bias])
 def test_under_other_conditions_it_is_measured_anew(
     change: Callable[[pytest.MonkeyPatch], nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,3 +181,48 @@ def test_a_measuring_without_a_processor_for_all_of_it_is_disturbed(
         small((8, 8)), all_ways(), max_bytes=PLENTY, measure=measuring, remembered=remembered_in(tmp_path)
     )
     assert kept == [is_disturbed]
+
+
+def test_another_dtype_is_measured_anew(tmp_path: Path) -> None:
+    remembered, measuring = remembered_in(tmp_path), Counting("native")
+    for dtype in (torch.float32, torch.bfloat16):
+        model = nn.Sequential(nn.Linear(16, 32, bias=False, dtype=dtype)).requires_grad_(False)
+        pack_linears(model, all_ways(), max_bytes=PLENTY, measure=measuring, remembered=remembered)
+    assert measuring.calls == 2
+
+
+def test_a_plain_model_is_prepared_by_what_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def find(_: RememberedChoices, facts: object) -> tuple[str, ...]:
+        asked.append(facts)
+        return ("plain",) * len(ROW_COUNTS)
+
+    monkeypatch.setattr(RememberedChoices, "find", find)
+    install()
+    model = make_model("llama")
+    model.set_attn_implementation(ATTENTION_NAME)
+    numerics.plain((), None, remembered=remembered_in(tmp_path)).prepare(model)
+    assert asked
+
+
+def test_what_is_remembered_of_a_machine_holds_for_its_like_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choices(library: NativeLibrary | None = None) -> RememberedChoices:
+        found = machine_choices(tmp_path, library)
+        assert found is not None
+        return found
+
+    choices().keep({}, ("plain",))
+    assert choices().find({}) == ("plain",)
+    assert choices(native_library()).find({}) is None
+    with monkeypatch.context() as other:
+        other.setattr("engine.execution.native_library.cpu_facts", lambda: "another")
+        assert choices().find({}) is None
+    with monkeypatch.context() as other:
+        other.setattr(torch, "__version__", "another")
+        assert choices().find({}) is None
+    assert machine_choices(None, native_library()) is None
