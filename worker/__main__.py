@@ -24,6 +24,7 @@ from worker.batch_worker import BatchWorker, new_worker_name
 from worker.connections import connect
 from worker.crew import Surroundings
 from worker.errors import SettingsError
+from worker.importing import uncollected
 from worker.loading import Loading
 from worker.preparation import ServedModel
 from worker.protocol import naming
@@ -131,7 +132,8 @@ class Process:
 
 def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
     # Takes seconds: by now a bad setting is told, and the worker's record says that it loads.
-    from engine.execution.build import build_execution
+    with uncollected():
+        from engine.execution.build import build_execution
 
     return build_execution(
         settings.model,

@@ -23,7 +23,7 @@ from engine.execution.kv_cache import CPU_SHARE, CUDA_SHARE, choose_num_kv_block
 from engine.execution.launcher import AheadRunner, DeviceLauncher
 from engine.execution.loader import LoadedModel, find_device, load_model
 from engine.execution.native_build import CannotBuild
-from engine.execution.native_library import NativeLibrary, find_library
+from engine.execution.native_library import NativeLibrary, find_library, machine_choices
 from engine.execution.numerics import DETERMINISTIC, plain, quantized
 from engine.execution.quantization_choice import check_quantization, quantized_fingerprint
 from engine.execution.sampler import Sampler
@@ -127,8 +127,11 @@ def build_execution(
     usable = library if isinstance(library, NativeLibrary) else None
     if quantization != "none":
         numerics = quantized(backends, usable, quantization, progress)
+    elif deterministic:
+        numerics = DETERMINISTIC
     else:
-        numerics = DETERMINISTIC if deterministic else plain(backends, usable, has_graphs=decode_graphs)
+        remembered = machine_choices(cache_dir, usable)
+        numerics = plain(backends, usable, remembered=remembered, has_graphs=decode_graphs)
     loaded = load_model(
         _source(model, cache_dir, progress),
         backends=numerics.backends,

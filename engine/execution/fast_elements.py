@@ -24,6 +24,13 @@ from engine.execution.seen_places import seen_places
 log = logging.getLogger(__name__)
 
 
+class ElementOperators(NamedTuple):
+    """`elementwise` has been tried; a rotation is tried where it is recognised."""
+
+    elementwise: ElementwiseOperator
+    rotary: RotaryOperator
+
+
 class Replaced(NamedTuple):
     """How many of each."""
 
@@ -32,17 +39,22 @@ class Replaced(NamedTuple):
     rotations: int
 
 
-def speed_up_elements(model: PreTrainedModel, library: NativeLibrary) -> Replaced:
-    """Replace the norms, gated MLPs and rotary embeddings that are recognised."""
+def tried_elements(library: NativeLibrary) -> ElementOperators | None:
+    """The operators of `library`; None, and a warning, if they fail their trial."""
     try:
-        operator, rotary = ElementwiseOperator(library), RotaryOperator(library)
-        check_operator(operator)
+        operators = ElementOperators(ElementwiseOperator(library), RotaryOperator(library))
+        check_operator(operators.elementwise)
     except CannotBuild as error:
         log.warning("norms, gates and rotations are computed by torch, which is slower: %s", error)
-        return Replaced(0, 0, 0)
+        return None
+    return operators
+
+
+def speed_up_elements(model: PreTrainedModel, operators: ElementOperators) -> Replaced:
+    """Replace the norms, gated MLPs and rotary embeddings that are recognised."""
     places = seen_places(model, partial(pass_of_two_tokens, model))
     return Replaced(
-        norms=replace_norms(places, operator),
-        gates=replace_gates(places, operator),
-        rotations=replace_rotary(model, rotary),
+        norms=replace_norms(places, operators.elementwise),
+        gates=replace_gates(places, operators.elementwise),
+        rotations=replace_rotary(model, operators.rotary),
     )

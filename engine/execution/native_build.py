@@ -34,13 +34,18 @@ class CannotBuild(Exception):
 def built_library(cache_directory: Path, progress: Callable[[str], None]) -> Path:
     """The compiled library under `cache_directory`, made if it is not there. Raises `CannotBuild`."""
     compiler = find_compiler()
-    library = cache_directory / "native" / f"operators-{_key(compiler)}.so"
+    library = native_directory(cache_directory) / f"operators-{_key(compiler)}.so"
     if library.exists():
         if _is_whole(library):
             return library
         progress(f"{library} is damaged; it is made again")
     build(compiler, library, progress)
     return library
+
+
+def native_directory(cache_directory: Path) -> Path:
+    """Where everything lies that was made for machines such as this one."""
+    return cache_directory / "native"
 
 
 def build(compiler: str, library: Path, progress: Callable[[str], None]) -> None:
@@ -122,11 +127,11 @@ def _key(compiler: str) -> str:
     key = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         key.update(f"{source.name}\0".encode() + source.read_bytes())
-    key.update("\0".join([compiler, _run([compiler, "--version"]), *FLAGS, _cpu()]).encode())
+    key.update("\0".join([compiler, _run([compiler, "--version"]), *FLAGS, cpu_facts()]).encode())
     return key.hexdigest()[:16]
 
 
-def _cpu() -> str:
+def cpu_facts() -> str:
     """What decides what -march=native means: the machine's kind, and the features and model of its CPU."""
     known = {"flags", "Features", "model name", "model", "cpu family", "CPU part"}
     try:

@@ -14,7 +14,15 @@ from typing import Any
 
 import torch
 
-from engine.execution.native_build import CannotBuild, build, built_library, find_compiler
+from engine.execution.native_build import (
+    CannotBuild,
+    build,
+    built_library,
+    cpu_facts,
+    find_compiler,
+    native_directory,
+)
+from engine.execution.remembered_choices import RememberedChoices
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """In which operators come, and how their functions' names end."""
@@ -23,7 +31,7 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 class NativeLibrary:
     """The library at `path`. Raises `CannotBuild` if it cannot be loaded.
 
-    `run_team`: see `_torch_team`.
+    `name`: says what it was made of. `run_team`: see `_torch_team`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -32,6 +40,7 @@ class NativeLibrary:
         except OSError as error:
             raise CannotBuild(f"{path} cannot be loaded: {error}") from error
         self._path = path
+        self.name = path.stem
         self.run_team = _torch_team()
 
     def function(self, name: str, arguments: list[Any], result: Any) -> Callable[..., Any]:
@@ -54,6 +63,22 @@ def find_library(
         return load_library(cache_directory, progress)
     except CannotBuild as error:
         return error
+
+
+def machine_choices(
+    cache_directory: Path | str | None, library: NativeLibrary | None
+) -> RememberedChoices | None:
+    """What was measured with this library and this torch on this machine, or a machine just like it."""
+    if cache_directory is None:
+        return None
+    return RememberedChoices(
+        native_directory(Path(cache_directory)) / "choices",
+        {
+            "cpu": cpu_facts(),
+            "library": None if library is None else library.name,
+            "torch": torch.__version__,
+        },
+    )
 
 
 def load_library(cache_directory: Path, progress: Callable[[str], None]) -> NativeLibrary:

@@ -17,18 +17,19 @@ from engine.execution.deterministic_attention import DeterministicAttention
 from engine.execution.deterministic_experts import use_whole_rows
 from engine.execution.deterministic_runner import DeterministicRunner
 from engine.execution.deterministic_trial import agreeing_row_counts
-from engine.execution.fast_elements import speed_up_elements
+from engine.execution.fast_elements import ElementOperators, speed_up_elements, tried_elements
 from engine.execution.fused_linears import fuse_linears
 from engine.execution.inputs import InputBuilder
 from engine.execution.kv_cache import free_bytes
 from engine.execution.kv_pool import KVPool
 from engine.execution.launcher import AheadRunner
-from engine.execution.linear_ways import linear_ways
+from engine.execution.linear_ways import Way, linear_ways
 from engine.execution.loader import LoadedModel
 from engine.execution.model_runner import ModelRunner
 from engine.execution.native_library import NativeLibrary
 from engine.execution.packed_linears import pack_linears
 from engine.execution.quantized_linears import quantize_linears
+from engine.execution.remembered_choices import RememberedChoices
 from engine.execution.trial import Backend, Preparation
 
 PACKED_MEMORY_SHARE = 0.25
@@ -48,18 +49,23 @@ class Numerics(NamedTuple):
     finish: Preparation = lambda _: None
 
 
-def _fuse(library: NativeLibrary | None, model: PreTrainedModel) -> None:
-    if library is not None:
+def _fuse(elements: ElementOperators | None, model: PreTrainedModel) -> None:
+    if elements is not None:
         # First: it recognises modules as transformers made them.
-        speed_up_elements(model, library)
+        speed_up_elements(model, elements)
     fuse_linears(model)
 
 
-def _speed_up(library: NativeLibrary | None, model: PreTrainedModel) -> None:
-    _fuse(library, model)
+def _speed_up(
+    elements: ElementOperators | None,
+    ways: tuple[Way, ...],
+    remembered: RememberedChoices | None,
+    model: PreTrainedModel,
+) -> None:
+    _fuse(elements, model)
     if model.device.type == "cpu":
         max_bytes = int(free_bytes(model.device) * PACKED_MEMORY_SHARE)
-        pack_linears(model, linear_ways(library), max_bytes=max_bytes)
+        pack_linears(model, ways, max_bytes=max_bytes, remembered=remembered)
 
 
 def _quantize(quantization: str, progress: Callable[[str], None], model: PreTrainedModel) -> None:
@@ -103,17 +109,27 @@ def _pool_shape(loaded: LoadedModel, config: EngineConfig) -> PoolShape:
     return PoolShape(loaded.layers, config.num_kv_blocks + 1, config.block_size, loaded.dtype, loaded.device)
 
 
+def _tried_elements(library: NativeLibrary | None) -> ElementOperators | None:
+    return None if library is None else tried_elements(library)
+
+
 def _input_builder(config: EngineConfig) -> InputBuilder:
     return InputBuilder(config.max_num_seqs, config.max_model_len, config.block_size)
 
 
 def plain(
-    backends: tuple[Backend, ...], library: NativeLibrary | None, *, has_graphs: bool = True
+    backends: tuple[Backend, ...],
+    library: NativeLibrary | None,
+    *,
+    remembered: RememberedChoices | None = None,
+    has_graphs: bool = True,
 ) -> Numerics:
-    """`library`: the native operators, or None without them. `has_graphs`: decode steps are captured where
-    device and backend allow it.
+    """`library`: the native operators, or None without them. `remembered`: which linears were faster how, on
+    this machine with this library. `has_graphs`: decode steps are captured where device and backend allow it.
     """
-    return Numerics(backends, partial(_speed_up, library), partial(_plain_runner, has_graphs=has_graphs))
+    # Tried here, once for all models that are prepared.
+    prepare = partial(_speed_up, _tried_elements(library), linear_ways(library), remembered)
+    return Numerics(backends, prepare, partial(_plain_runner, has_graphs=has_graphs))
 
 
 def quantized(
@@ -125,7 +141,7 @@ def quantized(
     """As `plain`, with weights in "int8" or "int4"; no second copy of any is made beside them."""
     return Numerics(
         backends,
-        partial(_fuse, library),
+        partial(_fuse, _tried_elements(library)),
         partial(_plain_runner, has_graphs=False),
         partial(_quantize, quantization, progress),
     )

@@ -1,8 +1,9 @@
 """A linear multiplies in the way that suits the processor: with its plain weight, or with a packed copy.
 
-Law: for which shape and how many rows a way is faster is measured on this machine, once while the model
-loads; results differ by rounding only. A linear has at most one packed copy. The plain weight stays: it may
-be faster for some numbers of rows, and others may read it. Knows no model, and not how a way multiplies.
+Law: for which shape and how many rows a way is faster is measured on this machine while the model loads, or
+remembered from a start under the same conditions; results differ by rounding only. A linear has at most one
+packed copy. The plain weight stays: it may be faster for some numbers of rows, and others may read it. Knows
+no model, and not how a way multiplies.
 """
 
 import itertools
@@ -19,6 +20,7 @@ from torch import nn
 from engine.errors import UnsupportedModel
 from engine.execution.linear_places import LinearPlace, linear_places
 from engine.execution.linear_ways import Product, Way
+from engine.execution.remembered_choices import Facts, RememberedChoices
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ GAIN = 1.05
 """Packed must be faster by this: less lies within the noise."""
 HOPELESS = 2.0
 """A way that is slower by this, and takes longer than a few turns, is not measured with more rows."""
+QUIET_SHARE = 0.9
+"""Of the time of measuring, what this thread has a processor for at least while nothing else runs."""
 SMALLEST = 1 << 14
 """Numbers in a weight below which the call costs more than the product."""
 
@@ -103,34 +107,89 @@ def choose(seconds: Sequence[Seconds]) -> tuple[int, ...]:
     )
 
 
-def pack_linears(model: nn.Module, ways: Sequence[Way], *, max_bytes: int, measure: Measure = measure) -> int:
+def pack_linears(
+    model: nn.Module,
+    ways: Sequence[Way],
+    *,
+    max_bytes: int,
+    measure: Measure = measure,
+    remembered: RememberedChoices | None = None,
+) -> int:
     """Pack what multiplies faster packed, as far as the copies fit into `max_bytes`; gives how many.
 
-    `ways`: the plain one first. Left alone: what is no plain `nn.Linear` on a CPU, or is small.
+    `ways`: the plain one first. `remembered`: what was measured before, and where this time's goes. Left
+    alone: what is no plain `nn.Linear` on a CPU, or is small.
     """
     num_packed = 0
     for places in _places_by_shape(model):
         num_bytes = sum(place.linear.weight.nbytes for place in places)
         if num_bytes > max_bytes:
             continue
-        candidates = _candidates(ways, [place.linear for place in places[: _num_samples(places)]])
-        chosen = choose(measure(candidates, places[0].linear)) if len(candidates) > 1 else ()
-        if any(chosen):
+        facts = _facts(places, ways)
+        chosen = remembered and _remembered(remembered.find(facts), ways, places[0].linear)
+        if not chosen:
+            chosen, is_disturbed = _measured(places, ways, measure)
+            if remembered:
+                names = [one.way.name for one in chosen]
+                remembered.keep(facts, names, is_disturbed=is_disturbed)
+        if any(one.way is not ways[0] for one in chosen):
             max_bytes -= num_bytes
             num_packed += len(places)
-            _put(places, candidates, chosen)
+            _put(places, chosen)
     return num_packed
 
 
-def _put(places: list[LinearPlace], candidates: list[Candidate], chosen: tuple[int, ...]) -> None:
+def _facts(places: list[LinearPlace], ways: Sequence[Way]) -> Facts:
+    """All of the linears and of this process that the seconds of a product depend on."""
+    weight, bias = places[0].linear.weight, places[0].linear.bias
+    return {
+        "ways": [way.name for way in ways],
+        "row_counts": ROW_COUNTS,
+        "weight": list(weight.shape),
+        "dtype": str(weight.dtype),
+        "bias": None if bias is None else str(bias.dtype),
+        "weights_measured": _num_samples(places),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _remembered(names: tuple[str, ...] | None, ways: Sequence[Way], like: nn.Linear) -> list[Candidate]:
+    """A candidate for each of `ROW_COUNTS`; none if nothing is remembered that can be done.
+
+    The weight of `like` is bound, so that a way that refuses it shows before any linear is replaced.
+    """
+    by_name = {way.name: way for way in ways}
+    if names is None or len(names) != len(ROW_COUNTS) or not set(names) <= by_name.keys():
+        return []
+    wanted = [by_name[name] for name in dict.fromkeys(names)]
+    if len([way for way in wanted if way is not ways[0]]) > 1:
+        # Never chosen so: each would be one more copy of the weight.
+        return []
+    candidates = {one.way.name: one for one in _candidates(wanted, [like])}
+    return [candidates[name] for name in names] if len(candidates) == len(wanted) else []
+
+
+def _measured(
+    places: list[LinearPlace], ways: Sequence[Way], measure: Measure
+) -> tuple[list[Candidate], bool]:
+    """The best candidate for each of `ROW_COUNTS`, and whether other programs disturbed the measuring."""
+    candidates = _candidates(ways, [place.linear for place in places[: _num_samples(places)]])
+    if len(candidates) < 2:
+        return [candidates[0]] * len(ROW_COUNTS), False
+    began, worked = time.perf_counter(), time.thread_time()
+    seconds = measure(candidates, places[0].linear)
+    passed, worked = time.perf_counter() - began, time.thread_time() - worked
+    return [candidates[way] for way in choose(seconds)], worked < QUIET_SHARE * passed
+
+
+def _put(places: list[LinearPlace], chosen: list[Candidate]) -> None:
     weight = places[0].linear.weight
-    names = ", ".join(
-        f"{count} rows {candidates[way].way.name}" for count, way in zip(ROW_COUNTS, chosen, strict=True)
-    )
+    names = ", ".join(f"{count} rows {one.way.name}" for count, one in zip(ROW_COUNTS, chosen, strict=True))
     logger.info("linears of %s %s: %s", list(weight.shape), weight.dtype, names)
+    distinct = {one.way.name: one for one in chosen}
     for index, place in enumerate(places):
-        products = {way: candidates[way].product(index, place.linear) for way in set(chosen)}
-        place.put(PackedLinear(place.linear, [products[way] for way in chosen]))
+        products = {name: one.product(index, place.linear) for name, one in distinct.items()}
+        place.put(PackedLinear(place.linear, [products[one.way.name] for one in chosen]))
 
 
 def _places_by_shape(model: nn.Module) -> list[list[LinearPlace]]:
@@ -139,12 +198,12 @@ def _places_by_shape(model: nn.Module) -> list[list[LinearPlace]]:
     for place in linear_places(model):
         weight, bias = place.linear.weight, place.linear.bias
         if weight.is_cpu and weight.numel() >= SMALLEST:
-            groups[weight.shape, weight.dtype, bias is None].append(place)
+            groups[weight.shape, weight.dtype, None if bias is None else bias.dtype].append(place)
     return sorted(groups.values(), key=lambda places: -places[0].linear.weight.nbytes)
 
 
 def _num_samples(places: list[LinearPlace]) -> int:
-    return min(MOST_WEIGHTS, -(-COLD_BYTES // places[0].linear.weight.nbytes))
+    return min(len(places), MOST_WEIGHTS, -(-COLD_BYTES // places[0].linear.weight.nbytes))
 
 
 def _candidates(ways: Sequence[Way], linears: list[nn.Linear]) -> list[Candidate]:

@@ -17,7 +17,12 @@ Spelling = Callable[[str], bytes]
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Typed as Any: transformers gives it no types.
 _characters: Any = bytes_to_unicode
-_BYTE_OF: dict[str, int] = {character: byte for byte, character in _characters().items()}
+_NO_BYTE = "\uffff"
+# A character that spells a byte becomes the one that Latin-1 has for it; a table, as vocabularies are large.
+_TO_LATIN = str.maketrans(
+    {chr(code): _NO_BYTE for code in range(256)}
+    | {character: chr(byte) for byte, character in _characters().items()}
+)
 
 
 def spelling_of(backend: Any) -> Spelling | None:
@@ -58,8 +63,8 @@ def _replacement(step: dict[str, Any]) -> tuple[str, str] | None:
 
 def _byte_level(piece: str) -> bytes:
     try:
-        return bytes(_BYTE_OF[character] for character in piece)
-    except KeyError:
+        return piece.translate(_TO_LATIN).encode("latin-1")
+    except UnicodeEncodeError:
         # A piece that is not spelt in bytes stands for itself; the decoder does the same.
         return piece.encode()
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from benchmarks.serving.protocol import Request, Served, Settings, drive, serve
+from worker.importing import uncollected
 
 
 class Tokenmill:
@@ -12,9 +13,10 @@ class Tokenmill:
         self.told: dict[str, float] = {}
 
     def load(self, settings: Settings) -> dict[str, Any]:
-        import torch
+        with uncollected():  # as a worker does
+            import torch
 
-        from engine.execution.build import build_execution
+            from engine.execution.build import build_execution
 
         torch.set_num_threads(settings.threads)
         limits = {

@@ -1,15 +1,49 @@
-"""Packs the linears of a model without measuring anything."""
+"""Linears and ways for tests of packing, which is done without measuring anything."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
+import torch
 from torch import nn
+from torch.nn.functional import linear
 
-from engine.execution.linear_ways import Way, linear_ways
+from engine.errors import UnsupportedModel
+from engine.execution.linear_ways import Product, Way, linear_ways
 from engine.execution.packed_linears import ROW_COUNTS, Candidate, Measure, Seconds, pack_linears
 from tests.engine.execution.pools import native_library
 
 PLENTY = 1 << 40
+
+
+class Recording:
+    """A way that notes what is bound and multiplied."""
+
+    def __init__(self, name: str = "recording") -> None:
+        self.name = name
+        self.bound: list[nn.Linear] = []
+        self.multiplied: list[int] = []
+
+    def bind(self, plain: nn.Linear) -> Product:
+        self.bound.append(plain)
+        return partial(self._multiply, plain)
+
+    def _multiply(self, plain: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+        self.multiplied.append(hidden.shape[0])
+        return linear(hidden, plain.weight, plain.bias)
+
+
+class Refusing:
+    """A way that takes nothing, such as oneDNN's for bfloat16 on an old processor."""
+
+    name = "refusing"
+
+    def bind(self, plain: nn.Linear) -> Product:
+        raise UnsupportedModel("bf16 path needs the cpu support avx512bw")
+
+
+def small(*sizes: tuple[int, int]) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(*size) for size in sizes)).requires_grad_(False)
 
 
 def favour(name: str) -> Measure:

@@ -16,11 +16,13 @@ from engine.config import EngineConfig
 from engine.execution import numerics
 from engine.execution.attention import ATTENTION_NAME, install
 from engine.execution.elementwise_operator import Activation, ElementwiseOperator, NormFormula
-from engine.execution.fast_elements import speed_up_elements
+from engine.execution.fast_elements import ElementOperators, speed_up_elements, tried_elements
 from engine.execution.fast_gates import FastGate, replace_gates
 from engine.execution.fast_norms import FastNorm, replace_norms
 from engine.execution.fused_linears import FusedPart, fuse_linears
+from engine.execution.linear_operator import LinearOperator
 from engine.execution.native_build import CannotBuild
+from engine.execution.rotary_operator import RotaryOperator
 from engine.execution.seen_places import seen_places
 from tests.comparer import Reference, assert_equal_tokens, reference
 from tests.engine.execution.pools import native_library
@@ -60,7 +62,7 @@ def ready(arch: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrained
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_greedy_tokens_stay_those_of_generate(arch: str) -> None:
     model = ready(arch)
-    assert speed_up_elements(model, native_library()) == REPLACED[arch]
+    assert speed_up_elements(model, elements()) == REPLACED[arch]
     fuse_linears(model)
 
     served = serve(make_runner(model, CROWDED), CROWDED, REQUESTS)
@@ -72,7 +74,7 @@ def test_greedy_tokens_stay_those_of_generate(arch: str) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_bfloat16_has_the_same_norms_and_gates_and_nearly_the_same_logits(arch: str) -> None:
     plain, fast = make_model(arch, dtype=torch.bfloat16), ready(arch, torch.bfloat16)
-    assert speed_up_elements(fast, native_library()) == REPLACED[arch]
+    assert speed_up_elements(fast, elements()) == REPLACED[arch]
     fast.set_attn_implementation("eager")
     token_ids = torch.tensor([PROMPTS["33 tokens"]])
     with torch.inference_mode():
@@ -85,7 +87,7 @@ def test_the_formulas_are_those_of_the_architectures() -> None:
     found = {}
     for arch in ("llama", "gemma2", "gpt_oss"):
         model = ready(arch, torch.bfloat16)
-        speed_up_elements(model, native_library())
+        speed_up_elements(model, elements())
         found[arch] = model.model.norm.formula[1:]
     assert found == {"llama": (0.0, True), "gemma2": (1.0, False), "gpt_oss": (0.0, False)}
 
@@ -94,14 +96,14 @@ def test_weights_and_children_stay_where_they_were() -> None:
     model = ready("qwen2")
     before = {name: weight.data_ptr() for name, weight in model.named_parameters()}
     names = {name for name, _ in model.named_modules()}
-    assert speed_up_elements(model, native_library()) == (5, 2, 2)
+    assert speed_up_elements(model, elements()) == (5, 2, 2)
     assert {name: weight.data_ptr() for name, weight in model.named_parameters()} == before
     assert {name for name, _ in model.named_modules()} == names
 
 
 def test_linears_that_are_replaced_later_are_used() -> None:
     model = ready("qwen2")
-    speed_up_elements(model, native_library())
+    speed_up_elements(model, elements())
     assert fuse_linears(model) == 2 * model.config.num_hidden_layers
     mlp = model.model.layers[0].mlp
     assert type(mlp) is FastGate
@@ -115,9 +117,9 @@ def test_linears_that_are_replaced_later_are_used() -> None:
 
 def test_a_second_pass_finds_nothing_left() -> None:
     model = ready("gemma2")
-    assert sum(speed_up_elements(model, native_library())) > 0
+    assert sum(speed_up_elements(model, elements())) > 0
     once = [type(module) for module in model.modules()]
-    speed_up_elements(model, native_library())
+    speed_up_elements(model, elements())
     assert Counter(type(module) for module in model.modules()) == Counter(once)
 
 
@@ -217,12 +219,17 @@ class Weighed(Mlp):
         self.extra = nn.Parameter(torch.ones(1))
 
 
+def elements() -> ElementOperators:
+    library = native_library()
+    return ElementOperators(ElementwiseOperator(library), RotaryOperator(library))
+
+
 def replaced(module: nn.Module, dtype: torch.dtype = torch.float32, **named: torch.Tensor) -> nn.Module:
     """What stands in the place of `module` after both passes; its outputs are checked."""
     model = nn.ModuleDict({"it": module}).to(dtype).requires_grad_(False)
     hidden = torch.randn(1, 2, 24).to(dtype)
     right = module(hidden, **named)
-    operator = ElementwiseOperator(native_library())
+    operator = elements().elementwise
     places = seen_places(model, lambda: model["it"](hidden, **named))
     count = replace_norms(places, operator) + replace_gates(places, operator)
     assert count == (model["it"] is not module)
@@ -321,7 +328,7 @@ def test_an_operator_that_fails_its_trial_is_not_used(
 
     monkeypatch.setattr("engine.execution.fast_elements.check_operator", fail)
     with caplog.at_level(logging.WARNING):
-        assert speed_up_elements(ready(), native_library()) == (0, 0, 0)
+        assert tried_elements(native_library()) is None
     assert "computed by torch, which is slower: what was compiled disagrees" in caplog.text
 
 
@@ -332,3 +339,13 @@ def test_a_plain_model_is_prepared_with_the_library_if_there_is_one(has_library:
     kinds = Counter(type(module) for module in model.modules())
     assert (kinds[FastNorm], kinds[FastGate]) == ((5, 2) if has_library else (0, 0))
     assert kinds[FusedPart] > 0
+
+
+def test_operators_are_tried_once_for_all_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[object] = []
+    monkeypatch.setattr("engine.execution.fast_elements.check_operator", tried.append)
+    monkeypatch.setattr("engine.execution.linear_ways.check_linears", tried.append)
+    prepare = numerics.plain((), native_library()).prepare
+    for _ in range(2):
+        prepare(ready())
+    assert Counter(map(type, tried)) == {ElementwiseOperator: 1, LinearOperator: 1}

@@ -2,14 +2,11 @@
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import linear
 
-from engine.errors import UnsupportedModel
 from engine.execution import packed_linears
 from engine.execution.linear_ways import Plain, Product, Way
 from engine.execution.packed_linears import (
@@ -21,37 +18,7 @@ from engine.execution.packed_linears import (
     measure,
     pack_linears,
 )
-from tests.engine.execution.packing import PLENTY, all_ways, favour, pack_all
-
-
-class Recording:
-    """A way that notes what is bound and multiplied."""
-
-    def __init__(self, name: str = "recording") -> None:
-        self.name = name
-        self.bound: list[nn.Linear] = []
-        self.multiplied: list[int] = []
-
-    def bind(self, plain: nn.Linear) -> Product:
-        self.bound.append(plain)
-        return partial(self._multiply, plain)
-
-    def _multiply(self, plain: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-        self.multiplied.append(hidden.shape[0])
-        return linear(hidden, plain.weight, plain.bias)
-
-
-class Refusing:
-    """A way that takes nothing, such as oneDNN's for bfloat16 on an old processor."""
-
-    name = "refusing"
-
-    def bind(self, plain: nn.Linear) -> Product:
-        raise UnsupportedModel("bf16 path needs the cpu support avx512bw")
-
-
-def small(*sizes: tuple[int, int]) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(*size) for size in sizes)).requires_grad_(False)
+from tests.engine.execution.packing import PLENTY, Recording, Refusing, all_ways, favour, pack_all, small
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from engine.execution.token_bytes import spelling_of
 from engine.execution.tokenizer import Tokenizer
 from tests.tiny_models import EOS, IM_END, VOCAB_SIZE, make_tokenizer
 from tests.tiny_tokenizers import make_sentencepiece
@@ -94,3 +96,15 @@ def test_metaspace_alone() -> None:
     backend.decoder = decoders.Metaspace()
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
     assert [tokenizer.token_bytes(one) for one in (0, 1)] == [b"a", b" b"]
+
+
+def test_a_piece_that_is_not_spelt_in_bytes_stands_for_itself() -> None:
+    spell = spelling_of(make_tokenizer().backend_tokenizer)
+    assert spell is not None
+    spelt_bytes = {character: byte for byte, character in bytes_to_unicode().items()}
+    for code in range(0x200):
+        character = chr(code)
+        if character in spelt_bytes:
+            assert spell(f"a{character}") == bytes([ord("a"), spelt_bytes[character]])
+        else:
+            assert spell(f"a{character}") == f"a{character}".encode()
