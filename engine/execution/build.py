@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidParameter
 from engine.execution.attention_choice import choose_backends
+from engine.execution.compile_choice import check_compile
 from engine.execution.default_model import DEFAULT_MODEL, default_model
 from engine.execution.grammars import LlguidanceBackend
 from engine.execution.kv_cache import CPU_SHARE, CUDA_SHARE, choose_num_kv_blocks, free_bytes
@@ -23,7 +24,7 @@ from engine.execution.launcher import DeviceLauncher
 from engine.execution.loader import LoadedModel, find_device, load_model
 from engine.execution.native_build import CannotBuild
 from engine.execution.native_library import NativeLibrary, find_library
-from engine.execution.numerics import DETERMINISTIC, plain, quantized
+from engine.execution.numerics import DETERMINISTIC, Compilation, plain, quantized
 from engine.execution.quantization_choice import check_quantization, quantized_fingerprint
 from engine.execution.sampler import Sampler
 from engine.execution.search_operators import choose_searches
@@ -81,6 +82,7 @@ def build_execution(
     attention: str = "auto",
     quantization: str = "none",
     decode_graphs: bool = True,
+    compile: bool = False,
     async_scheduling: bool | None = None,
     kv_memory_share: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
@@ -96,7 +98,9 @@ def build_execution(
     multiple of 256 tokens; "torch"; or "auto", the first of these that can be had and agrees with the model.
     `quantization`: "none", or on a CPU "int8" or "int4": weights take a quarter or a sixth of float32's
     memory, and logits change. `decode_graphs`: on CUDA, decode steps are captured while loading, where the
-    attention allows it, and replayed; never with `deterministic`. `async_scheduling`: a step is decided and
+    attention allows it, and replayed; never with `deterministic`. `compile`: the decoder layers are compiled by
+    torch.compile while loading; a model that cannot be is served uncompiled, with a warning; not to be had with
+    `deterministic` or `quantization`. `async_scheduling`: a step is decided and
     launched before the tokens of the one before it are on the host; None: on CUDA. On a CPU, which does a
     step where it is launched, tokens only come later by it.
 
@@ -110,6 +114,7 @@ def build_execution(
     given = _given_limits(limits)
     boolean("deterministic", deterministic)
     boolean("decode_graphs", decode_graphs)
+    check_compile(compile, deterministic=deterministic, quantization=quantization)
     if async_scheduling is not None:
         boolean("async_scheduling", async_scheduling)
     # Checked before minutes are spent on loading; what is left open gets a value that passes.
@@ -128,7 +133,9 @@ def build_execution(
     if quantization != "none":
         numerics = quantized(backends, usable, quantization, progress)
     else:
-        numerics = DETERMINISTIC if deterministic else plain(backends, usable, has_graphs=decode_graphs)
+        compilation = Compilation(None if cache_dir is None else Path(cache_dir)) if compile else None
+        plainly = plain(backends, usable, has_graphs=decode_graphs, compilation=compilation)
+        numerics = DETERMINISTIC if deterministic else plainly
     loaded = load_model(
         _source(model, cache_dir, progress),
         backends=numerics.backends,

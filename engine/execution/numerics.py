@@ -5,12 +5,14 @@ Law: the two ways differ in what stands here and in nothing else. This file does
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.execution.attention import GraphableBackend
+from engine.execution.compiled_layers import compile_layers
 from engine.execution.cuda_capture import CudaCapture
 from engine.execution.decode_graphs import make_decode_graphs
 from engine.execution.deterministic_attention import DeterministicAttention
@@ -33,6 +35,12 @@ from engine.execution.trial import Backend, Preparation
 
 PACKED_MEMORY_SHARE = 0.25
 """Of the free memory, what packed copies of weights may take."""
+
+
+class Compilation(NamedTuple):
+    """`cache_dir`: see `compile_layers`."""
+
+    cache_dir: Path | None
 
 
 class Numerics(NamedTuple):
@@ -69,11 +77,19 @@ def _quantize(quantization: str, progress: Callable[[str], None], model: PreTrai
 
 
 def _plain_runner(
-    loaded: LoadedModel, config: EngineConfig, progress: Callable[[str], None], *, has_graphs: bool
+    loaded: LoadedModel,
+    config: EngineConfig,
+    progress: Callable[[str], None],
+    *,
+    has_graphs: bool,
+    compilation: Compilation | None = None,
 ) -> AheadRunner:
     backend = loaded.backend.make(
         loaded.layers, config.num_kv_blocks + 1, config.block_size, loaded.dtype, loaded.device
     )
+    if compilation is not None:
+        # Before any graph is captured: it then holds what was compiled.
+        compile_layers(loaded.model, backend, config, progress, cache_dir=compilation.cache_dir)
     graphs = None
     if has_graphs and loaded.device.type == "cuda":
         if isinstance(backend, GraphableBackend):
@@ -107,12 +123,17 @@ def _input_builder(config: EngineConfig) -> InputBuilder:
 
 
 def plain(
-    backends: tuple[Backend, ...], library: NativeLibrary | None, *, has_graphs: bool = True
+    backends: tuple[Backend, ...],
+    library: NativeLibrary | None,
+    *,
+    has_graphs: bool = True,
+    compilation: Compilation | None = None,
 ) -> Numerics:
     """`library`: the native operators, or None without them. `has_graphs`: decode steps are captured where
-    device and backend allow it.
+    device and backend allow it. `compilation`: the layers are compiled; None: they are not.
     """
-    return Numerics(backends, partial(_speed_up, library), partial(_plain_runner, has_graphs=has_graphs))
+    make_runner = partial(_plain_runner, has_graphs=has_graphs, compilation=compilation)
+    return Numerics(backends, partial(_speed_up, library), make_runner)
 
 
 def quantized(
