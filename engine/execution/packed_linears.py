@@ -54,7 +54,8 @@ class PackedLinear(nn.Module):
         self.weight = plain.weight
         self.bias = plain.bias
         self._products = tuple(products)
-        self.graph_number: torch.Tensor | None = None
+        self.graph_number: torch.Tensor | None
+        self.register_buffer("graph_number", None, persistent=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """`hidden` [..., in] -> [..., out]."""
