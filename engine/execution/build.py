@@ -98,11 +98,11 @@ def build_execution(
     multiple of 256 tokens; "torch"; or "auto", the first of these that can be had and agrees with the model.
     `quantization`: "none", or on a CPU "int8" or "int4": weights take a quarter or a sixth of float32's
     memory, and logits change. `decode_graphs`: on CUDA, decode steps are captured while loading, where the
-    attention allows it, and replayed; never with `deterministic`. `compile`: torch.compile compiles the layers
-    while loading, but never with `deterministic` or smaller weights; a model that cannot be compiled is served
-    as it is, with a warning. `async_scheduling`: a step is decided and launched before the tokens of the one
-    before it are on the host; None: on CUDA. On a CPU, which does a step where it is launched, tokens only
-    come later by it.
+    attention allows it, and replayed; never with `deterministic`. `compile`: torch.compile does its work on
+    the layers while loading; a model that cannot be compiled is served as it is, with a warning; refused with
+    `deterministic` and with `quantization`. `async_scheduling`: a step is decided and launched before the
+    tokens of the one before it are on the host; None: on CUDA. On a CPU, which does a step where it is
+    launched, tokens only come later by it.
 
     `limits`: fields of `EngineConfig`; None leaves one to its default, but for fields that take None.
     `max_model_len`: at most the model's own, which is the default. `num_kv_blocks`: by default enough for

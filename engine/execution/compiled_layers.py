@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 TRIED_ROWS = (1, 7, 64)
 """Of which the logits are compared. One row has a graph of its own, the others share one."""
+LONGEST_REASON = 300
+"""Characters: a tracer's error goes on for pages."""
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 CACHE_FOLDER = "compiled"
 
@@ -97,7 +99,7 @@ def compile_layers(
             _compile_and_try(model, layers, backend, config, compiler)
     except Exception as error:  # noqa: BLE001 - tracers, compilers and models raise what they like
         _restore(model, layers)
-        reason = str(error).strip().partition("\n")[0]
+        reason = " ".join(str(error).split())[:LONGEST_REASON]
         log.warning("the model runs uncompiled: %s: %s", type(error).__name__, reason)
         return False
     progress(f"compiled {len(layers)} layers")

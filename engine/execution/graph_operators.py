@@ -28,7 +28,7 @@ class _Function:
 
 _functions: WeakValueDictionary[int, _Function] = WeakValueDictionary()
 _numbers = itertools.count()
-_library = torch.library.Library("tokenmill", "DEF")
+_library = torch.library.Library("tokenmill", "DEF")  # type: ignore[no-untyped-call]  # torch types it not
 
 
 def give_number(module: nn.Module, call: Callable[..., torch.Tensor]) -> None:
@@ -97,10 +97,10 @@ def _attend_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *
 
 
 def _define(schema: str, run: Callable[..., Any], shape: Callable[..., Any]) -> None:
-    _library.define(schema)
+    _library.define(schema)  # type: ignore[no-untyped-call]  # torch types it not
     name = schema.partition("(")[0]
     for device in ("CPU", "CUDA"):
-        _library.impl(name, run, device)
+        _library.impl(name, run, device)  # type: ignore[no-untyped-call]  # torch types it not
     torch.library.register_fake(f"tokenmill::{name}", shape, lib=_library)
 
 
