@@ -3,8 +3,8 @@
     python -m benchmarks.compile [--model M] [--rows 1 64] [--steps 40] [--threads 2] [--cache .tokenmill]
         [--json FILE]
 
-Both ways take turns in every step, so that a busy machine slows them alike. Seconds on the clock, medians. Run
-it twice for the seconds of a second start: the compiler's results stay in the cache.
+Both ways take turns in every step, so that a busy machine slows them alike; medians of seconds on the clock.
+Run it twice for the seconds of a second start: what was compiled stays in the cache.
 """
 
 import argparse
