@@ -51,7 +51,7 @@ class Counter:
 
 
 def ready(arch: str) -> tuple[PreTrainedModel, ModelRunner]:
-    """A model with all that a CPU has, and each linear packed, whatever is faster for so small a one."""
+    """A model as it is prepared for a CPU; most of its linears are too small to be packed."""
     install()
     model = make_model(arch)
     model.set_attn_implementation(ATTENTION_NAME)
