@@ -143,6 +143,7 @@ def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
         attention=settings.attention,
         quantization=settings.quantization,
         decode_graphs=settings.decode_graphs,
+        compile=settings.compile,
         async_scheduling=settings.async_scheduling,
         deterministic=settings.deterministic,
         progress=loading.progress,

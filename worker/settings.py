@@ -69,7 +69,7 @@ class WorkerSettings:
     `model`: a directory, a hub id, or the default model's name, which lies converted under `cache_dir`.
     `served_model_name`: its public name. `attention`: one of `ATTENTION`, `quantization`: one of
     `QUANTIZATION`, as the engine has them.
-    `decode_graphs`: see `engine.execution.build.build_execution`.
+    `decode_graphs`, `compile`: see `engine.execution.build.build_execution`.
     `async_scheduling`: a step is launched before the tokens of the one before it are known; None: on CUDA.
     `deterministic`: a request's tokens do not depend on what runs beside it, to the last bit.
     `load_seconds`: deadline of loading the model. `metrics_port`: 0 takes any free port and logs it.
@@ -82,6 +82,7 @@ class WorkerSettings:
     attention: str = "auto"
     quantization: str = "none"
     decode_graphs: bool = True
+    compile: bool = False
     async_scheduling: bool | None = None
     deterministic: bool = False
     redis_url: str = "redis://127.0.0.1:6379/0"
@@ -105,6 +106,7 @@ class WorkerSettings:
             attention=read.word("TOKENMILL_ATTENTION", ATTENTION) or "auto",
             quantization=read.word("TOKENMILL_QUANTIZATION", QUANTIZATION) or "none",
             decode_graphs=read.switch("TOKENMILL_DECODE_GRAPHS") is not False,
+            compile=bool(read.switch("TOKENMILL_COMPILE")),
             async_scheduling=read.switch("TOKENMILL_ASYNC_SCHEDULING"),
             deterministic=bool(read.switch("TOKENMILL_DETERMINISTIC")),
             redis_url=read.redis_url("REDIS_URL", "redis://127.0.0.1:6379/0"),

@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidParameter
 from engine.execution.attention_choice import choose_backends
+from engine.execution.compile_choice import check_compile
 from engine.execution.default_model import DEFAULT_MODEL, default_model
 from engine.execution.draw_operator import choose_draw_operator
 from engine.execution.grammars import LlguidanceBackend
@@ -24,7 +25,7 @@ from engine.execution.launcher import AheadRunner, DeviceLauncher
 from engine.execution.loader import LoadedModel, find_device, load_model
 from engine.execution.native_build import CannotBuild
 from engine.execution.native_library import NativeLibrary, find_library, machine_choices
-from engine.execution.numerics import DETERMINISTIC, plain, quantized
+from engine.execution.numerics import DETERMINISTIC, Compilation, plain, quantized
 from engine.execution.quantization_choice import check_quantization, quantized_fingerprint
 from engine.execution.sampler import Sampler
 from engine.execution.tokenizer import Tokenizer
@@ -81,6 +82,7 @@ def build_execution(
     attention: str = "auto",
     quantization: str = "none",
     decode_graphs: bool = True,
+    compile: bool = False,
     async_scheduling: bool | None = None,
     kv_memory_share: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
@@ -96,9 +98,11 @@ def build_execution(
     multiple of 256 tokens; "torch"; or "auto", the first of these that can be had and agrees with the model.
     `quantization`: "none", or on a CPU "int8" or "int4": weights take a quarter or a sixth of float32's
     memory, and logits change. `decode_graphs`: on CUDA, decode steps are captured while loading, where the
-    attention allows it, and replayed; never with `deterministic`. `async_scheduling`: a step is decided and
-    launched before the tokens of the one before it are on the host; None: on CUDA. On a CPU, which does a
-    step where it is launched, tokens only come later by it.
+    attention allows it, and replayed; never with `deterministic`. `compile`: torch.compile does its work on
+    the layers while loading; a model that cannot be compiled is served as it is, with a warning; refused with
+    `deterministic` and with `quantization`. `async_scheduling`: a step is decided and launched before the
+    tokens of the one before it are on the host; None: on CUDA. On a CPU, which does a step where it is
+    launched, tokens only come later by it.
 
     `limits`: fields of `EngineConfig`; None leaves one to its default, but for fields that take None.
     `max_model_len`: at most the model's own, which is the default. `num_kv_blocks`: by default enough for
@@ -110,6 +114,7 @@ def build_execution(
     given = _given_limits(limits)
     boolean("deterministic", deterministic)
     boolean("decode_graphs", decode_graphs)
+    check_compile(compile, deterministic=deterministic, quantization=quantization)
     if async_scheduling is not None:
         boolean("async_scheduling", async_scheduling)
     # Checked before minutes are spent on loading; what is left open gets a value that passes.
@@ -130,8 +135,11 @@ def build_execution(
     elif deterministic:
         numerics = DETERMINISTIC
     else:
+        compilation = Compilation(None if cache_dir is None else Path(cache_dir)) if compile else None
         remembered = machine_choices(cache_dir, usable)
-        numerics = plain(backends, usable, remembered=remembered, has_graphs=decode_graphs)
+        numerics = plain(
+            backends, usable, remembered=remembered, has_graphs=decode_graphs, compilation=compilation
+        )
     loaded = load_model(
         _source(model, cache_dir, progress),
         backends=numerics.backends,

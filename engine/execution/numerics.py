@@ -5,12 +5,14 @@ Law: the two ways differ in what stands here and in nothing else. This file does
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.execution.attention import GraphableBackend, PoolShape
+from engine.execution.compiled_layers import compile_layers
 from engine.execution.cuda_capture import CudaCapture
 from engine.execution.decode_graphs import make_decode_graphs
 from engine.execution.deterministic_attention import DeterministicAttention
@@ -34,6 +36,12 @@ from engine.execution.trial import Backend, Preparation
 
 PACKED_MEMORY_SHARE = 0.25
 """Of the free memory, what packed copies of weights may take."""
+
+
+class Compilation(NamedTuple):
+    """`cache_dir`: see `compile_layers`."""
+
+    cache_dir: Path | None
 
 
 class Numerics(NamedTuple):
@@ -75,9 +83,17 @@ def _quantize(quantization: str, progress: Callable[[str], None], model: PreTrai
 
 
 def _plain_runner(
-    loaded: LoadedModel, config: EngineConfig, progress: Callable[[str], None], *, has_graphs: bool
+    loaded: LoadedModel,
+    config: EngineConfig,
+    progress: Callable[[str], None],
+    *,
+    has_graphs: bool,
+    compilation: Compilation | None = None,
 ) -> AheadRunner:
     backend = loaded.backend.make(_pool_shape(loaded, config))
+    if compilation is not None:
+        # Before any graph is captured: it then holds what was compiled.
+        compile_layers(loaded.model, backend, config, progress, cache_dir=compilation.cache_dir)
     graphs = None
     if has_graphs and loaded.device.type == "cuda":
         if isinstance(backend, GraphableBackend):
@@ -123,13 +139,16 @@ def plain(
     *,
     remembered: RememberedChoices | None = None,
     has_graphs: bool = True,
+    compilation: Compilation | None = None,
 ) -> Numerics:
     """`library`: the native operators, or None without them. `remembered`: which linears were faster how, on
     this machine with this library. `has_graphs`: decode steps are captured where device and backend allow it.
+    `compilation`: the layers are compiled; None: they are not.
     """
     # Tried here, once for all models that are prepared.
     prepare = partial(_speed_up, _tried_elements(library), linear_ways(library), remembered)
-    return Numerics(backends, prepare, partial(_plain_runner, has_graphs=has_graphs))
+    make_runner = partial(_plain_runner, has_graphs=has_graphs, compilation=compilation)
+    return Numerics(backends, prepare, make_runner)
 
 
 def quantized(
