@@ -140,7 +140,7 @@ SETTINGS = (
     Setting("max_chunk_tokens", int, "half a step", "the most that one prompt takes of a step", _WORKER),
     Setting("attention", str, "auto", "auto, torch, native (on a CPU), triton or varlen (on CUDA)", _WORKER),
     Setting("quantization", str, "none", "none, or int8 or int4: smaller weights on a CPU", _WORKER),
-    Setting("decode_graphs", bool, "true", "on CUDA: capture decode steps while loading", _WORKER),
+    Setting("decode_graphs", bool, "true", "capture decode steps while loading", _WORKER),
     Setting("compile", bool, "false", "compile the layers by torch.compile while loading", _WORKER),
     Setting(
         "async_scheduling",

@@ -97,7 +97,7 @@ def build_execution(
     once into `cache_dir`; "triton", kernels for CUDA; "varlen", torch's FlashAttention there, for blocks of a
     multiple of 256 tokens; "torch"; or "auto", the first of these that can be had and agrees with the model.
     `quantization`: "none", or on a CPU "int8" or "int4": weights take a quarter or a sixth of float32's
-    memory, and logits change. `decode_graphs`: on CUDA, decode steps are captured while loading, where the
+    memory, and logits change. `decode_graphs`: decode steps are captured while loading, where the
     attention allows it, and replayed; never with `deterministic`. `compile`: torch.compile does its work on
     the layers while loading; a model that cannot be compiled is served as it is, with a warning; refused with
     `deterministic` and with `quantization`. `async_scheduling`: a step is decided and launched before the

@@ -5,7 +5,7 @@ one `CudaCapture` share one pool of memory, so one may run only when the one bef
 gave; on one stream that is always so.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -15,12 +15,16 @@ of which may not happen while a graph is captured."""
 
 
 class CudaCapture:
-    """Makes graphs on one device. Make the largest first: the others then need no more memory."""
+    """Makes graphs on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch types it not
+
+    def order(self, sizes: tuple[int, ...]) -> Iterator[int]:
+        """All, the largest first: the others find its memory, and need no more."""
+        return reversed(sizes)
 
     def __call__(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Raises what `work` raises, and what CUDA says of work that cannot be captured."""

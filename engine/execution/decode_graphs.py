@@ -9,7 +9,7 @@ This file does not know what a graph is: `Capture` makes one of work for a devic
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -40,8 +40,18 @@ class Graph(Protocol):
         ...
 
 
-Capture = Callable[[Callable[[], None]], Graph]
-"""Records what the given work launches; the work may be run several times for that."""
+class Capture(Protocol):
+    """Makes graphs."""
+
+    def order(self, sizes: tuple[int, ...]) -> Iterator[int]:
+        """Which of `sizes`, numbers of rows in ascending order, to capture, and in which order. The next one
+        is asked for when the one before has been captured.
+        """
+        ...
+
+    def __call__(self, work: Callable[[], None]) -> Graph:
+        """Record what the given work launches; it may be run several times for that."""
+        ...
 
 
 class DecodeGraphs:
@@ -118,9 +128,8 @@ def _capture_all(
     # Shows what shape and dtype logits have.
     logits = _forward(model, backend, buffers.first(sizes[-1]))
     made: dict[int, Graph] = {}
-    # The largest first: the others find its memory, and need no more.
-    for number, size in enumerate(reversed(sizes), start=1):
-        progress(f"capturing decode graph {number} of {len(sizes)}, {size} rows")
+    for size in capture.order(sizes):
+        progress(f"capturing a decode graph of {size} rows")
         # What the trial of the one before wrote there would be computed again, into blocks that are clean.
         buffers.clear()
         made[size] = capture(partial(_decode, model, backend, buffers.first(size), logits[:size]))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.errors import UnsupportedModel
-from engine.execution.attention import AttentionBatch, LayerCall, LayerSpec, PoolShape
+from engine.execution.attention import AttentionBatch, DecodeRows, LayerCall, LayerSpec, PoolShape
 from engine.execution.attention_operator import GROUP, MOST_SIZE, AttentionOperator, NativeCall
 from engine.execution.huge_pages import huge_empty
 from engine.execution.native_library import DTYPES
@@ -44,7 +44,15 @@ class NativeAttention:
         self.zero_blocks((0,))
 
     def begin(self, batch: AttentionBatch) -> "NativeStep":
-        return NativeStep(self._operator, self.pool, batch)
+        return NativeStep(self._operator, self.pool, batch.slots.contiguous(), *_spans(batch))
+
+    def begin_decode(self, rows: DecodeRows) -> "NativeStep":
+        places = torch.arange(len(rows.slots))
+        spans = torch.ones(len(places), 4, dtype=torch.int64)
+        spans[:, 0] = places
+        spans[:, 2] = rows.lengths - 1
+        spans[:, 3] = places * rows.tables.stride(0)
+        return NativeStep(self._operator, self.pool, rows.slots, spans, rows.tables)
 
     def zero_blocks(self, blocks: tuple[int, ...]) -> None:
         block_size = self.pool.shape.block_size
@@ -75,13 +83,21 @@ def refusal(shape: PoolShape) -> str | None:
 
 
 class NativeStep:
-    """One forward: what its layers have in common is written down once."""
+    """One forward: what its layers have in common is written down once. `spans`: see `_spans`."""
 
-    def __init__(self, operator: AttentionOperator, pool: NativePool, batch: AttentionBatch) -> None:
+    def __init__(
+        self,
+        operator: AttentionOperator,
+        pool: NativePool,
+        slots: torch.Tensor,
+        spans: torch.Tensor,
+        tables: torch.Tensor,
+    ) -> None:
         self._operator = operator
         self._pool = pool
-        self._slots = batch.slots.contiguous()
-        self._spans, self._tables = _spans(batch)
+        self._slots = slots
+        self._spans = spans
+        self._tables = tables
 
     def attend(
         self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

@@ -8,7 +8,9 @@ the result depends on torch's version. What remains is one call a layer, of a fe
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ class NativeLibrary:
         self._path = path
         self.name = path.stem
         self.run_team = _torch_team()
+        self._noted: list[Callable[[], Any]] | None = None
 
     def function(self, name: str, arguments: list[Any], result: Any) -> Callable[..., Any]:
         """A function by its name, with ctypes' types. Raises `CannotBuild` if it is not there."""
@@ -50,7 +53,25 @@ class NativeLibrary:
         except AttributeError as error:
             raise CannotBuild(f"{self._path} has no {name}: {error}") from error
         function.argtypes, function.restype = arguments, result
-        return function
+
+        def call(*given: Any) -> Any:
+            if self._noted is not None:
+                self._noted.append(partial(function, *given))
+            return function(*given)
+
+        return call
+
+    @contextmanager
+    def noting(self, calls: list[Callable[[], Any]]) -> Iterator[None]:
+        """A context in which each call of a function is also appended to `calls`, to be made again.
+
+        Whoever makes it again sees to it that the memory is there which it names.
+        """
+        self._noted = calls
+        try:
+            yield
+        finally:
+            self._noted = None
 
 
 def find_library(

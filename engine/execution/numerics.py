@@ -8,19 +8,21 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.execution.attention import GraphableBackend, PoolShape
 from engine.execution.compiled_layers import compile_layers
 from engine.execution.cuda_capture import CudaCapture
-from engine.execution.decode_graphs import make_decode_graphs
+from engine.execution.decode_graphs import Capture, make_decode_graphs
 from engine.execution.deterministic_attention import DeterministicAttention
 from engine.execution.deterministic_experts import use_whole_rows
 from engine.execution.deterministic_runner import DeterministicRunner
 from engine.execution.deterministic_trial import agreeing_row_counts
 from engine.execution.fast_elements import ElementOperators, speed_up_elements, tried_elements
 from engine.execution.fused_linears import fuse_linears
+from engine.execution.host_capture import HostCapture
 from engine.execution.inputs import InputBuilder
 from engine.execution.kv_cache import free_bytes
 from engine.execution.kv_pool import KVPool
@@ -87,7 +89,7 @@ def _plain_runner(
     config: EngineConfig,
     progress: Callable[[str], None],
     *,
-    has_graphs: bool,
+    make_capture: Callable[[torch.device], Capture] | None,
     compilation: Compilation | None = None,
 ) -> AheadRunner:
     backend = loaded.backend.make(_pool_shape(loaded, config))
@@ -95,13 +97,21 @@ def _plain_runner(
         # Before any graph is captured: it then holds what was compiled.
         compile_layers(loaded.model, backend, config, progress, cache_dir=compilation.cache_dir)
     graphs = None
-    if has_graphs and loaded.device.type == "cuda":
+    # The calls that a compiled layer makes on a CPU are not seen.
+    if make_capture is not None and (loaded.device.type == "cuda" or compilation is None):
         if isinstance(backend, GraphableBackend):
-            capture = CudaCapture(loaded.device)
+            capture = make_capture(loaded.device)
             graphs = make_decode_graphs(loaded.model, backend, config, capture, progress)
         else:
             progress(f"decode graphs: none, as {loaded.backend.name} attention cannot be captured")
     return ModelRunner(loaded.model, backend, _input_builder(config), graphs)
+
+
+def _capture_maker(library: NativeLibrary | None) -> Callable[[torch.device], Capture]:
+    def make_capture(device: torch.device) -> Capture:
+        return CudaCapture(device) if device.type == "cuda" else HostCapture(library)
+
+    return make_capture
 
 
 def _deterministic_runner(
@@ -147,7 +157,8 @@ def plain(
     """
     # Tried here, once for all models that are prepared.
     prepare = partial(_speed_up, _tried_elements(library), linear_ways(library), remembered)
-    make_runner = partial(_plain_runner, has_graphs=has_graphs, compilation=compilation)
+    make_capture = _capture_maker(library) if has_graphs else None
+    make_runner = partial(_plain_runner, make_capture=make_capture, compilation=compilation)
     return Numerics(backends, prepare, make_runner)
 
 
@@ -161,7 +172,7 @@ def quantized(
     return Numerics(
         backends,
         partial(_fuse, _tried_elements(library)),
-        partial(_plain_runner, has_graphs=False),
+        partial(_plain_runner, make_capture=None),
         partial(_quantize, quantization, progress),
     )
 

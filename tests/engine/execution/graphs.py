@@ -1,6 +1,6 @@
 """Device graphs on a CPU: a recorder of torch's operators, and a backend whose decode steps it can record."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -84,6 +84,9 @@ class Recorder:
     def __init__(self) -> None:
         self.graphs: list[RecordedGraph] = []
 
+    def order(self, sizes: tuple[int, ...]) -> Iterator[int]:
+        return reversed(sizes)
+
     def __call__(self, work: Callable[[], None]) -> RecordedGraph:
         work()
         graph = RecordedGraph()
@@ -95,6 +98,17 @@ class Recorder:
     @property
     def num_replays(self) -> int:
         return sum(graph.num_replays for graph in self.graphs)
+
+
+class Making(Recorder):
+    """Captures by a function."""
+
+    def __init__(self, make: Callable[[Callable[[], None]], RecordedGraph]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __call__(self, work: Callable[[], None]) -> RecordedGraph:
+        return self._make(work)
 
 
 class GraphableTorch(TorchAttention):

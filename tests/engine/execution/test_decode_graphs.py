@@ -20,6 +20,7 @@ from tests.engine.execution.graphs import (
     SIX,
     CannotCapture,
     GraphableTorch,
+    Making,
     RecordedGraph,
     Recorder,
     graphed_runner,
@@ -196,7 +197,7 @@ def test_random_requests_by_graphs_have_their_tokens() -> None:
     random = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=20, seed=5, repetition_penalty=1.2)
     requests = {name: (prompt, random) for name, prompt in PROMPTS.items()}
     with_graphs = serve(graphed_runner(make_model("llama"), CROWDED, Recorder()), CROWDED, requests)
-    without = serve(graphed_runner(make_model("llama"), CROWDED, refuse), CROWDED, requests)
+    without = serve(graphed_runner(make_model("llama"), CROWDED, Making(refuse)), CROWDED, requests)
     assert with_graphs.token_ids == without.token_ids
 
 

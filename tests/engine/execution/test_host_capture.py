@@ -1,0 +1,226 @@
+"""Decode steps on a CPU as notes of calls: the same tokens, and only what can be noted is captured."""
+
+import ctypes
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+
+from engine.execution import numerics
+from engine.execution.attention import ATTENTION_NAME, PoolShape, install
+from engine.execution.decode_graphs import DecodeGraphs, make_decode_graphs
+from engine.execution.host_capture import CannotCapture, HostCapture
+from engine.execution.inputs import InputBuilder
+from engine.execution.model_runner import ModelRunner
+from engine.execution.native_attention import NativeAttention
+from engine.execution.probe import record_layers
+from tests.comparer import Reference, assert_equal_tokens, reference
+from tests.engine.execution.graphs import CROWDED, HOST_BOUND, PROMPTS, REQUESTS, SIX
+from tests.engine.execution.pools import attention_operator, cpu_shape, native_library
+from tests.engine.execution.serving import serve
+from tests.tiny_models import ARCHITECTURES, make_model
+
+
+@cache
+def expected(arch: str) -> dict[str, Reference]:
+    model = make_model(arch)
+    return {name: reference(model, prompt, 20) for name, prompt in PROMPTS.items()}
+
+
+def captured(arch: str, config: Any = CROWDED, dtype: torch.dtype = torch.float32) -> ModelRunner:
+    """A runner of a model with all that makes it fast on a CPU; the pool starts full of NaN."""
+    install()
+    model = make_model(arch, dtype=dtype)
+    model.set_attn_implementation(ATTENTION_NAME)
+    library = native_library()
+    numerics.plain((), library).prepare(model)
+    shape = cpu_shape(record_layers(model), config.num_kv_blocks + 1, config.block_size, dtype)
+    backend = NativeAttention(attention_operator(), shape)
+    for layer in backend.pool.layers:
+        layer.fill_(torch.nan)
+    backend.zero_blocks((0,))
+    graphs = make_decode_graphs(model, backend, config, HostCapture(library), lambda _: None)
+    inputs = InputBuilder(config.max_num_seqs, config.max_model_len, config.block_size)
+    return ModelRunner(model, backend, inputs, graphs)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_greedy_tokens_stay_those_of_generate(arch: str) -> None:
+    runner = captured(arch)
+    assert bool(runner.graph_sizes) == (arch not in HOST_BOUND)
+    served = serve(runner, CROWDED, REQUESTS)
+    assert served.num_preempted > 0
+    assert_equal_tokens(served.token_ids, expected(arch))
+
+
+def test_bfloat16_has_the_bits_of_the_forward_pass() -> None:
+    with_graphs = captured("llama", dtype=torch.bfloat16)
+    without = ModelRunner(
+        with_graphs._model, with_graphs._backend, InputBuilder(4, 128, CROWDED.block_size), None
+    )
+    assert with_graphs.graph_sizes
+    tokens = [serve(runner, CROWDED, REQUESTS).token_ids for runner in (with_graphs, without)]
+    assert tokens[0] == tokens[1]
+
+
+def test_what_reads_on_the_host_is_served_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    assert captured("gpt2").graph_sizes == ()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "decides on the host by what a tensor holds" in record.getMessage()
+
+
+def test_no_module_runs_in_a_replay() -> None:
+    runner = captured("llama", SIX)
+    calls: list[object] = []
+    for module in runner._model.modules():
+        module.register_forward_pre_hook(lambda module, _: calls.append(module))
+    prompts = {name: REQUESTS[name] for name in ("5 tokens", "17 tokens")}
+    serve(runner, SIX, prompts)
+    # Two prompts in one step or two; the other steps are decodes.
+    assert 0 < calls.count(runner._model) <= 2
+
+
+def silently(work: Callable[[], object]) -> Callable[[], None]:
+    def run() -> None:
+        work()
+
+    return run
+
+
+def replayed(work: Callable[[torch.Tensor], torch.Tensor], *inputs: torch.Tensor) -> list[torch.Tensor]:
+    """Captured with the first input, and replayed with each of them."""
+    given, gave = inputs[0].clone(), work(inputs[0].clone()).clone()
+    graph = HostCapture(None)(silently(lambda: gave.copy_(work(given))))
+    outputs = []
+    for one in inputs:
+        given.copy_(one)
+        gave.zero_()
+        graph.replay()
+        outputs.append(gave.clone())
+    return outputs
+
+
+def in_place(x: torch.Tensor) -> torch.Tensor:
+    counted = torch.zeros(3)
+    counted[1] += x.sum()
+    counted.mul_(2)
+    return counted
+
+
+WORKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "into a result": lambda x: x + 1,
+    "without a way into a result": lambda x: torch.nn.functional.embedding(x.long().clamp(0, 4), TABLE),
+    "views": lambda x: (x.view(2, -1).t()[1:] * 2).flatten(),
+    "in place, on what was made on the way": in_place,
+    "several results": lambda x: x.sort().values + x.topk(1).values,
+    "a number of the host": lambda x: x * len(x) + torch.arange(len(x)),
+    "by numbers": lambda x: x[torch.tensor([2, 0])],
+    "copies of views": lambda x: x.view(2, -1).t().contiguous().reshape(-1),
+    "an empty tensor": lambda x: torch.cat([x[:0], x, x.new_empty(0)]),
+}
+TABLE = torch.arange(10.0).view(5, 2)
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_a_replay_reads_what_is_there_now(name: str) -> None:
+    work = WORKS[name]
+    inputs = [torch.tensor(one) for one in ([1.0, 2, 3, 4], [4.0, 3, 2, 1], [0.0, -5, 7, 2])]
+    with torch.inference_mode():
+        assert all(map(torch.equal, replayed(work, *inputs), map(work, inputs)))
+
+
+REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
+    "a branch": lambda x: x.sum() > 0 and x,
+    "item": lambda x: x.sum().item(),
+    "nonzero": lambda x: x.nonzero(),
+    "a mask": lambda x: x[x > 0],
+    "a mask of bytes": lambda x: x[(x > 0).byte()],
+    "equal": lambda x: torch.equal(x, x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_decides_on_the_host_is_refused(name: str) -> None:
+    x = torch.ones(3)
+    with torch.inference_mode(), pytest.raises(CannotCapture, match="on the host"):
+        HostCapture(None)(silently(lambda: REFUSED[name](x)))
+
+
+def test_the_memory_that_calls_name_is_kept() -> None:
+    """Whatever is made afterwards."""
+    x = torch.ones(1000)
+    out = torch.zeros(1000)
+    with torch.inference_mode():
+        graph = HostCapture(None)(silently(lambda: out.copy_((x + 1) * 3 - 2)))
+        for value in range(50):
+            torch.full((1000,), float(value))
+        others = [torch.full((1000,), float(value)) for value in range(50)]
+        graph.replay()
+    assert bool((out == 4).all())
+    assert [int(one[0]) for one in others] == list(range(50))
+    assert graph.num_bytes == 3 * x.nbytes
+
+
+def test_calls_of_the_library_are_noted_while_work_is_captured_alone() -> None:
+    library = native_library()
+    numbers = library.function("tokenmill_linear_numbers_float32", [ctypes.c_int64] * 2, ctypes.c_int64)
+    graph = HostCapture(library)(silently(lambda: numbers(3, 5)))
+    assert len(graph.calls) == 1
+    with pytest.raises(ZeroDivisionError):
+        HostCapture(library)(silently(lambda: 1 / 0))
+    numbers(3, 5)
+    assert len(graph.calls) == 1
+    assert HostCapture(library)(lambda: None).calls == []
+
+
+def test_a_native_operator_without_memory_raises() -> None:
+    graph = HostCapture(None)(lambda: None)
+    graph.calls.append(lambda: 0)
+    graph.calls.append(lambda: None)
+    graph.replay()
+    graph.calls.append(lambda: 1)
+    with pytest.raises(MemoryError, match="no memory"):
+        graph.replay()
+
+
+def test_the_smallest_come_first_as_long_as_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.execution.host_capture.MOST_BYTES", 10_000)
+    capture = HostCapture(None)
+    found = []
+    with torch.inference_mode():
+        for size in capture.order((1, 2, 4, 8, 16)):
+            found.append(size)
+            x = torch.ones(size, 250)
+            capture(silently(partial(torch.add, x, 1)))
+    # 1,000 bytes a row: 1, 2 and 4 are 7,000, and 8 more would be too many.
+    assert found == [1, 2, 4]
+
+
+def test_few_graphs_are_made_where_there_is_little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.execution.host_capture.MOST_BYTES", 1)
+    runner = captured("llama")
+    assert runner.graph_sizes == (1,)
+    assert_equal_tokens(serve(runner, CROWDED, REQUESTS).token_ids, expected("llama"))
+
+
+def test_padding_rows_write_to_the_null_block_alone() -> None:
+    runner = captured("llama", replace(SIX, num_kv_blocks=8, max_num_seqs=3))
+    graphs: DecodeGraphs | None = runner._graphs
+    assert graphs is not None
+    backend: NativeAttention = runner._backend  # type: ignore[assignment]
+    shape: PoolShape = backend.pool.shape
+    with torch.inference_mode():
+        graphs._buffers.clear()
+        backend.zero_blocks(tuple(range(shape.num_blocks)))
+        graphs._graphs[3].replay()
+        written = [layer.nan_to_num().any().item() for layer in backend.pool.layers]
+        backend.zero_blocks((0,))
+        left = [layer.nan_to_num().any().item() for layer in backend.pool.layers]
+    assert all(written)
+    assert not any(left)
