@@ -134,6 +134,14 @@ def test_a_replay_reads_what_is_there_now(name: str) -> None:
         assert all(map(torch.equal, replayed(work, *inputs), map(work, inputs)))
 
 
+def test_views_and_memory_that_nobody_writes_cost_no_call() -> None:
+    x = torch.ones(2, 6)
+    with torch.inference_mode():
+        graph = HostCapture(None)(silently(lambda: (x.t()[1:].unsqueeze(0), x.new_empty(9), x.view(3, 4))))
+    assert graph.calls == []
+    assert graph.num_bytes == 9 * x.itemsize
+
+
 REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
     "a branch": lambda x: x.sum() > 0 and x,
     "item": lambda x: x.sum().item(),
@@ -190,7 +198,7 @@ def test_a_native_operator_without_memory_raises() -> None:
 
 
 def test_the_smallest_come_first_as_long_as_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.execution.host_capture.MOST_BYTES", 10_000)
+    monkeypatch.setattr("engine.execution.host_capture.MOST_BYTES", 8_000)
     capture = HostCapture(None)
     found = []
     with torch.inference_mode():
