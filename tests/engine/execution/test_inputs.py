@@ -40,7 +40,9 @@ def test_a_step_of_single_tokens() -> None:
     fresh = seated(0, [20], [7])
     items = (part(fresh, 0, 1), part(going_on, 2, 3, logits_from=1))
     for prefill, wanted in ((items, [0, 1]), (items[:1], [0, 1])):
-        inputs = InputBuilder(3, 12, 4).build(SchedulerOutputs(decode=(part(decoding, 5, 6),), prefill=prefill))
+        inputs = InputBuilder(3, 12, 4).build(
+            SchedulerOutputs(decode=(part(decoding, 5, 6),), prefill=prefill)
+        )
         num_items = 1 + len(prefill)
         assert inputs.token_ids.tolist() == [15, 20, 32][:num_items]
         assert inputs.positions.tolist() == [5, 0, 2][:num_items]
