@@ -198,13 +198,15 @@ def test_more_tokens_than_can_be_named_are_told(
 @pytest.mark.parametrize("params", [{}, {"top_k": 100}])
 def test_tokens_that_are_passed_make_room(params: dict[str, Any]) -> None:
     """As many level sums as can be named, then one that is far ahead of them."""
-    wanted = SamplingParams(seed=3, **params)
     token_ids = torch.linspace(10, 2900, file.ROOM + 1).round().int()
-    noise = gumbel_noise(keys_of((3, 0)), token_ids)[0]
+    noises = gumbel_noise(keys_of(*((seed, 0) for seed in range(20))), token_ids)
+    # Not the likeliest, at which the search begins.
+    seed = int((noises[:, -1] - noises.min(1).values).argmax())
+    wanted = SamplingParams(seed=seed, **params)
     logits = torch.full((1, 3000), -torch.inf)
-    logits[0, token_ids.long()] = -2.0 - noise
+    logits[0, token_ids.long()] = -noises[seed]
     logits[0, 2900] += 0.5
-    logits -= logits.max()
+    assert int(logits.argmax()) != 2900
     assert drawn(logits, wanted) == [2900]
 
 
@@ -241,6 +243,15 @@ def test_of_a_slope_of_tokens_all_that_top_p_keeps_are_drawn() -> None:
     tokens = {one.token_id for one in native}
     assert tokens == set(range(len(tokens)))
     assert 30 < len(tokens) < 50
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 50}, {"top_p": 0.99}, {"top_k": 700}])
+def test_what_min_p_leaves_out_is_never_drawn(params: dict[str, Any]) -> None:
+    logits = torch.linspace(0.0, -4.0, 1000).expand(500, -1)
+    items = [row(SamplingParams(seed=seed, min_p=0.97, **params)) for seed in range(500)]
+    native, by_torch = both(logits, *items)
+    assert native == by_torch
+    assert {one.token_id for one in native} == set(range(8))
 
 
 def test_a_row_with_nan_hurts_nobody() -> None:
