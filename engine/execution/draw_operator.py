@@ -19,7 +19,7 @@ from engine.execution.native_library import NativeLibrary
 from engine.execution.seat_parameters import ROW, Numbers, Rows
 
 ROOM = 16
-"""Tokens that are named for a row; as in `native/sampling.cpp`."""
+"""Tokens that are named for a row; as in `native/contenders.h`."""
 UNDECIDED = -1
 ASKED = np.dtype(
     [
@@ -120,7 +120,8 @@ def _winners(places: Numbers, values: npt.NDArray[np.float32], counts: Numbers, 
     token_ids = np.where(is_one, places[:, :width], 0)
     keys = np.stack([asked["low"], asked["high"]], 1).view(np.int32)
     noise = gumbel_noise(torch.from_numpy(keys), torch.from_numpy(token_ids).int()).numpy()
-    noisy = np.where(is_one, values[:, :width] + noise, -np.inf)
+    # What stands where there is no token was never written, and may be a NaN that numpy warns of.
+    noisy = np.where(is_one, values[:, :width], np.float32(-np.inf)) + noise
     wins = noisy == noisy.max(1, keepdims=True)
     first: Numbers = np.where(wins, token_ids, np.iinfo(np.int64).max).min(1)
     return first

@@ -1,5 +1,7 @@
 """What a step and the line of waiting requests tell: each event once, nothing stale."""
 
+import pytest
+
 from engine.outputs import FinishedSequence, WaitingReason
 from engine.requests import ResumedOutput
 from engine.sampling_params import SamplingParams
@@ -66,6 +68,28 @@ def test_a_resumed_request_waits_and_starts_only_once() -> None:
     assert sum(len(report.inter_token_seconds) for report in reports) == 2
     (finished,) = reports[-1].finished
     assert (finished.first_token_seconds, finished.num_output_tokens) == (None, 4)
+
+
+@pytest.mark.parametrize(("caches", "num_cached"), [(True, 8), (False, 0)])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_resumed_request_starts_also_where_all_its_prompt_is_found(
+    caches: bool, num_cached: int, n: int
+) -> None:
+    """Then its first step is a decode, among those of others who have long been told."""
+    engine, _ = build_engine(prefix_caching=caches)
+    add(engine, "beside", 3, max_tokens=30)
+    prompt = list(range(1, 9))
+    engine.add("before", prompt, SamplingParams(max_tokens=1), arrival=1.0)
+    assert set(engine.step().started) == {"beside", "before"}
+    resumed = tuple(ResumedOutput(index, (100,)) for index in range(n))
+    engine.add("a", prompt, SamplingParams(max_tokens=4, n=n), arrival=2.0, resumed=resumed)
+
+    steps = [engine.step() for _ in range(6)]
+
+    assert [step.started for step in steps] == [("a",), *[()] * 5]
+    assert (steps[0].report.num_prefill_tokens == 0) == caches
+    ends = [one for step in steps for one in step.outputs if one.finish_reason and one.request_id == "a"]
+    assert [one.num_cached_tokens for one in ends] == [num_cached] * n
 
 
 def test_time_spent_in_line_elsewhere_counts() -> None:

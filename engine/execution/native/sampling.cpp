@@ -2,35 +2,26 @@
 //
 // Law: the winner by engine/execution/draw.py, and whoever equals it, is among the tokens that are named; where
 // that hangs on a rounding, none is named, and the caller asks that file. A row's answer depends on that row
-// alone, not on the others or on the threads. The hash is that of engine/execution/gumbel.py, bit for bit; so
-// are the differences and quotients that it is added to. Sums of exponentials and logarithms are not, and
-// nothing is decided by them but with a margin.
+// alone, not on the others or on the threads. Differences and quotients are those of torch, bit for bit. Sums
+// of exponentials and logarithms are not, and nothing is decided by them but with a margin.
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <new>
 
+#include "contenders.h"
+#include "filters.h"
+#include "largest.h"
 #include "team.h"
 #include "vectors.h"
 
 namespace {
 
-constexpr int64_t BLOCK = 64;  // values that are looked at one by one only if one of them is wanted
-constexpr int VECTORS = int(BLOCK / LANES);
 constexpr int64_t TILE = 256;  // whose least hash is computed at once
-constexpr int64_t ROOM = 16;   // tokens that are named for a row
 constexpr int64_t FEW = 512;   // kept tokens whose noise is made rather than looked for
-constexpr uint32_t UNIFORM_BITS = 23;
-constexpr float NOTHING = -std::numeric_limits<float>::infinity();
-// More than the roundings of noise and of sums in float32 where a winner can be, which are below 1e-5.
-constexpr double SLACK = 1.0 / 1024;
-// More than what two ways of adding up a row's mass differ by: 2 units in the last place of each exponential
-// here and 1 there, and three additions in float32; as a share of the mass about 2^-20.
-constexpr double MARGIN = 1.0 / (1 << 19);
-// Above the noise of any hash, which is 16.6 at most.
-constexpr double HIGHEST_NOISE = 17;
 
 // What is asked of a row's draw. As the dtype of engine/execution/draw_operator.py has it.
 struct Asked {
@@ -41,153 +32,6 @@ struct Asked {
     float largest, temperature;
     float lowest;  // what lies below, shifted and divided, takes no part
     uint32_t low, high;
-};
-
-// A token that may win; `value` is its logit, shifted and divided.
-struct Found {
-    double sum;
-    float value;
-    int64_t place;
-};
-
-inline uint32_t uniform_bits(uint32_t token_id, uint32_t low, uint32_t high) {
-    uint32_t mixed = token_id ^ low;
-    mixed ^= mixed >> 16;
-    mixed *= 0x85EBCA6Bu;
-    mixed ^= high;
-    mixed ^= mixed >> 13;
-    mixed *= 0xC2B2AE35u;
-    mixed ^= mixed >> 16;
-    return mixed >> (32 - UNIFORM_BITS);
-}
-
-inline double noise_of(uint32_t bits) {
-    return -std::log(-std::log((bits + 0.5) * (1.0 / (1 << UNIFORM_BITS))));
-}
-
-// The least bits of which noise of at least `noise` is made; 2^23 if there are none.
-inline uint32_t least_bits(double noise) {
-    if (noise > HIGHEST_NOISE) return 1u << UNIFORM_BITS;
-    const double share = std::exp(-std::exp(-noise));
-    return uint32_t(std::max(std::ceil(share * (1 << UNIFORM_BITS) - 0.5), 0.0));
-}
-
-inline bool any(Integers mask) {
-    uint64_t parts[sizeof mask / sizeof(uint64_t)], all = 0;
-    std::memcpy(parts, &mask, sizeof mask);
-    for (uint64_t part : parts) all |= part;
-    return all != 0;
-}
-
-// A value and its place as one integer: larger values first, of equal ones the first.
-inline uint64_t ranked(float value, int64_t place) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    bits = bits >> 31 ? ~bits : bits | 0x80000000u;
-    return uint64_t(bits) << 32 | uint32_t(~place);
-}
-
-inline int64_t place_of(uint64_t rank) { return int64_t(uint32_t(~uint32_t(rank))); }
-
-inline float value_of(uint64_t rank) {
-    uint32_t bits = uint32_t(rank >> 32);
-    bits = bits >> 31 ? bits & 0x7fffffffu : ~bits;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-// `BLOCK` logits from `start` on; behind the row's end stands -inf, in `padded`.
-inline const float* block_of(const float* row, int64_t width, int64_t start, float* padded) {
-    if (start + BLOCK <= width) return row + start;
-    std::fill(padded, padded + BLOCK, NOTHING);
-    std::copy(row + start, row + width, padded);
-    return padded;
-}
-
-inline Floats largest_of_each_lane(const float* block) {
-    Floats most = load(block);
-    for (int i = 1; i < VECTORS; ++i) most = larger(load(block + i * LANES), most);
-    return most;
-}
-
-void first_largest(const float* row, int64_t width, float* value, int64_t* place) {
-    float padded[BLOCK], best = NOTHING;
-    int64_t block = 0;
-    Integers is_nan{};
-    for (int64_t start = 0; start < width; start += BLOCK) {
-        const float* from = block_of(row, width, start, padded);
-        // One that is NaN is passed over by `larger`, if it is not the first.
-        for (int i = 0; i < VECTORS; ++i) is_nan |= load(from + i * LANES) != load(from + i * LANES);
-        Floats most = largest_of_each_lane(from);
-        if (!any(most > splat(best))) continue;
-        best = std::max(best, largest_of(most));
-        block = start;
-    }
-    int64_t at = block;
-    if (any(is_nan))
-        for (at = 0; row[at] == row[at];) ++at;
-    else
-        while (row[at] != best) ++at;
-    *value = row[at];
-    *place = at;
-}
-
-// The tokens that may win, as far as they have been looked at.
-class Contenders {
-  public:
-    explicit Contenders(double reached) : reached_(reached) {}
-
-    void add(float value, int64_t place, uint32_t bits) {
-        const double sum = value + noise_of(bits);
-        if (!(sum >= reached_ - SLACK)) return;
-        reached_ = std::max(reached_, sum);
-        if (count_ == ROOM) drop_the_passed();
-        if (count_ < ROOM)
-            found_[count_++] = {sum, value, place};
-        else
-            are_too_many_ = true;
-    }
-
-    // What noise a token of this value must have at least.
-    double missing(float value) const { return reached_ - SLACK - value; }
-
-    // Returns how many there are, or -1 if there were too many.
-    int64_t write(int64_t* places, float* values) {
-        drop_the_passed();
-        for (int64_t i = 0; i < count_; ++i) {
-            places[i] = found_[i].place;
-            values[i] = found_[i].value;
-        }
-        return are_too_many_ ? -1 : count_;
-    }
-
-  private:
-    void drop_the_passed() {
-        const double least = reached_ - SLACK;
-        count_ = std::remove_if(found_, found_ + count_, [&](const Found& one) { return one.sum < least; }) -
-                 found_;
-    }
-
-    double reached_;
-    Found found_[ROOM];
-    int64_t count_ = 0;
-    bool are_too_many_ = false;
-};
-
-constexpr int SHELVES = 256;
-
-// Sorts values from `lowest` to 0 coarsely: a larger one is on the same shelf or on an earlier one.
-class Shelves {
-  public:
-    // All values may be next to 0; what is below -87 weighs nothing.
-    explicit Shelves(float lowest) : per_unit_(LAST / std::min(std::max(-lowest, 1e-6f), 87.0f)) {}
-
-    int of(float value) const { return int(std::min(-value * per_unit_, LAST)); }
-
-  private:
-    static constexpr float LAST = SHELVES - 1;
-    float per_unit_;
 };
 
 // A row that is drawn from.
@@ -207,10 +51,11 @@ class Row {
             return contenders.write(places, values);
         }
         int64_t count = has_k ? collect(reached_by_k(), nullptr) : collect_by_p(total);
-        if (has_k) count = keep_k(count);
-        if (has_p && count >= 0) count = keep_p(count, has_k ? mass_of(count) : total);
+        if (has_k) count = keep_k(ranks_, count, asked_.top_k);
+        if (has_p && count >= 0)
+            count = keep_p(ranks_, count, asked_.top_p, has_k ? mass_of(ranks_, count) : total);
         if (count < 0) return -1;
-        const float threshold = std::max(lowest_of(count), asked_.lowest);
+        const float threshold = std::max(lowest_of(ranks_, count), asked_.lowest);
         if (count > FEW)
             search(threshold, contenders);
         else
@@ -294,59 +139,6 @@ class Row {
             }
         }
         return count;
-    }
-
-    // Brings those that are at least as large as the `top_k`-th to the front; returns how many.
-    int64_t keep_k(int64_t count) {
-        if (count <= asked_.top_k) return count;
-        std::nth_element(ranks_, ranks_ + asked_.top_k - 1, ranks_ + count, std::greater<uint64_t>());
-        const float least = value_of(ranks_[asked_.top_k - 1]);
-        return std::partition(ranks_ + asked_.top_k, ranks_ + count,
-                              [&](uint64_t rank) { return value_of(rank) == least; }) -
-               ranks_;
-    }
-
-    float lowest_of(int64_t count) const { return value_of(*std::min_element(ranks_, ranks_ + count)); }
-
-    double mass_of(int64_t count) const {
-        double sum = 0;
-        for (int64_t i = 0; i < count; ++i) sum += double(exp_of_negative(value_of(ranks_[i])));
-        return sum;
-    }
-
-    // Brings those that top-p keeps of the first `count` to the front; returns how many, or -1 if that hangs
-    // on a rounding. `mass` is that of all from which it keeps some.
-    int64_t keep_p(int64_t count, double mass) {
-        const double limit = asked_.top_p * mass, margin = MARGIN * mass;
-        const Shelves shelves(lowest_of(count));
-        double masses[SHELVES] = {};
-        for (int64_t i = 0; i < count; ++i) {
-            const float value = value_of(ranks_[i]);
-            masses[shelves.of(value)] += double(exp_of_negative(value));
-        }
-        double before = 0;
-        int shelf = 0;
-        while (shelf < SHELVES - 1 && before + masses[shelf] < limit) before += masses[shelf++];
-        if (before > 0 && limit - before <= margin) return -1;
-        uint64_t* const end = ranks_ + count;
-        uint64_t* const here = std::partition(ranks_, end, [&](uint64_t rank) {
-            return shelves.of(value_of(rank)) < shelf;
-        });
-        uint64_t* const beyond = std::partition(here, end, [&](uint64_t rank) {
-            return shelves.of(value_of(rank)) == shelf;
-        });
-        std::sort(here, beyond, std::greater<uint64_t>());
-        for (uint64_t* at = here; at < beyond; ++at) {
-            const float value = value_of(*at);
-            // Those of one value share one fate.
-            if (before > 0 && (at == here || value < value_of(at[-1]))) {
-                if (std::fabs(before - limit) <= margin) return -1;
-                if (before > limit) return at - ranks_;
-            }
-            before += double(exp_of_negative(value));
-        }
-        // The next one is on another shelf, if there is one.
-        return beyond < end && std::fabs(before - limit) <= margin ? -1 : beyond - ranks_;
     }
 
     // Adds those that may win of all that are at least `lowest`: noise rises with the integer that it is made

@@ -162,6 +162,54 @@ def test_of_two_sums_that_are_equal_in_float32_the_first_wins(params: dict[str, 
     assert {native[at].token_id for at in is_tied.nonzero()[:, 0].tolist()} == {10}
 
 
+def test_values_are_torchs_bit_for_bit() -> None:
+    """Min-p at just what each row's second token has: a product with 1/temperature would be off by a bit."""
+    logits = torch.full((400, 300), -torch.inf)
+    logits[:, 7] = 0.3
+    logits[:, 200] = 0.3 - torch.linspace(0.1, 0.4, 400)
+    temperatures = torch.linspace(0.3, 1.7, 400)
+    items = [row(SamplingParams(seed=seed, temperature=float(temperatures[seed]))) for seed in range(400)]
+    asked = asked_of(logits, items)
+    asked["lowest"] = ((logits[:, 200] - logits[:, 7]) / temperatures).numpy()
+    reached = draw_operator().draw(asked, 300)
+    assert set(reached) == {7, 200}
+    asked["lowest"] = -np.inf
+    assert reached.tolist() == draw_operator().draw(asked, 300).tolist()
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 600}, {"top_p": 1 - 1e-4}, {"top_k": 40}])
+@pytest.mark.parametrize(("num_level", "is_decided"), [(file.ROOM, True), (file.ROOM + 1, False)])
+def test_more_tokens_than_can_be_named_are_told(
+    num_level: int, is_decided: bool, params: dict[str, Any]
+) -> None:
+    """So many sums are level but for the last token's, which is a little ahead and far behind the others."""
+    wanted = SamplingParams(seed=3, **params)
+    token_ids = torch.linspace(10, 2900, num_level).round().int()
+    noise = gumbel_noise(keys_of((3, 0)), token_ids)[0]
+    logits = torch.full((1, 3000), -torch.inf)
+    logits[0, token_ids.long()] = noise.min() - noise
+    logits[0, 2900] += 1e-4
+    assert (drawn(logits, wanted) != [UNDECIDED]) == is_decided
+    native, by_torch = both(logits, row(wanted))
+    assert native == by_torch
+    assert native[0].token_id == 2900
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 100}])
+def test_tokens_that_are_passed_make_room(params: dict[str, Any]) -> None:
+    """As many level sums as can be named, then one that is far ahead of them."""
+    token_ids = torch.linspace(10, 2900, file.ROOM + 1).round().int()
+    noises = gumbel_noise(keys_of(*((seed, 0) for seed in range(20))), token_ids)
+    # Not the likeliest, at which the search begins.
+    seed = int((noises[:, -1] - noises.min(1).values).argmax())
+    wanted = SamplingParams(seed=seed, **params)
+    logits = torch.full((1, 3000), -torch.inf)
+    logits[0, token_ids.long()] = -noises[seed]
+    logits[0, 2900] += 0.5
+    assert int(logits.argmax()) != 2900
+    assert drawn(logits, wanted) == [2900]
+
+
 @pytest.mark.parametrize("nudge", [0.0, 1e-8, -1e-8])
 @pytest.mark.parametrize("top_k", [0, 3])
 def test_where_top_p_hangs_on_a_rounding_torch_is_asked(nudge: float, top_k: int) -> None:
@@ -183,6 +231,27 @@ def test_top_p_keeps_exactly_the_tokens_before_which_less_than_p_stands() -> Non
     for top_p, num_kept in [(0.4, 1), (0.51, 2), (0.76, 3), (0.99, 7)]:
         params = [SamplingParams(seed=seed, top_p=top_p) for seed in range(2000)]
         assert set(drawn(logits.expand(2000, -1).contiguous(), *params)) == set(range(num_kept))
+
+
+def test_of_a_slope_of_tokens_all_that_top_p_keeps_are_drawn() -> None:
+    """Neighbours differ by less than the filter tells apart at first, and none is lost between its parts."""
+    logits = torch.full((1, 600), -4.0)
+    logits[0, :60] = torch.linspace(0.0, -0.5, 60)
+    items = [row(SamplingParams(seed=seed, top_k=120, top_p=0.7)) for seed in range(1500)]
+    native, by_torch = both(logits.expand(1500, -1), *items)
+    assert native == by_torch
+    tokens = {one.token_id for one in native}
+    assert tokens == set(range(len(tokens)))
+    assert 30 < len(tokens) < 50
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 50}, {"top_p": 0.99}, {"top_k": 700}])
+def test_what_min_p_leaves_out_is_never_drawn(params: dict[str, Any]) -> None:
+    logits = torch.linspace(0.0, -4.0, 1000).expand(500, -1)
+    items = [row(SamplingParams(seed=seed, min_p=0.97, **params)) for seed in range(500)]
+    native, by_torch = both(logits, *items)
+    assert native == by_torch
+    assert {one.token_id for one in native} == set(range(8))
 
 
 def test_a_row_with_nan_hurts_nobody() -> None:

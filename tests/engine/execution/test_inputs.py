@@ -34,6 +34,36 @@ def test_a_mixed_step() -> None:
     assert [chunk.table.tolist() for chunk in batch.chunks] == [[7, 1], [2, 9]]
 
 
+def test_a_step_of_single_tokens() -> None:
+    """One decodes, one begins, and one is a part of a prompt that does not sample yet."""
+    decoding, going_on = seated(2, [10, 11, 12, 13, 14, 15], [5, 3]), seated(1, [30, 31, 32, 33], [2])
+    fresh = seated(0, [20], [7])
+    items = (part(fresh, 0, 1), part(going_on, 2, 3, logits_from=1))
+    for prefill, wanted in ((items, [0, 1]), (items[:1], [0, 1])):
+        inputs = InputBuilder(3, 12, 4).build(
+            SchedulerOutputs(decode=(part(decoding, 5, 6),), prefill=prefill)
+        )
+        num_items = 1 + len(prefill)
+        assert inputs.token_ids.tolist() == [15, 20, 32][:num_items]
+        assert inputs.positions.tolist() == [5, 0, 2][:num_items]
+        assert inputs.logits_rows.tolist() == wanted
+        assert inputs.batch.slots.tolist() == [13, 28, 10][:num_items]
+        assert inputs.batch.single_rows.tolist() == [0, 1, 2][:num_items]
+        assert inputs.batch.single_lengths.tolist() == [6, 1, 3][:num_items]
+        assert inputs.batch.chunks == ()
+
+
+def test_a_chunk_beside_a_single_token_whose_logits_are_all_wanted() -> None:
+    decoding, asking = seated(2, [10, 11], [5]), seated(0, [20, 21, 22, 23], [7])
+    inputs = InputBuilder(3, 12, 4).build(
+        SchedulerOutputs(decode=(part(decoding, 1, 2),), prefill=(part(asking, 0, 3),))
+    )
+    assert inputs.token_ids.tolist() == [11, 20, 21, 22]
+    assert inputs.positions.tolist() == [1, 0, 1, 2]
+    assert inputs.logits_rows.tolist() == [0, 1, 2, 3]
+    assert [(chunk.first_row, chunk.num_rows) for chunk in inputs.batch.chunks] == [(1, 3)]
+
+
 def test_blocks_that_hold_nothing_yet_are_not_read() -> None:
     builder = InputBuilder(2, 16, 4)
     tables = builder.build(
