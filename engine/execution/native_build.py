@@ -23,7 +23,7 @@ FLAGS = (
 torch's, reached through a function that the caller hands over, so no second OpenMP runtime is linked."""
 COMPILERS = ("c++", "g++", "clang++")
 BUILD_SECONDS = 300
-"""It takes about four; a compiler that hangs must not hold a worker for ever."""
+"""It takes about ten; a compiler that hangs must not hold a worker for ever."""
 _CPUINFO = Path("/proc/cpuinfo")
 
 
