@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from engine.execution.native_library import DTYPES, NativeLibrary
+from engine.execution.strides import dense
 
 _pointer, _int64, _float, _int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
 
@@ -124,7 +125,7 @@ class NativeNorm:
             outer, inner, outer_stride, inner_stride = 1, hidden.numel() // size, 0, size
         else:
             # A view for heads within a fused product, and for heads before rows.
-            hidden = _dense(hidden.reshape(-1, hidden.shape[-2] if hidden.dim() > 1 else 1, size))
+            hidden = dense(hidden.reshape(-1, hidden.shape[-2] if hidden.dim() > 1 else 1, size))
             outer, inner, _ = hidden.shape
             outer_stride, inner_stride, _ = hidden.stride()
         self._function(
@@ -175,12 +176,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     """[..., size] as rows that stand one stride apart: mostly they do, and reshaping takes a microsecond."""
     if tensor.dim() < 2 or tensor.shape[:-2].numel() != 1:
         tensor = tensor.reshape(-1, tensor.shape[-1])
-    return _dense(tensor)
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """With the numbers of a row side by side."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    return dense(tensor)
 
 
 def _by_dtype(

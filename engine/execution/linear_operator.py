@@ -14,6 +14,7 @@ import torch
 from engine.errors import UnsupportedModel
 from engine.execution.huge_pages import HugePages
 from engine.execution.native_library import DTYPES, NativeLibrary
+from engine.execution.strides import dense
 
 _pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
 
@@ -52,7 +53,7 @@ class LinearOperator:
         if not weight.is_cpu or weight.dtype not in DTYPES:
             raise UnsupportedModel(f"the native linear takes no weights of {weight.dtype} on {weight.device}")
         num_outputs, num_inputs = weight.shape
-        weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+        weight = dense(weight)
         panels = self._pages.empty(self._numbers[weight.dtype](num_inputs, num_outputs), weight.dtype)
         self._pack[weight.dtype](
             weight.data_ptr(),
@@ -82,8 +83,7 @@ class LinearOperator:
         if hidden.is_contiguous():
             rows, stride = hidden, num_inputs
         else:
-            rows = hidden.reshape(-1, num_inputs)
-            rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+            rows = dense(hidden.reshape(-1, num_inputs))
             stride = rows.stride(0)
         failed = self._multiply[panels.dtype](
             rows.data_ptr(),

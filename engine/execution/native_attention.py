@@ -17,6 +17,7 @@ from engine.execution.attention import AttentionBatch, DecodeRows, LayerCall, La
 from engine.execution.attention_operator import GROUP, MOST_SIZE, AttentionOperator, NativeCall
 from engine.execution.huge_pages import huge_empty
 from engine.execution.native_library import DTYPES
+from engine.execution.strides import dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class NativeStep:
         """As `AttentionStep` has it. Raises `UnsupportedModel` for what the pool was not made for."""
         pool = self._pool.layers[call.layer]
         self._check(call, query, key, value)
-        query, key, value = _dense(query), _dense(key), _dense(value)
+        query, key, value = dense(query), dense(key), dense(value)
         sinks = None if call.sinks is None else call.sinks.float().contiguous()
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         asked = NativeCall(
@@ -153,11 +154,6 @@ class NativeStep:
                     f"layer {call.layer} has {name} of {tensor.dtype} {list(tensor.shape)}, "
                     f"not of {dtype} {list(shape)}"
                 )
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """With the numbers of a head side by side, as the operator reads them."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _spans(batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:

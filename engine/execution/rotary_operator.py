@@ -9,6 +9,7 @@ import ctypes
 import torch
 
 from engine.execution.native_library import DTYPES, NativeLibrary
+from engine.execution.strides import dense
 
 _pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
 
@@ -57,7 +58,7 @@ class RotaryOperator:
         _, num_heads, num_rows, size = query.shape
         num_kv_heads = key.shape[1]
         out = query.new_empty(num_rows, num_heads + num_kv_heads, size)
-        query, key, cosine, sine = (_dense(one) for one in (query, key, cosine, sine))
+        query, key, cosine, sine = (dense(one) for one in (query, key, cosine, sine))
         asked = _Rotary(
             query=query.data_ptr(),
             key=key.data_ptr(),
@@ -86,8 +87,3 @@ def _fits(query: torch.Tensor, key: torch.Tensor, cosine: torch.Tensor, sine: to
     is_one_kind = query.dtype == key.dtype == cosine.dtype == sine.dtype
     shapes_fit = key.shape[2:] == (num_rows, size) and cosine.shape == sine.shape == (1, num_rows, size)
     return batch == len(key) == 1 and size % 2 == 0 and is_one_kind and shapes_fit
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """With the numbers of a head side by side."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

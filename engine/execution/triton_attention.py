@@ -14,6 +14,7 @@ import torch
 from engine.errors import UnsupportedModel
 from engine.execution.attention import AttentionBatch, Chunk, DecodeRows, LayerCall, PoolShape
 from engine.execution.kv_pool import KVPool
+from engine.execution.strides import dense
 from engine.execution.triton_launch import (
     DTYPES,
     IS_COMPILED,
@@ -95,8 +96,8 @@ class TritonStep:
         self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         keys, values = self._pool.keys[call.layer], self._pool.values[call.layer]
-        layer = Layer(call, _dense(query), keys, values, query.new_empty(*query.shape[:2], value.shape[-1]))
-        store(layer, self._slots, _dense(key), _dense(value))
+        layer = Layer(call, dense(query), keys, values, query.new_empty(*query.shape[:2], value.shape[-1]))
+        store(layer, self._slots, dense(key), dense(value))
         if len(self._singles):
             attend_singles(layer, self._singles, self._single_tables)
         if self._chunks:
@@ -109,11 +110,6 @@ class TritonStep:
             tiles = _chunk_tiles(self._chunks, num_queries)
             self._chunk_tiles[num_queries] = tiles.to(self._pool.device)
         return self._chunk_tiles[num_queries]
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """With the numbers of a head side by side, as the kernels read them."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _single_tiles(rows: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:

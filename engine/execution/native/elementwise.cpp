@@ -30,21 +30,6 @@ struct TokenmillGate {
 
 namespace {
 
-// Numbers that a thread takes at once, and below which a second thread costs more than it saves.
-constexpr int64_t PIECE = 8192;
-constexpr int64_t ENOUGH = 4 * PIECE;
-
-// Calls body(row) for every row of `size` numbers.
-template <typename Body>
-void for_each_row(RunTeam run_team, int64_t threads, int64_t rows, int64_t size, const Body& body) {
-    Team team{run_team, rows * size < ENOUGH ? 1 : threads};
-    int64_t each = size < PIECE ? PIECE / size : 1;
-    for_each(team, (rows + each - 1) / each, [&](int64_t piece) {
-        int64_t end = (piece + 1) * each < rows ? (piece + 1) * each : rows;
-        for (int64_t row = piece * each; row < end; row++) body(row);
-    });
-}
-
 constexpr int SUMS = 4;
 
 template <typename T>

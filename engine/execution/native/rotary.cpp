@@ -31,10 +31,6 @@ struct TokenmillRotary {
 
 namespace {
 
-// Numbers that a thread takes at once, and below which a second thread costs more than it saves.
-constexpr int64_t PIECE = 8192;
-constexpr int64_t ENOUGH = 4 * PIECE;
-
 // A product as it is when it is rounded. The compiler must not make one operation of it and the sum it is for.
 template <typename T>
 inline Floats product(Floats left, Floats right) {
@@ -82,21 +78,16 @@ template <typename T>
 void rotate_rows(const TokenmillRotary& call) {
     const int64_t heads = call.num_heads + call.num_kv_heads, row_numbers = heads * call.size;
     if (call.num_rows * row_numbers == 0) return;
-    const Team team{call.run_team, call.num_rows * row_numbers < ENOUGH ? 1 : call.threads};
-    const int64_t each = row_numbers < PIECE ? PIECE / row_numbers : 1;
-    for_each(team, (call.num_rows + each - 1) / each, [&](int64_t piece) {
-        const int64_t end = (piece + 1) * each < call.num_rows ? (piece + 1) * each : call.num_rows;
-        for (int64_t row = piece * each; row < end; row++) {
-            const T* cosine = static_cast<const T*>(call.cosine) + row * call.angle_strides[0];
-            const T* sine = static_cast<const T*>(call.sine) + row * call.angle_strides[1];
-            const T* query = static_cast<const T*>(call.query) + row * call.query_strides[0];
-            const T* key = static_cast<const T*>(call.key) + row * call.key_strides[0];
-            T* out = static_cast<T*>(call.out) + row * row_numbers;
-            for (int64_t head = 0; head < call.num_heads; head++, out += call.size)
-                rotate_head(query + head * call.query_strides[1], cosine, sine, out, call.size / 2);
-            for (int64_t head = 0; head < call.num_kv_heads; head++, out += call.size)
-                rotate_head(key + head * call.key_strides[1], cosine, sine, out, call.size / 2);
-        }
+    for_each_row(call.run_team, call.threads, call.num_rows, row_numbers, [&](int64_t row) {
+        const T* cosine = static_cast<const T*>(call.cosine) + row * call.angle_strides[0];
+        const T* sine = static_cast<const T*>(call.sine) + row * call.angle_strides[1];
+        const T* query = static_cast<const T*>(call.query) + row * call.query_strides[0];
+        const T* key = static_cast<const T*>(call.key) + row * call.key_strides[0];
+        T* out = static_cast<T*>(call.out) + row * row_numbers;
+        for (int64_t head = 0; head < call.num_heads; head++, out += call.size)
+            rotate_head(query + head * call.query_strides[1], cosine, sine, out, call.size / 2);
+        for (int64_t head = 0; head < call.num_kv_heads; head++, out += call.size)
+            rotate_head(key + head * call.key_strides[1], cosine, sine, out, call.size / 2);
     });
 }
 
