@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from engine.config import EngineConfig
 from engine.execution.attention import GraphableBackend
 from engine.execution.decode_buffers import DecodeBuffers, DecodeInputs
-from engine.execution.decode_trial import check_graph
+from engine.execution.decode_trial import GraphTrial
 from engine.execution.inputs import StepInputs
 from engine.execution.kv_cache import free_bytes
 from engine.execution.model_pass import run_model
@@ -125,25 +125,21 @@ def _capture_all(
     sizes = graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
     table_width = -(-config.max_model_len // config.block_size)
     buffers = DecodeBuffers(sizes[-1], table_width, model.device)
-    # Shows what shape and dtype logits have.
-    logits = _forward(model, backend, buffers.first(sizes[-1]))
+    trial = GraphTrial(model, backend, config, sizes[-1])
+    logits = trial.logits.new_empty(sizes[-1], trial.logits.shape[-1])
     made: dict[int, Graph] = {}
     for size in capture.order(sizes):
         progress(f"capturing a decode graph of {size} rows")
         # What the trial of the one before wrote there would be computed again, into blocks that are clean.
         buffers.clear()
         made[size] = capture(partial(_decode, model, backend, buffers.first(size), logits[:size]))
-        check_graph(model, backend, config, DecodeGraphs(buffers, logits, {size: made[size]}).replay, size)
+        trial.check(DecodeGraphs(buffers, logits, {size: made[size]}).replay, size)
     return DecodeGraphs(buffers, logits, made)
-
-
-def _forward(model: PreTrainedModel, backend: GraphableBackend, inputs: DecodeInputs) -> torch.Tensor:
-    step = backend.begin_decode(inputs.rows)
-    return run_model(model, inputs.token_ids, inputs.positions, inputs.all_rows, step)
 
 
 def _decode(
     model: PreTrainedModel, backend: GraphableBackend, inputs: DecodeInputs, logits: torch.Tensor
 ) -> None:
     """What is captured. All graphs write to one place, so that none keeps logits in the memory they share."""
-    logits.copy_(_forward(model, backend, inputs))
+    step = backend.begin_decode(inputs.rows)
+    logits.copy_(run_model(model, inputs.token_ids, inputs.positions, inputs.all_rows, step))

@@ -8,12 +8,11 @@ are seen, nothing else: the trial of a graph must show that there was nothing el
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from engine.execution.native_library import NativeLibrary
 
@@ -94,50 +93,86 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch type
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd):
-            # Made of others, which are what is noted: one of them may read on the host.
+        operator = _operator(func)
+        if operator.is_made_of_others:
+            # They are what is noted: one of them may read on the host.
             with self:
                 return func.decompose(*args, **kwargs)
-        if _reads_on_the_host(func, args):
+        if operator.reads_on_the_host or (operator.is_index and _is_by_mask(args)):
             raise CannotCapture(f"{func} decides on the host by what a tensor holds")
         results = func(*args, **kwargs)
-        tensors = [one for one in tree_leaves(results) if isinstance(one, torch.Tensor)]
-        if func._schema.is_mutable:
+        if operator.is_mutable:
             self._graph.calls.append(partial(_forgetting, partial(func, *args, **kwargs)))
-        elif not _are_views(tensors, args, kwargs):
-            self._graph.kept += tensors
-            if func not in UNWRITTEN:
-                self._graph.calls.append(_again(func, args, kwargs, tensors))
+        elif not operator.gives_views:
+            self._note_results(operator, partial(func, *args, **kwargs), _tensors_in((results,)))
         return results
 
+    def _note_results(self, operator: "_Operator", call: "partial[Any]", tensors: list[torch.Tensor]) -> None:
+        if _are_views(tensors, call):
+            return
+        self._graph.kept += tensors
+        if operator.into is not None and len(tensors) == 1:
+            into = partial(operator.into, *call.args, **call.keywords, out=tensors[0])
+            self._graph.calls.append(partial(_forgetting, into))
+        elif operator.is_written:
+            self._graph.calls.append(partial(_copied, call, tensors))
 
-def _reads_on_the_host(func: Any, args: tuple[Any, ...]) -> bool:
-    if func is aten.index.Tensor:
-        # By numbers: the shape of the result follows from theirs. By a mask it does not.
-        return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
-    return any(tag in func.tags for tag in READS_ON_THE_HOST)
+
+class _Operator(NamedTuple):
+    """What an operator of torch says of itself.
+
+    `is_index`: it reads on the host or not, as its arguments are. `gives_views`: its results lie in what it is given. `is_written`: it gives more than memory. `into`: the
+    same operator that writes into `out`, if there is one with the same arguments.
+    """
+
+    is_made_of_others: bool
+    is_index: bool
+    reads_on_the_host: bool
+    is_mutable: bool
+    gives_views: bool
+    is_written: bool
+    into: Any | None
 
 
-def _are_views(tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether results lie in what was given: they see what is written there."""
-    given = {
-        one.untyped_storage().data_ptr()
-        for one in tree_leaves((args, kwargs))
-        if isinstance(one, torch.Tensor)
-    }
+@cache
+def _operator(func: Any) -> _Operator:
+    """Asked once for each: a forward calls the same few hundreds of times."""
+    results = func._schema.returns
+    is_index, is_written = func is aten.index.Tensor, func not in UNWRITTEN
+    return _Operator(
+        is_made_of_others=func.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd),
+        is_index=is_index,
+        reads_on_the_host=not is_index and any(tag in func.tags for tag in READS_ON_THE_HOST),
+        is_mutable=func._schema.is_mutable,
+        gives_views=bool(results) and all(one.alias_info is not None for one in results),
+        is_written=is_written,
+        into=_into(func) if is_written else None,
+    )
+
+
+def _is_by_mask(args: tuple[Any, ...]) -> bool:
+    """By numbers the shape of the result follows from theirs. By a mask it does not."""
+    return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
+
+
+def _are_views(tensors: list[torch.Tensor], call: "partial[Any]") -> bool:
+    """Whether results lie in what was given: they see what is written there. Some do that do not say so."""
+    given = {one.untyped_storage().data_ptr() for one in _tensors_in((*call.args, *call.keywords.values()))}
     return all(one.untyped_storage().data_ptr() in given for one in tensors)
 
 
-def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Call:
-    """A call that computes the same into the same `tensors`."""
-    into = _into(func)
-    if into is not None and len(tensors) == 1:
-        return partial(_forgetting, partial(into, *args, **kwargs, out=tensors[0]))
-    return partial(_copied, partial(func, *args, **kwargs), tensors)
+def _tensors_in(values: tuple[Any, ...]) -> list[torch.Tensor]:
+    """In arguments or results of an operator, which are tensors, sequences of tensors, and what is neither."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += [one for one in value if isinstance(one, torch.Tensor)]
+    return found
 
 
 def _into(func: Any) -> Any | None:
-    """The same operator that writes into `out`, if there is one with the same arguments."""
     packet, overload = func.overloadpacket, func._overloadname
     wanted = [argument.name for argument in func._schema.arguments]
     for name in (f"{overload}_out", "out"):
@@ -155,6 +190,5 @@ def _forgetting(call: Callable[[], object]) -> None:
 
 
 def _copied(call: Callable[[], Any], tensors: list[torch.Tensor]) -> None:
-    fresh = [one for one in tree_leaves(call()) if isinstance(one, torch.Tensor)]
-    for tensor, one in zip(tensors, fresh, strict=True):
+    for tensor, one in zip(tensors, _tensors_in((call(),)), strict=True):
         tensor.copy_(one)

@@ -47,25 +47,31 @@ class NativeLibrary:
         self._noted: list[Callable[[], Any]] | None = None
 
     def function(self, name: str, arguments: list[Any], result: Any) -> Callable[..., Any]:
-        """A function by its name, with ctypes' types. Raises `CannotBuild` if it is not there."""
+        """A function by its name, with ctypes' types. Raises `CannotBuild` if it is not there.
+
+        One without a result, or with an int that is 0 if all went well, is there for what it writes.
+        """
         try:
             function = self._library[name]
         except AttributeError as error:
             raise CannotBuild(f"{self._path} has no {name}: {error}") from error
         function.argtypes, function.restype = arguments, result
+        writes = result in (None, ctypes.c_int)
 
         def call(*given: Any) -> Any:
-            if self._noted is not None:
-                self._noted.append(partial(function, *given))
-            return function(*given)
+            if self._noted is None or not writes:
+                return function(*given)
+            self._noted.append(partial(function, *given))
+            return 0
 
         return call
 
     @contextmanager
     def noting(self, calls: list[Callable[[], Any]]) -> Iterator[None]:
-        """A context in which each call of a function is also appended to `calls`, to be made again.
+        """A context in which each call of a function that writes is appended to `calls` and not made.
 
-        Whoever makes it again sees to it that the memory is there which it names.
+        What it would have written is not there. Whoever makes the call sees to it that the memory is there
+        which it names.
         """
         self._noted = calls
         try:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.execution import numerics
-from engine.execution.attention import DecodeRows
+from engine.execution.attention import AttentionBatch, AttentionStep, DecodeRows
 from engine.execution.attention_choice import TORCH
 from engine.execution.decode_graphs import graph_sizes, make_decode_graphs
 from engine.execution.decode_trial import trial_inputs
@@ -138,6 +139,70 @@ def test_a_backend_that_decodes_wrongly_is_found_out(caplog: pytest.LogCaptureFi
     backend.__class__ = LooksAtNobody
     assert make_decode_graphs(model, backend, CROWDED, Recorder(), lambda _: None) is None
     assert "differs from the forward pass" in caplog.text
+
+
+class KeepsNothing(GraphableTorch):
+    """Its graphs leave keys and values to whoever came before."""
+
+    def begin_decode(self, rows: DecodeRows) -> DecodeStep:
+        return super().begin_decode(DecodeRows(torch.zeros_like(rows.slots), rows.lengths, rows.tables))
+
+
+def test_what_a_graph_does_not_write_is_not_there_in_its_trial(caplog: pytest.LogCaptureFixture) -> None:
+    backend = graphable(model := make_model("llama"), CROWDED)
+    backend.__class__ = KeepsNothing
+    assert make_decode_graphs(model, backend, CROWDED, Recorder(), lambda _: None) is None
+    assert "differs from the forward pass" in caplog.text
+
+
+class Counting(GraphableTorch):
+    """Counts the steps that are not captured."""
+
+    num_begun = 0
+
+    def begin(self, batch: AttentionBatch) -> AttentionStep:
+        self.num_begun += 1
+        return super().begin(batch)
+
+
+def counting(model: PreTrainedModel) -> Counting:
+    backend = graphable(model, SIX)
+    backend.__class__ = Counting
+    assert isinstance(backend, Counting)
+    return backend
+
+
+def test_all_graphs_are_tried_against_one_pass() -> None:
+    backend = counting(model := make_model("llama"))
+    graphs = make_decode_graphs(model, backend, SIX, Recorder(), lambda _: None)
+    assert graphs is not None
+    assert graphs.sizes == (1, 2, 4, 6)
+    assert backend.num_begun == 1
+
+
+def test_rows_that_differ_among_more_rows_are_tried_by_themselves() -> None:
+    """As an expert may be chosen by the rounding of a kernel for many rows."""
+    backend = counting(model := make_model("llama"))
+
+    def shift(_: object, __: object, logits: torch.Tensor) -> torch.Tensor:
+        return logits + 100 * (logits.shape[-2] > 4)
+
+    model.get_output_embeddings().register_forward_hook(shift)
+    graphs = make_decode_graphs(model, backend, SIX, Recorder(), lambda _: None)
+    assert graphs is not None
+    assert graphs.sizes == (1, 2, 4, 6)
+    assert backend.num_begun == 4
+
+
+@pytest.mark.parametrize("first", [1, 2, 5, 99])
+def test_a_step_of_fewer_rows_is_the_first_of_the_same_step(first: int) -> None:
+    config = EngineConfig(max_model_len=64, block_size=4, num_kv_blocks=20)
+    whole, part = trial_inputs(11, config, 8), trial_inputs(11, config, 8, first=first)
+    assert torch.equal(part.token_ids, whole.token_ids[:first])
+    assert torch.equal(part.positions, whole.positions[:first])
+    assert torch.equal(part.logits_rows, whole.logits_rows[:first])
+    for mine, theirs in zip(part.batch.tensors, whole.batch.tensors, strict=True):
+        assert torch.equal(mine, theirs[:first])
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from engine.execution.attention import ATTENTION_NAME, PoolShape, install
 from engine.execution.decode_graphs import DecodeGraphs, make_decode_graphs
 from engine.execution.host_capture import CannotCapture, HostCapture
 from engine.execution.inputs import InputBuilder
+from engine.execution.linear_operator import LinearOperator
 from engine.execution.model_runner import ModelRunner
 from engine.execution.native_attention import NativeAttention
 from engine.execution.probe import record_layers
@@ -121,6 +122,8 @@ WORKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a number of the host": lambda x: x * len(x) + torch.arange(len(x)),
     "by numbers": lambda x: x[torch.tensor([2, 0])],
     "copies of views": lambda x: x.view(2, -1).t().contiguous().reshape(-1),
+    "views that do not say so": lambda x: torch.ops.aten._unsafe_view(x, [2, -1]).sum(0) * 2,
+    "lists": lambda x: torch.cat([*x.split(2)[::-1], *torch.ops.aten.unbind_copy(x.view(2, -1))]),
     "an empty tensor": lambda x: torch.cat([x[:0], x, x.new_empty(0)]),
 }
 TABLE = torch.arange(10.0).view(5, 2)
@@ -175,16 +178,30 @@ def test_the_memory_that_calls_name_is_kept() -> None:
     assert graph.num_bytes == 3 * x.nbytes
 
 
-def test_calls_of_the_library_are_noted_while_work_is_captured_alone() -> None:
+def test_calls_of_the_library_are_noted_and_not_made_while_work_is_captured_alone() -> None:
     library = native_library()
-    numbers = library.function("tokenmill_linear_numbers_float32", [ctypes.c_int64] * 2, ctypes.c_int64)
-    graph = HostCapture(library)(silently(lambda: numbers(3, 5)))
-    assert len(graph.calls) == 1
+    operator, weight = LinearOperator(library), torch.randn(16, 4)
+    packed = []
+    with torch.inference_mode():
+        graph = HostCapture(library)(silently(lambda: packed.append(operator.pack(weight))))
+        assert not packed[0].panels.any()
+        graph.replay()
+        assert torch.equal(packed[0].panels, operator.pack(weight).panels)
+    num_calls = len(graph.calls)
     with pytest.raises(ZeroDivisionError):
         HostCapture(library)(silently(lambda: 1 / 0))
-    numbers(3, 5)
-    assert len(graph.calls) == 1
+    assert operator.pack(weight).panels.any()
+    assert len(graph.calls) == num_calls
     assert HostCapture(library)(lambda: None).calls == []
+
+
+def test_what_the_host_asks_of_the_library_is_answered_while_work_is_captured() -> None:
+    library = native_library()
+    numbers = library.function("tokenmill_linear_numbers_float32", [ctypes.c_int64] * 2, ctypes.c_int64)
+    told = []
+    graph = HostCapture(library)(silently(lambda: told.append(numbers(3, 5))))
+    assert told == [numbers(3, 5)] != [0]
+    assert graph.calls == []
 
 
 def test_a_native_operator_without_memory_raises() -> None:
