@@ -7,23 +7,20 @@
 // A packed weight is panels of sixteen outputs, [out / 16][in][16], and in bfloat16 [out / 16][in / 2][16][2],
 // as product.h reads them. What fills a size up is 0.
 
-#include <new>
 #include <memory>
+#include <new>
+#include <type_traits>
 
 #include "product.h"
 #include "team.h"
 
 namespace {
 
-// Of the input's numbers, what is multiplied in one go: of a panel so much stays in the first cache.
-constexpr int64_t MOST_DEPTH = 320;
-// Rows whose part of that depth stays in the second cache.
-constexpr int64_t ROWS_TOGETHER = 192;
-// Panels that are multiplied with these before the next depth.
-constexpr int64_t PANELS_TOGETHER = 4;
-// Up to so many rows wait for the memory: they take no more panels than are multiplied at once, so that what is
-// fetched ahead is closer.
-constexpr int64_t FEW_ROWS = 64;
+// Of the input's numbers, what is multiplied in one go: of a few rows so much stays in the first cache. The
+// panel's part comes out of the second one, in order and in time.
+constexpr int64_t MOST_DEPTH = 768;
+// Rows that are multiplied with a panel before the next: few enough to leave the second cache to the panels.
+constexpr int64_t ROWS_TOGETHER = 66;
 // Tasks for each thread, so that one that is held up does not hold up all.
 constexpr int64_t TASKS_EACH = 4;
 
@@ -42,7 +39,7 @@ struct Call {
     Team team;
 };
 
-inline int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
+constexpr int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 
 template <typename T>
 struct Weight;
@@ -95,35 +92,59 @@ class Linear {
         for_each(call_.team, row_parts * panel_parts, [&](int64_t i) {
             Range rows = part_of(call_.num_rows, row_parts, i / panel_parts, 1);
             Range panels = part_of(num_panels_, panel_parts, i % panel_parts, 1);
-            const int64_t together = rows.size() <= FEW_ROWS ? width_of(rows.size()) : PANELS_TOGETHER;
-            for (int64_t begin = panels.begin; begin < panels.end; begin += together) {
-                int64_t end = begin + together;
-                multiply_panels(rows, {begin, end < panels.end ? end : panels.end});
+            const Blocks blocks(rows);
+            for (int64_t begin = panels.begin; begin < panels.end;) {
+                int64_t end = begin + blocks.width <= panels.end ? begin + blocks.width : begin + 1;
+                multiply_panels(blocks, {begin, end});
+                begin = end;
             }
         });
     }
 
   private:
-    static constexpr int64_t SUMS_STRIDE = PANELS_TOGETHER * SIXTEEN;
+    static constexpr int64_t SUMS_STRIDE = MOST_COLUMNS * SIXTEEN;
 
     const T* panel_at(int64_t panel, int64_t depth) const {
         return static_cast<const T*>(call_.panels) + panel * panel_numbers_ + depth * SIXTEEN;
     }
 
-    // Panels that are multiplied at once.
-    static int width_of(int64_t rows) { return columns_beside(int(parts_of(rows, parts_of(rows, MOST_ROWS)))); }
+    // Rows that are multiplied at once. Found once, as a division takes as long as dozens of products.
+    struct Blocks {
+        Range rows;
+        int64_t count;
+        int width;  // panels that are multiplied at once
+        Range at[parts_of(ROWS_TOGETHER, MOST_ROWS)];
 
-    void multiply_panels(Range rows, Range panels) const {
+        explicit Blocks(Range all) : rows(all), count(parts_of(all.size(), MOST_ROWS)) {
+            width = columns_beside(int(parts_of(all.size(), count)));
+            for (int64_t i = 0; i < count; i++) {
+                Range part = part_of(all.size(), count, i, 1);
+                at[i] = {all.begin + part.begin, all.begin + part.end};
+            }
+        }
+    };
+
+    // Sums wait between two depths; those of the last depth go out at once, while others are multiplied.
+    void multiply_panels(const Blocks& blocks, Range panels) const {
         alignas(64) float sums[ROWS_TOGETHER * SUMS_STRIDE];
-        begin_sums(rows, panels, sums);
+        alignas(64) float bias[SUMS_STRIDE];
+        const float* begin = begin_of(panels, bias);
         for (int64_t i = 0; i < num_depths_; i++) {
             Range depth = part_of(call_.num_inputs, num_depths_, i, 2);
             // What comes next is fetched meanwhile: the next depth, or the next panels.
             Place next = i + 1 < num_depths_ ? Place{panels.begin, depth.end} : Place{panels.end, 0};
             if (next.panel + panels.size() > num_panels_) next = {0, 0};
-            multiply_depth(rows, panels, depth, next, sums);
+            multiply_depth(blocks, panels, depth, next, i == 0 ? begin : nullptr, sums);
         }
-        end_sums(rows, panels, sums);
+    }
+
+    // What sums of some panels begin with, of a row stride of 0; `bias` is room for it.
+    const float* begin_of(Range panels, float* bias) const {
+        if (call_.bias == nullptr) return ZEROS;
+        Range outputs = outputs_of(panels);
+        for (int64_t i = 0; i < outputs.size(); i++)
+            bias[i] = to_float(static_cast<const T*>(call_.bias)[outputs.begin + i]);
+        return bias;
     }
 
     struct Place {
@@ -131,30 +152,32 @@ class Linear {
         int64_t depth;
     };
 
-    void multiply_depth(Range rows, Range panels, Range depth, Place next, float* sums) const {
-        const int64_t blocks = parts_of(rows.size(), MOST_ROWS);
-        const int64_t run_bytes = SIXTEEN * int64_t(sizeof(T));
-        const int width = width_of(rows.size());
-        for (int64_t panel = panels.begin; panel < panels.end;) {
-            const int columns = panel + width <= panels.end ? width : 1;
-            const T* fronts[MOST_COLUMNS];
-            for (int c = 0; c < columns; c++) fronts[c] = panel_at(panel + c, depth.begin);
-            const char* ahead = reinterpret_cast<const char*>(
-                panel_at(next.panel + panel - panels.begin, next.depth));
-            for (int64_t i = 0; i < blocks; i++) {
-                Range some = part_of(rows.size(), blocks, i, 1);
-                Ahead fetched{ahead + i * depth.size() * run_bytes / blocks, panel_numbers_ * int64_t(sizeof(T)),
-                              parts_of(run_bytes, blocks)};
-                Product<T> product{input_ + (rows.begin + some.begin) * input_stride_ + depth.begin,
-                                   input_stride_,
-                                   fronts,
-                                   depth.size(),
-                                   depth.size(),
-                                   sums + some.begin * SUMS_STRIDE + (panel - panels.begin) * SIXTEEN,
-                                   SUMS_STRIDE};
-                multiply_block(product, int(some.size()), columns, fetched);
-            }
-            panel += columns;
+    // Panels: as many as are multiplied at once, or one. `begin` as of begin_of, or null: the sums that are there.
+    void multiply_depth(const Blocks& blocks, Range panels, Range depth, Place next, const float* begin,
+                        float* sums) const {
+        const bool is_last = depth.end == call_.num_inputs;
+        const bool is_straight = is_last && goes_straight(panels);
+        const int columns = int(panels.size());
+        const T* fronts[MOST_COLUMNS];
+        for (int c = 0; c < columns; c++) fronts[c] = panel_at(panels.begin + c, depth.begin);
+        Ahead ahead{reinterpret_cast<const char*>(panel_at(next.panel, next.depth)),
+                    panel_numbers_ * int64_t(sizeof(T)),
+                    parts_of(SIXTEEN * int64_t(sizeof(T)), blocks.count)};
+        for (int64_t i = 0; i < blocks.count; i++, ahead.from += depth.size() * ahead.step) {
+            const Range rows = blocks.at[i];
+            float* kept = sums + (rows.begin - blocks.rows.begin) * SUMS_STRIDE;
+            Product<T> product{input_ + rows.begin * input_stride_ + depth.begin,
+                               input_stride_,
+                               fronts,
+                               depth.size(),
+                               depth.size(),
+                               begin ? begin : kept,
+                               begin ? 0 : SUMS_STRIDE,
+                               kept,
+                               SUMS_STRIDE};
+            if (is_straight) put_straight(product, rows, panels);
+            multiply_block(product, int(rows.size()), columns, ahead);
+            if (is_last && !is_straight) give_out(rows, panels, kept);
         }
     }
 
@@ -164,31 +187,36 @@ class Linear {
         for (int c = 0; c < columns; c++) {
             multiply(product, rows, 1, ahead);
             product.panels++;
+            product.begin += SIXTEEN;
             product.out += SIXTEEN;
+        }
+    }
+
+    // Whether the sums are what goes out: no other type, and nothing beside the outputs.
+    bool goes_straight(Range panels) const {
+        return std::is_same_v<T, float> && panels.end * SIXTEEN <= call_.num_outputs;
+    }
+
+    void put_straight(Product<T>& product, Range rows, Range panels) const {
+        product.out = static_cast<float*>(call_.out) + rows.begin * call_.num_outputs + panels.begin * SIXTEEN;
+        product.out_stride = call_.num_outputs;
+        // Where nobody has been yet: by the time it is written it is here.
+        for (int64_t row = 0; row < rows.size(); row++)
+            for (int64_t c = 0; c < panels.size(); c++)
+                __builtin_prefetch(product.out + row * product.out_stride + c * SIXTEEN, 1);
+    }
+
+    void give_out(Range rows, Range panels, const float* sums) const {
+        Range outputs = outputs_of(panels);
+        for (int64_t row = rows.begin; row < rows.end; row++, sums += SUMS_STRIDE) {
+            T* out = static_cast<T*>(call_.out) + row * call_.num_outputs + outputs.begin;
+            for (int64_t i = 0; i < outputs.size(); i++) from_float(sums[i], out[i]);
         }
     }
 
     Range outputs_of(Range panels) const {
         int64_t end = panels.end * SIXTEEN;
         return {panels.begin * SIXTEEN, end < call_.num_outputs ? end : call_.num_outputs};
-    }
-
-    void begin_sums(Range rows, Range panels, float* sums) const {
-        const T* bias = static_cast<const T*>(call_.bias);
-        std::memset(sums, 0, sizeof(float) * size_t(rows.size() * SUMS_STRIDE));
-        if (bias == nullptr) return;
-        Range outputs = outputs_of(panels);
-        for (int64_t row = 0; row < rows.size(); row++)
-            for (int64_t i = 0; i < outputs.size(); i++)
-                sums[row * SUMS_STRIDE + i] = to_float(bias[outputs.begin + i]);
-    }
-
-    void end_sums(Range rows, Range panels, const float* sums) const {
-        Range outputs = outputs_of(panels);
-        for (int64_t row = 0; row < rows.size(); row++) {
-            T* out = static_cast<T*>(call_.out) + (rows.begin + row) * call_.num_outputs + outputs.begin;
-            for (int64_t i = 0; i < outputs.size(); i++) from_float(sums[row * SUMS_STRIDE + i], out[i]);
-        }
     }
 
     const Call& call_;

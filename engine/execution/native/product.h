@@ -1,4 +1,4 @@
-// A small matrix of float32 times panels sixteen wide, float32 or bfloat16, added to what is there.
+// A small matrix of float32 times panels sixteen wide, float32 or bfloat16, added to given numbers.
 //
 // Law: a sum is formed in the order of its index, one product after the other, whatever stands in other rows
 // and columns and however many there are. So the bits of a row do not depend on its mates.
@@ -18,7 +18,8 @@ constexpr int columns_beside(int rows) {
 }
 
 // left [rows, depth] of a row stride. right: `segments` runs of sixteen wide rows, each but the last of
-// `run` rows; panels[segment * MOST_COLUMNS + column] is where one begins. out [rows, columns * 16].
+// `run` rows; panels[segment * MOST_COLUMNS + column] is where one begins. begin, out [rows, columns * 16]: what
+// the sums begin with, of a row stride that may be 0, and where they go, which may be the same place.
 template <typename T>
 struct Product {
     const float* left;
@@ -26,9 +27,14 @@ struct Product {
     const T* const* panels;
     int64_t depth;
     int64_t run;
+    const float* begin;
+    int64_t begin_stride;
     float* out;
     int64_t out_stride;
 };
+
+// What sums begin with where nothing is added to: of a row stride of 0.
+alignas(64) constexpr float ZEROS[MOST_COLUMNS * SIXTEEN] = {};
 
 // What a loop asks the memory for while it computes: nothing.
 struct Nothing {
@@ -57,6 +63,7 @@ inline void add_run(Sums<ROWS, COLUMNS>& sums, const float* left, int64_t stride
                     int64_t at, int64_t depth, const Next& next) {
     const float* columns[COLUMNS];
     for (int c = 0; c < COLUMNS; c++) columns[c] = panels[c];
+#pragma GCC unroll 2
     for (int64_t k = 0; k < depth; k++) {
         next.template fetch<COLUMNS>(at + k);
         Floats right[COLUMNS][PARTS];
@@ -104,7 +111,7 @@ void multiply(const Product<T>& product, const Next& next) {
     for (int r = 0; r < ROWS; r++)
         for (int c = 0; c < COLUMNS; c++)
             for (int p = 0; p < PARTS; p++)
-                sums[r][c][p] = load(product.out + r * product.out_stride + c * SIXTEEN + p * LANES);
+                sums[r][c][p] = load(product.begin + r * product.begin_stride + c * SIXTEEN + p * LANES);
     const T* const* panels = product.panels;
     for (int64_t at = 0; at < product.depth; at += product.run, panels += MOST_COLUMNS) {
         int64_t left = product.depth - at;

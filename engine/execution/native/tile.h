@@ -139,14 +139,13 @@ void find_groups(const Rows<T>& rows, const Layer& layer, int64_t first, int64_t
 template <typename T>
 void score(const float* query, int rows, const Shape& shape, const T* const* groups, int num_groups,
            float* scores) {
-    std::memset(scores, 0, sizeof(float) * size_t(rows * KEY_TILE));
     int64_t size = shape.padded_head_dim();
     for (int r = 0; r < rows; r += MOST_ROWS) {
         int count = rows - r < MOST_ROWS ? rows - r : MOST_ROWS;
         for (int g = 0; g < num_groups;) {
             int columns = g + columns_beside(count) <= num_groups ? columns_beside(count) : 1;
             float* out = scores + r * KEY_TILE + g * SIXTEEN;
-            Product<T> product{query + r * size, size, groups + g, size, size, out, KEY_TILE};
+            Product<T> product{query + r * size, size, groups + g, size, size, ZEROS, 0, out, KEY_TILE};
             Runs<T> values;
             for (int c = 0; c < columns; c++) values.from[c] = groups[g + c] + shape.key_numbers();
             r == 0 ? multiply(product, count, columns, values) : multiply(product, count, columns);
@@ -170,8 +169,8 @@ void add_values(const float* weights, int rows, const Shape& shape, const T* con
                 for (int c = 0; c < columns; c++)
                     panels[g * MOST_COLUMNS + c] =
                         groups[g] + shape.key_numbers() + (at + c * SIXTEEN) * SIXTEEN;
-            Product<T> product{weights + r * KEY_TILE, KEY_TILE, panels,           num_tokens, SIXTEEN,
-                               out + r * size + at,    size};
+            float* sums = out + r * size + at;
+            Product<T> product{weights + r * KEY_TILE, KEY_TILE, panels, num_tokens, SIXTEEN, sums, size, sums, size};
             Runs<T> keys;
             for (int c = 0; c < columns; c++) {
                 int64_t line = (at / SIXTEEN + c) * KEY_TILE, group = line / key_size;
