@@ -1,7 +1,7 @@
 """Captures a forward on a CPU: each call that computes is noted once, and a replay makes the same calls on
 the same memory. What stands around them in Python, for small steps a third of the time, is not run again.
 
-Law: a graph holds every call that writes, in order, and all memory that they name. What is decided on the
+Law: a graph holds every call that writes, in order, and the memory that they name is there as long. What is decided on the
 host by a tensor's content cannot be noted, and such work is refused. Calls of torch and of the native library
 are seen, nothing else: the trial of a graph must show that there was nothing else.
 """
@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.execution.capture_memory import CaptureMemory
 from engine.execution.native_library import NativeLibrary
 
 MOST_BYTES = 1 << 27
-"""That graphs may keep in all: each keeps what it computes on the way."""
+"""For what graphs compute on the way."""
 
 aten = torch.ops.aten
 UNWRITTEN = frozenset(
@@ -39,15 +40,10 @@ class CannotCapture(Exception):
 class HostGraph:
     """Calls that were made once, and are made again by as many threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: CaptureMemory) -> None:
         self.calls: list[Call] = []
-        self.kept: list[torch.Tensor] = []
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the memory that is kept."""
-        storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in self.kept}
-        return sum(storages.values())
+        #: Native calls name places in it by number.
+        self._memory = memory
 
     def replay(self) -> None:
         """Raises what a call raises; `MemoryError` if a native one had no memory."""
@@ -57,37 +53,39 @@ class HostGraph:
 
 
 class HostCapture:
-    """Makes graphs of work that calls torch and, if there is one, `library`."""
+    """Makes graphs of work that calls torch and, if there is one, `library`. Of all at most one runs at a time:
+    they share `most_bytes` of memory."""
 
-    def __init__(self, library: NativeLibrary | None) -> None:
+    def __init__(self, library: NativeLibrary | None, most_bytes: int = MOST_BYTES) -> None:
         self._library = library
-        self._num_bytes = 0
-        self._num_rows = 0
+        self._most_bytes = most_bytes
+        self._memory = CaptureMemory(most_bytes)
 
     def order(self, sizes: tuple[int, ...]) -> Iterator[int]:
         """Which of `sizes`, numbers of rows, to capture: the smallest first, as long as there is room."""
+        last = None
         for size in sizes:
-            each = self._num_bytes / max(self._num_rows, 1)
-            if self._num_bytes + each * size > MOST_BYTES:
+            if last and self._memory.most_bytes * size > self._most_bytes * last:
                 return
-            self._num_rows += size
+            last = size
             yield size
 
     def __call__(self, work: Callable[[], None]) -> HostGraph:
-        """Raises what `work` raises, and `CannotCapture`."""
-        graph = HostGraph()
-        with self._library.noting(graph.calls) if self._library else nullcontext(), _Noting(graph):
+        """Raises what `work` raises, `CannotCapture`, and `NoRoom`."""
+        graph = HostGraph(self._memory)
+        noting = _Noting(graph.calls, self._memory)
+        with self._library.noting(graph.calls) if self._library else nullcontext(), noting:
             work()
-        self._num_bytes += graph.num_bytes
         return graph
 
 
 class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch types it not
     """Notes what is computed while it is active."""
 
-    def __init__(self, graph: HostGraph) -> None:
+    def __init__(self, calls: list[Call], memory: CaptureMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch types it not
-        self._graph = graph
+        self._calls = calls
+        self._memory = memory
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -101,21 +99,35 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch type
         if operator.reads_on_the_host or (operator.is_index and _is_by_mask(args)):
             raise CannotCapture(f"{func} decides on the host by what a tensor holds")
         results = func(*args, **kwargs)
+        if any(one.layout != torch.strided for one in _tensors_in((results,))):
+            raise CannotCapture(f"{func} gives a tensor whose memory cannot be named")
         if operator.is_mutable:
-            self._graph.calls.append(partial(_forgetting, partial(func, *args, **kwargs)))
-        elif not operator.gives_views:
-            self._note_results(operator, partial(func, *args, **kwargs), _tensors_in((results,)))
-        return results
+            self._calls.append(partial(_forgetting, self._named(func, args, kwargs)))
+            return results
+        if operator.gives_views or _are_views(_tensors_in((results,)), args, kwargs):
+            return results
+        placed = _replaced(results, self._placed)
+        if operator.is_written:
+            self._note_results(operator, self._named(func, args, kwargs), _tensors_in((placed,)))
+        return placed
 
     def _note_results(self, operator: "_Operator", call: "partial[Any]", tensors: list[torch.Tensor]) -> None:
-        if _are_views(tensors, call):
-            return
-        self._graph.kept += tensors
-        if operator.into is not None and len(tensors) == 1:
-            into = partial(operator.into, *call.args, **call.keywords, out=tensors[0])
-            self._graph.calls.append(partial(_forgetting, into))
-        elif operator.is_written:
-            self._graph.calls.append(partial(_copied, call, tensors))
+        names = [self._memory.name(one) for one in tensors]
+        if operator.into is not None and len(names) == 1:
+            into = partial(operator.into, *call.args, **call.keywords, out=names[0])
+            self._calls.append(partial(_forgetting, into))
+        else:
+            self._calls.append(partial(_copied, call, names))
+
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        # What has no numbers is never written, and is kept by those who read it.
+        return self._memory.copy_of(tensor) if tensor.numel() else tensor
+
+    def _named(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "partial[Any]":
+        """The call for a replay."""
+        name = self._memory.name
+        named = {key: _replaced(value, name) for key, value in kwargs.items()}
+        return partial(func, *(_replaced(value, name) for value in args), **named)
 
 
 class _Operator(NamedTuple):
@@ -155,9 +167,14 @@ def _is_by_mask(args: tuple[Any, ...]) -> bool:
     return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
 
 
-def _are_views(tensors: list[torch.Tensor], call: "partial[Any]") -> bool:
+def _are_views(tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether results lie in what was given: they see what is written there. Some do that do not say so."""
-    given = {one.untyped_storage().data_ptr() for one in _tensors_in((*call.args, *call.keywords.values()))}
+    # What oneDNN has packed has no storage to name, and nothing else lies in it.
+    given = {
+        one.untyped_storage().data_ptr()
+        for one in _tensors_in((*args, *kwargs.values()))
+        if one.layout == torch.strided
+    }
     return all(one.untyped_storage().data_ptr() in given for one in tensors)
 
 
@@ -170,6 +187,15 @@ def _tensors_in(values: tuple[Any, ...]) -> list[torch.Tensor]:
         elif isinstance(value, list | tuple):
             found += [one for one in value if isinstance(one, torch.Tensor)]
     return found
+
+
+def _replaced(value: Any, by: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same, with other tensors in the places that `_tensors_in` knows."""
+    if isinstance(value, torch.Tensor):
+        return by(value)
+    if isinstance(value, list | tuple):
+        return type(value)(by(one) if isinstance(one, torch.Tensor) else one for one in value)
+    return value
 
 
 def _into(func: Any) -> Any | None:
