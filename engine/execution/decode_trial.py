@@ -39,24 +39,27 @@ class GraphTrial:
         self._backend = backend
         self._config = config
         self._most = _num_rows(most)
-        self.logits = self._forward(self._inputs(self._most))
+        whole = self._inputs(self._most)
+        self._zero_blocks(whole)
+        self.logits = self._forward(whole)
         """Of the forward pass, [rows, vocabulary], in the model's dtype."""
 
     def check(self, replay: Callable[[StepInputs], torch.Tensor], size: int) -> None:
         """Raise `OtherLogits` unless both ways agree on a step of up to `size` rows.
 
-        The step has one row less than the graph, where it has several. Its blocks are zeroed before and after:
-        what a graph does not write is not there.
+        The step has one row less than the graph, where it has several. Its blocks are zeroed before and
+        after each way: what a graph does not write is not there.
         """
         inputs = self._inputs(_num_rows(size))
-        found = self._with_clean_blocks(inputs, replay)
+        found = self._leaving_no_trace(inputs, replay)
         difference = _difference(found, self.logits[: len(found)])
         if not self._is_small(difference):
             # In kernels for more rows, sums may be split so that an expert is chosen by another rounding.
             difference = _difference(found, self._forward(inputs))
         if not self._is_small(difference):
             raise OtherLogits(
-                f"a graph of {size} rows differs from the forward pass by {difference:.2g} of the largest logit"
+                f"a graph of {size} rows differs from the forward pass by {difference:.2g} of the largest"
+                " logit"
             )
 
     def _inputs(self, num_rows: int) -> StepInputs:
@@ -64,21 +67,22 @@ class GraphTrial:
         return trial_inputs(vocab_size, self._config, self._most, first=num_rows)
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
-        return self._with_clean_blocks(inputs, self._run)
+        return self._leaving_no_trace(inputs, self._run)
 
     def _run(self, inputs: StepInputs) -> torch.Tensor:
         moved = move_inputs(inputs, self._model.device)
         step = self._backend.begin(moved.batch)
         return run_model(self._model, moved.token_ids, moved.positions, moved.logits_rows, step)
 
-    def _with_clean_blocks(
+    def _leaving_no_trace(
         self, inputs: StepInputs, work: Callable[[StepInputs], torch.Tensor]
     ) -> torch.Tensor:
-        blocks = (0, *map(int, inputs.batch.single_tables.flatten()))
-        self._backend.zero_blocks(blocks)
         found = work(inputs)
-        self._backend.zero_blocks(blocks)
+        self._zero_blocks(inputs)
         return found
+
+    def _zero_blocks(self, inputs: StepInputs) -> None:
+        self._backend.zero_blocks((0, *map(int, inputs.batch.single_tables.flatten())))
 
     def _is_small(self, difference: float) -> bool:
         # NaN is not within the bound either.
@@ -97,8 +101,10 @@ def _difference(found: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def trial_inputs(vocab_size: int, config: EngineConfig, most: int, *, first: int | None = None) -> StepInputs:
-    """Different tokens at different lengths, each with blocks of its own: as many rows as the pool has room
-    for, `most` at most. `first`: only so many of these, as they are among all."""
+    """Different tokens at different lengths, each with blocks of its own.
+
+    As many rows as the pool has room for, `most` at most; with `first` only the first of these.
+    """
     count = min(most, config.num_kv_blocks)
     num_blocks = max(1, min(2, config.num_kv_blocks // count, config.max_model_len // config.block_size))
     rows = torch.arange(count)[:first]

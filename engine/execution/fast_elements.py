@@ -5,7 +5,6 @@ model, and nothing of how norms, gates and rotations are recognised.
 """
 
 import logging
-from functools import partial
 from typing import NamedTuple
 
 from transformers import PreTrainedModel
@@ -17,7 +16,7 @@ from engine.execution.fast_norms import replace_norms
 from engine.execution.fast_rotary import replace_rotary
 from engine.execution.native_build import CannotBuild
 from engine.execution.native_library import NativeLibrary
-from engine.execution.probe import pass_of_two_tokens
+from engine.execution.probe import SeenCall, pass_of_two_tokens
 from engine.execution.rotary_operator import RotaryOperator
 from engine.execution.seen_places import seen_places
 
@@ -52,9 +51,12 @@ def tried_elements(library: NativeLibrary) -> ElementOperators | None:
 
 def speed_up_elements(model: PreTrainedModel, operators: ElementOperators) -> Replaced:
     """Replace the norms, gated MLPs and rotary embeddings that are recognised."""
-    places = seen_places(model, partial(pass_of_two_tokens, model))
+    calls: list[SeenCall] = []
+    places = seen_places(model, lambda: calls.extend(pass_of_two_tokens(model)))
+    # Rotations first: with other norms the model's attention is no more given what the pass has shown.
+    rotations = replace_rotary(model, operators.rotary, calls)
     return Replaced(
         norms=replace_norms(places, operators.elementwise),
         gates=replace_gates(places, operators.elementwise),
-        rotations=replace_rotary(model, operators.rotary),
+        rotations=rotations,
     )

@@ -84,7 +84,8 @@ def _linears(place: SeenPlace) -> dict[str, nn.Linear]:
     linears = {name: one for name, one in place.module.named_children() if type(one) is nn.Linear}
     num_weights = sum(len(list(one.parameters())) for one in linears.values())
     is_all = num_weights == len(list(place.module.parameters())) and not list(place.module.buffers())
-    return linears if is_all and len(linears) in (2, 3) and place.dtype in DTYPES else {}
+    has_rows = len(place.shape) > 1
+    return linears if is_all and len(linears) in (2, 3) and place.dtype in DTYPES and has_rows else {}
 
 
 class _Run(NamedTuple):
@@ -99,11 +100,12 @@ class _Run(NamedTuple):
 def _form_of(place: SeenPlace, linears: dict[str, nn.Linear]) -> GateForm | None:
     """The first that explains what the module did; None: it is something else."""
     with torch.inference_mode():
-        runs = [_run(place.module, linears, probe) for probe in place.probes(SCALES)]
-        if not all(run.given.keys() == linears.keys() for run in runs):
+        # Rows of all sizes at once: each run reads all weights.
+        run = _run(place.module, linears, torch.cat(place.probes(SCALES), dim=-2))
+        if run.given.keys() != linears.keys():
             return None
-        for form in _forms(runs, linears):
-            if all(_explains(form, run) for run in runs):
+        for form in _forms(run, linears):
+            if _explains(form, run):
                 return form
     return None
 
@@ -130,9 +132,9 @@ def _run(module: nn.Module, linears: dict[str, nn.Linear], probe: torch.Tensor) 
     )
 
 
-def _forms(runs: list[_Run], linears: dict[str, nn.Linear]) -> Iterator[GateForm]:
+def _forms(run: _Run, linears: dict[str, nn.Linear]) -> Iterator[GateForm]:
     """Those that the shapes allow."""
-    readers = tuple(name for name in linears if all(run.given[name] is run.probe for run in runs))
+    readers = tuple(name for name in linears if run.given[name] is run.probe)
     others = [name for name in linears if name not in readers]
     if len(others) != 1:
         return

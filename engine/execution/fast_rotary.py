@@ -7,7 +7,7 @@ modules see the operator; the module of transformers that defines the function s
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.execution.native_library import DTYPES
-from engine.execution.probe import pass_of_two_tokens
+from engine.execution.probe import SeenCall, pass_of_two_tokens
 from engine.execution.rotary_operator import RotaryOperator
 
 FUNCTION = "apply_rotary_pos_emb"
@@ -56,18 +56,20 @@ class _Place(NamedTuple):
     plain: Rotate
 
 
-def replace_rotary(model: PreTrainedModel, operator: RotaryOperator) -> int:
-    """Let the modules that rotate use the operator; gives how many."""
+def replace_rotary(model: PreTrainedModel, operator: RotaryOperator, before: list[SeenCall]) -> int:
+    """Let the modules that rotate use the operator; gives how many.
+
+    `before`: what a pass of the model as it is has shown.
+    """
     places = [place for place in map(_place, model.modules()) if place is not None]
     plains = {place.plain for place in places}
     known = {plain: FastRotary(operator, plain) for plain in plains if _is_the_same(plain, operator)}
     places = [place for place in places if place.plain in known]
     if not places:
         return 0
-    before = _attention_inputs(model)
     for module, forward, plain in places:
         module.forward = MethodType(_looking_up(forward, known[plain]), module)
-    if all(map(torch.equal, before, _attention_inputs(model))):
+    if all(map(torch.equal, _given(before), _given(pass_of_two_tokens(model)))):
         return len(places)
     for place in places:
         # What the class has is seen again.
@@ -128,6 +130,6 @@ def _is_the_same(plain: Rotate, operator: RotaryOperator) -> bool:
     return True
 
 
-def _attention_inputs(model: PreTrainedModel) -> list[torch.Tensor]:
-    """The queries and keys of all layers in one pass."""
-    return [tensor for call in pass_of_two_tokens(model) for tensor in (call.query, call.key)]
+def _given(calls: list[SeenCall]) -> Iterator[torch.Tensor]:
+    """The queries and keys of all layers."""
+    return (tensor for call in calls for tensor in (call.query, call.key))

@@ -3,7 +3,8 @@ the same memory. What stands around them in Python, for small steps a third of t
 
 Law: a graph holds every call that writes, in order, and the memory that they name is there as long. What is decided on the
 host by a tensor's content cannot be noted, and such work is refused. Calls of torch and of the native library
-are seen, nothing else: the trial of a graph must show that there was nothing else.
+are seen, nothing else: the trial of a graph must show that there was nothing else. Native calls are noted and
+not made, so what work gives while it is captured means nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -133,8 +134,9 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch type
 class _Operator(NamedTuple):
     """What an operator of torch says of itself.
 
-    `is_index`: it reads on the host or not, as its arguments are. `gives_views`: its results lie in what it is given. `is_written`: it gives more than memory. `into`: the
-    same operator that writes into `out`, if there is one with the same arguments.
+    `is_index`: whether it reads on the host depends on what it is given. `gives_views`: its results lie in
+    what it is given. `is_written`: it gives more than memory. `into`: the same operator that writes into
+    `out`, if there is one with the same arguments.
     """
 
     is_made_of_others: bool
@@ -148,7 +150,7 @@ class _Operator(NamedTuple):
 
 @cache
 def _operator(func: Any) -> _Operator:
-    """Asked once for each: a forward calls the same few hundreds of times."""
+    """Asked once for each: a forward calls the same few many times."""
     results = func._schema.returns
     is_index, is_written = func is aten.index.Tensor, func not in UNWRITTEN
     return _Operator(
@@ -179,7 +181,7 @@ def _are_views(tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[
 
 
 def _tensors_in(values: tuple[Any, ...]) -> list[torch.Tensor]:
-    """In arguments or results of an operator, which are tensors, sequences of tensors, and what is neither."""
+    """In arguments or results of an operator: tensors, sequences of tensors, and what is neither."""
     found = []
     for value in values:
         if isinstance(value, torch.Tensor):

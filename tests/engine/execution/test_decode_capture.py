@@ -133,10 +133,20 @@ def test_what_cannot_be_captured_is_served_without(
     assert served.token_ids["r"] == reference(make_model("llama"), PROMPTS["5 tokens"], 20).token_ids
 
 
-def test_a_backend_that_decodes_wrongly_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
+class LongerBesideNobody(GraphableTorch):
+    """Its rows see one slot more where the last row is nobody's."""
+
+    def begin_decode(self, rows: DecodeRows) -> DecodeStep:
+        return super().begin_decode(DecodeRows(rows.slots, rows.lengths + (rows.slots[-1] == 0), rows.tables))
+
+
+@pytest.mark.parametrize("kind", [LooksAtNobody, LongerBesideNobody])
+def test_a_backend_that_decodes_wrongly_is_found_out(
+    kind: type[GraphableTorch], caplog: pytest.LogCaptureFixture
+) -> None:
     model = make_model("llama")
     backend = graphable(model, CROWDED)
-    backend.__class__ = LooksAtNobody
+    backend.__class__ = kind
     assert make_decode_graphs(model, backend, CROWDED, Recorder(), lambda _: None) is None
     assert "differs from the forward pass" in caplog.text
 

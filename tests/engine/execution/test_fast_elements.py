@@ -349,3 +349,13 @@ def test_operators_are_tried_once_for_all_models(monkeypatch: pytest.MonkeyPatch
     for _ in range(2):
         prepare(ready())
     assert Counter(map(type, tried)) == {ElementwiseOperator: 1, LinearOperator: 1}
+
+
+def test_to_prepare_a_model_its_layers_are_run_three_times_and_its_head_never() -> None:
+    """One pass shows all elements and rotations, one tries the rotations, and one shows the linears."""
+    model, given = ready(), []
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embeddings.register_forward_pre_hook(lambda _, args: given.append(args[0].shape))
+    head.register_forward_pre_hook(lambda _, args: given.append(args[0].shape[:2]))
+    numerics.plain((), native_library()).prepare(model)
+    assert given == [(1, 2), (1, 0)] * 3
