@@ -1,9 +1,9 @@
-"""The memory of what graphs of a CPU compute on the way. A place is given again as soon as nobody looks at what
-is there, as it is without graphs: so it stays small, and within the processor's caches.
+"""The memory of what graphs of a CPU compute on the way. A place is given again as soon as nobody looks at
+what is there, as it is without graphs: so it stays small, and within the processor's caches.
 
 Law: what is looked at at one time of a capture lies in different places. A replay makes the same calls in the
-same order, so what nobody looked at any more is not read later either. All graphs share the memory, as only one
-runs at a time; what outlives its capture keeps its place. For one thread.
+same order, so what nobody looked at any more is not read later either. All graphs share the memory, as only
+one runs at a time; what outlives its capture keeps its place. For one thread.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ class NoRoom(Exception):
 
 
 class CaptureMemory:
-    """Places in `num_bytes`, of which what is never written takes no memory."""
+    """Places in `num_bytes` of addresses: what is never written takes no memory."""
 
     def __init__(self, num_bytes: int) -> None:
         self._whole = huge_empty(num_bytes, torch.uint8)
@@ -49,7 +49,7 @@ class CaptureMemory:
         return copy.copy_(tensor)
 
     def name(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same numbers under another name, by which nobody keeps his place; what lies elsewhere as it is."""
+        """The same numbers under another name, which keeps no place; what lies elsewhere as it is."""
         if tensor.layout != torch.strided:
             return tensor
         begin = tensor.data_ptr() - self._address

@@ -1,10 +1,10 @@
 """Captures a forward on a CPU: each call that computes is noted once, and a replay makes the same calls on
 the same memory. What stands around them in Python, for small steps a third of the time, is not run again.
 
-Law: a graph holds every call that writes, in order, and the memory that they name is there as long. What is decided on the
-host by a tensor's content cannot be noted, and such work is refused. Calls of torch and of the native library
-are seen, nothing else: the trial of a graph must show that there was nothing else. Native calls are noted and
-not made, so what work gives while it is captured means nothing.
+Law: a graph holds every call that writes, in order, and the memory that they name lives as long. What is
+decided on the host by a tensor's content cannot be noted, and such work is refused. Calls of torch and of the
+native library are seen, nothing else: the trial of a graph must show that there was nothing else. Native
+calls are noted and not made, so what work gives while it is captured means nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,9 @@ from engine.execution.capture_memory import CaptureMemory
 from engine.execution.native_library import NativeLibrary
 
 MOST_BYTES = 1 << 27
-"""For what graphs compute on the way."""
+"""Expected of the largest graph for what it computes on the way."""
+ROOM_BYTES = 1 << 30
+"""Of addresses: memory is taken only by what is used."""
 
 aten = torch.ops.aten
 UNWRITTEN = frozenset(
@@ -54,19 +56,23 @@ class HostGraph:
 
 
 class HostCapture:
-    """Makes graphs of work that calls torch and, if there is one, `library`. Of all at most one runs at a time:
-    they share `most_bytes` of memory."""
+    """Makes graphs of work that calls torch and, if there is one, `library`. At most one of them runs at a
+    time."""
 
-    def __init__(self, library: NativeLibrary | None, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, library: NativeLibrary | None) -> None:
         self._library = library
-        self._most_bytes = most_bytes
-        self._memory = CaptureMemory(most_bytes)
+        self._memory = CaptureMemory(ROOM_BYTES)
+
+    @property
+    def num_bytes(self) -> int:
+        """That all graphs use together."""
+        return self._memory.most_bytes
 
     def order(self, sizes: tuple[int, ...]) -> Iterator[int]:
         """Which of `sizes`, numbers of rows, to capture: the smallest first, as long as there is room."""
         last = None
         for size in sizes:
-            if last and self._memory.most_bytes * size > self._most_bytes * last:
+            if last and self._memory.most_bytes * size > MOST_BYTES * last:
                 return
             last = size
             yield size

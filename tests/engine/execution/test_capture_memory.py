@@ -1,0 +1,83 @@
+"""The memory of graphs: what is looked at stays as it is, and what nobody looks at is given again."""
+
+import gc
+from contextlib import suppress
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.execution.capture_memory import CaptureMemory, NoRoom
+
+ROOM = 4096
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+ASKED = st.tuples(st.integers(1, 70), st.sampled_from(DTYPES), st.integers(0, 8))
+"""Numbers, of what type, and how many of those that are held are let go then."""
+
+
+@settings(max_examples=200)
+@given(st.lists(ASKED, max_size=40), st.integers(0, 99))
+def test_what_is_looked_at_stays_as_it_is(asked: list[tuple[int, torch.dtype, int]], seed: int) -> None:
+    memory, random = CaptureMemory(ROOM), Random(seed)
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for number, (size, dtype, num_gone) in enumerate(asked):
+        given = torch.full((size,), number % 2, dtype=dtype)
+        # Holes may be too small for it.
+        with suppress(NoRoom):
+            held.append((memory.copy_of(given), given))
+        random.shuffle(held)
+        del held[:num_gone]
+        assert all(torch.equal(*pair) for pair in held)
+    held.clear()
+    # All holes have become one again.
+    assert len(memory.copy_of(torch.zeros(ROOM, dtype=torch.uint8))) == ROOM
+
+
+def test_a_view_keeps_the_place_and_a_name_does_not() -> None:
+    memory = CaptureMemory(256)
+    whole = memory.copy_of(torch.arange(32.0))
+    view, name = whole.view(4, 8)[1:3, ::2], memory.name(whole[8:])
+    del whole
+    with pytest.raises(NoRoom):
+        memory.copy_of(torch.zeros(33))
+    assert view.tolist() == [[8, 10, 12, 14], [16, 18, 20, 22]]
+    del view
+    gc.collect()
+    other = memory.copy_of(torch.full((64,), 7.0))
+    assert name.tolist() == [7.0] * 24
+    assert other.data_ptr() + 32 == name.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shape_and_strides_stay(dtype: torch.dtype) -> None:
+    memory = CaptureMemory(4096)
+    given = torch.arange(24).view(2, 3, 4).to(dtype).transpose(0, 2)
+    copy = memory.copy_of(given)
+    name = memory.name(copy[1:, 1])
+    assert (copy.stride(), copy.dtype) == (given.stride(), dtype)
+    assert torch.equal(copy, given)
+    assert torch.equal(name, given[1:, 1])
+    assert memory.copy_of(torch.tensor(3)).shape == ()
+
+
+def test_what_lies_elsewhere_has_no_other_name() -> None:
+    memory = CaptureMemory(256)
+    here, packed = torch.ones(3), torch.ones(3, 4).to_mkldnn()
+    assert memory.name(here) is here
+    assert memory.name(packed) is packed
+
+
+def test_only_the_front_part_that_was_used_counts() -> None:
+    memory = CaptureMemory(1 << 20)
+    first, second = memory.copy_of(torch.zeros(16)), memory.copy_of(torch.zeros(17))
+    assert memory.most_bytes == 64 + 128
+    del first
+    third = memory.copy_of(torch.zeros(16))
+    assert memory.most_bytes == 64 + 128
+    del second, third
+    memory.copy_of(torch.zeros(100))
+    assert memory.most_bytes == 448
