@@ -102,6 +102,8 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch type
             raise CannotCapture(f"{func} decides on the host by what a tensor holds")
         results = func(*args, **kwargs)
         tensors = [one for one in tree_leaves(results) if isinstance(one, torch.Tensor)]
+        if any(one.is_mkldnn for one in tensors):
+            raise CannotCapture(f"{func} gives a tensor whose memory cannot be named")
         if func._schema.is_mutable:
             self._graph.calls.append(partial(_forgetting, partial(func, *args, **kwargs)))
         elif not _are_views(tensors, args, kwargs):
@@ -123,7 +125,8 @@ def _are_views(tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[
     given = {
         one.untyped_storage().data_ptr()
         for one in tree_leaves((args, kwargs))
-        if isinstance(one, torch.Tensor)
+        # What oneDNN has packed has no storage to name, and nothing else lies in it.
+        if isinstance(one, torch.Tensor) and not one.is_mkldnn
     }
     return all(one.untyped_storage().data_ptr() in given for one in tensors)
 

@@ -22,6 +22,7 @@ def spelling_of_texts(
     `added`: tokens beside the vocabulary, by id, which are spelt as they are. `skipped`: special ones, which
     leave no text where `skips` is true.
     """
+    spell: Callable[[str], bytes]
     if backend.decoder is None:
         # Pieces are joined by spaces.
         spell, separator = str.encode, " "
