@@ -16,9 +16,9 @@ class PrefillShares:
     """The prefills of one step and the tokens that each gets.
 
     Each takes at most `chunk_tokens_limit` at first, so that a long prompt leaves something to those after
-    it; what they leave in turn goes to the first. A token far into its prompt takes more of a step than one, by
-    `context_unit`; each gets at least one while anything is left. With chunked prefill off only what has sampled before is
-    computed in parts.
+    it; what they leave in turn goes to the first. A token far into its prompt takes more of a step than one,
+    by `context_unit`; each gets at least one while anything is left. With chunked prefill off only what has
+    sampled before is computed in parts.
     """
 
     def __init__(self, config: EngineConfig, budget: SchedulingBudget) -> None:

@@ -25,7 +25,7 @@ class Spelling:
     def __init__(self, bytes_of: Callable[[int], bytes], separator: str = "") -> None:
         self.bytes_of = bytes_of
         self.separator = separator
-        #: Of tokens that were asked for and are whole characters.
+        #: Of tokens that were asked for and neither end nor begin within a character.
         self.texts: dict[int, str] = {}
 
     def bytes_at_end(self, token_ids: list[int]) -> bytes:
@@ -67,7 +67,7 @@ class SpelledDecoder:
         was_between = self._is_between_characters
         text = self._told(self._utf8.decode(new))
         self._is_between_characters = not (self._left_out or self._is_inside_character())
-        if was_between and self._is_between_characters and REPLACEMENT not in text:
+        if was_between and self._is_between_characters:
             self._texts[token_id] = text
         return text
 
