@@ -4,7 +4,7 @@ Law: text put together so is what the tokenizer decodes. Which decoders are of t
 tokenizer is tried all the same: one that disagrees is not read so.
 """
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from typing import Any
 
 from engine.execution.token_bytes import spell_byte_level, steps_of
@@ -14,13 +14,10 @@ NUM_TRIED = 512
 """Tokens of the vocabulary in a trial, beside all that were added to it."""
 
 
-def spelling_of_texts(
-    backend: Any, added: Mapping[int, str], skipped: Set[int], *, skips: bool
-) -> Spelling | None:
+def spelling_of_texts(backend: Any, added: Set[int], skipped: Set[int], *, skips: bool) -> Spelling | None:
     """Of a tokenizer of the `tokenizers` library; None if it is of another kind, or disagrees.
 
-    `added`: tokens beside the vocabulary, by id, which are spelt as they are. `skipped`: special ones, which
-    leave no text where `skips` is true.
+    `added`: ids beside the vocabulary. `skipped`: special ones, which leave no text where `skips` is true.
     """
     spell: Callable[[str], bytes]
     if backend.decoder is None:
@@ -30,10 +27,8 @@ def spelling_of_texts(
         spell, separator = spell_byte_level, ""
     else:
         return None
-    spelling = Spelling(
-        _Pieces(backend, added, skipped if skips else frozenset(), spell, separator), separator
-    )
-    return spelling if _agrees(backend, spelling, sorted({*added, *skipped}), skips=skips) else None
+    spelling = Spelling(_Pieces(backend, skipped if skips else frozenset(), spell, separator), separator)
+    return spelling if _agrees(backend, spelling, sorted(added | skipped), skips=skips) else None
 
 
 class _Pieces:
@@ -42,13 +37,11 @@ class _Pieces:
     def __init__(
         self,
         backend: Any,
-        added: Mapping[int, str],
         skipped: Set[int],
         spell: Callable[[str], bytes],
         separator: str,
     ) -> None:
         self._backend = backend
-        self._added = added
         self._skipped = skipped
         self._spell = spell
         self._separator = separator.encode()
@@ -57,8 +50,7 @@ class _Pieces:
         piece = self._backend.id_to_token(token_id)
         if piece is None or token_id in self._skipped:
             return b""
-        spell = str.encode if token_id in self._added else self._spell
-        return self._separator + spell(piece)
+        return self._separator + self._spell(piece)
 
 
 def _agrees(backend: Any, spelling: Spelling, special: list[int], *, skips: bool) -> bool:

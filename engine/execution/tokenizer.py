@@ -39,7 +39,7 @@ class Tokenizer:
         if self._backend is not None:
             for skips in (True, False):
                 self._spellings[skips] = spelling_of_texts(
-                    self._backend, self._added, self.special_ids, skips=skips
+                    self._backend, self._added.keys(), self.special_ids, skips=skips
                 )
         self.vocab_size = len(tokenizer)
         self.has_chat_template = tokenizer.chat_template is not None
