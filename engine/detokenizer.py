@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import Protocol
 
 from engine.sampling_params import SamplingParams
+from engine.spelled_text import REPLACEMENT, SpelledDecoder, Spelling
 from engine.stop_strings import StopStrings
 
-REPLACEMENT = "\ufffd"
 _CONTEXT = 6
 """Prompt tokens that the first decode begins with, so that a space between prompt and output is not lost."""
 _WINDOW = 16
@@ -31,6 +31,10 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that form no character are U+FFFD."""
+        ...
+
+    def spelling(self, skip_special_tokens: bool = True) -> Spelling | None:
+        """What each token adds to a text, wherever it stands; None if that depends on its neighbours."""
         ...
 
     def encode_text(self, text: str) -> list[int]:
@@ -104,7 +108,7 @@ class Detokenizer:
     """The text of one output that may be told: decoded, and cut at its stop string.
 
     `end_texts`: text that tokens leave which end the output. Stop strings that one of the first `min_tokens`
-    tokens completes are text like any other.
+    tokens completes are text like any other. `stopped`: one was found, and nothing more will be told.
     """
 
     def __init__(
@@ -114,41 +118,32 @@ class Detokenizer:
         params: SamplingParams,
         end_texts: Mapping[int, str] = NO_END_TEXTS,
     ) -> None:
-        decode = (
-            tokenizer.decode
-            if params.skip_special_tokens
-            else partial(tokenizer.decode, skip_special_tokens=False)
-        )
-        self._decoder = IncrementalDecoder(decode, prompt_token_ids)
+        self._decoder = _decoder(tokenizer, prompt_token_ids, skips=params.skip_special_tokens)
         self._stop_strings = StopStrings(params.stop, is_included=params.include_stop_str_in_output)
         self._may_hold_back = bool(params.stop)
+        self.stopped = False
         self._end_texts = end_texts
         self._num_left_unstopped = params.min_tokens
-
-    @property
-    def stopped(self) -> bool:
-        """A stop string was found: nothing more will be told."""
-        return self._stop_strings.matched
 
     def push(self, token_id: int) -> str:
         text = self._decoder.push(token_id)
         if not self._may_hold_back:
             return text
         self._num_left_unstopped -= 1
-        return self._stop_strings.push(text, may_stop=self._may_stop)
+        return self._cut(text)
 
     def close(self, end_token_id: int | None = None) -> str:
         """What was held back, at the end of the output; with the text of the token that ended it."""
-        text = self._stop_strings.push(self._decoder.close(), may_stop=self._may_stop)
-        text += self._stop_strings.close()
+        text = self._cut(self._decoder.close()) + self._stop_strings.close()
         if self.stopped or end_token_id is None:
             return text
         return text + self._end_texts.get(end_token_id, "")
 
-    @property
-    def _may_stop(self) -> bool:
-        """The token pushed last is beyond those that may not end the output."""
-        return self._num_left_unstopped < 0
+    def _cut(self, text: str) -> str:
+        """At a stop string, if the token pushed last is beyond those that may not end the output."""
+        text = self._stop_strings.push(text, may_stop=self._num_left_unstopped < 0)
+        self.stopped = self._stop_strings.matched
+        return text
 
 
 def final_text(
@@ -163,6 +158,15 @@ def final_text(
     """The text of a finished output, cut at its stop string. `output_token_ids`: without an ending token."""
     stream = Detokenizer(tokenizer, prompt_token_ids, params, end_texts)
     return "".join(map(stream.push, output_token_ids)) + stream.close(end_token_id)
+
+
+def _decoder(
+    tokenizer: Tokenizer, prompt_token_ids: list[int], *, skips: bool
+) -> SpelledDecoder | IncrementalDecoder:
+    if spelling := tokenizer.spelling(skips):
+        return SpelledDecoder(spelling, prompt_token_ids)
+    decode = tokenizer.decode if skips else partial(tokenizer.decode, skip_special_tokens=False)
+    return IncrementalDecoder(decode, prompt_token_ids)
 
 
 def _context(decode: Decode, prompt_token_ids: list[int]) -> list[int]:

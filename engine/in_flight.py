@@ -15,11 +15,15 @@ from engine.step_execution import ExecutedStep
 
 @dataclass(slots=True)
 class InFlight:
-    """A decision. `launched`: what the device was given to do, None: nothing of it; `executed`: what came."""
+    """A decision. `launched`: what the device was given to do, None: nothing of it; `executed`: what came.
+
+    `is_under_way`: something else was done since it was decided. Only then can a sequence of it have ended.
+    """
 
     outputs: SchedulerOutputs
     launched: Any = None
     executed: ExecutedStep | None = None
+    is_under_way: bool = False
 
     @property
     def is_wanted(self) -> bool:
@@ -28,6 +32,8 @@ class InFlight:
 
     def drop_the_ended(self) -> None:
         """Of sequences that ended meanwhile nothing is to be executed, noted or told."""
+        if not self.is_under_way:
+            return
         items = self.outputs.scheduled
         kept = [item for item in items if not item.sequence.is_finished()]
         if len(kept) < len(items):
@@ -35,10 +41,13 @@ class InFlight:
 
     def note_under_way(self) -> None:
         """What it computes is not to be found by anybody yet."""
+        self.is_under_way = True
         for item in self.outputs.scheduled:
             item.sequence.num_in_flight_tokens = item.num_new_tokens
 
     def note_ended(self) -> None:
+        if not self.is_under_way:
+            return
         for item in self.outputs.scheduled:
             item.sequence.num_in_flight_tokens = 0
 

@@ -42,12 +42,12 @@ class Output:
 
         Raises whatever tokenizer and grammar raise.
         """
-        reason = rules.reason(self.sequence, token_id)
+        sequence, text = self.sequence, self.text
+        reason = rules.reason(sequence, token_id)
         if reason is FinishReason.STOP:
-            self.held_text = self.text.close(token_id)
+            self.held_text = text.close(token_id)
             return "", reason
-        is_complete = rules.completes_grammar(self.sequence, token_id)
-        text = self.text
+        is_complete = sequence.constraints.grammar is not None and rules.completes_grammar(sequence, token_id)
         piece = text.push(token_id)
         if is_complete or text.stopped:
             reason = FinishReason.STOP

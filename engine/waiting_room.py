@@ -78,6 +78,8 @@ class WaitingRoom:
 
     def reasons(self) -> dict[WaitingReason, int]:
         """How many wait for which reason; looks at those passed over, not at all who wait."""
+        if not len(self):
+            return {}
         queue = self.queue
         passed_over = [one for one in self._passed_over if one.status is SequenceStatus.WAITING]
         counts = self._num_held + Counter(self._passed_over[one] for one in passed_over)

@@ -11,7 +11,9 @@ REFERENCE = "transformers-one-by-one"
 """Whose greedy tokens are the right ones."""
 SHORT_STEP_TOKENS = 48
 """Of a step where pauses between tokens are to be even. The workload's 32 sequences leave 16 to prompts at
-least. With more, times of steps differ more: attention to a long prompt costs more the further it is read."""
+least. With more, times of steps differ more."""
+SHORT_STEP_CONTEXT_UNIT = 2048
+"""Attention to a long prompt costs more the further it is read: here a token is about twice as dear."""
 OPEN = ("open-50", "open-80", "open-110")
 
 
@@ -35,7 +37,10 @@ SYSTEMS = {
         title=f"Tokenmill, {SHORT_STEP_TOKENS} tokens a step",
         environment="tokenmill",
         module="tokenmill",
-        options={"max_num_batched_tokens": SHORT_STEP_TOKENS},
+        options={
+            "max_num_batched_tokens": SHORT_STEP_TOKENS,
+            "context_unit": SHORT_STEP_CONTEXT_UNIT,
+        },
     ),
     REFERENCE: System(
         title="transformers generate, one by one",

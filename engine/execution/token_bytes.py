@@ -33,10 +33,10 @@ def spelling_of(backend: Any) -> Spelling | None:
     """
     if backend.decoder is None:
         return None
-    steps = _steps(json.loads(backend.decoder.__getstate__()))
+    steps = steps_of(backend.decoder)
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
-        return _byte_level
+        return spell_byte_level
     if not kinds & {"ByteFallback", "Metaspace"} or not kinds <= _KNOWN:
         return None
     replacements = [pair for step in steps if (pair := _replacement(step)) is not None]
@@ -45,6 +45,11 @@ def spelling_of(backend: Any) -> Spelling | None:
 
 # Fuse only joins, and Strip takes off a space at the start of a whole text.
 _KNOWN = {"ByteFallback", "Metaspace", "Replace", "Fuse", "Strip"}
+
+
+def steps_of(decoder: Any) -> list[dict[str, Any]]:
+    """The steps of a decoder of the `tokenizers` library, in their order, each with its `type`."""
+    return _steps(json.loads(decoder.__getstate__()))
 
 
 def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
@@ -61,7 +66,8 @@ def _replacement(step: dict[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def _byte_level(piece: str) -> bytes:
+def spell_byte_level(piece: str) -> bytes:
+    """The bytes of a piece of byte-level BPE."""
     try:
         return piece.translate(_TO_LATIN).encode("latin-1")
     except UnicodeEncodeError:

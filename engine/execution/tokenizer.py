@@ -12,7 +12,9 @@ from transformers import AutoTokenizer
 
 from engine.errors import InvalidParameter
 from engine.execution.quiet import quiet_transformers
+from engine.execution.spelled_tokens import spelling_of_texts
 from engine.execution.token_bytes import spelling_of
+from engine.spelled_text import Spelling
 
 
 class Tokenizer:
@@ -33,6 +35,12 @@ class Tokenizer:
             tokenizer.convert_ids_to_tokens(token_id): token_id for token_id in self.special_ids
         }
         self._spelling = None if self._backend is None else spelling_of(self._backend)
+        self._spellings = dict[bool, Spelling | None]()
+        if self._backend is not None:
+            for skips in (True, False):
+                self._spellings[skips] = spelling_of_texts(
+                    self._backend, self._added.keys(), self.special_ids, skips=skips
+                )
         self.vocab_size = len(tokenizer)
         self.has_chat_template = tokenizer.chat_template is not None
 
@@ -90,6 +98,10 @@ class Tokenizer:
                 token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
         )
+
+    def spelling(self, skip_special_tokens: bool = True) -> Spelling | None:
+        """What each token adds to what `decode` gives; None if that depends on its neighbours."""
+        return self._spellings.get(skip_special_tokens)
 
     @property
     def knows_bytes(self) -> bool:

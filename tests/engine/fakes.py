@@ -153,6 +153,9 @@ class WordTokenizer:
         written = {token_id: text for text, token_id in SPECIAL.items()}
         return "".join(written.get(one, f"<{one}>") for one in token_ids if one not in skipped)
 
+    def spelling(self, skip_special_tokens: bool = True) -> None:
+        """Decoded in windows."""
+
     def encode_text(self, text: str) -> list[int]:
         """Written as it is decoded; a space before makes another word of it."""
         return [500 + int(number) if space else int(number) for space, number in WORD.findall(text)]
@@ -172,6 +175,9 @@ class PieceTokenizer:
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         skipped = self.special.values() if skip_special_tokens else ()
         return "".join(self.pieces[one] for one in token_ids if one not in skipped)
+
+    def spelling(self, skip_special_tokens: bool = True) -> None:
+        """Decoded in windows."""
 
     def encode_text(self, text: str) -> list[int]:
         return [self.pieces.index(text)] if text in self.pieces else []

@@ -16,6 +16,9 @@ class ByteTokenizer:
     def decode(self, token_ids: list[int]) -> str:
         return bytes(token_ids).decode(errors="replace")
 
+    def spelling(self, skip_special_tokens: bool = True) -> None:
+        """Decoded in windows."""
+
 
 class LibraryTokenizer:
     """A real tokenizer of the `tokenizers` library behind the engine's protocol."""

@@ -139,7 +139,13 @@ def test_the_defaults_that_are_told_are_those_of_the_rooms() -> None:
     told = {name: setting.default for name, setting in BY_NAME.items() if setting.kind in (int, float)}
     rooms = [ApiSettings.from_env({}), WorkerSettings.from_env({}), Timing()]
     engine = EngineConfig(max_model_len=2, num_kv_blocks=1)
-    chosen_at_load = {"max_model_len", "num_kv_blocks", "max_num_prefill_seqs", "max_chunk_tokens"}
+    chosen_at_load = {
+        "max_model_len",
+        "num_kv_blocks",
+        "max_num_prefill_seqs",
+        "max_chunk_tokens",
+        "context_unit",
+    }
 
     for name, default in told.items():
         values = [getattr(room, name) for room in rooms if hasattr(room, name)]

@@ -38,6 +38,9 @@ class NumberText:
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return " ".join(map(str, token_ids))
 
+    def spelling(self, skip_special_tokens: bool = True) -> None:
+        """Decoded in windows."""
+
 
 def make_runner(
     model: PreTrainedModel,

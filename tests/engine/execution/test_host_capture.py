@@ -16,6 +16,7 @@ from engine.execution.decode_graphs import DecodeGraphs, make_decode_graphs
 from engine.execution.host_capture import CannotCapture, HostCapture
 from engine.execution.inputs import InputBuilder
 from engine.execution.linear_operator import LinearOperator
+from engine.execution.linear_ways import OneDnn
 from engine.execution.model_runner import ModelRunner
 from engine.execution.native_attention import NativeAttention
 from engine.execution.probe import record_layers
@@ -126,9 +127,11 @@ WORKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "copies of views": lambda x: x.view(2, -1).t().contiguous().reshape(-1),
     "views that do not say so": lambda x: aten._unsafe_view(x, [2, -1]).sum(0) * 2,
     "lists": lambda x: torch.cat([*x.split(2)[::-1], *aten.unbind_copy(x.view(2, -1))]),
+    "a weight that oneDNN packed": lambda x: PACKED(x[None])[0] + 1,
     "an empty tensor": lambda x: torch.cat([x[:0], x, x.new_empty(0)]),
 }
 TABLE = torch.arange(10.0).view(5, 2)
+PACKED = OneDnn().bind(torch.nn.Linear(4, 3))
 
 
 @pytest.mark.parametrize("name", WORKS)
@@ -163,6 +166,11 @@ def test_what_decides_on_the_host_is_refused(name: str) -> None:
     x = torch.ones(3)
     with torch.inference_mode(), pytest.raises(CannotCapture, match="on the host"):
         HostCapture(None)(silently(lambda: REFUSED[name](x)))
+
+
+def test_what_packs_a_weight_on_the_way_is_refused() -> None:
+    with torch.inference_mode(), pytest.raises(CannotCapture, match="cannot be named"):
+        HostCapture(None)(silently(lambda: torch.ops.mkldnn._reorder_linear_weight(torch.ones(3, 4))))
 
 
 def test_the_memory_that_calls_name_is_kept() -> None:

@@ -1,0 +1,150 @@
+"""Text put together from tokens is the text that the tokenizer decodes, however it comes."""
+
+import os.path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from engine.detokenizer import Detokenizer, IncrementalDecoder
+from engine.execution.spelled_tokens import spelling_of_texts
+from engine.execution.tokenizer import Tokenizer
+from engine.sampling_params import SamplingParams
+from engine.spelled_text import SpelledDecoder
+from tests.tiny_models import VOCAB_SIZE, make_tokenizer
+from tests.tiny_tokenizers import make_sentencepiece
+
+
+def make_words() -> PreTrainedTokenizerFast:
+    """Words that are joined by spaces, as a tokenizer without a decoder does it."""
+    words = Backend(
+        models.WordLevel({word: n for n, word in enumerate(["<s>", "a", "", "é\ufffd", "b c"])}, "a")
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>")
+
+
+def with_tools(fast: PreTrainedTokenizerFast) -> Tokenizer:
+    fast.add_tokens(["<tool é>", "<toolé>", AddedToken("<silent>", special=True)])
+    return Tokenizer(fast)
+
+
+BYTES, WORDS = with_tools(make_tokenizer()), with_tools(make_words())
+CASES = {"bytes": (BYTES, VOCAB_SIZE + 4), "words": (WORDS, 9)}
+
+
+def told(decoder: SpelledDecoder | IncrementalDecoder, output: list[int]) -> str:
+    return "".join(map(decoder.push, output)) + decoder.close()
+
+
+def spelled(tokenizer: Tokenizer, prompt: list[int], *, skips: bool = True) -> SpelledDecoder:
+    spelling = tokenizer.spelling(skips)
+    assert spelling is not None
+    return SpelledDecoder(spelling, prompt)
+
+
+@pytest.mark.parametrize("kind", CASES)
+@given(data=st.data(), skips=st.booleans())
+def test_text_put_together_is_what_is_decoded(kind: str, data: st.DataObject, skips: bool) -> None:
+    tokenizer, size = CASES[kind]
+    # Half of them parts of characters and special tokens, of which there are few.
+    token_ids = st.lists(
+        st.integers(0, size - 1) | st.sampled_from([0, 1, size - 2, size - 3, 165, 121, 249])
+    )
+    prompt, output = data.draw(token_ids.filter(bool)), data.draw(token_ids)
+    if kind == "words":
+        prompt, output = [one % size for one in prompt], [one % size for one in output]
+    whole, before = tokenizer.decode(prompt + output, skips), tokenizer.decode(prompt, skips)
+
+    text = told(spelled(tokenizer, prompt, skips=skips), output)
+
+    assert text == whole[len(os.path.commonprefix([whole, before])) :]  # noqa: RUF071 - of characters
+    window = IncrementalDecoder(lambda ids: tokenizer.decode(ids, skips), prompt)
+    assert text == told(window, output)
+
+
+@given(st.text(), st.text(min_size=1))
+def test_characters_come_whole(prompt: str, text: str) -> None:
+    decoder = spelled(BYTES, BYTES.encode_text(f"a{prompt}"))
+    pieces = [decoder.push(one) for one in BYTES.encode_text(text)]
+    assert "".join(pieces) == text
+    if "\ufffd" not in text:
+        assert "\ufffd" not in "".join(pieces)
+    assert decoder.close() == ""
+
+
+def test_a_token_tells_the_same_whoever_asked_for_it_before() -> None:
+    """What is remembered of a token is remembered for all."""
+    first, *rest = BYTES.encode_text("世")
+    letter = BYTES.encode_text("a")[0]
+    for _ in range(2):
+        assert told(spelled(BYTES, [letter]), [first, *rest, letter]) == "世a"
+        assert told(spelled(BYTES, [letter]), [first, letter]) == "\ufffda"
+        assert told(spelled(BYTES, [letter, first]), [letter]) == "a"
+        assert told(spelled(BYTES, [letter, first]), [*rest, letter]) == "世a"
+        assert told(spelled(BYTES, [letter, first, rest[0]]), [rest[1], letter]) == "世a"
+        assert told(spelled(WORDS, [1]), [1, 1]) == " a a"
+        assert told(spelled(WORDS, [0]), [1, 1]) == "a a"
+        assert told(spelled(WORDS, [0], skips=False), [0, 1]) == " <s> a"
+
+
+def test_a_token_that_cannot_be_read_leaves_the_rest_as_it_was() -> None:
+    first, *rest = BYTES.encode_text("世")
+    decoder = spelled(BYTES, [first])
+    with pytest.raises(OverflowError):
+        decoder.push(-1)
+    assert told(decoder, rest) == "世"
+
+
+def test_a_detokenizer_takes_the_spelling_of_its_parameters() -> None:
+    for skips, text in ((True, ""), (False, "</s>")):
+        stream = Detokenizer(BYTES, [5], SamplingParams(skip_special_tokens=skips))
+        assert stream.push(1) == text
+
+
+def fast(backend: Backend, decoder: decoders.Decoder | None) -> Tokenizer:
+    if decoder is not None:
+        backend.decoder = decoder
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decoders.WordPiece(),
+        decoders.BPEDecoder(),
+        decoders.CTC(),
+        decoders.Metaspace(),
+        decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]),
+    ],
+)
+def test_decoders_that_look_at_neighbours_are_not_read_so(decoder: decoders.Decoder) -> None:
+    tokenizer = fast(Backend(models.BPE(vocab={"a": 0, "b": 1}, merges=[])), decoder)
+    assert tokenizer.spelling() is None
+    assert Tokenizer(make_sentencepiece()).spelling() is None
+
+
+class Disagreeing:
+    """A tokenizer of a kind that is known, and yet one token is decoded to something else."""
+
+    def __init__(self, backend: Any, odd: int) -> None:
+        self._backend = backend
+        self._odd = odd
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def decode(self, token_ids: list[int], skips: bool) -> str:
+        return str(self._backend.decode([one for one in token_ids if one != self._odd], skips))
+
+
+@pytest.mark.parametrize("odd", [7, VOCAB_SIZE])
+def test_a_tokenizer_that_disagrees_is_not_read_so(odd: int) -> None:
+    backend = make_tokenizer()
+    backend.add_tokens(["<tool é>"])
+    added, inner = {VOCAB_SIZE}, backend.backend_tokenizer
+    assert spelling_of_texts(inner, added, frozenset(), skips=False) is not None
+    assert spelling_of_texts(Disagreeing(inner, odd), added, frozenset(), skips=False) is None
