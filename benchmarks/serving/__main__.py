@@ -7,9 +7,9 @@ python -m benchmarks.serving --quick              every engine once, in minutes
 How the hour holds: the environments are made before it begins. Each model in each dtype gets a share, by what
 its cells usually take. In a share all cells have their first run before any has a second one. An engine that
 takes very much longer than ours is waited for only while nobody else wants the time: it is cut short once it
-has shown that its target is met by far. Both had the same requests, so ours is faster by more than the time it
-had over the time of ours, and the tables say so. Its process is ended, and is loaded again for its other
-workloads only in time that nobody else wants. Repeats begin with the workload that is nearest to its target.
+has shown that its target is met by far. Both had the same requests, so ours is faster by more than its time
+over the time of ours, and the tables say so. Its process is ended, and loaded again for its other workloads
+only in time that nobody else wants. Repeats begin with the workload that is nearest to its target.
 """
 
 import argparse

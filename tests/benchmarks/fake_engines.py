@@ -85,16 +85,26 @@ class FakeCrew:
         return [event[1:] for event in self.events if event[0] == "run"]
 
 
+class KnownReferences(References):
+    """They take no time."""
+
+    def __init__(self) -> None:
+        super().__init__(Path())
+
+    def tokens(self, *_: object, **__: object) -> list[list[int]]:
+        return [[1]]
+
+
 def measure(
     crew: FakeCrew,
     record: Record,
-    directory: Path,
     cells: list[Cell],
     repeats: int,
     *,
     seconds: float = float("inf"),
+    references: References | None = None,
 ) -> None:
-    """A session of the cells of one group, with so many seconds; `directory`: of the reference's tokens."""
+    """A session of the cells of one group, with so many seconds and two requests in a workload."""
     group = Group(*cells[0][:2])
     estimates = Estimates(group=group, record=record)
     session = Session(
@@ -106,7 +116,7 @@ def measure(
         deadline=crew.clock() + seconds,
         record=record,
         budget=Budget(estimates=estimates, repeats=repeats),
-        references=References(directory / "references"),
+        references=references or KnownReferences(),
         clock=crew.clock,
     )
     session.measure(cast(Crew, crew))

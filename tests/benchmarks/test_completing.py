@@ -11,6 +11,7 @@ from benchmarks.serving import __main__ as program
 from benchmarks.serving.plan import SMOLLM2, Cell, Group
 from benchmarks.serving.protocol import Settings
 from benchmarks.serving.record import Record
+from benchmarks.serving.references import References
 from benchmarks.serving.systems import OURS, REFERENCE
 from tests.benchmarks.fake_engines import SHAPE, FakeCrew, measure
 from tests.benchmarks.made_record import FACTS, OUR_CELL, figures
@@ -34,7 +35,7 @@ SETTINGS = Settings(
 def measured(record: Record, directory: Path, cells: list[Cell], repeats: int) -> list[tuple[str, ...]]:
     """Whom a session asked for what, but for the tokens to compare with."""
     crew = FakeCrew()
-    measure(crew, record, directory, cells, repeats)
+    measure(crew, record, cells, repeats, references=References(directory / "references"))
     return [one for one in crew.runs if one[0] != REFERENCE]
 
 
