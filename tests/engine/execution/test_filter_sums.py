@@ -1,4 +1,4 @@
-"""Sums of probabilities are exact enough to tell tokens apart that are a hundred millionth of the likeliest."""
+"""Sums of probabilities are exact enough to tell apart tokens a hundred millionth as likely as the likeliest."""
 
 import math
 
