@@ -1,4 +1,4 @@
-"""Sums of probabilities are exact enough to tell apart tokens a hundred millionth as likely as the likeliest."""
+"""Sums of probabilities tell tokens apart that are a hundred million times less likely than the likeliest."""
 
 import math
 
