@@ -3,6 +3,13 @@
 python -m benchmarks.serving                      the cells of the targets, in under an hour
 python -m benchmarks.serving --all --minutes 0    the whole matrix, however long it takes
 python -m benchmarks.serving --quick              every engine once, in minutes
+
+How the hour holds: the environments are made before it begins. Each model in each dtype gets a share, by what
+its cells usually take. In a share all cells have their first run before any has a second one. An engine that
+takes very much longer than ours is waited for only while nobody else wants the time: it is cut short once it
+has shown that its target is met by far. Both had the same requests, so ours is faster by more than its time
+over the time of ours, and the tables say so. Its process is ended, and loaded again for its other workloads
+only in time that nobody else wants. Repeats begin with the workload that is nearest to its target.
 """
 
 import argparse
@@ -16,8 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.crew import Crew, Patience, variables
+from benchmarks.serving.budget import Budget, Needs, share
+from benchmarks.serving.crew import Crew, variables
 from benchmarks.serving.environments import DEFAULT_HOME, ROOT, CannotMake, make
+from benchmarks.serving.estimates import Estimates
 from benchmarks.serving.machine import machine_facts
 from benchmarks.serving.plan import (
     REPEATS,
@@ -28,6 +37,7 @@ from benchmarks.serving.plan import (
     Place,
     all_cells,
     groups,
+    reason_against,
     target_cells,
 )
 from benchmarks.serving.protocol import Settings
@@ -37,7 +47,7 @@ from benchmarks.serving.report import report
 from benchmarks.serving.roofline import Rates, floor_seconds
 from benchmarks.serving.session import Session
 from benchmarks.serving.shapes import BYTES, MODELS, Shape, read_shape
-from benchmarks.serving.systems import SYSTEMS
+from benchmarks.serving.systems import REFERENCE, SYSTEMS
 from benchmarks.serving.workloads import KINDS, NUM_REQUESTS, count_requests, make_workload
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -68,12 +78,14 @@ def main() -> int:
     except OtherConditions as error:
         print(f"{error}; choose another --out", file=sys.stderr)
         return 2
+    grouped = groups(with_environments(cells, record, home))
     end = time.monotonic() + (60 * args.minutes or FOR_EVER)
-    grouped = groups(cells)
+    needs = [needs_of(group, members, args, record) for group, members in grouped.items()]
     for place, (group, members) in enumerate(grouped.items()):
         # What a group leaves of its share goes to those after it.
-        share = (end - time.monotonic()) / (len(grouped) - place)
-        measure_group(group, members, args, limits, record, home, time.monotonic() + share)
+        begins = time.monotonic()
+        deadline = begins + share(end - begins, needs[place:])
+        measure_group(group, members, args, limits, record, home, deadline)
     text = report(record)
     path.with_suffix(".md").write_text(text)
     print(text)
@@ -107,7 +119,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}", nargs="+", choices=list(known), default=[], help="only these")
     parser.add_argument("--repeats", type=int, default=None, help=f"of each cell; default {REPEATS}")
     parser.add_argument(
-        "--minutes", type=float, default=55.0, help="no repeat begins that would end later; 0: all"
+        "--minutes", type=float, default=55.0, help="that everything may take; 0: as long as it takes"
     )
     parser.add_argument("--requests", type=int, default=None, help=f"of a workload; default {NUM_REQUESTS}")
     parser.add_argument("--threads", type=int, default=2)
@@ -128,6 +140,42 @@ def chosen_cells(args: argparse.Namespace) -> list[Cell]:
 def asked_requests(args: argparse.Namespace, model: str) -> int:
     """What `make_workload` is given for a model."""
     return int(args.requests or (QUICK_REQUESTS if args.quick else MODELS[model].num_requests))
+
+
+def asked_repeats(args: argparse.Namespace) -> int:
+    return int(args.repeats or (1 if args.quick else REPEATS))
+
+
+def with_environments(cells: list[Cell], record: Record, home: Path) -> list[Cell]:
+    """The cells whose engines can be run here, their environments made; the others are recorded as failed."""
+    lacking: dict[str, str] = {}
+    for name in dict.fromkeys(SYSTEMS[system].environment for system in (*systems_of(cells), REFERENCE)):
+        try:
+            make(name, home)
+        except CannotMake as error:
+            lacking[name] = str(error)
+    for cell in cells:
+        if reason := lacking.get(SYSTEMS[cell.system].environment):
+            record.add_failure(cell, reason)
+    return [cell for cell in cells if SYSTEMS[cell.system].environment not in lacking]
+
+
+def systems_of(cells: list[Cell]) -> dict[str, None]:
+    """In their order."""
+    return dict.fromkeys(cell.system for cell in cells)
+
+
+def estimates_of(group: Group, args: argparse.Namespace, record: Record) -> Estimates:
+    whole = MODELS[group.model].num_requests
+    return Estimates(group=group, record=record, portion=asked_requests(args, group.model) / whole)
+
+
+def needs_of(group: Group, cells: list[Cell], args: argparse.Namespace, record: Record) -> Needs:
+    """Of what the record has not yet."""
+    estimates = estimates_of(group, args, record)
+    possible = [cell for cell in cells if not reason_against(cell)]
+    lacking = [cell for cell in possible if not record.has(cell, 0)]
+    return Needs(estimates.whole_first_round(lacking), estimates.repeats(possible, asked_repeats(args)))
 
 
 def measure_group(
@@ -152,12 +200,12 @@ def measure_group(
         shape=shape,
         kv_bytes=settings.kv_bytes,
         num_requests=requests,
-        repeats=args.repeats or (1 if args.quick else REPEATS),
         deadline=deadline,
         record=record,
+        budget=Budget(estimates=estimates_of(group, args, record), repeats=asked_repeats(args)),
         references=References(home / "references"),
     )
-    with Crew(group, settings, record, home, Patience()) as crew:
+    with Crew(group, settings, record, home) as crew:
         session.measure(crew)
 
 

@@ -25,6 +25,14 @@ class Failed(Exception):
     """The engine said an error, was silent for too long, or has ended."""
 
 
+class TooSlow(Failed):
+    """No answer within the `seconds` that it had."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"no answer within {seconds:.0f} s")
+        self.seconds = seconds
+
+
 class Answer(NamedTuple):
     """What was said, and what it cost: all of the engine's processors' seconds, and those of everybody else
     on the machine meanwhile."""
@@ -63,7 +71,7 @@ class Child:
         self.close()
 
     def ask(self, message: dict[str, Any], limit_seconds: float) -> Answer:
-        """Say one line and wait for its answer. Raises `Failed`."""
+        """Say one line and wait for its answer. Raises `Failed`, and `TooSlow` of those."""
         self.resume()
         line = (json.dumps(message) + "\n").encode()
         begun, own, busy = time.monotonic(), self.cpu_seconds(), machine_busy_seconds()
@@ -132,7 +140,7 @@ class Child:
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             if not selector.select(max(0.0, deadline - time.monotonic())):
-                raise Failed(f"no answer within {limit_seconds:.0f} s")
+                raise TooSlow(limit_seconds)
         piece = os.read(self._process.stdout.fileno(), 1 << 20)
         if not piece:
             raise self._ended()

@@ -5,12 +5,12 @@ else runs. What loading cost is recorded; a failure is raised as `Failed`. Knows
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.serving.children import Answer, Child, Failed
+from benchmarks.serving.children import Answer, Child, Failed, TooSlow
 from benchmarks.serving.environments import ROOT, CannotMake, make
 from benchmarks.serving.plan import Group
 from benchmarks.serving.protocol import Settings
@@ -18,25 +18,14 @@ from benchmarks.serving.record import Record
 from benchmarks.serving.systems import SYSTEMS
 from benchmarks.serving.workloads import Workload
 
-WARM_UP_REQUESTS, WARM_UP_TOKENS = 8, 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """Seconds after which an engine counts as failed."""
-
-    load: float = 900.0
-    run: float = 1800.0
+WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 4
 
 
 class Crew:
     """`settings`: of the group, without the options of one engine. `home`: of environments and logs."""
 
-    def __init__(
-        self, group: Group, settings: Settings, record: Record, home: Path, patience: Patience
-    ) -> None:
-        self._group, self._settings, self._record = group, settings, record
-        self._home, self._patience = home, patience
+    def __init__(self, group: Group, settings: Settings, record: Record, home: Path) -> None:
+        self._group, self._settings, self._record, self._home = group, settings, record, home
         self._children: dict[str, Child] = {}
         #: Those that could not be loaded, with the reason: not tried again for every workload.
         self._hopeless: dict[str, str] = {}
@@ -51,16 +40,38 @@ class Crew:
         for system in list(self._children):
             self.release(system)
 
-    def serve(self, system: str, workload: Workload, warm_up: Workload) -> tuple[Answer, int]:
-        """Have a workload served; the answer, and the most bytes of memory meanwhile. Raises `Failed`."""
-        child = self._loaded(system)
+    @property
+    def loaded(self) -> frozenset[str]:
+        return frozenset(self._children)
+
+    def prepare(self, system: str, warm_up: Workload, *, load_limit: float, limit: float) -> None:
+        """Load it, and have it touch every path of a workload once; limits in seconds. Raises `Failed`."""
+        child = self._loaded(system, load_limit)
+        if (system, warm_up.name) in self._warm:
+            return
         try:
-            if (system, workload.name) not in self._warm:
-                child.ask(run_message(shortened(warm_up)), self._patience.run)
-                self._warm.add((system, workload.name))
+            child.ask(run_message(shortened(warm_up)), limit)
+        except TooSlow as error:
+            self.release(system)
+            # What is done once and never again is part of it, so it says nothing about the workload.
+            raise Failed(
+                f"its warm-up, {WARM_UP_REQUESTS} requests with {WARM_UP_TOKENS} tokens each, had not ended"
+                f" after {error.seconds:.0f} s"
+            ) from error
+        except Failed:
+            self.release(system)
+            raise
+        self._warm.add((system, warm_up.name))
+        child.stop()
+
+    def serve(self, system: str, workload: Workload, limit: float) -> tuple[Answer, int]:
+        """Have a workload served by an engine that was prepared; the answer, and the most bytes of memory
+        meanwhile. Raises `Failed`; after `TooSlow` the workload would have taken longer than the limit."""
+        child = self._children[system]
+        try:
             child.resume()
             child.forget_peak()
-            answer = child.ask(run_message(workload), self._patience.run)
+            answer = child.ask(run_message(workload), limit)
             peak_bytes = child.peak_bytes()
         except Failed:
             self.release(system)
@@ -74,18 +85,18 @@ class Crew:
             child.close()
         self._warm = {(warm, workload) for warm, workload in self._warm if warm != system}
 
-    def _loaded(self, system: str) -> Child:
+    def _loaded(self, system: str, limit_seconds: float) -> Child:
         if system in self._hopeless:
             raise Failed(self._hopeless[system])
         if system not in self._children:
             try:
-                self._children[system] = self._load(system)
+                self._children[system] = self._load(system, limit_seconds)
             except (Failed, CannotMake) as error:
                 self._hopeless[system] = str(error)
                 raise Failed(str(error)) from error
         return self._children[system]
 
-    def _load(self, system: str) -> Child:
+    def _load(self, system: str, limit_seconds: float) -> Child:
         kind = SYSTEMS[system]
         print(f"  loading {system}", file=sys.stderr, flush=True)
         python = make(kind.environment, self._home)
@@ -97,7 +108,10 @@ class Crew:
         )
         try:
             settings = self._settings._replace(options=kind.options)
-            answer = child.ask({"op": "load", "settings": settings._asdict()}, self._patience.load)
+            answer = child.ask({"op": "load", "settings": settings._asdict()}, limit_seconds)
+        except TooSlow as error:
+            child.close()
+            raise Failed(f"not loaded within {error.seconds:.0f} s") from error
         except Failed:
             child.close()
             raise

@@ -43,9 +43,11 @@ def shortfalls(record: Record) -> list[str]:
             found.append(
                 f"{', '.join(place)} was served with {served} of its {whole_requests(place)} requests."
             )
-    few = sum(count < repeats_of(cell.system, REPEATS) for cell, count in counts.items())
+    few = sum(count < repeats_of(cell, REPEATS) for cell, count in counts.items())
     if few:
         found.append(f"{few} of {len(counts)} cells have fewer repeats than the {REPEATS} of a whole run.")
+    if cut := len(record.cut_short):
+        found.append(f"{cut} cell{'s were' if cut > 1 else ' was'} cut short.")
     return found
 
 

@@ -16,9 +16,11 @@ SMOLLM2, SMALL, MEDIUM = "smollm2-135m", "random-7m", "random-0.5b"
 VLLM = ("vllm-eager", "vllm-compiled")
 REPEATS = 3
 """Of each cell in a whole run."""
-SLOW = {REFERENCE: 1, "transformers-static": 1}
-"""System -> the most repeats of it: far enough from the others that a spread would say nothing."""
+FAR = {REFERENCE, "transformers-static", "transformers-continuous", "llama.cpp"}
+"""Measured once: far enough from ours that a spread would say nothing, and slow. But for one stream, which
+takes seconds, and where nobody is far."""
 SHORT_CHUNKS = "tokenmill-short-chunks"
+OWN = (OURS, SHORT_CHUNKS)
 
 
 class Place(NamedTuple):
@@ -71,12 +73,13 @@ _BFLOAT16 = dict.fromkeys(("mixed", "shared-prefix", "long-and-chats"), (OURS, *
 #: llama.cpp has a target on the model that people run, not on random weights.
 _LLAMA_CPP = {"mixed": ("llama.cpp",), "one-stream": ("llama.cpp",)}
 TARGET_TABLE = (
-    (SMOLLM2, "float32", _FLOAT32),
-    (SMOLLM2, "float32", _LLAMA_CPP),
-    (SMOLLM2, "bfloat16", _BFLOAT16),
     (SMALL, "float32", _FLOAT32),
     (SMALL, "bfloat16", _BFLOAT16),
+    (SMOLLM2, "bfloat16", _BFLOAT16),
+    (SMOLLM2, "float32", _FLOAT32),
+    (SMOLLM2, "float32", _LLAMA_CPP),
 )
+"""The model that people run comes last: what the others leave of the time goes to its repeats."""
 
 
 def target_cells() -> list[Cell]:
@@ -106,8 +109,8 @@ def reason_against(cell: Cell) -> str | None:
     return SYSTEMS[cell.system].cannot.get(cell.workload)
 
 
-def repeats_of(system: str, repeats: int) -> int:
-    return min(repeats, SLOW.get(system, repeats))
+def repeats_of(cell: Cell, repeats: int) -> int:
+    return min(repeats, 1) if cell.system in FAR and cell.workload != "one-stream" else repeats
 
 
 def groups(cells: Iterable[Cell]) -> dict[Group, list[Cell]]:

@@ -47,7 +47,7 @@ class Record:
         `facts`: `begun`, `command`, `machine` and `limits` of this run. Raises `OtherConditions`.
         """
         if not path.exists():
-            empty: dict[str, Any] = {"loads": [], "runs": [], "failures": [], "floors": []}
+            empty: dict[str, Any] = {"loads": [], "runs": [], "cut_short": [], "failures": [], "floors": []}
             return cls(path, {"format": FORMAT, **facts, **empty})
         record = cls.read(path)
         record._continue(facts)
@@ -58,6 +58,7 @@ class Record:
         content = json.loads(path.read_text())
         if content["format"] != FORMAT:
             raise OtherConditions(f"{path} has format {content['format']}, not {FORMAT}")
+        content.setdefault("cut_short", [])
         return cls(path, content)
 
     def _continue(self, facts: dict[str, Any]) -> None:
@@ -76,6 +77,11 @@ class Record:
     def failures(self) -> dict[Cell, str]:
         return {cell_of(row): row["reason"] for row in self.content["failures"]}
 
+    @property
+    def cut_short(self) -> dict[Cell, float]:
+        """The seconds after which a cell that never ended was given up."""
+        return {cell_of(row): row["seconds"] for row in self.content["cut_short"]}
+
     def check_requests(self, place: Place, num_requests: int) -> None:
         """Raises `OtherConditions` when the workload was run here with another number of requests."""
         if (other := self.num_requests(place)) not in (None, num_requests):
@@ -91,14 +97,28 @@ class Record:
         return any(run.cell == cell and run.repeat == repeat for run in self.runs)
 
     def add_run(self, cell: Cell, repeat: int, figures: dict[str, Any]) -> None:
-        self.content["failures"] = [row for row in self.content["failures"] if cell_of(row) != cell]
+        self._forget(cell, "failures", "cut_short")
         self.content["runs"].append({**cell._asdict(), "repeat": repeat, **figures})
         self.save()
 
+    def add_cut(self, cell: Cell, seconds: float) -> None:
+        """It had not ended after so long; of several such times the longest says most."""
+        longest = max(seconds, self.cut_short.get(cell, 0.0))
+        self._forget(cell, "failures", "cut_short")
+        self.content["cut_short"].append({**cell._asdict(), "seconds": longest})
+        self.save()
+
     def add_failure(self, cell: Cell, reason: str) -> None:
-        self.content["failures"] = [row for row in self.content["failures"] if cell_of(row) != cell]
+        """Nothing is added where something is known: that a cell takes longer than a time."""
+        if cell in self.cut_short:
+            return
+        self._forget(cell, "failures")
         self.content["failures"].append({**cell._asdict(), "reason": reason})
         self.save()
+
+    def _forget(self, cell: Cell, *kinds: str) -> None:
+        for kind in kinds:
+            self.content[kind] = [row for row in self.content[kind] if cell_of(row) != cell]
 
     def add(self, kind: str, row: dict[str, Any]) -> None:
         """A row of `loads` or `floors`."""

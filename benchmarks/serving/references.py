@@ -8,6 +8,7 @@ import hashlib
 import json
 from pathlib import Path
 
+from benchmarks.serving.children import Failed
 from benchmarks.serving.crew import Crew
 from benchmarks.serving.plan import Group
 from benchmarks.serving.systems import REFERENCE
@@ -21,16 +22,36 @@ class References:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        #: Those that could not be had, with the reason: not tried again for every engine.
+        self._hopeless: dict[Path, str] = {}
 
-    def tokens(self, crew: Crew, group: Group, workload: Workload, warm_up: Workload) -> list[list[int]]:
-        """Of the workload's first requests. Raises `Failed` when the reference cannot be run."""
+    def tokens(
+        self, crew: Crew, group: Group, workload: Workload, warm_up: Workload, limit: float
+    ) -> list[list[int]]:
+        """Of the workload's first requests. Raises `Failed` when the reference cannot be run within `limit`
+        seconds; what is kept already takes none."""
         checked = workload.first(CHECKED_REQUESTS)
         file = self._directory / f"{group.model}-{group.dtype}-{workload.name}-{fingerprint(checked)}.json"
+        if file in self._hopeless:
+            raise Failed(self._hopeless[file])
         if not file.exists():
-            answer, _ = crew.serve(REFERENCE, checked, warm_up)
+            try:
+                served = self._served(crew, checked, warm_up, limit)
+            except Failed as error:
+                self._hopeless[file] = str(error)
+                raise
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(answer.message["tokens"]))
+            file.write_text(json.dumps(served))
         tokens: list[list[int]] = json.loads(file.read_text())
+        return tokens
+
+    @staticmethod
+    def _served(crew: Crew, workload: Workload, warm_up: Workload, limit: float) -> list[list[int]]:
+        if not limit:
+            raise Failed("no time was left for it")
+        crew.prepare(REFERENCE, warm_up, load_limit=limit, limit=limit)
+        answer, _ = crew.serve(REFERENCE, workload, limit)
+        tokens: list[list[int]] = answer.message["tokens"]
         return tokens
 
 

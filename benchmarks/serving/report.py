@@ -18,7 +18,7 @@ from benchmarks.serving.record import Record
 from benchmarks.serving.session import is_noisy
 from benchmarks.serving.shapes import MODELS
 from benchmarks.serving.systems import OURS, SYSTEMS
-from benchmarks.serving.targets import Verdict, verdicts
+from benchmarks.serving.targets import Verdict, times_cut_short, verdicts
 from benchmarks.serving.workloads import KINDS
 
 MILLISECONDS = 1e3
@@ -50,7 +50,8 @@ def report(record: Record) -> str:
 
 def _places(record: Record) -> list[Place]:
     """All that were asked for, whether anything ran or not."""
-    places = {cell.place for cell in [*(run.cell for run in record.runs), *record.failures]}
+    cells = [*(run.cell for run in record.runs), *record.cut_short, *record.failures]
+    places = {cell.place for cell in cells}
     return sorted(
         places, key=lambda one: (list(MODELS).index(one.model), one.dtype, list(KINDS).index(one.workload))
     )
@@ -82,7 +83,7 @@ def _targets(found: list[Verdict]) -> str:
             one.place.model,
             one.place.dtype,
             one.bound,
-            "" if one.measured is None else _number(one.measured),
+            "" if one.measured is None else ("> " if one.is_bound else "") + _number(one.measured),
             f"{_number(min(one.each))} to {_number(max(one.each))}" if len(one.each) > 1 else "",
             str(len(one.each) or ""),
             {True: "met", False: "missed", None: "not measured"}[one.is_met]
@@ -92,7 +93,8 @@ def _targets(found: list[Verdict]) -> str:
     ]
     told = (
         "Ratios of tokens per second are those of the medians; beside them the least and the most of the"
-        " repeats, each against the other engine in the same round."
+        " repeats, each against the other engine in the same round. Where one has `>`, the other engine was"
+        " cut short when it had told enough and others wanted the time."
     )
     return f"## Targets\n\n{told}\n\n{table(heads, rows)}"
 
@@ -104,7 +106,8 @@ def _number(value: float) -> str:
 
 def _floors(record: Record) -> str:
     """How far every engine is from the floor of every workload, side by side."""
-    systems = [name for name in SYSTEMS if any(run.cell.system == name for run in record.runs)]
+    measured = {cell.system for cell in [*(run.cell for run in record.runs), *record.cut_short]}
+    systems = [name for name in SYSTEMS if name in measured]
     rows = []
     for row in record.content["floors"]:
         place = Place(*(row[name] for name in Place._fields))
@@ -123,6 +126,8 @@ def _times_floor(record: Record, cell: Cell) -> str:
     """Empty where there is no floor, or no run."""
     floor = record.floor(cell.place)
     seconds = [run.figures["seconds"] for run in record.runs if run.cell == cell]
+    if floor and (least := record.cut_short.get(cell)):
+        return f"> {least / floor:.1f}"
     return f"{spread(seconds).median / floor:.1f}" if seconds and floor else ""
 
 
@@ -134,6 +139,8 @@ def _cell_table(record: Record, place: Place) -> str:
         several = [run.figures for run in record.runs if run.cell == cell]
         if several:
             rows.append((kind.title, *_figures(record, cell, several)))
+        if seconds := record.cut_short.get(cell):
+            rows.append((kind.title, *_cut_short(record, cell, seconds)))
         if cell in failures:
             rows.append((kind.title, f"none: {failures[cell]}", *[""] * (len(COLUMNS) - 2)))
     title = f"## {MODELS[place.model].title}, {place.dtype}: {KINDS[place.workload].title}"
@@ -156,6 +163,17 @@ def _figures(record: Record, cell: Cell, several: list[dict[str, Any]]) -> tuple
         _alike(several),
         str(len(several)),
     )
+
+
+def _cut_short(record: Record, cell: Cell, seconds: float) -> tuple[str, ...]:
+    """A bound of whatever follows from the seconds in which an engine has not ended."""
+    times = times_cut_short(record, cell)
+    shown = {
+        COLUMNS[1]: f"cut short after {seconds:.0f} s",
+        COLUMNS[2]: f"> {times:.2f}" if times else "",
+        "x floor": _times_floor(record, cell),
+    }
+    return tuple(shown.get(name, "") for name in COLUMNS[1:])
 
 
 def _pair(several: list[dict[str, Any]], name: str) -> str:

@@ -1,92 +1,169 @@
 """One group measured: repeats go round over workloads and engines, so that whatever drifts meets all of them.
 
-Law: a cell ends as figures or as a reason, never as neither. A further round is begun only if there is time
-for it, judged by the last one. Knows no tables.
+Law: a cell ends as figures, as the seconds after which it was cut short, or as a reason, never as nothing. A
+repeat is begun only if there is time for it, judged by the last one. Knows no tables.
 """
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from benchmarks.serving.children import Answer, Failed
+from benchmarks.serving.budget import LONGEST_LOAD, LONGEST_RUN, Budget
+from benchmarks.serving.children import Answer, Failed, TooSlow
 from benchmarks.serving.crew import Crew
 from benchmarks.serving.figures import agreement, run_figures
 from benchmarks.serving.machine import available_bytes, load_average
-from benchmarks.serving.plan import Cell, Group, reason_against, repeats_of
+from benchmarks.serving.plan import OWN, Cell, Group, reason_against, repeats_of
 from benchmarks.serving.protocol import Served
 from benchmarks.serving.record import Record
-from benchmarks.serving.references import References
+from benchmarks.serving.references import CHECKED_REQUESTS, References
 from benchmarks.serving.shapes import BYTES, Shape
 from benchmarks.serving.systems import OPEN, OURS
+from benchmarks.serving.targets import distance
 from benchmarks.serving.workloads import WARM_UP, Workload, make_workload
 
 MEMORY_SHARE = 0.8
 """Of what is free, that all engines of a group may take together."""
 OVERHEAD_BYTES = 700 * 2**20
 """Of an engine's libraries and activations."""
+LEAST_WARM_UP = 60.0
+"""Seconds that an engine has for its warm-up at least: what it does only once may take that long."""
+MOST_TIMES_AGAIN, MORE_AGAIN = 3.0, 10.0
+"""A repeat has so many times the seconds that the last one took, and so many more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """`deadline`: on the monotonic clock, after which no round begins but the first."""
+    """`deadline`: on the clock, when the group's share of the time is over. `budget`: says how it is used."""
 
     group: Group
     cells: list[Cell]
     shape: Shape
     kv_bytes: int
     num_requests: int
-    repeats: int
     deadline: float
     record: Record
+    budget: Budget
     references: References
+    clock: Callable[[], float] = time.monotonic
 
     def measure(self, crew: Crew) -> None:
-        """All rounds that there is time for."""
+        """The first run of every cell, and then all repeats that there is time for."""
         keeps_all = fits(self.cells, self.shape, self.kv_bytes, self.group.dtype, available_bytes())
-        for repeat in range(self.repeats):
-            wanted = [cell for cell in self.cells if self._is_wanted(cell, repeat)]
-            if repeat and time.monotonic() + self._expected_seconds(wanted) > self.deadline:
-                print(f"  no time for repeat {repeat + 1}", file=sys.stderr, flush=True)
-                return
-            # In turn forwards and backwards, so that nobody always runs first.
-            for cell in in_turns(wanted, repeat, by_system=not keeps_all):
-                if not keeps_all:
-                    self._release_others(crew, cell.system)
-                self._measure_cell(crew, cell, repeat)
+        cells = list(in_turns(self._wanted(0), 0, by_system=not keeps_all))
+        for place, cell in enumerate(cells):
+            self._release_others(crew, cell.system, keeps_all)
+            self._measure_first(crew, cell, cells[place + 1 :])
+        for repeat in range(1, self.budget.repeats):
+            for several in self._parts(self._wanted(repeat), keeps_all):
+                self._measure_again(crew, several, repeat, keeps_all)
+
+    def _wanted(self, repeat: int) -> list[Cell]:
+        return [cell for cell in self.cells if self._is_wanted(cell, repeat)]
 
     def _is_wanted(self, cell: Cell, repeat: int) -> bool:
         if reason := reason_against(cell):
             self.record.add_failure(cell, reason)
             return False
-        if repeat and cell in self.record.failures:
+        if repeat and (cell in self.record.failures or cell in self.record.cut_short or self._is_alone(cell)):
             return False
-        return repeat < repeats_of(cell.system, self.repeats) and not self.record.has(cell, repeat)
+        return repeat < repeats_of(cell, self.budget.repeats) and not self.record.has(cell, repeat)
 
-    def _expected_seconds(self, cells: list[Cell]) -> float:
-        last = {run.cell: run.figures["seconds"] for run in self.record.runs}
-        return sum(float(last.get(cell, 0.0)) for cell in cells)
+    def _is_alone(self, cell: Cell) -> bool:
+        """Nobody whom it was to be compared with gave a figure, so one more of its own would show nothing."""
+        others = [one for one in self.cells if one.place == cell.place and one.system not in OWN]
+        return bool(others) and not any(self.record.has(one, 0) for one in others)
 
-    def _release_others(self, crew: Crew, system: str) -> None:
-        for other in {cell.system for cell in self.cells} - {system}:
+    def _parts(self, cells: list[Cell], keeps_all: bool) -> list[list[Cell]]:
+        """What is repeated together or not at all: a workload, the nearest to its target first."""
+        if not keeps_all:
+            return [cells] if cells else []
+        places = dict.fromkeys(cell.place for cell in cells)
+        nearest = sorted(places, key=lambda place: distance(self.record, place))
+        return [[cell for cell in cells if cell.place == place] for place in nearest]
+
+    def _left(self) -> float:
+        return self.deadline - self.clock()
+
+    def _release_others(self, crew: Crew, system: str, keeps_all: bool) -> None:
+        for other in () if keeps_all else {cell.system for cell in self.cells} - {system}:
             crew.release(other)
 
-    def _measure_cell(self, crew: Crew, cell: Cell, repeat: int) -> None:
+    def _measure_first(self, crew: Crew, cell: Cell, later: list[Cell]) -> None:
+        reference = self._reference(crew, cell, [cell, *later]) if cell.workload not in OPEN else None
+
+        def patience() -> float:
+            return self.budget.patience(cell, later, self._left(), crew.loaded)
+
+        if not patience():
+            self._tell_failure(cell, "no time was left for it")
+            return
+        # Also where it was ready later than was thought: it is not loaded for nothing.
+        self._measure_cell(crew, cell, 0, lambda: max(self.budget.least(cell), patience()), reference)
+
+    def _measure_again(self, crew: Crew, cells: list[Cell], repeat: int, keeps_all: bool) -> None:
+        """All of these cells once more, or none of them."""
+        estimates = self.budget.estimates
+        expected = sum(map(estimates.run, cells)) + estimates.loads(cells, crew.loaded)
+        if expected > self._left():
+            workloads = ", ".join(dict.fromkeys(cell.workload for cell in cells))
+            print(f"  no time for repeat {repeat + 1} of {workloads}", file=sys.stderr, flush=True)
+            return
+        # In turn forwards and backwards, so that nobody always runs first.
+        for cell in in_turns(cells, repeat, by_system=not keeps_all):
+            self._release_others(crew, cell.system, keeps_all)
+            self._measure_cell(crew, cell, repeat, partial(self._patience_again, cell))
+
+    def _patience_again(self, cell: Cell) -> float:
+        if cell.system in OWN:
+            return LONGEST_RUN
+        return MOST_TIMES_AGAIN * self.budget.estimates.run(cell) + MORE_AGAIN
+
+    def _measure_cell(
+        self,
+        crew: Crew,
+        cell: Cell,
+        repeat: int,
+        patience: Callable[[], float],
+        reference: list[list[int]] | None = None,
+    ) -> None:
+        """`patience`: asked when the engine is ready, how long its run may take."""
         try:
             workload = self._workload(cell, repeat)
-            reference = self._reference(crew, cell) if repeat == 0 and cell.workload not in OPEN else None
+            load_limit = min(LONGEST_LOAD, max(patience(), self._left()))
+            crew.prepare(
+                cell.system,
+                self._workload(cell, WARM_UP),
+                load_limit=load_limit,
+                limit=max(LEAST_WARM_UP, patience()),
+            )
             load = load_average()
-            answer, peak_bytes = crew.serve(cell.system, workload, self._workload(cell, WARM_UP))
+            answer, peak_bytes = crew.serve(cell.system, workload, patience())
             figures = figures_of(workload, answer, peak_bytes) | {"load_average": load}
+        except TooSlow as error:
+            self._tell_slowness(cell, repeat, error.seconds)
+            return
         except (Failed, ValueError) as error:
-            self.record.add_failure(cell, str(error))
-            print(f"  {cell.workload:<15} {cell.system:<24} FAILED: {error}", file=sys.stderr, flush=True)
+            self._tell_failure(cell, str(error))
             return
         if reference is not None:
             figures["agreement"] = agreement(reference, answer.message["tokens"])._asdict()
         self.record.add_run(cell, repeat, figures)
         tell(cell, repeat, figures)
+
+    def _tell_slowness(self, cell: Cell, repeat: int, seconds: float) -> None:
+        if repeat:
+            self._tell_failure(cell, f"repeat {repeat + 1} had not ended after {seconds:.0f} s")
+            return
+        self.record.add_cut(cell, seconds)
+        say(cell, f"cut short after {seconds:.0f} s")
+
+    def _tell_failure(self, cell: Cell, reason: str) -> None:
+        self.record.add_failure(cell, reason)
+        say(cell, f"FAILED: {reason}")
 
     def _workload(self, cell: Cell, repeat: int) -> Workload:
         return make_workload(
@@ -103,14 +180,20 @@ class Session:
         found = (run.figures["requests_per_second"] for run in self.record.runs if run.cell == first)
         return next(found, None)
 
-    def _reference(self, crew: Crew, cell: Cell) -> list[list[int]] | None:
-        """The right tokens of the first requests, or None where they cannot be had."""
+    def _reference(self, crew: Crew, cell: Cell, coming: list[Cell]) -> list[list[int]] | None:
+        """The right tokens of the first requests, or None where they cannot be had in time."""
+        unclaimed = self._left() - self.budget.estimates.first_round(coming, crew.loaded)
+        limit = self.budget.estimates.reference(cell.place, CHECKED_REQUESTS)
         try:
             return self.references.tokens(
-                crew, self.group, self._workload(cell, 0), self._workload(cell, WARM_UP)
+                crew,
+                self.group,
+                self._workload(cell, 0),
+                self._workload(cell, WARM_UP),
+                limit if limit <= unclaimed else 0.0,
             )
         except Failed as error:
-            print(f"  no reference for {cell.workload}: {error}", file=sys.stderr, flush=True)
+            say(cell, f"no reference: {error}")
             return None
 
 
@@ -145,16 +228,19 @@ def in_turns(cells: list[Cell], repeat: int, *, by_system: bool) -> Iterator[Cel
         yield from reversed(same) if backwards else same
 
 
+def say(cell: Cell, text: str) -> None:
+    print(f"  {cell.workload:<15} {cell.system:<24} {text}", file=sys.stderr, flush=True)
+
+
 def tell(cell: Cell, repeat: int, figures: dict[str, Any]) -> None:
     alike = figures.get("agreement")
-    print(
-        f"  {cell.workload:<15} {cell.system:<24} {repeat + 1}: {figures['tokens_per_second']:8.1f} tokens/s"
+    say(
+        cell,
+        f"{repeat + 1}: {figures['tokens_per_second']:8.1f} tokens/s"
         f" {figures['seconds']:7.1f} s {figures['cpu_seconds']:7.1f} CPU s"
         f" {figures['peak_bytes'] / 2**20:6.0f} MiB"
         + (f"  {alike['requests']}/{alike['of_requests']} alike" if alike else "")
         + (f"  (others took {figures['other_cpu_seconds']:.1f} CPU s)" if is_noisy(figures) else ""),
-        file=sys.stderr,
-        flush=True,
     )
 
 

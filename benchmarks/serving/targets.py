@@ -1,9 +1,11 @@
 """What Tokenmill is to reach beside the others, and whether it does.
 
 Law: a target is a ratio of medians of one run, and it is met, missed, or not measured for a reason. Of the
-modes of one engine the fastest counts. Knows no tables.
+modes of one engine the fastest counts. Of an engine that was cut short only a bound is known, which can show
+that a target is met, and never that it is missed. Knows no tables.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -27,6 +29,9 @@ class Ratio:
     at_least: float
     dtypes: tuple[str, ...] = ("float32",)
     models: tuple[str, ...] = MODELS
+
+    def is_of(self, place: Place) -> bool:
+        return place.workload in self.workloads and place.dtype in self.dtypes and place.model in self.models
 
 
 RATIOS = (
@@ -62,7 +67,7 @@ NOT_PART = "not part of this run"
 
 class Verdict(NamedTuple):
     """One line of the table. `measured` is None where `reason` says why. `each`: the same figure of every
-    repeat by itself, in their order."""
+    repeat by itself, in their order. `is_bound`: what was measured is more than `measured`."""
 
     place: Place
     title: str
@@ -71,6 +76,7 @@ class Verdict(NamedTuple):
     is_met: bool | None
     each: tuple[float, ...] = ()
     reason: str = ""
+    is_bound: bool = False
 
 
 def verdicts(record: Record) -> list[Verdict]:
@@ -106,20 +112,47 @@ def ratios(ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[floa
     return tuple(value / theirs.get(repeat, usual) for repeat, value in sorted(ours.items()))
 
 
+def at_least(cell: Cell) -> float | None:
+    """The ratio that ours is to reach over this engine; None where it has no target."""
+    found = (one for one in RATIOS if cell.system in one.systems and one.is_of(cell.place))
+    return next((one.at_least for one in found), None)
+
+
+def distance(record: Record, place: Place) -> float:
+    """How many times the nearest of its ratios is above or below its target, as a logarithm. Infinite where
+    none was measured."""
+    found = ((one, _ratio(record, one, place)) for one in RATIOS if one.is_of(place))
+    known = (abs(math.log(said.measured / one.at_least)) for one, said in found if said.measured)
+    return min(known, default=math.inf)
+
+
+def times_cut_short(record: Record, cell: Cell) -> float | None:
+    """Ours is faster by more than so much than an engine that was cut short: they had the same requests."""
+    seconds = record.cut_short.get(cell)
+    ours = repeats_of_cell(record, cell._replace(system=OURS), lambda figures: float(figures["seconds"]))
+    return seconds / median(ours.values()) if seconds and ours else None
+
+
 def _ratio(record: Record, target: Ratio, place: Place) -> Verdict:
+    cells = [Cell(*place, name) for name in target.systems]
     ours = speeds(record, Cell(*place, OURS))
-    theirs = [found for name in target.systems if (found := speeds(record, Cell(*place, name)))]
-    title, bound = target.title, f">= {target.at_least:g}"
-    if not ours or not theirs:
-        return Verdict(
-            place, title, bound, None, None, reason=_why_not(record, place, (OURS, *target.systems))
-        )
-    fastest = max(theirs, key=lambda one: median(one.values()))
-    ratio = median(ours.values()) / median(fastest.values())
-    # Where one mode failed, the other is not known to be the better one.
-    failed = [name for name in target.systems if Cell(*place, name) in record.failures]
-    reason = f"without {', '.join(failed)}, which failed" if failed else ""
-    return Verdict(place, title, bound, ratio, ratio >= target.at_least, ratios(ours, fastest), reason)
+    theirs = [found for cell in cells if (found := speeds(record, cell))]
+    bounds = [times for cell in cells if (times := times_cut_short(record, cell))]
+    verdict = Verdict(place, target.title, f">= {target.at_least:g}", None, None)
+    if not ours or not (theirs or bounds):
+        return verdict._replace(reason=_why_not(record, place, (OURS, *target.systems)))
+    # Where one mode gave no figure, the other is not known to be the better one.
+    failed = [cell.system for cell in cells if cell in record.failures and not speeds(record, cell)]
+    verdict = verdict._replace(reason=f"without {', '.join(failed)}, which gave no figure" if failed else "")
+    fastest = max(theirs, key=lambda one: median(one.values()), default={})
+    ratio = median(ours.values()) / median(fastest.values()) if fastest else math.inf
+    bound = min(bounds, default=math.inf)
+    if bound >= ratio or ratio < target.at_least:
+        is_met = ratio >= target.at_least
+        return verdict._replace(measured=ratio, is_met=is_met, each=ratios(ours, fastest))
+    if bound >= target.at_least:
+        return verdict._replace(measured=bound, is_met=True, is_bound=True)
+    return verdict._replace(measured=bound, is_bound=True, reason="cut short before it had told enough")
 
 
 def _why_not(record: Record, place: Place, systems: Sequence[str]) -> str:

@@ -3,24 +3,19 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from benchmarks.serving import __main__ as program
-from benchmarks.serving.children import Answer
-from benchmarks.serving.crew import Crew
 from benchmarks.serving.plan import SMOLLM2, Cell, Group
 from benchmarks.serving.protocol import Settings
 from benchmarks.serving.record import Record
 from benchmarks.serving.references import References
-from benchmarks.serving.session import Session
-from benchmarks.serving.shapes import Shape
 from benchmarks.serving.systems import OURS, REFERENCE
-from benchmarks.serving.workloads import Workload
+from tests.benchmarks.fake_engines import SHAPE, FakeCrew, measure
 from tests.benchmarks.made_record import FACTS, OUR_CELL, figures
 
-SHAPE = Shape(vocab_size=100, layer_weights=1000, head_weights=200, kv_elements=10, score_elements=5)
 GROUP = Group(SMOLLM2, "float32")
 RATES = {"weights_bytes_per_second": 1e9, "memory_bytes_per_second": 1e9, "flops_per_second": 1e9}
 SETTINGS = Settings(
@@ -37,42 +32,11 @@ SETTINGS = Settings(
 )
 
 
-class FakeCrew:
-    """Serves everything at one token a second, and remembers whom it asked for what."""
-
-    def __init__(self) -> None:
-        self.served: list[tuple[str, str]] = []
-
-    def serve(self, system: str, workload: Workload, _: Workload) -> tuple[Answer, int]:
-        self.served.append((system, workload.name))
-        counts = [request.max_tokens for request in workload.requests]
-        message = {
-            "tokens": [[1] * count for count in counts],
-            "times": [[float(second + 1) for second in range(count)] for count in counts],
-            "told": {},
-        }
-        return Answer(message, 1.0, 1.0, 0.0), 1
-
-    def release(self, system: str) -> None:
-        raise AssertionError(system)
-
-
-def measured(record: Record, directory: Path, cells: list[Cell], repeats: int) -> list[tuple[str, str]]:
+def measured(record: Record, directory: Path, cells: list[Cell], repeats: int) -> list[tuple[str, ...]]:
     """Whom a session asked for what, but for the tokens to compare with."""
     crew = FakeCrew()
-    session = Session(
-        group=GROUP,
-        cells=cells,
-        shape=SHAPE,
-        kv_bytes=1,
-        num_requests=2,
-        repeats=repeats,
-        deadline=float("inf"),
-        record=record,
-        references=References(directory / "references"),
-    )
-    session.measure(cast(Crew, crew))
-    return [one for one in crew.served if one[0] != REFERENCE]
+    measure(crew, record, cells, repeats, references=References(directory / "references"))
+    return [one for one in crew.runs if one[0] != REFERENCE]
 
 
 def test_a_session_measures_what_its_record_lacks(tmp_path: Path) -> None:
@@ -116,6 +80,7 @@ def run_main(monkeypatch: pytest.MonkeyPatch, path: Path, *words: str, speed: fl
 
     monkeypatch.setattr(program, "measure_group", measure_group)
     monkeypatch.setattr(program, "plot", lambda *_: None)
+    monkeypatch.setattr(program, "make", lambda *_: None)
     only = ["--model", SMOLLM2, "--dtype", "float32", "--workload", "mixed", "--system", OURS]
     monkeypatch.setattr(sys, "argv", ["serving", *only, "--out", str(path), *words])
     return program.main()
