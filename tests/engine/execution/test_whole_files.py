@@ -1,0 +1,48 @@
+"""What takes a name in the cache is whole, and a write that fails leaves what was there."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.execution.whole_files import written_whole
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def write_half(path: Path) -> None:
+    with written_whole(path) as unfinished:
+        unfinished.write_text("half")
+        raise OSError("the disk is full")
+
+
+def test_nothing_has_the_name_before_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file"
+    with written_whole(path) as unfinished:
+        unfinished.write_text("half")
+        assert not path.exists()
+        unfinished.write_text("whole")
+    assert path.read_text() == "whole"
+    assert names(path.parent) == ["file"]
+
+
+def test_what_was_there_is_replaced_or_stays(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("before")
+    with pytest.raises(OSError, match="full"):
+        write_half(path)
+    assert path.read_text() == "before"
+    with written_whole(path) as unfinished:
+        unfinished.write_text("after")
+    assert path.read_text() == "after"
+    assert names(tmp_path) == ["file"]
+
+
+def test_a_directory_is_renamed_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    with written_whole(path) as unfinished:
+        unfinished.mkdir()
+        (unfinished / "weights").write_text("1 2 3")
+        assert not path.exists()
+    assert (path / "weights").read_text() == "1 2 3"
