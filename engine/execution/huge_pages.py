@@ -17,18 +17,23 @@ CHUNK = 1 << 26
 """Bytes that are asked for at once, of which many small tensors are cut."""
 
 
-def huge_empty(num_numbers: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor [num_numbers] of its own pages; its content is 0."""
+def huge_empty(num_numbers: int, dtype: torch.dtype, *, behind: int = 0) -> torch.Tensor:
+    """A tensor [num_numbers] of its own pages; its content is 0.
+
+    `behind`: bytes of the first page that come before it. The system makes a page when it is first written,
+    which takes its time; tensors that are filled side by side do not all need a new one at once if they
+    begin at different places of a page.
+    """
     num_bytes = num_numbers * dtype.itemsize
     if num_bytes < PAGE:
         return torch.zeros(num_numbers, dtype=dtype)
-    pages = mmap.mmap(-1, num_bytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = mmap.mmap(-1, num_bytes + 2 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # A kernel that was built without them refuses.
         with suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(pages, dtype=torch.uint8)
-    begin = -whole.data_ptr() % PAGE
+    begin = -whole.data_ptr() % PAGE + behind
     return whole[begin : begin + num_bytes].view(dtype)
 
 

@@ -15,7 +15,7 @@ import torch
 from engine.errors import UnsupportedModel
 from engine.execution.attention import AttentionBatch, DecodeRows, LayerCall, LayerSpec, PoolShape
 from engine.execution.attention_operator import GROUP, MOST_SIZE, AttentionOperator, NativeCall
-from engine.execution.huge_pages import huge_empty
+from engine.execution.huge_pages import ALIGNMENT, PAGE, huge_empty
 from engine.execution.native_library import DTYPES
 from engine.execution.strides import dense
 
@@ -39,8 +39,12 @@ class NativeAttention:
             raise UnsupportedModel(f"the native attention does not take {reason}")
         self._operator = operator
         num_groups = -(-shape.num_blocks * shape.block_size // GROUP)
-        # Memory that is not used yet is not touched.
-        layers = (huge_empty(num_groups * operator.group_numbers(spec), shape.dtype) for spec in shape.layers)
+        # Memory that is not used yet is not touched, and no step is the first in a page of every layer.
+        apart = PAGE // ALIGNMENT // max(1, len(shape.layers)) * ALIGNMENT
+        layers = (
+            huge_empty(num_groups * operator.group_numbers(spec), shape.dtype, behind=index * apart)
+            for index, spec in enumerate(shape.layers)
+        )
         self.pool = NativePool(shape, tuple(layers))
         self.zero_blocks((0,))
 

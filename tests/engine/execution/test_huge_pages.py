@@ -44,6 +44,13 @@ def test_large_tensors_begin_with_a_page_and_huge_pages_are_asked_for() -> None:
     assert " sh" not in mapping_of(tensor)
 
 
+def test_a_large_tensor_begins_as_far_behind_a_page_as_is_asked() -> None:
+    for behind in (0, 5 * ALIGNMENT, PAGE - ALIGNMENT):
+        tensor = huge_empty(PAGE, torch.float32, behind=behind)
+        assert tensor.data_ptr() % PAGE == behind
+        assert bool((tensor.fill_(3) == 3).all())
+
+
 def test_a_mapping_that_begins_within_a_page_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel may align it by itself, but not to so much."""
     monkeypatch.setattr("engine.execution.huge_pages.PAGE", 1 << 28)

@@ -1,6 +1,7 @@
 """The native operator against torch's backend, over shapes, windows and features, and bit against bit."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from engine.errors import UnsupportedModel
 from engine.execution.attention import LayerSpec
+from engine.execution.huge_pages import PAGE
 from engine.execution.native_attention import NativeAttention, bytes_per_block
 from engine.execution.native_trial import check_operator
 from tests.engine.execution.attention_bench import BITS, STEPS, TOLERANCE, Bench
@@ -135,6 +137,15 @@ def test_zero_blocks_forgets_them_alone(block_size: int) -> None:
     pool.fill_(1.0)
     backend.zero_blocks((1, 3))
     assert int((pool == 0).sum()) == 2 * block_size * spec.kv_size
+
+
+def test_layers_do_not_need_new_pages_all_at_once() -> None:
+    """They are filled side by side, and the system takes its time for a huge page."""
+    specs = (LayerSpec(4, 2, 64, 64, 1.0),) * 5
+    layers = NativeAttention(attention_operator(), cpu_shape(specs, 256, 16)).pool.layers
+    assert all(layer.nbytes >= PAGE for layer in layers)
+    places = sorted(layer.data_ptr() % PAGE for layer in layers)
+    assert min(after - before for before, after in pairwise(places)) > PAGE // 6
 
 
 def test_bytes_per_block_is_what_a_block_takes() -> None:
