@@ -125,10 +125,14 @@ class WaitingQueue:
     def take(self, sequence: Sequence) -> None:
         """It is served: out of the line, which starts to wait anew if others wait too."""
         line = self._line_of(sequence)
+        was_head = line.head is sequence
         if self._sharing.is_contested:
             line.last_served = self._last_served[line.priority, line.name] = self._now
             self._forget_some()
         self.remove(sequence)
+        if not was_head:
+            # Its head stays, and waits anew all the same.
+            self._put(line)
 
     def remove(self, sequence: Sequence) -> None:
         """Raises KeyError when it is not in line."""

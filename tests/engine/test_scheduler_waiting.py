@@ -211,6 +211,22 @@ def serve(fair: FairShare, tenant: str, num_tokens: int) -> None:
     fair.leaves(tenant)
 
 
+def test_a_head_waits_anew_also_when_another_of_its_line_is_served() -> None:
+    """As when a request is tried alone: it is taken from wherever it stands."""
+    bench = Bench(ageing_seconds=3.0, max_num_seqs=1)
+    head = bench.add(priority=4, tenant="served", accepted=0.0)
+    dear = bench.add(12, 1, priority=0, tenant="other")
+    assert names(bench.step()) == [dear.request_id]
+    bench.clock.now = 3.0
+    tried = bench.add(priority=4, tenant="served", accepted=3.0)
+    other = bench.add(priority=3, tenant="other", accepted=3.0)
+    bench.step(tried)
+
+    assert tried.status is not SequenceStatus.WAITING
+    assert bench.scheduler.waiting_queue.head is other
+    assert list(bench.scheduler.waiting_queue) == [other, head]
+
+
 def test_a_tenant_that_was_away_is_not_owed_what_it_did_not_ask_for() -> None:
     fair = FairShare()
     serve(fair, "away", 10)
