@@ -20,6 +20,7 @@ from worker.listener import Listener
 from worker.loop import Loop, SteppingEngine
 from worker.ownership import Holdings, Ownership
 from worker.preparation import ServedModel
+from worker.protocol.claim_order import ClaimOrder
 from worker.protocol.store import TaskStore
 from worker.publisher import Publisher
 from worker.service import Service
@@ -240,6 +241,11 @@ class Crew:
             self._given.metrics,
             worker_name=self._worker_name,
             lease_seconds=self._given.timing.lease_seconds,
+            order=ClaimOrder(
+                ageing_seconds=config.ageing_seconds,
+                max_waiting_seconds=config.max_waiting_seconds,
+                fair_sharing=config.fair_sharing,
+            ),
             load=lambda: self.loop.load,
             is_stalled=lambda: self.pulse.is_stalled,
             wake=self._wake,

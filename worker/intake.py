@@ -19,6 +19,7 @@ from worker.logprobs import LogprobsWriter
 from worker.loop import Load
 from worker.ownership import Holdings, Ownership
 from worker.preparation import Preparation, ServedModel, ownership_of
+from worker.protocol.claim_order import ClaimOrder
 from worker.protocol.store import Claimed, TaskStore
 from worker.publisher import Publisher
 from worker.stream import Stream
@@ -56,7 +57,8 @@ class Appetite:
 class Intake:
     """`turn` belongs to one thread.
 
-    `load` is asked for what the loop has at the moment, `is_stalled` whether it hangs.
+    `order`: how claims are ordered. `load` is asked for what the loop has at the moment, `is_stalled` whether
+    it hangs.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Intake:
         *,
         worker_name: str,
         lease_seconds: float,
+        order: ClaimOrder,
         load: Callable[[], Load],
         is_stalled: Callable[[], bool],
         wake: threading.Event,
@@ -88,6 +91,7 @@ class Intake:
         self._metrics = metrics
         self._worker_name = worker_name
         self._lease_seconds = lease_seconds
+        self._order = order
         self._load = load
         self._wake = wake
         self._is_stalled = is_stalled
@@ -117,7 +121,11 @@ class Intake:
 
     def _claim(self, room: int) -> int:
         claimed = self._store.claim(
-            self._model.slug, worker=self._worker_name, max_tasks=room, lease_seconds=self._lease_seconds
+            self._model.slug,
+            worker=self._worker_name,
+            max_tasks=room,
+            lease_seconds=self._lease_seconds,
+            order=self._order,
         )
         # All at once, before the first is tokenized: from here on their leases are renewed.
         for task in claimed:

@@ -16,11 +16,11 @@ from worker.protocol.messages import TokenEvent
 from worker.protocol.store import TaskStore
 
 FOR_EVER = re.compile(
-    r"tokenmill:(clock|totals|model|shown|workers|ready):?.*|rq:(queues|workers|finished|failed|canceled).*"
+    r"tokenmill:(clock|totals|model|shown|workers|ready|rule):?.*|rq:(queues|workers|finished|failed|canceled).*"
 )
 """Their number does not grow with that of tasks."""
 OF_WORK = re.compile(
-    r"tokenmill:(order|cost|queues|lines|unserved|shares|waiting|leases).*"
+    r"tokenmill:(order|cost|queues|lines|heads|unserved|shares|waiting|tenants|leases|damaged).*"
     r"|rq:(queue|wip|execution|executions):.*|rq:worker:.*:executions"
     r"|.*[:_]lock\b.*|.*:intermediate.*|rq:clean_registries:.*"
 )

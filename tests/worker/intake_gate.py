@@ -10,6 +10,7 @@ from worker.intake import Appetite, Intake
 from worker.loop import Load
 from worker.ownership import Holdings
 from worker.preparation import ServedModel
+from worker.protocol.claim_order import ClaimOrder
 from worker.protocol.store import TaskStore
 from worker.publisher import Publisher
 from worker.trials import Trials
@@ -55,6 +56,7 @@ class Gate:
             self.metrics,
             worker_name="w",
             lease_seconds=60,
+            order=ClaimOrder(),
             load=lambda: self.load,
             is_stalled=lambda: self.is_stalled,
             wake=wake,

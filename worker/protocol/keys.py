@@ -18,6 +18,9 @@ OUTBOX_DUE = "tokenmill:outbox:due"
 WATCHED = "tokenmill:watched"
 """Sorted set: task that ends with its last reader -> when the last has lapsed (Redis time, seconds)."""
 
+DAMAGED = "tokenmill:damaged"
+"""Set, expiring: models of which a script found an index missing or of the wrong type."""
+
 CONTROL = "tokenmill:control"
 """Channel: JSON commands to every worker, `{"cancel": task id}`."""
 
@@ -55,11 +58,19 @@ def lines(group: str) -> str:
     return f"tokenmill:lines:{group}"
 
 
-def unserved(group: str) -> str:
-    """Sorted set of a model's class: queue -> since when nobody serves it: the acceptance of its head, or
-    when it was last claimed from if that was later (microseconds).
-    """
-    return f"tokenmill:unserved:{group}"
+def heads(group: str) -> str:
+    """Sorted set of a model's class: queue -> acceptance of its head (microseconds)."""
+    return f"tokenmill:heads:{group}"
+
+
+def unserved(slug: str) -> str:
+    """Sorted set: queue of a model -> acceptance of its head, or its last claim if later (microseconds)."""
+    return f"tokenmill:unserved:{slug}"
+
+
+def rule(slug: str) -> str:
+    """Hash: `ageing_us`, `max_waiting_us`, `fair` of the order of claims, as last claimed with; `turn`."""
+    return f"tokenmill:rule:{slug}"
 
 
 def shares(slug: str) -> str:
@@ -75,6 +86,11 @@ def away(slug: str) -> str:
 def waiting(slug: str) -> str:
     """Hash: `tasks:<class>`, `tokens:<class>` -> how many wait, and their estimated tokens."""
     return f"tokenmill:waiting:{slug}"
+
+
+def tenants(slug: str) -> str:
+    """Hash: `tasks:<tenant>`, `tokens:<tenant>` -> the tenant's waiting tasks, and their estimated tokens."""
+    return f"tokenmill:tenants:{slug}"
 
 
 def shown(slug: str) -> str:
@@ -93,9 +109,9 @@ def order(queue: str) -> str:
 
 
 def cost(queue: str) -> str:
-    """Hash: waiting task of `queue` -> `<cost>:<cost of all accepted before it>`, in estimated tokens.
+    """Hash: waiting task of `queue` -> its cost in estimated tokens.
 
-    `:total`: the sum of the waiting ones; `:appended`: of all accepted since the queue was last empty.
+    `<level>:<block>`: the sum of those accepted in a block of time, see `sums.lua`; `:total`: of all.
     """
     return f"tokenmill:cost:{queue}"
 
@@ -110,9 +126,9 @@ def totals(slug: str) -> str:
     return f"tokenmill:totals:{slug}"
 
 
-def drained(slug: str) -> str:
-    """Hash: ten-second bucket of Redis time -> estimated tokens of the tasks that ended in it; a minute."""
-    return f"tokenmill:drained:{slug}"
+def pace(slug: str) -> str:
+    """Hash, expiring: how fast a model's waiting tasks are worked off, see `served.lua`."""
+    return f"tokenmill:pace:{slug}"
 
 
 def wake(slug: str) -> str:

@@ -37,16 +37,30 @@ take it; steps take it, or it is being prepared; so it is alone, while the other
 
 
 class QueueFull(Exception):
-    """The model has as many waiting tasks, or tokens, as it may have: nothing was stored. Try again later.
+    """The model, or one tenant of it, has as many waiting tasks or tokens as it may have: nothing was stored.
 
-    `limit_met`: which of the two limits. `depth`: waiting tasks; `tokens`: what they are estimated to need.
+    `limit_met`: which of the two limits; `whose`: that of all tenants together, or this tenant's share of it.
+    `depth`: waiting tasks of the model; `tokens`: their estimated tokens. `own_depth`, `own_tokens`: those of
+    the tenant.
     """
 
-    def __init__(self, limit_met: Literal["tasks", "tokens"], depth: int, tokens: int) -> None:
-        super().__init__(f"{depth} tasks of {tokens} tokens wait, the limit of {limit_met} is met")
+    def __init__(
+        self,
+        *,
+        limit_met: Literal["tasks", "tokens"],
+        whose: Literal["all", "tenant"],
+        depth: int,
+        tokens: int,
+        own_depth: int,
+        own_tokens: int,
+    ) -> None:
+        super().__init__(f"{depth} tasks of {tokens} tokens wait, the limit of {limit_met} of {whose} is met")
         self.limit_met = limit_met
+        self.whose = whose
         self.depth = depth
         self.tokens = tokens
+        self.own_depth = own_depth
+        self.own_tokens = own_tokens
 
 
 class IdempotencyConflict(Exception):
@@ -60,7 +74,9 @@ class Submission:
     `job_fields`: RQ's `Job.to_dict()`. `cost`: estimated tokens, prompt and output together. `metadata`:
     JSON text, given back as it is. `body_digest` tells the bodies of one `idempotency_key` apart.
     `max_waiting`, `max_waiting_tokens`: limits of this model's waiting tasks and of their cost; None means
-    none. A task that would wait alone is never too large for the second. `num_outputs`: texts that the task
+    none. A task that would wait alone is never too large for the second. `share_limits`: a tenant may have as
+    much waiting as the limits leave free, so that none takes all; its first task is never too large.
+    `num_outputs`: texts that the task
     gives. `limits`: the time limits that it sets for itself. `webhook`: the URL that is told of its end, ""
     for none. `cancel_on_disconnect`: it ends as cancelled when its last reader goes away.
     Raises ValueError where a value cannot stand in a key or a message.
@@ -79,6 +95,7 @@ class Submission:
     body_digest: str = ""
     max_waiting: int | None = None
     max_waiting_tokens: int | None = None
+    share_limits: bool = False
     num_outputs: int = 1
     limits: TimeLimits = NO_LIMITS
     webhook: str = ""
@@ -251,7 +268,7 @@ class QueueStats:
 
     `waiting`: priority class -> tasks, every class named. `oldest_age`: seconds since the acceptance of the
     oldest waiting task, 0 without one. `waiting_cost`: estimated tokens. `claimed`: tasks that workers own.
-    `drain_rate`: estimated tokens per second of the tasks that ended in the last minute, None without any.
+    `drain_rate`: estimated tokens per second that the workers get done while tasks wait; None until measured.
     `totals`: counters that only grow: `submitted`, `finished:<reason>`, `prompt_tokens`, `completion_tokens`.
     `webhooks_due`, `webhooks_later`: to be delivered now, and tried again later; those of all models.
     """

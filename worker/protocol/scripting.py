@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from worker.protocol import keys, rq_keys
 from worker.protocol.naming import PRIORITIES
 
-_ORDER = ("clock", "deadlines", "lines", "order")
+_ORDER = ("clock", "sound", "deadlines", "lines", "sums", "order")
 _ENDING = (*_ORDER, "served", "outbox", "ending", "crashes")
 _PARTS = {
     "submit": _ORDER,
@@ -57,17 +57,20 @@ _PREFIXES: dict[str, Callable[[str], str]] = {
     "channel": keys.channel,
     "queues": keys.queues,
     "lines": keys.lines,
+    "heads": keys.heads,
     "unserved": keys.unserved,
+    "rule": keys.rule,
     "shares": keys.shares,
     "away": keys.away,
     "waiting": keys.waiting,
+    "tenants": keys.tenants,
     "shown": keys.shown,
     "clock": keys.clock,
     "order": keys.order,
     "cost": keys.cost,
     "deadlines": keys.deadlines,
     "totals": keys.totals,
-    "drained": keys.drained,
+    "pace": keys.pace,
     "wake": keys.wake,
     "ready": keys.ready,
     "worker": keys.worker,
@@ -120,6 +123,7 @@ def _key_names() -> str:
     names["rq_worker"], names["rq_worker_executions"] = rq_keys.worker_executions("\0").split("\0")
     names |= {"leases": keys.LEASES, "workers": keys.WORKERS, "control": keys.CONTROL}
     names |= {"outbox": keys.OUTBOX, "outbox_due": keys.OUTBOX_DUE, "watched": keys.WATCHED}
+    names |= {"damaged": keys.DAMAGED}
     names |= {"rq_queues": rq_keys.QUEUES, "max_results": str(rq_keys.MAX_RESULTS)}
     names |= {"num_classes": str(len(PRIORITIES))}
     return "local K = {" + ", ".join(f"{name} = '{value}'" for name, value in names.items()) + "}"

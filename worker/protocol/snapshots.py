@@ -21,8 +21,8 @@ class TaskSnapshot:
     `standing.lua` says; only the next to be claimed has position 0. After the claim they are as the worker
     says. `waiting_for`: `worker`, `capacity` or `behind` in Redis, the scheduler's reason after the claim, or
     `suspect`: a worker may have died of it, and it waits to be tried alone. `drain_rate`: estimated tokens
-    per second of the tasks of this model that ended in the last minute. `num_entries`: length of the log.
-    `cancel_on_disconnect`, `tenant`: as submitted.
+    per second that the workers get done while tasks wait, None until measured. `num_entries`: length of the
+    log. `cancel_on_disconnect`, `tenant`: as submitted.
     """
 
     task_id: str

@@ -8,9 +8,10 @@ import json
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Literal, cast
 
 from worker.protocol import event_log, keys, rq_keys, script_errors
+from worker.protocol.claim_order import DEFAULT_ORDER, ClaimOrder
 from worker.protocol.messages import Event, LogEntry, entry_seq
 from worker.protocol.model_card import ModelCard
 from worker.protocol.naming import tenant_hash
@@ -101,6 +102,7 @@ class TaskStore:
             submission.body_digest,
             "" if submission.max_waiting is None else submission.max_waiting,
             "" if submission.max_waiting_tokens is None else submission.max_waiting_tokens,
+            int(submission.share_limits),
             submission.num_outputs,
             *map(_seconds, submission.limits),
             submission.webhook,
@@ -110,20 +112,34 @@ class TaskStore:
         if outcome == b"conflict":
             raise IdempotencyConflict
         if outcome == b"full":
-            raise QueueFull(details[0].decode(), int(details[1]), int(details[2]))
+            raise _queue_full(*details)
         return Submitted(details[0].decode(), replayed=outcome == b"replayed")
 
-    def claim(self, slug: str, *, worker: str, max_tasks: int, lease_seconds: float) -> list[Claimed]:
-        """Take up to `max_tasks` waiting tasks of a model, the most urgent first.
+    def claim(
+        self,
+        slug: str,
+        *,
+        worker: str,
+        max_tasks: int,
+        lease_seconds: float,
+        order: ClaimOrder = DEFAULT_ORDER,
+    ) -> list[Claimed]:
+        """Take up to `max_tasks` waiting tasks of a model, the most urgent first; see `lines.lua`.
 
-        Order: priority class, less one for each minute that nobody served its line, the queue of one class
-        and tenant; then who of the tenants was served the fewest tokens; then acceptance.
+        `order` is stored, so that the positions of `inspect` follow from it until another claim changes it.
         What was claimed by a call whose reply was lost comes back when its lease lapses. A call that meets
         more than a hundred tasks which RQ's own tools ended may give fewer than wait; the next goes on.
         """
         owners = (secrets.token_hex(16) for _ in range(max_tasks))
         rows = self._run(
-            "claim", slug, worker, lease_seconds, _WORKER_INDEX_SECONDS, _TREATED_AT_ONCE, *owners
+            "claim",
+            slug,
+            worker,
+            lease_seconds,
+            _WORKER_INDEX_SECONDS,
+            _TREATED_AT_ONCE,
+            order.to_text(),
+            *owners,
         )
         return [_claimed(*row) for row in rows]
 
@@ -290,6 +306,19 @@ def _claimed(
         has_started=bool(has_started),
         cached_tokens=int(cached_tokens),
         suspect=bool(suspect),
+    )
+
+
+def _queue_full(
+    limit_met: bytes, depth: int, tokens: bytes, whose: bytes, own_depth: int, own_tokens: bytes
+) -> QueueFull:
+    return QueueFull(
+        limit_met=cast("Literal['tasks', 'tokens']", limit_met.decode()),
+        whose=cast("Literal['all', 'tenant']", whose.decode()),
+        depth=depth,
+        tokens=int(tokens),
+        own_depth=own_depth,
+        own_tokens=int(own_tokens),
     )
 
 

@@ -55,7 +55,7 @@ def numbers_add_up(world: World) -> None:
 
 def what_waits_is_counted(world: World) -> None:
     """The counters that submissions ask are never off."""
-    kept = world.client.hgetall(keys.waiting(SLUG))
+    kept = world.client.hgetall(keys.waiting(SLUG)) | world.client.hgetall(keys.tenants(SLUG))
     assert {name.decode(): int(number) for name, number in kept.items()} == world.fair.num_waiting()
 
 
@@ -82,13 +82,14 @@ def lines_are_those_that_wait(world: World) -> None:
         expected.setdefault(f"{SLUG}:{priority}", {})[f"{accepted:020}{queue}"] = world.fair.counters[tenant]
     queues = world.client.zrange(keys.queues(SLUG), 0, -1, withscores=True)
     assert {name.decode(): score for name, score in queues} == heads
+    assert {name.decode() for name in world.client.zrange(keys.unserved(SLUG), 0, -1)} == set(heads)
     for group in (f"{SLUG}:{priority}" for priority in range(5)):
         lines = world.client.zrange(keys.lines(group), 0, -1, withscores=True)
         assert {name.decode(): score for name, score in lines} == expected.get(group, {})
-        unserved = world.client.zrange(keys.unserved(group), 0, -1)
-        assert sorted(name.decode() for name in unserved) == sorted(
-            member[20:] for member in expected.get(group, {})
-        )
+        of_class = world.client.zrange(keys.heads(group), 0, -1, withscores=True)
+        assert {name.decode(): score for name, score in of_class} == {
+            member[20:]: int(member[:20]) for member in expected.get(group, {})
+        }
 
 
 def standing_is_that_of_the_claims(world: World) -> None:
@@ -121,7 +122,7 @@ def nothing_is_left_behind(world: World) -> None:
     """Once all tasks have ended."""
     assert world.client.pttl(keys.away(SLUG)) > 0 or not world.tasks
     kept = {key.decode().split(":")[1] for key in world.client.scan_iter("tokenmill:*")}
-    assert kept <= {"run", "log", "totals", "drained", "clock", "shown", "away", "idem"}
+    assert kept <= {"run", "log", "totals", "pace", "rule", "clock", "shown", "away", "idem"}
     kept_by_rq = {key.decode().split(":")[1] for key in world.client.scan_iter("rq:*")}
     assert kept_by_rq <= {"job", "results", "finished", "failed", "canceled", "queues"}
     for task_id in world.tasks:

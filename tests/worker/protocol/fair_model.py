@@ -1,10 +1,12 @@
 """Whose turn it is, in plain Python: no index, no counter of what waits; all is looked at each time.
 
-Law: it says what the scripts must do, as long as nothing waits for a minute. Knows no Redis.
+Law: it says what the scripts must do, as long as nothing waits for half a minute. Knows no Redis.
 """
 
 from collections import Counter
 from dataclasses import dataclass, field
+
+from worker.protocol.naming import tenant_hash
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,9 @@ class FairModel:
         """As the hash of counters has it."""
         counts: Counter[str] = Counter()
         for task in self.waiting.values():
-            counts[f"tasks:{task.priority}"] += 1
-            counts[f"tokens:{task.priority}"] += task.cost
+            for name in (task.priority, tenant_hash(task.tenant)):
+                counts[f"tasks:{name}"] += 1
+                counts[f"tokens:{name}"] += task.cost
         return dict(counts)
 
     def lines(self) -> dict[tuple[int, str], tuple[int, str]]:

@@ -8,24 +8,31 @@ import redis
 from tests.worker.protocol.tasks import SLUG
 from worker.protocol import scripting
 
-_PARTS = "\n".join(["#!lua", scripting._key_names(), *map(scripting._read, ("clock", "deadlines", "lines"))])
+_PARTS = "\n".join(["#!lua", scripting._key_names(), *map(scripting._read, scripting._ORDER)])
 _ACCEPT_EARLIER = """
 local slug, id, us = ARGV[2], ARGV[3], ARGV[4]
 local queue = call('HGET', K.run .. id, 'queue')
+leave(queue, slug, id)
 call('HINCRBY', K.run .. id, 'accepted_us', -us)
-call('ZINCRBY', K.order .. queue, -us, id)
-line_up(queue, slug)
+enter(id, hash(K.run .. id))
 """
 _LET_PASS = """
 local slug, us = ARGV[2], ARGV[3]
 for _, queue in ipairs(call('ZRANGE', K.queues .. slug, 0, -1)) do
-  local served = call('ZSCORE', K.unserved .. slug .. ':' .. class_and_tenant(queue), queue)
+  local served = call('ZSCORE', K.unserved .. slug, queue)
   for _, id in ipairs(call('ZRANGE', K.order .. queue, 0, -1)) do
+    local accepted_us, cost = call('ZSCORE', K.order .. queue, id), call('HGET', K.cost .. queue, id)
+    add_to_sums(queue, tonumber(accepted_us), -cost)
+    add_to_sums(queue, accepted_us - us, tonumber(cost))
     call('HINCRBY', K.run .. id, 'accepted_us', -us)
     call('ZINCRBY', K.order .. queue, -us, id)
   end
   line_up(queue, slug)
-  call('ZADD', K.unserved .. slug .. ':' .. class_and_tenant(queue), whole(served - us), queue)
+  call('ZADD', K.unserved .. slug, whole(served - us), queue)
+end
+local mark = call('HGET', K.pace .. slug, 'mark')
+if mark then
+  call('HSET', K.pace .. slug, 'mark', whole(mark - us))
 end
 """
 

@@ -30,14 +30,14 @@ def test_lower_classes_go_first(store: TaskStore, redis_client: redis.Redis) -> 
     assert [claimed.task_id for claimed in claim(store)] == [ids[priority] for priority in range(5)]
 
 
-def test_a_waiting_head_gains_a_class_a_minute(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_waiting_task_gains_a_class_each_ageing_time(store: TaskStore, redis_client: redis.Redis) -> None:
     """sglang#31954: an order without age lets a steady stream of favoured tasks starve the others."""
     old = submit(store, redis_client, priority=4)
     urgent = [submit(store, redis_client, priority=1) for _ in range(3)]
-    accept_earlier(redis_client, old, 150)
+    accept_earlier(redis_client, old, 75)
     assert claim_one(store).task_id == urgent[0]
     # Three classes gained: level with the urgent ones, and older.
-    accept_earlier(redis_client, old, 60)
+    accept_earlier(redis_client, old, 30)
     assert claim_one(store).task_id == old
 
 

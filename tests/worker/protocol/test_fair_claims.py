@@ -1,8 +1,8 @@
-"""Nobody's flood keeps others waiting: classes age, tenants of a class take turns by what they were served.
+"""The order of claims among tenants: promoted tasks, aged classes, tokens served, arrival.
 
-Laws: a tenant that comes is claimed within a few claims, whatever others have in line; a line is not passed
-over for more minutes than its class and one; equal tenants get equal tokens; what a task did not use is given
-back. All of it whichever worker claims, as nothing is remembered but in Redis.
+Invariants: a tenant that comes is claimed from within a few claims, whatever others have in line; a task is
+claimed in its turn once it is promoted; equal tenants get equal tokens; what a task did not use is returned.
+All of it whichever worker claims, as the state is in Redis alone.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import redis
 from tests.worker.protocol.passing_time import let_pass
 from tests.worker.protocol.tasks import SLUG, claim, claim_one, owned, publish, settle, submission, submit
 from worker.protocol import keys
+from worker.protocol.claim_order import ClaimOrder
 from worker.protocol.naming import new_task_id, tenant_hash, tenant_of
 from worker.protocol.store import Claimed, TaskStore
 
@@ -93,42 +94,109 @@ def test_a_tenant_has_one_share_over_all_classes(store: TaskStore, redis_client:
 
 
 @pytest.mark.parametrize("others", [[], ["other"]])
-def test_a_flood_of_the_best_class_is_passed_within_five_minutes(
+def test_a_flood_of_the_best_class_is_passed_after_the_promotion(
     store: TaskStore, redis_client: redis.Redis, others: list[str]
 ) -> None:
     """With one tenant and with several; sglang#31954: without age a steady stream starves the rest."""
     last = submit(store, redis_client, tenant="a", priority=4)
-    for minute in range(6):
+    for _ in range(3):
         for tenant in ["a", *others]:
             flood(store, redis_client, 10, tenant=tenant, priority=0)
-        if minute < 4:
-            # More come than are served.
-            assert last not in [one.task_id for one in claim(store, 5)]
-        let_pass(redis_client, 60)
-    # Of a lone tenant those go before that came less than four minutes after it: 40, of which 20 are served.
-    # Among several each line that has aged as well goes once.
-    ahead = 20 if not others else 2
-    assert [one.task_id for one in claim(store, ahead + 1)].index(last) == ahead
+        # More come than are served.
+        assert last not in [one.task_id for one in claim(store, 5)]
+        let_pass(redis_client, 39)
+    let_pass(redis_client, 4)
+    flood(store, redis_client, 10, tenant="b", priority=0)
+    assert last in [one.task_id for one in claim(store, 2)]
 
 
-def test_a_backlog_ages_once(store: TaskStore, redis_client: redis.Redis) -> None:
-    """While several tenants wait, a flood that has waited for an hour is old for one claim, not for each."""
-    flood(store, redis_client, 50, tenant="flood")
-    let_pass(redis_client, 3600)
-    flood(store, redis_client, 5, tenant="other", priority=1)
-    claimed = [tenant_of(one.queue) for one in claim(store, 6)]
-    assert claimed == [tenant_hash("flood")] + [tenant_hash("other")] * 5
-
-
-def test_a_backlog_stays_young_when_its_head_is_cancelled(
+def test_each_task_of_a_line_ages_also_beside_other_tenants(
     store: TaskStore, redis_client: redis.Redis
 ) -> None:
+    """A claim from a line does not make the tasks behind it young."""
+    old = [submit(store, redis_client, tenant="a", priority=4) for _ in range(3)]
+    let_pass(redis_client, 200)
+    flood(store, redis_client, 3, tenant="b", priority=0, cost=1000)
+    claim_one(store)
+    # "b" was not served less.
+    flood(store, redis_client, 3, tenant="b", priority=0, cost=1000)
+    claimed = [one.task_id for one in claim(store, 4)]
+    assert set(old[1:]) <= set(claimed)
+
+
+def test_promoted_tasks_go_oldest_first(store: TaskStore, redis_client: redis.Redis) -> None:
+    ids = []
+    for tenant, priority in (("a", 3), ("b", 4), ("c", 0), ("a", 1)):
+        ids.append(submit(store, redis_client, tenant=tenant, priority=priority))
+        let_pass(redis_client, 10)
+    let_pass(redis_client, 200)
+    assert [one.task_id for one in claim(store, 4)] == ids
+
+
+def test_promoted_tenants_take_turns(store: TaskStore, redis_client: redis.Redis) -> None:
+    """A backlog that is promoted as a whole lets the promoted task of another tenant in next."""
     flood(store, redis_client, 50, tenant="flood")
+    let_pass(redis_client, 300)
+    claim(store, 5)
+    lone = submit(store, redis_client, tenant="lone", priority=4)
+    assert lone not in [one.task_id for one in claim(store, 5)]
+    let_pass(redis_client, 121)
+    assert claim_one(store).task_id == lone
+
+
+def test_an_old_backlog_keeps_no_new_task_of_another_tenant_out(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
+    """Of two claims one goes by class and tokens served alone, so that the bound does not grow with the flood."""
+    flood(store, redis_client, 200, tenant="flood", cost=50)
     let_pass(redis_client, 3600)
-    flood(store, redis_client, 5, tenant="other", priority=1)
-    (served,) = claim(store, 1)
-    store.cancel(redis_client.zrange(keys.order(served.queue), 0, 0)[0].decode())
-    assert [tenant_of(one.queue) for one in claim(store, 5)] == [tenant_hash("other")] * 5
+    claim(store, 20)
+    for _ in range(10):
+        lone = submit(store, redis_client, tenant="lone", cost=50)
+        assert lone in [one.task_id for one in claim_by_turns(redis_client, 3)]
+
+
+def test_every_second_claim_still_goes_by_age(store: TaskStore, redis_client: redis.Redis) -> None:
+    flood(store, redis_client, 20, tenant="heavy", cost=1000, priority=4)
+    submit(store, redis_client, tenant="other", cost=1)
+    claim(store, 2)
+    let_pass(redis_client, 200)
+    flood(store, redis_client, 20, tenant="new", cost=1)
+    turns = [tenant_of(one.queue) for one in claim(store, 8)]
+    assert turns.count(tenant_hash("heavy")) >= 4
+
+
+def test_the_settings_set_the_order(store: TaskStore, redis_client: redis.Redis) -> None:
+    """Each claim carries them; positions follow from those of the last claim."""
+
+    def first(order: ClaimOrder) -> str:
+        (one,) = store.claim(SLUG, worker="w", max_tasks=1, lease_seconds=60, order=order)
+        store.hand_back({one.task_id: one.owner})
+        snapshot = store.inspect(one.task_id)
+        assert snapshot is not None
+        assert snapshot.position == 0
+        return one.task_id
+
+    old = submit(store, redis_client, priority=4)
+    let_pass(redis_client, 50)
+    new = submit(store, redis_client, priority=1)
+    assert first(ClaimOrder()) == new
+    assert first(ClaimOrder(max_waiting_seconds=40)) == old
+    assert first(ClaimOrder(ageing_seconds=12)) == old
+    assert first(ClaimOrder(ageing_seconds=None, max_waiting_seconds=None)) == new
+
+
+def test_without_fair_sharing_tasks_of_a_class_go_by_arrival(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
+    flood(store, redis_client, 5, tenant="a", cost=1000)
+    lone = submit(store, redis_client, tenant="b", cost=1)
+    urgent = submit(store, redis_client, tenant="c", cost=1, priority=1)
+    claimed = store.claim(
+        SLUG, worker="w", max_tasks=10, lease_seconds=60, order=ClaimOrder(fair_sharing=False)
+    )
+    ids = [one.task_id for one in claimed]
+    assert (ids[0], ids[-1]) == (urgent, lone)
 
 
 def test_ever_new_tenants_do_not_starve_one_that_has_had_more(

@@ -3,7 +3,7 @@
 
 local id = ARGV[2]
 local task = hash(K.run .. id)
-if not task.slug then
+if not task.slug or not task.queue then
   return false
 end
 if not task.terminal then

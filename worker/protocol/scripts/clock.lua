@@ -35,9 +35,9 @@ local function utcformat(us)
     rest % 1000000)
 end
 
--- A hash as a table.
+-- A hash as a table; empty where there is none, or a key of another type.
 local function hash(key)
-  local flat, fields = call('HGETALL', key), {}
+  local flat, fields = redis.pcall('HGETALL', key), {}
   for i = 1, #flat, 2 do
     fields[flat[i]] = flat[i + 1]
   end

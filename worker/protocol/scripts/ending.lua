@@ -40,11 +40,16 @@ local function let_go(id, task, num_served)
   call('DEL', K.rq_execution .. composite, K.rq_executions .. id)
   call('SREM', K.rq_worker .. task.worker .. K.rq_worker_executions, composite)
   call('HDEL', K.run .. id, 'owner', 'waiting_for', 'tokens_ahead', 'position', 'standing', 'claimed_length')
-  charge(task.queue, task.slug, num_served - task.cost)
+  local cost = tonumber(task.cost) or 0
+  note_owned(task.slug, -cost)
+  charge(task.queue, task.slug, num_served - cost)
 end
 
 -- From its owner back to its place in the queue. It is charged when it is claimed again.
 local function put_back(id, task)
+  ensure_model(task.slug)
+  ensure_queue(task.slug, task.queue)
+  ensure_task(task.slug, id)
   let_go(id, task, 0)
   call('HSET', K.rq_job .. id, 'status', 'queued', 'started_at', '', 'worker_name', '')
   enter(id, task)
@@ -55,9 +60,6 @@ local function count_end(task, how)
   call('HINCRBY', totals, 'finished:' .. how.reason, 1)
   call('HINCRBY', totals, 'prompt_tokens', how.prompt_tokens)
   call('HINCRBY', totals, 'completion_tokens', how.completion_tokens)
-  if task.owner then
-    drain(task.slug, task.cost)
-  end
 end
 
 -- A job that RQ's tools have deleted stays deleted: a part of its hash would break them.
@@ -80,10 +82,16 @@ end
 -- how: status, reason, prompt_tokens, completion_tokens; is_against_owner: the owner is not to take this end
 -- for its own settlement. A task with a webhook is kept until that is delivered.
 local function finish(id, task, how)
+  ensure_model(task.slug)
+  ensure_queue(task.slug, task.queue)
+  ensure_task(task.slug, id)
   local run = K.run .. id
   if task.owner then
     local computed = math.max(0, how.prompt_tokens - (tonumber(task.cached_tokens) or 0))
-    let_go(id, task, computed + how.completion_tokens)
+    local served, cost = computed + how.completion_tokens, tonumber(task.cost) or 0
+    -- Of one that did not come to its own end only what was served is work that was done.
+    measure(task.slug, how.status == 'completed' and cost or math.min(cost, served))
+    let_go(id, task, served)
   else
     leave(task.queue, task.slug, id)
   end
@@ -143,7 +151,7 @@ end
 -- task any more: it leaves, and nil is given.
 local function waiting_task(queue, slug, id)
   local task = hash(K.run .. id)
-  if task.slug then
+  if task.slug and task.queue then
     return task
   end
   leave(queue, slug, id)

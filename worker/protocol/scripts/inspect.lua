@@ -9,7 +9,9 @@ end
 local slug, queue, terminal, owner = unpack(call('HMGET', K.run .. id, 'slug', 'queue', 'terminal', 'owner'))
 local position, tokens
 if not terminal and not owner then
-  position, tokens = standing(queue, slug, id)
+  -- A damaged index is repaired by the scripts that write; until then the task has no place to show.
+  local found, its_position, its_tokens = pcall(standing, queue, slug, id)
+  position, tokens = found and its_position, found and its_tokens
 end
 return { run, call('XLEN', K.log .. id), seconds(now_us), position or false, tokens or false,
   drain_rate(slug), num_ready_workers(slug) }

@@ -1,27 +1,44 @@
--- Whose turn it is. A line is a queue in which something waits: one class of one tenant. Of a class that tenant
--- goes first which was served the fewest tokens; a line that nobody serves rises by a class each minute. After
--- "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024): virtual token counters. Knows no task but
--- by the time of its acceptance. Nothing here costs anything for each line that waits.
+-- Whose turn it is. A line is a queue in which something waits: one class of one tenant, oldest task first.
+-- The rule, with the limits that the workers' settings give it:
+--   1. promoted tasks, those that have waited for `max_waiting_us`: the line goes first that has gone without a
+--      claim for longest, so that tenants take turns;
+--   2. the best class, a task's own less one for each `ageing_us` that it has waited, down to 0;
+--   3. within a class the tenant that was served the fewest tokens;
+--   4. the task that was accepted first.
+-- While age puts a task before one of a better class, or of the same, whose tenant was served less, every second
+-- claim goes by class and tokens alone: a tenant's backlog grows old, and must not keep others out.
+-- One tenant alone, or all without fair sharing: promoted and older tasks of a class go by acceptance.
+-- Tokens served are virtual counters after "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024).
+-- Knows no task but by the time of its acceptance. The cost of a claim does not grow with what waits.
 
-local AGEING_US = 60000000
--- What tenants were served is forgotten when none of them has left a line for so long.
+-- A tenant's counter is forgotten when no tenant has left a line for this long.
 local AWAY_MS = 3600000
--- And of so many at most it is remembered.
+-- At most this number of counters of tenants that do not wait is kept.
 local MOST_AWAY = 10000
+-- At most this number of lines is compared where no index gives the first.
+local MOST_COMPARED = 100
 local NUM_CLASSES = tonumber(K.num_classes)
+local PROMOTED = -1
+
+-- As the last claim of the model gave it, else the engine's defaults.
+local function rule_of(slug)
+  local ageing_us, max_waiting_us, fair = unpack(call('HMGET', K.rule .. slug, 'ageing_us', 'max_waiting_us', 'fair'))
+  return { ageing_us = tonumber(ageing_us) or 30000000, max_waiting_us = tonumber(max_waiting_us) or 120000000,
+    fair = fair ~= '0' }
+end
 
 local function class_and_tenant(queue)
   local class, tenant = string.match(queue, ':(%d+):([^:]*)$')
   return tonumber(class), tenant
 end
 
--- Of equal counters the oldest head goes first: members of one score stand in order of their text.
+-- Members of one score stand in order of their text, so that of equal counters the oldest head goes first.
 local function member_of(head, queue)
   return string.format('%020.0f', head) .. queue
 end
 
-local function queue_of(member)
-  return string.sub(member, 21)
+local function head_and_queue(member)
+  return tonumber(string.sub(member, 1, 20)), string.sub(member, 21)
 end
 
 -- More than one tenant waits.
@@ -29,7 +46,7 @@ local function is_contested(slug)
   return call('ZCARD', K.shares .. slug) > 1
 end
 
--- The least counter of those who wait, or else of who waited last.
+-- The least counter of the tenants that wait, or else of the last that waited.
 local function least_counter(slug)
   return tonumber(call('ZRANGE', K.shares .. slug, 0, 0, 'WITHSCORES')[2]
     or call('ZSCORE', K.away .. slug, ':last') or 0)
@@ -48,6 +65,9 @@ end
 
 local function part(slug, tenant)
   local counter = call('ZSCORE', K.shares .. slug, tenant)
+  if not counter then
+    return
+  end
   call('ZREM', K.shares .. slug, tenant)
   -- Who was served the least loses the least by being forgotten.
   call('ZREMRANGEBYRANK', K.away .. slug, 0, -MOST_AWAY)
@@ -62,7 +82,7 @@ local function lines_of_tenant(queue, slug)
     local name = string.gsub(queue, ':%d+:([^:]*)$', ':' .. class .. ':%1')
     local head = call('ZSCORE', K.queues .. slug, name)
     if head then
-      lines[#lines + 1] = { queue = name, class = class, head = head }
+      lines[#lines + 1] = { queue = name, class = class, head = tonumber(head) }
     end
   end
   return lines
@@ -70,7 +90,8 @@ end
 
 local function close_line(queue, slug, group, tenant)
   call('ZREM', K.queues .. slug, queue)
-  call('ZREM', K.unserved .. group, queue)
+  call('ZREM', K.unserved .. slug, queue)
+  call('ZREM', K.heads .. group, queue)
   if #lines_of_tenant(queue, slug) == 0 then
     part(slug, tenant)
   end
@@ -91,12 +112,44 @@ local function line_up(queue, slug)
   if not head then
     return close_line(queue, slug, group, tenant)
   end
-  local since = call('ZSCORE', K.unserved .. group, queue)
-  local served_at = since and tonumber(since) > tonumber(was) and since or 0
+  local since = call('ZSCORE', K.unserved .. slug, queue)
+  local served_at = was and since and tonumber(since) > tonumber(was) and since or 0
   call('ZADD', K.queues .. slug, head, queue)
-  call('ZADD', K.unserved .. group, whole(math.max(head, served_at)), queue)
+  call('ZADD', K.heads .. group, head, queue)
+  call('ZADD', K.unserved .. slug, whole(math.max(head, served_at)), queue)
   local counter = call('ZSCORE', K.shares .. slug, tenant) or join(slug, tenant)
   call('ZADD', K.lines .. group, counter, member_of(head, queue))
+end
+
+-- Whether the indexes have a line where its first task puts it.
+local function is_lined_up(queue, slug)
+  local head = call('ZRANGE', K.order .. queue, 0, 0, 'WITHSCORES')[2]
+  local class, tenant = class_and_tenant(queue)
+  local group = slug .. ':' .. class
+  return head and head == call('ZSCORE', K.queues .. slug, queue) and head == call('ZSCORE', K.heads .. group, queue)
+    and call('ZSCORE', K.unserved .. slug, queue) and call('ZSCORE', K.shares .. slug, tenant)
+    and call('ZSCORE', K.lines .. group, member_of(head, queue))
+end
+
+-- Builds the indexes of a model's lines again. The tenants keep the counters that are still there.
+local function line_up_again(slug)
+  call('DEL', K.queues .. slug, K.unserved .. slug)
+  for class = 0, NUM_CLASSES - 1 do
+    call('DEL', K.lines .. slug .. ':' .. class, K.heads .. slug .. ':' .. class)
+  end
+  local waits = {}
+  for _, queue in ipairs(call('ZRANGE', K.shown .. slug, 0, -1)) do
+    local _, tenant = class_and_tenant(queue)
+    if tenant and call('EXISTS', K.order .. queue) == 1 then
+      waits[tenant] = true
+      line_up(queue, slug)
+    end
+  end
+  for _, tenant in ipairs(call('ZRANGE', K.shares .. slug, 0, -1)) do
+    if not waits[tenant] then
+      part(slug, tenant)
+    end
+  end
 end
 
 -- `num_tokens` more, or fewer, were served to a queue's tenant.
@@ -118,53 +171,160 @@ end
 
 -- A task of this queue was taken from it. Its cost is charged until its owner is done; see let_go.
 local function serve(queue, slug, cost)
-  call('ZADD', K.unserved .. slug .. ':' .. class_and_tenant(queue), 'XX', whole(now_us), queue)
+  call('ZADD', K.unserved .. slug, 'XX', whole(now_us), queue)
   charge(queue, slug, cost)
 end
 
--- The class as which a line counts that nobody has served since then. There is no best one: who has waited
--- long enough goes before all who have not.
-local function aged(class, since)
-  return class - math.max(0, math.floor((now_us - since) / AGEING_US))
+-- The class as which a task counts.
+local function aged(rule, class, accepted_us)
+  local waited_us = now_us - accepted_us
+  if waited_us >= rule.max_waiting_us then
+    return PROMOTED
+  end
+  return math.min(class, math.max(0, class - math.floor(waited_us / rule.ageing_us)))
 end
 
--- Of one class the line that goes first; nil if none waits. The lines of a lone tenant age by their heads: its
--- tasks go by acceptance, those of a class a minute later than those of the class before.
-local function first_of_class(slug, class, contested)
+-- The last acceptance with which a task of `class` counts as class `wanted` or better.
+local function aged_until(rule, class, wanted)
+  if wanted >= class then
+    return math.huge
+  elseif wanted < PROMOTED then
+    return -math.huge
+  end
+  local promoted = now_us - rule.max_waiting_us
+  return wanted == PROMOTED and promoted or math.max(promoted, now_us - (class - wanted) * rule.ageing_us)
+end
+
+-- The promoted line that was not served for longest. A line that was not served since `limit` has a promoted head.
+local function promoted_queue(slug, limit, oldest)
+  for _, queue in ipairs(call('ZRANGE', K.unserved .. slug, 0, MOST_COMPARED - 1)) do
+    local head = call('ZSCORE', K.queues .. slug, queue)
+    if head and tonumber(head) <= limit then
+      return queue
+    end
+  end
+  return oldest
+end
+
+-- Of the lines of a class whose head was accepted by `limit`, the one whose tenant was served the least: counter,
+-- head, queue. Exact among the first hundred by tokens served, else among the hundred oldest.
+local function least_served(slug, class, limit)
   local group = slug .. ':' .. class
-  local queue, since = unpack(call('ZRANGE', K.unserved .. group, 0, 0, 'WITHSCORES'))
-  if not queue then
-    return nil
-  elseif contested then
-    local least_served = queue_of(call('ZRANGE', K.lines .. group, 0, 0)[1])
-    if aged(class, call('ZSCORE', K.unserved .. group, least_served)) == aged(class, since) then
-      queue = least_served
+  local best
+  local function compare(counter, head, queue)
+    if not best or counter < best.counter or (counter == best.counter and head < best.head) then
+      best = { counter = counter, head = head, queue = queue }
     end
-  else
-    since = call('ZSCORE', K.queues .. slug, queue)
   end
-  local _, tenant = class_and_tenant(queue)
-  return { queue = queue, class = aged(class, since), head = tonumber(call('ZSCORE', K.queues .. slug, queue)),
-    counter = tonumber(call('ZSCORE', K.shares .. slug, tenant)) }
+  local first = call('ZRANGE', K.lines .. group, 0, limit == math.huge and 0 or MOST_COMPARED - 1, 'WITHSCORES')
+  for i = 1, #first, 2 do
+    local head, queue = head_and_queue(first[i])
+    if head <= limit then
+      compare(tonumber(first[i + 1]), head, queue)
+      return best
+    end
+  end
+  local oldest = call('ZRANGE', K.heads .. group, '-inf', whole(limit), 'BYSCORE', 'LIMIT', 0, MOST_COMPARED, 'WITHSCORES')
+  for i = 1, #oldest, 2 do
+    local _, tenant = class_and_tenant(oldest[i])
+    compare(tonumber(call('ZSCORE', K.shares .. slug, tenant) or 0), tonumber(oldest[i + 1]), oldest[i])
+  end
+  return best
 end
 
-local function goes_before(a, b)
-  if a.class ~= b.class then
-    return a.class < b.class
-  elseif a.counter ~= b.counter then
-    return a.counter < b.counter
-  end
-  return a.head < b.head
-end
-
--- The queue whose head is claimed next; nil if nothing waits.
-local function next_queue(slug)
-  local first, contested = nil, is_contested(slug)
+-- The best class as which anything counts that waits; nil if nothing does.
+local function best_class(slug, rule)
+  local best
   for class = 0, NUM_CLASSES - 1 do
-    local line = first_of_class(slug, class, contested)
-    if line and (not first or goes_before(line, first)) then
-      first = line
+    local head = call('ZRANGE', K.heads .. slug .. ':' .. class, 0, 0, 'WITHSCORES')[2]
+    local counts_as = head and aged(rule, class, head)
+    if head and (not best or counts_as < best) then
+      best = counts_as
     end
   end
-  return first and first.queue
+  return best
+end
+
+-- Of one class the line that goes first among several tenants.
+local function first_by_tokens(slug, rule, counts_as)
+  local best
+  for class = 0, NUM_CLASSES - 1 do
+    local limit = class >= counts_as and aged_until(rule, class, counts_as)
+    local line = limit and least_served(slug, class, limit)
+    if line and (not best or line.counter < best.counter
+        or (line.counter == best.counter and line.head < best.head)) then
+      best = line
+    end
+  end
+  return best and best.queue
+end
+
+local function first_by_arrival(slug, rule, counts_as)
+  local best, best_head
+  for class = 0, NUM_CLASSES - 1 do
+    local queue, head = unpack(call('ZRANGE', K.heads .. slug .. ':' .. class, 0, 0, 'WITHSCORES'))
+    head = tonumber(head)
+    if head and aged(rule, class, head) == counts_as and (not best or head < best_head) then
+      best, best_head = queue, head
+    end
+  end
+  return best
+end
+
+-- By class and tokens alone.
+local function first_without_age(slug)
+  for class = 0, NUM_CLASSES - 1 do
+    local line = least_served(slug, class, math.huge)
+    if line then
+      return line.queue
+    end
+  end
+end
+
+-- Whether `other` waits although age alone puts `queue` before it: its tenant was served less.
+local function is_kept_out(slug, other, queue)
+  local _, its_tenant = class_and_tenant(other)
+  local _, tenant = class_and_tenant(queue)
+  local its_counter, counter = call('ZSCORE', K.shares .. slug, its_tenant), call('ZSCORE', K.shares .. slug, tenant)
+  return its_counter and counter and tonumber(its_counter) < tonumber(counter)
+end
+
+-- The queue whose head is claimed next, nil if nothing waits; and for `note_turn` what decided: 'age' where age
+-- keeps another tenant out, 'class' where it was that one's turn, else nil.
+local function next_queue(slug)
+  local rule, oldest = rule_of(slug), call('ZRANGE', K.queues .. slug, 0, 0, 'WITHSCORES')
+  local counts_as = oldest[1] and best_class(slug, rule)
+  if not counts_as then
+    return nil
+  elseif not (rule.fair and is_contested(slug)) then
+    return counts_as == PROMOTED and oldest[1] or first_by_arrival(slug, rule, counts_as)
+  end
+  local by_age
+  if counts_as == PROMOTED then
+    by_age = promoted_queue(slug, now_us - rule.max_waiting_us, oldest[1])
+  else
+    by_age = first_by_tokens(slug, rule, counts_as)
+  end
+  local other = first_without_age(slug)
+  if not other or not by_age or not is_kept_out(slug, other, by_age) then
+    return by_age or other
+  elseif call('HGET', K.rule .. slug, 'turn') == 'age' then
+    return other, 'class'
+  end
+  return by_age, 'age'
+end
+
+local function note_turn(slug, decided_by)
+  if decided_by then
+    call('HSET', K.rule .. slug, 'turn', decided_by)
+  end
+end
+
+-- Stores a rule if it is another than before: '<ageing_us>:<max_waiting_us>:<1 if tenants share fairly, else 0>'.
+local function set_rule(slug, text)
+  local ageing_us, max_waiting_us, fair = string.match(text, '^(%d+):(%d+):([01])$')
+  local kept = call('HMGET', K.rule .. slug, 'ageing_us', 'max_waiting_us', 'fair')
+  if ageing_us and (kept[1] ~= ageing_us or kept[2] ~= max_waiting_us or kept[3] ~= fair) then
+    call('HSET', K.rule .. slug, 'ageing_us', ageing_us, 'max_waiting_us', max_waiting_us, 'fair', fair)
+  end
 end

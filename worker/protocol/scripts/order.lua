@@ -1,19 +1,8 @@
--- Who waits, and in which order. The sorted set `order` is the truth; RQ's list follows it, so that RQ's
--- tools show the same. Knows no owner and no end.
+-- Which tasks wait, and in which order. The sorted set `order` is the truth; RQ's list follows it, so that RQ's
+-- tools show the same. Knows no owner and no end. A missing index entry is noted as damage and is no error.
 
 -- Registries are looked through this often, or once a retention where that is shorter.
 local TIDY_MS = 60000
-
--- "<cost>:<cost of all before it>"
-local function split_cost(entry)
-  local cost, before = string.match(entry, '^(%d+):(-?%d+)$')
-  return tonumber(cost), tonumber(before)
-end
-
-local function before_of(queue, id)
-  local _, before = split_cost(call('HGET', K.cost .. queue, id))
-  return before
-end
 
 local function tidy_at(from_us)
   return seconds(from_us + math.min(retention_ms, TIDY_MS) * 1000)
@@ -35,36 +24,39 @@ local function list(queue, id, rank, follower)
   end
 end
 
--- Costs are summed up front, so that "tokens ahead" is a difference of two.
-local function account(queue, id, cost, rank, follower)
-  local key, before = K.cost .. queue, nil
-  if follower then
-    before = before_of(queue, follower) - cost
-    for _, earlier in ipairs(rank > 0 and call('ZRANGE', K.order .. queue, 0, rank - 1) or {}) do
-      local its_cost, its_before = split_cost(call('HGET', key, earlier))
-      call('HSET', key, earlier, its_cost .. ':' .. whole(its_before - cost))
-    end
-  else
-    before = tonumber(call('HGET', key, ':appended') or 0)
-    call('HINCRBY', key, ':appended', cost)
+-- Adds to the counters of one class or one tenant.
+local function count_in(slug, key, name, num_tasks, cost)
+  local tokens = call('HINCRBY', key, 'tokens:' .. name, cost)
+  local tasks = call('HINCRBY', key, 'tasks:' .. name, num_tasks)
+  if tasks < 0 or tokens < 0 then
+    note_damage(slug)
   end
-  call('HSET', key, id, whole(cost) .. ':' .. whole(before))
-  call('HINCRBY', key, ':total', cost)
+  if tasks <= 0 then
+    call('HDEL', key, 'tokens:' .. name, 'tasks:' .. name)
+  end
 end
 
--- What waits of a model, by class: counters, as every submission asks for their sums.
+-- What waits of a model, by class and by tenant: counters, as every submission asks for their sums.
 local function count_waiting(queue, slug, num_tasks, cost)
-  local key, class = K.waiting .. slug, class_and_tenant(queue)
-  call('HINCRBY', key, 'tokens:' .. class, cost)
-  if call('HINCRBY', key, 'tasks:' .. class, num_tasks) == 0 then
-    call('HDEL', key, 'tokens:' .. class, 'tasks:' .. class)
-  end
+  local class, tenant = class_and_tenant(queue)
+  count_in(slug, K.waiting .. slug, class, num_tasks, cost)
+  count_in(slug, K.tenants .. slug, tenant, num_tasks, cost)
+end
+
+local function counted_in(key, name)
+  local tasks, tokens = unpack(call('HMGET', key, 'tasks:' .. name, 'tokens:' .. name))
+  return math.max(0, tonumber(tasks or 0)), math.max(0, tonumber(tokens or 0))
 end
 
 -- Tasks of a class, and their tokens.
 local function waiting_in(slug, class)
-  local tasks, tokens = unpack(call('HMGET', K.waiting .. slug, 'tasks:' .. class, 'tokens:' .. class))
-  return tonumber(tasks or 0), tonumber(tokens or 0)
+  return counted_in(K.waiting .. slug, class)
+end
+
+-- Tasks of a queue's tenant, and their tokens.
+local function waiting_of_tenant(slug, queue)
+  local _, tenant = class_and_tenant(queue)
+  return counted_in(K.tenants .. slug, tenant)
 end
 
 -- Tasks of a model, and their tokens.
@@ -80,14 +72,16 @@ end
 -- To its place by acceptance: the end for a new task, mostly the front for one that comes back.
 -- `task` is its run hash as a table.
 local function enter(id, task)
-  local queue, slug, order = task.queue, task.slug, K.order .. task.queue
-  call('ZADD', order, task.accepted_us, id)
+  local queue, slug, order, cost = task.queue, task.slug, K.order .. task.queue, tonumber(task.cost) or 0
+  if call('ZADD', order, 'NX', task.accepted_us, id) == 0 then
+    return
+  end
   local rank = call('ZRANK', order, id)
-  local follower = call('ZRANGE', order, rank + 1, rank + 1)[1]
-  list(queue, id, rank, follower)
-  account(queue, id, tonumber(task.cost), rank, follower)
+  list(queue, id, rank, call('ZRANGE', order, rank + 1, rank + 1)[1])
+  call('HSET', K.cost .. queue, id, whole(cost))
+  add_to_sums(queue, tonumber(task.accepted_us), cost)
   watch(slug, id, task)
-  count_waiting(queue, slug, 1, task.cost)
+  count_waiting(queue, slug, 1, cost)
   line_up(queue, slug)
   call('SADD', K.rq_queues, K.rq_queue .. queue)
   call('ZADD', K.shown .. slug, 'NX', tidy_at(now_us), queue)
@@ -96,17 +90,37 @@ end
 
 local function leave(queue, slug, id)
   local order, costs = K.order .. queue, K.cost .. queue
-  if call('ZREM', order, id) == 0 then
+  local accepted_us, cost = tonumber(call('ZSCORE', order, id) or nil), tonumber(call('HGET', costs, id) or nil)
+  call('LREM', K.rq_queue .. queue, 1, id)
+  unwatch(slug, id)
+  if not accepted_us then
     return
   end
-  unwatch(slug, id)
-  call('LREM', K.rq_queue .. queue, 1, id)
-  local cost = split_cost(call('HGET', costs, id))
-  call('HDEL', costs, id)
-  call('HINCRBY', costs, ':total', -cost)
+  call('ZREM', order, id)
+  if cost then
+    call('HDEL', costs, id)
+    add_to_sums(queue, accepted_us, -cost)
+  else
+    note_damage(slug)
+  end
   if call('EXISTS', order) == 0 then
     call('DEL', costs)
   end
-  count_waiting(queue, slug, -1, -cost)
+  count_waiting(queue, slug, -1, -(cost or tonumber(call('HGET', K.run .. id, 'cost') or 0)))
   line_up(queue, slug)
+end
+
+-- Builds the sums and counters of a model again from its orders and its tasks. Costs time for each waiting task.
+local function count_again(slug)
+  call('DEL', K.waiting .. slug, K.tenants .. slug)
+  for _, queue in ipairs(call('ZRANGE', K.shown .. slug, 0, -1)) do
+    call('DEL', K.cost .. queue)
+    local order = call('ZRANGE', K.order .. queue, 0, -1, 'WITHSCORES')
+    for i = 1, #order, 2 do
+      local cost = tonumber(call('HGET', K.run .. order[i], 'cost') or 0)
+      call('HSET', K.cost .. queue, order[i], whole(cost))
+      add_to_sums(queue, tonumber(order[i + 1]), cost)
+      count_waiting(queue, slug, 1, cost)
+    end
+  end
 end

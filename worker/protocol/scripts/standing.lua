@@ -1,77 +1,59 @@
 -- How much goes before a waiting task, as things stand. Knows no owner; costs nothing for each line that waits.
 
--- Cost of the first `count` tasks of a queue. A little more if one among them was cancelled.
-local function cost_of_first(queue, count)
-  local total = tonumber(call('HGET', K.cost .. queue, ':total'))
-  local at = call('ZRANGE', K.order .. queue, count, count)[1]
-  if not at then
-    return total
-  end
-  local cost, before = split_cost(call('HGET', K.cost .. queue, at))
-  return math.min(before - before_of(queue, call('ZRANGE', K.order .. queue, 0, 0)[1]), total - cost)
-end
-
--- Tasks and tokens of a lone tenant's other classes: exactly those that are claimed before.
-local function before_in_classes(queue, slug, id)
+-- Tasks and tokens of the same tenant that are claimed before a task: exact.
+local function before_of_tenant(queue, slug, rule, accepted_us)
+  local counts_as = aged(rule, class_and_tenant(queue), accepted_us)
   local tasks, tokens = 0, 0
-  local accepted = tonumber(call('ZSCORE', K.order .. queue, id))
-  local own = aged(class_and_tenant(queue), accepted)
   for _, line in ipairs(lines_of_tenant(queue, slug)) do
-    local better = now_us - (line.class - own + 1) * AGEING_US
-    local older = math.min(better + AGEING_US, accepted - 1)
-    local last = line.class < own and '+inf' or whole(math.max(better, older))
-    local count = line.queue ~= queue and call('ZCOUNT', K.order .. line.queue, '-inf', last) or 0
-    if count > 0 then
-      tasks, tokens = tasks + count, tokens + cost_of_first(line.queue, count)
+    local better = aged_until(rule, line.class, counts_as - 1)
+    local equal = math.min(aged_until(rule, line.class, counts_as), accepted_us - 1)
+    local last = math.max(better, equal)
+    if last == math.huge then
+      tasks, tokens = tasks + call('ZCARD', K.order .. line.queue), tokens + total_cost(line.queue)
+    elseif last >= line.head then
+      tasks = tasks + call('ZCOUNT', K.order .. line.queue, '-inf', whole(last))
+      tokens = tokens + cost_before(line.queue, last + 1)
     end
   end
   return tasks, tokens
 end
 
--- Lines of a class that count as `class_or_better` or better, as they have aged.
-local function num_aged(group, class, class_or_better)
-  local since = now_us - (class - class_or_better) * AGEING_US
-  return call('ZCOUNT', K.unserved .. group, '-inf', whole(since))
-end
-
--- Of other lines of a class: how many tasks go before the head of this one, and how many lines take turns with it.
--- `own`: the class as which this line counts.
-local function rivals(queue, slug, class, own)
+-- Of the lines of other tenants in a class: how many tasks go before the head of this one, and how many lines take
+-- turns with it. `own`: the class as which the task counts.
+local function rivals(queue, slug, rule, class, own)
   local group, own_class, tenant = slug .. ':' .. class, class_and_tenant(queue)
+  local num_lines = call('ZCARD', K.lines .. group) - (class == own_class and 1 or 0)
+  local equal = num_lines
   if class > own then
-    -- Each that has aged as well goes once, and is not old any more.
-    return num_aged(group, class, own) - (class == own_class and 1 or 0), 0
+    equal = call('ZCOUNT', K.heads .. group, '-inf', whole(aged_until(rule, class, own)))
+    equal = math.min(num_lines, math.max(0, equal - (class == own_class and 1 or 0)))
   end
-  local others = call('ZCARD', K.lines .. group)
-  local served_less
-  if class == own_class then
-    others = others - 1
-    served_less = call('ZRANK', K.lines .. group, member_of(call('ZSCORE', K.queues .. slug, queue), queue))
-  else
-    served_less = call('ZCOUNT', K.lines .. group, '-inf', '(' .. call('ZSCORE', K.shares .. slug, tenant))
-  end
-  return math.min(others, served_less + num_aged(group, class, own - 1)), others
+  local older = call('ZCOUNT', K.heads .. group, '-inf', whole(aged_until(rule, class, own - 1)))
+  local counter = call('ZSCORE', K.shares .. slug, tenant)
+  local less = counter and call('ZCOUNT', K.lines .. group, '-inf', '(' .. counter) or 0
+  return math.min(equal, less + older), equal
 end
 
 -- Among several tenants the order is not known before it happens, as their counters move with each claim. It is
--- estimated: all of better classes goes before; of the own class each tenant gets as many tokens as this one
--- has before its task, and the tasks of a class are of one size.
-local function before_among_tenants(queue, slug, rank, own_tokens)
-  local own_class = class_and_tenant(queue)
-  -- What is behind the head will be judged by its class: a line that was just served ages anew.
-  local own = rank > 0 and own_class
-    or aged(own_class, call('ZSCORE', K.unserved .. slug .. ':' .. own_class, queue))
+-- estimated: all of better classes goes before; of the class as which the task counts each other tenant gets as
+-- many tokens as this one has before its task, and the tasks of a class are of one size.
+local function before_among_tenants(queue, slug, rule, accepted_us, own_tokens)
+  local own = math.max(0, aged(rule, class_and_tenant(queue), accepted_us))
   local tasks, tokens = 0, 0
+  local mine = {}
+  for _, line in ipairs(lines_of_tenant(queue, slug)) do
+    mine[line.class] = line.queue
+  end
   for class = 0, NUM_CLASSES - 1 do
     local num_tasks, num_tokens = waiting_in(slug, class)
-    if class == own_class then
-      num_tasks = num_tasks - call('ZCARD', K.order .. queue)
-      num_tokens = num_tokens - call('HGET', K.cost .. queue, ':total')
+    if mine[class] then
+      num_tasks = num_tasks - call('ZCARD', K.order .. mine[class])
+      num_tokens = num_tokens - total_cost(mine[class])
     end
     if num_tasks > 0 then
       local before = num_tasks
       if class >= own then
-        local at_once, in_turn = rivals(queue, slug, class, own)
+        local at_once, in_turn = rivals(queue, slug, rule, class, own)
         before = at_once + in_turn * own_tokens / math.max(1, num_tokens / num_tasks)
       end
       before = math.min(before, num_tasks)
@@ -81,19 +63,49 @@ local function before_among_tenants(queue, slug, rank, own_tokens)
   return math.floor(tasks + 0.5), math.floor(tokens + 0.5)
 end
 
+-- Without fair sharing the tasks of other tenants in a class go by their age. It is taken to be spread evenly.
+local function before_by_arrival(queue, slug, rule, accepted_us)
+  local own = aged(rule, class_and_tenant(queue), accepted_us)
+  local tasks, tokens = 0, 0
+  local mine = {}
+  for _, line in ipairs(lines_of_tenant(queue, slug)) do
+    mine[line.class] = line.queue
+  end
+  for class = 0, NUM_CLASSES - 1 do
+    local num_tasks, num_tokens = waiting_in(slug, class)
+    if mine[class] then
+      num_tasks = num_tasks - call('ZCARD', K.order .. mine[class])
+      num_tokens = num_tokens - total_cost(mine[class])
+    end
+    local head = tonumber(call('ZRANGE', K.heads .. slug .. ':' .. class, 0, 0, 'WITHSCORES')[2] or nil)
+    if num_tasks > 0 and head then
+      local last = math.max(aged_until(rule, class, own - 1), math.min(aged_until(rule, class, own), accepted_us))
+      local part = class < own and 1 or (last - head) / math.max(1, now_us - head)
+      part = math.max(0, math.min(1, part))
+      tasks, tokens = tasks + num_tasks * part, tokens + num_tokens * part
+    end
+  end
+  return math.floor(tasks + 0.5), math.floor(tokens + 0.5)
+end
+
 -- Tasks and tokens before a waiting task; only the next to be claimed has no task before it. Nil if it does not wait.
 local function standing(queue, slug, id)
-  local rank = call('ZRANK', K.order .. queue, id)
-  if not rank then
+  local accepted_us = tonumber(call('ZSCORE', K.order .. queue, id) or nil)
+  if not accepted_us then
     return nil
   end
-  local tokens = cost_of_first(queue, rank)
+  local rule = rule_of(slug)
+  local tasks, tokens = before_of_tenant(queue, slug, rule, accepted_us)
   if not is_contested(slug) then
-    local more_tasks, more_tokens = before_in_classes(queue, slug, id)
-    return rank + more_tasks, tokens + more_tokens
-  elseif rank == 0 and next_queue(slug) == queue then
+    return tasks, tokens
+  elseif tasks == 0 and next_queue(slug) == queue then
     return 0, 0
   end
-  local more_tasks, more_tokens = before_among_tenants(queue, slug, rank, tokens)
-  return math.max(1, rank + more_tasks), tokens + more_tokens
+  local more_tasks, more_tokens
+  if rule.fair then
+    more_tasks, more_tokens = before_among_tenants(queue, slug, rule, accepted_us, tokens)
+  else
+    more_tasks, more_tokens = before_by_arrival(queue, slug, rule, accepted_us)
+  end
+  return math.max(1, tasks + more_tasks), tokens + more_tokens
 end
