@@ -53,7 +53,7 @@ def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiAp
         readers=Readers(client, retention_seconds=settings.retention_seconds),
         submitter=Submitter(settings, client, store),
         follower=Follower(hub, store),
-        places=Places(settings.max_streams),
+        places=Places(settings.max_streams, is_shared=settings.keyring.has_several_tenants),
         metrics=metrics,
         shutdown=shutdown or Shutdown(),
     )

@@ -13,7 +13,7 @@ from api.presence import Shutdown
 from api.redis_clients import connect
 from api.settings import ApiSettings
 from api.webhook_post import Poster
-from api.webhooks import Deliverer
+from api.webhooks import MAX_AT_ONCE, RENEW_SECONDS, Deliverer
 from monitoring.webhooks import WebhookMetrics
 from worker.protocol.outbox import Outbox
 from worker.protocol.store import TaskStore
@@ -71,7 +71,9 @@ def start_deliverer(settings: ApiSettings, metrics: WebhookMetrics, shutdown: Sh
         Poster(allow_private=settings.webhook_allow_private),
         settings.webhook_keys,
         metrics,
+        max_per_tenant=MAX_AT_ONCE // 2 if settings.keyring.has_several_tenants else MAX_AT_ONCE,
     )
+    threading.Thread(target=_renew_for_ever, args=(deliverer,), name="webhook-leases", daemon=True).start()
     threading.Thread(target=_deliver_until, args=(shutdown, deliverer), name="webhooks", daemon=True).start()
 
 
@@ -85,6 +87,20 @@ def deliver(deliverer: Deliverer) -> float:
         # Without this thread nobody would be told any more, and nobody would know.
         logger.exception("webhooks cannot be delivered")
     return WEBHOOK_PAUSE_SECONDS
+
+
+def _renew_for_ever(deliverer: Deliverer) -> None:
+    """Also while the server stops: deliveries in progress are ended first."""
+    pause = threading.Event()
+    is_renewed = True
+    while not pause.wait(RENEW_SECONDS):
+        try:
+            deliverer.renew_held()
+            is_renewed = True
+        except redis.RedisError as error:
+            if is_renewed:
+                logger.warning("leases of webhooks cannot be renewed: %s", error)
+            is_renewed = False
 
 
 def _deliver_until(shutdown: Shutdown, deliverer: Deliverer) -> None:

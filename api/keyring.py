@@ -24,6 +24,10 @@ class Keyring:
     def __bool__(self) -> bool:
         return bool(self.entries)
 
+    @property
+    def has_several_tenants(self) -> bool:
+        return len({tenant for _, tenant in self.entries}) > 1
+
     def tenant_of(self, key: str) -> str | None:
         """None: not a key of this service."""
         shown, found = _digest(key), None

@@ -6,6 +6,7 @@ Law: to ask whether someone is there costs no wait and takes nothing from the co
 import contextlib
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -57,17 +58,37 @@ def _connection(environ: Mapping[str, Any]) -> socket.socket | None:
 
 
 class Places:
-    """So many calls may wait at once; the threads beyond are kept for the short ones."""
+    """Limits how many calls wait at once; the threads beyond are kept for short calls.
 
-    def __init__(self, number: int) -> None:
-        self._free = threading.BoundedSemaphore(number)
+    `is_shared`: a tenant may have as many places as it leaves free, so that none takes all.
+    """
+
+    def __init__(self, number: int, *, is_shared: bool = False) -> None:
+        self._number = number
+        self._is_shared = is_shared
+        self._lock = threading.Lock()
+        self._taken: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def take(self) -> Iterator[bool]:
-        """Whether there was a place; it is given back at the end."""
-        taken = self._free.acquire(blocking=False)
+    def take(self, tenant: str = "") -> Iterator[bool]:
+        """Whether there was a place for `tenant`; it is returned at the end."""
+        taken = self._acquire(tenant)
         try:
             yield taken
         finally:
             if taken:
-                self._free.release()
+                self._release(tenant)
+
+    def _acquire(self, tenant: str) -> bool:
+        with self._lock:
+            free = self._number - self._taken.total()
+            if free <= 0 or (self._is_shared and self._taken[tenant] >= free):
+                return False
+            self._taken[tenant] += 1
+            return True
+
+    def _release(self, tenant: str) -> None:
+        with self._lock:
+            self._taken[tenant] -= 1
+            if not self._taken[tenant]:
+                del self._taken[tenant]

@@ -1,44 +1,83 @@
-"""Which receivers of webhooks do not answer.
+"""Limits how many deliveries of webhooks one receiver or one tenant occupies at once.
 
-Law: one that lets its callers wait in vain is waited for by a few of them only, so that the others are told
-in time. One that answers, whatever it answers, may have them all. Knows no webhook.
+Invariants: callers are counted by address, so that many names of one receiver count as one. A receiver that
+does not answer, or has not answered yet, occupies a few deliveries only; one that answers, at most half. A
+tenant occupies at most its limit. Knows no webhook.
 """
 
+import ipaddress
 import threading
 from collections import Counter
-
-from api.webhook_url import Target
+from collections.abc import Sequence
 
 MAX_IN_VAIN = 4
+"""Callers of an address that has not answered its last call, or was never called."""
+MAX_CALLERS = 8
+"""Callers of an address that answers."""
 MAX_REMEMBERED = 10_000
-
-Receiver = tuple[str, int]
+_IPV6_PREFIX = 64
+"""One network of an IPv6 host counts as one address."""
 
 
 class Receivers:
-    """Of one process, for any number of threads."""
+    """The calls of one process, for any number of threads. `max_per_tenant`: deliveries of one tenant."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_per_tenant: int) -> None:
+        self._max_per_tenant = max_per_tenant
         self._lock = threading.Lock()
-        self._callers: Counter[Receiver] = Counter()
-        self._silent: set[Receiver] = set()
+        self._callers: Counter[str] = Counter()
+        self._tenants: Counter[str] = Counter()
+        self._answering: dict[str, None] = {}
 
-    def enter(self, target: Target) -> bool:
-        """Whether one more may call; then `leave` must follow."""
-        receiver = (target.host, target.port)
+    def enter_tenant(self, tenant: str) -> bool:
+        """Whether one more delivery of `tenant` may begin; then `leave_tenant` must follow."""
         with self._lock:
-            if receiver in self._silent and self._callers[receiver] >= MAX_IN_VAIN:
+            if self._tenants[tenant] >= self._max_per_tenant:
                 return False
-            self._callers[receiver] += 1
+            self._tenants[tenant] += 1
             return True
 
-    def leave(self, target: Target, *, answered: bool) -> None:
-        receiver = (target.host, target.port)
+    def leave_tenant(self, tenant: str) -> None:
         with self._lock:
-            self._callers[receiver] -= 1
-            if not self._callers[receiver]:
-                del self._callers[receiver]
-            if answered:
-                self._silent.discard(receiver)
-            elif len(self._silent) < MAX_REMEMBERED:
-                self._silent.add(receiver)
+            self._release(self._tenants, tenant)
+
+    def enter(self, addresses: Sequence[str]) -> bool:
+        """Whether one more may call, by all addresses of its name; then `leave` must follow."""
+        networks = {_network(address) for address in addresses}
+        with self._lock:
+            for network in networks:
+                limit = MAX_CALLERS if network in self._answering else MAX_IN_VAIN
+                if self._callers[network] >= limit:
+                    return False
+            self._callers.update(networks)
+            return True
+
+    def leave(self, addresses: Sequence[str], *, answered: bool) -> None:
+        networks = {_network(address) for address in addresses}
+        with self._lock:
+            for network in networks:
+                self._release(self._callers, network)
+                self._answering.pop(network, None)
+                if answered:
+                    # Put in anew, so that those that answered longest ago are forgotten first.
+                    self._answering[network] = None
+            while len(self._answering) > MAX_REMEMBERED:
+                del self._answering[next(iter(self._answering))]
+
+    @staticmethod
+    def _release(counts: Counter[str], name: str) -> None:
+        counts[name] -= 1
+        if not counts[name]:
+            del counts[name]
+
+
+def _network(address: str) -> str:
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return str(parsed)
+    if parsed.ipv4_mapped:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.ip_network((parsed, _IPV6_PREFIX), strict=False))

@@ -82,6 +82,7 @@ class Submitter:
             body_digest=body_digest(body),
             max_waiting=settings.waiting_limit,
             max_waiting_tokens=settings.waiting_token_limit,
+            share_limits=settings.keyring.has_several_tenants,
             num_outputs=body.n or 1,
             webhook=body.webhook.url if body.webhook else "",
             cancel_on_disconnect=body.on_disconnect == "cancel",
@@ -110,20 +111,20 @@ class Submitter:
 
     def _queue_full(self, full: QueueFull, cost: int) -> Problem:
         limits = {"tasks": self._settings.max_waiting_tasks, "tokens": self._settings.max_waiting_tokens}
-        what = "tasks" if full.limit_met == "tasks" else "estimated tokens"
-        waiting = full.depth if full.limit_met == "tasks" else full.tokens
-        more = "" if full.limit_met == "tasks" else f", and this task would add {cost}"
         return Problem(
             429,
             "queue_full",
-            f"{waiting} {what} wait already{more}; the limit is {limits[full.limit_met]}; try again later",
+            _full_detail(full, cost, limits[full.limit_met]),
             retry_after=self._seconds_until_room(full, cost, limits["tokens"]),
             members={
                 "limit_met": full.limit_met,
+                "limit_of": full.whose,
                 "depth": full.depth,
                 "limit": limits["tasks"] or None,
                 "waiting_tokens": full.tokens,
                 "token_limit": limits["tokens"] or None,
+                "tenant_depth": full.own_depth,
+                "tenant_waiting_tokens": full.own_tokens,
             },
         )
 
@@ -138,6 +139,19 @@ class Submitter:
             return full.tokens / max(full.depth, 1) / drain_rate
         # What is larger than the limit is taken when nothing else waits.
         return min(full.tokens, full.tokens + cost - token_limit) / drain_rate
+
+
+def _full_detail(full: QueueFull, cost: int, limit: int) -> str:
+    by_tasks = full.limit_met == "tasks"
+    waiting, own = (full.depth, full.own_depth) if by_tasks else (full.tokens, full.own_tokens)
+    what = "tasks" if by_tasks else "estimated tokens"
+    more = "" if by_tasks else f", and this task would add {cost}"
+    if full.whose == "all":
+        return f"{waiting} {what} wait already{more}; the limit is {limit}; try again later"
+    return (
+        f"{own} {what} of this tenant wait already{more}; a tenant may have as many as are free, "
+        f"and of {limit} {max(0, limit - waiting)} are; try again later"
+    )
 
 
 def to_request(body: TaskBody, task_id: str, model: str) -> GenerateRequest:

@@ -155,7 +155,7 @@ class _Calls:
     def _live(self, snapshot: TaskSnapshot, after: int) -> Response:
         services = self._services
         with ExitStack() as stack:
-            if not stack.enter_context(services.places.take()):
+            if not stack.enter_context(services.places.take(tenant())):
                 detail = "as many streams are open as this process may have; try again, or poll"
                 raise Problem(503, "too_many_streams", detail, retry_after=BUSY_SECONDS)
             services.metrics.stream_opened()
@@ -179,7 +179,7 @@ class _Calls:
         snapshot = self._look(services.store.inspect, task_id)
         if snapshot.status in TERMINAL:
             return
-        with services.places.take() as taken:
+        with services.places.take(tenant()) as taken:
             if taken:
                 with self._visit(snapshot) as visit:
                     last = snapshot.num_entries - 1
@@ -199,7 +199,8 @@ class _Calls:
         found = look(task_id, whose) if known else None
         if found is not None:
             return found
-        if known and naming.task_id_time(task_id) < time.time() - self._services.settings.retention_seconds:
+        oldest = time.time() - self._services.settings.retention_seconds
+        if known and naming.EARLIEST_TASK_TIME <= naming.task_id_time(task_id) < oldest:
             raise Problem(410, "task_expired", "this task ended too long ago; it is no longer kept")
         raise Problem(404, "task_not_found", "there is no such task", param="task_id")
 

@@ -11,7 +11,7 @@ import io
 import socket
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from api.webhook_url import Target, is_public
@@ -51,9 +51,18 @@ class Poster:
         self._resolve = resolve
         self._tls = tls or ssl.create_default_context()
 
-    def post(self, target: Target, headers: Mapping[str, str], body: bytes) -> int:
-        """The status of the answer. Raises `PostFailed`."""
-        addresses = self._addresses(target)
+    def post(
+        self,
+        target: Target,
+        headers: Mapping[str, str],
+        body: bytes,
+        addresses: Sequence[str] | None = None,
+    ) -> int:
+        """The status of the answer. `addresses`: those of `target` as `addresses` returned them; None looks
+        them up. Raises `PostFailed`.
+        """
+        if addresses is None:
+            addresses = self.addresses(target)
         deadline = time.monotonic() + self._seconds
         try:
             with self._connect(target, addresses, deadline) as connection:
@@ -62,8 +71,8 @@ class Poster:
         except (OSError, http.client.HTTPException) as error:
             raise PostFailed(_reason(error)) from error
 
-    def _addresses(self, target: Target) -> list[str]:
-        """Those that the name stands for. One that must not be called spoils them all: it is a trick."""
+    def addresses(self, target: Target) -> list[str]:
+        """Those that the name resolves to. Raises `PostFailed`, also if one must not be called."""
         try:
             found = self._resolve(target.host, target.port, type=socket.SOCK_STREAM)
         # UnicodeError: of a name that cannot be one.
@@ -75,7 +84,7 @@ class Poster:
                 raise PostFailed(f"{address} is not a public address")
         return addresses
 
-    def _connect(self, target: Target, addresses: list[str], deadline: float) -> socket.socket:
+    def _connect(self, target: Target, addresses: Sequence[str], deadline: float) -> socket.socket:
         connection = _first_that_answers(addresses, target.port, deadline)
         if not target.secure:
             return connection
@@ -88,7 +97,7 @@ class Poster:
             raise
 
 
-def _first_that_answers(addresses: list[str], port: int, deadline: float) -> socket.socket:
+def _first_that_answers(addresses: Sequence[str], port: int, deadline: float) -> socket.socket:
     failed: OSError = OSError("the name stands for no address")
     for address in addresses:
         try:

@@ -31,23 +31,30 @@ DELAYS = (5.0, 60.0, 600.0, 3600.0, 10_800.0, 28_800.0, 43_200.0)
 MAX_TRIES = len(DELAYS) + 1
 JITTER = 0.1
 """Delays are longer by up to this share, so that what failed together does not come back together."""
-BUSY_SECONDS = 30.0
-"""A webhook whose receiver is waited for enough already is looked at again after so long."""
+BUSY_SECONDS = 5.0
+"""A webhook whose receiver or tenant occupies enough deliveries is looked at again after this time."""
 MAX_AT_ONCE = 16
-SILENCE_SECONDS = 120.0
-"""A deliverer that has not told how a try went for so long is dead: longer than any try takes."""
+SILENCE_SECONDS = 10.0
+"""Lease of a webhook in a deliverer's hands: without a renewal in this time another takes it over."""
+RENEW_SECONDS = 2.0
+"""Between two renewals of the leases: three may fail."""
 
 
 class Sender(Protocol):
     """What is asked of a `Poster`."""
 
-    def post(self, target: Target, headers: Mapping[str, str], body: bytes) -> int: ...
+    def addresses(self, target: Target) -> Sequence[str]: ...
+
+    def post(
+        self, target: Target, headers: Mapping[str, str], body: bytes, addresses: Sequence[str] | None = None
+    ) -> int: ...
 
 
 class Deliverer:
     """Delivers what is due, several at a time.
 
-    `jitter`: gives a number from 0 to 1. `now`: seconds since the epoch, as receivers have them.
+    `max_per_tenant`: deliveries of one tenant at once. `jitter`: gives a number from 0 to 1. `now`: seconds
+    since the epoch, as receivers have them.
     """
 
     def __init__(
@@ -58,6 +65,7 @@ class Deliverer:
         keys: Sequence[bytes],
         metrics: WebhookMetrics,
         *,
+        max_per_tenant: int = MAX_AT_ONCE,
         jitter: Callable[[], float] = random.random,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -69,7 +77,8 @@ class Deliverer:
         self._jitter = jitter
         self._now = now
         self._places = threading.Semaphore(MAX_AT_ONCE)
-        self._receivers = Receivers()
+        self._receivers = Receivers(max_per_tenant)
+        self._held: dict[str, Undelivered] = {}
 
     def deliver_due(self) -> int:
         """Begin to deliver what is due, as far as there is room, each in a thread of its own; gives how many
@@ -78,6 +87,7 @@ class Deliverer:
         places = self._take_places()
         try:
             due = self._outbox.take(places, silence_seconds=SILENCE_SECONDS)
+            self._held.update({webhook.entry_id: webhook for webhook in due})
             for webhook in due:
                 if self._begin(webhook):
                     # Given back by that thread.
@@ -94,52 +104,71 @@ class Deliverer:
             places += 1
         return places
 
+    def renew_held(self) -> None:
+        """Renew the leases of all webhooks in hand; call each `RENEW_SECONDS`. Raises Redis's errors."""
+        self._outbox.renew(list(self._held))
+
     def _begin(self, webhook: Undelivered) -> bool:
-        target = parse_url(webhook.url)
-        if not self._receivers.enter(target):
-            self._outbox.retry(webhook, self._spread(BUSY_SECONDS), counted=False)
+        if not self._receivers.enter_tenant(webhook.tenant):
+            self._put_off(webhook)
             return False
-        threading.Thread(target=self._run, args=(webhook, target), name="webhook", daemon=True).start()
+        threading.Thread(target=self._run, args=(webhook,), name="webhook", daemon=True).start()
         return True
 
-    def _run(self, webhook: Undelivered, target: Target) -> None:
+    def _put_off(self, webhook: Undelivered) -> None:
+        self._held.pop(webhook.entry_id, None)
+        self._outbox.retry(webhook, self._spread(BUSY_SECONDS), counted=False)
+
+    def _run(self, webhook: Undelivered) -> None:
         try:
-            self.deliver(webhook, target)
+            self.deliver(webhook)
         except redis.RedisError as error:
             logger.warning("webhook of task %s: how it went cannot be kept: %s", webhook.task_id, error)
         except Exception:
             # It stays taken, and comes back when nothing was heard of it for long enough.
             logger.exception("webhook of task %s: a fault of this service", webhook.task_id)
         finally:
+            self._held.pop(webhook.entry_id, None)
+            self._receivers.leave_tenant(webhook.tenant)
             self._places.release()
 
-    def deliver(self, webhook: Undelivered, target: Target) -> None:
+    def deliver(self, webhook: Undelivered) -> None:
         """Try once and tell Redis how that went. After an error of Redis's the webhook comes back."""
-        answered = True
+        target = parse_url(webhook.url)
+        reading = self._store.read(webhook.task_id)
+        if reading is None:
+            # Deleted by hand.
+            self._outbox.done(webhook)
+            return
         try:
-            reading = self._store.read(webhook.task_id)
-            if reading is None:
-                # Deleted by hand.
-                self._outbox.done(webhook)
-                return
-            failure = self._try(reading, target)
+            addresses = self._sender.addresses(target)
+        except PostFailed as error:
+            self._fail(webhook, target, _Failure(str(error)))
+            return
+        if not self._receivers.enter(addresses):
+            self._put_off(webhook)
+            return
+        # Only a receiver that was called and did not answer is one that does not answer.
+        answered = False
+        try:
+            failure = self._try(reading, target, addresses)
             answered = failure is None or failure.answered
         finally:
-            self._receivers.leave(target, answered=answered)
+            self._receivers.leave(addresses, answered=answered)
         if failure is None:
             self._outbox.done(webhook)
             self._metrics.delivered()
         else:
             self._fail(webhook, target, failure)
 
-    def _try(self, reading: Reading, target: Target) -> "_Failure | None":
+    def _try(self, reading: Reading, target: Target, addresses: Sequence[str]) -> "_Failure | None":
         body = event(reading)
         signed = webhook_signature.headers(
             self._keys, f"msg_{reading.snapshot.task_id}", int(self._now()), body
         )
         headers = {"Content-Type": "application/json", "User-Agent": "Tokenmill", **signed}
         try:
-            status = self._sender.post(target, headers, body)
+            status = self._sender.post(target, headers, body, addresses)
         except PostFailed as error:
             return _Failure(str(error))
         if 200 <= status < 300:

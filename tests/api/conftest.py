@@ -14,7 +14,7 @@ from api.settings import ApiSettings
 from api.webhook_post import Poster
 from api.webhooks import Deliverer
 from monitoring.webhooks import OUTCOMES, WebhookMetrics
-from tests.api.delivering import KEY, Clock, enter
+from tests.api.delivering import KEY, Clock
 from tests.api.running_server import Server
 from tests.api.webhook_receiver import receiving
 from worker.protocol.messages import LogEntry, TaskError, Usage
@@ -230,7 +230,7 @@ def deliver(make_deliverer, outbox):
     def run(silence_seconds=3600):
         due = outbox.take(10, silence_seconds=silence_seconds)
         for webhook in due:
-            deliverer.deliver(webhook, enter(deliverer, webhook))
+            deliverer.deliver(webhook)
         return len(due)
 
     return run

@@ -5,7 +5,6 @@ import hashlib
 import hmac
 import json
 
-from api.webhook_url import parse_url
 from worker.protocol import keys
 
 KEY = b"k" * 32
@@ -33,12 +32,6 @@ class Clock:
         self.now += seconds
         for task_id in self.client.zrange(keys.OUTBOX_DUE, 0, -1):
             self.client.zincrby(keys.OUTBOX_DUE, -seconds, task_id)
-
-
-def enter(deliverer, webhook):
-    target = parse_url(webhook.url)
-    assert deliverer._receivers.enter(target)
-    return target
 
 
 def verified(call):

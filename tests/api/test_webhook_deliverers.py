@@ -12,7 +12,7 @@ from api.settings import ApiSettings
 from api.webhook_post import Poster, PostFailed
 from api.webhook_signature import parse_secrets
 from api.webhooks import MAX_AT_ONCE
-from tests.api.delivering import SECRET, enter
+from tests.api.delivering import SECRET
 from tests.api.webhook_receiver import say
 from worker.protocol import keys
 from worker.protocol.outbox import Outbox
@@ -38,11 +38,11 @@ class TestDeaths:
         dying = make_deliverer(outbox=Dying(redis_client))
         (webhook,) = outbox.take(1, silence_seconds=3600)
         with pytest.raises(redis.ConnectionError):
-            dying.deliver(webhook, enter(dying, webhook))
+            dying.deliver(webhook)
         assert outbox.take(1, silence_seconds=3600) == []
         heir = make_deliverer()
         (again,) = outbox.take(1, silence_seconds=0)
-        heir.deliver(again, enter(heir, again))
+        heir.deliver(again)
         first, second = receiver.next(), receiver.next()
         assert first.headers["webhook-id"] == second.headers["webhook-id"]
         assert first.body == second.body
@@ -53,7 +53,10 @@ class TestDeaths:
         self, submit, worker, receiver, make_deliverer, outbox, caplog
     ):
         class Faulty:
-            def post(self, target, headers, body):
+            def addresses(self, target):
+                return ["127.0.0.1"]
+
+            def post(self, target, headers, body, addresses):
                 raise ZeroDivisionError
 
         submit(webhook={"url": receiver.url()})
@@ -61,7 +64,8 @@ class TestDeaths:
         deliverer = make_deliverer(Faulty())
         (webhook,) = outbox.take(1, silence_seconds=3600)
         deliverer._places.acquire()
-        deliverer._run(webhook, enter(deliverer, webhook))
+        assert deliverer._receivers.enter_tenant(webhook.tenant)
+        deliverer._run(webhook)
         assert "a fault of this service" in caplog.text
         assert outbox.take(1, silence_seconds=0) == [webhook]
 
@@ -92,7 +96,10 @@ class TestManyAtOnce:
         waiting = []
 
         class Sender:
-            def post(self, target, headers, body):
+            def addresses(self, target):
+                return ["127.0.0.1"]
+
+            def post(self, target, headers, body, addresses):
                 if target.host == "alive.example":
                     told.set()
                     return 200
@@ -109,7 +116,7 @@ class TestManyAtOnce:
         deliverer = make_deliverer(Sender())
         first = ended("dead.example")
         (webhook,) = outbox.take(1, silence_seconds=3600)
-        deliverer.deliver(webhook, enter(deliverer, webhook))
+        deliverer.deliver(webhook)
         dead = [ended("dead.example") for _ in range(MAX_AT_ONCE)]
         ended("alive.example")
         while not told.is_set():
@@ -130,5 +137,5 @@ class TestManyAtOnce:
         worker.run("a")
         deliverer = make_deliverer(Poster(allow_private=True, seconds=0.2))
         (webhook,) = outbox.take(1, silence_seconds=3600)
-        deliverer.deliver(webhook, enter(deliverer, webhook))
+        deliverer.deliver(webhook)
         assert outcomes() == (0, 1, 0)

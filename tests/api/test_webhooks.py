@@ -8,7 +8,7 @@ from api.settings import ApiSettings
 from api.webhook_post import Poster
 from api.webhook_signature import parse_secrets
 from api.webhooks import DELAYS, JITTER, MAX_TRIES
-from tests.api.delivering import SECRET, enter, verified
+from tests.api.delivering import SECRET, verified
 from tests.api.webhook_receiver import answer, close
 from worker.protocol import keys
 from worker.protocol.messages import TaskError
@@ -110,7 +110,7 @@ class TestTries:
             submit(webhook={"url": receiver.url()})
             worker.run("a")
         for webhook in outbox.take(2, silence_seconds=3600):
-            deliverer.deliver(webhook, enter(deliverer, webhook))
+            deliverer.deliver(webhook)
         first, second = sorted(clock.waits())
         assert second - first > DELAYS[0] * JITTER / 2
 
@@ -128,7 +128,7 @@ class TestTries:
         worker.run("a")
         deliverer = make_deliverer(Poster(allow_private=False))
         (webhook,) = outbox.take(1, silence_seconds=3600)
-        deliverer.deliver(webhook, enter(deliverer, webhook))
+        deliverer.deliver(webhook)
         assert receiver.calls.empty()
         assert outcomes() == (0, 1, 0)
 

@@ -8,8 +8,8 @@ class ClaimOrder:
     """The limits of the rule in `lines.lua`.
 
     A task counts one class better for each `ageing_seconds` that it has waited, and goes before all others
-    after `max_waiting_seconds`; None: never. `fair_sharing`: of a class, the tenant that was served the fewest
-    tokens goes first; else the task that was accepted first.
+    after `max_waiting_seconds`; None: never. `fair_sharing`: of a class, the tenant that was served the
+    fewest tokens goes first; else the task that was accepted first.
     """
 
     ageing_seconds: float | None = 30.0

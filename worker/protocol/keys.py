@@ -21,6 +21,9 @@ WATCHED = "tokenmill:watched"
 DAMAGED = "tokenmill:damaged"
 """Set, expiring: models of which a script found an index missing or of the wrong type."""
 
+AUDITED = "tokenmill:audited"
+"""String, expiring: an audit of all tasks was made in this period."""
+
 CONTROL = "tokenmill:control"
 """Channel: JSON commands to every worker, `{"cancel": task id}`."""
 

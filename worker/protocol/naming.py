@@ -14,6 +14,8 @@ PRIORITIES = range(5)
 """Priority classes; lower goes first."""
 
 TASK_ID = re.compile(r"[0-9a-f]{32}")
+EARLIEST_TASK_TIME = 1_735_689_600.0
+"""1 January 2025: no task id of this service was made before. Seconds since the epoch."""
 
 
 def served_model_name(model: str, served_name: str = "") -> str:

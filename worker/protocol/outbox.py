@@ -4,6 +4,7 @@ A webhook is put there by the transaction that ends its task. Law: it leaves onl
 one whose deliverer died comes back. Knows neither how to deliver nor how often to try.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,13 @@ from worker.protocol.scripting import RedisClient, register
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Undelivered:
-    """A webhook in a deliverer's hands. `tries`: those that have failed before."""
+    """A webhook in a deliverer's hands. `tries`: those that have failed before. `tenant`: of its task."""
 
     entry_id: str
     task_id: str
     url: str
     tries: int
+    tenant: str
 
 
 class Outbox:
@@ -37,6 +39,11 @@ class Outbox:
         rows = self._run("outbox_take", max_webhooks, round(silence_seconds * 1000))
         return [_undelivered(*row) for row in rows]
 
+    def renew(self, entry_ids: Sequence[str]) -> None:
+        """Keep webhooks in their deliverer's hands: its silence counts from now on."""
+        if entry_ids:
+            self._run("outbox_renew", *entry_ids)
+
     def done(self, webhook: Undelivered) -> None:
         """It was delivered or given up. Its task expires as others do, but not within the next minute."""
         self._run("outbox_done", webhook.entry_id, webhook.task_id)
@@ -50,5 +57,5 @@ class Outbox:
 
 
 def _undelivered(*row: bytes) -> Undelivered:
-    entry_id, task_id, url, tries = (value.decode() for value in row)
-    return Undelivered(entry_id=entry_id, task_id=task_id, url=url, tries=int(tries))
+    entry_id, task_id, url, tries, tenant = (value.decode() for value in row)
+    return Undelivered(entry_id=entry_id, task_id=task_id, url=url, tries=int(tries), tenant=tenant)

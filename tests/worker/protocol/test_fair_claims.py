@@ -147,7 +147,7 @@ def test_promoted_tenants_take_turns(store: TaskStore, redis_client: redis.Redis
 def test_an_old_backlog_keeps_no_new_task_of_another_tenant_out(
     store: TaskStore, redis_client: redis.Redis
 ) -> None:
-    """Of two claims one goes by class and tokens served alone, so that the bound does not grow with the flood."""
+    """Of two claims one goes by class and tokens served alone, so the bound does not grow with the flood."""
     flood(store, redis_client, 200, tenant="flood", cost=50)
     let_pass(redis_client, 3600)
     claim(store, 20)

@@ -6,7 +6,7 @@ a distance of minutes from the limits of the rule, so that a slow machine change
 
 import pytest
 import redis
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -149,7 +149,12 @@ def test_any_order_of_steps_leaves_exact_sums(redis_client: redis.Redis, tenants
     machine = type("AnyQueue", (Queue,), {"client": redis_client, "tenants": tenants})
     run_state_machine_as_test(
         machine,
-        settings=settings(max_examples=60, stateful_step_count=25, suppress_health_check=list(HealthCheck)),
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=25,
+            suppress_health_check=list(HealthCheck),
+            phases=(Phase.explicit, Phase.reuse, Phase.generate),
+        ),
     )
 
 

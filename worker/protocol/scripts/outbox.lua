@@ -3,6 +3,8 @@
 -- So long a task and the notes about it are kept for its webhook at most: all tries take a day.
 local OUTBOX_MS = 172800000
 local GROUP = 'deliverers'
+-- Who holds an entry does not matter, only for how long: one name serves all deliverers.
+local CONSUMER = 'api'
 
 -- To be delivered now. Whoever makes the stream makes its group, so that no entry is older than that.
 local function put_out(id)

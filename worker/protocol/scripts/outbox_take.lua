@@ -1,18 +1,16 @@
 -- Gives webhooks to a deliverer: those whose deliverer has been silent for too long, then new ones and those
 -- whose time has come again. ARGV: retention, how many, milliseconds of that silence.
--- Gives {entry, id, URL, tries before} for each.
+-- Gives {entry, id, URL, tries before, tenant} for each.
 
--- Who holds an entry does not matter, only for how long: one name serves all, and none is left behind.
-local CONSUMER = 'api'
 local limit, idle_ms = tonumber(ARGV[2]), ARGV[3]
 local taken = {}
 
 local function take(entries)
   for _, entry in ipairs(entries) do
     local id = entry[2][2]
-    local url, tries = unpack(call('HMGET', K.run .. id, 'webhook', 'webhook_tries'))
+    local url, tries, tenant = unpack(call('HMGET', K.run .. id, 'webhook', 'webhook_tries', 'tenant'))
     if url then
-      taken[#taken + 1] = { entry[1], id, url, tries or '0' }
+      taken[#taken + 1] = { entry[1], id, url, tries or '0', tenant or '' }
     else
       -- Delivered meanwhile, or the task was deleted by hand.
       take_off(entry[1])
@@ -25,6 +23,8 @@ for _, id in ipairs(call('ZRANGEBYSCORE', K.outbox_due, '-inf', seconds(now_us),
   put_out(id)
 end
 if call('EXISTS', K.outbox) == 1 then
+  -- Lost with its group, or already there: then this is an error that says so.
+  redis.pcall('XGROUP', 'CREATE', K.outbox, GROUP, '0')
   take(call('XAUTOCLAIM', K.outbox, GROUP, CONSUMER, idle_ms, '0', 'COUNT', limit)[2])
   local fresh = #taken < limit
     and call('XREADGROUP', 'GROUP', GROUP, CONSUMER, 'COUNT', limit - #taken, 'STREAMS', K.outbox, '>')

@@ -59,8 +59,14 @@ end
 
 local function write(at, count, facts_at, settlement_at)
   local id, first, status = fields[at], tonumber(fields[at + 2]), fields[at + 6]
-  local length = call('XLEN', K.log .. id)
-  if call('HGET', K.run .. id, 'owner') ~= fields[at + 1] then
+  local length = redis.pcall('XLEN', K.log .. id)
+  if type(length) == 'table' then
+    -- No log: one task must not keep the others of this call from being written.
+    call('DEL', K.log .. id)
+    length = 0
+  end
+  local owner = redis.pcall('HGET', K.run .. id, 'owner')
+  if owner ~= fields[at + 1] then
     return refuse(id, fields[at + 1], first + count, length)
   elseif first > length then
     return length

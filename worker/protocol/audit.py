@@ -1,0 +1,62 @@
+"""Repairs the indexes in Redis from the task records: what was acknowledged is claimed and ends, whatever
+index was deleted, evicted or overwritten.
+
+Reads every key of the database in pages, outside of scripts. Idempotent; any number may run at once.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from worker.protocol import keys
+from worker.protocol.scripting import RedisClient, register
+
+PAGE = 500
+LEASE_SECONDS = 10.0
+"""Lease of a claimed task that has none: its worker renews it sooner, if it lives."""
+
+
+class ScanningClient(RedisClient, Protocol):
+    """The commands of redis-py's `Redis` that an audit uses beside scripts."""
+
+    def scan(self, cursor: int = ..., match: str = ..., count: int = ...) -> Any: ...
+    def exists(self, *names: str) -> Any: ...
+    def smembers(self, name: str) -> Any: ...
+    def set(self, name: str, value: str, /, *, nx: bool = ..., px: int = ...) -> Any: ...
+
+
+class Audit:
+    """The indexes of all models in one database. Every method may raise the client's connection errors."""
+
+    def __init__(self, client: ScanningClient, *, retention_seconds: float = 3600) -> None:
+        self._client = client
+        self._retention_ms = max(1, round(retention_seconds * 1000))
+        self._scripts: Mapping[str, Any] = register(client)
+
+    def is_due(self, period_seconds: float) -> bool:
+        """True once in each period for all processes together, and while damage is noted."""
+        due = self._client.set(keys.AUDITED, "1", nx=True, px=round(period_seconds * 1000))
+        return bool(due) or bool(self._client.exists(keys.DAMAGED))
+
+    def run(self) -> int:
+        """Check every task once. Returns how many tasks and models were repaired."""
+        is_outbox_lost = int(not self._client.exists(keys.OUTBOX))
+        num_mended, cursor, slugs = 0, 0, set()
+        prefix = keys.run("")
+        while True:
+            cursor, names = self._client.scan(cursor, match=f"{prefix}*", count=PAGE)
+            ids = [name.decode().removeprefix(prefix) for name in names]
+            if ids:
+                mended, live = self._run("audit", LEASE_SECONDS, is_outbox_lost, *ids)
+                num_mended += int(mended)
+                slugs.update(live)
+            if not cursor:
+                break
+        for slug in slugs | self._damaged():
+            num_mended += int(self._run("audit_model", slug))
+        return num_mended
+
+    def _damaged(self) -> set[bytes]:
+        return set(self._client.smembers(keys.DAMAGED))
+
+    def _run(self, script: str, *arguments: Any) -> Any:
+        return self._scripts[script](args=(self._retention_ms, *arguments))
