@@ -158,6 +158,13 @@ class FinishedSequence:
     first_token_seconds: float | None
 
 
+class Waited(NamedTuple):
+    """How long a request of a priority class waited for something."""
+
+    priority: int
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """What monitoring and the trace may know of one step: plain numbers, seconds, tokens.
@@ -193,8 +200,8 @@ class StepReport:
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     num_generated_tokens: int = 0
-    queue_seconds: tuple[float, ...] = ()
-    first_token_seconds: tuple[float, ...] = ()
+    queue_seconds: tuple[Waited, ...] = ()
+    first_token_seconds: tuple[Waited, ...] = ()
     inter_token_seconds: tuple[float, ...] = ()
     finished: tuple[FinishedSequence, ...] = ()
     num_execution_faults: int = 0

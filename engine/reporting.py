@@ -1,6 +1,6 @@
 """What is told of a step and of its requests: times and counts, as plain numbers. Decides nothing."""
 
-from engine.outputs import FinishedSequence, SchedulerOutputs, StepReport
+from engine.outputs import FinishedSequence, SchedulerOutputs, StepReport, Waited
 from engine.request_group import Request, RequestTimes
 from engine.scheduler import Scheduler
 from engine.sequence import FinishReason
@@ -25,8 +25,8 @@ class StepLog:
     def __init__(self, step: int, timer: StepTimer) -> None:
         self._step = step
         self._timer = timer
-        self._queue_seconds: list[float] = []
-        self._first_token_seconds: list[float] = []
+        self._queue_seconds: list[Waited] = []
+        self._first_token_seconds: list[Waited] = []
         self._inter_token_seconds: list[float] = []
         self._finished: list[FinishedSequence] = []
         self._num_generated_tokens = 0
@@ -34,7 +34,7 @@ class StepLog:
     def started(self, times: RequestTimes, now: float) -> None:
         times.started = now
         if not times.resumed:
-            self._queue_seconds.append(now - times.accepted)
+            self._queue_seconds.append(Waited(times.priority, now - times.accepted))
 
     def token(self, times: RequestTimes, last_token: float | None, now: float) -> None:
         """`last_token`: when this engine drew the token before it in the same output."""
@@ -43,7 +43,7 @@ class StepLog:
             self._inter_token_seconds.append(now - last_token)
         elif times.first_token is None and not times.resumed:
             times.first_token = now
-            self._first_token_seconds.append(now - times.accepted)
+            self._first_token_seconds.append(Waited(times.priority, now - times.accepted))
 
     def finished(self, request: Request, now: float) -> None:
         times, outputs = request.times, request.outputs

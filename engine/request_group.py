@@ -20,6 +20,7 @@ class RequestTimes:
     """Moments of one request on the engine's clock. `resumed`: its first token came before this engine."""
 
     accepted: float
+    priority: int = 2
     resumed: bool = False
     started: float | None = None
     first_token: float | None = None

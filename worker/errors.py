@@ -5,6 +5,9 @@ from engine.errors import InvalidParameter, NeverFits
 from engine.structured_outputs import FIELD as STRUCTURED_OUTPUTS
 from worker.protocol.messages import TaskError
 
+INVALID_REQUEST = "invalid_request_error"
+"""The type of an error that the client can correct."""
+
 
 class WorkerError(Exception):
     """Base class of every error raised on purpose by the worker."""
@@ -24,7 +27,7 @@ class RequestRefused(WorkerError):
 
 def invalid_request(code: str, message: str, param: str | None = None) -> TaskError:
     """The client can put it right; `param` names the field as it wrote it."""
-    return TaskError(type="invalid_request_error", code=code, message=_writable(message), param=param)
+    return TaskError(type=INVALID_REQUEST, code=code, message=_writable(message), param=param)
 
 
 def invalid_value(param: str, message: str) -> TaskError:

@@ -142,13 +142,14 @@ class Settlement:
 
     `reason`: `stop`, `length`, `timeout` or `error`; of several outputs the worst. `result`: JSON text, what
     RQ's `return_value()` gives, partial for failed ones. `error_text`: what RQ shows as the exception of a
-    failed one.
+    failed one. `is_client_error`: the request itself was wrong, and its client can correct it.
     """
 
     status: Literal["completed", "failed"]
     reason: str
     result: str
     error_text: str = ""
+    is_client_error: bool = False
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
@@ -252,7 +253,8 @@ class QueueStats:
     `waiting`: priority class -> tasks, every class named. `oldest_age`: seconds since the acceptance of the
     oldest waiting task, 0 without one. `waiting_cost`: estimated tokens. `claimed`: tasks that workers own.
     `drain_rate`: estimated tokens per second of the tasks that ended in the last minute, None without any.
-    `totals`: counters that only grow: `submitted`, `finished:<reason>`, `prompt_tokens`, `completion_tokens`.
+    `totals`: counters that only grow: `submitted`, `finished:<reason>`, `client_errors`, `prompt_tokens`,
+    `completion_tokens`.
     `webhooks_due`, `webhooks_later`: to be delivered now, and tried again later; those of all models.
     """
 

@@ -53,6 +53,9 @@ end
 local function count_end(task, how)
   local totals = K.totals .. task.slug
   call('HINCRBY', totals, 'finished:' .. how.reason, 1)
+  if how.is_client_error then
+    call('HINCRBY', totals, 'client_errors', 1)
+  end
   call('HINCRBY', totals, 'prompt_tokens', how.prompt_tokens)
   call('HINCRBY', totals, 'completion_tokens', how.completion_tokens)
   if task.owner then
@@ -77,8 +80,8 @@ local function expire(id, task, ms)
   end
 end
 
--- how: status, reason, prompt_tokens, completion_tokens; is_against_owner: the owner is not to take this end
--- for its own settlement. A task with a webhook is kept until that is delivered.
+-- how: status, reason, prompt_tokens, completion_tokens; is_client_error: the client can correct its request;
+-- is_against_owner: the owner is not to take this end for its own settlement. A task with a webhook is kept until that is delivered.
 local function finish(id, task, how)
   local run = K.run .. id
   if task.owner then

@@ -3,7 +3,7 @@
 -- cost the client more than all the rest. The fields of each write: id, owner, first seq, number of
 -- entries, number of facts, scheduled (seconds ago, or ''), status or '' | token, text, index, end of each entry |
 -- name, value of each fact | and with a status: reason, type of RQ's result, its return value, its
--- exception, prompt tokens, completion tokens.
+-- exception, prompt tokens, completion tokens, 1 or '': an error that the client can correct.
 -- Gives for each write ACCEPTED, LOST, CANCELLED or, if its first seq is too high, the length of the log.
 -- Runs once for every step of an engine: a plain write costs HGET, XLEN, XADD and PUBLISH, no more.
 
@@ -14,7 +14,7 @@ for text in string.gmatch(ARGV[2], '([^\31]*)\31') do
 end
 
 local ACCEPTED, LOST, CANCELLED = -1, -2, -3
-local HEADER, ENTRY, SETTLEMENT = 7, 4, 6
+local HEADER, ENTRY, SETTLEMENT = 7, 4, 7
 
 local function add_entries(id, first, count, length, at)
   for seq = length, first + count - 1 do
@@ -41,7 +41,7 @@ local function settle(id, status, at)
   local task = hash(K.run .. id)
   add_result(id, task, { type = fields[at + 1], return_value = fields[at + 2], exc_string = fields[at + 3] })
   finish(id, task, { status = status, reason = fields[at], prompt_tokens = fields[at + 4],
-    completion_tokens = fields[at + 5] })
+    completion_tokens = fields[at + 5], is_client_error = fields[at + 6] ~= '' })
 end
 
 -- Not the owner. But perhaps the same call again, as its reply was lost: the settlement was this owner's.
