@@ -5,11 +5,14 @@ Knows not how a model is loaded.
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from monitoring.worker import WorkerMetrics
+from worker.errors import SettingsError
 from worker.protocol.store import TaskStore, WorkerRecord
 from worker.service import Service
 
@@ -18,6 +21,23 @@ logger = logging.getLogger(__name__)
 BEAT_SECONDS = 1.0
 RECORD_SECONDS = 15.0
 """Native code that reads a checkpoint may keep all threads from running for a while."""
+
+
+@contextmanager
+def unusable_machine() -> Iterator[None]:
+    """Turn a lack of libraries, memory or scratch files into `SettingsError`."""
+    try:
+        yield
+    except ImportError as error:
+        raise SettingsError(
+            f"a library that the worker needs cannot be imported: {error}; pip install 'tokenmill[worker]'"
+        ) from error
+    except MemoryError as error:
+        raise SettingsError(
+            f"TOKENMILL_MODEL: not enough memory to load it: {error}; choose a smaller model or more memory"
+        ) from error
+    except OSError as error:
+        raise SettingsError(f"the model cannot be loaded: {error}") from error
 
 
 class Loading:

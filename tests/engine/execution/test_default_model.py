@@ -19,7 +19,7 @@ def execution(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFact
     """The real default model. Its copy stays in pytest's cache, if there is one, from run to run."""
     cache = getattr(pytestconfig, "cache", None)
     cache_dir = cache.mkdir("tokenmill-models") if cache else tmp_path_factory.mktemp("models")
-    return build_execution(DEFAULT_MODEL, cache_dir=cache_dir, device="cpu", num_kv_blocks=64)
+    return build_execution(DEFAULT_MODEL, cache_dir=cache_dir, device="cpu", num_kv_blocks=512)
 
 
 def answer(execution: Execution, question: str) -> str:
