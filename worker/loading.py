@@ -3,7 +3,9 @@
 Knows not how a model is loaded.
 """
 
+import errno
 import logging
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,21 +25,38 @@ RECORD_SECONDS = 15.0
 """Native code that reads a checkpoint may keep all threads from running for a while."""
 
 
+def check_scratch() -> None:
+    """Raise `SettingsError` if no directory takes the temporary files that libraries write while imported."""
+    try:
+        tempfile.gettempdir()
+    except OSError as error:
+        raise SettingsError(f"TMPDIR: {error.strerror}; set it to a directory that can be written") from error
+
+
 @contextmanager
 def unusable_machine() -> Iterator[None]:
-    """Turn a lack of libraries, memory or scratch files into `SettingsError`."""
+    """Turn a lack of libraries or memory, and files that cannot be used, into `SettingsError`."""
     try:
         yield
     except ImportError as error:
         raise SettingsError(
-            f"a library that the worker needs cannot be imported: {error}; pip install 'tokenmill[worker]'"
+            f"a library that the worker needs cannot be imported; is 'tokenmill[worker]' installed?"
+            f" {error!s:.200}"
         ) from error
     except MemoryError as error:
-        raise SettingsError(
-            f"TOKENMILL_MODEL: not enough memory to load it: {error}; choose a smaller model or more memory"
-        ) from error
+        raise _short_of_memory(str(error)) from error
     except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise _short_of_memory(str(error)) from error
         raise SettingsError(f"the model cannot be loaded: {error}") from error
+
+
+def _short_of_memory(reason: str) -> SettingsError:
+    detail = f" ({reason})" if reason else ""
+    return SettingsError(
+        f"TOKENMILL_MODEL: not enough memory to load it{detail}; choose a smaller model, or raise the memory"
+        " limit of this process"
+    )
 
 
 class Loading:

@@ -56,7 +56,8 @@ def read_config(directory: Path) -> dict[str, Any]:
 def _without_config(directory: Path) -> str:
     for name, message in _OTHER_KINDS.items():
         if (directory / name).is_file():
-            return f"{directory} {message.format(base=_base_model(directory))}"
+            base = _base_model(directory / name) if "{base}" in message else ""
+            return f"{directory} {message.format(base=base)}"
     if files := sorted(directory.glob("*.gguf")):
         return (
             f"{directory} holds a GGUF file ({files[0].name}), which is not served; use the model's directory"
@@ -65,8 +66,8 @@ def _without_config(directory: Path) -> str:
     return f"{directory} has no {CONFIG}, so it is no model directory"
 
 
-def _base_model(directory: Path) -> str:
-    base = read_json(directory / "adapter_config.json").get("base_model_name_or_path")
+def _base_model(adapter: Path) -> str:
+    base = read_json(adapter).get("base_model_name_or_path")
     return f" {base}" if isinstance(base, str) else ""
 
 

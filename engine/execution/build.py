@@ -115,15 +115,13 @@ def build_execution(
     Raises `InvalidParameter`, or `UnsupportedModel` with the model's type and the reason.
     """
     given = _given_limits(limits)
-    boolean("deterministic", deterministic)
-    boolean("decode_graphs", decode_graphs)
+    _check_switches(deterministic, decode_graphs, async_scheduling)
     check_compile(compile, deterministic=deterministic, quantization=quantization)
-    if async_scheduling is not None:
-        boolean("async_scheduling", async_scheduling)
     # Checked before minutes are spent on loading; what is left open gets a value that passes.
     checked = EngineConfig(**{"max_model_len": 2, "num_kv_blocks": 1, **given})
     target = find_device(device)
     check_quantization(quantization, deterministic=deterministic, device=target)
+    source = _source(model, cache_dir, progress)
     library = _native_library(target, cache_dir, deterministic, progress)
     backends = choose_backends(
         attention,
@@ -144,7 +142,7 @@ def build_execution(
             backends, usable, remembered=remembered, has_graphs=decode_graphs, compilation=compilation
         )
     loaded = load_model(
-        _source(model, cache_dir, progress),
+        source,
         backends=numerics.backends,
         prepare=numerics.prepare,
         finish=numerics.finish,
@@ -161,6 +159,13 @@ def build_execution(
     progress(f"ready: {config.num_kv_blocks} KV blocks, {config.max_model_len} tokens a sequence")
     parts = _parts(runner, Sampler(choose_draw_operator(library)), loaded.device, async_scheduling)
     return _execution(loaded, config, tokenizer, parts, quantization)
+
+
+def _check_switches(deterministic: bool, decode_graphs: bool, async_scheduling: bool | None) -> None:
+    boolean("deterministic", deterministic)
+    boolean("decode_graphs", decode_graphs)
+    if async_scheduling is not None:
+        boolean("async_scheduling", async_scheduling)
 
 
 def _given_limits(limits: dict[str, Any]) -> dict[str, Any]:

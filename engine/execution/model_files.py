@@ -41,7 +41,8 @@ def find_model(source: str, progress: Callable[[str], None]) -> Path:
             )
             if any(found.glob(weights)):
                 return found
-    except (OSError, ValueError) as error:
+    except Exception as error:
+        # The hub client has errors of its own, and others for caches that it cannot find or write.
         raise InvalidParameter(
             "model", f"{source!r} is neither a directory nor a hub id that can be had: {one_line(error)}"
         ) from error

@@ -14,7 +14,7 @@ from engine.execution.kv_cache import known_free_bytes
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """Memory of the pool: `bytes_per_block` of all layers, and the `share` of what is free that it may take."""
+    """Memory of the pool: `bytes_per_block` of all layers; `share` of the free memory that it may take."""
 
     device: torch.device
     bytes_per_block: int
@@ -60,8 +60,8 @@ def fit_model_len(config: EngineConfig, *, is_required: bool) -> int:
         raise InvalidParameter(
             "max_model_len",
             f"is {config.max_model_len}, but {config.num_kv_blocks} KV blocks of {config.block_size} tokens"
-            f" hold {config.kv_capacity}; set it to at most {config.kv_capacity}, or num_kv_blocks to at least"
-            f" {blocks_for(config.max_model_len, config.block_size)}",
+            f" hold {config.kv_capacity}; set it to at most {config.kv_capacity}, or num_kv_blocks to at"
+            f" least {blocks_for(config.max_model_len, config.block_size)}",
         )
     return config.kv_capacity
 
