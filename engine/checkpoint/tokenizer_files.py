@@ -68,7 +68,8 @@ def _check_text(path: Path) -> None:
 
 def _check_merges(directory: Path) -> None:
     """Without its merges, a byte-pair vocabulary is loaded silently and spells text letter by letter."""
-    if (directory / "tokenizer.json").exists() or not (directory / "vocab.json").exists():
+    others = (*_LOOSE, "tokenizer.json", "vocab.txt")
+    if not (directory / "vocab.json").exists() or any(any(directory.glob(name)) for name in others):
         return
     if not (directory / "merges.txt").exists():
         raise unusable(directory / "vocab.json", "is there without merges.txt and without tokenizer.json")
