@@ -26,7 +26,7 @@ from worker.connections import connect
 from worker.crew import Surroundings
 from worker.errors import SettingsError, unusable
 from worker.importing import uncollected
-from worker.loading import Loading, check_scratch, unusable_machine
+from worker.loading import Loading, unusable_machine
 from worker.preparation import ServedModel
 from worker.protocol import naming
 from worker.protocol.model_card import ModelCard
@@ -176,7 +176,6 @@ def main() -> int:
         settings = WorkerSettings.from_env(os.environ)
         # Before the libraries are imported, which takes seconds.
         check_source(settings.model)
-        check_scratch()
         return Process(settings).run()
     except (SettingsError, InvalidParameter, UnsupportedModel) as error:
         logger.critical("%s", unusable(error))

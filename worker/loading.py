@@ -5,7 +5,6 @@ Knows not how a model is loaded.
 
 import errno
 import logging
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,17 +24,9 @@ RECORD_SECONDS = 15.0
 """Native code that reads a checkpoint may keep all threads from running for a while."""
 
 
-def check_scratch() -> None:
-    """Raise `SettingsError` if no directory takes the temporary files that libraries write while imported."""
-    try:
-        tempfile.gettempdir()
-    except OSError as error:
-        raise SettingsError(f"TMPDIR: {error.strerror}; set it to a directory that can be written") from error
-
-
 @contextmanager
 def unusable_machine() -> Iterator[None]:
-    """Turn a lack of libraries or memory, and files that cannot be used, into `SettingsError`."""
+    """Turn a lack of libraries or memory into `SettingsError`."""
     try:
         yield
     except ImportError as error:
@@ -46,9 +37,9 @@ def unusable_machine() -> Iterator[None]:
     except MemoryError as error:
         raise _short_of_memory(str(error)) from error
     except OSError as error:
-        if error.errno == errno.ENOMEM:
-            raise _short_of_memory(str(error)) from error
-        raise SettingsError(f"the model cannot be loaded: {error}") from error
+        if error.errno != errno.ENOMEM:
+            raise
+        raise _short_of_memory(str(error)) from error
 
 
 def _short_of_memory(reason: str) -> SettingsError:

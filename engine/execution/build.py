@@ -150,8 +150,8 @@ def build_execution(
         device=device,
         progress=progress,
     )
-    tokenizer = load_tokenizer(loaded.directory, loaded.vocab_size)
     config = _engine_config(loaded, kv_memory_share, given, progress)
+    tokenizer = load_tokenizer(loaded.directory, loaded.vocab_size)
     with _pool_memory(loaded, config, kv_memory_share).guard(config.num_kv_blocks):
         runner = numerics.make_runner(loaded, config, progress)
         runner.check()

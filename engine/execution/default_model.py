@@ -50,8 +50,8 @@ def default_model(cache_directory: Path, progress: Callable[[str], None]) -> Pat
     except OSError as error:
         raise InvalidParameter(
             "cache_dir",
-            f"the default model is converted into {cache_directory}, which cannot be used:"
-            f" {one_line(error)}; choose a directory that this process can write",
+            f"the cache directory {cache_directory} cannot be written: {error.strerror or error}; the default"
+            " model is converted into it, so choose one that this process can write",
         ) from error
     return directory
 

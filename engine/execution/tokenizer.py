@@ -61,19 +61,6 @@ class Tokenizer:
                 raise InvalidParameter("model", f"{directory} has no usable tokenizer: {reason}") from error
 
     @property
-    def vocabulary(self) -> dict[str, int]:
-        """The token ids by token, without the tokens that were added to the trained vocabulary."""
-        if self._backend is not None:
-            return dict(self._backend.get_vocab(with_added_tokens=False))
-        added = self._tokenizer.get_added_vocab()
-        return {token: number for token, number in self._tokenizer.get_vocab().items() if token not in added}
-
-    @property
-    def added_tokens(self) -> dict[int, str]:
-        """The tokens that were added to the trained vocabulary."""
-        return dict(self._added)
-
-    @property
     def eos_token_ids(self) -> frozenset[int]:
         """The end of text as the tokenizer knows it, for models that state none."""
         eos = self._tokenizer.eos_token_id
@@ -122,6 +109,19 @@ class Tokenizer:
     def spelling(self, skip_special_tokens: bool = True) -> Spelling | None:
         """What each token adds to what `decode` gives; None if that depends on its neighbours."""
         return self._spellings.get(skip_special_tokens)
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The token ids by token, without the tokens that were added to the trained vocabulary."""
+        if self._backend is not None:
+            return dict(self._backend.get_vocab(with_added_tokens=False))
+        added = self._tokenizer.get_added_vocab()
+        return {token: number for token, number in self._tokenizer.get_vocab().items() if token not in added}
+
+    @property
+    def added_tokens(self) -> dict[int, str]:
+        """The tokens that were added to the trained vocabulary."""
+        return dict(self._added)
 
     @property
     def knows_bytes(self) -> bool:

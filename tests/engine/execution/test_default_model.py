@@ -72,7 +72,7 @@ def test_a_conversion_that_fails_leaves_nothing_that_is_taken_for_a_model(
 
     monkeypatch.setattr(module, "convert", fails_half_way)
     with pytest.raises(
-        InvalidParameter, match=r"cache_dir: .* cannot be used: disk full; choose a directory"
+        InvalidParameter, match=r"cache_dir: the cache directory .* cannot be written: disk full"
     ):
         default_model(tmp_path, lambda _: None)
     assert [path.name for path in tmp_path.iterdir()] == [f"{NAME}.lock"]
@@ -110,7 +110,7 @@ def test_a_package_without_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     """openobserve-helm#54: a read-only root ended in tracebacks. A file stands for it, also for root."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidParameter, match=r"cache_dir: .*/file, which cannot be used: "):
+    with pytest.raises(InvalidParameter, match=r"cache_dir: .*/file cannot be written: File exists"):
         default_model(tmp_path / "file", lambda _: None)
 
 
