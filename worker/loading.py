@@ -5,6 +5,7 @@ Knows not how a model is loaded.
 
 import errno
 import logging
+import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ def unusable_machine() -> Iterator[None]:
     except ImportError as error:
         raise SettingsError(
             f"a library that the worker needs cannot be imported; is 'tokenmill[worker]' installed?"
-            f" {error!s:.200}"
+            f" {error!s:.200}{_limit()}"
         ) from error
     except MemoryError as error:
         raise _short_of_memory(str(error)) from error
@@ -45,9 +46,16 @@ def unusable_machine() -> Iterator[None]:
 def _short_of_memory(reason: str) -> SettingsError:
     detail = f" ({reason})" if reason else ""
     return SettingsError(
-        f"TOKENMILL_MODEL: not enough memory to load it{detail}; choose a smaller model, or raise the memory"
-        " limit of this process"
+        f"TOKENMILL_MODEL: not enough memory to load it{detail}{_limit()}; choose a smaller model"
     )
+
+
+def _limit() -> str:
+    """The limit of this process's address space, which libraries report as they like when they meet it."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return ""
+    return f"; this process may map {limit} bytes (ulimit -v)"
 
 
 class Loading:
