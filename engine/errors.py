@@ -23,7 +23,7 @@ class IllegalTransition(EngineError):
 
 
 class UnsupportedModel(EngineError):
-    """The model computes its attention in a way that this engine cannot serve rightly."""
+    """The model is of a kind that cannot be served rightly: its attention, its type or its weights."""
 
 
 class DeviceLost(EngineError):

@@ -16,7 +16,7 @@ from engine.validation import shown
 
 Prompt = str | list[int]
 Message = Mapping[str, str]
-DEFAULT_CACHE = Path.home() / ".cache" / "tokenmill"
+DEFAULT_CACHE = Path("~/.cache/tokenmill")
 
 
 class LLM:
@@ -41,7 +41,9 @@ class LLM:
     ) -> None:
         if not isinstance(model, str) or not model:
             raise InvalidParameter("model", f"must be a name or a directory as text, not {shown(model)}")
-        execution = build_execution(model, cache_dir=cache_dir, dtype=dtype, device=device, **limits)
+        execution = build_execution(
+            model, cache_dir=_expanded(cache_dir), dtype=dtype, device=device, **limits
+        )
         self.config = execution.config
         self._tokenizer = execution.tokenizer
         self._runner = OfflineRunner(execution.new_engine())
@@ -130,3 +132,11 @@ def _check_list(name: str, value: object) -> None:
 
 def _is_conversation(value: object) -> TypeGuard[list[Message]]:
     return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
+
+
+def _expanded(cache_dir: Path | str) -> Path | None:
+    """`cache_dir` with its `~` replaced; None where no home directory is known."""
+    try:
+        return Path(cache_dir).expanduser()
+    except RuntimeError:
+        return None

@@ -122,7 +122,13 @@ SETTINGS = (
     Setting("redis_url", str, "a server of its own", "Redis to use; `serve` starts one if unset", _BOTH),
     Setting("dtype", str, "the model's on CUDA, float32 on CPU", "float32 or bfloat16", _WORKER),
     Setting("device", str, "CUDA if there is one", "cpu or cuda", _WORKER),
-    Setting("max_model_len", int, "the model's", "longest prompt and output together, in tokens", _WORKER),
+    Setting(
+        "max_model_len",
+        int,
+        "the model's, or what the KV blocks hold",
+        "longest prompt and output together, in tokens",
+        _WORKER,
+    ),
     Setting("max_num_batched_tokens", int, "512", "tokens computed in one step", _WORKER),
     Setting("max_num_seqs", int, "64", "sequences running at once", _WORKER),
     Setting(

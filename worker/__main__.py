@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import redis
 from prometheus_client import CollectorRegistry
 
+from engine.checkpoint.check import check_source
 from engine.errors import InvalidParameter, UnsupportedModel
 from monitoring.engine import EngineMetrics
 from monitoring.http import serve_metrics
@@ -23,9 +24,9 @@ from monitoring.worker import WorkerMetrics
 from worker.batch_worker import BatchWorker, new_worker_name
 from worker.connections import connect
 from worker.crew import Surroundings
-from worker.errors import SettingsError
+from worker.errors import SettingsError, unusable
 from worker.importing import uncollected
-from worker.loading import Loading
+from worker.loading import Loading, unusable_machine
 from worker.preparation import ServedModel
 from worker.protocol import naming
 from worker.protocol.model_card import ModelCard
@@ -61,7 +62,7 @@ class Process:
         if not _try_until(client.ping, client, settings.load_seconds):
             return EXIT_NO_REDIS
         arm_watchdog(settings.load_seconds)
-        with Loading(client, self._loading_record(), self._metrics) as loading:
+        with Loading(client, self._loading_record(), self._metrics) as loading, unusable_machine():
             execution = _load(settings, loading)
         store, card = TaskStore(client), self._card(execution)
         # A model that took minutes is not loaded once more because Redis was away for a moment.
@@ -172,9 +173,12 @@ def main() -> int:
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     try:
-        return Process(WorkerSettings.from_env(os.environ)).run()
+        settings = WorkerSettings.from_env(os.environ)
+        # Before the libraries are imported, which takes seconds.
+        check_source(settings.model)
+        return Process(settings).run()
     except (SettingsError, InvalidParameter, UnsupportedModel) as error:
-        logger.critical("%s", error)
+        logger.critical("%s", unusable(error))
         return EXIT_UNUSABLE
     except Exception:
         logger.critical("the worker failed", exc_info=True)

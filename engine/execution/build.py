@@ -26,9 +26,11 @@ from engine.execution.loader import LoadedModel, find_device, load_model
 from engine.execution.native_build import CannotBuild
 from engine.execution.native_library import NativeLibrary, find_library, machine_choices
 from engine.execution.numerics import DETERMINISTIC, Compilation, plain, quantized
+from engine.execution.pool_limits import PoolMemory, blocks_for, fit_model_len
 from engine.execution.quantization_choice import check_quantization, quantized_fingerprint
 from engine.execution.sampler import Sampler
 from engine.execution.tokenizer import Tokenizer
+from engine.execution.tokenizer_check import load_tokenizer
 from engine.grammars import GrammarCompiler
 from engine.pipeline import Launcher
 from engine.step_execution import Runner
@@ -107,20 +109,19 @@ def build_execution(
     `limits`: fields of `EngineConfig`; None leaves one to its default, but for fields that take None.
     `max_model_len`: at most the model's own, which is the default. `num_kv_blocks`: by default enough for
     `max_num_seqs` sequences of `max_model_len`, but at most `kv_memory_share` of the memory that is free once
-    the model is loaded (0.4 on a CPU, 0.85 on CUDA).
+    the model is loaded (0.4 on a CPU, 0.85 on CUDA). A pool that does not hold one sequence of that
+    length reduces it, and is refused with a `max_model_len` that was set.
 
     Raises `InvalidParameter`, or `UnsupportedModel` with the model's type and the reason.
     """
     given = _given_limits(limits)
-    boolean("deterministic", deterministic)
-    boolean("decode_graphs", decode_graphs)
+    _check_switches(deterministic, decode_graphs, async_scheduling)
     check_compile(compile, deterministic=deterministic, quantization=quantization)
-    if async_scheduling is not None:
-        boolean("async_scheduling", async_scheduling)
     # Checked before minutes are spent on loading; what is left open gets a value that passes.
     checked = EngineConfig(**{"max_model_len": 2, "num_kv_blocks": 1, **given})
     target = find_device(device)
     check_quantization(quantization, deterministic=deterministic, device=target)
+    source = _source(model, cache_dir, progress)
     library = _native_library(target, cache_dir, deterministic, progress)
     backends = choose_backends(
         attention,
@@ -141,7 +142,7 @@ def build_execution(
             backends, usable, remembered=remembered, has_graphs=decode_graphs, compilation=compilation
         )
     loaded = load_model(
-        _source(model, cache_dir, progress),
+        source,
         backends=numerics.backends,
         prepare=numerics.prepare,
         finish=numerics.finish,
@@ -149,14 +150,22 @@ def build_execution(
         device=device,
         progress=progress,
     )
-    config = _engine_config(loaded, kv_memory_share, given)
-    tokenizer = Tokenizer.load(loaded.directory)
-    runner = numerics.make_runner(loaded, config, progress)
-    runner.check()
+    config = _engine_config(loaded, kv_memory_share, given, progress)
+    tokenizer = load_tokenizer(loaded.directory, loaded.vocab_size)
+    with _pool_memory(loaded, config, kv_memory_share).guard(config.num_kv_blocks):
+        runner = numerics.make_runner(loaded, config, progress)
+        runner.check()
     progress(f"attention: {loaded.backend.name}")
     progress(f"ready: {config.num_kv_blocks} KV blocks, {config.max_model_len} tokens a sequence")
     parts = _parts(runner, Sampler(choose_draw_operator(library)), loaded.device, async_scheduling)
     return _execution(loaded, config, tokenizer, parts, quantization)
+
+
+def _check_switches(deterministic: bool, decode_graphs: bool, async_scheduling: bool | None) -> None:
+    boolean("deterministic", deterministic)
+    boolean("decode_graphs", decode_graphs)
+    if async_scheduling is not None:
+        boolean("async_scheduling", async_scheduling)
 
 
 def _given_limits(limits: dict[str, Any]) -> dict[str, Any]:
@@ -232,20 +241,42 @@ def _source(model: str, cache_dir: Path | str | None, progress: Callable[[str], 
     return str(default_model(Path(cache_dir), progress))
 
 
-def _engine_config(loaded: LoadedModel, share: float | None, given: dict[str, Any]) -> EngineConfig:
-    """The limits that nobody set, from what the model and the memory allow."""
+def _engine_config(
+    loaded: LoadedModel, share: float | None, given: dict[str, Any], progress: Callable[[str], None]
+) -> EngineConfig:
+    """The limits that nobody set, from what the model and the memory allow.
+
+    A length that was not asked for is reduced to what the KV pool holds, so that no request is accepted that
+    can never run; one that was asked for is refused with the numbers that would do.
+    """
     length = model_length(loaded.max_model_len, given.get("max_model_len"))
     config = EngineConfig(**{"num_kv_blocks": 1, **given, "max_model_len": length})
+    memory = _pool_memory(loaded, config, share)
     if "num_kv_blocks" in given:
-        return config
-    chosen = choose_num_kv_blocks(
-        max_tokens=config.max_num_seqs * length,
-        block_size=config.block_size,
-        bytes_per_block=loaded.backend.bytes_per_block(loaded.layers, config.block_size, loaded.dtype),
-        free_bytes=free_bytes(loaded.device),
-        share=share if share is not None else CUDA_SHARE if loaded.device.type == "cuda" else CPU_SHARE,
-    )
-    return replace(config, num_kv_blocks=chosen)
+        memory.check(config.num_kv_blocks)
+    else:
+        chosen = choose_num_kv_blocks(
+            max_tokens=config.max_num_seqs * length,
+            block_size=config.block_size,
+            bytes_per_block=memory.bytes_per_block,
+            free_bytes=free_bytes(loaded.device),
+            share=memory.share,
+        )
+        config = replace(config, num_kv_blocks=chosen)
+    fitting = fit_model_len(config, is_required="max_model_len" in given)
+    if fitting < length:
+        progress(
+            f"max_model_len is {fitting} instead of the model's {length}: {config.num_kv_blocks} KV blocks"
+            f" hold no more; num_kv_blocks={blocks_for(length, config.block_size)} would do"
+        )
+    return replace(config, max_model_len=fitting)
+
+
+def _pool_memory(loaded: LoadedModel, config: EngineConfig, share: float | None) -> PoolMemory:
+    if share is None:
+        share = CUDA_SHARE if loaded.device.type == "cuda" else CPU_SHARE
+    bytes_per_block = loaded.backend.bytes_per_block(loaded.layers, config.block_size, loaded.dtype)
+    return PoolMemory(loaded.device, bytes_per_block, share)
 
 
 def model_length(most: int | None, asked: int | None) -> int:

@@ -10,7 +10,9 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from engine.checkpoint.tokenizer_files import check_tokenizer_files
 from engine.errors import InvalidParameter
+from engine.execution.one_line import one_line
 from engine.execution.quiet import quiet_transformers
 from engine.execution.spelled_tokens import spelling_of_texts
 from engine.execution.token_bytes import spelling_of
@@ -47,11 +49,16 @@ class Tokenizer:
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
         """The tokenizer in a model's directory. Raises `InvalidParameter`."""
+        check_tokenizer_files(directory)
         with quiet_transformers():
             try:
                 return cls(AutoTokenizer.from_pretrained(directory, trust_remote_code=False))
-            except (OSError, ValueError) as error:
-                raise InvalidParameter("model", f"{directory} has no usable tokenizer: {error}") from error
+            except Exception as error:
+                # Whatever a library raises while it reads a user's files is a fault of the files.
+                reason = one_line(error)
+                if "trust_remote_code" in str(error):
+                    reason = "it is defined by code in the checkpoint (auto_map), which is never run"
+                raise InvalidParameter("model", f"{directory} has no usable tokenizer: {reason}") from error
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -102,6 +109,19 @@ class Tokenizer:
     def spelling(self, skip_special_tokens: bool = True) -> Spelling | None:
         """What each token adds to what `decode` gives; None if that depends on its neighbours."""
         return self._spellings.get(skip_special_tokens)
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The token ids by token, without the tokens that were added to the trained vocabulary."""
+        if self._backend is not None:
+            return dict(self._backend.get_vocab(with_added_tokens=False))
+        added = self._tokenizer.get_added_vocab()
+        return {token: number for token, number in self._tokenizer.get_vocab().items() if token not in added}
+
+    @property
+    def added_tokens(self) -> dict[int, str]:
+        """The tokens that were added to the trained vocabulary."""
+        return dict(self._added)
 
     @property
     def knows_bytes(self) -> bool:

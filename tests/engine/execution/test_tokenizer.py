@@ -130,5 +130,5 @@ def test_a_saved_tokenizer_is_loaded(tiny_llama: Path) -> None:
 
 
 def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(InvalidParameter, match=r"model: .* has no usable tokenizer"):
+    with pytest.raises(InvalidParameter, match=r"model: no tokenizer files in"):
         Tokenizer.load(tmp_path)
