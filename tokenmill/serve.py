@@ -52,7 +52,7 @@ def serve(
         try:
             with suppress(StopRequested):
                 _run(supervisor, signals, state, settings, environ, print_line)
-            print_line(SELF, "stopping; Ctrl-C again hurries")
+            print_line(SELF, "stopping; Ctrl-C again ends everything at once, and no task is lost")
         except Unusable as error:
             raise config.ConfigError(str(error)) from error
         finally:
@@ -78,8 +78,8 @@ def _run(
     check_apart((host, port), (metrics_host, metrics_port))
     redis_url = _redis(supervisor, signals, state, settings.get("redis_url"))
     api_url = f"http://{_reachable(host)}:{port}"
-    state.write_address("redis-url", redis_url)
-    state.write_address("api-url", api_url)
+    supervisor.record.put_address("redis-url", redis_url)
+    supervisor.record.put_address("api-url", api_url)
     print_line(SELF, f"Redis at {hide_password(redis_url)}; loading the model")
     decided = {"redis_url": redis_url, "port": str(port)}
     given = {**environ, **config.to_environment({**settings, **decided}), "PYTHONUNBUFFERED": "1"}
@@ -152,11 +152,21 @@ def _redis(supervisor: Supervisor, signals: StopSignals, state: StateDirectory, 
     if given:
         embedded_redis.check_reachable(given)
         return given
-    port = embedded_redis.free_port()
-    url = embedded_redis.local_url(port)
-    child = supervisor.start(embedded_redis.server_spec(state.redis_data, state.redis_log, port))
+    socket_file = _socket_file(state)
+    url = embedded_redis.socket_url(socket_file)
+    child = supervisor.start(embedded_redis.server_spec(state.redis_data, state.redis_log, socket_file))
     embedded_redis.wait_until_ready(url, state.redis_log, lambda: child.returncode is None, signals.pause)
     return url
+
+
+def _socket_file(state: StateDirectory) -> Path:
+    try:
+        return embedded_redis.socket_path(state.redis_data)
+    except OSError as error:
+        raise CannotServe(
+            f"the path of {state.path} is too long for a socket, and no directory for temporary files can be "
+            f"written ({error.strerror}); choose a shorter one with TOKENMILL_STATE_DIR, or set TMPDIR"
+        ) from error
 
 
 def _ip_address(host: str) -> IPv4Address | IPv6Address:

@@ -129,6 +129,25 @@ def test_data_outlives_a_run(start: Start) -> None:
         assert client.get("task") == b"kept"
 
 
+def test_the_next_run_has_redis_at_the_same_address(start: Start) -> None:
+    """A reader that waits for Redis finds it again."""
+    first = start().wait_until_ready()
+    address = first.state.address("redis-url")
+    first.signal(signal.SIGINT)
+    first.wait()
+
+    assert start().wait_until_ready().state.address("redis-url") == address
+
+
+def test_other_users_of_the_machine_can_read_nothing(start: Start) -> None:
+    served = start().wait_until_ready()
+
+    state = served.state.path
+    everything = [state, *state.rglob("*")]
+    assert state / "redis" / "redis.sock" in everything
+    assert [path for path in everything if path.stat().st_mode & 0o077] == []
+
+
 def test_the_next_start_copes_with_a_killed_supervisor(start: Start) -> None:
     """Its children live on: a second Redis server over the same files would destroy them."""
     first = start().wait_until_ready()
