@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.tokenmill.test_processes import WATCHDOG_SECONDS, Lines
@@ -60,9 +60,18 @@ def main() -> None:
 
 
 class Served:
-    """A running `tokenmill serve` in `directory`. `program`: REAL or WITH_FAKE_ROOMS."""
+    """A running `tokenmill serve` in `directory`. `program`: REAL or WITH_FAKE_ROOMS.
 
-    def __init__(self, directory: Path, program: str, settings: Mapping[str, str] | None = None) -> None:
+    `within`: a command that becomes the one that is appended to it.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        program: str,
+        settings: Mapping[str, str] | None = None,
+        within: Sequence[str] = (),
+    ) -> None:
         self.lines = Lines()
         self.port = free_port()
         given = {
@@ -74,7 +83,7 @@ class Served:
         }
         kept = {name: value for name, value in os.environ.items() if name not in _VARIABLES}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", program, "serve"],
+            [*within, sys.executable, "-c", program, "serve"],
             cwd=directory,
             env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **given},
             stdin=subprocess.DEVNULL,

@@ -303,9 +303,7 @@ def test_a_stream_goes_on_after_a_restart_of_the_embedded_server(
     assert f"task {claimed.task_id}: waiting for Redis, to go on after message 2: " in warning.getMessage()
 
 
-@pytest.mark.parametrize(
-    ("kind", "library"), [(by_iterator, redis.Redis), (by_asyncio, redis.asyncio.Redis)]
-)
+@pytest.mark.parametrize(("kind", "library"), [(by_iterator, redis.Redis), (by_asyncio, redis.asyncio.Redis)])
 def test_a_client_of_a_unix_socket_is_a_source(kind: Kind, library: Any, tmp_path: Path) -> None:
     with socket_server(tmp_path / "redis") as (url, _), redis.Redis.from_url(url) as client:
         store = TaskStore(client)
