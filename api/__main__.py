@@ -1,5 +1,11 @@
 """`python -m api`: the API as a process, set up by environment variables."""
 
+from worker.protocol.startup_signals import end_on_signals
+
+if __name__ == "__main__":
+    # First of all: the imports below take a second.
+    end_on_signals()
+
 import os
 import sys
 

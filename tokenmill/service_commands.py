@@ -17,6 +17,7 @@ from tokenmill.serve import room_command
 from tokenmill.serve import serve as run_service
 from tokenmill.state import StateDirectory
 from worker.protocol.redis_url import hide_password
+from worker.protocol.startup_signals import held_signals
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _METAVARS = {int: "NUMBER", float: "NUMBER", bool: "true|false", str: "TEXT"}
@@ -108,4 +109,5 @@ def _become(name: str, flags: Mapping[str, Any], config_file: str | None) -> Non
         settings["redis_url"] = url
     command = room_command(name)
     environment = {**os.environ, **config.to_environment(settings)}
-    os.execve(command[0], command, environment)  # noqa: S606 - a fixed command; a shell is not wanted
+    with held_signals():
+        os.execve(command[0], command, environment)  # noqa: S606 - a fixed command; a shell is not wanted
