@@ -52,7 +52,7 @@ def serve(
         try:
             with suppress(StopRequested):
                 _run(supervisor, signals, state, settings, environ, print_line)
-            print_line(SELF, "stopping; Ctrl-C again ends everything at once, and no task is lost")
+            print_line(SELF, "stopping; Ctrl-C again ends everything at once, and nothing is lost")
         except Unusable as error:
             raise config.ConfigError(str(error)) from error
         finally:

@@ -1,8 +1,8 @@
 """`python -m worker`: reads the settings, loads the model, and lets a `BatchWorker` work. Wiring only.
 
 Exit status: 0 told to stop and stopped; SIGTERM (143 as process 1) told to stop while it loaded; 1 the
-watchdog ended a hanging process; 70 the engine or a thread failed and what was held was handed back; 78 a setting
-or the model cannot be used, so starting again is of no use; 69 no Redis for as long as loading may take.
+watchdog ended a hanging process; 70 the engine or a thread failed and what was held was handed back; 78 a
+setting or the model cannot be used, so starting again is of no use; 69 no Redis while it could have loaded.
 """
 
 from worker.protocol.startup_signals import end_on_signals

@@ -3,6 +3,7 @@
 import io
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -118,7 +119,8 @@ def test_submit_poll_stream_and_cancel(serve: Callable[..., Served]) -> None:
     # The commands find the service by its directory.
     flags = ["--max-tokens", "12", "--temperature", "0", "the quick brown fox"]
     streamed = command(served, "submit", "--stream", *flags)
-    assert (streamed.returncode, streamed.stderr) == (0, "")
+    assert streamed.returncode == 0
+    assert re.fullmatch(r"task [0-9a-f]{32}\n", streamed.stderr)
     assert command(served, "submit", "--wait", *flags).stdout == streamed.stdout
 
     running = client.submit(LONG)["id"]
