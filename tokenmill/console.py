@@ -29,7 +29,7 @@ class LinePrinter:
 
     def __call__(self, name: str, text: str) -> None:
         """`name` "" prints `text` alone."""
-        prefix = click.style(f"{name:<6} | ", fg=_COLOURS.get(name)) if name else ""
+        prefix = click.style(f"{name:<6} | ", fg=_COLOURS.get(name.partition("-")[0])) if name else ""
         with self._lock:
             try:
                 click.echo(prefix + text, color=self._colour)

@@ -33,7 +33,8 @@ from worker.errors import SettingsError
 from worker.importing import uncollected
 from worker.loading import Loading
 from worker.preparation import ServedModel
-from worker.protocol import naming
+from worker.protocol import naming, variables
+from worker.protocol.holding import hold_if_asked
 from worker.protocol.model_card import ModelCard
 from worker.protocol.store import TaskStore, WorkerRecord
 from worker.settings import WorkerSettings
@@ -177,10 +178,13 @@ def main() -> int:
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    for line in variables.warnings(os.environ):
+        logger.warning("%s", line)
     try:
         return Process(WorkerSettings.from_env(os.environ)).run()
     except (SettingsError, InvalidParameter, UnsupportedModel) as error:
         logger.critical("%s", error)
+        hold_if_asked(os.environ, logger.critical)
         return EXIT_UNUSABLE
     except Exception:
         logger.critical("the worker failed", exc_info=True)

@@ -29,6 +29,8 @@ signal.signal(signal.SIGTERM, stop)
 if os.environ.get('TOKENMILL_MODEL') == 'unsupported':
     print('no such model')
     sys.exit(78)
+if 'CUDA_VISIBLE_DEVICES' in os.environ:
+    print('device', os.environ['CUDA_VISIBLE_DEVICES'])
 print('model', os.environ.get('TOKENMILL_MODEL'), 'redis', os.environ['REDIS_URL'], flush=True)
 time.sleep(600)
 """
@@ -52,8 +54,10 @@ Server(('127.0.0.1', int(os.environ['TOKENMILL_PORT'])), Handler).serve_forever(
 
 def main() -> None:
     """`tokenmill serve` with the fakes."""
-    from tokenmill import cli, serve
+    from tokenmill import cli, devices, serve
 
+    if os.environ.get("FAKE_CUDA"):
+        devices.torch_has_cuda = lambda: True
     codes = {"worker": _FAKE_WORKER, "api": _FAKE_API}
     serve.room_command = lambda name: (sys.executable, "-c", codes[name])
     cli.main()

@@ -246,6 +246,47 @@ def test_a_room_that_refuses_its_settings_is_a_wrong_setting(start: Start) -> No
     assert not any("starting it again" in line for line in served.text())
 
 
+def test_several_workers_have_names_and_ports_of_their_own(start: Start) -> None:
+    served = start(TOKENMILL_WORKERS="2").wait_until_ready()
+    shown = "\n".join(served.text())
+
+    assert list(served.state.processes()) == [SELF, "api", "worker-1", "worker-0", "redis"]
+    assert "  worker-0: metrics at a free port\n" in shown
+    assert "worker-1 | model None" in shown
+    served.signal(signal.SIGINT)
+    assert served.wait() == 0
+    lines = served.text()
+    assert position(lines, "api has stopped") < position(lines, "worker-0 has stopped")
+    assert position(lines, "worker-1 has stopped") < position(lines, "redis has stopped")
+
+
+def test_each_cuda_device_has_a_worker(start: Start, tmp_path: Path) -> None:
+    """The driver's program is a fake, and so is torch's record of its build."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: GPU-a)'\necho 'GPU 1: A (UUID: GPU-b)'\n")
+    program.chmod(0o755)
+    port = free_port()
+
+    served = start(
+        PATH=f"{program.parent}:{os.environ['PATH']}", TOKENMILL_METRICS_PORT=str(port), FAKE_CUDA="1"
+    ).wait_until_ready()
+
+    shown = "\n".join(served.text())
+    assert f"  worker-0 on GPU-a: metrics at http://127.0.0.1:{port}/metrics\n" in shown
+    assert f"  worker-1 on GPU-b: metrics at http://127.0.0.1:{port + 1}/metrics\n" in shown
+    assert "worker-1 | device GPU-b" in shown
+
+
+def test_a_variable_that_is_none_is_said_once(start: Start) -> None:
+    served = start(TOKENMILL_MODLE="tiny").wait_until_ready()
+
+    said = [line for line in served.text() if "TOKENMILL_MODLE" in line]
+    assert said == ["serve  | TOKENMILL_MODLE is not a setting and is ignored; did you mean TOKENMILL_MODEL?"]
+    environment = Path(f"/proc/{served.state.processes()['worker'].pid}/environ").read_bytes()
+    assert b"TOKENMILL_MODLE" not in environment
+
+
 def test_a_part_that_is_not_installed_is_told() -> None:
     with pytest.raises(CannotServe, match="no_such_module is not installed, which the worker needs"):
         check_installed({"worker": "no_such_module"})
