@@ -12,6 +12,7 @@ import sys
 from api.server import CannotListen, serve
 from api.settings import ApiSettings, SettingError
 from worker.protocol.holding import hold_if_asked
+from worker.protocol.temporary import NoTemporaryDirectory, check_temporary_directory
 from worker.protocol.variables import warnings
 
 EXIT_FAILED = 1
@@ -23,8 +24,10 @@ def main() -> int:
     for line in warnings(os.environ):
         _say(line)
     try:
-        serve(ApiSettings.from_env(os.environ))
-    except SettingError as error:
+        settings = ApiSettings.from_env(os.environ)
+        check_temporary_directory()
+        serve(settings)
+    except (SettingError, NoTemporaryDirectory) as error:
         _say(str(error))
         hold_if_asked(os.environ, _say)
         return EXIT_UNUSABLE

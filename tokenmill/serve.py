@@ -25,6 +25,7 @@ from tokenmill.signals import StopRequested, StopSignals
 from tokenmill.state import SELF, StateDirectory
 from tokenmill.supervisor import CannotServe, Supervisor, Unusable, take_over
 from worker.protocol.redis_url import hide_password
+from worker.protocol.temporary import NoTemporaryDirectory, check_temporary_directory
 from worker.protocol.variables import unknown_variables, warnings
 
 DEFAULT_HOST = "127.0.0.1"
@@ -72,6 +73,10 @@ def _run(
     print_line: Print,
 ) -> None:
     check_installed({"worker": "torch", "api": "flask"})
+    try:
+        check_temporary_directory()
+    except NoTemporaryDirectory as error:
+        raise config.ConfigError(str(error)) from None
     host = settings.get("host", DEFAULT_HOST)
     port = int(settings.get("port", DEFAULT_PORT)) or embedded_redis.free_port()
     metrics_host = settings.get("metrics_host", DEFAULT_HOST)

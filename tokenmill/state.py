@@ -62,7 +62,7 @@ class StateDirectory:
 
     def _is_made_by_us(self) -> bool:
         """False for a directory that has another purpose too; what is in it is private all the same."""
-        shared = (Path.cwd(), Path("/"), Path("~").expanduser())
+        shared = (Path.cwd(), Path("/"), Path(os.path.expanduser("~")))  # pathlib raises without a home
         is_sticky = bool(self.path.stat().st_mode & stat.S_ISVTX)
         return self.lock_file.exists() and not is_sticky and self.path.resolve() not in shared
 

@@ -27,6 +27,7 @@ from monitoring.engine import EngineMetrics
 from monitoring.http import serve_metrics
 from monitoring.worker import WorkerMetrics
 from worker.batch_worker import BatchWorker, new_worker_name
+from worker.cache_directory import usable_cache
 from worker.connections import connect
 from worker.crew import Surroundings
 from worker.errors import SettingsError
@@ -37,6 +38,7 @@ from worker.protocol import naming, variables
 from worker.protocol.holding import hold_if_asked
 from worker.protocol.model_card import ModelCard
 from worker.protocol.store import TaskStore, WorkerRecord
+from worker.protocol.temporary import NoTemporaryDirectory, check_temporary_directory
 from worker.settings import WorkerSettings
 from worker.watching import arm_watchdog
 
@@ -181,8 +183,11 @@ def main() -> int:
     for line in variables.warnings(os.environ):
         logger.warning("%s", line)
     try:
-        return Process(WorkerSettings.from_env(os.environ)).run()
-    except (SettingsError, InvalidParameter, UnsupportedModel) as error:
+        settings = WorkerSettings.from_env(os.environ)
+        check_temporary_directory()
+        with usable_cache(settings.cache_dir):
+            return Process(settings).run()
+    except (SettingsError, InvalidParameter, UnsupportedModel, NoTemporaryDirectory) as error:
         logger.critical("%s", error)
         hold_if_asked(os.environ, logger.critical)
         return EXIT_UNUSABLE
