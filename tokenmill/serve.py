@@ -253,6 +253,8 @@ Ctrl-C stops everything; unfinished tasks go on at the next start.
 def _own_command() -> str:
     """How this command can be typed again in this directory."""
     given = Path(sys.argv[0])
+    if given.name == "__main__.py":
+        return f"{shlex.quote(sys.executable)} -m tokenmill"
     if shutil.which(given.name) == str(given):
         return given.name
     return shlex.quote(os.path.relpath(given) if given.is_relative_to(Path.cwd()) else str(given))

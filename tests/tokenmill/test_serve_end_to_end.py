@@ -161,6 +161,27 @@ def test_an_interrupted_task_goes_on_at_the_next_start(serve: Callable[..., Serv
     assert joined(events) == done["outputs"][0]["text"]
 
 
+def test_a_second_request_to_stop_ends_the_wait_and_loses_nothing(serve: Callable[..., Served]) -> None:
+    """The grace period alone would outlast the test."""
+    first = serve(TOKENMILL_GRACE_SECONDS="900")
+    client = Client(url=first.url)
+    tasks = [client.submit(LONG)["id"] for _ in range(64)]
+    next(iter(TokenStream(redis_url(first), tasks[0])))
+
+    first.signal(signal.SIGINT)
+    first.lines.wait_for(
+        "waiting for the worker, which finishes tasks for as long as TOKENMILL_GRACE_SECONDS"
+    )
+    first.signal(signal.SIGINT)
+
+    assert first.wait() == 0
+    assert any("SIGTERM again: ends now" in line for line in first.text())
+    client = Client(url=serve().url)
+    for task_id in tasks[1:]:
+        assert client.cancel(task_id)["status"] in ("completed", "cancelled")
+    assert client.wait(tasks[0])["status"] == "completed"
+
+
 def test_a_killed_api_comes_back_and_its_streams_go_on(serve: Callable[..., Served]) -> None:
     """With a stream and a poll open: a worker of the server that outlives its master keeps the port."""
     served = serve(TOKENMILL_HTTP_GRACE_SECONDS="600")
