@@ -90,7 +90,8 @@ def _run(
     supervisor.record.put_address("redis-url", redis_url)
     supervisor.record.put_address("api-url", api_url)
     print_line(SELF, f"Redis at {hide_password(redis_url)}; loading the model")
-    decided = {"redis_url": redis_url, "port": str(port)}
+    # A process that cannot work ends, so that the supervisor hears of it.
+    decided = {"redis_url": redis_url, "port": str(port), "hold_unusable": "0"}
     unknown = unknown_variables(environ)
     for line in warnings(environ):
         print_line(SELF, line)

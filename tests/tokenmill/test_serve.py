@@ -298,6 +298,14 @@ def test_a_variable_that_is_none_is_said_once(start: Start) -> None:
     assert b"TOKENMILL_MODLE" not in environment
 
 
+def test_a_room_of_a_supervisor_is_not_held(start: Start) -> None:
+    served = start(TOKENMILL_HOLD_UNUSABLE="1").wait_until_ready()
+
+    for name in ("worker", "api"):
+        environment = Path(f"/proc/{served.state.processes()[name].pid}/environ").read_bytes().split(b"\0")
+        assert b"TOKENMILL_HOLD_UNUSABLE=0" in environment
+
+
 def test_a_part_that_is_not_installed_is_told() -> None:
     with pytest.raises(CannotServe, match="no_such_module is not installed, which the worker needs"):
         check_installed({"worker": "no_such_module"})
