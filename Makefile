@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)
 .PHONY: help serve test test-processors test-services chaos bench bench-all check setup clean
 
 help:
-	@echo "make serve           set up and run the service (Redis, one worker, the API)"
+	@echo "make serve           set up and run the service (Redis, workers, the API)"
 	@echo "make test            set up and run all tests that need only Python packages"
 	@echo "make test-processors the numerical tests with older instruction sets (AVX2, AVX-512 without bfloat16)"
 	@echo "make test-services   the tests that need system packages (see .ci/run)"

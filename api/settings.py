@@ -40,6 +40,7 @@ class ApiSettings:
     `webhook_keys`: sign what is sent to webhooks; without any, no task may have one.
     `webhook_allow_private`: they may be addresses of this machine and its networks.
     `keyring`: the API keys; without any, nobody needs one, and all are one tenant.
+    `hold_unusable`: see `worker.protocol.holding`.
     """
 
     redis_url: str = "redis://127.0.0.1:6379/0"
@@ -59,6 +60,7 @@ class ApiSettings:
     webhook_keys: tuple[bytes, ...] = field(default=(), repr=False)
     webhook_allow_private: bool = False
     keyring: Keyring = NO_KEYS
+    hold_unusable: bool = False
 
     @property
     def public_model(self) -> str:
@@ -103,6 +105,7 @@ class ApiSettings:
                 "TOKENMILL_WEBHOOK_ALLOW_PRIVATE", default.webhook_allow_private
             ),
             keyring=read.keyring("TOKENMILL_API_KEYS", "TOKENMILL_API_KEYS_FILE"),
+            hold_unusable=read.switch("TOKENMILL_HOLD_UNUSABLE", default.hold_unusable),
         )
         if settings.max_streams >= settings.http_threads:
             raise SettingError(

@@ -30,6 +30,7 @@ def judge(from_env: Callable[[Mapping[str, str]], object], variable: str, text: 
 def test_what_both_rooms_read() -> None:
     shared = {
         "REDIS_URL",
+        "TOKENMILL_HOLD_UNUSABLE",
         "TOKENMILL_MODEL",
         "TOKENMILL_SERVED_MODEL_NAME",
         "TOKENMILL_MAX_TASK_SECONDS",

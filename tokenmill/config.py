@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from worker.protocol import redis_url
+from worker.protocol import redis_url, variables
 
 DEFAULT_FILE = "tokenmill.toml"
 
@@ -27,6 +27,7 @@ class Part(Enum):
     API = "api"
     WORKER = "worker"
     SERVE = "serve"
+    SUPERVISOR = "supervisor"
     CLIENT = "client"
 
 
@@ -66,8 +67,8 @@ class Setting:
     def to_text(self, value: object, where: str) -> str:
         """The value as the environment carries it. Raises `ConfigError` if it cannot be used."""
         text = str(value).strip()
-        if self.name == "redis_url":
-            return _checked_url(text, where)
+        if check := _CHECKS.get(self.name):
+            return check(text, where)
         try:
             if self.kind is bool:
                 return _TRUTH[text.lower()]
@@ -92,6 +93,12 @@ class Setting:
         return f"{_KINDS[self.kind]} {_RANGES.get(self.name, '')}".rstrip()
 
 
+def _checked_workers(text: str, where: str) -> str:
+    if text != "auto" and not (text.isdecimal() and int(text) in _NUM_WORKERS):
+        raise ConfigError(f"{where}: workers must be auto or a whole number {_NUM_WORKERS}, not {text!r}")
+    return text
+
+
 def _checked_url(url: str, where: str) -> str:
     try:
         redis_url.parse(url)
@@ -101,6 +108,8 @@ def _checked_url(url: str, where: str) -> str:
     return url
 
 
+_NUM_WORKERS = Range(1, 256)
+_CHECKS = {"redis_url": _checked_url, "workers": _checked_workers}
 _TRUTH = {"1": "1", "true": "1", "yes": "1", "on": "1", "0": "0", "false": "0", "no": "0", "off": "0"}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 WORDS = {
@@ -114,6 +123,7 @@ _API = frozenset({Part.API})
 _WORKER = frozenset({Part.WORKER})
 _BOTH = _API | _WORKER
 _SERVE = frozenset({Part.SERVE})
+_SUPERVISOR = frozenset({Part.SUPERVISOR})
 _CLIENT = frozenset({Part.CLIENT})
 
 SETTINGS = (
@@ -183,7 +193,9 @@ SETTINGS = (
     Setting("api_keys", str, "none: open to all", "`tenant:key` entries; each call needs a key then", _API),
     Setting("api_keys_file", str, "none", "file of more such entries, one a line", _API),
     Setting("cache_dir", str, ".tokenmill", "where the default model and the native attention lie", _WORKER),
+    Setting("hold_unusable", bool, "false", "unusable settings: stay up, not ready, not end with 78", _BOTH),
     Setting("state_dir", str, ".tokenmill", "where `serve` keeps its data", _SERVE),
+    Setting("workers", str, "auto", "workers of `serve`; auto: one per CUDA device, else one", _SUPERVISOR),
     Setting("url", str, "the running service's", "the API that submit, status and cancel talk to", _CLIENT),
     Setting("api_key", str, "none", "the key that submit, status and cancel show", _CLIENT),
 )
@@ -225,7 +237,8 @@ def read_file(path: Path) -> dict[str, object]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
     if unknown := sorted(values.keys() - BY_NAME.keys()):
-        raise ConfigError(f"{path}: unknown setting {', '.join(unknown)}; known are: {', '.join(BY_NAME)}")
+        told = ", ".join(name + variables.hint(name, BY_NAME) for name in unknown)
+        raise ConfigError(f"{path}: unknown setting {told}; known are: {', '.join(BY_NAME)}")
     return values
 
 

@@ -1,9 +1,15 @@
 """`python -m worker`: reads the settings, loads the model, and lets a `BatchWorker` work. Wiring only.
 
-Exit status: 0 told to stop and stopped; 1 the watchdog ended a hanging process; 70 the engine or a thread
-failed and what was held was handed back; 78 a setting or the model cannot be used, so starting again is of no
-use; 69 no Redis for as long as loading may take.
+Exit status: 0 told to stop and stopped; SIGTERM (143 as process 1) told to stop while it loaded; 1 the
+watchdog ended a hanging process; 70 the engine or a thread failed and what was held was handed back; 78 a
+setting or the model cannot be used, so starting again is of no use; 69 no Redis while it could have loaded.
 """
+
+from worker.protocol.startup_signals import end_on_signals
+
+if __name__ == "__main__":
+    # First of all: the imports below take seconds, and loading a model minutes.
+    end_on_signals()
 
 import logging
 import os
@@ -22,15 +28,18 @@ from monitoring.engine import EngineMetrics
 from monitoring.http import serve_metrics
 from monitoring.worker import WorkerMetrics
 from worker.batch_worker import BatchWorker, new_worker_name
+from worker.cache_directory import usable_cache
 from worker.connections import connect
 from worker.crew import Surroundings
 from worker.errors import SettingsError, unusable
 from worker.importing import uncollected
 from worker.loading import Loading, unusable_machine
 from worker.preparation import ServedModel
-from worker.protocol import naming
+from worker.protocol import naming, variables
+from worker.protocol.holding import hold_if_asked
 from worker.protocol.model_card import ModelCard
 from worker.protocol.store import TaskStore, WorkerRecord
+from worker.protocol.temporary import NoTemporaryDirectory, check_temporary_directory
 from worker.settings import WorkerSettings
 from worker.watching import arm_watchdog
 
@@ -168,18 +177,29 @@ def _try_until(call: Callable[[], object], client: Any, seconds: float) -> bool:
     return False
 
 
+def _unusable(reason: str) -> int:
+    logger.critical("%s", reason)
+    hold_if_asked(os.environ, logger.critical)
+    return EXIT_UNUSABLE
+
+
 def main() -> int:
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    for line in variables.warnings(os.environ):
+        logger.warning("%s", line)
     try:
         settings = WorkerSettings.from_env(os.environ)
+        check_temporary_directory()
         # Before the libraries are imported, which takes seconds.
         check_source(settings.model)
-        return Process(settings).run()
+        with usable_cache(settings.cache_dir):
+            return Process(settings).run()
+    except NoTemporaryDirectory as error:
+        return _unusable(str(error))
     except (SettingsError, InvalidParameter, UnsupportedModel) as error:
-        logger.critical("%s", unusable(error))
-        return EXIT_UNUSABLE
+        return _unusable(unusable(error))
     except Exception:
         logger.critical("the worker failed", exc_info=True)
         return 1

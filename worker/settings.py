@@ -74,6 +74,7 @@ class WorkerSettings:
     `async_scheduling`: a step is launched before the tokens of the one before it are known; None: on CUDA.
     `deterministic`: a request's tokens do not depend on what runs beside it, to the last bit.
     `load_seconds`: deadline of loading the model. `metrics_port`: 0 takes any free port and logs it.
+    `hold_unusable`: see `worker.protocol.holding`.
     """
 
     model: str = naming.DEFAULT_MODEL
@@ -90,6 +91,7 @@ class WorkerSettings:
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 9400
     cache_dir: str = ".tokenmill"
+    hold_unusable: bool = False
     load_seconds: float = 900.0
     engine: EngineSettings = EngineSettings()
     timing: Timing = Timing()
@@ -114,6 +116,7 @@ class WorkerSettings:
             metrics_host=read.text("TOKENMILL_METRICS_HOST", "127.0.0.1"),
             metrics_port=read.whole("TOKENMILL_METRICS_PORT", 9400, least=0, most=65535),
             cache_dir=read.text("TOKENMILL_CACHE_DIR", ".tokenmill"),
+            hold_unusable=bool(read.switch("TOKENMILL_HOLD_UNUSABLE")),
             load_seconds=read.seconds("TOKENMILL_LOAD_SECONDS", 900.0),
             engine=_engine_settings(read),
             timing=_timing(read),

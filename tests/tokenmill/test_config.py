@@ -81,7 +81,7 @@ def test_values_of_a_file_become_text(tmp_path: Path) -> None:
         ({}, {"TOKENMILL_HTTP_GRACE_SECONDS": "1e400"}, "", "TOKENMILL_HTTP_GRACE_SECONDS: http_grace"),
         ({"max_streams": "300"}, {}, "", "TOKENMILL_MAX_STREAMS must be below TOKENMILL_HTTP_THREADS (256)"),
         ({}, {}, "http_threads = 224", "TOKENMILL_MAX_STREAMS must be below TOKENMILL_HTTP_THREADS (224)"),
-        ({}, {}, "prot = 1", "unknown setting prot; known are: model, served_model_name"),
+        ({}, {}, "prot = 1", "unknown setting prot; did you mean port?; known are: model, served_model_name"),
         ({}, {}, "port = ", "tokenmill.toml: not TOML"),
     ],
 )
@@ -111,7 +111,7 @@ def test_the_file_of_the_directory_is_found(tmp_path: Path) -> None:
 def test_the_table_names_exactly_what_the_rooms_read() -> None:
     """A setting that a room gains is a flag, a line in the file and a row of the README, or this fails."""
     read = variables_of(ApiSettings.from_env) | variables_of(WorkerSettings.from_env)
-    own = {"TOKENMILL_STATE_DIR", "TOKENMILL_URL", "TOKENMILL_API_KEY"}
+    own = {"TOKENMILL_STATE_DIR", "TOKENMILL_URL", "TOKENMILL_API_KEY", "TOKENMILL_WORKERS"}
 
     assert {setting.variable for setting in SETTINGS} - own == read
 
