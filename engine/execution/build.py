@@ -1,7 +1,7 @@
 """Puts the parts together for a worker: a model's name goes in, all that an engine needs comes out.
 
-Law: a limit that nobody set gets the default of `EngineConfig`, or what model and memory allow; the values
-that hold are those of `Execution.config`. This file decides on limits only.
+Law: a limit that nobody set gets the default of `EngineConfig` or of the device, or what model and memory
+allow; the values that hold are those of `Execution.config`. This file decides on limits only.
 """
 
 from collections.abc import Callable
@@ -33,6 +33,9 @@ from engine.grammars import GrammarCompiler
 from engine.pipeline import Launcher
 from engine.step_execution import Runner
 from engine.validation import boolean
+
+CUDA_LIMITS = {"max_num_batched_tokens": 2048, "max_num_seqs": 256}
+"""Defaults on CUDA: what keeps a GPU busy. Those of `EngineConfig` are a CPU's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +107,8 @@ def build_execution(
     tokens of the one before it are on the host; None: on CUDA. On a CPU, which does a step where it is
     launched, tokens only come later by it.
 
-    `limits`: fields of `EngineConfig`; None leaves one to its default, but for fields that take None.
+    `limits`: fields of `EngineConfig`; None leaves one to its default, but for fields that take None. On CUDA
+    the defaults of `CUDA_LIMITS` hold.
     `max_model_len`: at most the model's own, which is the default. `num_kv_blocks`: by default enough for
     `max_num_seqs` sequences of `max_model_len`, but at most `kv_memory_share` of the memory that is free once
     the model is loaded (0.4 on a CPU, 0.85 on CUDA).
@@ -120,6 +124,7 @@ def build_execution(
     # Checked before minutes are spent on loading; what is left open gets a value that passes.
     checked = EngineConfig(**{"max_model_len": 2, "num_kv_blocks": 1, **given})
     target = find_device(device)
+    given = {**default_limits(target), **given}
     check_quantization(quantization, deterministic=deterministic, device=target)
     library = _native_library(target, cache_dir, deterministic, progress)
     backends = choose_backends(
@@ -157,6 +162,11 @@ def build_execution(
     progress(f"ready: {config.num_kv_blocks} KV blocks, {config.max_model_len} tokens a sequence")
     parts = _parts(runner, Sampler(choose_draw_operator(library)), loaded.device, async_scheduling)
     return _execution(loaded, config, tokenizer, parts, quantization)
+
+
+def default_limits(device: torch.device) -> dict[str, int]:
+    """The fields of `EngineConfig` whose defaults are others on `device`."""
+    return dict(CUDA_LIMITS) if device.type == "cuda" else {}
 
 
 def _given_limits(limits: dict[str, Any]) -> dict[str, Any]:
