@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidParameter
 from engine.execution.attention_choice import choose_backends
+from engine.execution.attention_self_check import with_checked_attention
 from engine.execution.compile_choice import check_compile
 from engine.execution.default_model import DEFAULT_MODEL, default_model
 from engine.execution.draw_operator import choose_draw_operator
@@ -124,7 +125,6 @@ def build_execution(
     # Checked before minutes are spent on loading; what is left open gets a value that passes.
     checked = EngineConfig(**{"max_model_len": 2, "num_kv_blocks": 1, **given})
     target = find_device(device)
-    given = {**default_limits(target), **given}
     check_quantization(quantization, deterministic=deterministic, device=target)
     library = _native_library(target, cache_dir, deterministic, progress)
     backends = choose_backends(
@@ -154,6 +154,7 @@ def build_execution(
         device=device,
         progress=progress,
     )
+    loaded = with_checked_attention(loaded, numerics.backends, checked.block_size)
     config = _engine_config(loaded, kv_memory_share, given)
     tokenizer = Tokenizer.load(loaded.directory)
     runner = numerics.make_runner(loaded, config, progress)
@@ -243,7 +244,8 @@ def _source(model: str, cache_dir: Path | str | None, progress: Callable[[str], 
 
 
 def _engine_config(loaded: LoadedModel, share: float | None, given: dict[str, Any]) -> EngineConfig:
-    """The limits that nobody set, from what the model and the memory allow."""
+    """The limits that nobody set, from what the device, the model and the memory allow."""
+    given = {**default_limits(loaded.device), **given}
     length = model_length(loaded.max_model_len, given.get("max_model_len"))
     config = EngineConfig(**{"num_kv_blocks": 1, **given, "max_model_len": length})
     if "num_kv_blocks" in given:
