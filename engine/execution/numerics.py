@@ -106,7 +106,6 @@ def _plain_runner(
             progress(f"decode graphs: none, as {loaded.backend.name} attention cannot be captured")
     runner = ModelRunner(loaded.model, backend, _input_builder(config), graphs)
     if loaded.device.type == "cuda":
-        progress("compiling the kernels of prompts and decodes")
         runner.warm_up(config.max_model_len, config.block_size)
     return runner
 
