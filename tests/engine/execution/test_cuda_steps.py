@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from tests.engine.execution.pools import ROOT
 from tests.tiny_models import ARCHITECTURES
@@ -19,7 +20,18 @@ READ = "aten::item on the device"
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, Any]:
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    base = tmp_path_factory.getbasetemp()
+    # The tests of this file may run in several processes of pytest-xdist, which share the folder above.
+    kept = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cuda_steps.json"
+    with FileLock(f"{kept}.lock"):
+        if not kept.exists():
+            kept.write_text(run_steps())
+    found: dict[str, Any] = json.loads(kept.read_text())
+    return found
+
+
+def run_steps() -> str:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.execution.cuda_steps"],
@@ -30,8 +42,7 @@ def seen() -> dict[str, Any]:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return done.stdout
 
 
 def test_the_ledger_sees_what_waits(seen: dict[str, Any]) -> None:
