@@ -114,7 +114,7 @@ _TRUTH = {"1": "1", "true": "1", "yes": "1", "on": "1", "0": "0", "false": "0", 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 WORDS = {
     "policy": ("fifo", "skip_ahead"),
-    "dtype": ("auto", "float32", "bfloat16"),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
     "attention": ("auto", "torch", "native", "triton", "varlen"),
     "quantization": ("none", "int8", "int4"),
 }
@@ -130,7 +130,13 @@ SETTINGS = (
     Setting("model", str, "SmolLM2-135M-Instruct", "local model directory or hub id", _BOTH),
     Setting("served_model_name", str, "from the model", "the model's public name", _BOTH),
     Setting("redis_url", str, "a server of its own", "Redis to use; `serve` starts one if unset", _BOTH),
-    Setting("dtype", str, "the model's on CUDA, float32 on CPU", "float32 or bfloat16", _WORKER),
+    Setting(
+        "dtype",
+        str,
+        "float32; the model's on CUDA, bfloat16 for float32",
+        "auto, float32, bfloat16 or float16",
+        _WORKER,
+    ),
     Setting("device", str, "CUDA if there is one", "cpu or cuda", _WORKER),
     Setting(
         "max_model_len",
@@ -139,8 +145,8 @@ SETTINGS = (
         "longest prompt and output together, in tokens",
         _WORKER,
     ),
-    Setting("max_num_batched_tokens", int, "512", "tokens computed in one step", _WORKER),
-    Setting("max_num_seqs", int, "64", "sequences running at once", _WORKER),
+    Setting("max_num_batched_tokens", int, "512; 2048 on CUDA", "tokens computed in one step", _WORKER),
+    Setting("max_num_seqs", int, "64; 256 on CUDA", "sequences running at once", _WORKER),
     Setting(
         "max_num_prefill_seqs", int, "16; 1 unchunked", "sequences of a step that are not decoding", _WORKER
     ),

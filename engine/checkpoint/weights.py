@@ -27,9 +27,9 @@ class Weights:
     tensors: dict[str, Tensor]
     num_bytes: int
 
-    def loaded_bytes(self, item_bytes: int | None) -> int:
-        """Memory of the loaded tensors, with floats of `item_bytes` each; None: as they are stored."""
-        if item_bytes is None or not self.tensors:
+    def loaded_bytes(self, item_bytes: int) -> int:
+        """Memory of the loaded tensors, with floats of `item_bytes` each."""
+        if not self.tensors:
             return self.num_bytes
         return sum(
             tensor.num_bytes * item_bytes // _item_bytes(tensor)

@@ -1,7 +1,7 @@
 """Puts the parts together for a worker: a model's name goes in, all that an engine needs comes out.
 
-Law: a limit that nobody set gets the default of `EngineConfig`, or what model and memory allow; the values
-that hold are those of `Execution.config`. This file decides on limits only.
+Law: a limit that nobody set gets the default of `EngineConfig` or of the device, or what model and memory
+allow; the values that hold are those of `Execution.config`. This file decides on limits only.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidParameter
 from engine.execution.attention_choice import choose_backends
+from engine.execution.attention_self_check import with_checked_attention
 from engine.execution.compile_choice import check_compile
 from engine.execution.default_model import DEFAULT_MODEL, default_model
 from engine.execution.draw_operator import choose_draw_operator
@@ -35,6 +36,9 @@ from engine.grammars import GrammarCompiler
 from engine.pipeline import Launcher
 from engine.step_execution import Runner
 from engine.validation import boolean
+
+CUDA_LIMITS = {"max_num_batched_tokens": 2048, "max_num_seqs": 256}
+"""Defaults on CUDA: what keeps a GPU busy. Those of `EngineConfig` are a CPU's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +110,8 @@ def build_execution(
     tokens of the one before it are on the host; None: on CUDA. On a CPU, which does a step where it is
     launched, tokens only come later by it.
 
-    `limits`: fields of `EngineConfig`; None leaves one to its default, but for fields that take None.
+    `limits`: fields of `EngineConfig`; None leaves one to its default, but for fields that take None. On CUDA
+    the defaults of `CUDA_LIMITS` hold.
     `max_model_len`: at most the model's own, which is the default. `num_kv_blocks`: by default enough for
     `max_num_seqs` sequences of `max_model_len`, but at most `kv_memory_share` of the memory that is free once
     the model is loaded (0.4 on a CPU, 0.85 on CUDA). A pool that does not hold one sequence of that
@@ -150,6 +155,7 @@ def build_execution(
         device=device,
         progress=progress,
     )
+    loaded = with_checked_attention(loaded, numerics.backends, checked.block_size)
     config = _engine_config(loaded, kv_memory_share, given, progress)
     tokenizer = load_tokenizer(loaded.directory, loaded.vocab_size)
     with _pool_memory(loaded, config, kv_memory_share).guard(config.num_kv_blocks):
@@ -159,6 +165,11 @@ def build_execution(
     progress(f"ready: {config.num_kv_blocks} KV blocks, {config.max_model_len} tokens a sequence")
     parts = _parts(runner, Sampler(choose_draw_operator(library)), loaded.device, async_scheduling)
     return _execution(loaded, config, tokenizer, parts, quantization)
+
+
+def default_limits(device: torch.device) -> dict[str, int]:
+    """The fields of `EngineConfig` whose defaults are others on `device`."""
+    return dict(CUDA_LIMITS) if device.type == "cuda" else {}
 
 
 def _check_switches(deterministic: bool, decode_graphs: bool, async_scheduling: bool | None) -> None:
@@ -244,11 +255,12 @@ def _source(model: str, cache_dir: Path | str | None, progress: Callable[[str], 
 def _engine_config(
     loaded: LoadedModel, share: float | None, given: dict[str, Any], progress: Callable[[str], None]
 ) -> EngineConfig:
-    """The limits that nobody set, from what the model and the memory allow.
+    """The limits that nobody set, from what the device, the model and the memory allow.
 
     A length that was not asked for is reduced to what the KV pool holds, so that no request is accepted that
     can never run; one that was asked for is refused with the numbers that would do.
     """
+    given = {**default_limits(loaded.device), **given}
     length = model_length(loaded.max_model_len, given.get("max_model_len"))
     config = EngineConfig(**{"num_kv_blocks": 1, **given, "max_model_len": length})
     memory = _pool_memory(loaded, config, share)

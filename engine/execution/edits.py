@@ -8,19 +8,25 @@ can be made again from the sequence at any time.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from engine.execution.logit_masks import RowMasks, mask
+from engine.execution.crossing import sent
+from engine.execution.logit_masks import FilledMasks, RowMasks
 from engine.execution.penalties import Bias, TokenCounts, add_bias, penalize
-from engine.execution.seat_parameters import is_penalized
+from engine.execution.seat_parameters import Numbers, is_penalized
 from engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Edited:
-    """Changed copies `logits` [edited rows, vocabulary] of `rows`; `faults`: errors, by row of the batch."""
+    """Changed copies `logits` [edited rows, vocabulary] of `rows`; `faults`: errors, by row of the batch.
+
+    `row_numbers`: the same as `rows`, ascending, on the host.
+    """
 
     rows: torch.Tensor
+    row_numbers: Numbers
     logits: torch.Tensor
     faults: dict[int, str]
 
@@ -36,18 +42,22 @@ class LogitEdits:
     ) -> Edited | None:
         """Edit what must be of `logits` [rows, vocabulary], float32; None if no row asks for anything.
 
-        `candidates`: the rows that may ask for something, in order.
+        `candidates`: the rows that may ask for something, in order. Grammars fill their masks before the
+        logits are used, so on a GPU while the forward pass still runs.
         """
         edited = [row for row in candidates if is_edited(sequences[row])]
         if not edited:
             return None
-        rows = torch.tensor(edited, device=logits.device)
-        changed = logits[rows] if len(edited) < len(sequences) else logits.clone()
         kept = [self._keep(sequences[row], logits.shape[1]) for row in edited]
+        masks = FilledMasks.of([(at, one.masks) for at, one in enumerate(kept) if one.masks], logits.shape[1])
+        row_numbers = np.array(edited, dtype=np.int64)
+        rows = sent(torch.from_numpy(row_numbers), logits.device)
+        changed = logits[rows] if len(edited) < len(sequences) else logits.clone()
         penalize(changed, [(at, one.repetition, one.counts) for at, one in enumerate(kept) if one.counts])
         add_bias(changed, [(at, one.bias) for at, one in enumerate(kept) if one.bias])
-        faults = mask(changed, [(at, one.masks) for at, one in enumerate(kept) if one.masks])
-        return Edited(rows, changed, {edited[at]: fault for at, fault in faults.items()})
+        masks.apply(changed)
+        faults = {edited[at]: fault for at, fault in masks.faults.items()}
+        return Edited(rows, row_numbers, changed, faults)
 
     def _keep(self, sequence: Sequence, vocab_size: int) -> "_Kept":
         kept = self._kept.get(sequence.seat)

@@ -1,5 +1,6 @@
 """How many KV blocks there shall be: what the limits can use at most, within a share of the free memory."""
 
+import gc
 import os
 import resource
 from pathlib import Path
@@ -47,10 +48,21 @@ def known_free_bytes(device: torch.device) -> int | None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that may still be taken on `device`: what limits of the container and of the process leave."""
+    """Memory that may still be taken on `device`: what limits of the container and of the process leave.
+
+    On CUDA, memory that torch keeps for tensors that are gone is freed first: the driver counts it as used.
+    """
     if device.type == "cuda":
+        gc.collect()
+        release_cached_memory(device)
         return int(torch.cuda.mem_get_info(device)[0])
     return min([_available_bytes(), *_container_bytes(), *_process_bytes()])
+
+
+def release_cached_memory(device: torch.device) -> None:
+    """Return memory of tensors that are gone to the driver. On a CPU nothing is kept."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _available_bytes() -> int:

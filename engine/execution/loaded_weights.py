@@ -19,8 +19,8 @@ from engine.execution.faults import device_faults
 from engine.execution.one_line import one_line
 
 
-def load_weights(directory: Path, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
-    """The model on `device`. `dtype`: None takes the checkpoint's.
+def load_weights(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model on `device`, in `dtype`.
 
     Raises `InvalidParameter` with the names of tensors that are missing, surplus or of another shape, and
     `MemoryError`.
@@ -31,7 +31,7 @@ def load_weights(directory: Path, dtype: torch.dtype | None, device: torch.devic
         with device_faults():
             model, info = auto.from_pretrained(
                 directory,
-                dtype=dtype or "auto",
+                dtype=dtype,
                 attn_implementation=ATTENTION_NAME,
                 trust_remote_code=False,
                 output_loading_info=True,

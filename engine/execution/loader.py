@@ -31,7 +31,7 @@ from engine.execution.trial import Backend, Preparation, check_agreement
 
 log = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +68,9 @@ def load_model(
     """Load the model in a directory or under a hub id.
 
     `backends`: those that may compute its attention; the first that agrees with the model's own is taken.
-    `dtype`: "float32", "bfloat16", or "auto": the checkpoint's on CUDA, float32 on a CPU. `device`: "cpu",
-    "cuda", or "auto". `prepare` is done to the model and, before, to the small one that is tried; `finish`,
-    which may change the logits, to the model alone. `progress` is told in words what happens.
+    `dtype`: "float32", "bfloat16", "float16", or "auto": see `find_dtype`. `device`: "cpu", "cuda", or
+    "auto". `prepare` is done to the model and, before, to the small one that is tried; `finish`, which may
+    change the logits, to the model alone. `progress` is told in words what happens.
 
     Raises `InvalidParameter`, or `UnsupportedModel` with the model's type and the reason.
     """
@@ -84,11 +84,11 @@ def load_model(
         weights = check_weights(directory, stated)
         install()
         progress(f"trying paged attention on a small {config.model_type} model")
-        served = find_dtype(dtype, target) or _checkpoint_dtype(config)
+        served = find_dtype(dtype, target, _checkpoint_dtype(config))
         backend = _agreeing_backend(config, _taking(backends, served), target, prepare)
         progress(f"loading {directory} on {target}")
-        with _enough_memory(weights, served, find_dtype(dtype, target), target):
-            model = load_weights(directory, find_dtype(dtype, target), target)
+        with _enough_memory(weights, served, target):
+            model = load_weights(directory, served, target)
             prepare(model)
             finish(model)
             layers = record_layers(model)
@@ -141,12 +141,17 @@ def find_device(device: str) -> torch.device:
     return torch.device("cuda" if has_cuda and device != "cpu" else "cpu")
 
 
-def find_dtype(dtype: str, device: torch.device) -> torch.dtype | None:
-    """The dtype by its name in the settings; None: the checkpoint's. Raises `InvalidParameter`."""
+def find_dtype(dtype: str, device: torch.device, checkpoint: torch.dtype) -> torch.dtype:
+    """The dtype by its name in the settings. Raises `InvalidParameter`.
+
+    "auto" is float32 on a CPU. On CUDA it is the checkpoint's, but bfloat16 for a float32 checkpoint: half of
+    the memory, and tensor cores compute it.
+    """
     if dtype == "auto":
-        return None if device.type == "cuda" else torch.float32
+        is_half = device.type == "cuda" and checkpoint == torch.float32
+        return torch.bfloat16 if is_half else checkpoint if device.type == "cuda" else torch.float32
     if dtype not in DTYPES:
-        raise InvalidParameter("dtype", f"must be auto, {' or '.join(DTYPES)}, not {dtype!r}")
+        raise InvalidParameter("dtype", f"must be auto, {', '.join(DTYPES)}, not {dtype!r}")
     return DTYPES[dtype]
 
 
@@ -202,11 +207,9 @@ def _checkpoint_dtype(config: PretrainedConfig) -> torch.dtype:
 
 
 @contextmanager
-def _enough_memory(
-    weights: Weights, served: torch.dtype, dtype: torch.dtype | None, device: torch.device
-) -> Iterator[None]:
+def _enough_memory(weights: Weights, served: torch.dtype, device: torch.device) -> Iterator[None]:
     """Raise `InvalidParameter` if the weights need more memory than there is, before or while they load."""
-    needed = weights.loaded_bytes(dtype.itemsize if dtype else None)
+    needed = weights.loaded_bytes(served.itemsize)
     available = known_free_bytes(device)
     if available is not None and needed > available:
         raise _short_of_memory(needed, available, served, device)

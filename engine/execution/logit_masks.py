@@ -5,11 +5,13 @@ leaves nothing but the end, the end stays allowed before `min_tokens`. Knows no 
 """
 
 from collections import defaultdict
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.execution.crossing import sent
 from engine.execution.penalties import within
 from engine.sequence import Sequence
 
@@ -77,29 +79,42 @@ class RowMasks:
         ]
 
 
-def mask(logits: torch.Tensor, masks: list[tuple[int, RowMasks]]) -> dict[int, str]:
-    """Make what must not come -inf in `logits` [rows, vocabulary]; returns the faults of grammars by row."""
-    dense = [(row, one) for row, one in masks if one.is_dense]
-    sparse = [(row, one.banned()) for row, one in masks if not one.is_dense]
-    vocab_size = logits.shape[1]
-    places = [row * vocab_size + token_id for row, banned in sparse for token_id in banned]
-    if places:
-        logits.view(-1)[torch.tensor(places, device=logits.device)] = -torch.inf
-    return _mask_dense(logits, dense) if dense else {}
+@dataclass(frozen=True, slots=True)
+class FilledMasks:
+    """The masks of some rows of logits [rows, vocabulary], on the host.
 
+    `places`: what must not come, counted in the flat logits. `bits` [len(rows), words]: what may come next in
+    each of `rows`, which have no `places`. `faults`: errors of grammars, by row.
+    """
 
-def _mask_dense(logits: torch.Tensor, masks: list[tuple[int, RowMasks]]) -> dict[int, str]:
-    vocab_size = logits.shape[1]
-    bits = np.zeros((len(masks), -(-vocab_size // 32)), dtype=np.int32)
-    faults: dict[int, str] = {}
-    for (row, one), allowed in zip(masks, bits, strict=True):
-        try:
-            one.allow(allowed)
-        except Exception as error:  # noqa: BLE001 - a grammar library raises what it likes
-            faults[row] = f"its grammar failed: {type(error).__name__}: {error}"[:500]
-    added = unpacked(bits, logits.device)[:, :vocab_size]
-    logits.index_add_(0, torch.tensor([row for row, _ in masks], device=logits.device), added)
-    return faults
+    places: list[int]
+    rows: list[int]
+    bits: Bits
+    faults: dict[int, str]
+
+    @classmethod
+    def of(cls, masks: list[tuple[int, RowMasks]], vocab_size: int) -> "FilledMasks":
+        """Advance the grammars and fill their masks. The device is not used: it may be busy meanwhile."""
+        dense = [(row, one) for row, one in masks if one.is_dense]
+        sparse = [(row, one.banned()) for row, one in masks if not one.is_dense]
+        bits = np.zeros((len(dense), -(-vocab_size // 32)), dtype=np.int32)
+        faults: dict[int, str] = {}
+        for (row, one), allowed in zip(dense, bits, strict=True):
+            try:
+                one.allow(allowed)
+            except Exception as error:  # noqa: BLE001 - a grammar library raises what it likes
+                faults[row] = f"its grammar failed: {type(error).__name__}: {error}"[:500]
+        places = [row * vocab_size + token_id for row, banned in sparse for token_id in banned]
+        return cls(places, [row for row, _ in dense], bits, faults)
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Make what must not come -inf in `logits`, in place. The host does not wait for the device."""
+        device = logits.device
+        if self.places:
+            logits.view(-1).index_fill_(0, sent(torch.tensor(self.places), device), -torch.inf)
+        if self.rows:
+            added = unpacked(self.bits, device)[:, : logits.shape[1]]
+            logits.index_add_(0, sent(torch.tensor(self.rows), device), added)
 
 
 def unpacked(bits: Bits, device: torch.device) -> torch.Tensor:
@@ -111,8 +126,10 @@ def unpacked(bits: Bits, device: torch.device) -> torch.Tensor:
 
 def unpacked_on(bits: Bits, device: torch.device) -> torch.Tensor:
     """The same; only the bits travel to the device. On a CPU ten times slower."""
-    table = torch.from_numpy(_ADDED).to(device)
-    return table[torch.from_numpy(bits.view(np.uint8)).to(device).long()].flatten(1)
+    packed = sent(torch.from_numpy(bits.view(np.uint8)), device)
+    allowed = (packed[..., None] >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
+    added = torch.zeros(allowed.shape, device=device)
+    return added.masked_fill_(allowed == 0, -torch.inf).flatten(1)
 
 
 def _bits(ever: list[int] | None, never: list[int], vocab_size: int) -> Bits:

@@ -13,6 +13,7 @@ from engine.execution.faults import device_faults
 from engine.execution.inputs import InputBuilder, StepInputs, null_inputs
 from engine.execution.model_pass import run_model
 from engine.execution.transfers import move_inputs
+from engine.execution.warm_up import warm_up_inputs
 from engine.outputs import SchedulerOutputs
 
 
@@ -55,6 +56,16 @@ class ModelRunner:
         """Run a forward pass of one token that belongs to nobody; raises what the device raises."""
         with device_faults(), torch.inference_mode():
             self.forward(null_inputs())
+            self._backend.zero_blocks((0,))
+
+    def warm_up(self, max_model_len: int, block_size: int) -> None:
+        """Run every kind of step once, so that later steps compile no kernel.
+
+        Only the null block is used, and it is zeroed afterwards. Raises as `execute`.
+        """
+        with device_faults(), torch.inference_mode():
+            for inputs in warm_up_inputs(max_model_len, block_size):
+                self.forward(inputs)
             self._backend.zero_blocks((0,))
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:

@@ -7,6 +7,7 @@ import pytest
 
 from api.settings import ApiSettings, SettingError
 from engine.config import EngineConfig
+from engine.execution.build import CUDA_LIMITS
 from tests.settings_read import variables_of
 from tokenmill.config import BY_NAME, SETTINGS, ConfigError, find_file, read_file, resolve, to_environment
 from worker.errors import SettingsError
@@ -147,7 +148,13 @@ def test_the_defaults_that_are_told_are_those_of_the_rooms() -> None:
         "context_unit",
     }
 
+    on_cuda = {name: told[name] for name in told if told[name].endswith(" on CUDA")}
+    assert on_cuda == {
+        name: f"{getattr(engine, name)}; {value} on CUDA" for name, value in CUDA_LIMITS.items()
+    }
     for name, default in told.items():
+        if name in on_cuda:
+            continue
         values = [getattr(room, name) for room in rooms if hasattr(room, name)]
         if not values and name not in chosen_at_load:
             values = [getattr(engine, name)]

@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter
-from engine.execution import kv_cache, pool_limits
-from engine.execution.build import Execution, build_execution, model_length
+from engine.execution import build, kv_cache, pool_limits
+from engine.execution.build import Execution, build_execution, default_limits, model_length
 from engine.execution.pool_limits import PoolMemory
 from engine.sampling_params import SamplingParams
 from tests.comparer import assert_equal_tokens, reference
@@ -39,6 +41,23 @@ def test_limits_that_nobody_set(tiny_llama: Path) -> None:
     assert config.num_kv_blocks == 2 * 2048 // 16
     assert config.block_size == 16
     assert config.chunked_prefill
+
+
+def test_limits_that_nobody_set_on_cuda(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the device has them, but for those that are set."""
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert default_limits(cpu) == {}
+    assert default_limits(cuda) == {"max_num_batched_tokens": 2048, "max_num_seqs": 256}
+    limits = default_limits(cuda)
+    monkeypatch.setattr(build, "default_limits", lambda _: limits)
+
+    def built(**given: Any) -> tuple[int, int]:
+        config = build_execution(str(tiny_llama), device="cpu", num_kv_blocks=8, **given).config
+        return config.max_num_batched_tokens, config.max_num_seqs
+
+    assert built() == (2048, 256)
+    assert built(max_num_batched_tokens=None, max_num_seqs=8) == (2048, 8)
+    assert built(max_num_batched_tokens=64) == (64, 256)
 
 
 def test_limits_that_are_set(tiny_llama: Path) -> None:

@@ -136,13 +136,20 @@ def test_an_allocation_that_fails_while_loading(tiny_llama: Path) -> None:
 def test_devices_and_dtypes_by_name() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert find_device("cpu") == cpu
-    assert find_dtype("auto", cpu) == torch.float32
-    assert find_dtype("auto", cuda) is None
-    assert find_dtype("bfloat16", cpu) == torch.bfloat16
+    wide, half = torch.float32, torch.bfloat16
+    assert find_dtype("auto", cpu, half) == wide
+    assert [find_dtype("auto", cuda, one) for one in (wide, half, torch.float16)] == [
+        half,
+        half,
+        torch.float16,
+    ]
+    assert find_dtype("bfloat16", cpu, wide) == half
+    assert find_dtype("float32", cuda, half) == wide
+    assert [find_dtype("float16", one, wide) for one in (cpu, cuda)] == [torch.float16] * 2
     with pytest.raises(InvalidParameter, match="device: must be auto, cpu or cuda"):
         find_device("tpu")
     with pytest.raises(InvalidParameter, match="dtype: must be auto"):
-        find_dtype("float8", cpu)
+        find_dtype("float8", cpu, wide)
 
 
 def test_cuda_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
