@@ -56,7 +56,11 @@ def strings(field: str, value: object) -> None:
 
 
 def token_ids(field: str, value: object) -> None:
-    for token_id in items(field, value):
+    ids = list(items(field, value))
+    # All at once first: such lists can have one item for each token of a vocabulary.
+    if set(map(type, ids)) <= {int} and min(ids, default=0) >= 0:
+        return
+    for token_id in ids:
         whole(field, token_id, least=0)
 
 
