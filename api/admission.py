@@ -40,6 +40,8 @@ def check_card(body: TaskBody, card: ModelCard) -> None:
     """Raises `Problem` (400) that names the field and the limit."""
     if body.messages is not None and not card.has_chat_template:
         raise bad_field("messages", f"{card.model} has no chat template; send `prompt`", "no_chat_template")
+    if body.prompt is not None:
+        _check_bytes(body.prompt, card)
     if body.prompt_token_ids is not None:
         _check_ids("prompt_token_ids", body.prompt_token_ids, card)
         if len(body.prompt_token_ids) > card.max_prompt_tokens:
@@ -49,6 +51,16 @@ def check_card(body: TaskBody, card: ModelCard) -> None:
     _check_ids("stop_token_ids", body.stop_token_ids or (), card)
     _check_ids("allowed_token_ids", body.allowed_token_ids or (), card)
     _check_ids("logit_bias", map(int, body.logit_bias or ()), card)
+
+
+def _check_bytes(prompt: str, card: ModelCard) -> None:
+    """How long a chat becomes only its template tells: the worker checks that."""
+    if card.max_prompt_bytes is not None and (size := len(prompt.encode())) > card.max_prompt_bytes:
+        detail = (
+            f"{size} bytes; a prompt has at most {card.max_prompt_tokens} tokens, which are at most "
+            f"{card.max_prompt_bytes} bytes of text"
+        )
+        raise bad_field("prompt", detail, "context_length_exceeded")
 
 
 def _check_size(body: TaskBody, card: ModelCard) -> None:

@@ -104,6 +104,7 @@ class Process:
             vocab_size=execution.vocab_size,
             max_model_len=execution.config.max_model_len,
             max_prompt_tokens=execution.config.max_prompt_tokens,
+            max_prompt_bytes=execution.tokenizer.max_prompt_bytes,
             has_chat_template=execution.tokenizer.has_chat_template,
             fingerprint=execution.fingerprint,
         )

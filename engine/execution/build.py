@@ -150,7 +150,7 @@ def build_execution(
         progress=progress,
     )
     config = _engine_config(loaded, kv_memory_share, given)
-    tokenizer = Tokenizer.load(loaded.directory)
+    tokenizer = Tokenizer.load(loaded.directory, max_prompt_tokens=config.max_prompt_tokens)
     runner = numerics.make_runner(loaded, config, progress)
     runner.check()
     progress(f"attention: {loaded.backend.name}")

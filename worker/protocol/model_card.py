@@ -15,6 +15,8 @@ class ModelCard:
     max_prompt_tokens: int
     has_chat_template: bool
     fingerprint: str
+    #: The longest `prompt`, in bytes of UTF-8, that can be so few tokens. None: the tokenizer sets no bound.
+    max_prompt_bytes: int | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
