@@ -4,7 +4,7 @@ Law: a limit that nobody set gets the default of `EngineConfig`, or what model a
 that hold are those of `Execution.config`. This file decides on limits only.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import NoneType
@@ -19,6 +19,7 @@ from engine.execution.attention_choice import choose_backends
 from engine.execution.compile_choice import check_compile
 from engine.execution.default_model import DEFAULT_MODEL, default_model
 from engine.execution.draw_operator import choose_draw_operator
+from engine.execution.generation_defaults import check_choice, describe_defaults, read_defaults
 from engine.execution.grammars import LlguidanceBackend
 from engine.execution.kv_cache import CPU_SHARE, CUDA_SHARE, choose_num_kv_blocks, free_bytes
 from engine.execution.launcher import AheadRunner, DeviceLauncher
@@ -41,7 +42,8 @@ class Execution:
 
     `eos_token_ids`: all that end a text. `fingerprint`: the same files give the same string. `attention`: the
     name of the backend in use. `quantization`: how weights are kept, one of `QUANTIZATION`. `launcher`: None
-    without asynchronous scheduling.
+    without asynchronous scheduling. `default_sampling`: fields of `SamplingParams` from the model's
+    `generation_config.json`, for requests that do not give them.
     """
 
     runner: Runner
@@ -57,6 +59,12 @@ class Execution:
     attention: str
     quantization: str
     launcher: Launcher | None = None
+    default_sampling: Mapping[str, Any]
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """The most tokens of one prompt and output: what the model's length and the KV pool allow."""
+        return min(self.config.max_model_len, self.config.kv_capacity + 1)
 
     def new_engine(self) -> Engine:
         """An engine of its own; one at a time, as there is one pool."""
@@ -85,6 +93,7 @@ def build_execution(
     compile: bool = False,
     async_scheduling: bool | None = None,
     kv_memory_share: float | None = None,
+    generation_config: str = "auto",
     progress: Callable[[str], None] = lambda _: None,
     **limits: Any,
 ) -> Execution:
@@ -102,7 +111,8 @@ def build_execution(
     the layers while loading; a model that cannot be compiled is served as it is, with a warning; refused with
     `deterministic` and with `quantization`. `async_scheduling`: a step is decided and launched before the
     tokens of the one before it are on the host; None: on CUDA. On a CPU, which does a step where it is
-    launched, tokens only come later by it.
+    launched, tokens only come later by it. `generation_config`: "auto", the sampling defaults in the model's
+    `generation_config.json` are followed; "none", they are not.
 
     `limits`: fields of `EngineConfig`; None leaves one to its default, but for fields that take None.
     `max_model_len`: at most the model's own, which is the default. `num_kv_blocks`: by default enough for
@@ -114,6 +124,7 @@ def build_execution(
     given = _given_limits(limits)
     boolean("deterministic", deterministic)
     boolean("decode_graphs", decode_graphs)
+    check_choice(generation_config)
     check_compile(compile, deterministic=deterministic, quantization=quantization)
     if async_scheduling is not None:
         boolean("async_scheduling", async_scheduling)
@@ -151,12 +162,14 @@ def build_execution(
     )
     config = _engine_config(loaded, kv_memory_share, given)
     tokenizer = Tokenizer.load(loaded.directory, max_prompt_tokens=config.max_prompt_tokens)
+    defaults = read_defaults(loaded.directory) if generation_config == "auto" else {}
+    progress(describe_defaults(defaults) if generation_config == "auto" else "generation_config.json is not followed")
     runner = numerics.make_runner(loaded, config, progress)
     runner.check()
     progress(f"attention: {loaded.backend.name}")
     progress(f"ready: {config.num_kv_blocks} KV blocks, {config.max_model_len} tokens a sequence")
     parts = _parts(runner, Sampler(choose_draw_operator(library)), loaded.device, async_scheduling)
-    return _execution(loaded, config, tokenizer, parts, quantization)
+    return replace(_execution(loaded, config, tokenizer, parts, quantization), default_sampling=defaults)
 
 
 def _given_limits(limits: dict[str, Any]) -> dict[str, Any]:
@@ -211,6 +224,7 @@ def _execution(
         device=str(loaded.device),
         attention=loaded.backend.name,
         quantization=quantization,
+        default_sampling={},
     )
 
 
