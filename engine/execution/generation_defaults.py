@@ -8,6 +8,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from transformers import GenerationConfig
+
 from engine.errors import InvalidParameter
 from engine.sampling_params import SamplingParams
 from engine.validation import shown
@@ -31,6 +33,22 @@ def check_choice(choice: object) -> None:
     """Raises `InvalidParameter`."""
     if choice not in CHOICES:
         raise InvalidParameter("generation_config", f"must be {' or '.join(CHOICES)}, not {shown(choice)}")
+
+
+def check_file(directory: Path) -> None:
+    """Raises `InvalidParameter` where transformers would not load a model for its generation config."""
+    if not (directory / FILE).is_file():
+        return
+    try:
+        eos = GenerationConfig.from_pretrained(directory).eos_token_id
+    except OSError:
+        return  # transformers takes one that it cannot read for missing, and `read_defaults` warns
+    except (ValueError, TypeError) as error:
+        raise InvalidParameter("model", f"{directory / FILE} cannot be used: {error}") from error
+    if any(type(one) is not int for one in (eos if isinstance(eos, list) else [] if eos is None else [eos])):
+        raise InvalidParameter(
+            "model", f"{directory / FILE}: eos_token_id must be a token id or a list of them, not {shown(eos)}"
+        )
 
 
 def read_defaults(directory: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from engine.errors import InvalidParameter, UnsupportedModel
 from engine.execution.attention import ATTENTION_NAME, LayerSpec, install
+from engine.execution.generation_defaults import check_file
 from engine.execution.model_files import find_model, fingerprint
 from engine.execution.probe import record_layers, refuse_by_config
 from engine.execution.quiet import quiet_transformers
@@ -70,6 +71,7 @@ def load_model(
     directory = find_model(source, progress)
     with quiet_transformers():
         config = _read_config(directory)
+        check_file(directory)
         refuse_by_config(config)
         install()
         progress(f"trying paged attention on a small {config.model_type} model")

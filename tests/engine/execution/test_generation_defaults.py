@@ -98,6 +98,19 @@ def test_the_switch_and_the_start_up_line(directory: Path) -> None:
         build_execution(str(directory), generation_config="vllm")
 
 
+@pytest.mark.parametrize(
+    "content", [{"max_new_tokens": 0}, {"early_stopping": 7}, [1], {"eos_token_id": "x"}, {"eos_token_id": [1, None]}]
+)
+def test_a_file_that_transformers_refuses_is_named(directory: Path, tmp_path: Path, content: object) -> None:
+    """Before the weights are read, in one line."""
+    for file in directory.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink()
+    write(tmp_path, content)
+    with pytest.raises(InvalidParameter, match="model: .*generation_config.json"):
+        build_execution(str(tmp_path), num_kv_blocks=8)
+
+
 def test_an_offline_model_follows_the_same_rule(directory: Path) -> None:
     llm = LLM(str(directory), num_kv_blocks=8)
     assert llm.sampling_params(top_k=4) == SamplingParams(temperature=0.01, top_k=4, max_tokens=3)
