@@ -72,7 +72,11 @@ class Resolver:
     def _check_ids(self, name: str, token_ids: Iterable[object]) -> None:
         ids = list(token_ids)
         # All at once first: prompts and lists of allowed ids are long, and almost always right.
-        if set(map(type, ids)) <= {int} and min(ids, default=0) >= 0 and max(ids, default=0) < self._vocab_size:
+        if (
+            set(map(type, ids)) <= {int}
+            and min(ids, default=0) >= 0
+            and max(ids, default=0) < self._vocab_size
+        ):
             return
         for token_id in ids:
             if type(token_id) is not int or not 0 <= token_id < self._vocab_size:

@@ -49,7 +49,12 @@ def make_unread_fallback() -> PreTrainedTokenizerFast:
     fast = make_sentencepiece()
     backend = fast.backend_tokenizer
     backend.decoder = decoders.Sequence(
-        [decoders.Replace(Regex("▁"), " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace(Regex("▁"), " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"

@@ -163,7 +163,11 @@ def build_execution(
     config = _engine_config(loaded, kv_memory_share, given)
     tokenizer = Tokenizer.load(loaded.directory, max_prompt_tokens=config.max_prompt_tokens)
     defaults = read_defaults(loaded.directory) if generation_config == "auto" else {}
-    progress(describe_defaults(defaults) if generation_config == "auto" else "generation_config.json is not followed")
+    progress(
+        describe_defaults(defaults)
+        if generation_config == "auto"
+        else "generation_config.json is not followed"
+    )
     runner = numerics.make_runner(loaded, config, progress)
     runner.check()
     progress(f"attention: {loaded.backend.name}")

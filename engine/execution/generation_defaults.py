@@ -47,7 +47,8 @@ def check_file(directory: Path) -> None:
         raise InvalidParameter("model", f"{directory / FILE} cannot be used: {error}") from error
     if any(type(one) is not int for one in (eos if isinstance(eos, list) else [] if eos is None else [eos])):
         raise InvalidParameter(
-            "model", f"{directory / FILE}: eos_token_id must be a token id or a list of them, not {shown(eos)}"
+            "model",
+            f"{directory / FILE}: eos_token_id must be a token id or a list of them, not {shown(eos)}",
         )
 
 

@@ -49,7 +49,8 @@ class SelectiveEncoder:
         self._marks = {token.content: new_mark() for token in specials.values()}
         self._copy.add_tokens([_marked(token, self._marks[token.content]) for token in specials.values()])
         self._originals = {
-            self._copy.token_to_id(self._marks[token.content]): token_id for token_id, token in specials.items()
+            self._copy.token_to_id(self._marks[token.content]): token_id
+            for token_id, token in specials.items()
         }
 
     def encode(self, text: str, meant: Sequence[Span]) -> list[int]:
@@ -66,12 +67,21 @@ class SelectiveEncoder:
 
 def _marked(token: AddedToken, mark: str) -> AddedToken:
     return AddedToken(
-        mark, single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False, special=False
+        mark,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=False,
+        special=False,
     )
 
 
 def _signs(text: str) -> set[str]:
-    signs = {character for character in text if not (character.isalnum() or character.isspace() or character == "_")}
+    signs = {
+        character
+        for character in text
+        if not (character.isalnum() or character.isspace() or character == "_")
+    }
     return signs or set(text[:1])
 
 

@@ -60,7 +60,9 @@ class Tokenizer:
         self._max_prompt_tokens = max_prompt_tokens
         self._kept_ids = lru_cache(MAX_KEPT_TEXTS)(self._encode_text)
         specials = {n: one for n, one in tokenizer.added_tokens_decoder.items() if n in self.special_ids}
-        self._chats = ChatTemplate(self._apply_template, SpecialTexts([one.content for one in specials.values()]))
+        self._chats = ChatTemplate(
+            self._apply_template, SpecialTexts([one.content for one in specials.values()])
+        )
         self._selective: SelectiveEncoder | None = None
         if self._backend is not None:
             # A file may state a truncation, which would cut prompts silently.
@@ -215,4 +217,6 @@ def _check_unicode(field: str, text: str) -> None:
         # Half of a surrogate pair is a str in Python and no text anywhere else.
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidParameter(field, f"is no valid Unicode text: a lone surrogate at {error.start}") from error
+        raise InvalidParameter(
+            field, f"is no valid Unicode text: a lone surrogate at {error.start}"
+        ) from error

@@ -30,7 +30,9 @@ class NaiveStopStrings:
                 self.matched = True
                 return self._send(end if self.is_included else end - max(found))
         prefixes = {one[:length] for one in self.stop for length in range(1, len(one))}
-        return self._send(len(self.text) - max((len(p) for p in prefixes if self.text.endswith(p)), default=0))
+        return self._send(
+            len(self.text) - max((len(p) for p in prefixes if self.text.endswith(p)), default=0)
+        )
 
     def _send(self, end: int) -> str:
         sent, self.num_sent = self.text[self.num_sent : end], end

@@ -18,7 +18,9 @@ from worker.protocol.sizes import MAX_TOLD, num_told, output_limit
 DEFAULTS = {"temperature": 0.6, "top_k": 20, "max_tokens": 50}
 
 
-def claimed(sampling: dict[str, Any] | None = None, prompt: tuple[int, ...] = (1, 2, 3), **more: Any) -> Claimed:
+def claimed(
+    sampling: dict[str, Any] | None = None, prompt: tuple[int, ...] = (1, 2, 3), **more: Any
+) -> Claimed:
     request = GenerateRequest(id="t", model=MODEL, prompt_token_ids=prompt, sampling=sampling or {})
     return Claimed(
         task_id="t",
@@ -115,9 +117,7 @@ def test_a_default_makes_no_request_wrong() -> None:
     assert (params.min_tokens, params.max_tokens) == (60, 60)
 
 
-@pytest.mark.parametrize(
-    ("stored", "temperature"), [('{"temperature": 0.6}', 0.6), ("{}", 1.0), ("", 1.0)]
-)
+@pytest.mark.parametrize(("stored", "temperature"), [('{"temperature": 0.6}', 0.6), ("{}", 1.0), ("", 1.0)])
 def test_a_resumed_task_keeps_the_defaults_that_it_was_begun_with(stored: str, temperature: float) -> None:
     """Whatever the worker that goes on with it would use."""
     task = claimed(prompt_token_ids=(1, 2, 3), fingerprint="f1", sampling_defaults=stored)

@@ -65,4 +65,6 @@ def prompt_logprobs_fit(num_prompt_tokens: int, prompt_logprobs: int | None) -> 
 
 
 def prompt_logprobs_error(num_prompt_tokens: int) -> str:
-    return f"of {num_prompt_tokens} tokens are more than {MAX_TOLD} numbers; shorten the prompt or ask for fewer"
+    return (
+        f"of {num_prompt_tokens} tokens are more than {MAX_TOLD} numbers; shorten the prompt or ask for fewer"
+    )

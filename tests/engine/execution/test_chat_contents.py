@@ -122,7 +122,9 @@ WRAPPED: dict[Any, Tokenizer] = {}
 
 
 def test_a_template_that_changes_contents_beyond_recognition_refuses_only_special_texts() -> None:
-    template = "{% for m in messages %}<|im_start|>{{ m.content }} {{ m.content | length }}<|im_end|>{% endfor %}"
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.content }} {{ m.content | length }}<|im_end|>{% endfor %}"
+    )
     tokenizer = with_specials(make_tokenizer(), template)
 
     assert num_specials(tokenizer, chat_of("if a < b > c |", "<|im_", "x")) == 6

@@ -73,9 +73,7 @@ def test_a_value_that_cannot_be_used_is_left_out_with_a_warning(
 
 
 @pytest.mark.parametrize("content", [{"top_k": -1}, {"top_k": 0}, {"temperature": None}])
-def test_other_ways_to_say_nothing(
-    tmp_path: Path, content: object, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_ways_to_say_nothing(tmp_path: Path, content: object, caplog: pytest.LogCaptureFixture) -> None:
     assert read_defaults(write(tmp_path, content)) in ({"top_k": 0}, {})
     assert not caplog.records
 
@@ -92,14 +90,17 @@ def test_the_switch_and_the_start_up_line(directory: Path) -> None:
     followed = build_execution(str(directory), num_kv_blocks=8, progress=lines.append)
     assert followed.default_sampling == {"temperature": 0.01, "top_k": 1, "max_tokens": 3}
     assert any("temperature 0.01" in line for line in lines)
-    ignored = build_execution(str(directory), num_kv_blocks=8, generation_config="none", progress=lines.append)
+    ignored = build_execution(
+        str(directory), num_kv_blocks=8, generation_config="none", progress=lines.append
+    )
     assert ignored.default_sampling == {}
     with pytest.raises(InvalidParameter, match="generation_config: must be auto or none"):
         build_execution(str(directory), generation_config="vllm")
 
 
 @pytest.mark.parametrize(
-    "content", [{"max_new_tokens": 0}, {"early_stopping": 7}, [1], {"eos_token_id": "x"}, {"eos_token_id": [1, None]}]
+    "content",
+    [{"max_new_tokens": 0}, {"early_stopping": 7}, [1], {"eos_token_id": "x"}, {"eos_token_id": [1, None]}],
 )
 def test_a_file_that_transformers_refuses_is_named(directory: Path, tmp_path: Path, content: object) -> None:
     """Before the weights are read, in one line."""

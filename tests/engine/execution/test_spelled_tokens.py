@@ -16,7 +16,6 @@ from engine.execution.tokenizer import Tokenizer
 from engine.sampling_params import SamplingParams
 from engine.spelled_text import SpelledDecoder
 from tests.tiny_models import VOCAB_SIZE, make_tokenizer
-from tests.tiny_tokenizers import make_sentencepiece
 
 
 def make_words() -> PreTrainedTokenizerFast:

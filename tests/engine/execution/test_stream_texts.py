@@ -31,9 +31,7 @@ def token_ids(kind: str) -> st.SearchStrategy[list[int]]:
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @given(data=st.data())
-def test_joined_pieces_are_the_final_text_however_it_ends_and_resumes(
-    kind: str, data: st.DataObject
-) -> None:
+def test_joined_pieces_are_the_final_text_however_it_ends_and_resumes(kind: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[kind]
     prompt, output = data.draw(token_ids(kind).filter(bool)), data.draw(token_ids(kind))
     params = SamplingParams(

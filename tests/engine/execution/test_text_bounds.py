@@ -28,7 +28,9 @@ BOUNDED = {
     "byte level": make_tokenizer().backend_tokenizer,
     "sentencepiece": make_sentencepiece().backend_tokenizer,
     "metaspace": make_metaspace().backend_tokenizer,
-    **{form: normalized(getattr(normalizers, form)()) for form in ("NFC", "NFD", "NFKC", "NFKD", "Lowercase")},
+    **{
+        form: normalized(getattr(normalizers, form)()) for form in ("NFC", "NFD", "NFKC", "NFKD", "Lowercase")
+    },
     "replaced": normalized(normalizers.Sequence([normalizers.Replace("aaaa", "b"), normalizers.NFC()])),
 }
 # Characters that become much shorter: composed, compatible, or in lower case.
