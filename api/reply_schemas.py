@@ -70,8 +70,8 @@ class OutputLimitView(BaseModel):
     max_tokens: int = Field(description="An output ends as `length` there.")
     requested: int | None = Field(description="`max_tokens` as the request gave it.")
     bound_by: str = Field(
-        description="`max_tokens`: the request's own; `generation_config`: the model's default; `model_length`: "
-        "the room that the prompt leaves; `output_size`: the most tokens and log-probabilities of one task."
+        description="`max_tokens`: the request's own; `generation_config`: the model's default; "
+        "`model_length`: the room that the prompt leaves; `output_size`: the most that one task may tell."
     )
 
 
@@ -116,7 +116,7 @@ class Task(BaseModel):
     )
     usage: UsageView | None = Field(description="Null until the prompt's length is known.")
     output_limit: OutputLimitView | None = Field(
-        description="Below `max_tokens` where that is more than there is room for. Null until a worker takes it."
+        description="Below `max_tokens` where there is less room. Null until a worker takes it."
     )
     timings: Timings
     error: ErrorView | None

@@ -50,9 +50,9 @@ class IncrementalDecoder:
     """The text of one sequence, token by token; an incomplete character waits for its other bytes.
 
     Decodes a short window, since the text of a token depends on its neighbours (spaces, bytes of one
-    character), as in vLLM's `detokenize_incrementally`. A decoder may change its mind about text that was sent:
-    one with byte fallback makes U+FFFD of a whole run of bytes when its end is invalid. What was sent stays
-    then, and the tokens behind it are decoded without it.
+    character), as in vLLM's `detokenize_incrementally`. A decoder may change its mind about text that was
+    sent: one with byte fallback makes U+FFFD of a whole run of bytes when its end is invalid. What was sent
+    stays then, and the tokens behind it are decoded without it.
     """
 
     def __init__(self, decode: Decode, prompt_token_ids: list[int]) -> None:

@@ -26,8 +26,8 @@ class LLM:
     `dtype`: "auto" or a name as torch has it. `device`: "auto", "cpu" or "cuda". `limits`: fields of
     `EngineConfig` by name, such as `max_model_len`, `max_num_seqs` or `num_kv_blocks`, and the others that
     `engine.execution.build.build_execution` takes. One of these is `generation_config`: "auto", the sampling
-    defaults of the model's `generation_config.json` are followed, or "none". They hold where no `params` are given,
-    and in those of `sampling_params`.
+    defaults of the model's `generation_config.json` are followed, or "none". They hold where no `params` are
+    given, and in those of `sampling_params`.
 
     Raises `InvalidParameter`, or `UnsupportedModel` with the reason.
     """
@@ -62,8 +62,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Texts for `prompts`: one text, or a list of texts or of token ids; the results in their order.
 
-        `params`: the same for all, or one for each; None: the model's defaults. The same prompt with the same seed gives the same text:
-        for several texts set `n`. `show_progress`: a bar on a terminal's stderr.
+        `params`: the same for all, or one for each; None: the model's defaults. The same prompt with the
+        same seed gives the same text: for several texts set `n`. `show_progress`: a bar on a terminal's
+        stderr.
 
         A prompt that cannot be served raises `InvalidParameter` with its place in the list, before anything
         runs; one that fails while it runs has an `error` in its result. Ctrl-C ends all of them, and the LLM

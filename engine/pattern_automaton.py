@@ -1,7 +1,8 @@
 """Finds several patterns at once in a stream of symbols: the automaton of Aho and Corasick (1975).
 
-Reading one symbol costs an amortised constant number of steps, whatever the number and length of the patterns.
-A symbol is anything hashable: a character or a token id. Immutable once built, so that streams share it.
+Reading one symbol costs an amortised constant number of steps, whatever the number and length of the
+patterns. A symbol is anything hashable: a character or a token id. Immutable once built, so that streams
+share it.
 """
 
 from array import array
@@ -15,12 +16,13 @@ _NO_STATE = -1
 class PatternAutomaton:
     """States are the prefixes of `patterns`; state 0 is the empty one.
 
-    A state stands for the longest suffix of what was read that is a prefix of some pattern. Most states have one
-    child, so children are kept in arrays, and in a dict only where a state has several: 16 patterns of 1,024
-    characters take half a megabyte.
+    A state stands for the longest suffix of what was read that is a prefix of some pattern. Most states
+    have one child, so children are kept in arrays, and in a dict only where a state has several: 16
+    patterns of 1,024 characters take half a megabyte.
 
-    `longest_match[state]`: length of the longest pattern that ends here; 0: none does. `num_open[state]`: length
-    of the longest suffix that is a proper prefix of some pattern, so that more symbols could complete it.
+    `longest_match[state]`: length of the longest pattern that ends here; 0: none does. `num_open[state]`:
+    length of the longest suffix that is a proper prefix of some pattern, so that more symbols could
+    complete it.
     """
 
     def __init__(self, patterns: Iterable[Sequence[Hashable]]) -> None:

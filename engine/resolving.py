@@ -6,6 +6,7 @@ Law: whatever names a token that the model does not have is refused, by the fiel
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from engine.constraints import Constraints
 from engine.detokenizer import Tokenizer
@@ -70,13 +71,10 @@ class Resolver:
         return [ids for ids in spelled if ids]
 
     def _check_ids(self, name: str, token_ids: Iterable[object]) -> None:
-        ids = list(token_ids)
+        ids: list[Any] = list(token_ids)
         # All at once first: prompts and lists of allowed ids are long, and almost always right.
-        if (
-            set(map(type, ids)) <= {int}
-            and min(ids, default=0) >= 0
-            and max(ids, default=0) < self._vocab_size
-        ):
+        is_plain = set(map(type, ids)) <= {int}
+        if is_plain and min(ids, default=0) >= 0 and max(ids, default=0) < self._vocab_size:
             return
         for token_id in ids:
             if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
@@ -99,7 +97,13 @@ def params_of_output(params: SamplingParams, index: int) -> SamplingParams:
     return params.for_output(seed=seed, prompt_logprobs=None)
 
 
-def prepare_texts(tokenizer: Tokenizer, params: SamplingParams) -> None:
+class TextEncoder(Protocol):
+    """What `prepare_texts` needs of a model's tokenizer."""
+
+    def encode_text(self, text: str) -> list[int]: ...
+
+
+def prepare_texts(tokenizer: TextEncoder, params: SamplingParams) -> None:
     """Do ahead, in another thread than the step loop's, what texts in `params` cost when they are resolved.
 
     Tokenizer and automaton keep the result for a moment. Raises what the tokenizer raises.

@@ -18,8 +18,8 @@ class Arrival:
 
     `resumed`: what earlier attempts published. `prompt_field`: how the client gave the prompt, for the errors
     that the engine finds in it. `accepted_at`: epoch seconds; `waited_seconds` since then, and `deadlines`
-    count from then. `tenant`: as the scheduler tells tenants apart. `output_limit`, `sampling_defaults` (JSON):
-    what the task is said to be run with.
+    count from then. `tenant`: as the scheduler tells tenants apart. `output_limit`, `sampling_defaults`
+    (JSON): what the task is said to be run with.
     """
 
     ownership: Ownership

@@ -122,8 +122,8 @@ def build_execution(
     Raises `InvalidParameter`, or `UnsupportedModel` with the model's type and the reason.
     """
     given = _given_limits(limits)
-    boolean("deterministic", deterministic)
-    boolean("decode_graphs", decode_graphs)
+    for name, value in (("deterministic", deterministic), ("decode_graphs", decode_graphs)):
+        boolean(name, value)
     check_choice(generation_config)
     check_compile(compile, deterministic=deterministic, quantization=quantization)
     if async_scheduling is not None:
@@ -162,18 +162,23 @@ def build_execution(
     )
     config = _engine_config(loaded, kv_memory_share, given)
     tokenizer = Tokenizer.load(loaded.directory, max_prompt_tokens=config.max_prompt_tokens)
-    defaults = read_defaults(loaded.directory) if generation_config == "auto" else {}
-    progress(
-        describe_defaults(defaults)
-        if generation_config == "auto"
-        else "generation_config.json is not followed"
-    )
+    defaults = _default_sampling(loaded.directory, generation_config, progress)
     runner = numerics.make_runner(loaded, config, progress)
     runner.check()
     progress(f"attention: {loaded.backend.name}")
     progress(f"ready: {config.num_kv_blocks} KV blocks, {config.max_model_len} tokens a sequence")
     parts = _parts(runner, Sampler(choose_draw_operator(library)), loaded.device, async_scheduling)
     return replace(_execution(loaded, config, tokenizer, parts, quantization), default_sampling=defaults)
+
+
+def _default_sampling(directory: Path, choice: str, progress: Callable[[str], None]) -> dict[str, Any]:
+    """The model's own, if they are followed; what holds is reported either way."""
+    if choice == "none":
+        progress("generation_config.json is not followed")
+        return {}
+    defaults = read_defaults(directory)
+    progress(describe_defaults(defaults))
+    return defaults
 
 
 def _given_limits(limits: dict[str, Any]) -> dict[str, Any]:

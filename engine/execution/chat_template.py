@@ -1,14 +1,15 @@
 """Renders chats by a model's own template, and finds which special tokens in the text are the template's.
 
-Invariant: the text of a special token that stands in a message, or begins or ends in one, is never taken for the
-template's own. How a template transforms the contents of messages is found by rendering them with secret marks:
+Invariant: the text of a special token that stands in a message, or begins or ends in one, is never taken
+for the template's own. How a template transforms the contents of messages is found by rendering them with
+secret marks:
 
-1. Marks around each string. If the text is the same without them, everything between two marks is content. This
-   holds for templates that copy contents, trim them or put them into JSON.
+1. Marks around each string. If the text is the same without them, everything between two marks is content.
+   This holds for templates that copy contents, trim them or put them into JSON.
 2. Marks inside each special text, and at ends that could join with their neighbours to one. This holds for
    templates that look at the beginning of a content or cut it.
-3. Otherwise the chat is rendered with other characters in place of those that special texts are made of. If that
-   gives as many special tokens, none comes from the messages; if not, the messages are refused.
+3. Otherwise the chat is rendered with other characters in place of those that special texts are made of. If
+   that gives as many special tokens, none comes from the messages; if not, the messages are refused.
 """
 
 import re
@@ -23,7 +24,7 @@ Render = Callable[[Sequence[Mapping[str, Any]]], str]
 
 
 class ChatTemplate:
-    """`render`: the model's own template. `specials`: the special tokens that its tokenizer reads in a text."""
+    """`render`: the model's own template. `specials`: the special tokens that its tokenizer reads."""
 
     def __init__(self, render: Render, specials: SpecialTexts) -> None:
         self._apply = render
@@ -57,8 +58,8 @@ class ChatTemplate:
             return None
         raise InvalidParameter(
             "messages",
-            "they have the text of a special token, and the model's chat template changes them so that it cannot be "
-            "told from the template's own; leave it out",
+            "they have the text of a special token, and the model's chat template changes them so that it "
+            "cannot be told from the template's own; leave it out",
         )
 
     def _try(self, messages: Any) -> str | None:
@@ -117,7 +118,7 @@ class ChatTemplate:
 
 
 def _touches(span: Span, contents: list[Span]) -> bool:
-    """Whether `span` shares a character with one of `contents`, which are in order, or lies across its place."""
+    """Whether `span` shares a character with one of `contents`, in order, or lies across its place."""
     before = bisect_left(contents, (span[1],)) - 1
     return before >= 0 and contents[before][1] > span[0]
 

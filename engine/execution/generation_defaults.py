@@ -1,4 +1,4 @@
-"""The sampling defaults in a model's `generation_config.json`, as vLLM reads them (`--generation-config auto`).
+"""Sampling defaults in a model's `generation_config.json`, as vLLM reads them (`--generation-config auto`).
 
 A value that cannot be used is left out with a warning: the model is served as if it were not there.
 """
@@ -61,8 +61,9 @@ def read_defaults(directory: Path) -> dict[str, Any]:
         field = FIELDS[name]
         # -1 is another way to say that all tokens are kept.
         value = 0 if field == "top_k" and value == -1 else value
+        values: dict[str, Any] = {field: value}
         try:
-            SamplingParams(**{field: value})
+            SamplingParams(**values)
         except InvalidParameter as error:
             log.warning("%s: %s is not used: %s", FILE, name, error.message)
         else:

@@ -1,8 +1,8 @@
 """Rewrites what JSON schemas commonly say, and llguidance does not read, into what it reads.
 
-Invariant: the rewritten schema allows no text that the given one forbids. What cannot be rewritten is left for the
-library to refuse, or refused here with the keyword and its place. Covers what pydantic emits for paths, secrets,
-versions of UUIDs, base64, IP addresses and mappings with constrained keys.
+Invariant: the rewritten schema allows no text that the given one forbids. What cannot be rewritten is left
+for the library to refuse, or refused here with the keyword and its place. Covers what pydantic emits for
+paths, secrets, versions of UUIDs, base64, IP addresses and mappings with constrained keys.
 """
 
 import re
@@ -11,10 +11,11 @@ from typing import Any
 
 # Formats that say what a text is used for, and not how it is written.
 _ANY_TEXT = frozenset({"path", "file-path", "directory-path", "password", "binary"})
+_HEX = "[0-9a-f]"
 _BASE64 = r"^(?:[A-Za-z0-9{0}]{{4}})*(?:[A-Za-z0-9{0}]{{2}}==|[A-Za-z0-9{0}]{{3}}=)?$"
 _PATTERNS = {
     **{
-        f"uuid{version}": rf"^[0-9a-f]{{8}}-[0-9a-f]{{4}}-{version}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}$"
+        f"uuid{version}": rf"^{_HEX}{{8}}-{_HEX}{{4}}-{version}{_HEX}{{3}}-[89ab]{_HEX}{{3}}-{_HEX}{{12}}$"
         for version in range(1, 9)
     },
     "base64": _BASE64.format("+/"),
@@ -31,7 +32,7 @@ def rewritten(schema: Any) -> Any:
 
 
 def place_of(schema: Any, keyword: str, value: str | None = None) -> str | None:
-    """The JSON pointer of the first schema that has `keyword`, with `value` if that is given; None if none has."""
+    """The JSON pointer of the first schema that has `keyword`, with `value` if given; None if none has."""
     places = (
         place for node, place in _nodes(schema, "#") if keyword in node and value in (None, node[keyword])
     )
@@ -97,8 +98,8 @@ def _rewrite_unique(node: dict[str, Any], place: str) -> None:
     most = node.get("maxItems")
     if node["uniqueItems"] is not False and not (isinstance(most, int) and most <= 1):
         raise ValueError(
-            f"the keyword `uniqueItems` (at {place}) is not supported: no grammar can tell items apart; leave it out, "
-            "as by a list in the place of a set"
+            f"the keyword `uniqueItems` (at {place}) is not supported: no grammar can tell items apart; "
+            "leave it out, as by a list in the place of a set"
         )
     del node["uniqueItems"]
 
@@ -121,7 +122,8 @@ def _rewrite_names(node: dict[str, Any], root: Any, place: str) -> None:
         node["patternProperties"] = {pattern: values}
     else:
         raise ValueError(
-            f"the keyword `propertyNames` (at {place}) is supported with `enum`, `const`, `pattern` or lengths alone"
+            f"the keyword `propertyNames` (at {place}) is supported with `enum`, `const`, `pattern` or "
+            "lengths alone"
         )
     node["additionalProperties"] = False
     del node["propertyNames"]

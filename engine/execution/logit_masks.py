@@ -43,6 +43,20 @@ class BadSequences:
         return banned
 
 
+class _ConstantMasks:
+    """What stays the same while a sequence lives, and is the same for all outputs of a request."""
+
+    __slots__ = ("bad", "ends", "ever", "no_ends")
+
+    def __init__(self, sequence: Sequence, vocab_size: int) -> None:
+        constraints, allowed = sequence.constraints, sequence.params.allowed_token_ids
+        self.ends = within(list(constraints.end_token_ids), vocab_size)
+        self.bad = BadSequences(constraints.bad_token_ids, vocab_size)
+        ever = None if allowed is None else within(list(allowed), vocab_size)
+        self.ever = _bits(ever, self.bad.never, vocab_size)
+        self.no_ends = _bits(None, self.ends, vocab_size)
+
+
 class RowMasks:
     """The masks of one sequence: what stays the same is made once, the rest from its newest tokens.
 
@@ -57,15 +71,9 @@ class RowMasks:
         self.is_dense = self.grammar is not None or allowed is not None
         self._state = ROOT
         self._num_seen = sequence.num_prompt_tokens
-        if sibling is not None:
-            self._ends, self._bad, self._ever = sibling._ends, sibling._bad, sibling._ever
-            self._no_ends = sibling._no_ends
-            return
-        self._ends = within(list(constraints.end_token_ids), vocab_size)
-        self._bad = BadSequences(constraints.bad_token_ids, vocab_size)
-        ever = None if allowed is None else within(list(allowed), vocab_size)
-        self._ever = _bits(ever, self._bad.never, vocab_size)
-        self._no_ends = _bits(None, self._ends, vocab_size)
+        self._constant: _ConstantMasks = (
+            _ConstantMasks(sequence, vocab_size) if sibling is None else sibling._constant
+        )
 
     def shares(self, sequence: Sequence) -> bool:
         """Whether the constant parts are also those of `sequence`: the same values, not equal ones."""
@@ -78,7 +86,11 @@ class RowMasks:
 
     def banned(self) -> list[int]:
         """The ids that must not come next, but for what `allow` says."""
-        return self._bad.never + self._completing() + (self._ends if self._is_too_short else [])
+        return (
+            self._constant.bad.never
+            + self._completing()
+            + (self._constant.ends if self._is_too_short else [])
+        )
 
     def allow(self, row: Bits) -> None:
         """Write what may come next into `row`, int32 [ceil(vocabulary / 32)], zeros at first.
@@ -91,13 +103,13 @@ class RowMasks:
             self.grammar.advance(self._sequence.output_token_ids)
             self.grammar.fill_bitmask(row)
         # Also takes away what a grammar says of ids beyond the vocabulary.
-        row &= self._ever
+        row &= self._constant.ever
         _clear(row, self._completing())
         if self._is_too_short:
             self._clear_ends(row)
 
     def _clear_ends(self, row: Bits) -> None:
-        without = row & self._no_ends
+        without = row & self._constant.no_ends
         if self.grammar is None or without.any():
             row[:] = without
 
@@ -107,11 +119,11 @@ class RowMasks:
 
     def _completing(self) -> list[int]:
         """The ids that would complete a bad sequence whose beginning the output ends with."""
-        token_ids, automaton, state = self._sequence.token_ids, self._bad.automaton, self._state
+        token_ids, automaton, state = self._sequence.token_ids, self._constant.bad.automaton, self._state
         for token_id in token_ids[self._num_seen :]:
             state = automaton.advance(state, token_id)
         self._state, self._num_seen = state, len(token_ids)
-        return self._bad.completing(state, token_ids)
+        return self._constant.bad.completing(state, token_ids)
 
 
 def mask(logits: torch.Tensor, masks: list[tuple[int, RowMasks]]) -> dict[int, str]:

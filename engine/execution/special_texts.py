@@ -5,9 +5,6 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenizers import AddedToken
-from tokenizers import Tokenizer as Backend
-
 Span = tuple[int, int]
 """Start and end of a part of a text, in characters."""
 
@@ -18,7 +15,7 @@ def new_mark() -> str:
 
 
 class SpecialTexts:
-    """The texts of a tokenizer's special tokens, found as the tokenizer finds them: leftmost, then longest."""
+    """The texts of a tokenizer's special tokens, found as it finds them: leftmost, then longest."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._pattern = re.compile(_pattern(texts)) if texts else None
@@ -38,13 +35,13 @@ class SpecialTexts:
 class SelectiveEncoder:
     """Encodes with a copy of a tokenizer that reads special tokens as text, but for those it is shown.
 
-    `specials`: the special tokens by id. In the copy each has a second, secret text, which is put where a special
-    token is meant. So the tokenizer cuts the text there as it always does. The copy takes as much memory as the
-    original.
+    `specials`: the special tokens by id. In the copy each has a second, secret text, which is put where a
+    special token is meant. So the tokenizer cuts the text there as it always does. The copy takes as much
+    memory as the original.
     """
 
-    def __init__(self, backend: Any, specials: Mapping[int, AddedToken]) -> None:
-        self._copy = Backend.from_str(backend.to_str())
+    def __init__(self, backend: Any, specials: Mapping[int, Any]) -> None:
+        self._copy = type(backend).from_str(backend.to_str())
         self._copy.encode_special_tokens = True
         self._marks = {token.content: new_mark() for token in specials.values()}
         self._copy.add_tokens([_marked(token, self._marks[token.content]) for token in specials.values()])
@@ -65,8 +62,9 @@ class SelectiveEncoder:
         return [self._originals.get(one, one) for one in ids]
 
 
-def _marked(token: AddedToken, mark: str) -> AddedToken:
-    return AddedToken(
+def _marked(token: Any, mark: str) -> Any:
+    """`mark` as an added token that behaves as `token` does."""
+    return type(token)(
         mark,
         single_word=token.single_word,
         lstrip=token.lstrip,

@@ -3,9 +3,9 @@
 Invariant: valid text put together so is what the tokenizer decodes. Which decoders are of that kind is known,
 and each tokenizer is compared all the same: one that disagrees is decoded in windows.
 
-Tokenizers with byte fallback (SentencePiece) are read so as well, although their decoder turns all of a run of
-bytes into U+FFFD when its end is not valid UTF-8. A stream has sent the beginning of the run by then. Here only
-the bytes that form no character become U+FFFD, as with byte-level tokenizers.
+Tokenizers with byte fallback (SentencePiece) are read so as well, although their decoder turns all of a run
+of bytes into U+FFFD when its end is not valid UTF-8. A stream has sent the beginning of the run by then.
+Here only the bytes that form no character become U+FFFD, as with byte-level tokenizers.
 """
 
 from collections.abc import Callable, Set

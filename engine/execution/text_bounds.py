@@ -1,7 +1,7 @@
 """How many bytes of text one token can stand for at most, read from a tokenizer's own description.
 
-The bound lets a text be refused before it is tokenized. It holds only where every part of the text becomes tokens
-and no token stands for text of any length. There is none (None) with:
+The bound lets a text be refused before it is tokenized. It holds only where every part of the text becomes
+tokens and no token stands for text of any length. There is none (None) with:
 
 - a normalizer or pre-tokenizer that drops text (spaces, control characters, accents), or is unknown;
 - an unknown token that stands for a whole word or a run of characters, or characters that are dropped;
@@ -14,8 +14,9 @@ from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-# The most bytes of UTF-8 that become one. Decomposing takes 3 bytes for one (U+212A), by compatibility 4 (U+1D400),
-# syllable's; before, decomposing can take 1.5 (U+212B) or, by compatibility, 4 (U+1D400) for one.
+# The most bytes of UTF-8 that become one. Decomposing takes 3 bytes for one (U+212A), by compatibility 4
+# (U+1D400), syllable's; before, decomposing can take 1.5 (U+212B) or, by compatibility, 4 (U+1D400) for
+# one.
 _SHRINKING = {
     "NFC": 9.0,
     "NFKC": 12.0,
@@ -31,7 +32,7 @@ _LONGEST_CHARACTER = 4
 
 
 def longest_token_bytes(backend: Any) -> float | None:
-    """Bytes of text for each token at most, of a tokenizer of the `tokenizers` library; None: no bound exists."""
+    """Bytes of text for each token at most, with a tokenizer of the `tokenizers` library; None: no bound."""
     described = json.loads(backend.to_str())
     shrinking = _shrinking(described["normalizer"])
     splitters = _flat(described["pre_tokenizer"], "pretokenizers")

@@ -1,8 +1,8 @@
 """A model's tokenizer: text to ids, chats to ids by the model's own template, ids to text.
 
-Invariants: whatever a user sends either becomes ids or an `InvalidParameter` that names the field; a text that
-has more bytes than the longest prompt can have is refused before it is tokenized; tokenizing releases the
-interpreter lock. This file does not know streams: it decodes what it is given.
+Invariants: whatever a user sends either becomes ids or an `InvalidParameter` that names the field; a text
+that has more bytes than the longest prompt can have is refused before it is tokenized; tokenizing releases
+the interpreter lock. This file does not know streams: it decodes what it is given.
 """
 
 from collections.abc import Iterable, Mapping
@@ -177,8 +177,8 @@ class Tokenizer:
         if most is not None and len(text) * 4 > most and (size := len(text.encode())) > most:
             raise NeverFits(
                 field,
-                f"has {size} bytes of text; a prompt has at most {self._max_prompt_tokens} tokens, which are at most "
-                f"{most} bytes",
+                f"has {size} bytes of text; a prompt has at most {self._max_prompt_tokens} tokens, which are "
+                f"at most {most} bytes",
             )
 
     def _apply_template(self, messages: Any) -> str:

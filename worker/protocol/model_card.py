@@ -19,7 +19,8 @@ class ModelCard:
     fingerprint: str
     #: The longest `prompt`, in bytes of UTF-8, that can be so few tokens. None: the tokenizer sets no bound.
     max_prompt_bytes: int | None = None
-    #: Sampling fields that hold where a request does not give them, from the model's `generation_config.json`.
+    #: Sampling fields that hold where a request does not give them, from the model's
+    #: `generation_config.json`.
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:

@@ -1,7 +1,7 @@
 """How much one task may produce: its log is read as one by every poll, claim and late reader.
 
-The one rule for API and worker. A task is not refused for the output it may come to: its outputs end with `length`
-at the limit, and the task shows the limit.
+The one rule for API and worker. A task is not refused for the output it may come to: its outputs end with
+`length` at the limit, and the task shows the limit.
 """
 
 import json
@@ -18,8 +18,8 @@ BoundBy = Literal["max_tokens", "generation_config", "model_length", "output_siz
 class OutputLimit:
     """The most tokens that each output of a task gets.
 
-    `requested`: `max_tokens` as the client gave it. `bound_by`: what sets `max_tokens`: the request's own value, the
-    model's default, the room that the prompt leaves, or `MAX_TOLD`.
+    `requested`: `max_tokens` as the client gave it. `bound_by`: what sets `max_tokens`: the request's own
+    value, the model's default, the room that the prompt leaves, or `MAX_TOLD`.
     """
 
     max_tokens: int

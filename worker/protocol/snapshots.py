@@ -22,8 +22,8 @@ class TaskSnapshot:
     says. `waiting_for`: `worker`, `capacity` or `behind` in Redis, the scheduler's reason after the claim, or
     `suspect`: a worker may have died of it, and it waits to be tried alone. `drain_rate`: estimated tokens
     per second of the tasks of this model that ended in the last minute. `num_entries`: length of the log.
-    `cancel_on_disconnect`, `tenant`: as submitted. `output_limit`: JSON of `sizes.OutputLimit`, once a worker knows
-    the prompt's length.
+    `cancel_on_disconnect`, `tenant`: as submitted. `output_limit`: JSON of `sizes.OutputLimit`, once a
+    worker knows the prompt's length.
     """
 
     task_id: str

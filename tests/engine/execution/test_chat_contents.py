@@ -15,7 +15,9 @@ from tests.tiny_tokenizers import make_metaspace, make_sentencepiece, make_words
 LOOP = "{%% for message in messages %%}<|im_start|>{{ message.role }}\n%s<|im_end|>\n{%% endfor %%}"
 TEMPLATES = {
     "as it is": CHAT_TEMPLATE,
-    "one expression": "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}",
+    "one expression": (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
+    ),
     "trimmed (Llama 3, Gemma)": LOOP % "{{ message.content | trim }}",
     "looks at the beginning, cuts thoughts (Qwen 3)": LOOP % (
         "{% if message.content.startswith('<tool_response>') %}tool{% endif %}"
@@ -86,8 +88,9 @@ def test_contents_of_other_shapes_are_text() -> None:
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
         "{% if m.content is string %}{{ m.content }}{% else %}"
-        "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
-        "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}<|im_end|>{% endfor %}"
+        "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+        "{% endif %}{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}"
+        "<|im_end|>{% endfor %}"
     )
     tokenizer = with_specials(make_tokenizer(), template)
 
@@ -128,7 +131,7 @@ def test_a_template_that_changes_contents_beyond_recognition_refuses_only_specia
     tokenizer = with_specials(make_tokenizer(), template)
 
     assert num_specials(tokenizer, chat_of("if a < b > c |", "<|im_", "x")) == 6
-    with pytest.raises(InvalidParameter, match="messages: .*special token"):
+    with pytest.raises(InvalidParameter, match=r"messages: .*special token"):
         tokenizer.render_chat(chat_of(ATTACK))
 
 
@@ -136,7 +139,7 @@ def test_a_special_word_that_cannot_be_read_as_text_is_refused() -> None:
     """A vocabulary of words has the word itself, and no other way to write it."""
     fast = make_words()
     fast.chat_template = "{% for m in messages %}<s> {{ m.content }} </s>{% endfor %}"
-    with pytest.raises(InvalidParameter, match="messages: .*special token"):
+    with pytest.raises(InvalidParameter, match=r"messages: .*special token"):
         Tokenizer(fast).render_chat(chat_of("a </s> a"))
 
 

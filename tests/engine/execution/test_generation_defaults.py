@@ -108,7 +108,7 @@ def test_a_file_that_transformers_refuses_is_named(directory: Path, tmp_path: Pa
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "generation_config.json").unlink()
     write(tmp_path, content)
-    with pytest.raises(InvalidParameter, match="model: .*generation_config.json"):
+    with pytest.raises(InvalidParameter, match=r"model: .*generation_config\.json"):
         build_execution(str(tmp_path), num_kv_blocks=8)
 
 

@@ -77,7 +77,7 @@ COMPILED: list[tuple[Any, str, str | None]] = [
     (Annotated[int, pydantic.Field(ge=1, lt=10)], "9", "0"),
     (Annotated[int, pydantic.Field(multiple_of=5)], "15", '"a"'),
     (Annotated[list[int], pydantic.Field(max_length=2)], "[1,2]", "[1,2,"),
-    (Annotated[Cat | Dog, pydantic.Field(discriminator="kind")], '{"kind":"dog","name":"a"}', '{"kind":"cow"'),
+    (Annotated[Cat | Dog, pydantic.Field(discriminator="kind")], '{"kind":"cat","lives":9}', '{"kind":"cow"'),
     (Tree, '{"value":1,"children":[{"value":2}]}', '{"value":"a"'),
     (pydantic.Base64Str, '"YWI="', '"YWI"'),
     (bytes, '"a"', "5"),
@@ -141,7 +141,7 @@ def test_patterns_of_formats_are_those_of_python(name: str) -> None:
         texts[name] = [f"{one[:14]}{version}{one[15:19]}8{one[20:]}"[:36] for one in texts[name]]
     pattern = re.compile(_PATTERNS[name])
     assert all(pattern.search(one) for one in texts[name]), texts[name]
-    assert not pattern.search("x") and not pattern.search("YQ=")
+    assert not any(map(pattern.search, ("x", "YQ=")))
 
 
 def test_a_schema_is_rewritten_as_a_copy_and_at_any_depth() -> None:

@@ -153,7 +153,7 @@ def test_bad_words_step_by_step_are_those_of_the_definition(
 def test_outputs_of_one_request_share_their_large_masks() -> None:
     """128 outputs with as many allowed ids as the vocabulary has make one mask."""
     params = SamplingParams(allowed_token_ids=tuple(range(0, VOCAB, 2)), n=2)
-    one, two, other = row(params), row(params), row(replace(params, allowed_token_ids=tuple([2, 4])))
+    one, two, other = row(params), row(params), row(replace(params, allowed_token_ids=(2, 4)))
     two.sequence.constraints = one.sequence.constraints
     for seat, item in enumerate((one, two, other)):
         item.sequence.seat = seat
@@ -162,5 +162,5 @@ def test_outputs_of_one_request_share_their_large_masks() -> None:
     masks = [edits._kept[seat].masks for seat in range(3)]
 
     assert all(masks)
-    assert masks[0]._ever is masks[1]._ever  # type: ignore[union-attr]
-    assert masks[0]._ever is not masks[2]._ever  # type: ignore[union-attr]
+    assert masks[0]._constant is masks[1]._constant  # type: ignore[union-attr]
+    assert masks[0]._constant is not masks[2]._constant  # type: ignore[union-attr]
