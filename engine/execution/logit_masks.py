@@ -11,6 +11,7 @@ import torch
 from engine.execution.penalties import within
 from engine.pattern_automaton import ROOT, PatternAutomaton
 from engine.sequence import Sequence
+from engine.structured_outputs import FIELD
 
 Bits = npt.NDArray[np.int32]
 # For each byte of a bitmask, what its eight bits add to their logits.
@@ -144,6 +145,8 @@ def _mask_dense(logits: torch.Tensor, masks: list[tuple[int, RowMasks]]) -> dict
     for (row, one), allowed in zip(masks, bits, strict=True):
         try:
             one.allow(allowed)
+        except ValueError as error:  # the text left the grammar, or it is too costly to follow
+            faults[row] = f"{FIELD}: {error}"[:500]
         except Exception as error:  # noqa: BLE001 - a grammar library raises what it likes
             faults[row] = f"its grammar failed: {type(error).__name__}: {error}"[:500]
     added = unpacked(bits, logits.device)[:, :vocab_size]
