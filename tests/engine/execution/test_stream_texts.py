@@ -70,7 +70,7 @@ def test_joined_pieces_are_the_final_text_however_it_ends_and_resumes(kind: str,
 def test_a_broken_run_of_bytes_does_not_take_back_the_characters_before(
     kind: str, output: bytes, pieces: list[str | None]
 ) -> None:
-    """vllm#13175, ollama#6286: a character came first, and U+FFFD for its bytes later."""
+    """The character came first, and U+FFFD for each of its bytes later."""
     tokenizer = TOKENIZERS[kind]
     prompt = tokenizer.encode_text("x")
     stream = Detokenizer(tokenizer, prompt, SamplingParams())
