@@ -23,7 +23,8 @@ DISCARD_BYTES = 64 * 1024 * 1024
 DISCARD_CHUNK = 64 * 1024
 DISCARD_SECONDS = 2.0
 
-MAX_DEPTH = 32
+MAX_DEPTH = 104
+"""Of one field. A JSON schema may be nested 100 deep, as its text may be."""
 MAX_NAMES = 256
 """Fields of the body itself; each unknown one would otherwise cost an error of its own."""
 

@@ -4,7 +4,7 @@ Law: a resumed output is folded token by token as a live one is, so both stand a
 nothing about other requests; knows no scheduler.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from engine.deadlines import Limit
 from engine.detokenizer import Detokenizer
@@ -133,7 +133,9 @@ class Request:
         """The first output that has not ended: it computes the prompt that all share, and its logprobs."""
         head = next((one.sequence for one in self.outputs if not one.sequence.is_finished()), None)
         if head is not None and self.prompt_logprobs is not None:
-            head.params = replace(head.params, prompt_logprobs=self.params.prompt_logprobs)
+            head.params = head.params.for_output(
+                seed=head.params.seed, prompt_logprobs=self.params.prompt_logprobs
+            )
         return head
 
     def note_prompt_logprobs(self, start: int, logprobs: list[TokenLogprobs]) -> None:

@@ -52,6 +52,7 @@ def test_the_command_line_takes_the_words_that_the_worker_takes() -> None:
         "dtype": worker_settings.DTYPES,
         "attention": worker_settings.ATTENTION,
         "quantization": worker_settings.QUANTIZATION,
+        "generation_config": worker_settings.GENERATION_CONFIG,
     }
     assert {name: set(given) for name, given in WORDS.items()} == {
         name: set(given) for name, given in words.items()

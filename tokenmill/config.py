@@ -117,6 +117,7 @@ WORDS = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "attention": ("auto", "torch", "native", "triton", "varlen"),
     "quantization": ("none", "int8", "int4"),
+    "generation_config": ("auto", "none"),
 }
 """Of the settings that have a few words to choose from."""
 _API = frozenset({Part.API})
@@ -173,6 +174,7 @@ SETTINGS = (
         _WORKER,
     ),
     Setting("deterministic", bool, "false", "the same bits whatever else runs; slower", _WORKER),
+    Setting("generation_config", str, "auto", "auto: the model's sampling defaults; none: ours", _WORKER),
     Setting("block_size", int, "16", "tokens in one KV block", _WORKER),
     Setting("num_kv_blocks", int, "from free memory", "KV blocks in the pool", _WORKER),
     Setting("host", str, "127.0.0.1", "address on which the API listens", _API),

@@ -114,6 +114,8 @@ class Process:
             vocab_size=execution.vocab_size,
             max_model_len=execution.config.max_model_len,
             max_prompt_tokens=execution.config.max_prompt_tokens,
+            max_prompt_bytes=execution.tokenizer.max_prompt_bytes,
+            default_sampling=execution.default_sampling,
             has_chat_template=execution.tokenizer.has_chat_template,
             fingerprint=execution.fingerprint,
         )
@@ -130,6 +132,8 @@ class Process:
             slug=self._slug,
             fingerprint=execution.fingerprint,
             tokenizer=execution.tokenizer,
+            default_sampling=execution.default_sampling,
+            max_sequence_tokens=execution.max_sequence_tokens,
         )
         given = Surroundings(
             connect=self._connect,
@@ -156,6 +160,7 @@ def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
         compile=settings.compile,
         async_scheduling=settings.async_scheduling,
         deterministic=settings.deterministic,
+        generation_config=settings.generation_config,
         progress=loading.progress,
         **{name: value for name, value in asdict(settings.engine).items() if value is not None},
     )

@@ -190,6 +190,8 @@ class Intake:
             "prompt_ids": json.dumps(arrival.prompt_token_ids),
             "prompt_tokens": str(len(arrival.prompt_token_ids)),
             "fingerprint": self._model.fingerprint,
+            "sampling_defaults": arrival.sampling_defaults,
+            "output_limit": arrival.output_limit.to_json() if arrival.output_limit else "",
         }
         stream = self._stream(task, len(arrival.prompt_token_ids))
         if task.prompt_token_ids is None:

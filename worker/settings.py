@@ -20,6 +20,7 @@ POLICIES = ("fifo", "skip_ahead")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION = ("auto", "torch", "native", "triton", "varlen")
 QUANTIZATION = ("none", "int8", "int4")
+GENERATION_CONFIG = ("auto", "none")
 _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"0", "false", "no", "off"})
 
@@ -73,6 +74,7 @@ class WorkerSettings:
     `decode_graphs`, `compile`: see `engine.execution.build.build_execution`.
     `async_scheduling`: a step is launched before the tokens of the one before it are known; None: on CUDA.
     `deterministic`: a request's tokens do not depend on what runs beside it, to the last bit.
+    `generation_config`: one of `GENERATION_CONFIG`: whether the model's own sampling defaults are followed.
     `load_seconds`: deadline of loading the model. `metrics_port`: 0 takes any free port and logs it.
     `hold_unusable`: see `worker.protocol.holding`.
     """
@@ -87,6 +89,7 @@ class WorkerSettings:
     compile: bool = False
     async_scheduling: bool | None = None
     deterministic: bool = False
+    generation_config: str = "auto"
     redis_url: str = "redis://127.0.0.1:6379/0"
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 9400
@@ -112,6 +115,7 @@ class WorkerSettings:
             compile=bool(read.switch("TOKENMILL_COMPILE")),
             async_scheduling=read.switch("TOKENMILL_ASYNC_SCHEDULING"),
             deterministic=bool(read.switch("TOKENMILL_DETERMINISTIC")),
+            generation_config=read.word("TOKENMILL_GENERATION_CONFIG", GENERATION_CONFIG) or "auto",
             redis_url=read.redis_url("REDIS_URL", "redis://127.0.0.1:6379/0"),
             metrics_host=read.text("TOKENMILL_METRICS_HOST", "127.0.0.1"),
             metrics_port=read.whole("TOKENMILL_METRICS_PORT", 9400, least=0, most=65535),

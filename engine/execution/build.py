@@ -4,7 +4,7 @@ Law: a limit that nobody set gets the default of `EngineConfig` or of the device
 allow; the values that hold are those of `Execution.config`. This file decides on limits only.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import NoneType
@@ -20,6 +20,7 @@ from engine.execution.attention_self_check import with_checked_attention
 from engine.execution.compile_choice import check_compile
 from engine.execution.default_model import DEFAULT_MODEL, default_model
 from engine.execution.draw_operator import choose_draw_operator
+from engine.execution.generation_defaults import check_choice, describe_defaults, read_defaults
 from engine.execution.grammars import LlguidanceBackend
 from engine.execution.kv_cache import CPU_SHARE, CUDA_SHARE, choose_num_kv_blocks, free_bytes
 from engine.execution.launcher import AheadRunner, DeviceLauncher
@@ -47,7 +48,8 @@ class Execution:
 
     `eos_token_ids`: all that end a text. `fingerprint`: the same files give the same string. `attention`: the
     name of the backend in use. `quantization`: how weights are kept, one of `QUANTIZATION`. `launcher`: None
-    without asynchronous scheduling.
+    without asynchronous scheduling. `default_sampling`: fields of `SamplingParams` from the model's
+    `generation_config.json`, for requests that do not give them.
     """
 
     runner: Runner
@@ -63,6 +65,12 @@ class Execution:
     attention: str
     quantization: str
     launcher: Launcher | None = None
+    default_sampling: Mapping[str, Any]
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """The most tokens of one prompt and output: what the model's length and the KV pool allow."""
+        return min(self.config.max_model_len, self.config.kv_capacity + 1)
 
     def new_engine(self) -> Engine:
         """An engine of its own; one at a time, as there is one pool."""
@@ -91,6 +99,7 @@ def build_execution(
     compile: bool = False,
     async_scheduling: bool | None = None,
     kv_memory_share: float | None = None,
+    generation_config: str = "auto",
     progress: Callable[[str], None] = lambda _: None,
     **limits: Any,
 ) -> Execution:
@@ -108,7 +117,8 @@ def build_execution(
     the layers while loading; a model that cannot be compiled is served as it is, with a warning; refused with
     `deterministic` and with `quantization`. `async_scheduling`: a step is decided and launched before the
     tokens of the one before it are on the host; None: on CUDA. On a CPU, which does a step where it is
-    launched, tokens only come later by it.
+    launched, tokens only come later by it. `generation_config`: "auto", the sampling defaults in the model's
+    `generation_config.json` are followed; "none", they are not.
 
     `limits`: fields of `EngineConfig`; None leaves one to its default, but for fields that take None. On CUDA
     the defaults of `CUDA_LIMITS` hold.
@@ -120,7 +130,7 @@ def build_execution(
     Raises `InvalidParameter`, or `UnsupportedModel` with the model's type and the reason.
     """
     given = _given_limits(limits)
-    _check_switches(deterministic, decode_graphs, async_scheduling)
+    _check_options(deterministic, decode_graphs, async_scheduling, generation_config)
     check_compile(compile, deterministic=deterministic, quantization=quantization)
     # Checked before minutes are spent on loading; what is left open gets a value that passes.
     checked = EngineConfig(**{"max_model_len": 2, "num_kv_blocks": 1, **given})
@@ -157,14 +167,27 @@ def build_execution(
     )
     loaded = with_checked_attention(loaded, numerics.backends, checked.block_size)
     config = _engine_config(loaded, kv_memory_share, given, progress)
-    tokenizer = load_tokenizer(loaded.directory, loaded.vocab_size)
+    tokenizer = load_tokenizer(
+        loaded.directory, loaded.vocab_size, max_prompt_tokens=config.max_prompt_tokens
+    )
+    defaults = _default_sampling(loaded.directory, generation_config, progress)
     with _pool_memory(loaded, config, kv_memory_share).guard(config.num_kv_blocks):
         runner = numerics.make_runner(loaded, config, progress)
         runner.check()
     progress(f"attention: {loaded.backend.name}")
     progress(f"ready: {config.num_kv_blocks} KV blocks, {config.max_model_len} tokens a sequence")
     parts = _parts(runner, Sampler(choose_draw_operator(library)), loaded.device, async_scheduling)
-    return _execution(loaded, config, tokenizer, parts, quantization)
+    return replace(_execution(loaded, config, tokenizer, parts, quantization), default_sampling=defaults)
+
+
+def _default_sampling(directory: Path, choice: str, progress: Callable[[str], None]) -> dict[str, Any]:
+    """The model's own, if they are followed; what holds is reported either way."""
+    if choice == "none":
+        progress("generation_config.json is not followed")
+        return {}
+    defaults = read_defaults(directory)
+    progress(describe_defaults(defaults))
+    return defaults
 
 
 def default_limits(device: torch.device) -> dict[str, int]:
@@ -172,11 +195,14 @@ def default_limits(device: torch.device) -> dict[str, int]:
     return dict(CUDA_LIMITS) if device.type == "cuda" else {}
 
 
-def _check_switches(deterministic: bool, decode_graphs: bool, async_scheduling: bool | None) -> None:
+def _check_options(
+    deterministic: bool, decode_graphs: bool, async_scheduling: bool | None, generation_config: str
+) -> None:
     boolean("deterministic", deterministic)
     boolean("decode_graphs", decode_graphs)
     if async_scheduling is not None:
         boolean("async_scheduling", async_scheduling)
+    check_choice(generation_config)
 
 
 def _given_limits(limits: dict[str, Any]) -> dict[str, Any]:
@@ -231,6 +257,7 @@ def _execution(
         device=str(loaded.device),
         attention=loaded.backend.name,
         quantization=quantization,
+        default_sampling={},
     )
 
 

@@ -63,10 +63,15 @@ class LogitEdits:
         kept = self._kept.get(sequence.seat)
         # Compared by identity: another sequence may have taken the seat.
         if kept is None or kept.sequence is not sequence:
-            kept = self._kept[sequence.seat] = _Kept(sequence, vocab_size)
+            kept = self._kept[sequence.seat] = _Kept(sequence, vocab_size, self._sibling_masks(sequence))
         elif kept.counts:
             kept.counts.catch_up()
         return kept
+
+    def _sibling_masks(self, sequence: Sequence) -> RowMasks | None:
+        """Those of another output of the same request, if it has any: large masks are made once."""
+        found = (one.masks for one in self._kept.values() if one.masks and one.masks.shares(sequence))
+        return next(found, None)
 
     def forget_those_who_left(self) -> None:
         """Those whose seat another one has, or nobody: preempted and ended sequences have none."""
@@ -80,12 +85,12 @@ class _Kept:
 
     __slots__ = ("bias", "counts", "masks", "repetition", "sequence")
 
-    def __init__(self, sequence: Sequence, vocab_size: int) -> None:
+    def __init__(self, sequence: Sequence, vocab_size: int, sibling: RowMasks | None) -> None:
         self.sequence = sequence
         self.repetition = sequence.params.repetition_penalty
         self.counts = TokenCounts(sequence, vocab_size) if is_penalized(sequence.params) else None
         self.bias = Bias(sequence, vocab_size) if sequence.params.logit_bias else None
-        self.masks = RowMasks(sequence, vocab_size) if _is_masked(sequence) else None
+        self.masks = RowMasks(sequence, vocab_size, sibling) if _is_masked(sequence) else None
 
 
 def is_edited(sequence: Sequence) -> bool:

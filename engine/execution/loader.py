@@ -21,6 +21,7 @@ from engine.checkpoint.weights import Weights, check_weights
 from engine.errors import InvalidParameter, UnsupportedModel
 from engine.execution.attention import LayerSpec, install
 from engine.execution.faults import device_faults
+from engine.execution.generation_defaults import check_file
 from engine.execution.kv_cache import known_free_bytes
 from engine.execution.loaded_weights import load_weights
 from engine.execution.model_files import find_model, fingerprint
@@ -79,6 +80,7 @@ def load_model(
     with quiet_transformers():
         stated = read_config(directory)
         config = _read_config(directory, stated)
+        check_file(directory)
         refuse_by_config(config)
         check_settings_files(directory)
         weights = check_weights(directory, stated)

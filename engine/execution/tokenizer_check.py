@@ -15,12 +15,14 @@ logger = logging.getLogger(__name__)
 _SAMPLE = "hello world"
 
 
-def load_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
+def load_tokenizer(directory: Path, vocab_size: int, *, max_prompt_tokens: int | None = None) -> Tokenizer:
     """The tokenizer in a model's directory, checked against an embedding of `vocab_size` rows.
+
+    `max_prompt_tokens`: as in `Tokenizer`.
 
     Raises `InvalidParameter`.
     """
-    tokenizer = Tokenizer.load(directory)
+    tokenizer = Tokenizer.load(directory, max_prompt_tokens=max_prompt_tokens)
     check_tokenizer(tokenizer, vocab_size)
     return tokenizer
 

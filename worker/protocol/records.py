@@ -24,6 +24,8 @@ FACTS = frozenset(
         "prompt_ids",
         "prompt_tokens",
         "fingerprint",
+        "sampling_defaults",
+        "output_limit",
         "cached_tokens",
     }
 )
@@ -111,11 +113,12 @@ class Claimed:
 
     `data`: the RQ job's `data`, zlib of JSON `[function name, null, args, kwargs]`. `num_entries`: length of
     the log that earlier attempts published; `entries`: that log, once it has been read. `prompt_token_ids`
-    and `fingerprint`: as the first attempt stored them.
-    `waited_seconds`: from the acceptance to this claim, on Redis's clock. `num_outputs`: as submitted.
-    `has_started`: a step of an earlier attempt took it. `cached_tokens`: as an earlier attempt told them.
-    `suspect`: an earlier owner died while it had this task in hand and had logged nothing of it. It is to be
-    tried alone, and recorded so before anything else is done with it, until its log has grown.
+    and `fingerprint`: as the first attempt stored them; so are `sampling_defaults`, JSON or "", which hold
+    for this task whatever this worker's are. `waited_seconds`: from the acceptance to this claim, on
+    Redis's clock. `num_outputs`: as submitted. `has_started`: a step of an earlier attempt took it.
+    `cached_tokens`: as an earlier attempt told them. `suspect`: an earlier owner died while it had this
+    task in hand and had logged nothing of it. It is to be tried alone, and recorded so before anything else
+    is done with it, until its log has grown.
     """
 
     task_id: str
@@ -130,6 +133,7 @@ class Claimed:
     entries: tuple[LogEntry, ...] = ()
     prompt_token_ids: tuple[int, ...] | None = None
     fingerprint: str | None = None
+    sampling_defaults: str = ""
     num_outputs: int = 1
     has_started: bool = False
     cached_tokens: int = 0

@@ -273,6 +273,7 @@ def _claimed(
     cached_tokens: bytes,
     suspect: bytes,
     num_entries: int,
+    sampling_defaults: bytes,
 ) -> Claimed:
     return Claimed(
         task_id=task_id.decode(),
@@ -286,6 +287,7 @@ def _claimed(
         num_entries=num_entries,
         prompt_token_ids=tuple(json.loads(prompt_ids)) if prompt_ids else None,
         fingerprint=fingerprint.decode() or None,
+        sampling_defaults=sampling_defaults.decode(),
         num_outputs=int(num_outputs),
         has_started=bool(has_started),
         cached_tokens=int(cached_tokens),

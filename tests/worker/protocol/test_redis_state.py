@@ -122,6 +122,8 @@ def lived(store: TaskStore, client: redis.Redis) -> tuple[set[str], set[str]]:
         1,
         scheduled="1",
         prompt_ids="[1]",
+        sampling_defaults="{}",
+        output_limit="{}",
         fingerprint="f",
         prompt_tokens="1",
         cached_tokens="1",

@@ -3,7 +3,7 @@
 -- to end at most that RQ's tools took (nobody else is served meanwhile), one new owner for each task wanted.
 -- Gives {id, owner, attempt, queue, priority, accepted_us, seconds waited, data, prompt ids, fingerprint,
 -- outputs, '1' if a step has taken it before, cached tokens, '1' if it is suspected of the death of a worker,
--- length of the log} for each.
+-- length of the log, sampling defaults of the first attempt} for each.
 
 local slug, worker, lease, index_seconds, limit = ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5], tonumber(ARGV[6])
 
@@ -32,7 +32,7 @@ local function take(id, task, owner)
   return { id, owner, attempt, task.queue, task.priority, task.accepted_us,
     seconds(math.max(0, now_us - task.accepted_us)), call('HGET', K.rq_job .. id, 'data'),
     task.prompt_ids or '', task.fingerprint or '', task.n or '1', task.scheduled_at and '1' or '',
-    task.cached_tokens or '0', suspect and '1' or '', length }
+    task.cached_tokens or '0', suspect and '1' or '', length, task.sampling_defaults or '' }
 end
 
 local claimed, next_owner, num_dead = {}, 7, 0
