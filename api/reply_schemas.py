@@ -149,6 +149,7 @@ class Readiness(BaseModel):
     state: Literal["ready"]
     model: str
     workers: list[WorkerView]
+    warnings: list[str] = []
 
 
 class Liveness(BaseModel):

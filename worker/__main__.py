@@ -29,6 +29,7 @@ from worker.loading import Loading
 from worker.preparation import ServedModel
 from worker.protocol import naming
 from worker.protocol.model_card import ModelCard
+from worker.protocol.outage import OutageLog
 from worker.protocol.store import TaskStore, WorkerRecord
 from worker.settings import WorkerSettings
 from worker.watching import arm_watchdog
@@ -68,7 +69,7 @@ class Process:
         if not _try_until(lambda: store.put_model_card(self._slug, card), client, settings.load_seconds):
             return EXIT_NO_REDIS
         client.close()
-        self._worker = self._make_worker(execution)
+        self._worker = self._make_worker(execution, card)
         self._worker.handle_signals()
         return self._worker.work()
 
@@ -108,7 +109,7 @@ class Process:
             fingerprint=execution.fingerprint,
         )
 
-    def _make_worker(self, execution: "Execution") -> BatchWorker:
+    def _make_worker(self, execution: "Execution", card: ModelCard) -> BatchWorker:
         settings = self._settings
         engine_metrics = EngineMetrics(
             self._registry,
@@ -127,7 +128,7 @@ class Process:
             timing=settings.timing,
             observers=(engine_metrics,),
         )
-        return BatchWorker(execution.new_engine(), model, given, name=self._name)
+        return BatchWorker(execution.new_engine(), model, given, name=self._name, card=card)
 
 
 def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
@@ -154,11 +155,12 @@ def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
 def _try_until(call: Callable[[], object], client: Any, seconds: float) -> bool:
     """Whether Redis lets `call`, which uses `client`, through within `seconds`."""
     deadline = time.monotonic() + seconds
+    outages = OutageLog(logger, "worker")
     while time.monotonic() < deadline:
         try:
             call()
         except redis.RedisError as error:
-            logger.warning("waiting for Redis: %s", error)
+            outages.failed(error)
             # After a failover a connection may live on to a server that only reads.
             client.connection_pool.disconnect()
             time.sleep(REDIS_RETRY_SECONDS)

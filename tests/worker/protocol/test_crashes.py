@@ -50,10 +50,12 @@ def test_a_new_task_is_no_suspect(store: TaskStore, redis_client: redis.Redis) -
     assert not claim_one(store).suspect
 
 
-def test_a_death_before_anything_was_recorded_counts(store: TaskStore, redis_client: redis.Redis) -> None:
-    """A prompt that kills in its first step, or while it is tokenized, gives no time to record anything."""
+def test_a_death_after_the_confirmation_counts(store: TaskStore, redis_client: redis.Redis) -> None:
+    """A prompt that kills in its first step, or while it is tokenized, gives no time to record anything
+    else.
+    """
     submit(store, redis_client)
-    claim_one(store, lease_seconds=-1)
+    store.renew(owned([claim_one(store)]), -1)
     reap(store)
     again = claim_one(store)
     snapshot = store.inspect(again.task_id)
@@ -61,6 +63,14 @@ def test_a_death_before_anything_was_recorded_counts(store: TaskStore, redis_cli
     assert again.suspect
     assert snapshot is not None
     assert (snapshot.waiting_for, snapshot.position) == ("suspect", 0)
+
+
+def test_a_claim_that_no_worker_confirmed_never_counts(store: TaskStore, redis_client: redis.Redis) -> None:
+    """The reply of a claim may be lost: then no worker ever had the task in hand."""
+    submit(store, redis_client)
+    for _ in range(MANY):
+        assert not claim_one(store, lease_seconds=-1).suspect
+        assert len(reap(store).returned) == 1
 
 
 def test_a_death_of_one_that_logged_a_token_does_not(store: TaskStore, redis_client: redis.Redis) -> None:
@@ -207,7 +217,7 @@ def test_a_hand_back_of_a_crashed_worker_counts_as_its_death(
     ids = [submit(store, redis_client) for _ in range(3)]
     guilty, progressed, mate = claim(store)
     publish(store, progressed, 0, 1)
-    store.renew(owned([mate]), 60, {mate.task_id: "waiting"})
+    store.renew(owned([guilty, mate]), 60, {mate.task_id: "waiting"})
     assert store.hand_back(owned([guilty, progressed, mate]), crashed=True) == 3
     numbers = []
     for _ in range(3):
