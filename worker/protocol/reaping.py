@@ -70,7 +70,8 @@ class Reaping:
         for duty, call in duties.items():
             for name, items in self._isolated(duty, call).items():
                 total[name] += failures_of(duty, items) if name == "failures" else decoded(items)
-        return Reaped(**{name: tuple(items) for name, items in total.items()})
+        # Two duties may meet the rests of one task.
+        return Reaped(**{name: tuple(dict.fromkeys(items)) for name, items in total.items()})
 
     def _isolated(self, duty: str, call: Callable[[], _Result]) -> _Result:
         """What `call` returns. An error within the script is a failure of this duty alone."""

@@ -6,7 +6,7 @@
 -- stopped for a while: such a call changes nothing. Its reply is TOOLATE; after a `!`, an error with that code.
 
 local call = redis.call
-local retention, wanted_until, late_is_error = string.match(ARGV[1], '^(%d+):?(%d*)(!?)$')
+local retention, wanted_until, late_is_error = string.match(ARGV[1], '^(%d+):?(-?%d*)(!?)$')
 local retention_ms = tonumber(retention)
 local time = call('TIME')
 local now_us = time[1] * 1000000 + time[2]

@@ -23,11 +23,24 @@ local function isolate(id, treat, ...)
   return worked
 end
 
+local function set_aside(key, id)
+  local until_when = seconds(now_us + ASIDE_US)
+  call('ZADD', key, 'XX', until_when, id)
+  call('ZREMRANGEBYSCORE', K.aside, '-inf', seconds(now_us))
+  call('ZADD', K.aside, until_when, id)
+  call('PEXPIRE', K.aside, ASIDE_US / 1000)
+end
+
+local function is_aside(id)
+  local until_when = call('ZSCORE', K.aside, id)
+  return until_when and tonumber(until_when) * 1000000 > now_us
+end
+
 -- Treats the first members of a sorted set whose scores are times in seconds that have passed.
 local function treat_due(key, limit, treat)
   for _, id in ipairs(call('ZRANGEBYSCORE', key, '-inf', seconds(now_us), 'LIMIT', 0, limit)) do
     if not isolate(id, treat, id) then
-      call('ZADD', key, 'XX', seconds(now_us + ASIDE_US), id)
+      set_aside(key, id)
     end
   end
 end

@@ -17,7 +17,7 @@ local function look_at_claim(queue, composite)
   if run.owner == owner then
     local latest = now_us + (tonumber(run.lease_seconds) or LEASE_SECONDS) * 1000000
     local lapses = call('ZSCORE', K.leases, id)
-    if not lapses or lapses * 1000000 > latest + SLACK_US then
+    if (not lapses or lapses * 1000000 > latest + SLACK_US) and not is_aside(id) then
       call('ZADD', K.leases, seconds(latest), id)
     end
     return
