@@ -87,7 +87,7 @@ class Watchdog:
 
     def _start(self) -> "subprocess.Popen[bytes]":
         number = _install_end()
-        return subprocess.Popen(  # noqa: S603 - this interpreter, and a file of ours
+        return subprocess.Popen(
             [sys.executable, "-I", "-S", str(WATCHDOG), str(os.getpid()), str(int(number))],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,

@@ -174,5 +174,10 @@ def _key_names() -> str:
     names |= {"leases": keys.LEASES, "workers": keys.WORKERS, "control": keys.CONTROL}
     names |= {"outbox": keys.OUTBOX, "outbox_due": keys.OUTBOX_DUE, "watched": keys.WATCHED}
     names |= {"rq_queues": rq_keys.QUEUES, "max_results": str(rq_keys.MAX_RESULTS)}
-    names |= {"aside": keys.ASIDE, "outage": keys.OUTAGE, "sweep": keys.sweep(""), "num_classes": str(len(PRIORITIES))}
+    names |= {
+        "aside": keys.ASIDE,
+        "outage": keys.OUTAGE,
+        "sweep": keys.sweep(""),
+        "num_classes": str(len(PRIORITIES)),
+    }
     return "local K = {" + ", ".join(f"{name} = '{value}'" for name, value in names.items()) + "}"
