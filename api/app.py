@@ -70,7 +70,7 @@ def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiAp
     app.extensions["hub"] = hub
     app.extensions["shutdown"] = services.shutdown
     app.extensions["webhook_metrics"] = WebhookMetrics(registry)
-    app.extensions["reap_failures"] = ReapFailures(registry)
+    app.extensions["reap_failures"] = ReapFailures(registry, by_api=True)
     app.extensions["redis_checks"] = checks
     return app
 

@@ -9,12 +9,15 @@ DUTIES = ("leases", "unread", "moved", "overdue", "registries", "strays", "reape
 
 
 class ReapFailures:
-    """Every verb may be called from any thread."""
+    """Every verb may be called from any thread. `by_api`: of the API's reaper, which has a family of its
+    own.
+    """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, *, by_api: bool = False) -> None:
+        whose = "the API's reaper" if by_api else "this worker's reaper"
         self._failures = Families(registry).counters(
-            "reap_failures_total",
-            "Records that a reaper could not treat and has set aside, by duty; `reaper`: a whole run failed.",
+            "housekeeping_failures_total" if by_api else "reap_failures_total",
+            f"Records that {whose} could not treat and has set aside, by duty; `reaper`: a whole run failed.",
             "duty",
             DUTIES,
         )

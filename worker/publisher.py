@@ -196,7 +196,7 @@ class Publisher:
             raise faults[0]
 
     def _attempt(self, request_id: str, output: SequenceOutput) -> BaseException | None:
-        """Returns what failed. Nothing more of that stream is stored: its next message would come too early."""
+        """Returns what failed. Nothing more of that stream is stored: its next message would be a gap."""
         try:
             self._take_output(output)
         except BaseException as fault:  # noqa: BLE001 - raised once the others have their outputs

@@ -1,9 +1,10 @@
 """The program that ends a worker which hangs: `python -I worker/watchdog.py <pid of the worker>`.
 
-The worker writes on its standard input how many seconds from now it is to be ended, one number a line; the last
-one counts. Only time in which the worker ran counts: not while it was stopped (SIGSTOP, a debugger), and not while
-this program did not run either (a paused container or machine). A process of its own, since no thread of Python
-runs while native code holds the interpreter's lock, and a timer counts time in which the process was stopped.
+The worker writes on its standard input how many seconds from now it is to be ended, one number a line; the
+last one counts. Only time in which the worker ran counts: not while it was stopped (SIGSTOP, a debugger),
+and not while this program did not run either (a paused container or machine). A process of its own, since no
+thread of Python runs while native code holds the interpreter's lock, and a timer counts time in which the
+process was stopped.
 
 Ends with the worker. Standard library only, and nothing of ours: it is run as a file.
 """

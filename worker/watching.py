@@ -47,10 +47,12 @@ class Observers:
 
 
 class Watchdog:
-    """Ends this process, with the stack of each thread on stderr and exit status 1, unless armed again in time.
+    """Ends this process, with the stack of each thread on stderr and exit status 1, unless armed again in
+    time.
 
-    Another process does it (`worker/watchdog.py`), by a signal whose handler is native code: neither needs the
-    interpreter's lock. Time in which this process did not run does not count. `arm` may be called by any thread.
+    Another process does it (`worker/watchdog.py`), by a signal whose handler is native code: neither needs
+    the interpreter's lock. Time in which this process did not run does not count. `arm` may be called by any
+    thread.
     """
 
     def __init__(self) -> None:
@@ -108,8 +110,8 @@ class Watchdog:
 def _install_end() -> signal.Signals:
     """Lets a signal write the stacks and end the process, in native code. Returns the signal.
 
-    The exit status is the number of the signal, as the handler is libc's `_exit`: 1, that of SIGHUP, unless hang-ups
-    are ignored, as by nohup.
+    The exit status is the number of the signal, as the handler is libc's `_exit`: 1, that of SIGHUP, unless
+    hang-ups are ignored, as by nohup.
     """
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     number = signal.SIGUSR2 if ignored else signal.SIGHUP

@@ -38,11 +38,11 @@ def passing():
 
 @pytest.fixture
 def reaper(settings, store, registry, passing):
-    return Reaper(settings, store, ReapFailures(registry), passing)
+    return Reaper(settings, store, ReapFailures(registry, by_api=True), passing)
 
 
 def num_failures(registry, duty="reaper"):
-    return registry.get_sample_value("tokenmill_reap_failures_total", {"duty": duty})
+    return registry.get_sample_value("tokenmill_housekeeping_failures_total", {"duty": duty})
 
 
 def test_a_task_that_waits_too_long_ends(client, submit, store, reaper):

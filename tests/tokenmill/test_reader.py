@@ -227,7 +227,9 @@ def test_redis_not_there_at_the_beginning_is_told(kind: Kind) -> None:
 def test_redis_that_does_not_answer_at_the_beginning_is_told_the_same_way(
     kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stopped server accepts the connection: a `redis.TimeoutError` came out, which is no `ConnectionError`."""
+    """A stopped server accepts the connection: a `redis.TimeoutError` came out, which is no
+    `ConnectionError`.
+    """
     monkeypatch.setattr("tokenmill.reader.SOCKET_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"redis://127.0.0.1:{silent.getsockname()[1]}/0"

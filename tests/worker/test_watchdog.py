@@ -1,4 +1,6 @@
-"""The watchdog ends a process that hangs, whoever holds the interpreter's lock, and none that was only stopped."""
+"""The watchdog ends a process that hangs, whoever holds the interpreter's lock, and none that was only
+stopped.
+"""
 
 import os
 import signal
@@ -144,7 +146,8 @@ def _exists(pid: int) -> bool:
 def test_only_time_in_which_it_ran_counts(slices: list[tuple[float, bool]], is_spent: bool) -> None:
     budget = watchdog.Budget()
     budget.arm(2.0)
-    assert any([budget.spend(elapsed, runs=runs) for elapsed, runs in slices]) is is_spent
+    spent = [budget.spend(elapsed, runs=runs) for elapsed, runs in slices]
+    assert any(spent) is is_spent
 
 
 def test_one_that_was_never_armed_ends_nothing() -> None:

@@ -19,7 +19,9 @@ WATCHED = "tokenmill:watched"
 """Sorted set: task that ends with its last reader -> when the last has lapsed (Redis time, seconds)."""
 
 ASIDE = "tokenmill:aside"
-"""Sorted set, expiring: record that the reaper could not treat -> when it is treated again (Redis time, seconds)."""
+"""Sorted set, expiring: record that the reaper could not treat -> when it is treated again (Redis time,
+seconds).
+"""
 
 OUTAGE = "tokenmill:outage"
 """String, expiring: when Redis last failed a process that takes lapsed tasks back (Redis time, seconds)."""

@@ -96,7 +96,7 @@ def test_every_script_refuses_a_late_call(redis_client: redis.Redis) -> None:
     for name in scripting._PARTS:
         script = redis_client.register_script(scripting.source(name))
         assert script(args=("1000:1",)) == b"TOOLATE"
-        with pytest.raises(redis.ResponseError, match="^TOOLATE"):
+        with pytest.raises(redis.ResponseError, match="TOOLATE"):
             script(args=("1000:1!",))
     assert dump(redis_client) == before
 
@@ -120,7 +120,7 @@ def test_leases_mean_nothing_when_the_clock_was_set(redis_client: redis.Redis) -
     submit(store, redis_client)
     claim_one(store, lease_seconds=-1)
     set_forward(store)
-    with pytest.raises(redis.RedisError, match="^TOOLATE"):
+    with pytest.raises(redis.RedisError, match="TOOLATE"):
         reap(store)
     assert redis_client.zcard(keys.LEASES) == 1
 
