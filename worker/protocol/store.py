@@ -181,6 +181,11 @@ class TaskStore:
         snapshot = None if reply is None else to_snapshot(task_id, reply)
         return snapshot if snapshot and tenant in (None, snapshot.tenant) else None
 
+    def is_lost(self, task_id: str, tenant: str | None = None) -> bool:
+        """Whether a part of a task that nothing else is known of is still here: Redis lost the rest."""
+        origin = self._client.hget(rq_keys.job(task_id), "origin")
+        return bool(origin) and (tenant is None or origin.decode().endswith(f":{tenant_hash(tenant)}"))
+
     def read(self, task_id: str, tenant: str | None = None) -> Reading | None:
         """A task with its log of the same moment. None: no such task, or with a `tenant` none of its own.
 

@@ -1,9 +1,13 @@
 """Which deaths of workers count against a task, rule by rule. A death: a lease lapsed and was reaped."""
 
+from pathlib import Path
+
 import pytest
 import redis
 
+from tests.conftest import free_port, start_redis
 from tests.worker.protocol.tasks import (
+    SLUG,
     claim,
     claim_one,
     fetch,
@@ -318,4 +322,47 @@ def test_a_log_that_lost_its_end_is_no_progress(store: TaskStore, redis_client: 
     redis_client.xtrim(keys.log(second.task_id), maxlen=0, approximate=False)
     die(store, second, "seated")
 
+    assert claim_one(store).suspect
+
+
+def test_a_lapse_during_an_outage_of_redis_is_no_crash(store: TaskStore, redis_client: redis.Redis) -> None:
+    """The worker may have stopped in order, and could not say so."""
+    submit(store, redis_client)
+    for _ in range(MANY):
+        held = claim_one(store)
+        assert not held.suspect
+        store.renew(owned([held]), -1)
+        # Some process was failed after that renewal; it waits, and another takes the task back.
+        outage = store.reap(SLUG, max_task_seconds=3600, take_back=False, failed_seconds_ago=0.0)
+        assert outage.returned == ()
+        assert reap(store).returned == (held.task_id,)
+
+
+def test_a_lapse_over_a_restart_of_redis_is_no_crash(tmp_path: Path) -> None:
+    port = free_port()
+    server = start_redis(tmp_path, port)
+    client = redis.Redis.from_url(server.url)
+    submit(TaskStore(client), client)
+    held = claim_one(TaskStore(client))
+    TaskStore(client).renew(owned([held]), 0.001)
+    # Since when a server runs is known by the second.
+    renewed_at = client.time()[0]
+    while client.time()[0] < renewed_at + 3:
+        pass
+    server.process.terminate()
+    server.process.wait()
+    server = start_redis(tmp_path, port)
+    try:
+        assert reap(TaskStore(client)).returned == (held.task_id,)
+        assert not claim_one(TaskStore(client)).suspect
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+def test_a_death_after_an_outage_counts(store: TaskStore, redis_client: redis.Redis) -> None:
+    submit(store, redis_client)
+    held = claim_one(store)
+    store.reap(SLUG, max_task_seconds=3600, take_back=False, failed_seconds_ago=1.0)
+    die(store, held, "seated")
     assert claim_one(store).suspect
