@@ -11,10 +11,11 @@ from pydantic import ValidationError
 
 from api import authentication, problems
 from api.follow import Follower
-from api.health import health_routes
+from api.health import Redis, health_routes
 from api.hub import Hub
 from api.json_body import JsonRequest
 from api.presence import Places, Shutdown
+from api.redis_checks import RedisChecks
 from api.redis_clients import connect, connect_subscriber
 from api.reply_schemas import ProblemView
 from api.settings import ApiSettings
@@ -22,6 +23,8 @@ from api.submission import Submitter
 from api.tasks import TaskServices, task_routes
 from monitoring.http import HttpMetrics
 from monitoring.queue import QueueCollector
+from monitoring.reaper import ReapFailures
+from monitoring.redis_state import RedisStateMetrics
 from monitoring.webhooks import WebhookMetrics
 from worker.protocol.readers import Readers
 from worker.protocol.store import TaskStore
@@ -62,10 +65,13 @@ def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiAp
     _observe(app, metrics)
     authentication.install(app, settings.keyring)
     app.register_api(task_routes(services))
-    app.register_api(health_routes(settings, store, registry))
+    checks = RedisChecks(client, RedisStateMetrics(registry))
+    app.register_api(health_routes(settings, store, registry, Redis(client, checks)))
     app.extensions["hub"] = hub
     app.extensions["shutdown"] = services.shutdown
     app.extensions["webhook_metrics"] = WebhookMetrics(registry)
+    app.extensions["reap_failures"] = ReapFailures(registry, by_api=True)
+    app.extensions["redis_checks"] = checks
     return app
 
 

@@ -81,7 +81,7 @@ class _Join:
             if not batch and (arrived.replay or silent):
                 self._ask_whether_it_is_over()
         except redis.RedisError as error:
-            logger.warning("task %s: the log cannot be read, trying again: %s", self._task_id, error)
+            logger.debug("task %s: the log cannot be read, trying again: %s", self._task_id, error)
             self._assembler.must_read_log = True
         if batch or silent:
             self._heard_at = self._clock()

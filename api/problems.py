@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from werkzeug.exceptions import HTTPException
 from werkzeug.wrappers import Response as BaseResponse
 
-from api.redis_clients import is_unavailable
+from api.redis_clients import is_unavailable, why_unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -156,8 +156,8 @@ def _of_http(error: HTTPException) -> BaseResponse:
 def _of_redis(error: redis.RedisError) -> Response:
     if not is_unavailable(error):
         return _of_fault(error)
-    logger.warning("Redis is not available: %s", error)
-    detail = "the task store is not available just now; try again"
+    # The client has logged the outage, once for all calls.
+    detail = f"the task store is not available just now: {why_unavailable(error)}; try again"
     return Problem(503, "store_unavailable", detail, retry_after=_REDIS_RETRY_SECONDS).to_response()
 
 

@@ -163,6 +163,7 @@ class Readiness(BaseModel):
     state: Literal["ready"]
     model: str
     workers: list[WorkerView]
+    warnings: list[str] = []
 
 
 class Liveness(BaseModel):

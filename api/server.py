@@ -13,7 +13,7 @@ from gunicorn.app.base import BaseApplication
 from gunicorn.workers.gthread import ThreadWorker
 
 from api.app import ApiApp, create_app
-from api.housekeeping import start_deliverer, start_reaper
+from api.housekeeping import start_checks, start_deliverer, start_reaper
 from api.presence import Shutdown
 from api.settings import ApiSettings
 
@@ -77,8 +77,9 @@ class ApiServer(BaseApplication):  # type: ignore[misc]  # gunicorn ships no typ
 
     def load(self) -> ApiApp:
         """Called in the worker process, after the fork."""
-        start_reaper(self._settings)
         app = create_app(self._settings, self.shutdown)
+        start_reaper(self._settings, app.extensions["reap_failures"])
+        start_checks(app.extensions["redis_checks"])
         start_deliverer(self._settings, app.extensions["webhook_metrics"], self.shutdown)
         return app
 

@@ -39,6 +39,7 @@ from monitoring.http import HttpMetrics
 from worker.protocol import naming
 from worker.protocol.messages import Event
 from worker.protocol.readers import Readers
+from worker.protocol.script_errors import LOST_ERROR
 from worker.protocol.store import Reading, TaskSnapshot, TaskStore
 
 Found = TypeVar("Found")
@@ -201,6 +202,8 @@ class _Calls:
             return found
         if known and naming.task_id_time(task_id) < time.time() - self._services.settings.retention_seconds:
             raise Problem(410, "task_expired", "this task ended too long ago; it is no longer kept")
+        if known and self._services.store.is_lost(task_id, whose):
+            raise Problem(404, "lost", LOST_ERROR.message, param="task_id")
         raise Problem(404, "task_not_found", "there is no such task", param="task_id")
 
 

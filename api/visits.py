@@ -72,7 +72,7 @@ class Visit:
             readers.read(self._task_id, self._name, READER_SECONDS)
             self._renewed_at = self._clock()
         except redis.RedisError as error:
-            logger.warning("task %s: a reader cannot be noted, trying again: %s", self._task_id, error)
+            logger.debug("task %s: a reader cannot be noted, trying again: %s", self._task_id, error)
 
     def _leave(self, readers: Readers, *, gone: bool) -> None:
         try:
@@ -80,4 +80,4 @@ class Visit:
                 logger.info("task %s was cancelled: its last reader went away", self._task_id)
         except redis.RedisError as error:
             # It lapses, and the reaper does what could not be done now.
-            logger.warning("task %s: a reader that left cannot be noted: %s", self._task_id, error)
+            logger.debug("task %s: a reader that left cannot be noted: %s", self._task_id, error)

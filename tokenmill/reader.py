@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import AsyncExitStack, ExitStack, aclosing, closing
+from contextlib import AsyncExitStack, ExitStack, aclosing, closing, contextmanager
 from typing import Any
 
 import redis
@@ -103,7 +103,8 @@ class TokenStream:
             client = _connect(self._source, redis)
             for ours in _to_close(self._source, client):
                 stack.callback(ours.close)
-            yield from self._look(client, assembler)
+            with _at_the_beginning():
+                yield from self._look(client, assembler)
             while not assembler.ended:
                 try:
                     for event in self._listen(client, assembler):
@@ -169,8 +170,9 @@ class AsyncTokenStream:
             client = _connect(self._source, redis.asyncio)
             for ours in _to_close(self._source, client):
                 stack.push_async_callback(ours.aclose)
-            async for event in self._look(client, assembler):
-                yield event
+            with _at_the_beginning():
+                async for event in self._look(client, assembler):
+                    yield event
             while not assembler.ended:
                 try:
                     async for event in self._listen(client, assembler):
@@ -219,6 +221,17 @@ def _warn_once(delay: float, task_id: str, assembler: Assembler, error: Exceptio
         logger.warning(
             "task %s: waiting for Redis, to go on after message %d: %s", task_id, assembler.last, error
         )
+
+
+@contextmanager
+def _at_the_beginning() -> Iterator[None]:
+    """Whatever keeps Redis from answering there is a `redis.ConnectionError`, as documented."""
+    try:
+        yield
+    except redis.ConnectionError:
+        raise
+    except _AWAY as error:
+        raise redis.ConnectionError(f"Redis does not answer: {error}") from error
 
 
 def _heard(assembler: Assembler, message: dict[str, Any] | None, *, silent: bool) -> list[Event]:

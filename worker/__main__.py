@@ -38,6 +38,7 @@ from worker.preparation import ServedModel
 from worker.protocol import naming, variables
 from worker.protocol.holding import hold_if_asked
 from worker.protocol.model_card import ModelCard
+from worker.protocol.outage import OutageLog
 from worker.protocol.store import TaskStore, WorkerRecord
 from worker.protocol.temporary import NoTemporaryDirectory, check_temporary_directory
 from worker.settings import WorkerSettings
@@ -78,7 +79,7 @@ class Process:
         if not _try_until(lambda: store.put_model_card(self._slug, card), client, settings.load_seconds):
             return EXIT_NO_REDIS
         client.close()
-        self._worker = self._make_worker(execution)
+        self._worker = self._make_worker(execution, card)
         self._worker.handle_signals()
         return self._worker.work()
 
@@ -120,7 +121,7 @@ class Process:
             fingerprint=execution.fingerprint,
         )
 
-    def _make_worker(self, execution: "Execution") -> BatchWorker:
+    def _make_worker(self, execution: "Execution", card: ModelCard) -> BatchWorker:
         settings = self._settings
         engine_metrics = EngineMetrics(
             self._registry,
@@ -141,7 +142,7 @@ class Process:
             timing=settings.timing,
             observers=(engine_metrics,),
         )
-        return BatchWorker(execution.new_engine(), model, given, name=self._name)
+        return BatchWorker(execution.new_engine(), model, given, name=self._name, card=card)
 
 
 def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
@@ -169,11 +170,12 @@ def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
 def _try_until(call: Callable[[], object], client: Any, seconds: float) -> bool:
     """Whether Redis lets `call`, which uses `client`, through within `seconds`."""
     deadline = time.monotonic() + seconds
+    outages = OutageLog(logger, "worker")
     while time.monotonic() < deadline:
         try:
             call()
         except redis.RedisError as error:
-            logger.warning("waiting for Redis: %s", error)
+            outages.failed(error)
             # After a failover a connection may live on to a server that only reads.
             client.connection_pool.disconnect()
             time.sleep(REDIS_RETRY_SECONDS)

@@ -151,6 +151,7 @@ class TestVisit:
         assert not redis_client.exists(keys.readers(watched))
 
     def test_redis_being_away_for_a_moment_ends_nothing(self, store, watched, redis_url, clock, caplog):
+        caplog.set_level("DEBUG")
         readers = Readers(connect(redis_url))
         visit = Visit(readers, store.inspect(watched), {}, Shutdown(), clock)
         with visit:

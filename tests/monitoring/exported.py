@@ -9,6 +9,8 @@ from prometheus_client import CollectorRegistry, Metric
 from monitoring.engine import EngineMetrics
 from monitoring.http import HttpMetrics
 from monitoring.queue import QueueCollector
+from monitoring.reaper import ReapFailures
+from monitoring.redis_state import RedisStateMetrics
 from monitoring.webhooks import WebhookMetrics
 from monitoring.worker import WorkerMetrics
 from worker.protocol.records import QueueStats, WorkerRecord
@@ -39,6 +41,8 @@ def api_registry() -> CollectorRegistry:
     registry = CollectorRegistry()
     HttpMetrics(registry)
     WebhookMetrics(registry)
+    ReapFailures(registry, by_api=True)
+    RedisStateMetrics(registry)
     registry.register(QueueCollector(StillQueue(), SLUG, MODEL))
     return registry
 

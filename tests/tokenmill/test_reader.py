@@ -1,5 +1,6 @@
 """Each reader gets every event once and in order, whenever it joins, whatever happens to its connection."""
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -225,6 +226,19 @@ def test_redis_not_there_at_the_beginning_is_told(kind: Kind) -> None:
     """Who mistyped the address must hear of it."""
     error = Following(kind(f"redis://127.0.0.1:{free_port()}/0", "0" * 32)).error()
     assert isinstance(error, redis.ConnectionError)
+
+
+def test_redis_that_does_not_answer_at_the_beginning_is_told_the_same_way(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped server accepts the connection: a `redis.TimeoutError` came out, which is no
+    `ConnectionError`.
+    """
+    monkeypatch.setattr("tokenmill.reader.SOCKET_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"redis://127.0.0.1:{silent.getsockname()[1]}/0"
+        with pytest.raises(redis.ConnectionError):
+            next(kind(url, "task"))
 
 
 def test_a_clients_address_is_taken(

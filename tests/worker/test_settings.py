@@ -1,6 +1,5 @@
 """Settings: one name each, a bad value names the variable and what is allowed."""
 
-import faulthandler
 from dataclasses import asdict, fields
 
 import pytest
@@ -19,7 +18,7 @@ from worker.settings import (
     Timing,
     WorkerSettings,
 )
-from worker.watching import arm_watchdog
+from worker.watching import Watchdog
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:
@@ -127,8 +126,9 @@ def test_a_directory_is_served_under_its_own_name() -> None:
 
 def test_the_longest_stall_can_be_watched_for() -> None:
     timing = WorkerSettings.from_env({"TOKENMILL_STALL_SECONDS": "1e9"}).timing
-    arm_watchdog(timing.stall_seconds)
-    faulthandler.cancel_dump_traceback_later()
+    watchdog = Watchdog()
+    watchdog.arm(timing.stall_seconds)
+    watchdog.close()
 
 
 def test_an_empty_variable_counts_as_unset() -> None:

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from worker.protocol.messages import LogEntry
 from worker.protocol.time_limits import NO_LIMITS, TimeLimits
@@ -212,18 +212,28 @@ class Renewed:
     cancelled: frozenset[str] = frozenset()
 
 
+class ReapFailure(NamedTuple):
+    """A record that a duty of the reaper could not treat, and why. It is treated again later."""
+
+    duty: str
+    record: str
+    reason: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reaped:
     """Task ids: put back into their queues, ended as `timeout`, as `cancelled`, and as `error`.
 
     Those that are cancelled were so by RQ's own tools, or all of their readers have lapsed. The poisoned are
-    to blame for the deaths of several workers.
+    to blame for the deaths of several workers. Of the lost ones Redis had lost keys.
     """
 
     returned: tuple[str, ...] = ()
     timed_out: tuple[str, ...] = ()
     cancelled: tuple[str, ...] = ()
     poisoned: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    failures: tuple[ReapFailure, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

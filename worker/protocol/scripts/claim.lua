@@ -17,8 +17,8 @@ local function take(id, task, owner)
   -- Until the worker tells its place there, it is taken to be the next that starts.
   call('HSET', K.run .. id, 'owner', owner, 'worker', worker, 'claimed_at', seconds(now_us),
     'position', '0', 'tokens_ahead', '0', 'waiting_for', suspect and 'suspect' or 'capacity',
-    -- What is claimed is touched at once, before its worker records anything; a suspect waits until it has.
-    'claimed_length', length, 'standing', suspect and 'untouched' or 'seated')
+    -- Until its worker confirms the claim with a renewal: the reply may be lost, and then no worker has the task.
+    'claimed_length', length, 'standing', 'untouched', 'lease_seconds', lease)
   call('ZADD', K.leases, seconds(now_us + lease * 1000000), id)
   call('HSET', K.rq_job .. id, 'status', 'started', 'started_at', stamp, 'last_heartbeat', stamp,
     'worker_name', worker)
@@ -39,7 +39,7 @@ local claimed, next_owner, num_dead = {}, 7, 0
 local queue = next_queue(slug)
 while ARGV[next_owner] and queue and num_dead < limit do
   local id = call('ZRANGE', K.order .. queue, 0, 0)[1]
-  local task = waiting_task(queue, slug, id)
+  local task = waiting_task_or_lost(queue, slug, id)
   if task and call('HGET', K.rq_job .. id, 'status') == 'queued' then
     claimed[#claimed + 1] = take(id, task, ARGV[next_owner])
     next_owner = next_owner + 1
@@ -47,7 +47,7 @@ while ARGV[next_owner] and queue and num_dead < limit do
     num_dead = num_dead + 1
     if task then
       -- Cancelled or deleted with RQ's own tools.
-      finish_cancelled(id, task)
+      finish_taken(id, task)
     end
   end
   queue = next_queue(slug)

@@ -40,6 +40,7 @@ local function let_go(id, task, num_served)
   call('DEL', K.rq_execution .. composite, K.rq_executions .. id)
   call('SREM', K.rq_worker .. task.worker .. K.rq_worker_executions, composite)
   call('HDEL', K.run .. id, 'owner', 'waiting_for', 'tokens_ahead', 'position', 'standing', 'claimed_length')
+  call('HDEL', K.run .. id, 'lease_seconds')
   charge(task.queue, task.slug, num_served - task.cost)
 end
 
