@@ -32,6 +32,7 @@ LINGER_SILENCE_SECONDS = 2.0
 LINGER_SECONDS = 30.0
 LINGER_BYTES = 64 * 1024 * 1024
 """What a client still sends after the last reply is discarded within these limits."""
+SEND_BYTES = 128 * 1024
 _NO_LINGER = struct.pack("ii", 1, 0)
 MIN_BODY_BYTES_PER_SECOND = 4096
 """A body that arrives faster than this has more time than the deadline of a head."""
@@ -95,6 +96,8 @@ class Connection(HTTPChannel):  # type: ignore[misc]  # Waitress ships no types
         map: Mapping[int, Any] | None = None,
     ) -> None:
         super().__init__(server, sock, addr, adj, map=map)
+        # Each attempt to send copies this much.
+        self.sendbuf_len = SEND_BYTES
         self._reading_since = self.last_progress = time.monotonic()
         self._has_served = False
         self._waiting_to_write = False

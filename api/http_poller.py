@@ -1,4 +1,4 @@
-"""Waits for sockets with epoll, at a cost that does not grow with the number of idle connections.
+"""Waits for sockets, at a cost for each idle connection that is the system's alone.
 
 Waitress's own loop asks every connection before each wait. Here a dispatcher is asked again after each of its
 events, and when it was named to `changed`.
@@ -17,7 +17,7 @@ class Poller:
 
     def __init__(self, dispatchers: Mapping[int, Any]) -> None:
         self._dispatchers = dispatchers
-        self._epoll = select.epoll()
+        self._poll = select.poll()
         self._registered: dict[int, int] = {}
         self._changed: deque[Any] = deque()
 
@@ -28,7 +28,7 @@ class Poller:
     def forget(self, fileno: int) -> None:
         """The descriptor is about to be closed. Called by the thread that polls."""
         if self._registered.pop(fileno, None) is not None:
-            self._epoll.unregister(fileno)
+            self._poll.unregister(fileno)
 
     def update_all(self) -> None:
         for dispatcher in list(self._dispatchers.values()):
@@ -38,27 +38,23 @@ class Poller:
         """Handle what is ready; waits up to `seconds` for something."""
         while self._changed:
             self._update(self._changed.popleft())
-        for fileno, flags in self._epoll.poll(seconds):
+        for fileno, flags in self._poll.poll(seconds * 1000):
             dispatcher = self._dispatchers.get(fileno)
             if dispatcher is not None:
-                # The flags of epoll have the values of those of poll.
                 wasyncore.readwrite(dispatcher, flags)
                 self._update(dispatcher)
-
-    def close(self) -> None:
-        self._epoll.close()
 
     def _update(self, dispatcher: Any) -> None:
         fileno: int | None = dispatcher._fileno
         if fileno is None or self._dispatchers.get(fileno) != dispatcher:
             # It was closed meanwhile.
             return
-        wanted = select.EPOLLIN | select.EPOLLPRI if dispatcher.readable() else 0
+        wanted = select.POLLIN | select.POLLPRI if dispatcher.readable() else 0
         if dispatcher.writable() and not dispatcher.accepting:
-            wanted |= select.EPOLLOUT
+            wanted |= select.POLLOUT
         known = self._registered.get(fileno)
         if known is None:
-            self._epoll.register(fileno, wanted)
+            self._poll.register(fileno, wanted)
         elif known != wanted:
-            self._epoll.modify(fileno, wanted)
+            self._poll.modify(fileno, wanted)
         self._registered[fileno] = wanted

@@ -30,6 +30,7 @@ PROBE_PATH = "/livez"
 PROBE_CONNECTIONS = 64
 """Connections beyond the limit; they are answered on `PROBE_PATH` alone."""
 TICK_SECONDS = 0.25
+KEEP_ALIVE_IDLE_SECONDS = 15
 ACCEPTS_AT_ONCE = 64
 RECEIVE_BYTES = 64 * 1024
 REPLY_BYTES = 256 * 1024
@@ -88,6 +89,7 @@ class HttpServer(TcpWSGIServer):  # type: ignore[misc]  # Waitress ships no type
         self.poller = Poller(dispatchers)
         self.serving = threading.local()
         """`connection`: the one that this thread serves."""
+        self._accepts_from = 0.0
         self._is_full = False
         super().__init__(
             application,
@@ -135,9 +137,17 @@ class HttpServer(TcpWSGIServer):  # type: ignore[misc]  # Waitress ships no type
         if now - self._checked_at >= TICK_SECONDS:
             self._checked_at = now
             for connection in self.connections:
-                connection.check_deadlines(now, self._deadlines)
+                self._check(connection, now)
             self._bound_memory(now)
             self.poller.update_all()
+
+    def _check(self, connection: Connection, now: float) -> None:
+        try:
+            connection.check_deadlines(now, self._deadlines)
+        except Exception:
+            # A fault with one connection ends no other.
+            logger.exception("a connection is closed")
+            connection.abort()
 
     # Who is answered by which thread.
 
@@ -160,16 +170,33 @@ class HttpServer(TcpWSGIServer):  # type: ignore[misc]  # Waitress ships no type
 
     # Who may connect.
 
+    def set_socket_options(self, conn: socket.socket) -> None:
+        """Let the system notice clients that vanish without a word, also while nothing is sent to them."""
+        super().set_socket_options(conn)
+        conn.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        options = {
+            "TCP_KEEPIDLE": KEEP_ALIVE_IDLE_SECONDS,
+            "TCP_KEEPINTVL": KEEP_ALIVE_IDLE_SECONDS,
+            # Later than this server's own deadline, which tells the client of it by a reset.
+            "TCP_USER_TIMEOUT": min(round(self._deadlines.write_seconds * 2000), 2**31 - 1),
+        }
+        for name, value in options.items():
+            # Not every system has all of them.
+            if hasattr(socket, name):
+                conn.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
     def readable(self) -> bool:
-        return bool(self.accepting)
+        return bool(self.accepting) and time.monotonic() >= self._accepts_from
 
     def handle_accept(self) -> None:
         for _ in range(ACCEPTS_AT_ONCE):
             try:
                 accepted = self.accept()
             except OSError as error:
-                logger.warning("a connection cannot be accepted: %s", error)
-                self._make_room(self.connections)
+                # Most likely too many files are open.
+                if not self._make_room(self.connections):
+                    logger.warning("a connection cannot be accepted: %s", error)
+                    self._accepts_from = time.monotonic() + TICK_SECONDS
                 return
             if accepted is None:
                 return

@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import socket
+from collections.abc import Callable
 from types import FrameType
 
 from api.app import create_app
@@ -63,7 +64,7 @@ def serve(settings: ApiSettings) -> None:
     app = create_app(settings, shutdown)
     limit = _connection_limit(settings)
     server = HttpServer(app, settings, listener, shutdown, connection_limit=limit)
-    _stop_on_signals(server, shutdown)
+    stop_on_signals(server.wake, shutdown)
     start_reaper(settings)
     start_deliverer(settings, app.extensions["webhook_metrics"], shutdown)
     logger.info("Listening at: %s (%d)", _url(listener), os.getpid())
@@ -85,14 +86,14 @@ def _connection_limit(settings: ApiSettings) -> int:
     return max(1, min(wanted, possible))
 
 
-def _stop_on_signals(server: HttpServer, shutdown: Shutdown) -> None:
+def stop_on_signals(wake: Callable[[], None], shutdown: Shutdown) -> None:
     """The first signal asks open calls to end; a second one ends the process at once."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         if shutdown.requested:
             os._exit(EXIT_AT_ONCE)
         shutdown.requested = True
-        server.wake()
+        wake()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)

@@ -198,7 +198,7 @@ _RANGES = {
     **dict.fromkeys(("max_skip_ahead", "max_chunk_tokens", "context_unit"), Range(1, 2**31 - 1)),
     "max_preemptions": Range(0, 2**31 - 1),
     "prefill_reserve": Range(0, 0.9),
-    **dict.fromkeys(("max_waiting_tasks", "max_waiting_tokens"), Range(0)),
+    **dict.fromkeys(("max_waiting_tasks", "max_waiting_tokens", "max_connections_per_address"), Range(0)),
     "max_body_bytes": Range(1024),
     "http_threads": Range(2),
     "max_streams": Range(1),

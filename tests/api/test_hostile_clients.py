@@ -13,6 +13,7 @@ import threading
 
 import pytest
 
+from api.http_server import network
 from tests.api.running_server import read_all, resident_bytes, unread
 
 TINY = {
@@ -241,7 +242,7 @@ def long_log(worker, submit):
 
 class TestClientsThatNeverRead:
     @pytest.mark.parametrize("path", ["/v1/tasks/{}/events", "/v1/tasks/{}"])
-    def test_hold_neither_threads_nor_places_nor_memory(self, start, keep_unread, long_log, path):
+    def test_hold_neither_threads_nor_places(self, start, keep_unread, long_log, path):
         server = start(TOKENMILL_HTTP_WRITE_SECONDS="5", TOKENMILL_MAX_STREAMS="128")
         request = f"GET {path.format(long_log)} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
         before = resident_bytes(server.process)
@@ -283,6 +284,20 @@ class TestClientsThatNeverRead:
             for _ in range(40):
                 worker.say(task_id, *["x" * 2000] * 100)
             server.wait_for_streams(0)
+
+
+@pytest.mark.parametrize(
+    ("address", "client"),
+    [
+        ("192.0.2.1", "192.0.2.1"),
+        ("::ffff:192.0.2.1", "192.0.2.1"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2::", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+    ],
+)
+def test_addresses_that_one_client_can_choose_among_are_one(address, client):
+    assert network(address) == client
 
 
 def test_as_many_long_polls_as_places_and_no_false_refusal(start, submit, worker):
