@@ -30,6 +30,8 @@ from worker.protocol.readers import Readers
 from worker.protocol.store import TaskStore
 
 DOCS_PREFIX = "/docs"
+SPARE_CONNECTIONS = 16
+"""Connections to Redis of threads that answer no call."""
 _TO_SWAGGER = '<meta http-equiv="refresh" content="0; url=swagger"><a href="swagger">The API</a>'
 
 
@@ -44,7 +46,7 @@ def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiAp
 
     `shutdown`: set by the server when it wants open streams to end.
     """
-    client = connect(settings.redis_url)
+    client = connect(settings.redis_url, settings.http_threads + SPARE_CONNECTIONS)
     store = TaskStore(client, retention_seconds=settings.retention_seconds)
     hub = Hub(lambda: connect_subscriber(settings.redis_url), lambda name: client.publish(name, b""))
     registry = CollectorRegistry()

@@ -87,9 +87,14 @@ class _Library:
     UnixDomainSocketConnection = redis.UnixDomainSocketConnection
 
 
-def connect(url: str) -> redis.Redis:
-    """The client for commands, of any number of threads: each holds one connection, while it calls."""
-    client: redis.Redis = redis_url.client(_Library, url, **_options(ANSWER_SECONDS))
+def connect(url: str, max_threads: int = 128) -> redis.Redis:
+    """The client for commands of at most `max_threads` threads at a time.
+
+    Each of them holds one connection while it calls. The library's own limit is 100 connections, beyond which
+    it raises as if Redis were away.
+    """
+    options = {"max_connections": max_threads, **_options(ANSWER_SECONDS)}
+    client: redis.Redis = redis_url.client(_Library, url, **options)
     return client
 
 

@@ -64,7 +64,12 @@ class Visit:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._readers and not self.cut_short:
+        if not self._readers:
+            return
+        if self.cut_short:
+            # Its client has the whole time to come back, from now on.
+            self._renew(self._readers)
+        else:
             self._leave(self._readers, gone=self.gone or client_is_gone(self._environ))
 
     def _renew(self, readers: Readers) -> None:

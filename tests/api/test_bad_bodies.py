@@ -1,7 +1,9 @@
 """Every bad body is refused: 4xx, valid JSON, the field named, fast, and nothing left in Redis."""
 
+import gzip
 import json
 import math
+import re
 import zlib
 from dataclasses import replace
 
@@ -395,4 +397,45 @@ def test_an_encoding_that_is_not_undone_is_refused(client, redis_client):
         content_type="application/json",
         headers={"Content-Encoding": "gzip"},
     )
-    check_refused(client, redis_client, reply, 415)
+    check_refused(client, redis_client, reply, 415, "Content-Encoding")
+    assert "gzip" in reply.json["detail"]
+    assert reply.headers["Accept-Encoding"] == "identity"
+
+
+def test_a_byte_order_mark_is_skipped(client):
+    """ai-memory#500: some editors and shells write one, and RFC 8259 lets readers ignore it."""
+    body = b"\xef\xbb\xbf" + json.dumps(GOOD).encode()
+    assert client.post("/v1/tasks", data=body, content_type="application/json").status_code == 202
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ('{"prompt": "x"}'.encode("utf-16"), "UTF-16"),
+        ('{"prompt": "x"}'.encode("utf-16-le"), "UTF-16 or UTF-32"),
+        ('{"prompt": "x"}'.encode("utf-16-be"), "UTF-16 or UTF-32"),
+        ('{"prompt": "x"}'.encode("utf-32"), "UTF-32"),
+        ('{"prompt": "caf\u00e9"}'.encode("cp1252"), "not UTF-8 (byte 15)"),
+        (gzip.compress(b'{"prompt": "x"}'), "compressed (gzip)"),
+        (b'{"prompt": x}', "line 1, column 12"),
+        (b"\xef\xbb\xbf" * 2 + b"{}", "line 1, column 1"),
+        (b'{"seed": ' + b"1" * 5000 + b"}", "too large a number"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_body_is_instead_is_named(client, redis_client, body, words):
+    """gunicorn#1803: no words of the decoder's own reach the client."""
+    reply = client.post("/v1/tasks", data=body, content_type="application/json")
+    check_refused(client, redis_client, reply, 400)
+    assert words in reply.json["detail"]
+    assert not re.search("codec|Expecting|Exceeds|Error|delimiter|0x", reply.json["detail"])
+
+
+@pytest.mark.parametrize(
+    ("charset", "status"), [("utf-8", 202), ("UTF-8", 202), ("utf-16", 415), ("latin-1", 415)]
+)
+def test_a_charset_that_is_not_undone_is_refused(client, charset, status):
+    content_type = f"application/json; charset={charset}"
+    reply = client.post("/v1/tasks", data=json.dumps(GOOD), content_type=content_type)
+    assert reply.status_code == status
+    assert status == 202 or charset in reply.json["detail"]

@@ -202,9 +202,9 @@ class TaskStore:
         """The first `count` entries of a log; fewer where it has fewer by now."""
         return tuple(LogEntry.of_fields(fields) for _, fields in self._rows(task_id, -1, count))
 
-    def read_log(self, task_id: str, after: int = -1) -> list[Event]:
-        """The messages with a `seq` greater than `after`, in order; empty where there are none."""
-        return event_log.events(task_id, self._rows(task_id, after, event_log.MAX_SEQ))
+    def read_log(self, task_id: str, after: int = -1, count: int = event_log.MAX_SEQ) -> list[Event]:
+        """Up to `count` messages with a `seq` greater than `after`, in order; empty where there are none."""
+        return event_log.events(task_id, self._rows(task_id, after, count))
 
     def put_worker(self, record: WorkerRecord, ttl_seconds: float) -> None:
         """Tell what a worker does; forgotten after `ttl_seconds` unless told again."""
