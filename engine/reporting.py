@@ -31,10 +31,11 @@ class StepLog:
         self._finished: list[FinishedSequence] = []
         self._num_generated_tokens = 0
 
-    def started(self, times: RequestTimes, now: float) -> None:
-        times.started = now
+    def started(self, times: RequestTimes, scheduled_at: float) -> None:
+        """`scheduled_at`: when the step that first scheduled the request was decided."""
+        times.started = scheduled_at
         if not times.resumed:
-            self._queue_seconds.append(Waited(times.priority, now - times.accepted))
+            self._queue_seconds.append(Waited(times.priority, scheduled_at - times.accepted))
 
     def token(self, times: RequestTimes, last_token: float | None, now: float) -> None:
         """`last_token`: when this engine drew the token before it in the same output."""
@@ -70,6 +71,7 @@ class StepLog:
             detokenize_seconds=seconds.get("detokenize", 0.0),
             update_seconds=seconds.get("update", 0.0),
             total_seconds=self._timer.total(),
+            seconds_since_decision=self._timer.since(outputs.decided_at),
             num_prefill_tokens=sum(item.num_new_tokens for item in outputs.prefill),
             num_decode_tokens=len(outputs.decode),
             num_prefill_seqs=len(outputs.prefill),

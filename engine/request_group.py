@@ -17,7 +17,10 @@ from engine.stopping import StopRules
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Moments of one request on the engine's clock. `resumed`: its first token came before this engine."""
+    """Moments of one request on the engine's clock. `resumed`: its first token came before this engine.
+
+    `started`: when the step that first scheduled it was decided; set when that step is reported.
+    """
 
     accepted: float
     priority: int = 2
@@ -124,7 +127,7 @@ class Request:
         """See `engine.deadlines.Timed`. The tokens of an earlier engine count."""
         times = self.times
         if limit is Limit.QUEUE:
-            is_met = times.resumed or times.started is not None
+            is_met = times.resumed or any(one.sequence.scheduled_at is not None for one in self.outputs)
         else:
             is_met = limit is Limit.TTFT and (times.resumed or times.first_token is not None)
         return not is_met and not self.is_over

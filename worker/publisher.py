@@ -188,8 +188,9 @@ class Publisher:
 
     def _take_step(self, output: StepOutput) -> None:
         for request_id in output.started:
-            # When the step began, not when it came out: the first token is of the same step.
-            self._note(request_id, {"scheduled": f"{output.report.total_seconds:.6f}", **_NOT_WAITING})
+            # When the step was decided, not when it came out: the first token is of the same step.
+            seconds = output.report.seconds_since_decision
+            self._note(request_id, {"scheduled": f"{seconds:.6f}", **_NOT_WAITING})
         faults = [fault for each in output.outputs if (fault := self._attempt(each.request_id, each))]
         self._num_gathered += len(output.outputs)
         if faults:

@@ -68,6 +68,19 @@ class ModelRunner:
                 self.forward(inputs)
             self._backend.zero_blocks((0,))
 
+    def release_memory(self) -> bool:
+        """Return what the CUDA allocator caches and no tensor uses to the device; whether there was any.
+
+        A CPU's memory is not cached. Raises `DeviceLost`.
+        """
+        device = self._model.device
+        if device.type != "cuda":
+            return False
+        with device_faults():
+            num_reserved = torch.cuda.memory_reserved(device)
+            torch.cuda.empty_cache()
+            return torch.cuda.memory_reserved(device) < num_reserved
+
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """One forward pass as it stands; returns logits [wanted rows, vocabulary] in the model's dtype."""
         if self._graphs is not None and self._graphs.takes(inputs):

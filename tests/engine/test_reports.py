@@ -102,6 +102,27 @@ def test_time_spent_in_line_elsewhere_counts() -> None:
     assert report.finished[0].seconds == 5.0
 
 
+def test_the_wait_in_the_queue_does_not_include_the_first_step() -> None:
+    clock = Clock()
+    engine, runner = build_engine(clock=clock, max_num_batched_tokens=4)
+
+    def tick(_: object) -> None:
+        clock.now += 2.0
+
+    runner.fault = tick
+    add(engine, "a", 10, max_tokens=1)
+    add(engine, "b", 3, max_tokens=1)
+    clock.now = 1.0
+
+    reports = []
+    while engine.has_work:
+        reports.append(engine.step().report)
+
+    assert [one.queue_seconds for one in reports] == [((2, 1.0), (2, 1.0)), (), (), ()]
+    assert [one.first_token_seconds for one in reports] == [(), (5.0,), (), (9.0,)]
+    assert [one.seconds_since_decision for one in reports] == [2.0] * 4
+
+
 def test_a_cancel_of_all_leaves_an_empty_report() -> None:
     """vllm#22545: gauges kept their last values when everything had been aborted."""
     engine, _ = build_engine()

@@ -45,6 +45,9 @@ class HangingRunner:
     def check(self) -> None:
         self._runner.check()
 
+    def release_memory(self) -> bool:
+        return bool(self._runner.release_memory())
+
 
 def _hang(how: str, path: str = "") -> None:
     if how == "holding":

@@ -97,6 +97,9 @@ class FakeRunner:
     def check(self) -> None:
         """The device never breaks by itself."""
 
+    def release_memory(self) -> bool:
+        return False
+
     def sample(self, logits: None, items: tuple[ScheduledSequence, ...]) -> list[SampledToken]:
         return [self._draw(item.sequence) for item in items if item.samples]
 
