@@ -367,7 +367,7 @@ def test_the_wait_in_the_queue_ends_when_the_step_is_decided_and_not_when_it_is_
     reports += [one.report for one in steps]
 
     assert [one.queue_seconds for one in reports] == [((2, 0.0),), (), ((2, 1.0),)]
-    assert [one.first_token_seconds for one in reports] == [(5.0,), (), (11.0,)]
+    assert [one.first_token_seconds for one in reports] == [((2, 5.0),), (), ((2, 11.0),)]
     assert [one.inter_token_seconds for one in reports] == [(), (6.0,), (5.0,)]
     assert [one.seconds_since_decision for one in reports] == [5.0, 11.0, 10.0]
     ends = [(one.request_id, one.finish_reason and one.finish_reason.value) for one in steps[1].outputs]

@@ -119,7 +119,7 @@ def test_the_wait_in_the_queue_does_not_include_the_first_step() -> None:
         reports.append(engine.step().report)
 
     assert [one.queue_seconds for one in reports] == [((2, 1.0), (2, 1.0)), (), (), ()]
-    assert [one.first_token_seconds for one in reports] == [(), (5.0,), (), (9.0,)]
+    assert [one.first_token_seconds for one in reports] == [(), ((2, 5.0),), (), ((2, 9.0),)]
     assert [one.seconds_since_decision for one in reports] == [2.0] * 4
 
 

@@ -102,7 +102,9 @@ def test_ends_of_text_that_are_no_tokens(tmp_path: Path) -> None:
     generation.write_text(json.dumps({"eos_token_id": [EOS, -1, VOCAB_SIZE]}))
     assert load(tmp_path).eos_token_ids == {EOS}
     generation.write_text(json.dumps({"eos_token_id": "</s>"}))
-    with pytest.raises(InvalidParameter, match="model: its eos_token_id must be numbers, not '</s>'"):
+    with pytest.raises(
+        InvalidParameter, match="eos_token_id must be a token id or a list of them, not '</s>'"
+    ):
         load(tmp_path)
 
 
