@@ -8,11 +8,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.t
 TEST_PROCESSES := 2
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
-.PHONY: help serve test test-services chaos bench bench-all check setup clean
+.PHONY: help serve test test-processors test-services chaos bench bench-all check setup clean
 
 help:
-	@echo "make serve           set up and run the service (Redis, one worker, the API)"
+	@echo "make serve           set up and run the service (Redis, workers, the API)"
 	@echo "make test            set up and run all tests that need only Python packages"
+	@echo "make test-processors the numerical tests with older instruction sets (AVX2, AVX-512 without bfloat16)"
 	@echo "make test-services   the tests that need system packages (see .ci/run)"
 	@echo "make chaos           a long storm of faults over the service; SEED=, DURATION= (seconds), LEASE=, FAULTS="
 	@echo "make bench           Tokenmill beside other engines: the cells of the targets, in under an hour"
@@ -26,6 +27,10 @@ serve: $(VENV)/.serve
 
 test: $(VENV)/.dev
 	$(PYTEST) -n $(TEST_PROCESSES) --dist worksteal -m "not services"
+
+test-processors: $(VENV)/.dev
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m tests.instruction_sets \
+		-n $(TEST_PROCESSES) --dist worksteal
 
 test-services: $(VENV)/.dev
 	$(PYTEST) -m services

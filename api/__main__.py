@@ -1,10 +1,19 @@
 """`python -m api`: the API as a process, set up by environment variables."""
 
+from worker.protocol.startup_signals import end_on_signals
+
+if __name__ == "__main__":
+    # First of all: the imports below take a second.
+    end_on_signals()
+
 import os
 import sys
 
 from api.server import CannotListen, serve
 from api.settings import ApiSettings, SettingError
+from worker.protocol.holding import hold_if_asked
+from worker.protocol.temporary import NoTemporaryDirectory, check_temporary_directory
+from worker.protocol.variables import warnings
 
 EXIT_FAILED = 1
 EXIT_UNUSABLE = 78
@@ -12,13 +21,25 @@ EXIT_UNUSABLE = 78
 
 
 def main() -> int:
+    for line in warnings(os.environ):
+        _say(line)
     try:
-        serve(ApiSettings.from_env(os.environ))
-    except (SettingError, CannotListen) as error:
-        print(f"tokenmill api: {error}", file=sys.stderr)  # noqa: T201 - what the user must read
+        settings = ApiSettings.from_env(os.environ)
+        check_temporary_directory()
+        serve(settings)
+    except (SettingError, NoTemporaryDirectory) as error:
+        _say(str(error))
+        hold_if_asked(os.environ, _say)
+        return EXIT_UNUSABLE
+    except CannotListen as error:
         # An address that is taken today may be free at the next start.
-        return EXIT_UNUSABLE if isinstance(error, SettingError) else EXIT_FAILED
+        _say(str(error))
+        return EXIT_FAILED
     return 0
+
+
+def _say(line: str) -> None:
+    print(f"tokenmill api: {line}", file=sys.stderr, flush=True)  # noqa: T201 - what the user must read
 
 
 if __name__ == "__main__":

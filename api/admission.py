@@ -11,7 +11,7 @@ from api.request_schemas import TaskBody
 from api.settings import ApiSettings
 from api.webhook_url import is_public, parse_url
 from worker.protocol.model_card import ModelCard
-from worker.protocol.sizes import MAX_TOLD, num_told
+from worker.protocol.sizes import prompt_logprobs_error, prompt_logprobs_fit
 
 
 def check_model(body: TaskBody, served: str) -> None:
@@ -40,25 +40,28 @@ def check_card(body: TaskBody, card: ModelCard) -> None:
     """Raises `Problem` (400) that names the field and the limit."""
     if body.messages is not None and not card.has_chat_template:
         raise bad_field("messages", f"{card.model} has no chat template; send `prompt`", "no_chat_template")
+    if body.prompt is not None:
+        _check_bytes(body.prompt, card)
     if body.prompt_token_ids is not None:
         _check_ids("prompt_token_ids", body.prompt_token_ids, card)
         if len(body.prompt_token_ids) > card.max_prompt_tokens:
             detail = f"{len(body.prompt_token_ids)} tokens; a prompt has at most {card.max_prompt_tokens}"
             raise bad_field("prompt_token_ids", detail, "context_length_exceeded")
-    _check_size(body, card)
+        if not prompt_logprobs_fit(len(body.prompt_token_ids), body.prompt_logprobs):
+            raise bad_field("prompt_logprobs", prompt_logprobs_error(len(body.prompt_token_ids)))
     _check_ids("stop_token_ids", body.stop_token_ids or (), card)
     _check_ids("allowed_token_ids", body.allowed_token_ids or (), card)
     _check_ids("logit_bias", map(int, body.logit_bias or ()), card)
 
 
-def _check_size(body: TaskBody, card: ModelCard) -> None:
-    num_tokens = (body.n or 1) * min(body.max_tokens or card.max_model_len, card.max_model_len)
-    if (size := num_told(num_tokens, body.logprobs)) > MAX_TOLD:
+def _check_bytes(prompt: str, card: ModelCard) -> None:
+    """How long a chat becomes only its template tells: the worker checks that."""
+    if card.max_prompt_bytes is not None and (size := len(prompt.encode())) > card.max_prompt_bytes:
         detail = (
-            f"all outputs together may come to {size} tokens and log-probabilities; at most {MAX_TOLD} are "
-            "told: set a lower max_tokens, n or logprobs"
+            f"{size} bytes; a prompt has at most {card.max_prompt_tokens} tokens, which are at most "
+            f"{card.max_prompt_bytes} bytes of text"
         )
-        raise bad_field("max_tokens", detail, "too_much_output")
+        raise bad_field("prompt", detail, "context_length_exceeded")
 
 
 def _check_ids(field: str, token_ids: Iterable[int], card: ModelCard) -> None:

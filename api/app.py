@@ -11,10 +11,11 @@ from pydantic import ValidationError
 
 from api import authentication, problems
 from api.follow import Follower
-from api.health import health_routes
+from api.health import Redis, health_routes
 from api.hub import Hub
 from api.json_body import JsonRequest
 from api.presence import Places, Shutdown
+from api.redis_checks import RedisChecks
 from api.redis_clients import connect, connect_subscriber
 from api.reply_schemas import ProblemView
 from api.settings import ApiSettings
@@ -22,11 +23,15 @@ from api.submission import Submitter
 from api.tasks import TaskServices, task_routes
 from monitoring.http import HttpMetrics
 from monitoring.queue import QueueCollector
+from monitoring.reaper import ReapFailures
+from monitoring.redis_state import RedisStateMetrics
 from monitoring.webhooks import WebhookMetrics
 from worker.protocol.readers import Readers
 from worker.protocol.store import TaskStore
 
 DOCS_PREFIX = "/docs"
+SPARE_CONNECTIONS = 16
+"""Connections to Redis of threads that answer no call."""
 _TO_SWAGGER = '<meta http-equiv="refresh" content="0; url=swagger"><a href="swagger">The API</a>'
 
 
@@ -41,7 +46,7 @@ def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiAp
 
     `shutdown`: set by the server when it wants open streams to end.
     """
-    client = connect(settings.redis_url)
+    client = connect(settings.redis_url, settings.http_threads + SPARE_CONNECTIONS)
     store = TaskStore(client, retention_seconds=settings.retention_seconds)
     hub = Hub(lambda: connect_subscriber(settings.redis_url), lambda name: client.publish(name, b""))
     registry = CollectorRegistry()
@@ -62,10 +67,13 @@ def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiAp
     _observe(app, metrics)
     authentication.install(app, settings.keyring)
     app.register_api(task_routes(services))
-    app.register_api(health_routes(settings, store, registry))
+    checks = RedisChecks(client, RedisStateMetrics(registry))
+    app.register_api(health_routes(settings, store, registry, Redis(client, checks)))
     app.extensions["hub"] = hub
     app.extensions["shutdown"] = services.shutdown
     app.extensions["webhook_metrics"] = WebhookMetrics(registry)
+    app.extensions["reap_failures"] = ReapFailures(registry, by_api=True)
+    app.extensions["redis_checks"] = checks
     return app
 
 

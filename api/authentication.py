@@ -9,7 +9,6 @@ from typing import Any
 from flask import Flask, g, request
 from flask_openapi3.models.security_scheme import SecurityScheme
 
-from api.json_body import discard_body
 from api.keyring import Keyring
 from api.problems import Problem
 from worker.protocol.naming import DEFAULT_TENANT
@@ -34,11 +33,7 @@ def install(app: Flask, keyring: Keyring) -> None:
         # The rule, where there is one: it is what will answer, however the path is spelled.
         path = request.url_rule.rule if request.url_rule else request.path
         if keyring and path.startswith(PROTECTED):
-            try:
-                g.tenant = _tenant(keyring, request.headers.get("Authorization", ""))
-            except Problem:
-                discard_body(request.environ)
-                raise
+            g.tenant = _tenant(keyring, request.headers.get("Authorization", ""))
 
 
 def tenant() -> str:

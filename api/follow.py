@@ -19,6 +19,8 @@ from worker.protocol.store import TaskStore
 
 logger = logging.getLogger(__name__)
 
+LOG_PAGE = 200
+"""Events of the log that are read, and held, at a time for one reader."""
 TICK_SECONDS = 1.0
 """A client that went away is noticed after so long at most."""
 SILENCE_SECONDS = 15.0
@@ -45,7 +47,7 @@ class Follower:
         with self._hub.subscribe(keys.channel(task_id)) as subscription:
             join = _Join(self._store, task_id, after, self._clock)
             while not stop() and (left := deadline - self._clock()) > 0:
-                batch = join.take(subscription.wait(min(TICK_SECONDS, left)))
+                batch = join.take(subscription.wait(0.0 if join.is_behind else min(TICK_SECONDS, left)))
                 yield batch
                 if join.ended:
                     return
@@ -66,10 +68,12 @@ class _Join:
         self._clock = clock
         self._heard_at = clock()
         self._over = False
+        self.is_behind = False
+        """The log holds more than the last page that was read of it."""
 
     @property
     def ended(self) -> bool:
-        return self._assembler.ended or self._over
+        return self._assembler.ended or (self._over and not self.is_behind)
 
     def take(self, arrived: Arrived) -> list[Event]:
         """The events that are new, in order. While Redis is away there are none; then all come."""
@@ -81,8 +85,10 @@ class _Join:
             if not batch and (arrived.replay or silent):
                 self._ask_whether_it_is_over()
         except redis.RedisError as error:
-            logger.warning("task %s: the log cannot be read, trying again: %s", self._task_id, error)
+            logger.debug("task %s: the log cannot be read, trying again: %s", self._task_id, error)
             self._assembler.must_read_log = True
+            # Not at once again.
+            self.is_behind = False
         if batch or silent:
             self._heard_at = self._clock()
         return batch
@@ -92,8 +98,9 @@ class _Join:
         for message in messages:
             event = decode(message)
             batch.extend(self._assembler.live(event))
-            # A message may show that those before it are missing.
-            self._read_log(batch)
+            # A message may show that those before it are missing. Page after page, one a turn.
+            if not self.is_behind:
+                self._read_log(batch)
             # Also for a reader who asked to begin behind the end, and to whom the end is not given.
             self._over |= isinstance(event, FinishedEvent) and event.done
 
@@ -104,5 +111,6 @@ class _Join:
 
     def _read_log(self, batch: list[Event]) -> None:
         if self._assembler.must_read_log:
-            events = self._store.read_log(self._task_id, self._assembler.last)
+            events = self._store.read_log(self._task_id, self._assembler.last, LOG_PAGE)
             batch.extend(self._assembler.replayed(events))
+            self.is_behind = self._assembler.must_read_log = len(events) == LOG_PAGE

@@ -1,19 +1,24 @@
 """The threads that a server has beside its calls. One ends what waits too long, also while no worker is up,
-and puts back what a dead worker left; the other has webhooks delivered.
+and puts back what a dead worker left; one has webhooks delivered; one checks how Redis is set up.
 
 Law: they decide nothing. When a task is overdue, a lease has lapsed or a webhook is due is for Redis to say.
+No exception ends one of them.
 """
 
 import logging
 import threading
+import time
+from collections.abc import Callable
 
 import redis
 
 from api.presence import Shutdown
+from api.redis_checks import RedisChecks
 from api.redis_clients import connect
 from api.settings import ApiSettings
 from api.webhook_post import Poster
 from api.webhooks import MAX_AT_ONCE, RENEW_SECONDS, Deliverer
+from monitoring.reaper import ReapFailures
 from monitoring.webhooks import WebhookMetrics
 from worker.protocol.outbox import Outbox
 from worker.protocol.store import TaskStore
@@ -21,43 +26,101 @@ from worker.protocol.store import TaskStore
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 10.0
-"""Before the first time, so that workers that start with this process come back for their tasks."""
+"""Before leases count as lapsed at first, so that workers that start with this process come back for their
+tasks.
+"""
 PERIOD_SECONDS = 1.0
 """No more than so late a task ends whose limit has passed."""
 PAUSE_SECONDS = 60.0
-"""After an outage, so that workers that live can renew their leases before anyone calls them lapsed."""
+"""Before leases count as lapsed after an outage, so that workers that live can renew them. Limits of time
+count from the end of the outage on.
+"""
 
 WEBHOOK_PERIOD_SECONDS = 1.0
 WEBHOOK_PAUSE_SECONDS = 5.0
 
 
-def start_reaper(settings: ApiSettings) -> None:
+class Reaper:
+    """Ends what is overdue and takes back what dead workers left. `clock`: seconds that never go back."""
+
+    def __init__(
+        self,
+        settings: ApiSettings,
+        store: TaskStore,
+        failures: ReapFailures,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._failures = failures
+        self._clock = clock
+        self._take_back_after = clock() + START_SECONDS
+        # Since the last run that worked.
+        self._failed_at: float | None = None
+
+    def run(self) -> float:
+        """Reap once; returns the seconds until the next time. Raises nothing."""
+        try:
+            self._reap()
+        except redis.RedisError as error:
+            # The client has logged the outage.
+            logger.debug("overdue tasks cannot be looked for: %s", error)
+            self._failed_at = self._clock()
+            self._take_back_after = self._failed_at + PAUSE_SECONDS
+        except Exception:
+            self._failures.failed("reaper")
+            logger.exception("the reaper failed and goes on")
+        return PERIOD_SECONDS
+
+    def _reap(self) -> None:
+        now = self._clock()
+        reaped = self._store.reap(
+            self._settings.slug,
+            max_task_seconds=self._settings.max_task_seconds,
+            take_back=now >= self._take_back_after,
+            failed_seconds_ago=None if self._failed_at is None else now - self._failed_at,
+        )
+        self._failed_at = None
+        for failure in reaped.failures:
+            self._failures.failed(failure.duty)
+            logger.error("reaper, %s: %s is set aside: %s", *failure)
+        if reaped.lost:
+            logger.error("ended, as Redis lost keys of them: %s", ", ".join(reaped.lost))
+        if reaped.timed_out or reaped.returned:
+            logger.info(
+                "%d tasks waited too long, %d were taken back from dead workers",
+                len(reaped.timed_out),
+                len(reaped.returned),
+            )
+
+
+def start_reaper(settings: ApiSettings, failures: ReapFailures) -> None:
     """Start the thread; it ends with the process."""
     store = TaskStore(connect(settings.redis_url), retention_seconds=settings.retention_seconds)
-    threading.Thread(target=_reap_for_ever, args=(settings, store), name="reaper", daemon=True).start()
+    _start("reaper", Reaper(settings, store, failures).run)
 
 
-def reap(settings: ApiSettings, store: TaskStore) -> float:
-    """Reap once; gives the seconds until the next time."""
-    try:
-        reaped = store.reap(settings.slug, max_task_seconds=settings.max_task_seconds)
-    except redis.RedisError as error:
-        logger.warning("overdue tasks cannot be looked for: %s", error)
-        return PAUSE_SECONDS
-    if reaped.timed_out or reaped.returned:
-        logger.info(
-            "%d tasks waited too long, %d were taken back from dead workers",
-            len(reaped.timed_out),
-            len(reaped.returned),
-        )
-    return PERIOD_SECONDS
+def start_checks(checks: RedisChecks) -> None:
+    """Start the thread; it ends with the process."""
+    _start("redis-checks", checks.check)
 
 
-def _reap_for_ever(settings: ApiSettings, store: TaskStore) -> None:
-    pause = threading.Event()
-    seconds = START_SECONDS
-    while not pause.wait(seconds):
-        seconds = reap(settings, store)
+def _start(name: str, turn: Callable[[], float]) -> threading.Thread:
+    """`turn` returns the seconds until the next turn."""
+
+    def run() -> None:
+        pause = threading.Event()
+        while True:
+            try:
+                seconds = turn()
+            except Exception:
+                logger.exception("the %s failed and goes on", name)
+                seconds = PERIOD_SECONDS
+            pause.wait(seconds)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def start_deliverer(settings: ApiSettings, metrics: WebhookMetrics, shutdown: Shutdown) -> None:
@@ -82,7 +145,8 @@ def deliver(deliverer: Deliverer) -> float:
     try:
         return 0.0 if deliverer.deliver_due() else WEBHOOK_PERIOD_SECONDS
     except redis.RedisError as error:
-        logger.warning("webhooks cannot be looked for: %s", error)
+        # The client has logged the outage.
+        logger.debug("webhooks cannot be looked for: %s", error)
     except Exception:
         # Without this thread nobody would be told any more, and nobody would know.
         logger.exception("webhooks cannot be delivered")

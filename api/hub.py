@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import redis
 
+from worker.protocol.outage import OutageLog
+
 logger = logging.getLogger(__name__)
 
 MAX_PENDING = 1024
@@ -85,6 +87,7 @@ class Hub:
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
+        self._outages = OutageLog(logger, "event hub")
 
     @contextlib.contextmanager
     def subscribe(self, channel: str) -> Iterator[Subscription]:
@@ -128,7 +131,7 @@ class Hub:
                     with client.pubsub() as pubsub:
                         self._listen(pubsub)
                 except redis.RedisError as error:
-                    logger.warning("the event hub lost Redis and tries again: %s", error)
+                    self._outages.failed(error)
                 except Exception:
                     # Without this thread every stream would limp along on the log, and nobody would know.
                     logger.exception("the event hub failed and starts anew")
@@ -141,6 +144,7 @@ class Hub:
             self._take_requests(pubsub)
             message = pubsub.get_message(timeout=TICK_SECONDS)
             if message is not None:
+                self._outages.worked()
                 self._route(message)
             elif pubsub.health_check_response_counter > MAX_UNANSWERED:
                 raise redis.TimeoutError("the subscription's connection is dead")

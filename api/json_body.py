@@ -4,28 +4,30 @@ Law: what comes out can be stored, hashed and printed as UTF-8 JSON again: no Na
 surrogate, no duplicate name, no nesting that a recursive encoder could fall over. Knows no field.
 """
 
-import contextlib
 import json
 import math
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from flask import Request
 from werkzeug.exceptions import RequestEntityTooLarge
 
-from api.presence import silence_limit
 from api.problems import Problem, shown
 
-BODY_SILENCE_SECONDS = 10.0
-"""A client that sends nothing for so long in the middle of a body is not waited for."""
-DISCARD_BYTES = 64 * 1024 * 1024
-DISCARD_CHUNK = 64 * 1024
-DISCARD_SECONDS = 2.0
-
-MAX_DEPTH = 32
+MAX_DEPTH = 104
+"""Of one field. A JSON schema may be nested 100 deep, as its text may be."""
 MAX_NAMES = 256
 """Fields of the body itself; each unknown one would otherwise cost an error of its own."""
+
+
+_CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")
+_NOT_UTF8 = (
+    (b"\x1f\x8b", "compressed (gzip)"),
+    (b"\xff\xfe\0\0", "UTF-32"),
+    (b"\0\0\xfe\xff", "UTF-32"),
+    (b"\xff\xfe", "UTF-16"),
+    (b"\xfe\xff", "UTF-16"),
+)
 
 
 class JsonRequest(Request):
@@ -35,72 +37,67 @@ class JsonRequest(Request):
         """The body. Raises `Problem` whatever `silent` says: a bad body is never taken for an absent one."""
         if not self.is_json:
             raise Problem(415, "unsupported_media_type", "send the body as `Content-Type: application/json`")
-        if self.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity"):
-            raise Problem(415, "unsupported_encoding", "send the body without `Content-Encoding`")
-        with silence_limit(self.environ, BODY_SILENCE_SECONDS):
-            return parse_object(self._read(cache))
+        self._check_encoding()
+        return parse_object(self._read(cache))
 
     def _read(self, cache: bool) -> bytes:
         try:
             body = self.get_data(cache=cache)
-            if self._goes_on():
-                raise RequestEntityTooLarge
         except RequestEntityTooLarge:
-            discard_body(self.environ)
             detail = f"the body may have at most {self.max_content_length} bytes"
             raise Problem(413, "body_too_large", detail, param="body") from None
-        except Exception as error:
-            # Each server has errors of its own for a body that is wrongly framed.
-            raise _unreadable(error) from error
         if self.content_length is not None and len(body) < self.content_length:
             detail = f"the body ends after {len(body)} of {self.content_length} bytes"
             raise Problem(400, "unreadable_body", detail, param="body")
         return body
 
-    def _goes_on(self) -> bool:
-        """A body that named no length is cut at the limit in silence: is there more of it?"""
-        if self.content_length is not None or not self.environ.get("wsgi.input_terminated"):
-            return False
-        return bool(self.environ["wsgi.input"].read(1))
-
-
-def discard_body(environ: Mapping[str, Any]) -> None:
-    """Take what else is sent, within bounds: most clients read no answer before they have sent all.
-
-    Never raises: servers have errors of their own for a body that is wrongly framed.
-    """
-    until = time.monotonic() + DISCARD_SECONDS
-    with contextlib.suppress(Exception), silence_limit(environ, DISCARD_SECONDS):
-        for _ in range(DISCARD_BYTES // DISCARD_CHUNK):
-            if not environ["wsgi.input"].read(DISCARD_CHUNK) or time.monotonic() > until:
-                return
-
-
-def _unreadable(error: Exception) -> Problem:
-    if isinstance(error.__context__, TimeoutError) or isinstance(error, TimeoutError):
-        detail = f"nothing more of the body came for {BODY_SILENCE_SECONDS:g} seconds"
-        return Problem(408, "body_timeout", detail, param="body")
-    return Problem(400, "unreadable_body", f"the body cannot be read: {error}", param="body")
+    def _check_encoding(self) -> None:
+        encoding = self.headers.get("Content-Encoding", "").strip()
+        if encoding.lower() not in ("", "identity"):
+            detail = f"Content-Encoding {shown(encoding)} is not supported; send the body uncompressed"
+            headers = {"Accept-Encoding": "identity"}
+            raise Problem(415, "unsupported_encoding", detail, param="Content-Encoding", headers=headers)
+        charset = self.mimetype_params.get("charset", "utf-8")
+        if charset.lower() not in _CHARSETS:
+            detail = f"charset {shown(charset)} is not supported; send the body as UTF-8"
+            raise Problem(415, "unsupported_charset", detail, param="Content-Type")
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
     """Raises `Problem` (400)."""
     try:
         value = json.loads(
-            body.decode("utf-8"), object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_float
+            _text(body),
+            object_pairs_hook=_object,
+            parse_constant=_no_constant,
+            parse_float=_float,
+            parse_int=_integer,
         )
-    except UnicodeDecodeError:
-        raise _bad("the body is not UTF-8") from None
     except RecursionError:
         raise _bad(f"the body is nested deeper than {MAX_DEPTH} levels") from None
-    except ValueError as error:
-        raise _bad(f"the body is not JSON: {error}") from None
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise _bad(f"the body is not valid JSON: {place}") from None
     if not isinstance(value, dict):
         raise _bad("the body must be a JSON object")
     if len(value) > MAX_NAMES:
         raise _bad(f"the body has more than {MAX_NAMES} fields")
     _check(value)
     return value
+
+
+def _text(body: bytes) -> str:
+    """The body as text; a byte order mark of UTF-8 is skipped, as RFC 8259 allows. Raises `Problem` (400)."""
+    other = next((name for start, name in _NOT_UTF8 if body.startswith(start)), None)
+    # JSON begins with two ASCII characters: in UTF-16 and UTF-32 a zero byte is among their first bytes.
+    if other is None and b"\0" in body[:4]:
+        other = "UTF-16 or UTF-32"
+    if other is not None:
+        raise _bad(f"the body is {other}; send JSON as UTF-8 text")
+    try:
+        return body.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _bad(f"the body is not UTF-8 (byte {error.start})") from None
 
 
 def _bad(detail: str) -> Problem:
@@ -123,6 +120,14 @@ def _first_repeated(names: Iterable[str]) -> str:
 
 def _no_constant(name: str) -> NoReturn:
     raise _bad(f"{name} is no JSON number")
+
+
+def _integer(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError:
+        # Python converts no more than some thousand digits.
+        raise _bad(f"{shown(digits)} is too large a number") from None
 
 
 def _float(digits: str) -> float:

@@ -4,14 +4,13 @@ Law: to ask whether someone is there costs no wait and takes nothing from the co
 """
 
 import contextlib
-import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-_SOCKETS = ("gunicorn.socket", "werkzeug.socket")
-"""Where servers put the connection into the WSGI environment."""
+_IS_GONE = "waitress.client_disconnected"
+"""Where the server puts into the WSGI environment what to ask for the client's presence."""
 
 
 class Shutdown:
@@ -21,40 +20,9 @@ class Shutdown:
 
 
 def client_is_gone(environ: Mapping[str, Any]) -> bool:
-    """True if the client has closed the connection. False also where that cannot be seen from here.
-
-    Unread bytes hide the end behind them, as the last record of TLS does; the next write finds it then.
-    """
-    connection = _connection(environ)
-    if connection is None:
-        return False
-    try:
-        # The plain socket's method: that of a TLS socket refuses to peek.
-        return not socket.socket.recv(connection, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
-@contextlib.contextmanager
-def silence_limit(environ: Mapping[str, Any], seconds: float) -> Iterator[None]:
-    """Within, a read from the client that takes longer raises TimeoutError, where the server lets us."""
-    connection = _connection(environ)
-    if connection is None:
-        yield
-        return
-    before = connection.gettimeout()
-    connection.settimeout(seconds)
-    try:
-        yield
-    finally:
-        connection.settimeout(before)
-
-
-def _connection(environ: Mapping[str, Any]) -> socket.socket | None:
-    found = next((environ[name] for name in _SOCKETS if name in environ), None)
-    return found if isinstance(found, socket.socket) else None
+    """True if the client has closed the connection. False also where that cannot be seen from here."""
+    is_gone: Callable[[], bool] | None = environ.get(_IS_GONE)
+    return is_gone is not None and is_gone()
 
 
 class Places:

@@ -14,12 +14,12 @@ from http import HTTPStatus
 from typing import Any
 
 import redis
-from flask import Flask, Response, g, request
+from flask import Flask, Response, current_app, g, request
 from pydantic import ValidationError
-from werkzeug.exceptions import HTTPException
+from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound
 from werkzeug.wrappers import Response as BaseResponse
 
-from api.redis_clients import is_unavailable
+from api.redis_clients import is_unavailable, why_unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,8 @@ MAX_RETRY_SECONDS = 60
 """Clients give up on a Retry-After that is much longer."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_PARAMETER = re.compile(r"<(?:[^:<>]*:)?([^<>]+)>")
+_DOCS_FILE = re.compile(r"/docs/.*(?<!json)$(?<!^/docs/)")
 _REDIS_RETRY_SECONDS = 5
 _SHOWN = 200
 """Characters of a client's own text that a message repeats."""
@@ -150,14 +152,45 @@ def _of_http(error: HTTPException) -> BaseResponse:
         return error.get_response()
     code = _CODES.get(status, "server_error" if status >= 500 else "invalid_request")
     kept = {name: value for name, value in error.get_headers() if name != "Content-Type"}
-    return Problem(status, code, error.description or error.name, headers=kept).to_response()
+    if isinstance(error, NotFound):
+        return _of_wrong_path(kept)
+    detail = error.description or error.name
+    if isinstance(error, MethodNotAllowed):
+        detail = f"{shown(request.method)} is not allowed here; allowed: {', '.join(_methods(error))}"
+    return Problem(status, code, detail, headers=kept).to_response()
+
+
+def _methods(error: MethodNotAllowed) -> list[str]:
+    return sorted(error.valid_methods or ())
+
+
+def _of_wrong_path(headers: Mapping[str, str]) -> Response:
+    """Names what there is: a wrong path is most often a misspelled one."""
+    routes = _routes(current_app)
+    detail = f"there is no such path; the routes are {', '.join(routes)}"
+    return Problem(404, "not_found", detail, headers=headers, members={"routes": routes}).to_response()
+
+
+def _routes(app: Flask) -> list[str]:
+    """Method and path of each, as `GET /v1/tasks/{task_id}`, in the order of the paths."""
+    rules = [rule for rule in app.url_map.iter_rules() if not _DOCS_FILE.match(rule.rule)]
+    routes = [
+        (_PARAMETER.sub(_braces, rule.rule), method)
+        for rule in rules
+        for method in (rule.methods or set()) - {"HEAD", "OPTIONS"}
+    ]
+    return [f"{method} {path}" for path, method in sorted(routes)]
+
+
+def _braces(parameter: re.Match[str]) -> str:
+    return "{" + parameter[1] + "}"
 
 
 def _of_redis(error: redis.RedisError) -> Response:
     if not is_unavailable(error):
         return _of_fault(error)
-    logger.warning("Redis is not available: %s", error)
-    detail = "the task store is not available just now; try again"
+    # The client has logged the outage, once for all calls.
+    detail = f"the task store is not available just now: {why_unavailable(error)}; try again"
     return Problem(503, "store_unavailable", detail, retry_after=_REDIS_RETRY_SECONDS).to_response()
 
 

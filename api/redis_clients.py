@@ -4,7 +4,9 @@ The library's defaults retry ten times in silence, which would hold an HTTP thre
 failover no connection stays with a server that only reads.
 """
 
+import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import redis
@@ -12,6 +14,9 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from worker.protocol import redis_url
+from worker.protocol.outage import OutageLog
+
+logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 2.0
 ANSWER_SECONDS = 5.0
@@ -25,18 +30,38 @@ _UNAVAILABLE = (
     redis.exceptions.ClusterDownError,
 )
 # Errors that the library knows no class for; it leaves their code in the text.
-_UNAVAILABLE_CODES = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY")
+_UNAVAILABLE_CODES = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY", "TOOLATE")
+
+_REASONS: tuple[tuple[Callable[[redis.RedisError], bool], str], ...] = (
+    (lambda error: isinstance(error, redis.exceptions.OutOfMemoryError), "its memory is full"),
+    (lambda error: str(error).startswith("MISCONF"), "it cannot write to its disk, which may be full"),
+    (lambda error: isinstance(error, redis.exceptions.ReadOnlyError), "it is a replica that only reads"),
+    (lambda error: str(error).startswith("NOREPLICAS"), "too few of its replicas are in reach"),
+    (lambda error: isinstance(error, redis.exceptions.BusyLoadingError), "it loads its data"),
+)
 
 
 class _Client(redis.Redis):
-    """A name may lead to another server by now, while a connection lives on to the one that was demoted."""
+    """A name may lead to another server by now, while a connection lives on to the one that was demoted.
+
+    An outage is logged here, once, for all that call.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._outages = OutageLog(logger, "API")
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
         try:
-            return super().execute_command(*args, **options)  # type: ignore[no-untyped-call] # redis-py's
-        except redis.exceptions.ReadOnlyError:
-            self.connection_pool.disconnect(inuse_connections=False)
+            reply = super().execute_command(*args, **options)  # type: ignore[no-untyped-call] # redis-py's
+        except redis.RedisError as error:
+            if is_unavailable(error):
+                self._outages.failed(error)
+            if isinstance(error, redis.exceptions.ReadOnlyError):
+                self.connection_pool.disconnect(inuse_connections=False)
             raise
+        self._outages.worked()
+        return reply
 
 
 class _Sentinels(redis.Sentinel):
@@ -62,9 +87,14 @@ class _Library:
     UnixDomainSocketConnection = redis.UnixDomainSocketConnection
 
 
-def connect(url: str) -> redis.Redis:
-    """The client for commands, of any number of threads: each holds one connection, while it calls."""
-    client: redis.Redis = redis_url.client(_Library, url, **_options(ANSWER_SECONDS))
+def connect(url: str, max_threads: int = 128) -> redis.Redis:
+    """The client for commands of at most `max_threads` threads at a time.
+
+    Each of them holds one connection while it calls. The library's own limit is 100 connections, beyond which
+    it raises as if Redis were away.
+    """
+    options = {"max_connections": max_threads, **_options(ANSWER_SECONDS)}
+    client: redis.Redis = redis_url.client(_Library, url, **options)
     return client
 
 
@@ -78,6 +108,11 @@ def connect_subscriber(url: str) -> redis.Redis:
 def is_unavailable(error: redis.RedisError) -> bool:
     """Whether Redis cannot serve just now (away, loading, full, a replica), rather than a fault of ours."""
     return isinstance(error, _UNAVAILABLE) or str(error).startswith(_UNAVAILABLE_CODES)
+
+
+def why_unavailable(error: redis.RedisError) -> str:
+    """The reason for people, of an error that `is_unavailable`."""
+    return next((text for holds, text in _REASONS if holds(error)), "it does not answer")
 
 
 def _options(answer_seconds: float) -> dict[str, Any]:

@@ -64,6 +64,17 @@ class UsageView(BaseModel):
     cached_tokens: int
 
 
+class OutputLimitView(BaseModel):
+    """The most tokens that each output gets, and why."""
+
+    max_tokens: int = Field(description="An output ends as `length` there.")
+    requested: int | None = Field(description="`max_tokens` as the request gave it.")
+    bound_by: str = Field(
+        description="`max_tokens`: the request's own; `generation_config`: the model's default; "
+        "`model_length`: the room that the prompt leaves; `output_size`: the most that one task may tell."
+    )
+
+
 class Timings(BaseModel):
     """Seconds since the task was accepted; null until it got there."""
 
@@ -104,6 +115,9 @@ class Task(BaseModel):
         description="One for each token of the prompt, null for the first; null where not asked for."
     )
     usage: UsageView | None = Field(description="Null until the prompt's length is known.")
+    output_limit: OutputLimitView | None = Field(
+        description="Below `max_tokens` where there is less room. Null until a worker takes it."
+    )
     timings: Timings
     error: ErrorView | None
     urls: Urls
@@ -149,6 +163,7 @@ class Readiness(BaseModel):
     state: Literal["ready"]
     model: str
     workers: list[WorkerView]
+    warnings: list[str] = []
 
 
 class Liveness(BaseModel):

@@ -138,7 +138,8 @@ class WaitQuery(_Parameters):
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description=f"Answer when it ends, or after so many seconds (at most {MAX_WAIT_SECONDS:.0f}).",
+        description=f"Answer when it ends, or after so many seconds (at most {MAX_WAIT_SECONDS:.0f}). "
+        "Without a free place it is answered at once, with the header `Tokenmill-Wait: skipped`.",
     )
 
 

@@ -95,7 +95,8 @@ class SamplingBody(Strict):
 
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = _given("So many outputs of one prompt; null: 1.")
     max_tokens: Annotated[int, Field(ge=1)] | None = _given(
-        "At most so many tokens of an output; null: up to the model's length."
+        "At most so many tokens of an output; null: the model's default, or up to the model's length. "
+        "More than there is room for is lowered: see `output_limit` of the task."
     )
     min_tokens: Annotated[int, Field(ge=0)] | None = _given("Nothing ends the text before; null: 0.")
     temperature: Annotated[float, Field(ge=0)] | None = _given("0 is greedy; null: 1.")

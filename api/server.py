@@ -1,37 +1,45 @@
-"""The API under gunicorn: one process of threads, configured from here alone.
+"""The API as a process: its socket, its signals and the threads beside the HTTP server.
 
-Law: a stop is answered in time. Open streams and waits are told to end at once, and their clients reconnect.
+Invariant: a stop is answered in time. Open streams and waits are ended at once, and their clients reconnect.
 """
 
 import errno
 import logging
+import os
+import resource
+import signal
 import socket
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
-from gunicorn.app.base import BaseApplication
-from gunicorn.workers.gthread import ThreadWorker
-
-from api.app import ApiApp, create_app
-from api.housekeeping import start_deliverer, start_reaper
+from api.app import create_app
+from api.auditor import start_auditor
+from api.housekeeping import start_checks, start_deliverer, start_reaper
+from api.http_server import PROBE_CONNECTIONS, HttpServer, quiet_waitress
 from api.presence import Shutdown
 from api.settings import ApiSettings
 
 BACKLOG = 2048
-# As gunicorn writes its own lines.
+CONNECTIONS_PER_THREAD = 4
+"""Idle connections that are kept alive take no thread."""
+SPARE_FILES = 64
+"""Open files beside connections to clients and to Redis."""
+EXIT_AT_ONCE = 1
 LOG_FORMAT = "%(asctime)s [%(process)d] [%(levelname)s] %(name)s: %(message)s"
 LOG_DATES = "[%Y-%m-%d %H:%M:%S %z]"
+
+logger = logging.getLogger(__name__)
 
 
 class CannotListen(Exception):
     """The address cannot be had; the message names the settings."""
 
 
-def listen(settings: ApiSettings) -> int:
-    """The file descriptor of a bound socket; port 0 takes any free one. Raises `CannotListen`."""
+def listen(settings: ApiSettings) -> socket.socket:
+    """A bound socket; port 0 takes any free one. Raises `CannotListen`."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG).detach()
+        return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
     # UnicodeError: of a name that cannot be one, as `a..b`.
     except (OSError, UnicodeError) as error:
         raise CannotListen(_why_not(settings, error)) from error
@@ -48,66 +56,52 @@ def _why_not(settings: ApiSettings, error: OSError | UnicodeError) -> str:
     return f"{where}: {reason}; set TOKENMILL_HOST to an address of this machine"
 
 
-class ApiServer(BaseApplication):  # type: ignore[misc]  # gunicorn ships no types
-    """gunicorn's application. What its users set in GUNICORN_CMD_ARGS goes before what is set here."""
-
-    def __init__(self, settings: ApiSettings, listener: int) -> None:
-        self._settings = settings
-        self._listener = listener
-        self.shutdown = Shutdown()
-        super().__init__()
-
-    def load_config(self) -> None:
-        settings = self._settings
-        chosen: dict[str, Any] = {
-            "bind": f"fd://{self._listener}",
-            "worker_class": StreamWorker,
-            # Counters and the hub belong to a process: one holds all of them.
-            "workers": 1,
-            "threads": settings.http_threads,
-            # Idle connections that are kept alive do not take a thread.
-            "worker_connections": settings.http_threads * 4,
-            "graceful_timeout": max(1, round(settings.http_grace_seconds)),
-            "proc_name": "tokenmill-api",
-            # gunicorn would open a socket for commands in the home directory.
-            "control_socket_disable": True,
-        }
-        for name, value in {**chosen, **self._from_environment()}.items():
-            self.cfg.set(name, value)
-
-    def load(self) -> ApiApp:
-        """Called in the worker process, after the fork."""
-        start_reaper(self._settings)
-        app = create_app(self._settings, self.shutdown)
-        start_deliverer(self._settings, app.extensions["webhook_metrics"], self.shutdown)
-        return app
-
-    def _from_environment(self) -> dict[str, Any]:
-        given = self.cfg.parser().parse_args(self.cfg.get_cmd_args_from_env())
-        return {name: value for name, value in vars(given).items() if value is not None and name != "args"}
-
-
-class StreamWorker(ThreadWorker):  # type: ignore[misc]  # gunicorn ships no types
-    """gunicorn's worker of threads, which tells the streams when it has to end."""
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.app.shutdown.requested = True
-        super().handle_exit(sig, frame)
-
-    def handle_quit(self, sig: int, frame: FrameType | None) -> None:
-        self.app.shutdown.requested = True
-        super().handle_quit(sig, frame)
-
-    def is_parent_alive(self) -> bool:
-        """Asked once a second. A worker without a master ends; open streams would hold it, and the port."""
-        alive = bool(super().is_parent_alive())
-        if not alive:
-            self.app.shutdown.requested = True
-        return alive
-
-
 def serve(settings: ApiSettings) -> None:
-    """Answer calls until a signal ends it. Raises `CannotListen`."""
+    """Answer calls until SIGTERM or SIGINT ends it. Raises `CannotListen`."""
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, datefmt=LOG_DATES)
-    # The server owns the descriptor from here on, and closes it in each of its processes.
-    ApiServer(settings, listen(settings)).run()
+    quiet_waitress()
+    listener = listen(settings)
+    shutdown = Shutdown()
+    app = create_app(settings, shutdown)
+    limit = _connection_limit(settings)
+    server = HttpServer(app, settings, listener, shutdown, connection_limit=limit)
+    stop_on_signals(server.wake, shutdown)
+    start_reaper(settings, app.extensions["reap_failures"])
+    start_checks(app.extensions["redis_checks"])
+    start_auditor(settings)
+    start_deliverer(settings, app.extensions["webhook_metrics"], shutdown)
+    logger.info("Listening at: %s (%d)", _url(listener), os.getpid())
+    server.run()
+    logger.info("Stopped")
+
+
+def _connection_limit(settings: ApiSettings) -> int:
+    """Connections that may be open at once: as many as are useful, and as files may be open."""
+    wanted = settings.http_threads * CONNECTIONS_PER_THREAD
+    needed = wanted + PROBE_CONNECTIONS + settings.http_threads + SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    possible = wanted if soft == resource.RLIM_INFINITY else soft - (needed - wanted)
+    if possible < wanted:
+        logger.warning("connections are limited to %d by the limit on open files (%d)", possible, soft)
+    return max(1, min(wanted, possible))
+
+
+def stop_on_signals(wake: Callable[[], None], shutdown: Shutdown) -> None:
+    """The first signal asks open calls to end; a second one ends the process at once."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        if shutdown.requested:
+            os._exit(EXIT_AT_ONCE)
+        shutdown.requested = True
+        wake()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -36,10 +36,13 @@ class ApiSettings:
     `http_threads`: calls answered at once. `max_streams`: of these, event streams and waiting polls; fewer,
     so that short calls always find a thread. Seconds: `retention_seconds` an ended task is kept,
     `max_task_seconds` a task may wait for a worker, `heartbeat_seconds` between comments on a silent
-    stream, `http_grace_seconds` for open calls to end when the server stops.
+    stream, `http_grace_seconds` for open calls to end when the server stops, `http_read_seconds` for a
+    request to arrive, `http_write_seconds` for a client to read some of what it is sent.
+    `max_connections_per_address`: 0 means no limit.
     `webhook_keys`: sign what is sent to webhooks; without any, no task may have one.
     `webhook_allow_private`: they may be addresses of this machine and its networks.
     `keyring`: the API keys; without any, nobody needs one, and all are one tenant.
+    `hold_unusable`: see `worker.protocol.holding`.
     """
 
     redis_url: str = "redis://127.0.0.1:6379/0"
@@ -56,9 +59,13 @@ class ApiSettings:
     max_streams: int = 224
     heartbeat_seconds: float = 10.0
     http_grace_seconds: float = 10.0
+    http_read_seconds: float = 10.0
+    http_write_seconds: float = 30.0
+    max_connections_per_address: int = 512
     webhook_keys: tuple[bytes, ...] = field(default=(), repr=False)
     webhook_allow_private: bool = False
     keyring: Keyring = NO_KEYS
+    hold_unusable: bool = False
 
     @property
     def public_model(self) -> str:
@@ -98,11 +105,17 @@ class ApiSettings:
             max_streams=read.whole("TOKENMILL_MAX_STREAMS", default.max_streams, least=1),
             heartbeat_seconds=read.seconds("TOKENMILL_HEARTBEAT_SECONDS", default.heartbeat_seconds),
             http_grace_seconds=read.seconds("TOKENMILL_HTTP_GRACE_SECONDS", default.http_grace_seconds),
+            http_read_seconds=read.seconds("TOKENMILL_HTTP_READ_SECONDS", default.http_read_seconds),
+            http_write_seconds=read.seconds("TOKENMILL_HTTP_WRITE_SECONDS", default.http_write_seconds),
+            max_connections_per_address=read.whole(
+                "TOKENMILL_MAX_CONNECTIONS_PER_ADDRESS", default.max_connections_per_address, least=0
+            ),
             webhook_keys=read.secrets("TOKENMILL_WEBHOOK_SECRET"),
             webhook_allow_private=read.switch(
                 "TOKENMILL_WEBHOOK_ALLOW_PRIVATE", default.webhook_allow_private
             ),
             keyring=read.keyring("TOKENMILL_API_KEYS", "TOKENMILL_API_KEYS_FILE"),
+            hold_unusable=read.switch("TOKENMILL_HOLD_UNUSABLE", default.hold_unusable),
         )
         if settings.max_streams >= settings.http_threads:
             raise SettingError(

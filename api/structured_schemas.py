@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from typing import Annotated, Any, NoReturn
 
 from pydantic import (
@@ -27,17 +28,20 @@ def _no_constant(name: str) -> NoReturn:
 def _schema(value: object) -> object:
     if not isinstance(value, (str, dict)):
         raise ValueError("must be a JSON schema: an object, or its JSON text")
-    text = value if isinstance(value, str) else json.dumps(value)
-    _check_bytes(text)
     try:
-        schema = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
-        # Escapes of half a surrogate pair are no text.
-        json.dumps(schema, ensure_ascii=False).encode()
+        text = value if isinstance(value, str) else json.dumps(value)
+        schema = json.loads(
+            text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_without_repetition
+        )
+        # Of what is said, however it was spelled. Escapes of half a surrogate pair are no text.
+        compact = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+        compact.encode()
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is no JSON: {error}") from None
     if not isinstance(schema, (dict, bool)):
         raise ValueError("must be a JSON schema: an object, or its JSON text")
     _check_depth(schema)
+    _check_bytes(compact)
     return value
 
 
@@ -45,6 +49,14 @@ def _finite(digits: str) -> float:
     if math.isinf(number := float(digits)):
         raise ValueError(f"{digits:.40} is too large")
     return number
+
+
+def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"{counts.most_common(1)[0][0]!r:.40} is there twice")
+    return values
 
 
 def _check_bytes(text: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import fields
 from api.reply_schemas import (
     ErrorView,
     Output,
+    OutputLimitView,
     PromptLogprobsView,
     QueuePlace,
     Task,
@@ -41,6 +42,7 @@ def view(reading: Reading) -> Task:
         outputs=[_output(output) for output in outputs_of(entries, snapshot.num_outputs)],
         prompt_logprobs=_prompt_logprobs(entries),
         usage=_usage(reading, done.get("usage")),
+        output_limit=OutputLimitView(**json.loads(snapshot.output_limit)) if snapshot.output_limit else None,
         timings=_timings(snapshot),
         error=ErrorView(**done["error"]) if done.get("error") else None,
         urls=Urls(self=url, events=f"{url}/events", cancel=f"{url}/cancel"),

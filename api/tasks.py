@@ -4,22 +4,24 @@ Law: a reply is written from one consistent snapshot. Nothing here waits without
 a limit in time, and an eye on whether the client is still there.
 """
 
+import logging
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, TypeVar
 
+import redis
 from flask import Response, request
 from flask_openapi3.blueprint import APIBlueprint
 from flask_openapi3.models.tag import Tag
 
 from api import events
 from api.authentication import SCHEME_NAME, tenant
-from api.follow import Follower
-from api.presence import Places, Shutdown
+from api.follow import LOG_PAGE, Follower
+from api.presence import Places, Shutdown, client_is_gone
 from api.problems import Problem, bad_field, retry_seconds
 from api.reply_schemas import PROBLEM_REPLY, Task
 from api.request_schemas import (
@@ -39,13 +41,18 @@ from monitoring.http import HttpMetrics
 from worker.protocol import naming
 from worker.protocol.messages import Event
 from worker.protocol.readers import Readers
+from worker.protocol.script_errors import LOST_ERROR
 from worker.protocol.store import Reading, TaskSnapshot, TaskStore
+
+logger = logging.getLogger(__name__)
 
 Found = TypeVar("Found")
 POLL_SECONDS = 1
 LONGEST_POLL_SECONDS = 10
 """A task that waits long need not be asked for each second, but its start should be seen."""
 BUSY_SECONDS = 5
+WAIT_HEADER = "Tokenmill-Wait"
+"""`skipped`: the call asked to wait, and all places for waiting calls were taken."""
 _TAG = Tag(name="Tasks", description="Requests for text: submit, then poll or follow.")
 _WAIT = re.compile(r"(?:^|[,;])\s*wait\s*=\s*(\d{1,6})\s*(?:$|[,;])", re.IGNORECASE)
 _STREAM: dict[str | int | HTTPStatus, Any] = {
@@ -120,10 +127,10 @@ class _Calls:
     def submit(self, header: SubmitHeaders, body: TaskBody) -> Response:
         submitted = self._services.submitter.submit(body, header.idempotency_key, tenant())
         seconds = preferred_wait(header.prefer)
-        self._wait(submitted.task_id, seconds)
+        waited = self._wait(submitted.task_id, seconds)
         reading = self._reading(submitted.task_id)
         finished = seconds > 0 and reading.snapshot.status in TERMINAL
-        response = _reply(reading, HTTPStatus.OK if finished else HTTPStatus.ACCEPTED)
+        response = _reply(reading, HTTPStatus.OK if finished else HTTPStatus.ACCEPTED, waited=waited)
         response.headers["Location"] = task_url(submitted.task_id)
         if finished:
             response.headers["Preference-Applied"] = f"wait={seconds:.0f}"
@@ -132,8 +139,8 @@ class _Calls:
         return response
 
     def poll(self, task_id: str, seconds: float) -> Response:
-        self._wait(task_id, min(seconds, MAX_WAIT_SECONDS))
-        return _reply(self._reading(task_id))
+        waited = self._wait(task_id, min(seconds, MAX_WAIT_SECONDS))
+        return _reply(self._reading(task_id), waited=waited)
 
     def cancel(self, task_id: str) -> Response:
         # First whose it is, which never changes.
@@ -144,22 +151,33 @@ class _Calls:
     def follow(self, task_id: str, after: int) -> Response:
         snapshot = self._look(self._services.store.inspect, task_id)
         if snapshot.status in TERMINAL:
-            past = self._services.store.read_log(task_id, after)
-            # 204 is how a server tells an event source not to come again.
-            return _stream_reply([events.frames(past)]) if past else Response(status=HTTPStatus.NO_CONTENT)
+            return self._replay(task_id, after)
         if request.method == "HEAD":
             # Its body is never begun, so nothing would ever give the place back.
             return _stream_reply([])
         return self._live(snapshot, after)
 
+    def _replay(self, task_id: str, after: int) -> Response:
+        """The events of a task that has ended. 204 tells an event source not to come again."""
+        services = self._services
+        page = services.store.read_log(task_id, after, LOG_PAGE)
+        if not page:
+            return Response(status=HTTPStatus.NO_CONTENT)
+        if request.method == "HEAD":
+            return _stream_reply([])
+        environ = request.environ
+
+        def is_over() -> bool:
+            return services.shutdown.requested or client_is_gone(environ)
+
+        with self._place() as stack:
+            response = _stream_reply(_replayed(services.store, task_id, page, is_over))
+            response.call_on_close(stack.pop_all().close)
+        return response
+
     def _live(self, snapshot: TaskSnapshot, after: int) -> Response:
         services = self._services
-        with ExitStack() as stack:
-            if not stack.enter_context(services.places.take(tenant())):
-                detail = "as many streams are open as this process may have; try again, or poll"
-                raise Problem(503, "too_many_streams", detail, retry_after=BUSY_SECONDS)
-            services.metrics.stream_opened()
-            stack.callback(services.metrics.stream_closed)
+        with self._place() as stack:
             visit = stack.enter_context(self._visit(snapshot))
             batches = services.follower.batches(snapshot.task_id, after, stop=visit.is_over)
             heartbeat = services.settings.heartbeat_seconds
@@ -168,22 +186,35 @@ class _Calls:
             response.call_on_close(stack.pop_all().close)
         return response
 
-    def _wait(self, task_id: str, seconds: float) -> None:
-        """Until the task has ended, at most for `seconds`; not at all if all places are taken.
+    @contextmanager
+    def _place(self) -> Iterator[ExitStack]:
+        """A place for a stream, held until the stack is closed. Raises `Problem` (503)."""
+        services = self._services
+        with ExitStack() as stack:
+            if not stack.enter_context(services.places.take(tenant())):
+                detail = "as many streams are open as this process may have; try again, or poll"
+                raise Problem(503, "too_many_streams", detail, retry_after=BUSY_SECONDS)
+            services.metrics.stream_opened()
+            stack.callback(services.metrics.stream_closed)
+            yield stack
+
+    def _wait(self, task_id: str, seconds: float) -> bool:
+        """Until the task has ended, at most for `seconds`. False: no place was free, so it did not wait.
 
         What comes meanwhile is read as it comes; the log as a whole is read once, for the reply.
         """
         if seconds <= 0:
-            return
+            return True
         services = self._services
         snapshot = self._look(services.store.inspect, task_id)
         if snapshot.status in TERMINAL:
-            return
+            return True
         with services.places.take(tenant()) as taken:
             if taken:
                 with self._visit(snapshot) as visit:
                     last = snapshot.num_entries - 1
                     services.follower.wait_for_end(task_id, last, seconds, stop=visit.is_over)
+        return taken
 
     def _visit(self, snapshot: TaskSnapshot) -> Visit:
         services = self._services
@@ -202,6 +233,8 @@ class _Calls:
         oldest = time.time() - self._services.settings.retention_seconds
         if known and naming.EARLIEST_TASK_TIME <= naming.task_id_time(task_id) < oldest:
             raise Problem(410, "task_expired", "this task ended too long ago; it is no longer kept")
+        if known and self._services.store.is_lost(task_id, whose):
+            raise Problem(404, "lost", LOST_ERROR.message, param="task_id")
         raise Problem(404, "task_not_found", "there is no such task", param="task_id")
 
 
@@ -219,6 +252,21 @@ def _after(query: EventsQuery, header: EventsHeaders) -> int:
     if not re.fullmatch(r"-1|[0-9]{1,18}", last):
         raise bad_field("Last-Event-ID", "must be the `id` of an event of this stream")
     return int(last)
+
+
+def _replayed(
+    store: TaskStore, task_id: str, page: list[Event], is_over: Callable[[], bool]
+) -> Iterator[bytes]:
+    """The log from `page` on. A client reads it as slowly as it likes: one page is held at a time."""
+    try:
+        while page:
+            yield events.frames(page)
+            if len(page) < LOG_PAGE or is_over():
+                return
+            page = store.read_log(task_id, page[-1].seq, LOG_PAGE)
+    except redis.RedisError as error:
+        # Without its last event the stream is not complete: the client comes back for the rest.
+        logger.warning("task %s: a replay ends early: %s", task_id, error)
 
 
 def _frames(
@@ -253,11 +301,14 @@ def _stream_reply(chunks: Iterator[bytes] | list[bytes]) -> Response:
     return Response(chunks, content_type="text/event-stream; charset=utf-8", headers=headers)
 
 
-def _reply(reading: Reading, status: HTTPStatus = HTTPStatus.OK) -> Response:
+def _reply(reading: Reading, status: HTTPStatus = HTTPStatus.OK, *, waited: bool = True) -> Response:
     snapshot = reading.snapshot
     response = Response(view(reading).model_dump_json(), status, content_type="application/json")
     response.headers["Cache-Control"] = "no-store"
     if snapshot.status not in TERMINAL:
         pause = min(eta_seconds(snapshot) or POLL_SECONDS, LONGEST_POLL_SECONDS)
         response.headers["Retry-After"] = str(retry_seconds(pause))
+        if not waited:
+            response.headers[WAIT_HEADER] = "skipped"
+            response.headers["Retry-After"] = str(BUSY_SECONDS)
     return response

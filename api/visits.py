@@ -64,7 +64,12 @@ class Visit:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._readers and not self.cut_short:
+        if not self._readers:
+            return
+        if self.cut_short:
+            # Its client has the whole time to come back, from now on.
+            self._renew(self._readers)
+        else:
             self._leave(self._readers, gone=self.gone or client_is_gone(self._environ))
 
     def _renew(self, readers: Readers) -> None:
@@ -72,7 +77,7 @@ class Visit:
             readers.read(self._task_id, self._name, READER_SECONDS)
             self._renewed_at = self._clock()
         except redis.RedisError as error:
-            logger.warning("task %s: a reader cannot be noted, trying again: %s", self._task_id, error)
+            logger.debug("task %s: a reader cannot be noted, trying again: %s", self._task_id, error)
 
     def _leave(self, readers: Readers, *, gone: bool) -> None:
         try:
@@ -80,4 +85,4 @@ class Visit:
                 logger.info("task %s was cancelled: its last reader went away", self._task_id)
         except redis.RedisError as error:
             # It lapses, and the reaper does what could not be done now.
-            logger.warning("task %s: a reader that left cannot be noted: %s", self._task_id, error)
+            logger.debug("task %s: a reader that left cannot be noted: %s", self._task_id, error)

@@ -44,11 +44,11 @@ WITHOUT, WITH = WAYS = ("without", "with")
 def redis_server() -> Iterator[str]:
     """The URL of a server as `tokenmill serve` starts it, empty, on this machine's disk."""
     with tempfile.TemporaryDirectory(prefix="tokenmill-durability-") as name:
-        directory, port = Path(name), embedded_redis.free_port()
-        log = directory / "log"
-        spec = embedded_redis.server_spec(directory, log, port)
+        directory = Path(name)
+        log, socket_file = directory / "log", embedded_redis.socket_path(directory)
+        spec = embedded_redis.server_spec(directory, log, socket_file)
         server = subprocess.Popen(spec.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        url = embedded_redis.local_url(port)
+        url = embedded_redis.socket_url(socket_file)
         try:
             embedded_redis.wait_until_ready(url, log, lambda: server.poll() is None, time.sleep)
             yield url

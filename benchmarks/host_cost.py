@@ -50,6 +50,9 @@ class HostRunner:
     def check(self) -> None:
         """There is no device."""
 
+    def release_memory(self) -> bool:
+        return False
+
     # The arguments are those of `engine.step_execution.Sampler`.
 
     def sample(

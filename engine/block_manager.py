@@ -123,18 +123,35 @@ class BlockManager:
         sequence.block_table.clear()
         sequence.block_end = 0
 
+    def verify(self, sequence: Sequence) -> None:
+        """A finite row of `sequence` was sampled, from the values of all blocks that it holds."""
+        sequence.is_verified = True
+        self.prefix_cache.verify(sequence.block_table)
+
+    def forget_unverified(self, sequence: Sequence) -> None:
+        """`sequence` ends: no block stays findable that its request wrote and no finite row was sampled from.
+
+        Nothing is zeroed: the next sequence that holds such a block writes each position or zeroes the
+        block before it is read.
+        """
+        for block in self.prefix_cache.unverified_of(sequence.request_id):
+            self._withdraw(block)
+
     def distrust(self, sequence: Sequence) -> None:
-        """Forget what `sequence` wrote: it may not be finite, and even masked out, 0 times NaN is NaN."""
-        for block in self.prefix_cache.published_by(sequence.request_id):
-            if not self._reference_counts[block]:
-                del self._free[block]
-                self._num_cached_blocks -= 1
-            self.prefix_cache.forget(block)
-            self._zero_when_free.add(block)
-            if not self._reference_counts[block]:
-                self._give_back(block)
-        # What stays findable in its table was written by another.
-        self._zero_when_free.update(one for one in sequence.block_table if one not in self.prefix_cache)
+        """`sequence` fails: what it wrote may not be finite, and even masked out, 0 times NaN is NaN.
+
+        If no finite row was sampled since it was admitted, the blocks that it found may be the cause,
+        whichever request wrote them. None of these stays findable, so they fail no request after it.
+        """
+        suspects = set(self.prefix_cache.published_by(sequence.request_id))
+        if not sequence.is_verified:
+            suspects.update(sequence.block_table)
+        for block in suspects:
+            self._withdraw(block)
+        # What stays findable in its table was written by another, and a finite row was sampled from it.
+        suspects.update(one for one in sequence.block_table if one not in self.prefix_cache)
+        for block in suspects:
+            (self._zero_when_free if self._reference_counts[block] else self._to_zero).add(block)
 
     def take_blocks_to_zero(self) -> tuple[int, ...]:
         """The blocks to set to zero before anything reads them."""
@@ -155,6 +172,13 @@ class BlockManager:
             self._num_cached_blocks -= block in self.prefix_cache
         self._reference_counts[block] += 1
         sequence.block_table.append(block)
+
+    def _withdraw(self, block: int) -> None:
+        """Not findable any more; if it is free, it is given away before those that are."""
+        if block in self.prefix_cache and not self._reference_counts[block]:
+            self._num_cached_blocks -= 1
+            self._free.move_to_end(block, last=False)
+        self.prefix_cache.forget(block)
 
     def _give_back(self, block: int) -> None:
         if block in self._zero_when_free:

@@ -12,6 +12,8 @@ POLICIES = ("fifo", "skip_ahead")
 class EngineConfig:
     """Limits of the engine, in tokens, sequences, blocks and seconds.
 
+    The defaults are those of a CPU; `engine.execution.build` has the others of CUDA.
+
     `num_kv_blocks` counts the usable blocks of `block_size` tokens each. `max_model_len`: prompt and output
     of one sequence together. `chunked_prefill` off: a prompt is computed in one step or waits.
     `max_num_prefill_seqs`: sequences in one step that are not decoding; None: 16, or one prompt a step with

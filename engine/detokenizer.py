@@ -50,7 +50,9 @@ class IncrementalDecoder:
     """The text of one sequence, token by token; an incomplete character waits for its other bytes.
 
     Decodes a short window, since the text of a token depends on its neighbours (spaces, bytes of one
-    character), as in vLLM's `detokenize_incrementally`.
+    character), as in vLLM's `detokenize_incrementally`. A decoder may change its mind about text that was
+    sent: one with byte fallback makes U+FFFD of a whole run of bytes when its end is invalid. What was sent
+    stays then, and the tokens behind it are decoded without it.
     """
 
     def __init__(self, decode: Decode, prompt_token_ids: list[int]) -> None:
@@ -63,20 +65,43 @@ class IncrementalDecoder:
         window = [*self._window, token_id]
         text = self._decode(window)
         self._window = window  # not before: a token that cannot be decoded leaves the rest as it was
+        if self._is_taken_back(text):
+            if self._may_be_restored(text):
+                return ""
+            text = self._leave_out_told()
         if text.endswith(REPLACEMENT):
             return self._tell_all_but_pending(text)
         told, self._told = self._told, text
         if len(window) > _WINDOW:
             self._cut_back()
         self._num_told = len(self._window)
-        return text[len(told) :] if text.startswith(told) else _beyond(text, told)
+        return _beyond(text, told)
 
     def close(self) -> str:
         """The incomplete character at the end, as U+FFFD."""
         text = self._decode(self._window)
+        if self._is_taken_back(text):
+            text = self._leave_out_told()
         new = _beyond(text, self._told)
         self._told = text
         return new
+
+    def _is_taken_back(self, text: str) -> bool:
+        """Whether `text` lacks what was told, and not for a character that the prompt began."""
+        return not text.startswith(self._told) and not self._told.endswith(REPLACEMENT)
+
+    def _may_be_restored(self, text: str) -> bool:
+        """Whether the bytes behind what was told may yet complete a character, and bring it back."""
+        num_broken = len(text) - len(text.rstrip(REPLACEMENT))
+        common = os.path.commonprefix([text, self._told])  # noqa: RUF071 - of characters
+        return 0 < num_broken <= len(self._told[len(common) :].encode()) + _MAX_PENDING
+
+    def _leave_out_told(self) -> str:
+        """Keep only the tokens behind the text that was told, and return their text."""
+        lengths = range(len(self._window) - 1, 0, -1)
+        num_told = next((n for n in lengths if self._decode(self._window[:n]) == self._told), lengths.start)
+        self._window, self._told, self._num_told = self._window[num_told:], "", 0
+        return self._decode(self._window)
 
     def _cut_back(self) -> None:
         """Keep the tokens told last as context, if they have text: without, a space would be lost."""

@@ -239,12 +239,11 @@ class Engine:
         # Whoever is scheduled for the first time was admitted by this step, with all tokens that it knows.
         if not outputs.prefill and not outputs.num_prefix_queried_tokens:
             return ()
-        now = self._clock()
         started: list[str] = []
         for item in outputs.scheduled:
-            request = self._outputs[item.sequence].request
-            if request.times.started is None:
-                step_log.started(request.times, now)
+            request, scheduled_at = self._outputs[item.sequence].request, item.sequence.scheduled_at
+            if request.times.started is None and scheduled_at is not None:
+                step_log.started(request.times, scheduled_at)
                 request.num_cached_tokens = item.sequence.num_cached_tokens
                 started.append(request.request_id)
             if logprobs := executed.prompt_logprobs.get(item.sequence):

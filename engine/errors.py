@@ -22,8 +22,12 @@ class IllegalTransition(EngineError):
     """A sequence was asked to enter a status that it cannot reach from where it is."""
 
 
+class BlockTableOverrun(EngineError):
+    """A step would compute a token for which its sequence holds no KV block: the scheduler is at fault."""
+
+
 class UnsupportedModel(EngineError):
-    """The model computes its attention in a way that this engine cannot serve rightly."""
+    """The model is of a kind that cannot be served rightly: its attention, its type or its weights."""
 
 
 class DeviceLost(EngineError):

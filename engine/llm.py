@@ -16,7 +16,7 @@ from engine.validation import shown
 
 Prompt = str | list[int]
 Message = Mapping[str, str]
-DEFAULT_CACHE = Path.home() / ".cache" / "tokenmill"
+DEFAULT_CACHE = Path("~/.cache/tokenmill")
 
 
 class LLM:
@@ -25,7 +25,9 @@ class LLM:
     `model`: a directory, a hub id, or "SmolLM2-135M-Instruct", which is converted once into `cache_dir`.
     `dtype`: "auto" or a name as torch has it. `device`: "auto", "cpu" or "cuda". `limits`: fields of
     `EngineConfig` by name, such as `max_model_len`, `max_num_seqs` or `num_kv_blocks`, and the others that
-    `engine.execution.build.build_execution` takes.
+    `engine.execution.build.build_execution` takes. One of these is `generation_config`: "auto", the sampling
+    defaults of the model's `generation_config.json` are followed, or "none". They hold where no `params` are
+    given, and in those of `sampling_params`.
 
     Raises `InvalidParameter`, or `UnsupportedModel` with the reason.
     """
@@ -41,10 +43,17 @@ class LLM:
     ) -> None:
         if not isinstance(model, str) or not model:
             raise InvalidParameter("model", f"must be a name or a directory as text, not {shown(model)}")
-        execution = build_execution(model, cache_dir=cache_dir, dtype=dtype, device=device, **limits)
+        execution = build_execution(
+            model, cache_dir=_expanded(cache_dir), dtype=dtype, device=device, **limits
+        )
         self.config = execution.config
+        self._default_sampling = execution.default_sampling
         self._tokenizer = execution.tokenizer
         self._runner = OfflineRunner(execution.new_engine())
+
+    def sampling_params(self, **given: Any) -> SamplingParams:
+        """What is given, and the model's own defaults for the rest. Raises `InvalidParameter`."""
+        return SamplingParams(**{**self._default_sampling, **given})
 
     def generate(
         self,
@@ -55,8 +64,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Texts for `prompts`: one text, or a list of texts or of token ids; the results in their order.
 
-        `params`: the same for all, or one for each. The same prompt with the same seed gives the same text:
-        for several texts set `n`. `show_progress`: a bar on a terminal's stderr.
+        `params`: the same for all, or one for each; None: the model's defaults. The same prompt with the
+        same seed gives the same text: for several texts set `n`. `show_progress`: a bar on a terminal's
+        stderr.
 
         A prompt that cannot be served raises `InvalidParameter` with its place in the list, before anything
         runs; one that fails while it runs has an `error` in its result. Ctrl-C ends all of them, and the LLM
@@ -92,7 +102,7 @@ class LLM:
         given = (
             params
             if isinstance(params, list)
-            else [SamplingParams() if params is None else params] * len(prompts)
+            else [self.sampling_params() if params is None else params] * len(prompts)
         )
         if len(given) != len(prompts):
             raise InvalidParameter(
@@ -130,3 +140,11 @@ def _check_list(name: str, value: object) -> None:
 
 def _is_conversation(value: object) -> TypeGuard[list[Message]]:
     return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
+
+
+def _expanded(cache_dir: Path | str) -> Path | None:
+    """`cache_dir` with its `~` replaced; None where no home directory is known."""
+    try:
+        return Path(cache_dir).expanduser()
+    except RuntimeError:
+        return None

@@ -58,7 +58,8 @@ class SchedulerOutputs:
     `decode`: sequences with a gap of one that have sampled before; `prefill`: all others. `released_seats`:
     seats that lost their sequence since the last step. `blocks_to_zero`: blocks that held non-finite values.
     `num_prefix_queried_tokens`: known tokens of those admitted; `num_prefix_hit_tokens`: how many of these
-    were found computed. `bound_by`: the limit that kept more from being scheduled, or None.
+    were found computed. `bound_by`: the limit that kept more from being scheduled, or None. `decided_at`: the
+    time of the decision on the scheduler's clock.
     """
 
     decode: tuple[ScheduledSequence, ...] = ()
@@ -71,6 +72,7 @@ class SchedulerOutputs:
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     bound_by: WaitingReason | None = None
+    decided_at: float = 0.0
 
     @property
     def scheduled(self) -> tuple[ScheduledSequence, ...]:
@@ -158,13 +160,22 @@ class FinishedSequence:
     first_token_seconds: float | None
 
 
+class Waited(NamedTuple):
+    """How long a request of a priority class waited for something."""
+
+    priority: int
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """What monitoring and the trace may know of one step: plain numbers, seconds, tokens.
 
-    The `*_seconds` tuples hold one value for each event of this step: `queue_seconds` from arrival to the
-    first time scheduled, `first_token_seconds` from arrival to the first token, `inter_token_seconds`
-    between two tokens of one sequence.
+    The `*_seconds` tuples hold one value for each event of this step: `queue_seconds` from arrival until the
+    step that first scheduled the request was decided, `first_token_seconds` from arrival until the first
+    token was on the host, `inter_token_seconds` between two tokens of one sequence. `total_seconds`: duration
+    of the call of `Engine.step`. `seconds_since_decision`: from the decision on the reported step to the end
+    of that call; with asynchronous scheduling the decision is made in an earlier call.
     """
 
     step: int
@@ -174,6 +185,7 @@ class StepReport:
     detokenize_seconds: float = 0.0
     update_seconds: float = 0.0
     total_seconds: float = 0.0
+    seconds_since_decision: float = 0.0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_prefill_seqs: int = 0
@@ -193,8 +205,8 @@ class StepReport:
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     num_generated_tokens: int = 0
-    queue_seconds: tuple[float, ...] = ()
-    first_token_seconds: tuple[float, ...] = ()
+    queue_seconds: tuple[Waited, ...] = ()
+    first_token_seconds: tuple[Waited, ...] = ()
     inter_token_seconds: tuple[float, ...] = ()
     finished: tuple[FinishedSequence, ...] = ()
     num_execution_faults: int = 0

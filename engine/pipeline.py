@@ -113,7 +113,7 @@ class Pipeline:
         try:
             for sequence, stand_in in stand_ins(step.outputs.scheduled):
                 if not (sequence.is_finished() or self._rules.is_last(sequence)):
-                    self._scheduler.assume(sequence, stand_in)
+                    sequence.append(stand_in)
                     assumed.append(sequence)
             yield
         finally:
@@ -132,7 +132,8 @@ class Pipeline:
             raise EngineDead(f"the device is lost: {error}") from error
         except Exception as error:  # noqa: BLE001 - models and kernels raise what they like
             timer.num_faults += 1
-            log.warning("a step of %d sequences could not be launched (%s)", len(items), error)
+            # As text: a handler that keeps the record would keep the exception, and that the step's tensors.
+            log.warning("a step of %d sequences could not be launched (%s)", len(items), str(error))
             return InFlight(outputs)
 
     def _finish(self, step: InFlight, following: InFlight | None, timer: StepTimer) -> ExecutedStep:
@@ -156,7 +157,8 @@ class Pipeline:
             raise EngineDead(f"the device is lost: {error}") from error
         except Exception as error:  # noqa: BLE001 - as above
             timer.num_faults += 1
-            log.warning("a step that was launched failed (%s); executing it again", error)
+            log.warning("a step that was launched failed (%s); executing it again", str(error))
+            step.launched = None
             return None
         sampling = [item.sequence for item in step.outputs.scheduled if item.samples]
         return ExecutedStep(dict(zip(sampling, tokens, strict=True)))

@@ -2,10 +2,14 @@
 
 Law: a hash is an address, not a proof: a block is found only if its own tokens, its parent and its salt are
 the ones asked for. This file knows what blocks hold, not who holds blocks.
+
+A block is unverified until a finite row has been sampled from it. Its values may not be finite, since a chunk
+that samples nothing is published as it is written; so it leaves the index when its publisher ends.
 """
 
 import hashlib
 import struct
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from engine.sequence import Sequence
@@ -37,12 +41,19 @@ class PrefixCache:
         self._pack = struct.Struct(f"{block_size}q").pack
         self._block_of: dict[bytes, int] = {}
         self._held_by: dict[int, CachedBlock] = {}
+        # By publisher: findable blocks from which no finite row has been sampled yet.
+        self._unverified: dict[str, set[int]] = {}
 
     def __contains__(self, block: int) -> bool:
         return block in self._held_by
 
     def __len__(self) -> int:
         return len(self._held_by)
+
+    @property
+    def num_unverified(self) -> int:
+        """Findable blocks from which no finite row has been sampled yet."""
+        return sum(map(len, self._unverified.values()))
 
     def find(self, sequence: Sequence) -> list[int]:
         """The blocks of the longest known beginning of `sequence`, in order.
@@ -76,15 +87,36 @@ class PrefixCache:
             if digest not in block_of and block not in held_by:
                 block_of[digest] = block
                 held_by[block] = CachedBlock(digest, parent, tokens, sequence.cache_salt, sequence.request_id)
+                if not sequence.is_verified:
+                    self._unverified.setdefault(sequence.request_id, set()).add(block)
             parent = digest
 
+    def verify(self, blocks: Iterable[int]) -> None:
+        """A finite row was sampled from the values of all `blocks`."""
+        if not self._unverified:
+            return
+        for block in blocks:
+            if cached := self._held_by.get(block):
+                self._settle(block, cached)
+
+    def unverified_of(self, request_id: str) -> list[int]:
+        """The findable blocks that a request published and no finite row was sampled from."""
+        return list(self._unverified.get(request_id, ()))
+
     def forget(self, block: int) -> None:
-        """Its values are going to be overwritten."""
+        """Its values are going to be overwritten, or are not to be used again."""
         if cached := self._held_by.pop(block, None):
             del self._block_of[cached.digest]
+            self._settle(block, cached)
 
     def published_by(self, request_id: str) -> list[int]:
         return [block for block, cached in self._held_by.items() if cached.publisher == request_id]
+
+    def _settle(self, block: int, cached: CachedBlock) -> None:
+        if blocks := self._unverified.get(cached.publisher):
+            blocks.discard(block)
+            if not blocks:
+                del self._unverified[cached.publisher]
 
     def _tokens(self, sequence: Sequence, number: int) -> bytes:
         first = number * self._block_size

@@ -1,6 +1,6 @@
 """What is told of a step and of its requests: times and counts, as plain numbers. Decides nothing."""
 
-from engine.outputs import FinishedSequence, SchedulerOutputs, StepReport
+from engine.outputs import FinishedSequence, SchedulerOutputs, StepReport, Waited
 from engine.request_group import Request, RequestTimes
 from engine.scheduler import Scheduler
 from engine.sequence import FinishReason
@@ -25,16 +25,17 @@ class StepLog:
     def __init__(self, step: int, timer: StepTimer) -> None:
         self._step = step
         self._timer = timer
-        self._queue_seconds: list[float] = []
-        self._first_token_seconds: list[float] = []
+        self._queue_seconds: list[Waited] = []
+        self._first_token_seconds: list[Waited] = []
         self._inter_token_seconds: list[float] = []
         self._finished: list[FinishedSequence] = []
         self._num_generated_tokens = 0
 
-    def started(self, times: RequestTimes, now: float) -> None:
-        times.started = now
+    def started(self, times: RequestTimes, scheduled_at: float) -> None:
+        """`scheduled_at`: when the step that first scheduled the request was decided."""
+        times.started = scheduled_at
         if not times.resumed:
-            self._queue_seconds.append(now - times.accepted)
+            self._queue_seconds.append(Waited(times.priority, scheduled_at - times.accepted))
 
     def token(self, times: RequestTimes, last_token: float | None, now: float) -> None:
         """`last_token`: when this engine drew the token before it in the same output."""
@@ -43,7 +44,7 @@ class StepLog:
             self._inter_token_seconds.append(now - last_token)
         elif times.first_token is None and not times.resumed:
             times.first_token = now
-            self._first_token_seconds.append(now - times.accepted)
+            self._first_token_seconds.append(Waited(times.priority, now - times.accepted))
 
     def finished(self, request: Request, now: float) -> None:
         times, outputs = request.times, request.outputs
@@ -70,6 +71,7 @@ class StepLog:
             detokenize_seconds=seconds.get("detokenize", 0.0),
             update_seconds=seconds.get("update", 0.0),
             total_seconds=self._timer.total(),
+            seconds_since_decision=self._timer.since(outputs.decided_at),
             num_prefill_tokens=sum(item.num_new_tokens for item in outputs.prefill),
             num_decode_tokens=len(outputs.decode),
             num_prefill_seqs=len(outputs.prefill),

@@ -4,7 +4,7 @@ Law: a resumed output is folded token by token as a live one is, so both stand a
 nothing about other requests; knows no scheduler.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from engine.deadlines import Limit
 from engine.detokenizer import Detokenizer
@@ -17,9 +17,13 @@ from engine.stopping import StopRules
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Moments of one request on the engine's clock. `resumed`: its first token came before this engine."""
+    """Moments of one request on the engine's clock. `resumed`: its first token came before this engine.
+
+    `started`: when the step that first scheduled it was decided; set when that step is reported.
+    """
 
     accepted: float
+    priority: int = 2
     resumed: bool = False
     started: float | None = None
     first_token: float | None = None
@@ -123,7 +127,7 @@ class Request:
         """See `engine.deadlines.Timed`. The tokens of an earlier engine count."""
         times = self.times
         if limit is Limit.QUEUE:
-            is_met = times.resumed or times.started is not None
+            is_met = times.resumed or any(one.sequence.scheduled_at is not None for one in self.outputs)
         else:
             is_met = limit is Limit.TTFT and (times.resumed or times.first_token is not None)
         return not is_met and not self.is_over
@@ -132,7 +136,9 @@ class Request:
         """The first output that has not ended: it computes the prompt that all share, and its logprobs."""
         head = next((one.sequence for one in self.outputs if not one.sequence.is_finished()), None)
         if head is not None and self.prompt_logprobs is not None:
-            head.params = replace(head.params, prompt_logprobs=self.params.prompt_logprobs)
+            head.params = head.params.for_output(
+                seed=head.params.seed, prompt_logprobs=self.params.prompt_logprobs
+            )
         return head
 
     def note_prompt_logprobs(self, start: int, logprobs: list[TokenLogprobs]) -> None:

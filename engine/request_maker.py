@@ -60,7 +60,9 @@ class RequestMaker:
         for one in new.resumed:
             self._resolver.check_resumed(one.token_ids)
         times = RequestTimes(
-            self._clock() - new.waited_seconds, resumed=any(one.token_ids for one in new.resumed)
+            self._clock() - new.waited_seconds,
+            new.priority,
+            resumed=any(one.token_ids for one in new.resumed),
         )
         ended = tuple(one for one in new.resumed if one.finish_reason)
         request = Request(new.request_id, params, times, ended_before=ended)

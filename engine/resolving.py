@@ -5,11 +5,13 @@ Law: whatever names a token that the model does not have is refused, by the fiel
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from engine.constraints import Constraints
 from engine.detokenizer import Tokenizer
 from engine.errors import InvalidParameter
+from engine.pattern_automaton import automaton_of
 from engine.sampling_params import SamplingParams
 from engine.validation import shown
 
@@ -55,14 +57,13 @@ class Resolver:
         return Resolved(constraints, special_stops if params.include_stop_str_in_output else {})
 
     def _spell(self, word: str) -> list[tuple[int, ...]]:
-        """The tokens of `word` at the beginning of a text and after a space, as in vLLM's `bad_words`.
+        """The tokens of `word` at the beginning of a text and after a space.
 
         Both count, however many tokens they take: a tokenizer may have a token for the word with its space
         alone.
         """
-        bare = word.lstrip()
         try:
-            spelled = [tuple(self._tokenizer.encode_text(text)) for text in (bare, f" {bare}")]
+            spelled = [tuple(self._tokenizer.encode_text(text)) for text in _spellings(word)]
         except InvalidParameter as error:
             raise InvalidParameter("bad_words", error.message) from error
         if not any(spelled):
@@ -70,7 +71,12 @@ class Resolver:
         return [ids for ids in spelled if ids]
 
     def _check_ids(self, name: str, token_ids: Iterable[object]) -> None:
-        for token_id in token_ids:
+        ids: list[Any] = list(token_ids)
+        # All at once first: prompts and lists of allowed ids are long, and almost always right.
+        is_plain = set(map(type, ids)) <= {int}
+        if is_plain and min(ids, default=0) >= 0 and max(ids, default=0) < self._vocab_size:
+            return
+        for token_id in ids:
             if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
                 raise InvalidParameter(
                     name, f"token id {shown(token_id)} is outside the vocabulary of {self._vocab_size}"
@@ -84,6 +90,32 @@ def params_of_output(params: SamplingParams, index: int) -> SamplingParams:
     computes the prompt, and with it the logprobs, is seen later: `Request.choose_head`.
     """
     if index == 0:
-        return params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
-    digest = hashlib.sha256(f"{params.seed % 2**64}:{index}".encode()).digest()
-    return replace(params, seed=int.from_bytes(digest[:8], "big"), prompt_logprobs=None)
+        seed = params.seed
+    else:
+        digest = hashlib.sha256(f"{params.seed % 2**64}:{index}".encode()).digest()
+        seed = int.from_bytes(digest[:8], "big")
+    return params.for_output(seed=seed, prompt_logprobs=None)
+
+
+class TextEncoder(Protocol):
+    """What `prepare_texts` needs of a model's tokenizer."""
+
+    def encode_text(self, text: str) -> list[int]: ...
+
+
+def prepare_texts(tokenizer: TextEncoder, params: SamplingParams) -> None:
+    """Do ahead, in another thread than the step loop's, what texts in `params` cost when they are resolved.
+
+    Tokenizer and automaton keep the result for a moment. Raises what the tokenizer raises.
+    """
+    for word in params.bad_words:
+        for text in _spellings(word):
+            tokenizer.encode_text(text)
+    if params.stop:
+        automaton_of(params.stop)
+
+
+def _spellings(word: str) -> tuple[str, str]:
+    """`word` at the beginning of a text and after a space, as in vLLM's `bad_words`."""
+    bare = word.lstrip()
+    return bare, f" {bare}"

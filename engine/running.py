@@ -1,7 +1,8 @@
-"""Who holds a seat, and who of them has more to compute than a newest token.
+"""The running sequences, and which of them decode.
 
-Law: `queue` and `prefilling` are sorted by `Sequence.order`, and the second is the part of the first that
-does not decode yet. Who enters has a seat, and who leaves has given it back. Knows no blocks and no line.
+Invariants: `queue` is sorted by `Sequence.order`. Whether a sequence decodes is computed from its own numbers
+each time and stored nowhere, so no path that a step took can leave it in the wrong list. A sequence that
+enters has a seat; one that leaves has given it back. Knows no blocks and no waiting queue.
 """
 
 import bisect
@@ -16,32 +17,25 @@ class Running:
     def __init__(self, num_seats: int) -> None:
         self.seats = Seats(num_seats)
         self.queue: list[Sequence] = []
-        self.prefilling: list[Sequence] = []
 
     def enter(self, sequence: Sequence, num_found_tokens: int) -> None:
         """Onto a free seat, with what it found in the cache. Raises IndexError when none is free."""
         sequence.admit(self.seats.take(), num_found_tokens)
         bisect.insort(self.queue, sequence, key=ORDER)
-        if not sequence.is_decoding:
-            bisect.insort(self.prefilling, sequence, key=ORDER)
 
     def leave(self, sequence: Sequence) -> None:
         """Off its seat."""
         del self.queue[bisect.bisect_left(self.queue, sequence.order, key=ORDER)]
-        if sequence in self.prefilling:
-            self.prefilling.remove(sequence)
         assert sequence.seat is not None
         self.seats.give_back(sequence.seat)
 
-    def catch_up(self, sequence: Sequence) -> None:
-        """It may have computed all but its newest token: then it is one of those that decode."""
-        if sequence.is_decoding and sequence in self.prefilling:
-            self.prefilling.remove(sequence)
 
-    def by_need(self, members: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """Those of `members` that decode, and those that compute what they know already."""
-        if not self.prefilling:
-            return members, []
-        prefilling = set(self.prefilling)
-        decoding = [one for one in members if one not in prefilling]
-        return decoding, [one for one in members if one in prefilling]
+def by_need(members: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+    """The sequences that decode, and those with other known tokens to compute; both in order of `members`.
+
+    A sequence whose known tokens are all computed is in neither list.
+    """
+    decoding = [one for one in members if one.is_decoding]
+    if len(decoding) == len(members):
+        return decoding, []
+    return decoding, [one for one in members if one.num_uncomputed_tokens and not one.is_decoding]

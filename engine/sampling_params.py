@@ -1,5 +1,6 @@
 """What a user may ask of the choice of each next token, checked where it is made."""
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -76,6 +77,13 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+    def for_output(self, *, seed: int, prompt_logprobs: int | None) -> "SamplingParams":
+        """The same but for `seed` and `prompt_logprobs`, which are not checked, nor is the rest again."""
+        other = copy.copy(self)
+        object.__setattr__(other, "seed", seed)
+        object.__setattr__(other, "prompt_logprobs", prompt_logprobs)
+        return other
 
     def _check_lengths(self) -> None:
         whole("n", self.n, least=1, most=MAX_N)

@@ -16,7 +16,7 @@ from engine.decode_turns import DecodeTurns
 from engine.exclusive import Exclusive
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, WaitingReason
 from engine.preemption import Preemption
-from engine.running import Running
+from engine.running import Running, by_need
 from engine.seat_claims import SeatClaims
 from engine.sequence import FinishReason, Sequence, SequenceStatus
 from engine.step_plan import StepPlan, Yielding
@@ -89,12 +89,12 @@ class Scheduler:
         alone = None if only is None else Exclusive(only, self._preemption)
         plan = self._begin(alone or self._preemption)
         if alone is not None:
-            self._go_on(*self._running.by_need(alone.of(self.running_queue)), plan)
+            self._go_on(*by_need(alone.of(self.running_queue)), plan)
             alone.admit(self.waiting_queue, self.running_queue, plan, self._admit, self._preempt)
             return self._close(plan)
         if victim := self._seat_claims.claim():
             self._preempt(victim, WaitingReason.SEQ_BUDGET, plan)
-        self._go_on(*self._running.by_need(list(self.running_queue)), plan)
+        self._go_on(*by_need(self.running_queue), plan)
         self._admit_waiting(plan)
         return self._close(plan)
 
@@ -105,19 +105,12 @@ class Scheduler:
         who get their last one have nothing to compute.
         """
         plan = self._begin(self._preemption)
-        decoding, prefilling = self._running.by_need(list(self.running_queue))
-        decoding = [one for one in decoding if one.num_computed_tokens < len(one.token_ids)]
-        prefilling = [one for one in prefilling if one.num_uncomputed_tokens]
+        decoding, prefilling = by_need(self.running_queue)
         if self._could_preempt(decoding):
             return None
         self._go_on(decoding, prefilling, plan)
         self._admit_waiting(plan)
         return self._close(plan)
-
-    def assume(self, sequence: Sequence, token_id: int) -> None:
-        """The next token of a running sequence is on its way; `token_id` stands for it until it is known."""
-        sequence.token_ids.append(token_id)
-        self._running.catch_up(sequence)
 
     def take_back(self, outputs: SchedulerOutputs) -> None:
         """All of a decision's sequences have ended, and no runner has followed it: it is to tidy up later."""
@@ -136,28 +129,36 @@ class Scheduler:
         was under way is passed over.
         """
         running = SequenceStatus.RUNNING
-        for sequence, sampled in tokens.items():
-            if sampled.token_id is not None and sequence.status is running:
-                sequence.token_ids.append(sampled.token_id)
+        self._append(tokens)
         for item in outputs.prefill:
             if item.sequence.status is running:
                 self.block_manager.publish(item.sequence)
-                self._running.catch_up(item.sequence)
         for sequence, reason in finishes.items():
             if sequence.status is running:
-                self.block_manager.publish(sequence)
+                if reason is not FinishReason.ERROR:
+                    self.block_manager.publish(sequence)
                 self.abort(sequence, reason)
+
+    def _append(self, tokens: Mapping[Sequence, SampledToken]) -> None:
+        """A token comes from a finite row, which was computed from all blocks that its sequence holds."""
+        for sequence, sampled in tokens.items():
+            if sampled.token_id is not None and sequence.status is SequenceStatus.RUNNING:
+                sequence.token_ids.append(sampled.token_id)
+                if not sequence.is_verified:
+                    self.block_manager.verify(sequence)
 
     def abort(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence in whatever state it is; nothing happens if it has ended."""
         if sequence.is_finished():
             return
+        if reason is FinishReason.ERROR:
+            self.block_manager.distrust(sequence)  # What it read or wrote may not be finite.
+        else:
+            self.block_manager.forget_unverified(sequence)
         if sequence.status is SequenceStatus.WAITING:
             self._waiting_room.leave(sequence)
             self._seat_claims.forget(sequence)
         else:
-            if reason is FinishReason.ERROR:
-                self.block_manager.distrust(sequence)  # What it wrote may not be finite.
             self._unseat(sequence)
         sequence.finish(reason)
         self.finished_sequences.append(sequence)
@@ -312,6 +313,8 @@ class Scheduler:
         self._waiting_room.take(sequence)
         self._running.enter(sequence, num_found_tokens)
         sequence.waited_seconds = plan.now - sequence.waiting_since
+        if sequence.scheduled_at is None:
+            sequence.scheduled_at = plan.now
         plan.admitted.append(sequence)
         self._seat_claims.forget(sequence)
 

@@ -6,7 +6,7 @@ Until that one is in, nobody goes before it but one that was promoted. Chooses; 
 
 from engine.block_manager import BlockManager
 from engine.preemption import Preemption
-from engine.running import Running
+from engine.running import Running, by_need
 from engine.sequence import Sequence
 from engine.waiting_queue import WaitingQueue
 
@@ -58,10 +58,8 @@ class SeatClaims:
 
     def _can_take_in(self, head: Sequence, victim: Sequence) -> bool:
         """Whether `head` would be taken into this step, if `victim` held nothing."""
-        running = self._running
-        num_prefilling = len(running.prefilling) - (victim in running.prefilling)
-        num_decoding = len(running.queue) - 1 - num_prefilling
-        return self._preemption.leaves_room(head, num_decoding, num_prefilling) and (
+        decoding, prefilling = by_need([one for one in self._running.queue if one is not victim])
+        return self._preemption.leaves_room(head, len(decoding), len(prefilling)) and (
             self._blocks.can_allocate(
                 self._preemption.num_tokens_to_hold(head), self._blocks.find_prefix(head), without=victim
             )

@@ -54,16 +54,19 @@ class Sequence:
 
     `waiting_since`: when its waiting would have begun if it had never run (a preempted one has waited as long
     as before, and not while it ran); `waited_seconds`: what it had waited when it was last admitted.
+    `scheduled_at`: when the step that first scheduled it was decided, on the scheduler's clock, or None.
+    `is_verified`: since it was last admitted a finite row was sampled from all that it has computed.
     `is_promoted`: it runs because it had waited too long. `is_pinned`: it runs and holds
     blocks for all that it may ever know, and keeps them.
     """
 
     __slots__ = (
         "accepted", "arrival", "block_digests", "block_end", "block_table", "cache_salt", "constraints",
-        "finish_reason", "index", "is_pinned", "is_promoted", "num_cached_tokens", "num_charged_tokens",
-        "num_computed_tokens", "num_in_flight_tokens", "num_lost_tokens", "num_preemptions",
-        "num_prompt_tokens", "num_published_blocks", "order", "params", "priority", "request_id", "seat",
-        "status", "tenant", "token_ids", "waited_seconds", "waiting_since",
+        "finish_reason", "index", "is_pinned", "is_promoted", "is_verified", "num_cached_tokens",
+        "num_charged_tokens", "num_computed_tokens", "num_in_flight_tokens", "num_lost_tokens",
+        "num_preemptions", "num_prompt_tokens", "num_published_blocks", "order", "params", "priority",
+        "request_id", "scheduled_at", "seat", "status", "tenant", "token_ids", "waited_seconds",
+        "waiting_since",
     )  # fmt: skip
 
     def __init__(
@@ -100,8 +103,8 @@ class Sequence:
         self.num_charged_tokens = 0
         self.waiting_since = 0.0 if accepted is None else accepted
         self.waited_seconds = 0.0
-        self.is_promoted = False
-        self.is_pinned = False
+        self.scheduled_at: float | None = None
+        self.is_promoted = self.is_pinned = self.is_verified = False
         self.block_table: list[int] = []
         self.block_end = 0
         self.block_digests: list[bytes] = []
@@ -143,7 +146,8 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Its gap is one, and it has sampled before."""
-        return self.num_uncomputed_tokens == 1 and self.num_output_tokens > 0
+        num_tokens = len(self.token_ids)
+        return num_tokens - self.num_computed_tokens == 1 and num_tokens > self.num_prompt_tokens
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -166,6 +170,7 @@ class Sequence:
         """Take a seat. The first `num_found_tokens` need no computing: their blocks were found."""
         self._become(SequenceStatus.RUNNING)
         self.seat = seat
+        self.is_verified = False
         self.num_computed_tokens = num_found_tokens
         if not self.num_preemptions:
             self.num_cached_tokens = min(num_found_tokens, self.num_prompt_tokens)

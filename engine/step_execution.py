@@ -2,9 +2,13 @@
 
 Law: a failure is bisected until the guilty request stands alone; the engine is dead only if the device cannot
 even run a forward pass of nothing, or has no memory for any of several requests. Knows no scheduling.
+
+Nothing is executed while an exception of a failed try exists: its traceback holds the frames of that try, and
+these its tensors. Only text is kept of it.
 """
 
 import logging
+import traceback
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,6 +33,13 @@ class Runner(Protocol):
 
     def check(self) -> None:
         """Run a forward pass that touches no sequence; raises if the device cannot."""
+        ...
+
+    def release_memory(self) -> bool:
+        """Return cached memory that no tensor uses to the device; whether there was any.
+
+        Called once in a step that ran out of memory. Raises `DeviceLost`.
+        """
         ...
 
 
@@ -67,6 +78,20 @@ class ExecutedStep:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What is kept of an exception. `reason`: its type and message; `details`: its traceback, as text."""
+
+    reason: str
+    details: str
+    is_out_of_memory: bool
+
+    @classmethod
+    def of(cls, error: Exception) -> "_Failure":
+        details = "".join(traceback.format_exception(error))
+        return cls(f"{type(error).__name__}: {error}"[:500], details, isinstance(error, MemoryError))
+
+
 class StepExecution:
     """A runner and its sampler, with their failures kept to the requests that cause them."""
 
@@ -74,6 +99,7 @@ class StepExecution:
         self._runner = runner
         self._sampler = sampler
         self._num_starved = 0
+        self._has_released_memory = False
 
     def run(self, outputs: SchedulerOutputs, timer: StepTimer) -> ExecutedStep:
         """Execute what was decided, in parts where a request is at fault.
@@ -81,6 +107,7 @@ class StepExecution:
         Raises `EngineDead` when nothing can be executed any more.
         """
         num_starved = self._num_starved
+        self._has_released_memory = False
         try:
             executed = self._run_or_split(outputs, timer) if outputs.scheduled else ExecutedStep()
         except DeviceLost as error:
@@ -90,20 +117,36 @@ class StepExecution:
         return executed
 
     def _run_or_split(self, outputs: SchedulerOutputs, timer: StepTimer) -> ExecutedStep:
+        result = self._try(outputs, timer)
+        if isinstance(result, _Failure) and result.is_out_of_memory and self._release_memory():
+            result = self._try(outputs, timer)
+        if isinstance(result, ExecutedStep):
+            return result
+        items = outputs.scheduled
+        if len(items) == 1:
+            return ExecutedStep({items[0].sequence: self._blame(items[0].sequence, result)})
+        log.warning("a step of %d sequences failed (%s); trying its halves", len(items), result.reason)
+        half = len(items) // 2
+        first = outputs.only(items[:half], is_first=True)
+        second = outputs.only(items[half:], is_first=False)
+        return self._run_or_split(first, timer) | self._run_or_split(second, timer)
+
+    def _try(self, outputs: SchedulerOutputs, timer: StepTimer) -> ExecutedStep | _Failure:
+        """The exception is gone when this returns. Raises `DeviceLost`."""
         try:
             return self._run(outputs, timer)
         except DeviceLost:
             raise
         except Exception as error:  # noqa: BLE001 - models and kernels raise what they like
             timer.num_faults += 1
-            items = outputs.scheduled
-            if len(items) == 1:
-                return ExecutedStep({items[0].sequence: self._blame(items[0].sequence, error)})
-            log.warning("a step of %d sequences failed (%s); trying its halves", len(items), error)
-            half = len(items) // 2
-            first = outputs.only(items[:half], is_first=True)
-            second = outputs.only(items[half:], is_first=False)
-            return self._run_or_split(first, timer) | self._run_or_split(second, timer)
+            return _Failure.of(error)
+
+    def _release_memory(self) -> bool:
+        """Once in a step, since it waits for the device; whether a retry may find more memory."""
+        if self._has_released_memory:
+            return False
+        self._has_released_memory = True
+        return self._runner.release_memory()
 
     def _run(self, outputs: SchedulerOutputs, timer: StepTimer) -> ExecutedStep:
         with timer.stage("execute"):
@@ -119,12 +162,12 @@ class StepExecution:
                 executed.prompt_logprobs.update((item.sequence, logprobs) for item, logprobs in found)
         return executed
 
-    def _blame(self, sequence: Sequence, error: Exception) -> SampledToken:
+    def _blame(self, sequence: Sequence, failure: _Failure) -> SampledToken:
         """It failed alone. If the device runs a pass of nothing, the request is at fault, not the device."""
+        log.error("request %s failed alone\n%s", sequence.request_id, failure.details.rstrip())
         try:
             self._runner.check()
-        except Exception as broken:  # noqa: BLE001 - whatever it raises, nothing works
-            raise EngineDead(f"no forward pass works any more: {broken}") from error
-        self._num_starved += isinstance(error, MemoryError)
-        log.error("request %s failed alone", sequence.request_id, exc_info=error)
-        return SampledToken(None, f"{type(error).__name__}: {error}"[:500])
+        except Exception as broken:
+            raise EngineDead(f"no forward pass works any more: {broken}") from broken
+        self._num_starved += failure.is_out_of_memory
+        return SampledToken(None, failure.reason)

@@ -69,6 +69,7 @@ class StepPlan:
             num_batched_tokens=self.budget.num_batched_tokens,
             num_prefix_queried_tokens=num_queried_tokens,
             num_prefix_hit_tokens=num_hit_tokens,
+            decided_at=self.now,
             bound_by=self.budget.bound_by or (self.skipped[0].reason if self.skipped else None),
         )
 

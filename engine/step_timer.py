@@ -22,4 +22,8 @@ class StepTimer:
             self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - started
 
     def total(self) -> float:
-        return self._clock() - self.started
+        return self.since(self.started)
+
+    def since(self, moment: float) -> float:
+        """Seconds from `moment`, on the same clock, until now."""
+        return self._clock() - moment

@@ -1,53 +1,75 @@
-"""Finds stop strings in a stream of text, and lets nothing through that may be the start of one."""
+"""Finds stop strings in a stream of text, and holds back what may be the start of one.
+
+One character costs an amortised constant number of steps, whatever the number and length of the stop strings.
+"""
+
+from collections import deque
+
+from engine.pattern_automaton import ROOT, automaton_of
 
 
 class StopStrings:
     """Passes text on until the first stop string is complete; `is_included`: up to its end, else its start.
 
-    `matched` tells that one was found. Of several, the first that is complete counts; of those, the longest.
+    `matched`: one was found. Of several, the first that is complete counts; of those, the longest.
     """
 
     def __init__(self, stop: tuple[str, ...], *, is_included: bool = False) -> None:
-        self._stop = stop
+        self._automaton = automaton_of(stop) if stop else None
         self._is_included = is_included
-        self._held = ""
+        self._state = ROOT
+        #: What is held back, as it came.
+        self._held = deque[str]()
+        self._num_held = 0
         self.matched = False
 
     def push(self, text: str, *, may_stop: bool = True) -> str:
-        """What `text` sets free: up to a stop string, or up to what may become one.
+        """The text that can be passed on: up to a stop string, or up to what may become one.
 
         Without `may_stop`, a stop string that `text` completes is text like any other.
         """
-        if not self._stop:
+        automaton = self._automaton
+        if automaton is None:
             return text
         if self.matched:
             return ""
-        num_old = len(self._held)
-        text, self._held = self._held + text, ""
-        if may_stop and (cut := self._first_match(text, num_old)) is not None:
-            self.matched = True
-            return text[:cut]
-        num_held = max((_overlap(text, stop) for stop in self._stop), default=0)
-        free = len(text) - num_held
-        self._held = text[free:]
-        return text[:free]
+        state, advance, matches = self._state, automaton.advance, automaton.longest_match
+        for position, character in enumerate(text, 1):
+            state = advance(state, character)
+            if may_stop and (length := matches[state]):
+                return self._stop(text[:position], length)
+        self._state = state
+        self._hold(text)
+        return self._release(self._num_held - automaton.num_open[state])
 
     def close(self) -> str:
         """What was held back and is text after all."""
-        held, self._held = self._held, ""
-        return held
+        self._state = ROOT
+        return self._release(self._num_held)
 
-    def _first_match(self, text: str, num_old: int) -> int | None:
-        """Where the stop string that is complete first, beyond `num_old` characters, cuts `text`."""
-        starts = ((text.find(stop, max(0, num_old - len(stop) + 1)), stop) for stop in self._stop)
-        matches = [(start + len(stop), start) for start, stop in starts if start >= 0]
-        if not matches:
-            return None
-        end, start = min(matches)
-        return end if self._is_included else start
+    def _stop(self, text: str, length: int) -> str:
+        """Pass on what stands before the stop string of `length` that `text` ends with, or all of it."""
+        self.matched = True
+        self._hold(text)
+        free = self._release(self._num_held - (0 if self._is_included else length))
+        self._held.clear()
+        self._num_held = 0
+        return free
 
+    def _hold(self, text: str) -> None:
+        if text:
+            self._held.append(text)
+            self._num_held += len(text)
 
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that is a beginning of `stop`, and not all of it."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+    def _release(self, num_characters: int) -> str:
+        """The first `num_characters` of what is held back. Costs as much as it returns."""
+        self._num_held -= num_characters
+        pieces: list[str] = []
+        while num_characters:
+            piece = self._held.popleft()
+            if len(piece) > num_characters:
+                self._held.appendleft(piece[num_characters:])
+                piece = piece[:num_characters]
+            pieces.append(piece)
+            num_characters -= len(piece)
+        return "".join(pieces)

@@ -5,6 +5,8 @@ part is wrong. Knows no grammar library: whether a grammar compiles is seen late
 """
 
 import json
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -79,8 +81,9 @@ class StructuredOutputs:
         try:
             # Refuses numbers that JSON cannot write, and what holds itself.
             text = self.json if isinstance(self.json, str) else json.dumps(self.json, allow_nan=False)
-            _bounded("json", text)
-            schema = json.loads(text, parse_constant=_no_json)
+            schema = json.loads(
+                text, parse_constant=_no_json, parse_float=_finite, object_pairs_hook=_without_repetition
+            )
         except InvalidParameter:
             raise
         except (ValueError, TypeError, RecursionError) as error:
@@ -88,8 +91,8 @@ class StructuredOutputs:
         if not isinstance(schema, (dict, bool)):
             raise InvalidParameter(FIELD, "json: a JSON schema is an object")
         _shallow(schema)
-        # A lone surrogate may hide behind an escape until here.
-        _bounded("json", json.dumps(schema, ensure_ascii=False))
+        # Of what is said, however it was spelled; a lone surrogate may hide behind an escape until here.
+        _bounded("json", json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
 
     def _check_json_object(self) -> None:
         if self.json_object is not True:
@@ -142,6 +145,20 @@ def _shallow(schema: object) -> None:
         if not level:
             return
     raise InvalidParameter(FIELD, f"json: must be nested at most {MAX_DEPTH} deep")
+
+
+def _finite(digits: str) -> float:
+    if math.isinf(number := float(digits)):
+        raise ValueError(f"{digits:.40} is too large")
+    return number
+
+
+def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"{counts.most_common(1)[0][0]!r:.40} is there twice")
+    return values
 
 
 def _no_json(name: str) -> None:

@@ -5,6 +5,7 @@ Law: true is not 1, "5" is not 5, and NaN is in no range.
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from engine.errors import InvalidParameter
 
@@ -56,7 +57,11 @@ def strings(field: str, value: object) -> None:
 
 
 def token_ids(field: str, value: object) -> None:
-    for token_id in items(field, value):
+    ids: list[Any] = list(items(field, value))
+    # All at once first: such lists can have one item for each token of a vocabulary.
+    if set(map(type, ids)) <= {int} and min(ids, default=0) >= 0:
+        return
+    for token_id in ids:
         whole(field, token_id, least=0)
 
 

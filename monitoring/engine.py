@@ -13,6 +13,8 @@ from monitoring.families import POWER_BUCKETS, RATIO_BUCKETS, Families, length_b
 REASONS = tuple(reason.value for reason in WaitingReason)
 STAGES = ("schedule", "execute", "sample", "detokenize", "update", "total")
 KINDS = ("prefill", "decode")
+PRIORITIES = ("0", "1", "2", "3", "4")
+"""The classes of the service; 0 goes first."""
 BLOCK_STATES = ("used", "cached", "free")
 """`cached`: held by nobody and free to be taken, but found again if asked for before that."""
 
@@ -165,24 +167,31 @@ class _Latencies:
     """What clients feel, each event once."""
 
     def __init__(self, families: Families) -> None:
-        self._queue = families.histogram(
-            "queue_wait_seconds", "From acceptance to the first step that ran any of the request."
+        self._queue = families.histograms(
+            "queue_wait_seconds",
+            "From acceptance to the first step that ran any of the request, by priority class.",
+            "priority",
+            PRIORITIES,
         )
-        self._first_token = families.histogram(
-            "time_to_first_token_seconds", "From acceptance to the first token."
+        self._first_token = families.histograms(
+            "time_to_first_token_seconds",
+            "From acceptance to the first token, by priority class.",
+            "priority",
+            PRIORITIES,
         )
         self._inter_token = families.histogram(
             "inter_token_latency_seconds", "Between two tokens of one request."
         )
 
     def observe(self, report: StepReport) -> None:
-        for histogram, durations in (
+        for histograms, waits in (
             (self._queue, report.queue_seconds),
             (self._first_token, report.first_token_seconds),
-            (self._inter_token, report.inter_token_seconds),
         ):
-            for seconds in durations:
-                histogram.observe(seconds)
+            for priority, seconds in waits:
+                histograms[str(priority)].observe(seconds)
+        for seconds in report.inter_token_seconds:
+            self._inter_token.observe(seconds)
 
 
 class _Outcomes:

@@ -98,6 +98,11 @@ class QueueCollector(Collector):
             finished.add_metric((self._model, reason), totals.get(f"finished:{reason}", 0))
         yield finished
         yield self._counter(
+            "tasks_client_errors_total",
+            "Of the tasks that ended with an error, those whose request the client has to correct.",
+            totals.get("client_errors", 0),
+        )
+        yield self._counter(
             "tasks_prompt_tokens_total",
             "Prompt tokens of the tasks that ended.",
             totals.get("prompt_tokens", 0),

@@ -3,6 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter
 
 from monitoring.families import PREFIX, Families
+from monitoring.reaper import ReapFailures
 
 OPS = ("loading", "intake", "publisher", "leases", "listener", "shutdown")
 """The parts of a worker that call Redis."""
@@ -21,6 +22,7 @@ class WorkerMetrics:
         )
         for op in OPS:
             self._redis_errors.labels(model=model, op=op)
+        self._reap_failures = ReapFailures(registry)
         families = Families(registry, model=model)
         self._init_tasks(families)
         self._init_streams(families)
@@ -84,6 +86,10 @@ class WorkerMetrics:
 
     def poisoned(self, tasks: int) -> None:
         self._poisoned.inc(tasks)
+
+    def reap_failure(self, duty: str) -> None:
+        """A record could not be treated by a duty of the reaper."""
+        self._reap_failures.failed(duty)
 
     def published(self, messages: int) -> None:
         self._published.inc(messages)

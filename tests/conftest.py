@@ -18,11 +18,16 @@ import hypothesis
 import pytest
 import redis
 
+from tests.instruction_sets import report
 from tokenmill.embedded_redis import find_redis_server
 
 # Nothing is timed: on a loaded machine any example may take long.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+
+def pytest_report_header() -> str:
+    return report()
 
 
 @dataclass(frozen=True)

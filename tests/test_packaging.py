@@ -68,18 +68,37 @@ def test_nothing_can_be_uploaded() -> None:
     assert "Private :: Do Not Upload" in PROJECT["project"]["classifiers"]
 
 
-def test_the_constraints_satisfy_every_requirement() -> None:
-    """Each requirement of the project is pinned, and inside its open range."""
-    pins = dict(
-        line.split("==")
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
-        if line and not line.startswith("#")
-    )
-    versions = {name.lower().replace("_", "-"): version for name, version in pins.items()}
+def pinned_versions() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    return {name.lower().replace("_", "-"): version for name, version in pins.items()}
+
+
+def requirements() -> list[Requirement]:
     extras = PROJECT["project"]["optional-dependencies"].values()
     wanted = [*PROJECT["project"]["dependencies"], *(text for extra in extras for text in extra)]
+    return [needed for needed in map(Requirement, wanted) if needed.name != "tokenmill"]
 
-    for text in wanted:
-        needed = Requirement(text)
-        if needed.name != "tokenmill":
-            assert needed.specifier.contains(versions[needed.name.lower()]), text
+
+def test_the_constraints_satisfy_every_requirement() -> None:
+    """Each requirement of the project is pinned, and inside its range."""
+    versions = pinned_versions()
+
+    for needed in requirements():
+        assert needed.specifier.contains(versions[needed.name.lower()]), needed
+
+
+def test_what_is_subclassed_or_patched_is_no_newer_than_what_is_tested() -> None:
+    capped = {
+        "redis", "rq", "flask", "flask-openapi3", "prometheus-client", "pydantic", "torch", "transformers",
+        "triton",
+    }  # fmt: skip
+    versions = pinned_versions()
+    found = set()
+
+    for needed in requirements():
+        if needed.name in capped:
+            found.add(needed.name)
+            major, minor = versions[needed.name].split(".")[:2]
+            assert not needed.specifier.contains(f"{major}.{int(minor) + 1}.0"), needed
+    assert found == capped

@@ -30,6 +30,7 @@ def judge(from_env: Callable[[Mapping[str, str]], object], variable: str, text: 
 def test_what_both_rooms_read() -> None:
     shared = {
         "REDIS_URL",
+        "TOKENMILL_HOLD_UNUSABLE",
         "TOKENMILL_MODEL",
         "TOKENMILL_SERVED_MODEL_NAME",
         "TOKENMILL_MAX_TASK_SECONDS",
@@ -51,6 +52,7 @@ def test_the_command_line_takes_the_words_that_the_worker_takes() -> None:
         "dtype": worker_settings.DTYPES,
         "attention": worker_settings.ATTENTION,
         "quantization": worker_settings.QUANTIZATION,
+        "generation_config": worker_settings.GENERATION_CONFIG,
     }
     assert {name: set(given) for name, given in WORDS.items()} == {
         name: set(given) for name, given in words.items()

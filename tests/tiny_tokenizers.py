@@ -1,9 +1,11 @@
-"""A tokenizer as SentencePiece makes them, beside the byte-level one of the tiny models.
+"""Tokenizers of the kinds that models have, beside the byte-level one of the tiny models.
 
-Law: it knows few characters, so that most text is spelt in bytes.
+The vocabularies are tiny: those with byte fallback spell most text in bytes.
 """
 
-from tokenizers import Tokenizer, decoders, models, normalizers
+from collections.abc import Callable
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -26,3 +28,65 @@ def make_sentencepiece() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     )
+
+
+def make_metaspace() -> PreTrainedTokenizerFast:
+    """As newer SentencePiece models have it: the space in front is added by the pre-tokenizer."""
+    fast = make_sentencepiece()
+    backend = fast.backend_tokenizer
+    backend.normalizer = normalizers.Sequence([])
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first"), decoders.Fuse()]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def make_unread_fallback() -> PreTrainedTokenizerFast:
+    """Byte fallback with a step that is unknown to us, so that it is decoded in windows."""
+    fast = make_sentencepiece()
+    backend = fast.backend_tokenizer
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace(Regex("▁"), " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def make_wordpiece() -> PreTrainedTokenizerFast:
+    """As BERT has it: `##` continues a word, and spaces before punctuation are taken out."""
+    pieces = ["[UNK]", "[CLS]", "[SEP]", "a", "the", "##s", "##e", ".", "'", "n't", "do", "é", "##é"]
+    backend = Tokenizer(models.WordPiece({piece: n for n, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="[UNK]", bos_token="[CLS]", eos_token="[SEP]"
+    )
+
+
+def make_words() -> PreTrainedTokenizerFast:
+    """Whole words, which a tokenizer without a decoder joins by spaces."""
+    words = ["<unk>", "<s>", "</s>", "a", "", "é", "b\ufffd", "."]
+    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+TINY_TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
+    "sentencepiece": make_sentencepiece,
+    "metaspace": make_metaspace,
+    "unread fallback": make_unread_fallback,
+    "wordpiece": make_wordpiece,
+    "words": make_words,
+}

@@ -15,6 +15,7 @@ from tokenmill.embedded_redis import RedisUnavailable
 from tokenmill.service_commands import api, serve, worker
 from tokenmill.supervisor import CannotServe
 from tokenmill.task_commands import NotCompleted, cancel, status, submit
+from tokenmill.text_streams import CannotWrite, check_argument, prepare_standard_streams
 
 FAILED, MISUSED, REFUSED, UNREACHABLE, INTERRUPTED = 1, 2, 3, 4, 130
 
@@ -37,12 +38,18 @@ file that --config names (max_num_seqs = 32).
 class _Group(click.Group):
     """Turns every expected error into one line and its exit code."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        prepare_standard_streams()
+        for argument in args:
+            check_argument(argument)
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)
-        except (ConfigError, ClientError, RedisUnavailable, CannotServe, NotCompleted) as error:
+        except (ConfigError, ClientError, RedisUnavailable, CannotServe, CannotWrite, NotCompleted) as error:
             click.echo(f"Error: {error}", err=True)
             ctx.exit(_exit_code(error))
 

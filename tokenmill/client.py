@@ -28,6 +28,7 @@ _PASSING_STATUSES = frozenset({429, 502, 503, 504})
 _SILENCE_SECONDS = 60.0
 _FIRST_RETRY_SECONDS = 0.25
 _LAST_RETRY_SECONDS = 5.0
+_POLL_PAUSE_SECONDS = 1.0
 
 
 class ClientError(Exception):
@@ -99,9 +100,13 @@ class Client:
     def wait(self, task_id: str, poll_seconds: float = 20.0) -> dict[str, Any]:
         """The task when it has ended, however long that takes."""
         while True:
+            asked_at = self.clock()
             task = self._patiently(lambda: self.task(task_id, poll_seconds))
             if task.get("status") in TERMINAL:
                 return task
+            # A server without a free place for waiting calls answers at once.
+            if self.clock() - asked_at < min(poll_seconds, _POLL_PAUSE_SECONDS):
+                self.sleep(_POLL_PAUSE_SECONDS)
 
     def cancel(self, task_id: str) -> dict[str, Any]:
         """The task after the cancellation; one that had ended is left as it was."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from worker.protocol import redis_url
+from worker.protocol import redis_url, variables
 
 DEFAULT_FILE = "tokenmill.toml"
 
@@ -27,6 +27,7 @@ class Part(Enum):
     API = "api"
     WORKER = "worker"
     SERVE = "serve"
+    SUPERVISOR = "supervisor"
     CLIENT = "client"
 
 
@@ -66,8 +67,8 @@ class Setting:
     def to_text(self, value: object, where: str) -> str:
         """The value as the environment carries it. Raises `ConfigError` if it cannot be used."""
         text = str(value).strip()
-        if self.name == "redis_url":
-            return _checked_url(text, where)
+        if check := _CHECKS.get(self.name):
+            return check(text, where)
         try:
             if self.kind is bool:
                 return _TRUTH[text.lower()]
@@ -92,6 +93,12 @@ class Setting:
         return f"{_KINDS[self.kind]} {_RANGES.get(self.name, '')}".rstrip()
 
 
+def _checked_workers(text: str, where: str) -> str:
+    if text != "auto" and not (text.isdecimal() and int(text) in _NUM_WORKERS):
+        raise ConfigError(f"{where}: workers must be auto or a whole number {_NUM_WORKERS}, not {text!r}")
+    return text
+
+
 def _checked_url(url: str, where: str) -> str:
     try:
         redis_url.parse(url)
@@ -101,30 +108,46 @@ def _checked_url(url: str, where: str) -> str:
     return url
 
 
+_NUM_WORKERS = Range(1, 256)
+_CHECKS = {"redis_url": _checked_url, "workers": _checked_workers}
 _TRUTH = {"1": "1", "true": "1", "yes": "1", "on": "1", "0": "0", "false": "0", "no": "0", "off": "0"}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 WORDS = {
     "policy": ("fifo", "skip_ahead"),
-    "dtype": ("auto", "float32", "bfloat16"),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
     "attention": ("auto", "torch", "native", "triton", "varlen"),
     "quantization": ("none", "int8", "int4"),
+    "generation_config": ("auto", "none"),
 }
 """Of the settings that have a few words to choose from."""
 _API = frozenset({Part.API})
 _WORKER = frozenset({Part.WORKER})
 _BOTH = _API | _WORKER
 _SERVE = frozenset({Part.SERVE})
+_SUPERVISOR = frozenset({Part.SUPERVISOR})
 _CLIENT = frozenset({Part.CLIENT})
 
 SETTINGS = (
     Setting("model", str, "SmolLM2-135M-Instruct", "local model directory or hub id", _BOTH),
     Setting("served_model_name", str, "from the model", "the model's public name", _BOTH),
     Setting("redis_url", str, "a server of its own", "Redis to use; `serve` starts one if unset", _BOTH),
-    Setting("dtype", str, "the model's on CUDA, float32 on CPU", "float32 or bfloat16", _WORKER),
+    Setting(
+        "dtype",
+        str,
+        "float32; the model's on CUDA, bfloat16 for float32",
+        "auto, float32, bfloat16 or float16",
+        _WORKER,
+    ),
     Setting("device", str, "CUDA if there is one", "cpu or cuda", _WORKER),
-    Setting("max_model_len", int, "the model's", "longest prompt and output together, in tokens", _WORKER),
-    Setting("max_num_batched_tokens", int, "512", "tokens computed in one step", _WORKER),
-    Setting("max_num_seqs", int, "64", "sequences running at once", _WORKER),
+    Setting(
+        "max_model_len",
+        int,
+        "the model's, or what the KV blocks hold",
+        "longest prompt and output together, in tokens",
+        _WORKER,
+    ),
+    Setting("max_num_batched_tokens", int, "512; 2048 on CUDA", "tokens computed in one step", _WORKER),
+    Setting("max_num_seqs", int, "64; 256 on CUDA", "sequences running at once", _WORKER),
     Setting(
         "max_num_prefill_seqs", int, "16; 1 unchunked", "sequences of a step that are not decoding", _WORKER
     ),
@@ -151,6 +174,7 @@ SETTINGS = (
         _WORKER,
     ),
     Setting("deterministic", bool, "false", "the same bits whatever else runs; slower", _WORKER),
+    Setting("generation_config", str, "auto", "auto: the model's sampling defaults; none: ours", _WORKER),
     Setting("block_size", int, "16", "tokens in one KV block", _WORKER),
     Setting("num_kv_blocks", int, "from free memory", "KV blocks in the pool", _WORKER),
     Setting("host", str, "127.0.0.1", "address on which the API listens", _API),
@@ -172,12 +196,17 @@ SETTINGS = (
     Setting("max_streams", int, "224", "of these, event streams and waiting polls", _API),
     Setting("heartbeat_seconds", float, "10", "comment on a silent event stream", _API),
     Setting("http_grace_seconds", float, "10", "a stopping API lets open calls end for so long", _API),
+    Setting("http_read_seconds", float, "10", "a request that has not arrived by then is answered 408", _API),
+    Setting("http_write_seconds", float, "30", "a client that reads nothing for so long is closed", _API),
+    Setting("max_connections_per_address", int, "512", "HTTP connections of one client; 0: no limit", _API),
     Setting("webhook_secret", str, "none: no webhooks", "`whsec_...`; signs webhooks", _API),
     Setting("webhook_allow_private", bool, "false", "webhooks may go to private addresses", _API),
     Setting("api_keys", str, "none: open to all", "`tenant:key` entries; each call needs a key then", _API),
     Setting("api_keys_file", str, "none", "file of more such entries, one a line", _API),
     Setting("cache_dir", str, ".tokenmill", "where the default model and the native attention lie", _WORKER),
+    Setting("hold_unusable", bool, "false", "unusable settings: stay up, not ready, not end with 78", _BOTH),
     Setting("state_dir", str, ".tokenmill", "where `serve` keeps its data", _SERVE),
+    Setting("workers", str, "auto", "workers of `serve`; auto: one per CUDA device, else one", _SUPERVISOR),
     Setting("url", str, "the running service's", "the API that submit, status and cancel talk to", _CLIENT),
     Setting("api_key", str, "none", "the key that submit, status and cancel show", _CLIENT),
 )
@@ -195,7 +224,7 @@ _RANGES = {
     **dict.fromkeys(("max_skip_ahead", "max_chunk_tokens", "context_unit"), Range(1, 2**31 - 1)),
     "max_preemptions": Range(0, 2**31 - 1),
     "prefill_reserve": Range(0, 0.9),
-    **dict.fromkeys(("max_waiting_tasks", "max_waiting_tokens"), Range(0)),
+    **dict.fromkeys(("max_waiting_tasks", "max_waiting_tokens", "max_connections_per_address"), Range(0)),
     "max_body_bytes": Range(1024),
     "http_threads": Range(2),
     "max_streams": Range(1),
@@ -219,7 +248,8 @@ def read_file(path: Path) -> dict[str, object]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
     if unknown := sorted(values.keys() - BY_NAME.keys()):
-        raise ConfigError(f"{path}: unknown setting {', '.join(unknown)}; known are: {', '.join(BY_NAME)}")
+        told = ", ".join(name + variables.hint(name, BY_NAME) for name in unknown)
+        raise ConfigError(f"{path}: unknown setting {told}; known are: {', '.join(BY_NAME)}")
     return values
 
 

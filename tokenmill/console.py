@@ -3,6 +3,7 @@
 Law: results go to standard output, everything else to standard error; colour is only ever an addition.
 """
 
+import errno
 import os
 import sys
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 
 import click
 
+_PASSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EAGAIN})
 _COLOURS = {"redis": "magenta", "worker": "cyan", "api": "blue", "serve": "green"}
 
 
@@ -27,10 +29,13 @@ class LinePrinter:
 
     def __call__(self, name: str, text: str) -> None:
         """`name` "" prints `text` alone."""
-        prefix = click.style(f"{name:<6} | ", fg=_COLOURS.get(name)) if name else ""
+        prefix = click.style(f"{name:<6} | ", fg=_COLOURS.get(name.partition("-")[0])) if name else ""
         with self._lock:
             try:
                 click.echo(prefix + text, color=self._colour)
-            except OSError:
+            except OSError as error:
+                if error.errno in _PASSING:
+                    # This line is lost; the next may find room.
+                    return
                 # Nobody reads any more; the processes must go on writing, so their pipes are still emptied.
                 sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process

@@ -1,17 +1,22 @@
 """Finds a Redis-compatible server program on this machine, and says how to start one of our own.
 
-Law: what it is started with loses nothing when a process dies: append-only is on, nothing is evicted.
-Knows nothing of what is stored in it, nor who restarts it.
+Law: what it is started with loses nothing when a process dies: append-only is on, nothing is evicted. It
+listens on a Unix socket only, in a directory of its user alone: no other user of the machine reads or writes
+a task. Knows nothing of what is stored in it, nor who restarts it.
 """
 
+import hashlib
 import os
 import shutil
 import socket
+import stat
+import tempfile
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import redis
 from redis.backoff import NoBackoff
@@ -27,6 +32,9 @@ _LOOK_SECONDS = 2.0
 _ANSWER_SECONDS = 5.0
 #: Reading back an append-only file of some gigabytes takes minutes.
 _LOADING_SECONDS = 600.0
+_PRIVATE_UMASK = 0o077
+#: The kernel's limit is 107 bytes on Linux and 103 on macOS.
+_LONGEST_SOCKET_PATH = 100
 
 
 class RedisUnavailable(Exception):
@@ -61,15 +69,40 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def local_url(port: int) -> str:
-    return f"redis://127.0.0.1:{port}/0"
+def socket_path(data: Path) -> Path:
+    """Where the server of `data` listens: the same path at each start, so that readers find it again.
+
+    It is in `data`, or where that path is too long for a socket, in a private directory for temporary files.
+    Raises `RedisUnavailable` if another user owns that directory, `OSError` if it cannot be made.
+    """
+    inside = data.resolve() / "redis.sock"
+    if len(os.fsencode(inside)) <= _LONGEST_SOCKET_PATH:
+        return inside
+    digest = hashlib.sha256(os.fsencode(inside)).hexdigest()[:16]
+    directory = Path(tempfile.gettempdir()) / f"tokenmill-{os.getuid()}-{digest}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise RedisUnavailable(
+            f"{directory} is no private directory of this user, so the Redis socket cannot be there; remove "
+            "it, or choose a shorter path with TOKENMILL_STATE_DIR"
+        )
+    return directory / "redis.sock"
 
 
-def server_spec(data: Path, log: Path, port: int) -> ChildSpec:
-    """How to start a server on `port` of 127.0.0.1 that keeps its data in `data`. Raises `NoRedisServer`."""
+def socket_url(path: Path) -> str:
+    return f"unix://{quote(os.fsencode(path))}"
+
+
+def server_spec(data: Path, log: Path, socket_file: Path) -> ChildSpec:
+    """How to start a server that listens on `socket_file` and keeps its data in `data`.
+
+    Raises `NoRedisServer`.
+    """
     options = {
-        "port": str(port),
-        "bind": "127.0.0.1",
+        "port": "0",
+        "unixsocket": str(socket_file),
+        "unixsocketperm": "700",
         "dir": str(data.resolve()),
         "appendonly": "yes",
         # With "everysec" a busy disk lets the server answer up to two seconds before it has written.
@@ -81,7 +114,14 @@ def server_spec(data: Path, log: Path, port: int) -> ChildSpec:
     for name, value in options.items():
         command += [f"--{name}", value]
     return ChildSpec(
-        name=NAME, command=tuple(command), environment=os.environ, stop_seconds=_STOP_SECONDS, log=log
+        name=NAME,
+        command=tuple(command),
+        environment=os.environ,
+        stop_seconds=_STOP_SECONDS,
+        stopping="writes its data to disk",
+        log=log,
+        umask=_PRIVATE_UMASK,
+        room=data,
     )
 
 

@@ -72,7 +72,10 @@ class ChildSpec:
     """How to start a child. `stop_seconds`: how long it may take to end after SIGTERM.
 
     `log`: its output goes to this file; None: line by line to the supervisor's printer. `final_codes`: exit
-    codes that say that another start would end the same way.
+    codes that say that another start would end the same way. `stage`: children of one stage are stopped
+    together; "" is a stage of its own. `stopping`: what it does after SIGTERM, for people. `kill_hurried`: a
+    second request to stop kills it, as it holds nothing that could be lost. `umask`: -1 is the supervisor's.
+    `room`: a directory in which it needs room; it is not started again while there is none.
     """
 
     name: str
@@ -81,6 +84,11 @@ class ChildSpec:
     stop_seconds: float
     log: Path | None = None
     final_codes: frozenset[int] = frozenset()
+    stage: str = ""
+    stopping: str = "ends"
+    kill_hurried: bool = False
+    umask: int = -1
+    room: Path | None = None
 
 
 class Child:
@@ -95,7 +103,7 @@ class Child:
         self.last_line = ""
         self._print = print_line
         self._started = time.monotonic()
-        with spec.log.open("ab") if spec.log else nullcontext() as log:
+        with _open_log(spec.log) if spec.log else nullcontext() as log:
             self._process = subprocess.Popen(
                 spec.command,
                 env=dict(spec.environment),
@@ -104,6 +112,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 process_group=0,
                 pass_fds=inherit,
+                umask=spec.umask,
             )
         self.id = ProcessId.of(self._process.pid)
         self._pump: threading.Thread | None = None
@@ -170,6 +179,14 @@ class Child:
                 text = line.decode(errors="replace").rstrip()
                 self.last_line = text or self.last_line
                 self._print(self.spec.name, text)
+
+
+def _open_log(path: Path) -> IO[bytes]:
+    """For appending, for its user alone. A log that cannot be opened, as on a full disk, is dropped."""
+    try:
+        return open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600), "ab")
+    except OSError:
+        return open(os.devnull, "ab")
 
 
 def _signal_group(pid: int, number: int) -> None:

@@ -6,9 +6,10 @@ a silence. Knows no API and no worker.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import AsyncExitStack, ExitStack, aclosing, closing
+from contextlib import AsyncExitStack, ExitStack, aclosing, closing, contextmanager
 from typing import Any
 
 import redis
@@ -19,6 +20,8 @@ from redis.backoff import NoBackoff
 
 from worker.protocol import event_log, keys, redis_url
 from worker.protocol.messages import Event, FinishedEvent, decode
+
+logger = logging.getLogger(__name__)
 
 SILENCE_SECONDS = 15.0
 TICK_SECONDS = 1.0
@@ -77,7 +80,8 @@ class TokenStream:
     """The events of one task, from the one after `after` on; -1 means all. Ends after the terminal one.
 
     `source`: a Redis URL, or a client of which only the address is taken. Iterating raises `UnknownTask`,
-    and a `redis.ConnectionError` only where Redis is not reached at the beginning: later it reconnects.
+    and a `redis.ConnectionError` only where Redis is not reached at the beginning: later it reconnects, for
+    as long as it takes, and logs one warning for each outage.
     """
 
     def __init__(
@@ -99,7 +103,8 @@ class TokenStream:
             client = _connect(self._source, redis)
             for ours in _to_close(self._source, client):
                 stack.callback(ours.close)
-            yield from self._look(client, assembler)
+            with _at_the_beginning():
+                yield from self._look(client, assembler)
             while not assembler.ended:
                 try:
                     for event in self._listen(client, assembler):
@@ -107,7 +112,8 @@ class TokenStream:
                         yield event
                 except redis.AuthenticationError:
                     raise
-                except _AWAY:
+                except _AWAY as error:
+                    _warn_once(delay, self._task_id, assembler, error)
                     time.sleep(delay)
                     delay = min(2 * delay, LAST_RETRY_SECONDS)
 
@@ -164,8 +170,9 @@ class AsyncTokenStream:
             client = _connect(self._source, redis.asyncio)
             for ours in _to_close(self._source, client):
                 stack.push_async_callback(ours.aclose)
-            async for event in self._look(client, assembler):
-                yield event
+            with _at_the_beginning():
+                async for event in self._look(client, assembler):
+                    yield event
             while not assembler.ended:
                 try:
                     async for event in self._listen(client, assembler):
@@ -173,7 +180,8 @@ class AsyncTokenStream:
                         yield event
                 except redis.AuthenticationError:
                     raise
-                except _AWAY:
+                except _AWAY as error:
+                    _warn_once(delay, self._task_id, assembler, error)
                     await asyncio.sleep(delay)
                     delay = min(2 * delay, LAST_RETRY_SECONDS)
 
@@ -205,6 +213,25 @@ class AsyncTokenStream:
                 page = _answered(self._task_id, assembler, await pipeline.execute())
             for event in page:
                 yield event
+
+
+def _warn_once(delay: float, task_id: str, assembler: Assembler, error: Exception) -> None:
+    """At the first failure of an outage, which is the one after which the shortest time is waited."""
+    if delay == FIRST_RETRY_SECONDS:
+        logger.warning(
+            "task %s: waiting for Redis, to go on after message %d: %s", task_id, assembler.last, error
+        )
+
+
+@contextmanager
+def _at_the_beginning() -> Iterator[None]:
+    """Whatever keeps Redis from answering there is a `redis.ConnectionError`, as documented."""
+    try:
+        yield
+    except redis.ConnectionError:
+        raise
+    except _AWAY as error:
+        raise redis.ConnectionError(f"Redis does not answer: {error}") from error
 
 
 def _heard(assembler: Assembler, message: dict[str, Any] | None, *, silent: bool) -> list[Event]:
@@ -250,17 +277,19 @@ def _connect(source: Any, library: Any) -> Any:
     options = {
         "socket_timeout": SOCKET_SECONDS,
         "socket_connect_timeout": SOCKET_SECONDS,
-        "socket_keepalive": True,
         "health_check_interval": SILENCE_SECONDS,
         "retry": library.retry.Retry(NoBackoff(), 0),
         "decode_responses": False,
     }
     if isinstance(source, str):
-        return redis_url.client(library, source, **options)
+        return redis_url.client(library, source, socket_keepalive=True, **options)
     pool = source.connection_pool
     given = pool.connection_kwargs.items()
     address = {name: value for name, value in given if name in _ADDRESS or name.startswith("ssl_")}
     if sentinels := getattr(pool, "sentinel_manager", None):
-        return sentinels.master_for(pool.service_name, **address, **options)
+        return sentinels.master_for(pool.service_name, socket_keepalive=True, **address, **options)
+    if "path" not in address:
+        # TCP only: the library's class for Unix sockets raises TypeError for it.
+        options["socket_keepalive"] = True
     own_pool = library.ConnectionPool(connection_class=pool.connection_class, **address, **options)
     return library.Redis.from_pool(own_pool)

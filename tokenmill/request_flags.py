@@ -4,9 +4,11 @@ Law: only what was given is sent. Ranges are the service's to check; it names th
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, TextIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import click
+
+from tokenmill.text_streams import read_file
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -26,7 +28,7 @@ _OPTIONS = (
     click.option("--repetition-penalty", type=float, help="above 1: the same, of the prompt's tokens too"),
     click.option("--seed", type=int, help="the same seed gives the same answer"),
     click.option("--stop", multiple=True, help="end before this text; may be given several times"),
-    click.option("--json-schema", type=click.File(encoding="utf-8"), help="file of a JSON schema to keep to"),
+    click.option("--json-schema", type=click.File("rb"), help="file of a JSON schema to keep to"),
     click.option("--regex", help="regular expression that the whole answer matches"),
     click.option("--choice", multiple=True, help="one of these answers; given several times"),
     click.option("--priority", type=int, help="0 to 4, lower goes first  [default: 2]"),
@@ -64,7 +66,7 @@ def to_body(prompt: str, flags: Mapping[str, Any]) -> dict[str, Any]:
 _CONSTRAINTS = {"json_schema": "json", "regex": "regex", "choice": "choice"}
 
 
-def _plain(value: str | tuple[str, ...] | TextIO) -> str | list[str]:
+def _plain(value: str | tuple[str, ...] | BinaryIO) -> str | list[str]:
     if isinstance(value, str):
         return value
-    return list(value) if isinstance(value, tuple) else value.read()
+    return list(value) if isinstance(value, tuple) else read_file(value)

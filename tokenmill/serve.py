@@ -1,4 +1,4 @@
-"""What `tokenmill serve` runs: Redis (its own, if none is named), one worker, the API; and what it says.
+"""What `tokenmill serve` runs: Redis (its own, if none is named), its workers, the API; and what it says.
 
 Law: whatever can be found wrong is found before anything heavy is started. Knows which processes make up the
 service; how they are kept up and stopped is the supervisor's.
@@ -10,7 +10,7 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -18,11 +18,15 @@ from pathlib import Path
 
 from tokenmill import config, embedded_redis
 from tokenmill.client import Client
+from tokenmill.devices import cuda_devices
+from tokenmill.planned_workers import AUTO, PlannedWorker, description, plan_workers
 from tokenmill.processes import ChildSpec
 from tokenmill.signals import StopRequested, StopSignals
 from tokenmill.state import SELF, StateDirectory
 from tokenmill.supervisor import CannotServe, Supervisor, Unusable, take_over
 from worker.protocol.redis_url import hide_password
+from worker.protocol.temporary import NoTemporaryDirectory, check_temporary_directory
+from worker.protocol.variables import unknown_variables, warnings
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
@@ -52,7 +56,7 @@ def serve(
         try:
             with suppress(StopRequested):
                 _run(supervisor, signals, state, settings, environ, print_line)
-            print_line(SELF, "stopping; Ctrl-C again hurries")
+            print_line(SELF, "stopping; Ctrl-C again ends everything at once, and nothing is lost")
         except Unusable as error:
             raise config.ConfigError(str(error)) from error
         finally:
@@ -69,41 +73,82 @@ def _run(
     print_line: Print,
 ) -> None:
     check_installed({"worker": "torch", "api": "flask"})
+    try:
+        check_temporary_directory()
+    except NoTemporaryDirectory as error:
+        raise config.ConfigError(str(error)) from None
     host = settings.get("host", DEFAULT_HOST)
     port = int(settings.get("port", DEFAULT_PORT)) or embedded_redis.free_port()
     metrics_host = settings.get("metrics_host", DEFAULT_HOST)
-    metrics_port = int(settings.get("metrics_port", DEFAULT_METRICS_PORT))
+    workers = _workers(settings, environ)
     check_address(host, port, "host", "port")
-    check_address(metrics_host, metrics_port, "metrics_host", "metrics_port")
-    check_apart((host, port), (metrics_host, metrics_port))
+    for each in workers:
+        check_address(metrics_host, each.metrics_port, "metrics_host", "metrics_port")
+        check_apart((host, port), (metrics_host, each.metrics_port))
     redis_url = _redis(supervisor, signals, state, settings.get("redis_url"))
     api_url = f"http://{_reachable(host)}:{port}"
-    state.write_address("redis-url", redis_url)
-    state.write_address("api-url", api_url)
+    supervisor.record.put_address("redis-url", redis_url)
+    supervisor.record.put_address("api-url", api_url)
     print_line(SELF, f"Redis at {hide_password(redis_url)}; loading the model")
-    decided = {"redis_url": redis_url, "port": str(port)}
-    given = {**environ, **config.to_environment({**settings, **decided}), "PYTHONUNBUFFERED": "1"}
-    grace = float(settings.get("grace_seconds", _DEFAULT_GRACE_SECONDS))
-    http_grace = float(settings.get("http_grace_seconds", _DEFAULT_HTTP_GRACE_SECONDS))
-    supervisor.start(room("worker", given, grace + _EXTRA_SECONDS))
-    supervisor.start(room("api", given, http_grace + _EXTRA_SECONDS))
+    # A process that cannot work ends, so that the supervisor hears of it.
+    decided = {"redis_url": redis_url, "port": str(port), "hold_unusable": "0"}
+    unknown = unknown_variables(environ)
+    for line in warnings(environ):
+        print_line(SELF, line)
+    # What was warned of here is not passed on, to be warned of by each process.
+    known = {name: value for name, value in environ.items() if name not in unknown}
+    given = {**known, **config.to_environment({**settings, **decided}), "PYTHONUNBUFFERED": "1"}
+    for each in workers:
+        supervisor.start(_worker(each, settings, given))
+    supervisor.start(_api(settings, given))
     client = Client(url=api_url, timeout=_READY_TIMEOUT_SECONDS)
     needs_key = bool(settings.keys() & {"api_keys", "api_keys_file"})
-    supervisor.watch(client.is_ready, lambda: _announce(api_url, redis_url, needs_key, print_line))
+    metrics = [description(each, _reachable(metrics_host)) for each in workers]
+    supervisor.watch(client.is_ready, lambda: _announce(api_url, redis_url, metrics, needs_key, print_line))
 
 
-def room(name: str, environment: Mapping[str, str], stop_seconds: float) -> ChildSpec:
-    """How to start a room. `-P`: a folder of the same name in the current directory is not taken for it."""
+def _workers(settings: Mapping[str, str], environ: Mapping[str, str]) -> list[PlannedWorker]:
+    """Raises `ConfigError`."""
+    # Of a device with a number, `cuda:1`, there is one.
+    by_device = settings.get("device", "auto") in ("auto", "cuda")
+    return plan_workers(
+        settings.get("workers", AUTO),
+        int(settings.get("metrics_port", DEFAULT_METRICS_PORT)),
+        cuda_devices(environ) if by_device else (),
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        environ,
+    )
+
+
+def _worker(planned: PlannedWorker, settings: Mapping[str, str], given: Mapping[str, str]) -> ChildSpec:
+    grace = float(settings.get("grace_seconds", _DEFAULT_GRACE_SECONDS))
     return ChildSpec(
-        name=name,
-        command=room_command(name),
-        environment=environment,
-        stop_seconds=stop_seconds,
+        name=planned.name,
+        command=room_command("worker"),
+        environment={**given, **planned.environment},
+        stop_seconds=grace + _EXTRA_SECONDS,
         final_codes=frozenset({_EX_CONFIG}),
+        stage="worker",
+        stopping="finishes tasks for as long as TOKENMILL_GRACE_SECONDS and hands the rest back",
+    )
+
+
+def _api(settings: Mapping[str, str], given: Mapping[str, str]) -> ChildSpec:
+    grace = float(settings.get("http_grace_seconds", _DEFAULT_HTTP_GRACE_SECONDS))
+    return ChildSpec(
+        name="api",
+        command=room_command("api"),
+        environment=given,
+        stop_seconds=grace + _EXTRA_SECONDS,
+        final_codes=frozenset({_EX_CONFIG}),
+        stopping="lets open calls end for as long as TOKENMILL_HTTP_GRACE_SECONDS",
+        # Tasks are in Redis, and a client that was cut off asks again.
+        kill_hurried=True,
     )
 
 
 def room_command(name: str) -> tuple[str, ...]:
+    """`-P`: a folder of the same name in the current directory is not taken for the room."""
     return (sys.executable, "-P", "-m", name)
 
 
@@ -152,11 +197,21 @@ def _redis(supervisor: Supervisor, signals: StopSignals, state: StateDirectory, 
     if given:
         embedded_redis.check_reachable(given)
         return given
-    port = embedded_redis.free_port()
-    url = embedded_redis.local_url(port)
-    child = supervisor.start(embedded_redis.server_spec(state.redis_data, state.redis_log, port))
+    socket_file = _socket_file(state)
+    url = embedded_redis.socket_url(socket_file)
+    child = supervisor.start(embedded_redis.server_spec(state.redis_data, state.redis_log, socket_file))
     embedded_redis.wait_until_ready(url, state.redis_log, lambda: child.returncode is None, signals.pause)
     return url
+
+
+def _socket_file(state: StateDirectory) -> Path:
+    try:
+        return embedded_redis.socket_path(state.redis_data)
+    except OSError as error:
+        raise CannotServe(
+            f"the path of {state.path} is too long for a socket, and no directory for temporary files can be "
+            f"written ({error.strerror}); choose a shorter one with TOKENMILL_STATE_DIR, or set TMPDIR"
+        ) from error
 
 
 def _ip_address(host: str) -> IPv4Address | IPv6Address:
@@ -169,15 +224,19 @@ def _reachable(host: str) -> str:
     return f"[{local}]" if ":" in local else local
 
 
-def _announce(api_url: str, redis_url: str, needs_key: bool, print_line: Print) -> None:
+def _announce(
+    api_url: str, redis_url: str, metrics: Sequence[str], needs_key: bool, print_line: Print
+) -> None:
     # The key itself is none of ours to print.
     key = ' -H "Authorization: Bearer $TOKENMILL_API_KEY"' if needs_key else ""
     body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
+    shown_metrics = "\n  ".join(metrics)
     text = f"""
 Tokenmill is ready.
   API    {api_url}
   docs   {api_url}/docs
   Redis  {hide_password(redis_url)}
+  {shown_metrics}
 
 Submit a task, then poll it with the id from the answer:
   curl -s {api_url}/v1/tasks{key} -H 'Content-Type: application/json' -d '{body}'
@@ -195,6 +254,8 @@ Ctrl-C stops everything; unfinished tasks go on at the next start.
 def _own_command() -> str:
     """How this command can be typed again in this directory."""
     given = Path(sys.argv[0])
+    if given.name == "__main__.py":
+        return f"{shlex.quote(sys.executable)} -m tokenmill"
     if shutil.which(given.name) == str(given):
         return given.name
     return shlex.quote(os.path.relpath(given) if given.is_relative_to(Path.cwd()) else str(given))

@@ -17,6 +17,7 @@ from tokenmill.serve import room_command
 from tokenmill.serve import serve as run_service
 from tokenmill.state import StateDirectory
 from worker.protocol.redis_url import hide_password
+from worker.protocol.startup_signals import held_signals
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _METAVARS = {int: "NUMBER", float: "NUMBER", bool: "true|false", str: "TEXT"}
@@ -50,18 +51,19 @@ def state_of(settings: Mapping[str, str]) -> StateDirectory:
 
 
 @click.command()
-@setting_flags(Part.SERVE, Part.API, Part.WORKER)
+@setting_flags(Part.SERVE, Part.SUPERVISOR, Part.API, Part.WORKER)
 def serve(config_file: str | None, **flags: str | None) -> None:
-    """Run everything: Redis, one worker, the API.
+    """Run everything: Redis, one worker for each CUDA device (on a CPU one), the API.
 
     Uses the Redis server that REDIS_URL names, else starts one of its own with its data in .tokenmill/, so
-    that unfinished tasks go on at the next start. Ctrl-C stops API, worker and Redis in that order; the
-    worker finishes what it can within the grace period; Ctrl-C again hurries it.
+    that unfinished tasks go on at the next start. Ctrl-C stops API, workers and Redis in that order; a
+    worker finishes what it can within the grace period; Ctrl-C again ends all at once, and loses nothing.
 
     \b
     Examples:
       tokenmill serve
       tokenmill serve --model ./my-model --port 8080
+      tokenmill serve --workers 2 --metrics-port 9400
       TOKENMILL_MAX_NUM_SEQS=16 tokenmill serve
       REDIS_URL=redis://localhost:6379/0 tokenmill serve
     """
@@ -108,4 +110,5 @@ def _become(name: str, flags: Mapping[str, Any], config_file: str | None) -> Non
         settings["redis_url"] = url
     command = room_command(name)
     environment = {**os.environ, **config.to_environment(settings)}
-    os.execve(command[0], command, environment)  # noqa: S606 - a fixed command; a shell is not wanted
+    with held_signals():
+        os.execve(command[0], command, environment)  # noqa: S606 - a fixed command; a shell is not wanted

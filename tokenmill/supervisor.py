@@ -5,18 +5,21 @@ new tasks), then the worker (it finishes or hands back), Redis last. It knows th
 never as code, and reads no task.
 """
 
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from tokenmill.processes import Child, ChildSpec, ProcessId, stop_orphan
 from tokenmill.restarts import RestartHistory
+from tokenmill.run_record import RunRecord
 from tokenmill.signals import StopSignals
-from tokenmill.state import SELF, AlreadyRunning, StateDirectory
+from tokenmill.state import SELF, AlreadyRunning, StateDirectory, check_room
+from tokenmill.stopping import how_it_ended, stop_together
 
 _READY_POLL_SECONDS = 1.0
-_SIGNAL_GAP_SECONDS = 0.2
+_ROOM_POLL_SECONDS = 1.0
+_WRITE_AGAIN_SECONDS = 5.0
 _ORPHAN_PATIENCE_SECONDS = 10.0
 _LOCK_PATIENCE_SECONDS = 5.0
 _LOCK_POLL_SECONDS = 0.05
@@ -32,12 +35,16 @@ class Unusable(CannotServe):
 
 @dataclass
 class Place:
-    """A child's place: it outlives the processes that fill it. `due`: when the next one is started."""
+    """A child's place: it outlives the processes that fill it. `due`: when the next one is started.
+
+    `lacks_room`: the last look found none where the child writes.
+    """
 
     spec: ChildSpec
     child: Child | None = None
     history: RestartHistory = field(default_factory=RestartHistory)
     due: float = 0.0
+    lacks_room: bool = False
 
 
 class Supervisor:
@@ -60,12 +67,19 @@ class Supervisor:
         self._print = print_line
         self._places: list[Place] = []
         self._was_ready = False
+        self.record = RunRecord(state, print_line)
 
     def start(self, spec: ChildSpec) -> Child:
-        """Start a child, and keep it up from now on."""
-        place = Place(spec)
-        self._places.append(place)
-        return self._fill(place)
+        """Start a child, and keep it up from now on. Raises `CannotServe`."""
+        if why := _lacks_room(spec):
+            raise CannotServe(why)
+        try:
+            child = Child(spec, (self._lock,), self._print)
+        except OSError as error:
+            raise CannotServe(f"the {spec.name} cannot be started: {error.strerror}") from error
+        self._places.append(Place(spec, child))
+        self._record_processes()
+        return child
 
     def watch(self, is_ready: Callable[[], bool], on_ready: Callable[[], None]) -> None:
         """Keep all children up until `StopRequested`.
@@ -81,20 +95,42 @@ class Supervisor:
             if not self._was_ready and is_ready():
                 self._was_ready = True
                 on_ready()
+            self.record.retry()
             self._signals.pause(self._idle_seconds())
 
     def stop(self) -> None:
-        """Stop every child, the last started first, and forget the run."""
-        for place in reversed(self._places):
-            if place.child:
-                self._stop(place.child)
+        """Stop every child, the last started first and those of a stage together, and forget the run."""
+        for _, places in groupby(reversed(self._places), lambda each: each.spec.stage or each.spec.name):
+            stop_together([each.child for each in places if each.child], self._signals, self._print)
         self._state.forget_run()
 
-    def _fill(self, place: Place) -> Child:
-        place.child = Child(place.spec, (self._lock,), self._print)
+    def _fill(self, place: Place) -> None:
+        """Start the next child of a place, or say why not and make it due again."""
+        if why := _lacks_room(place.spec):
+            self._await_room(place, why)
+            return
+        if place.lacks_room:
+            # What died for want of room died of nothing else.
+            place.lacks_room, place.history = False, RestartHistory()
+        try:
+            place.child = Child(place.spec, (self._lock,), self._print)
+        except OSError as error:
+            place.history = place.history.after_death(0.0, was_ready=self._was_ready)
+            place.due = time.monotonic() + place.history.delay
+            why = f"the {place.spec.name} cannot be started: {error.strerror}"
+            self._print(SELF, f"{why}; trying again in {place.history.delay:g} s")
+        else:
+            self._record_processes()
+
+    def _await_room(self, place: Place, why: str) -> None:
+        place.due = time.monotonic() + _ROOM_POLL_SECONDS
+        if not place.lacks_room:
+            self._print(SELF, f"{why}; the {place.spec.name} is started again as soon as it can be written")
+        place.lacks_room = True
+
+    def _record_processes(self) -> None:
         living = {each.spec.name: each.child.id for each in reversed(self._places) if each.child}
-        self._state.write_processes({SELF: ProcessId.own(), **living})
-        return place.child
+        self.record.put_processes({SELF: ProcessId.own(), **living})
 
     def _tend(self, place: Place) -> None:
         """Bury a child that died, or start the next one when it is due."""
@@ -109,7 +145,7 @@ class Supervisor:
         place.child = None
         place.history = place.history.after_death(child.lived, was_ready=self._was_ready)
         place.due = time.monotonic() + place.history.delay
-        name, end = place.spec.name, _how_it_ended(child.returncode)
+        name, end = place.spec.name, how_it_ended(child.returncode)
         if not self._was_ready:
             if child.returncode in place.spec.final_codes:
                 raise Unusable(f"the {name} {end}{_last_words(child)}")
@@ -121,25 +157,9 @@ class Supervisor:
     def _idle_seconds(self) -> float:
         """Until something is to be done without a signal."""
         waits = [place.due - time.monotonic() for place in self._places if place.child is None]
+        if not self.record.is_written:
+            waits.append(_WRITE_AGAIN_SECONDS)
         return min([*waits, _READY_POLL_SECONDS if not self._was_ready else 60.0])
-
-    def _stop(self, child: Child) -> None:
-        """SIGTERM, once more at a second request to stop; SIGKILL at the third, or when it takes too long."""
-        deadline = time.monotonic() + child.spec.stop_seconds
-        sent = 0
-        while child.returncode is None:
-            if time.monotonic() > deadline or self._signals.count > 2:
-                self._print(SELF, f"the {child.spec.name} does not stop; killing it")
-                child.kill()
-            elif sent < max(1, self._signals.count):
-                child.signal(signal.SIGTERM)
-                sent += 1
-                # Two signals sent at once would arrive as one.
-                self._signals.wait(_SIGNAL_GAP_SECONDS)
-            else:
-                self._signals.wait(min(_READY_POLL_SECONDS, deadline - time.monotonic()))
-        child.finish_output()
-        self._print(SELF, f"{child.spec.name} {_how_it_ended(child.returncode)}")
 
 
 def take_over(state: StateDirectory, print_line: Callable[[str, str], None]) -> int:
@@ -150,7 +170,10 @@ def take_over(state: StateDirectory, print_line: Callable[[str, str], None]) -> 
     except AlreadyRunning:
         pass
     except OSError as error:
-        raise CannotServe(f"the state directory {state.path} cannot be used: {error.strerror}") from error
+        raise CannotServe(
+            f"the state directory {state.path} cannot be used: {error.strerror}: {error.filename}; choose "
+            "another with --state-dir or TOKENMILL_STATE_DIR"
+        ) from error
     left = state.processes()
     owner = left.pop(SELF, None)
     if owner is None or owner.is_alive():
@@ -183,10 +206,18 @@ def _already_running(state: StateDirectory, owner: ProcessId | None) -> str:
     )
 
 
-def _how_it_ended(returncode: int | None) -> str:
-    if returncode is None or returncode >= 0:
-        return "has stopped" if returncode == 0 else f"ended with exit code {returncode}"
-    return f"was ended by {signal.Signals(-returncode).name}"
+def _lacks_room(spec: ChildSpec) -> str:
+    """Why the child could not write, "" if it could."""
+    if spec.room is None:
+        return ""
+    try:
+        check_room(spec.room)
+    except OSError as error:
+        return (
+            f"{spec.room} cannot be written: {error.strerror}; make room there, or choose another directory "
+            "with TOKENMILL_STATE_DIR"
+        )
+    return ""
 
 
 def _last_words(child: Child) -> str:

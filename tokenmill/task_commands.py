@@ -1,9 +1,9 @@
 """`tokenmill submit`, `status` and `cancel`: a running service, seen from a shell.
 
-Law: what was asked for goes to standard output and nothing else does, so that it can be piped.
+Law: what was asked for goes to standard output and nothing else does, so that it can be piped. The id of a
+submitted task is on standard error before anything can fail, so that no task is lost sight of.
 """
 
-import json
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +15,7 @@ from tokenmill.config import BY_NAME, ConfigError, Part
 from tokenmill.outputs import Streamed, texts
 from tokenmill.request_flags import request_flags, to_body
 from tokenmill.service_commands import resolved, setting_flags, state_of
+from tokenmill.text_streams import note, read_standard_input, show, to_json
 from worker.protocol.messages import FinishedEvent
 
 _json_flag = click.option("--json", "as_json", is_flag=True, help="print the task as JSON")
@@ -41,7 +42,7 @@ def submit(
     api_key: str | None,
     **flags: Any,
 ) -> None:
-    """Submit a task; print its id, or with --wait or --stream its text.
+    """Submit a task; print its id, or with --wait or --stream its text. The id is on standard error too.
 
     The PROMPT is read from standard input if it is not given or is "-".
 
@@ -56,14 +57,15 @@ def submit(
         raise click.UsageError("--stream goes with neither --wait nor --json")
     client = _client(url, api_key, config_file)
     task = client.submit(to_body(_read_prompt(prompt), flags))
+    note(f"task {task['id']}")
     if stream:
         _print_stream(client, str(task["id"]), flags.get("n") or 1)
     elif wait:
         task = client.wait(str(task["id"]))
-        click.echo(_json(task) if as_json else texts(task))
+        show(to_json(task) if as_json else texts(task))
         _require_completed(task)
     else:
-        click.echo(_json(task) if as_json else task["id"])
+        show(to_json(task) if as_json else str(task["id"]))
 
 
 @click.command()
@@ -83,7 +85,7 @@ def status(
     """
     client = _client(url, api_key, config_file)
     task = client.wait(task_id) if wait else client.task(task_id)
-    click.echo(_json(task) if as_json else _description(task))
+    show(to_json(task) if as_json else _description(task))
     if wait:
         _require_completed(task)
 
@@ -102,7 +104,7 @@ def cancel(
       tokenmill cancel 0192f0c1a2b3...
     """
     task = _client(url, api_key, config_file).cancel(task_id)
-    click.echo(_json(task) if as_json else task.get("status"))
+    show(to_json(task) if as_json else str(task.get("status")))
 
 
 def _client(url: str | None, api_key: str | None, config_file: str | None) -> Client:
@@ -119,28 +121,25 @@ def _client(url: str | None, api_key: str | None, config_file: str | None) -> Cl
 def _read_prompt(given: str | None) -> str:
     if given not in (None, "-"):
         return str(given)
-    if given is None and sys.stdin.isatty():
+    if given is None and sys.stdin is not None and sys.stdin.isatty():
         raise click.UsageError('give a prompt, or "-" to type it on standard input')
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise click.UsageError(f"standard input is not {error.encoding} text") from None
+    return read_standard_input()
 
 
 def _print_stream(client: Client, task_id: str, num_outputs: int) -> None:
-    """The texts as they come. Left by Ctrl-C, the task goes on, and its id is told."""
+    """The texts as they come. The task goes on when they are read no longer, and its id is shown again."""
     streamed = Streamed(num_outputs)
     ends: list[FinishedEvent] = []
     try:
         for event in client.events(task_id):
             for piece in streamed.take(event):
-                click.echo(piece, nl=False)
+                show(piece, end="")
             if isinstance(event, FinishedEvent):
                 ends.append(event)
-    except KeyboardInterrupt:
-        click.echo(f"\nthe task goes on: tokenmill status {task_id}", err=True)
+    except (KeyboardInterrupt, BrokenPipeError):
+        note(f"\nthe task goes on: tokenmill status {task_id}")
         raise
-    click.echo()
+    show("")
     for end in ends:
         _require_ended_well(end.finish_reason, end.error)
 
@@ -156,10 +155,6 @@ def _require_ended_well(reason: str, error: Mapping[str, Any] | None) -> None:
         raise NotCompleted(f"the task failed: {error.get('message')} ({error.get('code')})")
     if reason not in ("stop", "length"):
         raise NotCompleted(f"the task ended as {reason}")
-
-
-def _json(task: Mapping[str, Any]) -> str:
-    return json.dumps(task, ensure_ascii=False, indent=2)
 
 
 def _description(task: Mapping[str, Any]) -> str:

@@ -1,9 +1,15 @@
 """`python -m worker`: reads the settings, loads the model, and lets a `BatchWorker` work. Wiring only.
 
-Exit status: 0 told to stop and stopped; 1 the watchdog ended a hanging process; 70 the engine or a thread
-failed and what was held was handed back; 78 a setting or the model cannot be used, so starting again is of no
-use; 69 no Redis for as long as loading may take.
+Exit status: 0 told to stop and stopped; SIGTERM (143 as process 1) told to stop while it loaded; 1 the
+watchdog ended a hanging process; 70 the engine or a thread failed and what was held was handed back; 78 a
+setting or the model cannot be used, so starting again is of no use; 69 no Redis while it could have loaded.
 """
+
+from worker.protocol.startup_signals import end_on_signals
+
+if __name__ == "__main__":
+    # First of all: the imports below take seconds, and loading a model minutes.
+    end_on_signals()
 
 import logging
 import os
@@ -16,20 +22,25 @@ from typing import TYPE_CHECKING, Any
 import redis
 from prometheus_client import CollectorRegistry
 
+from engine.checkpoint.check import check_source
 from engine.errors import InvalidParameter, UnsupportedModel
 from monitoring.engine import EngineMetrics
 from monitoring.http import serve_metrics
 from monitoring.worker import WorkerMetrics
 from worker.batch_worker import BatchWorker, new_worker_name
+from worker.cache_directory import usable_cache
 from worker.connections import connect
 from worker.crew import Surroundings
-from worker.errors import SettingsError
+from worker.errors import SettingsError, unusable
 from worker.importing import uncollected
-from worker.loading import Loading
+from worker.loading import Loading, unusable_machine
 from worker.preparation import ServedModel
-from worker.protocol import naming
+from worker.protocol import naming, variables
+from worker.protocol.holding import hold_if_asked
 from worker.protocol.model_card import ModelCard
+from worker.protocol.outage import OutageLog
 from worker.protocol.store import TaskStore, WorkerRecord
+from worker.protocol.temporary import NoTemporaryDirectory, check_temporary_directory
 from worker.settings import WorkerSettings
 from worker.watching import arm_watchdog
 
@@ -61,14 +72,14 @@ class Process:
         if not _try_until(client.ping, client, settings.load_seconds):
             return EXIT_NO_REDIS
         arm_watchdog(settings.load_seconds)
-        with Loading(client, self._loading_record(), self._metrics) as loading:
+        with Loading(client, self._loading_record(), self._metrics) as loading, unusable_machine():
             execution = _load(settings, loading)
         store, card = TaskStore(client), self._card(execution)
         # A model that took minutes is not loaded once more because Redis was away for a moment.
         if not _try_until(lambda: store.put_model_card(self._slug, card), client, settings.load_seconds):
             return EXIT_NO_REDIS
         client.close()
-        self._worker = self._make_worker(execution)
+        self._worker = self._make_worker(execution, card)
         self._worker.handle_signals()
         return self._worker.work()
 
@@ -104,11 +115,13 @@ class Process:
             vocab_size=execution.vocab_size,
             max_model_len=execution.config.max_model_len,
             max_prompt_tokens=execution.config.max_prompt_tokens,
+            max_prompt_bytes=execution.tokenizer.max_prompt_bytes,
+            default_sampling=execution.default_sampling,
             has_chat_template=execution.tokenizer.has_chat_template,
             fingerprint=execution.fingerprint,
         )
 
-    def _make_worker(self, execution: "Execution") -> BatchWorker:
+    def _make_worker(self, execution: "Execution", card: ModelCard) -> BatchWorker:
         settings = self._settings
         engine_metrics = EngineMetrics(
             self._registry,
@@ -120,6 +133,8 @@ class Process:
             slug=self._slug,
             fingerprint=execution.fingerprint,
             tokenizer=execution.tokenizer,
+            default_sampling=execution.default_sampling,
+            max_sequence_tokens=execution.max_sequence_tokens,
         )
         given = Surroundings(
             connect=self._connect,
@@ -127,7 +142,7 @@ class Process:
             timing=settings.timing,
             observers=(engine_metrics,),
         )
-        return BatchWorker(execution.new_engine(), model, given, name=self._name)
+        return BatchWorker(execution.new_engine(), model, given, name=self._name, card=card)
 
 
 def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
@@ -146,6 +161,7 @@ def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
         compile=settings.compile,
         async_scheduling=settings.async_scheduling,
         deterministic=settings.deterministic,
+        generation_config=settings.generation_config,
         progress=loading.progress,
         **{name: value for name, value in asdict(settings.engine).items() if value is not None},
     )
@@ -154,11 +170,12 @@ def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
 def _try_until(call: Callable[[], object], client: Any, seconds: float) -> bool:
     """Whether Redis lets `call`, which uses `client`, through within `seconds`."""
     deadline = time.monotonic() + seconds
+    outages = OutageLog(logger, "worker")
     while time.monotonic() < deadline:
         try:
             call()
         except redis.RedisError as error:
-            logger.warning("waiting for Redis: %s", error)
+            outages.failed(error)
             # After a failover a connection may live on to a server that only reads.
             client.connection_pool.disconnect()
             time.sleep(REDIS_RETRY_SECONDS)
@@ -167,15 +184,29 @@ def _try_until(call: Callable[[], object], client: Any, seconds: float) -> bool:
     return False
 
 
+def _unusable(reason: str) -> int:
+    logger.critical("%s", reason)
+    hold_if_asked(os.environ, logger.critical)
+    return EXIT_UNUSABLE
+
+
 def main() -> int:
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    for line in variables.warnings(os.environ):
+        logger.warning("%s", line)
     try:
-        return Process(WorkerSettings.from_env(os.environ)).run()
+        settings = WorkerSettings.from_env(os.environ)
+        check_temporary_directory()
+        # Before the libraries are imported, which takes seconds.
+        check_source(settings.model)
+        with usable_cache(settings.cache_dir):
+            return Process(settings).run()
+    except NoTemporaryDirectory as error:
+        return _unusable(str(error))
     except (SettingsError, InvalidParameter, UnsupportedModel) as error:
-        logger.critical("%s", error)
-        return EXIT_UNUSABLE
+        return _unusable(unusable(error))
     except Exception:
         logger.critical("the worker failed", exc_info=True)
         return 1

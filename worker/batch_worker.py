@@ -12,6 +12,7 @@ import secrets
 import signal
 import socket
 import time
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -25,6 +26,7 @@ from worker.crew import Crew, Surroundings
 from worker.loop import SteppingEngine
 from worker.preparation import ServedModel
 from worker.protocol import naming
+from worker.protocol.model_card import ModelCard
 from worker.protocol.records import WorkerState
 from worker.protocol.store import TaskStore, WorkerRecord
 
@@ -34,6 +36,13 @@ EXIT_STOPPED = 0
 """Told to stop, and stopped: by a signal or by RQ's `shutdown` command."""
 EXIT_FAILED = 70
 """The engine is dead or a thread failed: what was held was handed back, start again."""
+
+REQUEST_THREADS = frozenset({"loop", "publisher"})
+"""Threads that step requests and store what comes of them: what ends one of them may be the fault of a
+request.
+
+The intake is none of them: it catches what the preparation of a request raises.
+"""
 
 RQ_SECONDS = 60
 """A worker that died without a word leaves `rq info` so long after."""
@@ -51,16 +60,32 @@ DRAIN_POLL_SECONDS = 0.05
 NOTE_SECONDS = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A thread ended without being told to."""
+
+    thread: str
+    error: BaseException
+
+
 def new_worker_name() -> str:
     """Never used before: RQ refuses a name whose earlier worker did not say good-bye."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 class BatchWorker(BaseWorker):
-    """Serves one model with one engine. `name`: as `new_worker_name` makes it."""
+    """Serves one model with one engine. `name`: as `new_worker_name` makes it. `card`: what the API is to
+    know of the model; it is written again where Redis has lost it.
+    """
 
     def __init__(
-        self, engine: SteppingEngine, model: ServedModel, given: Surroundings, *, name: str | None = None
+        self,
+        engine: SteppingEngine,
+        model: ServedModel,
+        given: Surroundings,
+        *,
+        name: str | None = None,
+        card: ModelCard | None = None,
     ) -> None:
         connection = given.connect("rq")
         super().__init__(
@@ -77,6 +102,7 @@ class BatchWorker(BaseWorker):
             serializer=JSONSerializer,
         )
         self._model = model
+        self._card = card
         self._given = given
         self._max_num_seqs = engine.config.max_num_seqs
         self._started_at = time.time()
@@ -88,7 +114,7 @@ class BatchWorker(BaseWorker):
         self._last_step_seconds = LAST_STEP_SECONDS
         self._store = TaskStore(connection, retention_seconds=given.timing.retention_seconds)
         # Signal handlers put here: a SimpleQueue, unlike an Event, may be entered twice by one thread.
-        self._notes: queue.SimpleQueue[str | BaseException] = queue.SimpleQueue()
+        self._notes: queue.SimpleQueue[str | Failure] = queue.SimpleQueue()
         self._crew = Crew(
             engine,
             model,
@@ -132,19 +158,21 @@ class BatchWorker(BaseWorker):
         logger.info("worker %s serves %s", self.name, self._model.name)
 
     def _note_failure(self, thread: str, error: BaseException) -> None:
-        logger.critical("the %s failed: %s", thread, error, exc_info=not isinstance(error, EngineDead))
-        self._notes.put(error)
+        # First: without memory the log line may fail as well.
+        self._notes.put(Failure(thread, error))
+        trace = None if isinstance(error, EngineDead) else error
+        logger.critical("the %s failed: %s: %s", thread, type(error).__name__, error, exc_info=trace)
 
     def _follow_notes(self) -> int:
         note = self._next_note()
-        if isinstance(note, BaseException):
+        if isinstance(note, Failure):
             return self._fail(note)
         logger.info("%s: claims nothing more, finishes what ends in time", note)
         self._is_draining = True
         self._crew.stop_claiming()
         return self._drain()
 
-    def _next_note(self) -> str | BaseException:
+    def _next_note(self) -> str | Failure:
         """Waits in short pieces: a signal that the kernel gives to another thread ends no wait here."""
         while True:
             try:
@@ -159,16 +187,17 @@ class BatchWorker(BaseWorker):
                 note = self._notes.get(timeout=DRAIN_POLL_SECONDS)
             except queue.Empty:
                 continue
-            if isinstance(note, BaseException):
+            if isinstance(note, Failure):
                 return self._fail(note)
             logger.info("%s again: ends now", note)
             self._last_step_seconds = 0.0
             break
         return EXIT_STOPPED
 
-    def _fail(self, error: BaseException) -> int:
-        # A dead engine may be the fault of a request, which another worker would die of next.
-        self._has_crashed = isinstance(error, EngineDead)
+    def _fail(self, failure: Failure) -> int:
+        # Any exception there, of the device or of host code, may be the fault of a request, which would end
+        # the next worker too.
+        self._has_crashed = failure.thread in REQUEST_THREADS
         return EXIT_FAILED
 
     def _shut_down(self) -> None:
@@ -211,6 +240,8 @@ class BatchWorker(BaseWorker):
             max_num_seqs=self._max_num_seqs,
         )
         self._store.put_worker(record, ttl_seconds=self._given.timing.lease_seconds)
+        if self._card:
+            self._store.restore_model_card(self._model.slug, self._card)
 
     def _show_to_rq(self) -> None:
         state = WorkerStatus.BUSY if self._crew.holdings else WorkerStatus.IDLE

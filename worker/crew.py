@@ -21,6 +21,7 @@ from worker.loop import Loop, SteppingEngine
 from worker.ownership import Holdings, Ownership
 from worker.preparation import ServedModel
 from worker.protocol.claim_order import ClaimOrder
+from worker.protocol.outage import OutageLog
 from worker.protocol.store import TaskStore
 from worker.publisher import Publisher
 from worker.service import Service
@@ -74,6 +75,7 @@ class Crew:
         self._worker_name = worker_name
         self._on_failure = on_failure
         self._wake = threading.Event()
+        self._outages = OutageLog(logger, "worker", given.clock)
         self._inbox = Inbox()
         self._store = self._store_of(given.connect("main"))
         self.holdings = Holdings(self._wake)
@@ -214,6 +216,7 @@ class Crew:
             on_redis_error=self._given.metrics.redis_error,
             on_failure=self._on_failure,
             clock=self._given.clock,
+            outages=self._outages,
         )
 
     def _make_loop(self, engine: SteppingEngine) -> Loop:

@@ -1,9 +1,12 @@
 """The errors that the worker raises on purpose, and how a fault of one request is told to its client."""
 
 from engine.constraints import NO_TOKEN_ALLOWED
-from engine.errors import InvalidParameter, NeverFits
+from engine.errors import EngineError, InvalidParameter, NeverFits
 from engine.structured_outputs import FIELD as STRUCTURED_OUTPUTS
 from worker.protocol.messages import TaskError
+
+INVALID_REQUEST = "invalid_request_error"
+"""The type of an error that the client can correct."""
 
 
 class WorkerError(Exception):
@@ -12,6 +15,14 @@ class WorkerError(Exception):
 
 class SettingsError(WorkerError):
     """A setting has a value that it cannot have. The message names the variable and what is allowed."""
+
+
+def unusable(error: WorkerError | EngineError) -> str:
+    """One line for an error that a restart does not mend; a parameter is named by its variable."""
+    text = str(error)
+    if isinstance(error, InvalidParameter):
+        text = f"TOKENMILL_{error.field.upper()}: {error.message}"
+    return " ".join(text.split())
 
 
 class RequestRefused(WorkerError):
@@ -24,7 +35,7 @@ class RequestRefused(WorkerError):
 
 def invalid_request(code: str, message: str, param: str | None = None) -> TaskError:
     """The client can put it right; `param` names the field as it wrote it."""
-    return TaskError(type="invalid_request_error", code=code, message=_writable(message), param=param)
+    return TaskError(type=INVALID_REQUEST, code=code, message=_writable(message), param=param)
 
 
 def invalid_value(param: str, message: str) -> TaskError:

@@ -9,6 +9,7 @@ from engine.requests import NO_DEADLINES, Deadlines, ResumedOutput
 from engine.sampling_params import SamplingParams
 from worker.ownership import Ownership
 from worker.protocol.naming import DEFAULT_TENANT
+from worker.protocol.sizes import OutputLimit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +18,8 @@ class Arrival:
 
     `resumed`: what earlier attempts published. `prompt_field`: how the client gave the prompt, for the errors
     that the engine finds in it. `accepted_at`: epoch seconds; `waited_seconds` since then, and `deadlines`
-    count from then. `tenant`: as the scheduler tells tenants apart.
+    count from then. `tenant`: as the scheduler tells tenants apart. `output_limit`, `sampling_defaults`
+    (JSON): what the task is said to be run with.
     """
 
     ownership: Ownership
@@ -31,6 +33,8 @@ class Arrival:
     deadlines: Deadlines = NO_DEADLINES
     resumed: tuple[ResumedOutput, ...] = ()
     waited_seconds: float = 0.0
+    output_limit: OutputLimit | None = None
+    sampling_defaults: str = "{}"
 
 
 @dataclass(frozen=True, slots=True)

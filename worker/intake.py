@@ -96,6 +96,8 @@ class Intake:
         self._wake = wake
         self._is_stalled = is_stalled
         self._claimed: deque[Claimed] = deque()
+        # Claims of which Redis does not know yet that their reply has arrived.
+        self._unconfirmed: dict[str, str] = {}
 
     def turn(self) -> None:
         """Claim once, and let a suspect be tried; wait for a reason to claim again unless there may be more.
@@ -132,6 +134,7 @@ class Intake:
             if old := self._holdings.take(ownership_of(task)):
                 self._drop(old)
         self._claimed.extend(claimed)
+        self._unconfirmed |= {task.task_id: task.owner for task in claimed if not task.suspect}
         if claimed:
             self._metrics.claimed(len(claimed))
         return len(claimed)
@@ -159,7 +162,18 @@ class Intake:
         self._metrics.suspected(1)
         return not self._trials.begin(ownership, lambda seconds: self._prepare(_later(suspect, seconds)))
 
+    def _confirm(self) -> None:
+        """Before any of them is touched: from here on the death of this worker may count against them."""
+        if not self._unconfirmed:
+            return
+        renewed = self._store.renew(self._unconfirmed, self._lease_seconds)
+        self._unconfirmed = {}
+        # The next beat of the leases reports them to all parts of the worker.
+        gone = renewed.lost | renewed.cancelled
+        self._claimed = deque(task for task in self._claimed if task.task_id not in gone)
+
     def _admit_claimed(self) -> None:
+        self._confirm()
         while self._claimed:
             task = self._claimed[0]
             # Since the claim only we write to it, but for a cancel, whose end our own writes will meet.
@@ -198,6 +212,8 @@ class Intake:
             "prompt_ids": json.dumps(arrival.prompt_token_ids),
             "prompt_tokens": str(len(arrival.prompt_token_ids)),
             "fingerprint": self._model.fingerprint,
+            "sampling_defaults": arrival.sampling_defaults,
+            "output_limit": arrival.output_limit.to_json() if arrival.output_limit else "",
         }
         stream = self._stream(task, len(arrival.prompt_token_ids))
         if task.prompt_token_ids is None:

@@ -57,7 +57,9 @@ class Leases:
         self._standings = standings
         self._clock = clock
         self._wait = wait
-        self._reap_after = clock()
+        self._take_back_after = clock()
+        # Since the last time that the reaper ran.
+        self._failed_at: float | None = None
 
     def turn(self) -> None:
         """Renew, announce, reap, and wait for the next beat. Raises `RedisError`."""
@@ -65,7 +67,8 @@ class Leases:
             self._beat()
         except redis.RedisError:
             # Redis may have been away for all: the others get a lease's time to come back for theirs.
-            self._reap_after = self._clock() + self._lease_seconds
+            self._failed_at = self._clock()
+            self._take_back_after = self._failed_at + self._lease_seconds
             raise
         self._wait(min(MAX_BEAT_SECONDS, self._lease_seconds / 3))
 
@@ -73,8 +76,7 @@ class Leases:
         if not self._pulse.is_stalled:
             self._renew()
         self._announce()
-        if self._clock() >= self._reap_after:
-            self._reap()
+        self._reap()
 
     def _renew(self) -> None:
         owners = self._holdings.owners()
@@ -86,10 +88,22 @@ class Leases:
                 tell(Ownership(task_id, owners[task_id]))
 
     def _reap(self) -> None:
-        reaped = self._store.reap(self._slug, max_task_seconds=self._max_task_seconds)
+        now = self._clock()
+        reaped = self._store.reap(
+            self._slug,
+            max_task_seconds=self._max_task_seconds,
+            take_back=now >= self._take_back_after,
+            failed_seconds_ago=None if self._failed_at is None else now - self._failed_at,
+        )
+        self._failed_at = None
         if reaped.returned:
             logger.warning("back to the queue, their worker is gone: %s", ", ".join(reaped.returned))
             self._metrics.reclaimed(len(reaped.returned))
         if reaped.poisoned:
             logger.error("ended, as workers died of them: %s", ", ".join(reaped.poisoned))
             self._metrics.poisoned(len(reaped.poisoned))
+        if reaped.lost:
+            logger.error("ended, as Redis lost keys of them: %s", ", ".join(reaped.lost))
+        for failure in reaped.failures:
+            logger.error("reaper, %s: %s is set aside: %s", *failure)
+            self._metrics.reap_failure(failure.duty)

@@ -3,13 +3,18 @@
 Knows not how a model is loaded.
 """
 
+import errno
 import logging
+import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from monitoring.worker import WorkerMetrics
+from worker.errors import SettingsError
 from worker.protocol.store import TaskStore, WorkerRecord
 from worker.service import Service
 
@@ -18,6 +23,39 @@ logger = logging.getLogger(__name__)
 BEAT_SECONDS = 1.0
 RECORD_SECONDS = 15.0
 """Native code that reads a checkpoint may keep all threads from running for a while."""
+
+
+@contextmanager
+def unusable_machine() -> Iterator[None]:
+    """Turn a lack of libraries or memory into `SettingsError`."""
+    try:
+        yield
+    except ImportError as error:
+        raise SettingsError(
+            f"a library that the worker needs cannot be imported; is 'tokenmill[worker]' installed?"
+            f" {error!s:.200}{_limit()}"
+        ) from error
+    except MemoryError as error:
+        raise _short_of_memory(str(error)) from error
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise _short_of_memory(str(error)) from error
+
+
+def _short_of_memory(reason: str) -> SettingsError:
+    detail = f" ({reason})" if reason else ""
+    return SettingsError(
+        f"TOKENMILL_MODEL: not enough memory to load it{detail}{_limit()}; choose a smaller model"
+    )
+
+
+def _limit() -> str:
+    """The limit of this process's address space, which libraries report as they like when they meet it."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return ""
+    return f"; this process may map {limit} bytes (ulimit -v)"
 
 
 class Loading:

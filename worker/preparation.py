@@ -4,10 +4,15 @@ Law: raises `RequestRefused`, or gives what the engine takes. Renders and tokeni
 Knows neither Redis nor threads.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from engine.errors import InvalidParameter
 from engine.requests import Deadlines, ResumedOutput
+from engine.resolving import prepare_texts
 from engine.sampling_params import SamplingParams
 from engine.sequence import FinishReason
 from worker.errors import RequestRefused, invalid_value, server_error
@@ -19,17 +24,23 @@ from worker.protocol import naming
 from worker.protocol.messages import GenerateRequest, LogEntry
 from worker.protocol.outputs import outputs_of
 from worker.protocol.records import Claimed
-from worker.protocol.sizes import MAX_TOLD, num_told
+from worker.protocol.sizes import OutputLimit, output_limit, prompt_logprobs_error, prompt_logprobs_fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What a worker serves. `fingerprint` tells checkpoints apart whose token ids must not be mixed."""
+    """What a worker serves. `fingerprint` tells checkpoints apart whose token ids must not be mixed.
+
+    `default_sampling`: fields of `SamplingParams` that hold where a request does not give them.
+    `max_sequence_tokens`: the most tokens of prompt and output together; None: not known.
+    """
 
     name: str
     slug: str
     fingerprint: str
     tokenizer: Tokenizer
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)
+    max_sequence_tokens: int | None = None
 
 
 class Preparation:
@@ -41,11 +52,18 @@ class Preparation:
     def arrival(self, task: Claimed) -> Arrival:
         """Raises `RequestRefused`."""
         request = read_job(task.data)
-        params = to_sampling_params(request.sampling)
+        defaults = self._defaults(task)
+        params = to_sampling_params(with_defaults(request.sampling, defaults))
         if params.n != task.num_outputs:
             raise RequestRefused(invalid_value("n", f"n: was {task.num_outputs} when the task was accepted"))
         prompt_token_ids = self._prompt_token_ids(task, request)
         _check_size(params, len(prompt_token_ids))
+        limit = self._output_limit(request.sampling, params, len(prompt_token_ids))
+        params = replace(
+            params, max_tokens=limit.max_tokens, min_tokens=min(params.min_tokens, limit.max_tokens)
+        )
+        with suppress(InvalidParameter):  # the engine says what is wrong
+            prepare_texts(self._model.tokenizer, params)
         resumed = tuple(_resumed(task.entries))
         tenant = naming.tenant_of(task.queue)
         return Arrival(
@@ -60,6 +78,26 @@ class Preparation:
             deadlines=_left(to_deadlines(request), task, resumed),
             resumed=resumed,
             waited_seconds=task.waited_seconds,
+            output_limit=limit,
+            sampling_defaults=json.dumps(dict(defaults)),
+        )
+
+    def _defaults(self, task: Claimed) -> Mapping[str, Any]:
+        """Those of the first attempt, also where this worker has others."""
+        if task.prompt_token_ids is None:
+            return self._model.default_sampling
+        stored: dict[str, Any] = json.loads(task.sampling_defaults or "{}")
+        return stored
+
+    def _output_limit(self, sampling: object, params: SamplingParams, num_prompt_tokens: int) -> OutputLimit:
+        requested = sampling.get("max_tokens") if isinstance(sampling, Mapping) else None
+        most = self._model.max_sequence_tokens
+        return output_limit(
+            requested=requested,
+            default=params.max_tokens if requested is None else None,
+            room=None if most is None else most - num_prompt_tokens,
+            n=params.n,
+            logprobs=params.logprobs,
         )
 
     def _prompt_token_ids(self, task: Claimed, request: GenerateRequest) -> list[int]:
@@ -80,12 +118,23 @@ def ownership_of(task: Claimed) -> Ownership:
     return Ownership(task.task_id, task.owner)
 
 
+def with_defaults(sampling: object, defaults: Mapping[str, Any]) -> object:
+    """What a request gives, and the model's defaults for the rest. Null is not given."""
+    if not isinstance(sampling, Mapping) or not defaults:
+        return sampling
+    given = {name: value for name, value in sampling.items() if value is not None or name not in defaults}
+    merged = {**defaults, **given}
+    least = given.get("min_tokens")
+    if "max_tokens" not in given and "max_tokens" in merged and type(least) is int:
+        # A default does not make a request wrong.
+        merged["max_tokens"] = max(merged["max_tokens"], least)
+    return merged
+
+
 def _check_size(params: SamplingParams, num_prompt_tokens: int) -> None:
     """What the API could not know. Raises `RequestRefused`."""
-    if num_told(params.n * (params.max_tokens or 1), params.logprobs) > MAX_TOLD:
-        raise RequestRefused(invalid_value("max_tokens", f"max_tokens: more than {MAX_TOLD} numbers to tell"))
-    if params.prompt_logprobs is not None and num_told(num_prompt_tokens, params.prompt_logprobs) > MAX_TOLD:
-        message = f"prompt_logprobs: of {num_prompt_tokens} tokens are more than {MAX_TOLD} numbers"
+    if not prompt_logprobs_fit(num_prompt_tokens, params.prompt_logprobs):
+        message = f"prompt_logprobs: {prompt_logprobs_error(num_prompt_tokens)}"
         raise RequestRefused(invalid_value("prompt_logprobs", message))
 
 

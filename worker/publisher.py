@@ -188,11 +188,22 @@ class Publisher:
 
     def _take_step(self, output: StepOutput) -> None:
         for request_id in output.started:
-            # When the step began, not when it came out: the first token is of the same step.
-            self._note(request_id, {"scheduled": f"{output.report.total_seconds:.6f}", **_NOT_WAITING})
-        for sequence_output in output.outputs:
-            self._take_output(sequence_output)
+            # When the step was decided, not when it came out: the first token is of the same step.
+            seconds = output.report.seconds_since_decision
+            self._note(request_id, {"scheduled": f"{seconds:.6f}", **_NOT_WAITING})
+        faults = [fault for each in output.outputs if (fault := self._attempt(each.request_id, each))]
         self._num_gathered += len(output.outputs)
+        if faults:
+            raise faults[0]
+
+    def _attempt(self, request_id: str, output: SequenceOutput) -> BaseException | None:
+        """Returns what failed. Nothing more of that stream is stored: its next message would be a gap."""
+        try:
+            self._take_output(output)
+        except BaseException as fault:  # noqa: BLE001 - raised once the others have their outputs
+            self._streams.pop(request_id, None)
+            return fault
+        return None
 
     def _take_output(self, output: SequenceOutput) -> None:
         if output.finish_reason is FinishReason.CANCELLED:
@@ -209,13 +220,21 @@ class Publisher:
         streams = [stream for stream in self._streams.values() if stream.has_news]
         if not streams:
             return
-        writes = [stream.to_write() for stream in streams]
+        writes = [self._to_write(stream) for stream in streams]
         outcomes = self._store.publish(writes)
         # Counted once for all: this runs beside each step, and takes the interpreter from it.
         followed = zip(streams, writes, outcomes, strict=True)
         self._metrics.published(sum(self._follow(*each) for each in followed))
         self._count()
         self._room.set()
+
+    def _to_write(self, stream: Stream) -> Write:
+        try:
+            return stream.to_write()
+        except BaseException:
+            # This turn fails, and the next stores what the others have.
+            del self._streams[stream.ownership.request_id]
+            raise
 
     def _follow(self, stream: Stream, write: Write, outcome: Outcome) -> int:
         """Gives how many messages were stored."""

@@ -12,6 +12,8 @@ from typing import Any
 
 import redis
 
+from worker.protocol.outage import OutageLog
+
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.05
@@ -21,7 +23,8 @@ LONGEST_PAUSE_SECONDS = 1.0
 class Service:
     """`client`: the thread's own, or None. `on_failure` gets the thread's name and what ended it.
 
-    `clock`: seconds that never go back.
+    `outages`: where outages of Redis are logged, one for all threads of a worker. `clock`: seconds that
+    never go back.
     """
 
     def __init__(
@@ -33,8 +36,10 @@ class Service:
         on_redis_error: Callable[[str], None],
         on_failure: Callable[[str, BaseException], None],
         clock: Callable[[], float] = time.monotonic,
+        outages: OutageLog | None = None,
     ) -> None:
         self.name = name
+        self._outages = outages or OutageLog(logger, name, clock)
         self._turn = turn
         self._client = client
         self._on_redis_error = on_redis_error
@@ -81,15 +86,14 @@ class Service:
         except redis.RedisError as error:
             self._recover(error)
         else:
-            if self._pause > FIRST_PAUSE_SECONDS:
-                logger.info("%s: Redis answers again", self.name)
+            if self._client is not None:
+                self._outages.worked()
             self._pause = FIRST_PAUSE_SECONDS
             self._succeeded_at = self._clock()
         self._turned_at = self._clock()
 
     def _recover(self, error: redis.RedisError) -> None:
-        if self._pause == FIRST_PAUSE_SECONDS:
-            logger.warning("%s: Redis fails, trying again until it answers: %s", self.name, error)
+        self._outages.failed(error)
         self._on_redis_error(self.name)
         if self._client is not None:
             # After a failover a connection may live on to a server that only reads.

@@ -17,9 +17,10 @@ LONGEST_SECONDS = 1e9
 LONGEST_PATIENCE_SECONDS = 366 * 86400.0
 MAX_PREFILL_RESERVE = 0.9
 POLICIES = ("fifo", "skip_ahead")
-DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION = ("auto", "torch", "native", "triton", "varlen")
 QUANTIZATION = ("none", "int8", "int4")
+GENERATION_CONFIG = ("auto", "none")
 _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"0", "false", "no", "off"})
 
@@ -73,7 +74,9 @@ class WorkerSettings:
     `decode_graphs`, `compile`: see `engine.execution.build.build_execution`.
     `async_scheduling`: a step is launched before the tokens of the one before it are known; None: on CUDA.
     `deterministic`: a request's tokens do not depend on what runs beside it, to the last bit.
+    `generation_config`: one of `GENERATION_CONFIG`: whether the model's own sampling defaults are followed.
     `load_seconds`: deadline of loading the model. `metrics_port`: 0 takes any free port and logs it.
+    `hold_unusable`: see `worker.protocol.holding`.
     """
 
     model: str = naming.DEFAULT_MODEL
@@ -86,10 +89,12 @@ class WorkerSettings:
     compile: bool = False
     async_scheduling: bool | None = None
     deterministic: bool = False
+    generation_config: str = "auto"
     redis_url: str = "redis://127.0.0.1:6379/0"
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 9400
     cache_dir: str = ".tokenmill"
+    hold_unusable: bool = False
     load_seconds: float = 900.0
     engine: EngineSettings = EngineSettings()
     timing: Timing = Timing()
@@ -110,10 +115,12 @@ class WorkerSettings:
             compile=bool(read.switch("TOKENMILL_COMPILE")),
             async_scheduling=read.switch("TOKENMILL_ASYNC_SCHEDULING"),
             deterministic=bool(read.switch("TOKENMILL_DETERMINISTIC")),
+            generation_config=read.word("TOKENMILL_GENERATION_CONFIG", GENERATION_CONFIG) or "auto",
             redis_url=read.redis_url("REDIS_URL", "redis://127.0.0.1:6379/0"),
             metrics_host=read.text("TOKENMILL_METRICS_HOST", "127.0.0.1"),
             metrics_port=read.whole("TOKENMILL_METRICS_PORT", 9400, least=0, most=65535),
             cache_dir=read.text("TOKENMILL_CACHE_DIR", ".tokenmill"),
+            hold_unusable=bool(read.switch("TOKENMILL_HOLD_UNUSABLE")),
             load_seconds=read.seconds("TOKENMILL_LOAD_SECONDS", 900.0),
             engine=_engine_settings(read),
             timing=_timing(read),

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from engine.outputs import SequenceOutput
 from engine.sequence import FinishReason
-from worker.errors import engine_error
+from worker.errors import INVALID_REQUEST, engine_error
 from worker.logprobs import LogprobsWriter
 from worker.ownership import Ownership
 from worker.protocol.messages import LogEntry, TaskError, Usage
@@ -138,13 +138,13 @@ class Stream:
         error = TaskError(**self._error) if self._error else error
         usage = self._usage()
         self._entries.append(LogEntry.of_end(text, reason, index=index, usage=usage, error=error))
-        self._settlement = self._settle(usage.to_json(), error.message if error else "")
+        self._settlement = self._settle(usage.to_json(), error)
 
     def _settle_by_log(self) -> Settlement:
         """An earlier attempt wrote the end and could not settle."""
         end = members_of(self._entries[-1])
         usage, error = end["usage"] or self._usage().to_json(), end["error"]
-        return self._settle(usage, error["message"] if error else "")
+        return self._settle(usage, TaskError(**error) if error else None)
 
     def _usage(self) -> Usage:
         return Usage(
@@ -153,13 +153,14 @@ class Stream:
             cached_tokens=self._num_cached_tokens,
         )
 
-    def _settle(self, usage: Mapping[str, int], error_text: str) -> Settlement:
+    def _settle(self, usage: Mapping[str, int], error: TaskError | None) -> Settlement:
         reason = min(self._reasons.values(), key=_WORST_FIRST.index)
         return Settlement(
             status="completed" if reason in _COMPLETED else "failed",
             reason=reason,
             result=self._result(usage),
-            error_text=error_text,
+            error_text=error.message if error else "",
+            is_client_error=error is not None and error.type == INVALID_REQUEST,
             prompt_tokens=usage["prompt_tokens"],
             completion_tokens=usage["completion_tokens"],
         )

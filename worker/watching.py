@@ -1,10 +1,17 @@
 """Those who look on: the steps' observers and the watchdog. One verb each, and no way to hurt the loop."""
 
+import contextlib
+import ctypes
 import faulthandler
 import logging
 import math
+import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from engine.outputs import StepReport
@@ -12,7 +19,8 @@ from engine.outputs import StepReport
 logger = logging.getLogger(__name__)
 
 ARM_SECONDS = 1.0
-"""A loop that goes round sets the watchdog anew so often: each time starts a thread."""
+"""A loop that goes round arms the watchdog again so often: each time is a write to another process."""
+WATCHDOG = Path(__file__).with_name("watchdog.py")
 
 
 class Observer(Protocol):
@@ -38,12 +46,89 @@ class Observers:
                     logger.exception("an observer failed; the loop goes on without its numbers")
 
 
-def arm_watchdog(seconds: float) -> None:
-    """End the process, with the stack of each thread on stderr, unless armed again within `seconds`.
+class Watchdog:
+    """Ends this process, with the stack of each thread on stderr and exit status 1, unless armed again in
+    time.
 
-    A C thread does it: a Python one never runs while native code holds the interpreter's lock.
+    Another process does it (`worker/watchdog.py`), by a signal whose handler is native code: neither needs
+    the interpreter's lock. Time in which this process did not run does not count. `arm` may be called by any
+    thread.
     """
-    faulthandler.dump_traceback_later(seconds, exit=True)
+
+    def __init__(self) -> None:
+        self._arming = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def arm(self, seconds: float) -> None:
+        """End the process after `seconds`, in place of what was set before."""
+        with self._arming:
+            try:
+                self._send(seconds)
+            except OSError:
+                # It was killed, or could not be started.
+                self._stop()
+                self._restart(seconds)
+
+    def close(self) -> None:
+        """Never end the process. For tests."""
+        with self._arming:
+            self._stop()
+
+    def _restart(self, seconds: float) -> None:
+        try:
+            self._send(seconds)
+        except OSError as error:
+            logger.warning("no watchdog process, a timer takes its place: %s", error)
+            faulthandler.dump_traceback_later(min(seconds, threading.TIMEOUT_MAX / 2), exit=True)
+
+    def _send(self, seconds: float) -> None:
+        if self._process is None:
+            self._process = self._start()
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{seconds:.3f}\n".encode())
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        number = _install_end()
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", str(WATCHDOG), str(os.getpid()), str(int(number))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+        )
+
+    def _stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            if process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+            process.kill()
+            process.wait()
+
+
+def _install_end() -> signal.Signals:
+    """Lets a signal write the stacks and end the process, in native code. Returns the signal.
+
+    The exit status is the number of the signal, as the handler is libc's `_exit`: 1, that of SIGHUP, unless
+    hang-ups are ignored, as by nohup.
+    """
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    number = signal.SIGUSR2 if ignored else signal.SIGHUP
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    libc.signal(int(number), ctypes.cast(libc._exit, ctypes.c_void_p))
+    faulthandler.register(number, file=sys.__stderr__ or 2, all_threads=True, chain=True)
+    return number
+
+
+_OF_THIS_PROCESS = Watchdog()
+"""A process has one, as it has one set of signal handlers."""
+
+
+def arm_watchdog(seconds: float) -> None:
+    """End this process after `seconds` unless called again: see `Watchdog`."""
+    _OF_THIS_PROCESS.arm(seconds)
 
 
 class Pulse:
@@ -72,7 +157,7 @@ class Pulse:
 
     def tick(self) -> None:
         now = self._clock()
-        # Arming starts a thread, and others are asked: once a second is enough.
+        # Arming writes to a pipe, and others are asked: once a second is enough.
         if now < self._next_arming:
             self._last = now
         elif not self._is_hanging():

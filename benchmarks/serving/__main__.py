@@ -2,6 +2,7 @@
 
 python -m benchmarks.serving                      the cells of the targets, in under an hour
 python -m benchmarks.serving --all --minutes 0    the whole matrix, however long it takes
+python -m benchmarks.serving --sweep --minutes 0  other engines with each budget of tokens a step
 python -m benchmarks.serving --quick              every engine once, in minutes
 
 How the hour holds: the environments are made before it begins. Each model in each dtype gets a share, by what
@@ -38,6 +39,7 @@ from benchmarks.serving.plan import (
     all_cells,
     groups,
     reason_against,
+    sweep_cells,
     target_cells,
 )
 from benchmarks.serving.protocol import Settings
@@ -114,6 +116,9 @@ def begin_record(
 def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Tokenmill and other engines side by side.")
     parser.add_argument("--all", action="store_true", help="the whole matrix, not the cells of the targets")
+    parser.add_argument(
+        "--sweep", action="store_true", help="other engines with each budget of tokens a step"
+    )
     parser.add_argument("--quick", action="store_true", help="few requests, one repeat, the smallest model")
     for name, known in (("system", SYSTEMS), ("workload", KINDS), ("model", MODELS), ("dtype", BYTES)):
         parser.add_argument(f"--{name}", nargs="+", choices=list(known), default=[], help="only these")
@@ -134,7 +139,13 @@ def chosen_cells(args: argparse.Namespace) -> list[Cell]:
     """The plan, filtered. `--quick` takes the smallest model unless one is named."""
     models = args.model or ([SMALL] if args.quick else [])
     kept = Filter(models=models, dtypes=args.dtype, workloads=args.workload, systems=args.system)
-    return [cell for cell in (all_cells() if args.all or args.quick else target_cells()) if kept.keeps(cell)]
+    return [cell for cell in planned_cells(args) if kept.keeps(cell)]
+
+
+def planned_cells(args: argparse.Namespace) -> list[Cell]:
+    if args.sweep:
+        return sweep_cells()
+    return all_cells() if args.all or args.quick else target_cells()
 
 
 def asked_requests(args: argparse.Namespace, model: str) -> int:

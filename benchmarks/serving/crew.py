@@ -107,7 +107,8 @@ class Crew:
             log=self._home / "logs" / f"{'-'.join(self._group)}-{system}.log",
         )
         try:
-            settings = self._settings._replace(options=kind.options)
+            budget = kind.token_budget or self._settings.token_budget
+            settings = self._settings._replace(options=kind.options, token_budget=budget)
             answer = child.ask({"op": "load", "settings": settings._asdict()}, limit_seconds)
         except TooSlow as error:
             child.close()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from benchmarks.serving.plan import MEDIUM, OWN, SMALL, SMOLLM2, VLLM, Cell, Group, Place, repeats_of
 from benchmarks.serving.record import Record, Run
 from benchmarks.serving.shapes import MODELS
-from benchmarks.serving.systems import OURS, REFERENCE
+from benchmarks.serving.systems import OURS, REFERENCE, SERVICE, modes_of
 from benchmarks.serving.targets import at_least
 from benchmarks.serving.workloads import count_requests
 
@@ -31,12 +31,17 @@ TIMES_OURS = {
     REFERENCE: 16.0,
     "transformers-static": 4.2,
     "transformers-continuous": 6.0,
-    "llama.cpp": 3.5,
+    "llama.cpp": 2.5,
+    "llama.cpp-unified": 3.5,
     "ctranslate2": 4.0,
 }
 NEAR_TIMES = 1.4
 """As long as ours take those who are not named above."""
-LOAD_SECONDS = {VLLM[1]: 130.0, VLLM[0]: 25.0}
+LOAD_SECONDS = {
+    SERVICE: 20.0,
+    **dict.fromkeys(modes_of(VLLM[0]), 25.0),
+    **dict.fromkeys(modes_of(VLLM[1]), 130.0),
+}
 USUAL_LOAD_SECONDS = 12.0
 WARM_UP_SHARE = 0.15
 """Of what ours takes for a workload."""

@@ -9,18 +9,24 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from benchmarks.serving.shapes import MODELS
-from benchmarks.serving.systems import OPEN, OURS, REFERENCE, SYSTEMS
+from benchmarks.serving.systems import OPEN, OURS, REFERENCE, SERVICE, SWEPT, SYSTEMS, modes_of
 from benchmarks.serving.workloads import KINDS
 
 SMOLLM2, SMALL, MEDIUM = "smollm2-135m", "random-7m", "random-0.5b"
 VLLM = ("vllm-eager", "vllm-compiled")
+LLAMA_CPP = ("llama.cpp", "llama.cpp-unified")
 REPEATS = 3
 """Of each cell in a whole run."""
-FAR = {REFERENCE, "transformers-static", "transformers-continuous", "llama.cpp"}
+FAR = {
+    REFERENCE,
+    "transformers-static",
+    "transformers-continuous",
+    *(mode for name in LLAMA_CPP for mode in modes_of(name)),
+}
 """Measured once: far enough from ours that a spread would say nothing, and slow. But for one stream, which
 takes seconds, and where nobody is far."""
 SHORT_CHUNKS = "tokenmill-short-chunks"
-OWN = (OURS, SHORT_CHUNKS)
+OWN = (OURS, SERVICE, SHORT_CHUNKS)
 
 
 class Place(NamedTuple):
@@ -70,14 +76,14 @@ _FLOAT32 = {
     "long-and-chats": (OURS, SHORT_CHUNKS, *VLLM),
 }
 _BFLOAT16 = dict.fromkeys(("mixed", "shared-prefix", "long-and-chats"), (OURS, *VLLM))
-#: llama.cpp has a target on the model that people run, not on random weights.
-_LLAMA_CPP = {"mixed": ("llama.cpp",), "one-stream": ("llama.cpp",)}
+#: On the model that people run, not on random weights.
+_USUAL_MODEL = {"mixed": (SERVICE, *LLAMA_CPP), "one-stream": LLAMA_CPP}
 TARGET_TABLE = (
     (SMALL, "float32", _FLOAT32),
     (SMALL, "bfloat16", _BFLOAT16),
     (SMOLLM2, "bfloat16", _BFLOAT16),
     (SMOLLM2, "float32", _FLOAT32),
-    (SMOLLM2, "float32", _LLAMA_CPP),
+    (SMOLLM2, "float32", _USUAL_MODEL),
 )
 """The model that people run comes last: what the others leave of the time goes to its repeats."""
 
@@ -92,6 +98,12 @@ def target_cells() -> list[Cell]:
     ]
 
 
+def sweep_cells() -> list[Cell]:
+    """Every engine that has a budget of tokens, with each of its budgets, beside ours as it is shipped."""
+    systems = (OURS, *(mode for name in SWEPT for mode in modes_of(name)))
+    return [Cell(model, "float32", "mixed", system) for model in (SMALL, SMOLLM2) for system in systems]
+
+
 def all_cells() -> list[Cell]:
     """The whole matrix, what an engine cannot serve left in: its reason belongs into the table."""
     return [
@@ -100,7 +112,8 @@ def all_cells() -> list[Cell]:
         for dtype in ("float32", "bfloat16")
         for workload in KINDS
         for system in SYSTEMS
-        if system != SHORT_CHUNKS or workload == "long-and-chats"
+        if (system != SHORT_CHUNKS or workload == "long-and-chats")
+        and (SYSTEMS[system].token_budget is None or workload == "mixed")
     ]
 
 

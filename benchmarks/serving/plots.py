@@ -1,6 +1,7 @@
 """Draws the results as SVG, beside their file: tokens per second, and the seconds between tokens.
 
-Law: a bar is a median and its whisker the least and the most of all repeats. Run in the environment `plots`.
+A bar is a median, its whisker the minimum and the maximum of all repeats. A hatched bar with `<` is a bound:
+the engine was cut short, and is slower than the bar. Run in the environment `plots`.
 
     python -m benchmarks.serving.plots RESULTS.json
 """
@@ -34,7 +35,7 @@ FIGURES: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
 
 def draw(record: Record, name: str, path: Path) -> None:
     """One panel for each model, dtype and workload."""
-    title, figure = FIGURES[name]
+    title, _ = FIGURES[name]
     places = list(dict.fromkeys(run.cell.place for run in record.runs))
     if not places:
         return
@@ -42,7 +43,7 @@ def draw(record: Record, name: str, path: Path) -> None:
     rows = -(-len(places) // columns)
     drawing, panels = plt.subplots(rows, columns, figsize=(5.2 * columns, 2.6 * rows), squeeze=False)
     for panel, place in zip(panels.flat, places, strict=False):
-        _panel(panel, record, place, figure)
+        _panel(panel, record, place, name)
     for panel in panels.flat[len(places) :]:
         panel.set_visible(False)
     drawing.suptitle(title)
@@ -51,7 +52,18 @@ def draw(record: Record, name: str, path: Path) -> None:
     plt.close(drawing)
 
 
-def _panel(panel: Any, record: Record, place: Place, figure: Callable[[dict[str, Any]], float]) -> None:
+def _bounds(panel: Any, record: Record, place: Place) -> None:
+    """Engines that were cut short had the requests of our runs, and had not ended after these seconds."""
+    ours = [run.figures for run in record.runs if run.cell == Cell(*place, OURS)]
+    for system in SYSTEMS if ours else ():
+        if seconds := record.cut_short.get(Cell(*place, system)):
+            most = ours[0]["output_tokens"] / seconds
+            panel.barh([system], [most], color="none", edgecolor=OTHERS_COLOUR, hatch="//")
+            panel.text(most, system, f" < {most:.0f}", va="center", fontsize=7)
+
+
+def _panel(panel: Any, record: Record, place: Place, name: str) -> None:
+    _, figure = FIGURES[name]
     values = {
         system: [figure(run.figures) for run in record.runs if run.cell == Cell(*place, system)]
         for system in SYSTEMS
@@ -66,6 +78,8 @@ def _panel(panel: Any, record: Record, place: Place, figure: Callable[[dict[str,
         ],
         color=[OUR_COLOUR if system == OURS else OTHERS_COLOUR for system in bars],
     )
+    if name == "speed":
+        _bounds(panel, record, place)
     panel.set_title(f"{', '.join(place)}\n{extent(record, place)}", fontsize=9)
     panel.tick_params(labelsize=8)
 

@@ -1,10 +1,10 @@
 """Puts the parts together for a worker: a model's name goes in, all that an engine needs comes out.
 
-Law: a limit that nobody set gets the default of `EngineConfig`, or what model and memory allow; the values
-that hold are those of `Execution.config`. This file decides on limits only.
+Law: a limit that nobody set gets the default of `EngineConfig` or of the device, or what model and memory
+allow; the values that hold are those of `Execution.config`. This file decides on limits only.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import NoneType
@@ -16,9 +16,11 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidParameter
 from engine.execution.attention_choice import choose_backends
+from engine.execution.attention_self_check import with_checked_attention
 from engine.execution.compile_choice import check_compile
 from engine.execution.default_model import DEFAULT_MODEL, default_model
 from engine.execution.draw_operator import choose_draw_operator
+from engine.execution.generation_defaults import check_choice, describe_defaults, read_defaults
 from engine.execution.grammars import LlguidanceBackend
 from engine.execution.kv_cache import CPU_SHARE, CUDA_SHARE, choose_num_kv_blocks, free_bytes
 from engine.execution.launcher import AheadRunner, DeviceLauncher
@@ -26,13 +28,18 @@ from engine.execution.loader import LoadedModel, find_device, load_model
 from engine.execution.native_build import CannotBuild
 from engine.execution.native_library import NativeLibrary, find_library, machine_choices
 from engine.execution.numerics import DETERMINISTIC, Compilation, plain, quantized
+from engine.execution.pool_limits import PoolMemory, blocks_for, fit_model_len
 from engine.execution.quantization_choice import check_quantization, quantized_fingerprint
 from engine.execution.sampler import Sampler
 from engine.execution.tokenizer import Tokenizer
+from engine.execution.tokenizer_check import load_tokenizer
 from engine.grammars import GrammarCompiler
 from engine.pipeline import Launcher
 from engine.step_execution import Runner
 from engine.validation import boolean
+
+CUDA_LIMITS = {"max_num_batched_tokens": 2048, "max_num_seqs": 256}
+"""Defaults on CUDA: what keeps a GPU busy. Those of `EngineConfig` are a CPU's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +48,8 @@ class Execution:
 
     `eos_token_ids`: all that end a text. `fingerprint`: the same files give the same string. `attention`: the
     name of the backend in use. `quantization`: how weights are kept, one of `QUANTIZATION`. `launcher`: None
-    without asynchronous scheduling.
+    without asynchronous scheduling. `default_sampling`: fields of `SamplingParams` from the model's
+    `generation_config.json`, for requests that do not give them.
     """
 
     runner: Runner
@@ -57,6 +65,12 @@ class Execution:
     attention: str
     quantization: str
     launcher: Launcher | None = None
+    default_sampling: Mapping[str, Any]
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """The most tokens of one prompt and output: what the model's length and the KV pool allow."""
+        return min(self.config.max_model_len, self.config.kv_capacity + 1)
 
     def new_engine(self) -> Engine:
         """An engine of its own; one at a time, as there is one pool."""
@@ -85,6 +99,7 @@ def build_execution(
     compile: bool = False,
     async_scheduling: bool | None = None,
     kv_memory_share: float | None = None,
+    generation_config: str = "auto",
     progress: Callable[[str], None] = lambda _: None,
     **limits: Any,
 ) -> Execution:
@@ -102,25 +117,26 @@ def build_execution(
     the layers while loading; a model that cannot be compiled is served as it is, with a warning; refused with
     `deterministic` and with `quantization`. `async_scheduling`: a step is decided and launched before the
     tokens of the one before it are on the host; None: on CUDA. On a CPU, which does a step where it is
-    launched, tokens only come later by it.
+    launched, tokens only come later by it. `generation_config`: "auto", the sampling defaults in the model's
+    `generation_config.json` are followed; "none", they are not.
 
-    `limits`: fields of `EngineConfig`; None leaves one to its default, but for fields that take None.
+    `limits`: fields of `EngineConfig`; None leaves one to its default, but for fields that take None. On CUDA
+    the defaults of `CUDA_LIMITS` hold.
     `max_model_len`: at most the model's own, which is the default. `num_kv_blocks`: by default enough for
     `max_num_seqs` sequences of `max_model_len`, but at most `kv_memory_share` of the memory that is free once
-    the model is loaded (0.4 on a CPU, 0.85 on CUDA).
+    the model is loaded (0.4 on a CPU, 0.85 on CUDA). A pool that does not hold one sequence of that
+    length reduces it, and is refused with a `max_model_len` that was set.
 
     Raises `InvalidParameter`, or `UnsupportedModel` with the model's type and the reason.
     """
     given = _given_limits(limits)
-    boolean("deterministic", deterministic)
-    boolean("decode_graphs", decode_graphs)
+    _check_options(deterministic, decode_graphs, async_scheduling, generation_config)
     check_compile(compile, deterministic=deterministic, quantization=quantization)
-    if async_scheduling is not None:
-        boolean("async_scheduling", async_scheduling)
     # Checked before minutes are spent on loading; what is left open gets a value that passes.
     checked = EngineConfig(**{"max_model_len": 2, "num_kv_blocks": 1, **given})
     target = find_device(device)
     check_quantization(quantization, deterministic=deterministic, device=target)
+    source = _source(model, cache_dir, progress)
     library = _native_library(target, cache_dir, deterministic, progress)
     backends = choose_backends(
         attention,
@@ -141,7 +157,7 @@ def build_execution(
             backends, usable, remembered=remembered, has_graphs=decode_graphs, compilation=compilation
         )
     loaded = load_model(
-        _source(model, cache_dir, progress),
+        source,
         backends=numerics.backends,
         prepare=numerics.prepare,
         finish=numerics.finish,
@@ -149,14 +165,44 @@ def build_execution(
         device=device,
         progress=progress,
     )
-    config = _engine_config(loaded, kv_memory_share, given)
-    tokenizer = Tokenizer.load(loaded.directory)
-    runner = numerics.make_runner(loaded, config, progress)
-    runner.check()
+    loaded = with_checked_attention(loaded, numerics.backends, checked.block_size)
+    config = _engine_config(loaded, kv_memory_share, given, progress)
+    tokenizer = load_tokenizer(
+        loaded.directory, loaded.vocab_size, max_prompt_tokens=config.max_prompt_tokens
+    )
+    defaults = _default_sampling(loaded.directory, generation_config, progress)
+    with _pool_memory(loaded, config, kv_memory_share).guard(config.num_kv_blocks):
+        runner = numerics.make_runner(loaded, config, progress)
+        runner.check()
     progress(f"attention: {loaded.backend.name}")
     progress(f"ready: {config.num_kv_blocks} KV blocks, {config.max_model_len} tokens a sequence")
     parts = _parts(runner, Sampler(choose_draw_operator(library)), loaded.device, async_scheduling)
-    return _execution(loaded, config, tokenizer, parts, quantization)
+    return replace(_execution(loaded, config, tokenizer, parts, quantization), default_sampling=defaults)
+
+
+def _default_sampling(directory: Path, choice: str, progress: Callable[[str], None]) -> dict[str, Any]:
+    """The model's own, if they are followed; what holds is reported either way."""
+    if choice == "none":
+        progress("generation_config.json is not followed")
+        return {}
+    defaults = read_defaults(directory)
+    progress(describe_defaults(defaults))
+    return defaults
+
+
+def default_limits(device: torch.device) -> dict[str, int]:
+    """The fields of `EngineConfig` whose defaults are others on `device`."""
+    return dict(CUDA_LIMITS) if device.type == "cuda" else {}
+
+
+def _check_options(
+    deterministic: bool, decode_graphs: bool, async_scheduling: bool | None, generation_config: str
+) -> None:
+    boolean("deterministic", deterministic)
+    boolean("decode_graphs", decode_graphs)
+    if async_scheduling is not None:
+        boolean("async_scheduling", async_scheduling)
+    check_choice(generation_config)
 
 
 def _given_limits(limits: dict[str, Any]) -> dict[str, Any]:
@@ -211,6 +257,7 @@ def _execution(
         device=str(loaded.device),
         attention=loaded.backend.name,
         quantization=quantization,
+        default_sampling={},
     )
 
 
@@ -232,20 +279,43 @@ def _source(model: str, cache_dir: Path | str | None, progress: Callable[[str], 
     return str(default_model(Path(cache_dir), progress))
 
 
-def _engine_config(loaded: LoadedModel, share: float | None, given: dict[str, Any]) -> EngineConfig:
-    """The limits that nobody set, from what the model and the memory allow."""
+def _engine_config(
+    loaded: LoadedModel, share: float | None, given: dict[str, Any], progress: Callable[[str], None]
+) -> EngineConfig:
+    """The limits that nobody set, from what the device, the model and the memory allow.
+
+    A length that was not asked for is reduced to what the KV pool holds, so that no request is accepted that
+    can never run; one that was asked for is refused with the numbers that would do.
+    """
+    given = {**default_limits(loaded.device), **given}
     length = model_length(loaded.max_model_len, given.get("max_model_len"))
     config = EngineConfig(**{"num_kv_blocks": 1, **given, "max_model_len": length})
+    memory = _pool_memory(loaded, config, share)
     if "num_kv_blocks" in given:
-        return config
-    chosen = choose_num_kv_blocks(
-        max_tokens=config.max_num_seqs * length,
-        block_size=config.block_size,
-        bytes_per_block=loaded.backend.bytes_per_block(loaded.layers, config.block_size, loaded.dtype),
-        free_bytes=free_bytes(loaded.device),
-        share=share if share is not None else CUDA_SHARE if loaded.device.type == "cuda" else CPU_SHARE,
-    )
-    return replace(config, num_kv_blocks=chosen)
+        memory.check(config.num_kv_blocks)
+    else:
+        chosen = choose_num_kv_blocks(
+            max_tokens=config.max_num_seqs * length,
+            block_size=config.block_size,
+            bytes_per_block=memory.bytes_per_block,
+            free_bytes=free_bytes(loaded.device),
+            share=memory.share,
+        )
+        config = replace(config, num_kv_blocks=chosen)
+    fitting = fit_model_len(config, is_required="max_model_len" in given)
+    if fitting < length:
+        progress(
+            f"max_model_len is {fitting} instead of the model's {length}: {config.num_kv_blocks} KV blocks"
+            f" hold no more; num_kv_blocks={blocks_for(length, config.block_size)} would do"
+        )
+    return replace(config, max_model_len=fitting)
+
+
+def _pool_memory(loaded: LoadedModel, config: EngineConfig, share: float | None) -> PoolMemory:
+    if share is None:
+        share = CUDA_SHARE if loaded.device.type == "cuda" else CPU_SHARE
+    bytes_per_block = loaded.backend.bytes_per_block(loaded.layers, config.block_size, loaded.dtype)
+    return PoolMemory(loaded.device, bytes_per_block, share)
 
 
 def model_length(most: int | None, asked: int | None) -> int:

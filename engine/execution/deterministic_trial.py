@@ -4,9 +4,10 @@ Law: nothing is taken for granted about kernels. The model itself, in its dtype 
 computes the same rows at other places of a forward, with other mates and across other borders of chunks, and
 every logit must agree to the bit. Sizes are wanted for speed alone: a few rows for decodes, many for prompts.
 
-A kernel's order of reduction follows from the sizes of its matrices and not from the numbers in them, so
-rows that agree in all their logits were computed in the same order. What cannot be tried here: other thread
-counts, other machines, other versions of torch; they may give other bits.
+A kernel's order of additions follows from the sizes of its operands and not from the numbers in them. In
+bfloat16 most logits agree although the order differs, so each reduction that the model calls is also tried by
+itself, on operands that show the order: see `deterministic_operators.py`. Other thread counts, other machines
+and other versions of torch cannot be tried here; they may give other bits.
 """
 
 import torch
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 from engine.errors import UnsupportedModel
 from engine.execution.attention import LayerSpec, PoolShape
+from engine.execution.deterministic_operators import ReductionRecorder, ReductionTrial
 from engine.execution.deterministic_runner import DeterministicRunner
 from engine.execution.inputs import InputBuilder
 from engine.execution.trial import BackendFactory
@@ -75,10 +77,22 @@ class _Trial:
             _sequence(seat, length, model.config.get_text_config().vocab_size, num_sequences, num_blocks)
             for seat in range(num_sequences)
         ]
-        self._expected = self._compute_all()
+        with ReductionRecorder(FIRST_SIZE) as recorder:
+            self._expected = self._compute_all()
+        self._reductions = [ReductionTrial(one, FIRST_SIZE) for one in recorder.reductions]
 
     def agrees(self, size: int) -> bool:
         """Whether forwards of `size` rows give what those of `FIRST_SIZE` gave."""
+        return self._reductions_agree(size) and self._logits_agree(size)
+
+    def _reductions_agree(self, size: int) -> bool:
+        return all(
+            reduction.agrees(number)
+            for reduction in self._reductions
+            for number in reduction.sizes or (size,)
+        )
+
+    def _logits_agree(self, size: int) -> bool:
         for parts in self._forwards(size):
             expected = torch.cat([self._expected[who][start:end] for who, start, end in parts])
             if not torch.equal(self._run(size, parts), expected):

@@ -80,8 +80,7 @@ def _thresholds(
     num_kept = (more_likely < (filters.top_p * kept)[:, None]).sum(-1, keepdim=True)
     # None at all in a row with NaN, which must not become an index out of range.
     by_p = values.gather(1, num_kept.clamp(min=1) - 1)
-    off = torch.tensor(-torch.inf, device=values.device)
     return (
-        torch.where(filters.top_k == vocab_size, off, by_k[:, 0]),
-        torch.where(filters.top_p == 1, off, by_p[:, 0]),
+        by_k[:, 0].masked_fill(filters.top_k == vocab_size, -torch.inf),
+        by_p[:, 0].masked_fill(filters.top_p == 1, -torch.inf),
     )

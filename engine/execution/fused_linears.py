@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from engine.execution.kv_cache import release_cached_memory
 from engine.execution.linear_places import LinearPlace, linear_places
 from engine.execution.probe import pass_of_two_tokens
 
@@ -80,15 +81,24 @@ def fuse_linears(model: PreTrainedModel) -> int:
     """Make one product of the linears of one parent that read one input; gives how many products.
 
     Left alone: what is no plain `nn.Linear`, what stands in two places or is called twice, what shares its
-    weight with another module, and linears whose dtype or having a bias differs.
+    weight with another module, and linears whose dtype or having a bias differs. The originals of one
+    product are freed before the next product is made, so the model never needs more than its own memory and
+    that of one product.
     """
-    num_products = 0
-    for places in _readers_of_one_input(model):
-        fused = FusedLinear([place.linear for place in places])
-        for index, place in enumerate(places):
-            place.put(FusedPart(fused, index, place.linear))
-        num_products += 1
+    groups = _readers_of_one_input(model)
+    num_products = len(groups)
+    while groups:
+        # Popped, and given up on return: the list holds no original that was copied.
+        fused = _fuse(groups.pop())
+        release_cached_memory(fused.product.weight.device)
     return num_products
+
+
+def _fuse(places: list[LinearPlace]) -> FusedLinear:
+    fused = FusedLinear([place.linear for place in places])
+    for index, place in enumerate(places):
+        place.put(FusedPart(fused, index, place.linear))
+    return fused
 
 
 def _readers_of_one_input(model: PreTrainedModel) -> list[list[LinearPlace]]:

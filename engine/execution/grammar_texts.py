@@ -11,6 +11,7 @@ from typing import Any
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
+from engine.execution.json_schemas import place_of, rewritten
 from engine.structured_outputs import StructuredOutputs
 
 # Between two parts of a JSON text. Without a bound, a model can write blank lines until its tokens run out.
@@ -21,18 +22,62 @@ MAX_ERROR = 400
 
 
 def to_lark(structured_outputs: StructuredOutputs) -> str:
-    """The grammar as Lark text, with start symbol `start`. Raises `ValueError`."""
-    return _start_of(structured_outputs) + NO_FORCING
+    """The grammar as Lark text, with start symbol `start`. Raises `ValueError`, which names the field."""
+    try:
+        return _start_of(structured_outputs) + NO_FORCING
+    except ValueError as error:
+        raise ValueError(f"{structured_outputs.kind}: {error}"[:MAX_ERROR]) from error
 
 
-def explain(error: str) -> str:
-    """The library's error without its listing of the grammar and its places in our text."""
+def explain(error: str, given: StructuredOutputs | None = None) -> str:
+    """The library's error in words for the user of `given`, which is named; None: the text is being written.
+
+    Without the library's listing of the grammar, its places in our text, and its switches, which no user has.
+    """
     first, *others = error.splitlines() or [""]
-    if first in ("NoExtension", "NoExtensionBias"):
-        return "no text fits it"
     reasons = [line.removeprefix("error: ") for line in others if line.startswith("error: ")]
     text = " ".join([re.sub(r"^at \d+\(\d+\): ", "", first), *reasons])
+    for pattern, words in _WORDS:
+        if match := pattern.search(text):
+            text = words.format(*match.groups())
+            break
+    if given is not None:
+        text = f"{given.kind}: {_placed(text, given)}"
     return text if len(text) <= MAX_ERROR else text[: MAX_ERROR - 3] + "..."
+
+
+_WORDS = [
+    (re.compile(pattern), words)
+    for pattern, words in (
+        (r"^NoExtension(?:Bias)?$", "no text fits it"),
+        (r"Unimplemented keys: \[\"([^\"]*)\"", "the keyword `{0}` is not supported"),
+        (
+            r"Unknown format: (.*)",
+            "the keyword `format` is not supported with {0!r}; leave it out, or use `pattern`",
+        ),
+        (
+            r"oneOf constraints are not supported",
+            "the keyword `oneOf` needs alternatives that differ; use `anyOf`",
+        ),
+        (
+            r"Resource '(.*?)' is not present",
+            "the keyword `$ref` leads to {0!r}, which is not in this schema",
+        ),
+        (r"unknown special token: (\"[^\"]*\")", "{0} is a special token, which no text has"),
+        (r"(?i)too (?:big|many|large|complex)|fuel", "it is too large; simplify it"),
+        (r"^failed to compile JSON schema: (.*)", "{0}"),
+        (r"^invalid regex .*? \(in regex\): (.*)", "{0}"),
+    )
+]
+
+
+def _placed(text: str, given: StructuredOutputs) -> str:
+    """`text` with the place in the schema of the keyword that it names."""
+    match = re.match(r"the keyword `(.*?)` (?:is not supported with|leads to)? ?(?:'(.*?)')?", text)
+    if not match or given.json is None or "(at " in text:
+        return text
+    place = place_of(json.loads(given.json_schema), match[1], match[2])
+    return text if place is None else text.replace(f"`{match[1]}`", f"`{match[1]}` (at {place})", 1)
 
 
 def _start_of(given: StructuredOutputs) -> str:
@@ -49,6 +94,7 @@ def _start_of(given: StructuredOutputs) -> str:
 def _json(schema: Any) -> str:
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
+    schema = rewritten(schema)
     options = {"whitespace_pattern": WHITESPACE, "json_allow_general_unicode_escapes": True}
     # The library's own options are ours to set; to a JSON schema this is one more unknown word.
     return f"start: %json {json.dumps({**schema, 'x-guidance': options})}"
@@ -59,12 +105,12 @@ def _grammar(text: str) -> str:
         return text
     rules = Counter(re.findall(r"(?m)^[ \t]*([\w-]+)\s*::=", text))
     if twice := [rule for rule, times in rules.items() if times > 1]:
-        raise ValueError(f"grammar: {twice[0]} is defined twice")
+        raise ValueError(f"{twice[0]} is defined twice")
     try:
         return gbnf_to_lark(_ESCAPE.sub(_spell_out, text))
     except Exception as error:
         # The library's converter has no error of its own for what it does not expect.
-        raise ValueError(f"grammar: is no GBNF: {error}"[:MAX_ERROR]) from error
+        raise ValueError(f"is no GBNF: {error}") from error
 
 
 # All escapes, so that the second half of an escaped backslash is not taken for the start of another.

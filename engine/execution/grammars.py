@@ -52,7 +52,7 @@ class LlguidanceBackend:
         self.check()
         lark = to_lark(structured_outputs)
         if error := self._trials.error_of(lark):
-            raise ValueError(explain(error))
+            raise ValueError(explain(error, structured_outputs))
         vocabulary = self._load_once()
         matcher = LLMatcher(vocabulary.library, lark, log_level=0, limits=LIMITS)
         first = TokenGrammar(matcher, vocabulary)

@@ -1,8 +1,9 @@
 """Turns a scheduler's decision into the flat arrays of one forward, all of them on the host.
 
 Law: the arrays say nothing but what the decision says, so building them again changes nothing. Block tables
-stay here from step to step, a row for each seat, and only grow while a sequence keeps its seat; everything
-else is made anew. This file does not know models, devices or how a pool is laid out.
+stay here from step to step, a row for each seat, and only grow while a sequence keeps its seat; behind its
+blocks, and where there is no sequence, a row names the null block. Everything else is made anew. This file
+does not know models, devices or how a pool is laid out.
 """
 
 from collections.abc import Collection
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.errors import BlockTableOverrun
 from engine.execution.attention import AttentionBatch, Chunk
 from engine.outputs import ScheduledSequence, SchedulerOutputs
 from engine.sequence import Sequence
@@ -47,27 +49,41 @@ class StepInputs:
 class BlockTables:
     """Each seat's block table as a row of one array, filled up with the null block 0."""
 
-    def __init__(self, num_seats: int, max_blocks: int) -> None:
+    def __init__(self, num_seats: int, max_blocks: int, block_size: int) -> None:
         self.array: Integers = np.zeros((num_seats, max_blocks), dtype=np.int64)
+        self._block_size = block_size
         # Who sits there, in which of its lives, and how many of its blocks are written down.
         self._owners: list[tuple[Sequence, int] | None] = [None] * num_seats
         self._lengths = [0] * num_seats
 
     def release(self, seat: int) -> None:
+        """Clear the row of a seat that lost its sequence."""
         self._owners[seat] = None
+        self.array[seat, : self._lengths[seat]] = 0
+        self._lengths[seat] = 0
 
-    def update(self, sequence: Sequence) -> int:
-        """Write down the blocks that the sequence has now; returns its seat."""
+    def update(self, item: ScheduledSequence) -> int:
+        """Write down the blocks that the sequence has now; returns its seat.
+
+        Raises `BlockTableOverrun` if these do not hold all tokens that the step computes: keys and values
+        would be written to a block of another sequence.
+        """
+        sequence = item.sequence
         seat = sequence.seat
         if seat is None:
             raise ValueError(f"{sequence.request_id} was scheduled without a seat")
-        known = self._lengths[seat]
+        table, end = sequence.block_table, item.start + item.num_new_tokens
+        if end > len(table) * self._block_size:
+            raise BlockTableOverrun(
+                f"{sequence.request_id}/{sequence.index} computes tokens {item.start} to {end}, "
+                f"but holds {len(table)} blocks of {self._block_size}"
+            )
         owner = self._owners[seat]
         # Compared by identity and life: a preempted sequence may come back to its old seat with other blocks.
         if owner is None or owner[0] is not sequence or owner[1] != sequence.num_preemptions:
+            self.release(seat)
             self._owners[seat] = (sequence, sequence.num_preemptions)
-            known = 0
-        table = sequence.block_table
+        known = self._lengths[seat]
         if len(table) != known:
             self.array[seat, known : len(table)] = table[known:]
             self._lengths[seat] = len(table)
@@ -79,14 +95,17 @@ class InputBuilder:
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self._block_size = block_size
-        self._tables = BlockTables(max_num_seqs, -(-max_model_len // block_size))
+        self._tables = BlockTables(max_num_seqs, -(-max_model_len // block_size), block_size)
 
     def build(self, outputs: SchedulerOutputs, drawn: torch.Tensor | None = None) -> StepInputs:
-        """The decision's sequences in the order of `outputs.scheduled`, their tokens one after the other."""
+        """The decision's sequences in the order of `outputs.scheduled`, their tokens one after the other.
+
+        Raises `BlockTableOverrun`.
+        """
         for seat in outputs.released_seats:
             self._tables.release(seat)
         items = outputs.scheduled
-        rows = _Rows(items, [self._tables.update(item.sequence) for item in items])
+        rows = _Rows(items, [self._tables.update(item) for item in items])
         block_size, table = self._block_size, self._tables.array
         blocks = table[rows.seats[rows.items], rows.positions // block_size]
         return StepInputs(

@@ -1,6 +1,8 @@
 """How many KV blocks there shall be: what the limits can use at most, within a share of the free memory."""
 
+import gc
 import os
+import resource
 from pathlib import Path
 
 import torch
@@ -12,6 +14,7 @@ CUDA_SHARE = 0.85
 """Of the memory that is free after the model is loaded. A CPU's memory is other programs' too."""
 
 _MEMINFO = Path("/proc/meminfo")
+_STATM = Path("/proc/self/statm")
 _CGROUP = Path("/sys/fs/cgroup")
 _FREE_PART = 2
 """Where only all of the memory is known, one part in so many is taken as free."""
@@ -36,11 +39,30 @@ def choose_num_kv_blocks(
     return min(affordable, -(-max_tokens // block_size))
 
 
+def known_free_bytes(device: torch.device) -> int | None:
+    """`free_bytes`; None on a system that does not say what memory it has."""
+    try:
+        return free_bytes(device)
+    except InvalidParameter:
+        return None
+
+
 def free_bytes(device: torch.device) -> int:
-    """Memory that may still be taken on `device`: in a container, what its limit leaves."""
+    """Memory that may still be taken on `device`: what limits of the container and of the process leave.
+
+    On CUDA, memory that torch keeps for tensors that are gone is freed first: the driver counts it as used.
+    """
     if device.type == "cuda":
+        gc.collect()
+        release_cached_memory(device)
         return int(torch.cuda.mem_get_info(device)[0])
-    return min([_available_bytes(), *_container_bytes()])
+    return min([_available_bytes(), *_container_bytes(), *_process_bytes()])
+
+
+def release_cached_memory(device: torch.device) -> None:
+    """Return memory of tensors that are gone to the driver. On a CPU nothing is kept."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _available_bytes() -> int:
@@ -65,6 +87,18 @@ def _physical_bytes() -> int:
 
 def _unknown_memory() -> InvalidParameter:
     return InvalidParameter("num_kv_blocks", "must be set here: the system does not say what memory it has")
+
+
+def _process_bytes() -> list[int]:
+    """What the limit of the process's address space (`ulimit -v`) leaves, if it has one."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return []
+    try:
+        used = int(_STATM.read_text().split()[0]) * resource.getpagesize()
+    except (OSError, ValueError):
+        return [limit]
+    return [max(0, limit - used)]
 
 
 def _container_bytes() -> list[int]:

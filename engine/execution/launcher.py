@@ -25,6 +25,10 @@ class AheadRunner(Protocol):
         """See `ModelRunner.check`."""
         ...
 
+    def release_memory(self) -> bool:
+        """See `ModelRunner.release_memory`."""
+        ...
+
 
 class DeviceLauncher:
     """See `engine.pipeline.Launcher`. `device`: where the logits are."""

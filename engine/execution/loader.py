@@ -5,25 +5,34 @@ kind agrees with transformers' own attention. This file does not know budgets, b
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
+from engine.checkpoint.config_file import read_config
+from engine.checkpoint.tokenizer_files import check_settings_files
+from engine.checkpoint.weights import Weights, check_weights
 from engine.errors import InvalidParameter, UnsupportedModel
-from engine.execution.attention import ATTENTION_NAME, LayerSpec, install
+from engine.execution.attention import LayerSpec, install
+from engine.execution.faults import device_faults
+from engine.execution.generation_defaults import check_file
+from engine.execution.kv_cache import known_free_bytes
+from engine.execution.loaded_weights import load_weights
 from engine.execution.model_files import find_model, fingerprint
+from engine.execution.one_line import one_line
 from engine.execution.probe import record_layers, refuse_by_config
 from engine.execution.quiet import quiet_transformers
 from engine.execution.trial import Backend, Preparation, check_agreement
 
 log = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,26 +69,31 @@ def load_model(
     """Load the model in a directory or under a hub id.
 
     `backends`: those that may compute its attention; the first that agrees with the model's own is taken.
-    `dtype`: "float32", "bfloat16", or "auto": the checkpoint's on CUDA, float32 on a CPU. `device`: "cpu",
-    "cuda", or "auto". `prepare` is done to the model and, before, to the small one that is tried; `finish`,
-    which may change the logits, to the model alone. `progress` is told in words what happens.
+    `dtype`: "float32", "bfloat16", "float16", or "auto": see `find_dtype`. `device`: "cpu", "cuda", or
+    "auto". `prepare` is done to the model and, before, to the small one that is tried; `finish`, which may
+    change the logits, to the model alone. `progress` is told in words what happens.
 
     Raises `InvalidParameter`, or `UnsupportedModel` with the model's type and the reason.
     """
     target = find_device(device)
     directory = find_model(source, progress)
     with quiet_transformers():
-        config = _read_config(directory)
+        stated = read_config(directory)
+        config = _read_config(directory, stated)
+        check_file(directory)
         refuse_by_config(config)
+        check_settings_files(directory)
+        weights = check_weights(directory, stated)
         install()
         progress(f"trying paged attention on a small {config.model_type} model")
-        served = find_dtype(dtype, target) or _checkpoint_dtype(config)
+        served = find_dtype(dtype, target, _checkpoint_dtype(config))
         backend = _agreeing_backend(config, _taking(backends, served), target, prepare)
         progress(f"loading {directory} on {target}")
-        model = _load_weights(directory, find_dtype(dtype, target), target)
-        prepare(model)
-        finish(model)
-        layers = record_layers(model)
+        with _enough_memory(weights, served, target):
+            model = load_weights(directory, served, target)
+            prepare(model)
+            finish(model)
+            layers = record_layers(model)
     return LoadedModel(
         model=model,
         layers=layers,
@@ -129,12 +143,17 @@ def find_device(device: str) -> torch.device:
     return torch.device("cuda" if has_cuda and device != "cpu" else "cpu")
 
 
-def find_dtype(dtype: str, device: torch.device) -> torch.dtype | None:
-    """The dtype by its name in the settings; None: the checkpoint's. Raises `InvalidParameter`."""
+def find_dtype(dtype: str, device: torch.device, checkpoint: torch.dtype) -> torch.dtype:
+    """The dtype by its name in the settings. Raises `InvalidParameter`.
+
+    "auto" is float32 on a CPU. On CUDA it is the checkpoint's, but bfloat16 for a float32 checkpoint: half of
+    the memory, and tensor cores compute it.
+    """
     if dtype == "auto":
-        return None if device.type == "cuda" else torch.float32
+        is_half = device.type == "cuda" and checkpoint == torch.float32
+        return torch.bfloat16 if is_half else checkpoint if device.type == "cuda" else torch.float32
     if dtype not in DTYPES:
-        raise InvalidParameter("dtype", f"must be auto, {' or '.join(DTYPES)}, not {dtype!r}")
+        raise InvalidParameter("dtype", f"must be auto, {', '.join(DTYPES)}, not {dtype!r}")
     return DTYPES[dtype]
 
 
@@ -144,6 +163,7 @@ def position_limit(config: PretrainedConfig) -> int | None:
     With RoPE of type `longrope` or `dynamic`, transformers changes the frequencies of a whole batch once its
     longest position passes a length, so that one long request would change the others' tokens. Such models
     end at that length: `longrope` at the original one, `dynamic` at `max_position_embeddings`.
+    Raises `InvalidParameter` for a limit below two tokens.
     """
     text = config.get_text_config()
     limits = [getattr(text, "max_position_embeddings", None)]
@@ -152,7 +172,10 @@ def position_limit(config: PretrainedConfig) -> int | None:
         for rope in _ropes(text)
         if rope.get("rope_type") == "longrope"
     ]
-    return min((limit for limit in limits if limit is not None), default=None)
+    limit = min((limit for limit in limits if limit is not None), default=None)
+    if limit is not None and limit < 2:
+        raise InvalidParameter("model", f"its config allows {limit} positions (max_position_embeddings)")
+    return limit
 
 
 def _ropes(text: PretrainedConfig) -> list[dict[str, Any]]:
@@ -161,11 +184,21 @@ def _ropes(text: PretrainedConfig) -> list[dict[str, Any]]:
     return [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
 
 
-def _read_config(directory: Path) -> PretrainedConfig:
+def _read_config(directory: Path, stated: dict[str, Any]) -> PretrainedConfig:
+    """The config as transformers has it. `stated`: the values in its file."""
+    model_type = stated["model_type"]
+    if model_type not in CONFIG_MAPPING:
+        reason = f"is not known to transformers {transformers.__version__}"
+        if stated.get("auto_map"):
+            reason = "is defined by code in the checkpoint (auto_map), which is never run"
+        raise UnsupportedModel(f"model type {model_type!r} of {directory} {reason}")
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise InvalidParameter("model", f"the config in {directory} cannot be read: {error}") from error
+    except Exception as error:
+        # Whatever a library raises while it reads a user's file is a fault of the file.
+        raise InvalidParameter(
+            "model", f"the config in {directory} cannot be used: {one_line(error)}"
+        ) from error
     return config
 
 
@@ -175,21 +208,40 @@ def _checkpoint_dtype(config: PretrainedConfig) -> torch.dtype:
     return stated if isinstance(stated, torch.dtype) else torch.float32
 
 
-def _load_weights(directory: Path, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
+@contextmanager
+def _enough_memory(weights: Weights, served: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Raise `InvalidParameter` if the weights need more memory than there is, before or while they load."""
+    needed = weights.loaded_bytes(served.itemsize)
+    available = known_free_bytes(device)
+    if available is not None and needed > available:
+        raise _short_of_memory(needed, available, served, device)
     try:
-        # Typed as Any: the types of `from_pretrained` and `to` are lost in their decorators.
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype or "auto", attn_implementation=ATTENTION_NAME, trust_remote_code=False
-        )
-    except OSError as error:
-        raise InvalidParameter("model", f"the weights in {directory} cannot be read: {error}") from error
-    ready: PreTrainedModel = model.to(device).eval()
-    return ready
+        with device_faults():
+            yield
+    except MemoryError as error:
+        raise _short_of_memory(needed, available, served, device) from error
+
+
+def _short_of_memory(
+    needed: int, available: int | None, served: torch.dtype, device: torch.device
+) -> InvalidParameter:
+    smaller = "" if served.itemsize < 4 else f"set dtype to bfloat16 ({needed // 2} bytes), or "
+    shown = "fewer" if available is None else available
+    return InvalidParameter(
+        "model",
+        f"its weights need {needed} bytes as {str(served).removeprefix('torch.')} on {device}, where {shown}"
+        f" are available; {smaller}choose a smaller model or more memory",
+    )
 
 
 def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """All ids that end a text. Ids outside the vocabulary are never sampled and are left out."""
     generation = getattr(model, "generation_config", None)
     eos = getattr(generation, "eos_token_id", None)
+    text = model.config.get_text_config()
     if eos is None:
-        eos = model.config.get_text_config().eos_token_id
-    return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        eos = text.eos_token_id
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if wrong := [one for one in ids if type(one) is not int]:
+        raise InvalidParameter("model", f"its eos_token_id must be numbers, not {wrong[0]!r}")
+    return frozenset(one for one in ids if 0 <= one < text.vocab_size)

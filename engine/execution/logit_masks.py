@@ -4,42 +4,97 @@ Law: a mask is made of its own sequence alone, and a grammar that fails fails it
 leaves nothing but the end, the end stays allowed before `min_tokens`. Knows no penalties and no draws.
 """
 
-from collections import defaultdict
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.execution.crossing import sent
 from engine.execution.penalties import within
+from engine.pattern_automaton import ROOT, PatternAutomaton
 from engine.sequence import Sequence
+from engine.structured_outputs import FIELD
 
 Bits = npt.NDArray[np.int32]
 # For each byte of a bitmask, what its eight bits add to their logits.
 _ADDED = np.where((np.arange(256)[:, None] >> np.arange(8)) & 1, np.float32(0), np.float32(-np.inf))
 
 
-class RowMasks:
-    """The masks of one sequence: what stays the same is made once, the rest from its newest tokens."""
+class BadSequences:
+    """Sequences of ids that must not come: an automaton over the output finds which ids would complete one.
+
+    A new token costs an amortised constant number of steps, and one more for each sequence it could complete.
+    """
+
+    def __init__(self, bad_token_ids: tuple[tuple[int, ...], ...], vocab_size: int) -> None:
+        self.never = within([bad[0] for bad in bad_token_ids if len(bad) == 1], vocab_size)
+        longer = [bad for bad in bad_token_ids if len(bad) > 1 and within([bad[-1]], vocab_size)]
+        self._last_of: dict[tuple[int, ...], list[int]] = {}
+        for *before, last in longer:
+            self._last_of.setdefault(tuple(before), []).append(last)
+        self.automaton = PatternAutomaton(self._last_of)
+        # Ids by the state that bans them, which is found when the state is first met.
+        self._by_state: dict[int, list[int]] = {ROOT: []}
+
+    def completing(self, state: int, token_ids: list[int]) -> list[int]:
+        """The ids that must not follow `token_ids`, which end in `state`."""
+        banned = self._by_state.get(state)
+        if banned is None:
+            lengths = self.automaton.matches(state)
+            befores = [tuple(token_ids[-length:]) for length in lengths]
+            banned = self._by_state[state] = [last for before in befores for last in self._last_of[before]]
+        return banned
+
+
+class _ConstantMasks:
+    """What stays the same while a sequence lives, and is the same for all outputs of a request."""
+
+    __slots__ = ("bad", "ends", "ever", "no_ends")
 
     def __init__(self, sequence: Sequence, vocab_size: int) -> None:
+        constraints, allowed = sequence.constraints, sequence.params.allowed_token_ids
+        self.ends = within(list(constraints.end_token_ids), vocab_size)
+        self.bad = BadSequences(constraints.bad_token_ids, vocab_size)
+        ever = None if allowed is None else within(list(allowed), vocab_size)
+        self.ever = _bits(ever, self.bad.never, vocab_size)
+        self.no_ends = _bits(None, self.ends, vocab_size)
+
+
+class RowMasks:
+    """The masks of one sequence: what stays the same is made once, the rest from its newest tokens.
+
+    `sibling`: the masks of another output of the same request, whose constant parts are shared.
+    """
+
+    def __init__(self, sequence: Sequence, vocab_size: int, sibling: "RowMasks | None" = None) -> None:
         self._sequence = sequence
         constraints, allowed = sequence.constraints, sequence.params.allowed_token_ids
         self.grammar = constraints.grammar
         #: It names what is allowed, not what is not.
         self.is_dense = self.grammar is not None or allowed is not None
-        self._ends = within(list(constraints.end_token_ids), vocab_size)
-        self._never = within([bad[0] for bad in constraints.bad_token_ids if len(bad) == 1], vocab_size)
-        # By the token before the last: all before the last, and the last.
-        self._bad_after: defaultdict[int, list[tuple[list[int], int]]] = defaultdict(list)
-        for *before, last in constraints.bad_token_ids:
-            if before and within([last], vocab_size):
-                self._bad_after[before[-1]].append((before, last))
-        ever = None if allowed is None else within(list(allowed), vocab_size)
-        self._ever = _bits(ever, self._never, vocab_size)
+        self._state = ROOT
+        self._num_seen = sequence.num_prompt_tokens
+        self._constant: _ConstantMasks = (
+            _ConstantMasks(sequence, vocab_size) if sibling is None else sibling._constant
+        )
+
+    def shares(self, sequence: Sequence) -> bool:
+        """Whether the constant parts are also those of `sequence`: the same values, not equal ones."""
+        mine, other = self._sequence, sequence
+        return (
+            mine.params.allowed_token_ids is other.params.allowed_token_ids
+            and mine.constraints.bad_token_ids is other.constraints.bad_token_ids
+            and mine.constraints.end_token_ids is other.constraints.end_token_ids
+        )
 
     def banned(self) -> list[int]:
         """The ids that must not come next, but for what `allow` says."""
-        return self._never + self._bad() + (self._ends if self._is_too_short else [])
+        return (
+            self._constant.bad.never
+            + self._completing()
+            + (self._constant.ends if self._is_too_short else [])
+        )
 
     def allow(self, row: Bits) -> None:
         """Write what may come next into `row`, int32 [ceil(vocabulary / 32)], zeros at first.
@@ -52,14 +107,13 @@ class RowMasks:
             self.grammar.advance(self._sequence.output_token_ids)
             self.grammar.fill_bitmask(row)
         # Also takes away what a grammar says of ids beyond the vocabulary.
-        row &= self._ever
-        _clear(row, self._bad())
+        row &= self._constant.ever
+        _clear(row, self._completing())
         if self._is_too_short:
             self._clear_ends(row)
 
     def _clear_ends(self, row: Bits) -> None:
-        without = row.copy()
-        _clear(without, self._ends)
+        without = row & self._constant.no_ends
         if self.grammar is None or without.any():
             row[:] = without
 
@@ -67,39 +121,53 @@ class RowMasks:
     def _is_too_short(self) -> bool:
         return self._sequence.num_output_tokens < self._sequence.params.min_tokens
 
-    def _bad(self) -> list[int]:
-        """The ends of bad sequences whose beginning the output ends with."""
-        num_output_tokens, token_ids = self._sequence.num_output_tokens, self._sequence.token_ids
-        return [
-            last
-            for before, last in self._bad_after.get(token_ids[-1], ())
-            if len(before) <= num_output_tokens and token_ids[-len(before) :] == before
-        ]
+    def _completing(self) -> list[int]:
+        """The ids that would complete a bad sequence whose beginning the output ends with."""
+        token_ids, automaton, state = self._sequence.token_ids, self._constant.bad.automaton, self._state
+        for token_id in token_ids[self._num_seen :]:
+            state = automaton.advance(state, token_id)
+        self._state, self._num_seen = state, len(token_ids)
+        return self._constant.bad.completing(state, token_ids)
 
 
-def mask(logits: torch.Tensor, masks: list[tuple[int, RowMasks]]) -> dict[int, str]:
-    """Make what must not come -inf in `logits` [rows, vocabulary]; returns the faults of grammars by row."""
-    dense = [(row, one) for row, one in masks if one.is_dense]
-    sparse = [(row, one.banned()) for row, one in masks if not one.is_dense]
-    vocab_size = logits.shape[1]
-    places = [row * vocab_size + token_id for row, banned in sparse for token_id in banned]
-    if places:
-        logits.view(-1)[torch.tensor(places, device=logits.device)] = -torch.inf
-    return _mask_dense(logits, dense) if dense else {}
+@dataclass(frozen=True, slots=True)
+class FilledMasks:
+    """The masks of some rows of logits [rows, vocabulary], on the host.
 
+    `places`: what must not come, counted in the flat logits. `bits` [len(rows), words]: what may come next in
+    each of `rows`, which have no `places`. `faults`: errors of grammars, by row.
+    """
 
-def _mask_dense(logits: torch.Tensor, masks: list[tuple[int, RowMasks]]) -> dict[int, str]:
-    vocab_size = logits.shape[1]
-    bits = np.zeros((len(masks), -(-vocab_size // 32)), dtype=np.int32)
-    faults: dict[int, str] = {}
-    for (row, one), allowed in zip(masks, bits, strict=True):
-        try:
-            one.allow(allowed)
-        except Exception as error:  # noqa: BLE001 - a grammar library raises what it likes
-            faults[row] = f"its grammar failed: {type(error).__name__}: {error}"[:500]
-    added = unpacked(bits, logits.device)[:, :vocab_size]
-    logits.index_add_(0, torch.tensor([row for row, _ in masks], device=logits.device), added)
-    return faults
+    places: list[int]
+    rows: list[int]
+    bits: Bits
+    faults: dict[int, str]
+
+    @classmethod
+    def of(cls, masks: list[tuple[int, RowMasks]], vocab_size: int) -> "FilledMasks":
+        """Advance the grammars and fill their masks. The device is not used: it may be busy meanwhile."""
+        dense = [(row, one) for row, one in masks if one.is_dense]
+        sparse = [(row, one.banned()) for row, one in masks if not one.is_dense]
+        bits = np.zeros((len(dense), -(-vocab_size // 32)), dtype=np.int32)
+        faults: dict[int, str] = {}
+        for (row, one), allowed in zip(dense, bits, strict=True):
+            try:
+                one.allow(allowed)
+            except ValueError as error:  # the text left the grammar, or it is too costly to follow
+                faults[row] = f"{FIELD}: {error}"[:500]
+            except Exception as error:  # noqa: BLE001 - a grammar library raises what it likes
+                faults[row] = f"its grammar failed: {type(error).__name__}: {error}"[:500]
+        places = [row * vocab_size + token_id for row, banned in sparse for token_id in banned]
+        return cls(places, [row for row, _ in dense], bits, faults)
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Make what must not come -inf in `logits`, in place. The host does not wait for the device."""
+        device = logits.device
+        if self.places:
+            logits.view(-1).index_fill_(0, sent(torch.tensor(self.places), device), -torch.inf)
+        if self.rows:
+            added = unpacked(self.bits, device)[:, : logits.shape[1]]
+            logits.index_add_(0, sent(torch.tensor(self.rows), device), added)
 
 
 def unpacked(bits: Bits, device: torch.device) -> torch.Tensor:
@@ -111,8 +179,10 @@ def unpacked(bits: Bits, device: torch.device) -> torch.Tensor:
 
 def unpacked_on(bits: Bits, device: torch.device) -> torch.Tensor:
     """The same; only the bits travel to the device. On a CPU ten times slower."""
-    table = torch.from_numpy(_ADDED).to(device)
-    return table[torch.from_numpy(bits.view(np.uint8)).to(device).long()].flatten(1)
+    packed = sent(torch.from_numpy(bits.view(np.uint8)), device)
+    allowed = (packed[..., None] >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
+    added = torch.zeros(allowed.shape, device=device)
+    return added.masked_fill_(allowed == 0, -torch.inf).flatten(1)
 
 
 def _bits(ever: list[int] | None, never: list[int], vocab_size: int) -> Bits:

@@ -6,6 +6,7 @@ no penalties, no masks and no draws.
 
 import torch
 
+from engine.execution.crossing import sent
 from engine.execution.largest import largest
 from engine.outputs import TokenLogprobs
 
@@ -24,7 +25,8 @@ def token_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: list[int
 
 def _token_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:
     logprobs = logits.log_softmax(-1)
-    own = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
+    tokens = sent(torch.tensor(token_ids), logits.device)
+    own = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
     values, ids = likeliest(logprobs, min(max(num_top), logits.shape[1]))
     return [
         TokenLogprobs(token_id, logprob, tuple(zip(top_ids[:number], top[:number], strict=True)))

@@ -10,7 +10,10 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
+from engine.checkpoint.reading import unreadable
+from engine.checkpoint.source import find_directory
 from engine.errors import InvalidParameter
+from engine.execution.one_line import one_line
 
 TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 WEIGHT_FILES = ("*.safetensors", "*.bin")
@@ -25,10 +28,8 @@ def find_model(source: str, progress: Callable[[str], None]) -> Path:
 
     Raises `InvalidParameter` when there is no such model.
     """
-    directory = Path(source).expanduser()
-    if directory.is_dir():
-        if not (directory / "config.json").is_file():
-            raise InvalidParameter("model", f"{directory} has no config.json, so it is no model directory")
+    directory = find_directory(source)
+    if directory is not None:
         return directory
     progress(f"looking for {source} on the hub and in its cache")
     try:
@@ -40,9 +41,10 @@ def find_model(source: str, progress: Callable[[str], None]) -> Path:
             )
             if any(found.glob(weights)):
                 return found
-    except (OSError, ValueError) as error:
+    except Exception as error:
+        # The hub client has errors of its own, and others for caches that it cannot find or write.
         raise InvalidParameter(
-            "model", f"{source!r} is neither a directory nor a hub id that can be had: {error}"
+            "model", f"{source!r} is neither a directory nor a hub id that can be had: {one_line(error)}"
         ) from error
     raise InvalidParameter("model", f"{source!r} holds no weights ({', '.join(WEIGHT_FILES)})")
 
@@ -55,17 +57,24 @@ def fingerprint(directory: Path) -> str:
     """
     digest = hashlib.sha256()
     files = {path for pattern in (*TEXT_FILES, *WEIGHT_FILES) for path in directory.glob(pattern)}
-    for path in sorted(files):
-        size = path.stat().st_size
-        digest.update(f"{path.name}\0{size}\0".encode())
-        if size <= NUM_SAMPLES * SAMPLE_BYTES:
-            digest.update(path.read_bytes())
-        elif path.suffix in (".safetensors", ".bin"):
-            _add_samples(digest, path, size)
-        else:
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+    for path in sorted(file for file in files if file.is_file()):
+        try:
+            _add_file(digest, path)
+        except OSError as error:
+            raise unreadable(path, error) from error
     return digest.hexdigest()[:32]
+
+
+def _add_file(digest: "hashlib._Hash", path: Path) -> None:
+    size = path.stat().st_size
+    digest.update(f"{path.name}\0{size}\0".encode())
+    if size <= NUM_SAMPLES * SAMPLE_BYTES:
+        digest.update(path.read_bytes())
+    elif path.suffix in (".safetensors", ".bin"):
+        _add_samples(digest, path, size)
+    else:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
 
 
 def _add_samples(digest: "hashlib._Hash", path: Path, size: int) -> None:

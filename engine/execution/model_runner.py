@@ -13,6 +13,7 @@ from engine.execution.faults import device_faults
 from engine.execution.inputs import InputBuilder, StepInputs, null_inputs
 from engine.execution.model_pass import run_model
 from engine.execution.transfers import move_inputs
+from engine.execution.warm_up import warm_up_inputs
 from engine.outputs import SchedulerOutputs
 
 
@@ -56,6 +57,29 @@ class ModelRunner:
         with device_faults(), torch.inference_mode():
             self.forward(null_inputs())
             self._backend.zero_blocks((0,))
+
+    def warm_up(self, max_model_len: int, block_size: int) -> None:
+        """Run every kind of step once, so that later steps compile no kernel.
+
+        Only the null block is used, and it is zeroed afterwards. Raises as `execute`.
+        """
+        with device_faults(), torch.inference_mode():
+            for inputs in warm_up_inputs(max_model_len, block_size):
+                self.forward(inputs)
+            self._backend.zero_blocks((0,))
+
+    def release_memory(self) -> bool:
+        """Return what the CUDA allocator caches and no tensor uses to the device; whether there was any.
+
+        A CPU's memory is not cached. Raises `DeviceLost`.
+        """
+        device = self._model.device
+        if device.type != "cuda":
+            return False
+        with device_faults():
+            num_reserved = torch.cuda.memory_reserved(device)
+            torch.cuda.empty_cache()
+            return torch.cuda.memory_reserved(device) < num_reserved
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """One forward pass as it stands; returns logits [wanted rows, vocabulary] in the model's dtype."""

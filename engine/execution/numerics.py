@@ -104,7 +104,10 @@ def _plain_runner(
             graphs = make_decode_graphs(loaded.model, backend, config, capture, progress)
         else:
             progress(f"decode graphs: none, as {loaded.backend.name} attention cannot be captured")
-    return ModelRunner(loaded.model, backend, _input_builder(config), graphs)
+    runner = ModelRunner(loaded.model, backend, _input_builder(config), graphs)
+    if loaded.device.type == "cuda":
+        runner.warm_up(config.max_model_len, config.block_size)
+    return runner
 
 
 def _capture_maker(library: NativeLibrary | None) -> Callable[[torch.device], Capture]:

@@ -26,6 +26,8 @@ def refuse_by_config(config: PretrainedConfig) -> None:
             f"model type {model_type!r} does not use the attention interface of transformers"
             " (_supports_attention_backend is false), so its attention cannot be served"
         )
+    if not getattr(text, "num_hidden_layers", None):
+        raise UnsupportedModel(f"model type {model_type!r}: its config states no layers (num_hidden_layers)")
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
         raise UnsupportedModel(f"model type {model_type!r} has chunked attention, which is not supported")
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):

@@ -124,19 +124,27 @@ def quantize_linears(
     before = _num_bytes(model)
     dtype = choose_dtype(model.dtype)
     ends = _ends(model)
-    num_weights = quantized_bytes = 0
-    for storage, places in _places_by_weight(model).items():
-        weight = _quantize(places[0].module.weight, quantization, finely=storage in ends)
-        if weight is None:
-            continue
-        for place in places:
-            place.put(weight, dtype)
-        num_weights += 1
-        quantized_bytes += weight.nbytes
+    groups = _places_by_weight(model)
+    sizes = []
+    while groups:
+        storage = next(iter(groups))
+        # Popped, so that the plain weight is freed before the next one is quantised.
+        sizes.append(_replace(groups.pop(storage), quantization, dtype, finely=storage in ends))
+    num_weights, quantized_bytes = len(sizes) - sizes.count(0), sum(sizes)
     if not num_weights:
         raise InvalidParameter("quantization", f"this model has no weight that can be kept in {quantization}")
     _check_that_it_runs(model, quantization)
     return Quantized(num_weights, (before, _num_bytes(model) + quantized_bytes))
+
+
+def _replace(places: list["_Place"], quantization: str, dtype: torch.dtype, *, finely: bool) -> int:
+    """Put one weight, quantised, in all of its `places`; its bytes, or 0 if it stays plain."""
+    weight = _quantize(places[0].module.weight, quantization, finely=finely)
+    if weight is None:
+        return 0
+    for place in places:
+        place.put(weight, dtype)
+    return weight.nbytes
 
 
 class _Place(NamedTuple):

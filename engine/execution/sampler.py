@@ -169,7 +169,7 @@ class _Batch:
         """Draw `rows`, whose outputs have `indices` tokens; returns which of them are yet undecided."""
         addresses = row_addresses(self.logits)
         if self.edited:
-            addresses[self.edited.rows.numpy()] = row_addresses(self.edited.logits)
+            addresses[self.edited.row_numbers] = row_addresses(self.edited.logits)
         largest, likeliest = self.largest.numpy()[rows], self.tokens.numpy()[rows]
         vocab_size = self.logits.shape[1]
         asked = ask(addresses[rows], largest, likeliest, self.params[rows], indices, vocab_size)
@@ -182,22 +182,27 @@ class _Batch:
         device = self.logits.device
         draws = Draws.of(self.params[rows], indices, self.logits.shape[1], device)
         on_device = sent(torch.from_numpy(rows), device)
-        self.tokens[on_device] = draw(self._shifted(on_device).div_(draws.temperature[:, None]), draws)
+        shifted = self._shifted(rows, on_device)
+        self.tokens[on_device] = draw(shifted.div_(draws.temperature[:, None]), draws)
 
-    def _shifted(self, rows: torch.Tensor) -> torch.Tensor:
+    def _shifted(self, rows: Numbers, on_device: torch.Tensor) -> torch.Tensor:
         """The edited logits of `rows`, ascending, in a tensor of their own, each row's largest at 0.
 
-        Shifted before they are divided: the draw is the same, and nothing overflows at a small temperature.
+        `on_device`: the same rows, where the logits are. Rows are shifted before they are divided: the draw
+        is the same, and nothing overflows at a small temperature.
         """
         logits, edited = self.logits, self.edited
         if edited and len(edited.rows) == len(logits):
             logits, edited = edited.logits, None
-        shifted = take(logits, rows) - self.largest[rows, None]
+        shifted = take(logits, on_device) - self.largest[on_device, None]
         if edited:
-            is_random = torch.isin(edited.rows, rows)
-            changed = edited.rows[is_random]
-            places = torch.searchsorted(rows, changed)
-            shifted[places] = edited.logits[is_random] - self.largest[changed, None]
+            at = np.flatnonzero(np.isin(edited.row_numbers, rows))
+            changed = edited.row_numbers[at]
+            places, at_there, changed_there = (
+                sent(torch.from_numpy(one), logits.device)
+                for one in (np.searchsorted(rows, changed), at, changed)
+            )
+            shifted[places] = edited.logits[at_there] - self.largest[changed_there, None]
         return shifted
 
 
@@ -206,7 +211,7 @@ def _sampled_logprobs(logits: torch.Tensor, token_ids: list[int], params: Rows) 
     asking = np.flatnonzero((params["num_logprobs"] != NO_LOGPROBS) & (np.array(token_ids) >= 0))
     if not len(asking):
         return {}
-    rows = torch.from_numpy(asking).to(logits.device)
+    rows = sent(torch.from_numpy(asking), logits.device)
     asked = asking.tolist()
     chosen = [token_ids[row] for row in asked]
     numbers = params["num_logprobs"][asking].tolist()

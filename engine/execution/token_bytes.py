@@ -75,10 +75,16 @@ def spell_byte_level(piece: str) -> bytes:
         return piece.encode()
 
 
+def byte_of(piece: str) -> int | None:
+    """The byte that a piece of a byte fallback stands for; None for any other piece."""
+    match = _BYTE.fullmatch(piece)
+    return int(match[1], 16) if match else None
+
+
 def _sentencepiece(replacements: list[tuple[str, str]], *, has_bytes: bool) -> Spelling:
     def spell(piece: str) -> bytes:
-        if has_bytes and (match := _BYTE.fullmatch(piece)):
-            return bytes([int(match[1], 16)])
+        if has_bytes and (byte := byte_of(piece)) is not None:
+            return bytes([byte])
         for old, new in replacements:
             piece = piece.replace(old, new)
         return piece.encode()

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.execution.attention import AttentionBatch, Chunk, LayerCall, PoolShape
+from engine.execution.crossing import sent
 from engine.execution.kv_pool import KVPool
 
 MAX_BUCKETS = 4
@@ -68,13 +69,13 @@ class TorchStep:
     def __init__(self, pool: KVPool, batch: AttentionBatch) -> None:
         self._pool = pool
         self._batch = batch
-        self._slots = batch.on(pool.device).slots
+        self._there = batch.on(pool.device)
         self._plans: dict[int | None, _Plan] = {}
 
     def attend(
         self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        self._pool.store(call.layer, self._slots, key, value)
+        self._pool.store(call.layer, self._there.slots, key, value)
         keys, values = self._pool.keys[call.layer], self._pool.values[call.layer]
         flat_keys, flat_values = keys.flatten(0, 1), values.flatten(0, 1)
         plan = self._plan(call.sliding_window)
@@ -93,7 +94,7 @@ class TorchStep:
             block_size, device = self._pool.block_size, self._pool.device
             self._plans[window] = _Plan(
                 _plan_buckets(self._batch, window, block_size, device),
-                tuple(_plan_chunk(chunk, window, block_size, device) for chunk in self._batch.chunks),
+                tuple(_plan_chunk(chunk, window, block_size) for chunk in self._there.chunks),
             )
         return self._plans[window]
 
@@ -116,24 +117,25 @@ def _plan_buckets(
         # A row of the bucket that is shorter than its widest reads past its own blocks; the mask hides that.
         tables = batch.single_tables[members].gather(1, columns.clamp(max=batch.single_tables.shape[1] - 1))
         rows = batch.single_rows[members]
-        buckets.append(_Bucket(rows.to(device), tables.to(device), mask.to(device)))
+        buckets.append(_Bucket(sent(rows, device), sent(tables, device), sent(mask, device)))
     return tuple(buckets)
 
 
-def _plan_chunk(chunk: Chunk, window: int | None, block_size: int, device: torch.device) -> _Chunk:
-    """What the rows of a chunk see: all before them, or the window's last tokens."""
+def _plan_chunk(chunk: Chunk, window: int | None, block_size: int) -> _Chunk:
+    """What the rows of a chunk see: all before them, or the window's last tokens. Made where its table is."""
     rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
     end = chunk.start + chunk.num_rows
     if chunk.start == 0 and (window is None or window >= end):
         return _Chunk(rows, None, None)
     first_seen = 0 if window is None else max(0, chunk.start - window + 1)
-    seen = torch.arange(first_seen, end)
-    own = torch.arange(chunk.start, end)[:, None]
+    device = chunk.table.device
+    seen = torch.arange(first_seen, end, device=device)
+    own = torch.arange(chunk.start, end, device=device)[:, None]
     mask = seen <= own
     if window is not None:
         mask &= seen > own - window
     slots = chunk.table[seen // block_size] * block_size + seen % block_size
-    return _Chunk(rows, slots.to(device), mask.to(device))
+    return _Chunk(rows, slots, mask)
 
 
 def _attend_singles(

@@ -75,7 +75,8 @@ STRICTEST = Terms()
 class Backend(NamedTuple):
     """A way to attend. `bytes_per_block`: for layers, block size and dtype, what one takes in all layers.
 
-    `dtypes`: the only ones that it takes, if not all that a model may have.
+    `dtypes`: the only ones that it takes, if not all that a model may have. `self_check`: raises
+    `UnsupportedModel` if it is wrong in the one layer of a shape, in the dtype and block size that it serves.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Backend(NamedTuple):
     bytes_per_block: Callable[[tuple[LayerSpec, ...], int, torch.dtype], int]
     terms: Terms = STRICTEST
     dtypes: tuple[torch.dtype, ...] | None = None
+    self_check: Callable[[PoolShape], None] | None = None
 
 
 Preparation = Callable[[PreTrainedModel], None]

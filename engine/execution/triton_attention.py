@@ -9,10 +9,13 @@ places. The bits of a single row follow from its sequence and length, whatever i
 The kernels read only what the sequence has written, so no block is zeroed when it is begun.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from engine.errors import UnsupportedModel
 from engine.execution.attention import AttentionBatch, Chunk, DecodeRows, LayerCall, PoolShape
+from engine.execution.crossing import sent
 from engine.execution.kv_pool import KVPool
 from engine.execution.strides import dense
 from engine.execution.triton_launch import (
@@ -30,6 +33,10 @@ MOST_GROUP = 128
 """As many heads may share a KV head, for the same reason."""
 
 
+ALIGNMENT = 16
+"""What Triton looks for in strides, in numbers."""
+
+
 class TritonAttention:
     """A KV pool of `shape`, and attention over it.
 
@@ -44,13 +51,14 @@ class TritonAttention:
     def begin(self, batch: AttentionBatch) -> "TritonStep":
         there = batch.on(self.pool.device)
         singles = _single_tiles(there.single_rows, there.single_lengths, there.single_tables)
-        return TritonStep(self.pool, there.slots, singles, there.single_tables, batch.chunks)
+        chunks = _Chunks.of(batch.chunks, [chunk.table for chunk in there.chunks])
+        return TritonStep(self.pool, there.slots, singles, there.single_tables, chunks)
 
     def begin_decode(self, rows: DecodeRows) -> "TritonStep":
         """See `GraphableBackend`: whatever tables name behind a row's length, no kernel looks there."""
         all_rows = torch.arange(len(rows.slots), device=rows.slots.device)
         singles = _single_tiles(all_rows, rows.lengths, rows.tables)
-        return TritonStep(self.pool, rows.slots, singles, rows.tables, ())
+        return TritonStep(self.pool, rows.slots, singles, rows.tables, None)
 
     def zero_blocks(self, blocks: tuple[int, ...]) -> None:
         self.pool.zero_blocks(blocks)
@@ -72,6 +80,20 @@ def refusal(shape: PoolShape) -> str | None:
     return None
 
 
+class _Chunks(NamedTuple):
+    """A step's chunks, on the host, and all their `tables`, one after the other, on the device."""
+
+    parts: tuple[Chunk, ...]
+    tables: torch.Tensor
+
+    @classmethod
+    def of(cls, chunks: tuple[Chunk, ...], tables: list[torch.Tensor]) -> "_Chunks | None":
+        """None without chunks."""
+        if not tables:
+            return None
+        return cls(chunks, torch.cat(tables) if len(tables) > 1 else tables[0])
+
+
 class TritonStep:
     """One forward: where its tiles begin is written down once for all layers that are cut alike."""
 
@@ -81,7 +103,7 @@ class TritonStep:
         slots: torch.Tensor,
         singles: torch.Tensor,
         single_tables: torch.Tensor,
-        chunks: tuple[Chunk, ...],
+        chunks: _Chunks | None,
     ) -> None:
         self._pool = pool
         self._slots = slots
@@ -89,27 +111,38 @@ class TritonStep:
         self._singles = singles
         self._single_tables = single_tables
         self._chunk_tiles: dict[int, torch.Tensor] = {}
-        if self._chunks:
-            self._chunk_tables = torch.cat([chunk.table for chunk in self._chunks]).to(pool.device)
 
     def attend(
         self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         keys, values = self._pool.keys[call.layer], self._pool.values[call.layer]
-        layer = Layer(call, dense(query), keys, values, query.new_empty(*query.shape[:2], value.shape[-1]))
-        store(layer, self._slots, dense(key), dense(value))
+        out = query.new_empty(*query.shape[:2], value.shape[-1])
+        layer = Layer(call, _regular(query), keys, values, out)
+        store(layer, self._slots, _regular(key), _regular(value))
         if len(self._singles):
             attend_singles(layer, self._singles, self._single_tables)
-        if self._chunks:
+        if self._chunks is not None:
             cut = layer.tiling(single=False)
-            attend_tiles(layer, cut, self._tiles(cut.block_m // layer.group), self._chunk_tables)
+            tiles = self._tiles(self._chunks.parts, cut.block_m // layer.group)
+            attend_tiles(layer, cut, tiles, self._chunks.tables)
         return layer.out
 
-    def _tiles(self, num_queries: int) -> torch.Tensor:
+    def _tiles(self, chunks: tuple[Chunk, ...], num_queries: int) -> torch.Tensor:
         if num_queries not in self._chunk_tiles:
-            tiles = _chunk_tiles(self._chunks, num_queries)
-            self._chunk_tiles[num_queries] = tiles.to(self._pool.device)
+            tiles = _chunk_tiles(chunks, num_queries)
+            self._chunk_tiles[num_queries] = sent(tiles, self._pool.device)
         return self._chunk_tiles[num_queries]
+
+
+def _regular(rows: torch.Tensor) -> torch.Tensor:
+    """`rows` [rows, heads, size] in a layout whose variant of a kernel does not depend on how many there are.
+
+    Triton compiles one variant for strides that are multiples of 16 and another for all others. Strides are
+    multiples of the heads' size; where that is none of 16, heads that lie apart may have either.
+    """
+    if rows.shape[-1] % ALIGNMENT == 0:
+        return dense(rows)
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 def _single_tiles(rows: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:

@@ -52,9 +52,9 @@ def tiling(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, *, sin
         # Without tensor cores, as in float32, a large tile does not pay.
         block_m = max(block_m, min(128, PROGRAM_NUMBERS // block_v) if is_half else 32)
     most_keys = TILE_BYTES // ((block_d + block_v) * dtype.itemsize)
-    # A power of two, which the sum of two sizes may not be.
-    block_n = max(16, min(128, 1 << (most_keys.bit_length() - 1)))
-    is_large = block_m * max(block_n, block_v) >= PROGRAM_NUMBERS
+    # A power of two, which the sum of two sizes may not be. 128 keys of a chunk spill on sm_80 to sm_89.
+    block_n = max(16, min(128 if single else 64, 1 << (most_keys.bit_length() - 1)))
+    is_large = not single or block_m * max(block_n, block_v) >= PROGRAM_NUMBERS
     return Tiling(
         block_m=block_m,
         block_n=block_n,

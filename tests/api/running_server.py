@@ -1,4 +1,4 @@
-"""The API as it is started: `python -m api`, a real gunicorn, real sockets. For tests only."""
+"""The API as it is started: `python -m api`, real sockets. For tests only."""
 
 import json
 import os
@@ -89,7 +89,7 @@ class Server:
         return code
 
     def close(self):
-        # A group of its own would hide a worker that outlives its master; the pipe's end shows it.
+        # The pipe ends with the last process that holds it.
         if self.process.poll() is None:
             self.process.terminate()
             self.process.wait(60)
@@ -104,3 +104,20 @@ def read_all(connection):
         while chunk := connection.recv(65536):
             received += chunk
     return received
+
+
+def unread(server, request, receive_bytes=4096):
+    """A connection that sends `request` and reads no byte of the reply."""
+    connection = socket.socket()
+    # Before it connects: the window that the server may fill is told then.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    connection.settimeout(60)
+    connection.connect(server.address)
+    connection.sendall(request)
+    return connection
+
+
+def resident_bytes(process):
+    """The memory of a process that is in use."""
+    with open(f"/proc/{process.pid}/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

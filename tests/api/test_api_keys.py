@@ -66,15 +66,19 @@ def test_redis_is_not_asked(make_app):
 
 
 def test_who_sends_much_without_a_key_hears_why(start):
-    """A connection that is closed on what its client still sends is reset, and the answer lost."""
+    """A connection that is closed on what its client still sends is reset, and the answer lost.
+
+    A body that is too large or wrongly framed is refused by the server itself, before keys are looked at.
+    """
     server = start(TOKENMILL_API_KEYS=KEYS)
-    assert server.call("POST", "/v1/tasks", {"prompt": "x" * 8_000_000})[0] == 401
-    for body in (b"zz\r\nx\r\n", b"1\r\nx\r\n0\r\n bad trailer\r\n\r\n"):
+    assert server.call("POST", "/v1/tasks", {"prompt": "x" * 2_000_000})[0] == 401
+    assert server.call("POST", "/v1/tasks", {"prompt": "x" * 8_000_000})[0] == 413
+    for body, status in ((b"zz\r\nx\r\n", b"400"), (b"1\r\nx\r\n0\r\n bad trailer\r\n\r\n", b"401")):
         with socket.create_connection(server.address, timeout=60) as connection:
             connection.sendall(
                 b"POST /v1/tasks HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + body
             )
-            assert connection.recv(65536).startswith(b"HTTP/1.1 401")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 " + status)
 
 
 def test_health_and_documents_are_open(client):

@@ -1,7 +1,9 @@
 """Every bad body is refused: 4xx, valid JSON, the field named, fast, and nothing left in Redis."""
 
+import gzip
 import json
 import math
+import re
 import zlib
 from dataclasses import replace
 
@@ -283,15 +285,50 @@ class TestWithModelCard:
             ({"prompt": "x", "min_tokens": 3, "logit_bias": {"99999": 5}}, "logit_bias", "invalid_value"),
             ({"prompt": "x", "logit_bias": {"1": 1, "1000": 5}}, "logit_bias", "invalid_value"),
             ({"prompt": "x", "allowed_token_ids": [999, 1000]}, "allowed_token_ids", "invalid_value"),
-            # vllm#5907: few words ask for more than anybody can read.
-            ({"prompt": "x", "n": 128, "logprobs": 20}, "max_tokens", "too_much_output"),
+            ({"prompt": "x" * 1601}, "prompt", "context_length_exceeded"),
+            ({"prompt": "é" * 801}, "prompt", "context_length_exceeded"),
         ],
         ids=lambda value: str(value)[:40],
     )
-    def test_what_the_model_cannot_do_is_refused(self, client, redis_client, card, body, param, code):
+    def test_what_the_model_cannot_do_is_refused(
+        self, client, redis_client, store, settings, card, body, param, code
+    ):
+        store.put_model_card(settings.slug, replace(card, max_prompt_bytes=1600))
         reply = client.post("/v1/tasks", json=body)
         check_refused(client, redis_client, reply, 400, param)
         assert reply.json["error"]["code"] == code
+
+    @pytest.mark.parametrize("max_model_len", [100, 10**6])
+    @pytest.mark.parametrize(
+        "body",
+        [
+            {"n": 128, "logprobs": 20},
+            {"max_tokens": 262_145},
+            {"max_tokens": 16_384, "logprobs": 20},
+            {"max_tokens": 2**62, "min_tokens": 2**62},
+            {"logprobs": 20},
+            {},
+        ],
+    )
+    def test_much_output_is_not_refused(self, client, store, settings, card, body, max_model_len):
+        """It is bounded where it is produced. vllm#5907: few words ask for more than anybody can read."""
+        store.put_model_card(settings.slug, replace(card, max_model_len=max_model_len, max_prompt_tokens=90))
+        assert client.post("/v1/tasks", json={"prompt": "x", **body}).status_code == 202
+
+    def test_a_prompt_of_the_longest_text_is_taken(self, client, store, settings, card):
+        store.put_model_card(settings.slug, replace(card, max_prompt_bytes=1600))
+        assert client.post("/v1/tasks", json={"prompt": "é" * 800}).status_code == 202
+        store.put_model_card(settings.slug, replace(card, max_prompt_bytes=None))
+        assert client.post("/v1/tasks", json={"prompt": "x" * 100_000}).status_code == 202
+
+    def test_log_probabilities_of_a_prompt_are_bounded(self, client, redis_client, store, settings, card):
+        """They cannot be cut short, and the worker would refuse the same."""
+        store.put_model_card(settings.slug, replace(card, max_model_len=10**6, max_prompt_tokens=10**6))
+        for length, status in ((11_915, 202), (11_916, 400)):
+            body = {"prompt_token_ids": [1] * length, "prompt_logprobs": 20}
+            reply = client.post("/v1/tasks", json=body)
+            assert reply.status_code == status
+        assert reply.json["error"]["param"] == "prompt_logprobs"
 
     def test_chat_needs_a_template(self, client, redis_client, store, settings, card):
         """vllm#39279: a model without a template was a 500."""
@@ -360,4 +397,45 @@ def test_an_encoding_that_is_not_undone_is_refused(client, redis_client):
         content_type="application/json",
         headers={"Content-Encoding": "gzip"},
     )
-    check_refused(client, redis_client, reply, 415)
+    check_refused(client, redis_client, reply, 415, "Content-Encoding")
+    assert "gzip" in reply.json["detail"]
+    assert reply.headers["Accept-Encoding"] == "identity"
+
+
+def test_a_byte_order_mark_is_skipped(client):
+    """ai-memory#500: some editors and shells write one, and RFC 8259 lets readers ignore it."""
+    body = b"\xef\xbb\xbf" + json.dumps(GOOD).encode()
+    assert client.post("/v1/tasks", data=body, content_type="application/json").status_code == 202
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ('{"prompt": "x"}'.encode("utf-16"), "UTF-16"),
+        ('{"prompt": "x"}'.encode("utf-16-le"), "UTF-16 or UTF-32"),
+        ('{"prompt": "x"}'.encode("utf-16-be"), "UTF-16 or UTF-32"),
+        ('{"prompt": "x"}'.encode("utf-32"), "UTF-32"),
+        ('{"prompt": "caf\u00e9"}'.encode("cp1252"), "not UTF-8 (byte 15)"),
+        (gzip.compress(b'{"prompt": "x"}'), "compressed (gzip)"),
+        (b'{"prompt": x}', "line 1, column 12"),
+        (b"\xef\xbb\xbf" * 2 + b"{}", "line 1, column 1"),
+        (b'{"seed": ' + b"1" * 5000 + b"}", "too large a number"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_body_is_instead_is_named(client, redis_client, body, words):
+    """gunicorn#1803: no words of the decoder's own reach the client."""
+    reply = client.post("/v1/tasks", data=body, content_type="application/json")
+    check_refused(client, redis_client, reply, 400)
+    assert words in reply.json["detail"]
+    assert not re.search("codec|Expecting|Exceeds|Error|delimiter|0x", reply.json["detail"])
+
+
+@pytest.mark.parametrize(
+    ("charset", "status"), [("utf-8", 202), ("UTF-8", 202), ("utf-16", 415), ("latin-1", 415)]
+)
+def test_a_charset_that_is_not_undone_is_refused(client, charset, status):
+    content_type = f"application/json; charset={charset}"
+    reply = client.post("/v1/tasks", data=json.dumps(GOOD), content_type=content_type)
+    assert reply.status_code == status
+    assert status == 202 or charset in reply.json["detail"]

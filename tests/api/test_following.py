@@ -38,12 +38,12 @@ class Scripted:
         self.now += min(1.0, seconds)
         return self.turns.pop(0) if self.turns else Arrived(False, [])
 
-    def read_log(self, task_id, after):
+    def read_log(self, task_id, after, count):
         if self.failures:
             self.failures -= 1
             raise redis.ConnectionError("away")
         self.reads.append(after)
-        return [event for event in map(decode, self.log) if event.seq > after]
+        return [event for event in map(decode, self.log) if event.seq > after][:count]
 
     def inspect(self, task_id):
         return self if self.known else None

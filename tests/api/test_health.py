@@ -68,6 +68,29 @@ class TestReadiness:
         while client.get("/readyz").status_code == 200:
             pass
 
+    def test_a_redis_that_takes_no_tasks_is_not_ready(self, client, worker, redis_client):
+        """Workers still report, and every submission is refused."""
+        worker.report("ready")
+        redis_client.config_set("maxmemory", "1")
+        try:
+            reply = client.get("/readyz")
+            assert (reply.status_code, reply.json["state"]) == (503, "redis_refuses")
+            assert "memory is full" in reply.json["detail"]
+        finally:
+            redis_client.config_set("maxmemory", "0")
+        assert client.get("/readyz").status_code == 200
+
+    def test_what_makes_redis_lose_tasks_stands_there(self, app, client, worker, redis_client):
+        worker.report("ready")
+        assert client.get("/readyz").json["warnings"] == []
+        redis_client.config_set("maxmemory-policy", "allkeys-lru")
+        try:
+            app.extensions["redis_checks"].check()
+        finally:
+            redis_client.config_set("maxmemory-policy", "noeviction")
+        (warning,) = client.get("/readyz").json["warnings"]
+        assert "allkeys-lru" in warning
+
 
 def series(client):
     return {
@@ -132,6 +155,7 @@ class TestRedisAway:
         try:
             reply = client.post("/v1/tasks", json={"prompt": "x"})
             assert (reply.status_code, reply.json["error"]["code"]) == (503, "store_unavailable")
+            assert "memory is full" in reply.json["detail"]
         finally:
             redis_client.config_set("maxmemory", "0")
         assert client.post("/v1/tasks", json={"prompt": "x"}).status_code == 202

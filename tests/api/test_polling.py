@@ -179,8 +179,14 @@ class TestWaiting:
         task_id = client.post("/v1/tasks", json={"prompt": "x"}).json["id"]
         stream = client.get(f"/v1/tasks/{task_id}/events", buffered=False)
         next(stream.iter_encoded())
-        assert client.get(f"/v1/tasks/{task_id}?wait=60").json["status"] == "queued"
+        reply = client.get(f"/v1/tasks/{task_id}?wait=60")
+        assert reply.json["status"] == "queued"
+        assert (reply.headers["Tokenmill-Wait"], reply.headers["Retry-After"]) == ("skipped", "5")
+        submitted = client.post("/v1/tasks", json={"prompt": "x"}, headers={"Prefer": "wait=60"})
+        assert (submitted.status_code, submitted.headers["Tokenmill-Wait"]) == (202, "skipped")
+        assert "Tokenmill-Wait" not in client.get(f"/v1/tasks/{task_id}").headers
         stream.close()
+        assert "Tokenmill-Wait" not in client.get(f"/v1/tasks/{task_id}?wait=0.01").headers
 
 
 @pytest.mark.parametrize(

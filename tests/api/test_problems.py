@@ -42,6 +42,30 @@ def test_a_wrong_method_names_the_right_ones(client):
     assert "POST" in client.get("/v1/tasks").headers["Allow"]
 
 
+def test_a_wrong_method_is_answered_with_the_right_ones_in_words(client):
+    body = check(client.put("/v1/tasks/x"), 405)
+    assert body["detail"] == "PUT is not allowed here; allowed: DELETE, GET, HEAD, OPTIONS"
+
+
+def test_a_wrong_path_is_answered_with_the_routes(client):
+    body = check(client.post("/v1/task"), 404)
+    assert body["routes"] == [
+        "GET /docs/",
+        "GET /docs/openapi.json",
+        "GET /livez",
+        "GET /metrics",
+        "GET /readyz",
+        "POST /v1/tasks",
+        "DELETE /v1/tasks/{task_id}",
+        "GET /v1/tasks/{task_id}",
+        "POST /v1/tasks/{task_id}/cancel",
+        "GET /v1/tasks/{task_id}/events",
+    ]
+    assert "POST /v1/tasks" in body["detail"]
+    # The service's own word for a task that is not there lists none.
+    assert "routes" not in check(client.get("/v1/tasks/x"), 404)
+
+
 def test_a_fault_of_ours_tells_nothing_of_itself(caplog):
     """The cause goes to the log, under the id that the client got."""
     app = create_app(ApiSettings())

@@ -1,6 +1,5 @@
 """Clients that go away: whose tasks end with them, and whose go on."""
 
-import socket
 import threading
 
 import pytest
@@ -76,11 +75,8 @@ class TestStreams:
 
     def test_a_client_that_is_gone_before_the_first_byte(self, client, watched):
         """Then nothing of the stream is ever asked for."""
-        ours, theirs = socket.socketpair()
-        theirs.close()
-        with ours:
-            overrides = {"gunicorn.socket": ours}
-            client.get(f"/v1/tasks/{watched}/events", buffered=False, environ_overrides=overrides).close()
+        overrides = {"waitress.client_disconnected": lambda: True}
+        client.get(f"/v1/tasks/{watched}/events", buffered=False, environ_overrides=overrides).close()
         assert status(client, watched) == "cancelled"
 
     def test_one_that_was_read_to_its_end_changes_nothing(self, client, watched, worker, redis_client):
@@ -99,6 +95,17 @@ class TestStreams:
         reply.close()
         assert status(client, watched) == "queued"
         assert redis_client.exists(keys.readers(watched))
+
+    def test_its_clients_have_all_the_time_to_come_back(self, watched, app, client, redis_client):
+        """Not what was left since their reader was noted last."""
+        reply, chunks = stream(client, watched)
+        (before,) = redis_client.zrange(keys.readers(watched), 0, -1, withscores=True)
+        app.extensions["shutdown"].requested = True
+        assert len(list(chunks)) == 1
+        reply.close()
+        (after,) = redis_client.zrange(keys.readers(watched), 0, -1, withscores=True)
+        assert after[0] == before[0]
+        assert after[1] > before[1]
 
     def test_a_refused_stream_is_no_reader(self, watched, redis_url, make_app, settings):
         small = make_app(settings.__class__(redis_url=redis_url, max_streams=1)).test_client()
@@ -151,6 +158,7 @@ class TestVisit:
         assert not redis_client.exists(keys.readers(watched))
 
     def test_redis_being_away_for_a_moment_ends_nothing(self, store, watched, redis_url, clock, caplog):
+        caplog.set_level("DEBUG")
         readers = Readers(connect(redis_url))
         visit = Visit(readers, store.inspect(watched), {}, Shutdown(), clock)
         with visit:

@@ -10,7 +10,7 @@ from benchmarks.serving.estimates import Estimates
 from benchmarks.serving.plan import SMALL, SMOLLM2, VLLM, Cell, Group, groups, target_cells
 from benchmarks.serving.record import Record
 from benchmarks.serving.report import report
-from benchmarks.serving.systems import OURS, REFERENCE
+from benchmarks.serving.systems import OURS, REFERENCE, SERVICE
 from benchmarks.serving.targets import verdicts
 from tests.benchmarks.fake_engines import NEVER, FakeClock, FakeCrew, measure
 from tests.benchmarks.made_record import FACTS, OUR_CELL, figures
@@ -22,6 +22,7 @@ OTHER = "shared-prefix"
 LOADS = {
     REFERENCE: 9.0,
     OURS: 12.0,
+    SERVICE: 20.0,
     "tokenmill-short-chunks": 12.0,
     VLLM[0]: 23.0,
     VLLM[1]: 130.0,
@@ -43,8 +44,11 @@ SMOLLM2_SECONDS = {
     (VLLM[1], "mixed"): 40.0,
     (VLLM[1], OTHER): 49.0,
     (VLLM[1], "long-and-chats"): 77.0,
-    ("llama.cpp", "mixed"): 112.0,
+    (SERVICE, "mixed"): 40.0,
+    ("llama.cpp", "mixed"): 80.0,
     ("llama.cpp", "one-stream"): 5.2,
+    ("llama.cpp-unified", "mixed"): 112.0,
+    ("llama.cpp-unified", "one-stream"): 5.2,
 }
 """As measured on two cores, in float32."""
 

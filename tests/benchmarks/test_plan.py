@@ -9,11 +9,12 @@ from benchmarks.serving.plan import (
     groups,
     reason_against,
     repeats_of,
+    sweep_cells,
     target_cells,
 )
 from benchmarks.serving.session import fits, in_turns, is_noisy
 from benchmarks.serving.shapes import Shape
-from benchmarks.serving.systems import OURS, REFERENCE
+from benchmarks.serving.systems import BUDGETS, OURS, REFERENCE, SYSTEMS
 from benchmarks.serving.targets import RATIOS
 from tests.benchmarks.made_record import OUR_CELL
 
@@ -26,6 +27,14 @@ def test_every_target_has_its_cells_in_the_plan_of_the_targets() -> None:
                 for workload in ratio.workloads:
                     for system in (OURS, *ratio.systems):
                         assert Cell(model, dtype, workload, system) in cells
+
+
+def test_a_sweep_has_every_budget_of_every_engine_that_has_one() -> None:
+    cells = sweep_cells()
+    assert set(cells) <= set(all_cells())
+    budgets = {SYSTEMS[cell.system].token_budget for cell in cells if cell.system.startswith("vllm-compiled")}
+    assert budgets == {None, *BUDGETS}
+    assert OURS in {cell.system for cell in cells}
 
 
 def test_the_targets_are_part_of_the_whole_matrix() -> None:

@@ -8,7 +8,7 @@ from benchmarks.serving.extent import extent, shortfalls
 from benchmarks.serving.plan import MEDIUM, REPEATS, SMALL, SMOLLM2, VLLM, Cell
 from benchmarks.serving.record import Record
 from benchmarks.serving.report import report, table
-from benchmarks.serving.systems import OURS, REFERENCE, SYSTEMS
+from benchmarks.serving.systems import OURS, REFERENCE, SYSTEMS, with_budget
 from benchmarks.serving.targets import Verdict, verdicts
 from tests.benchmarks.made_record import FACTS, OUR_CELL, figures
 
@@ -54,12 +54,20 @@ def test_of_two_modes_the_better_one_counts_and_medians_are_compared(record: Rec
     assert of(verdicts(record), "transformers, one by one").is_met is False
 
 
+def test_a_peer_counts_with_the_best_of_its_budgets(record: Record) -> None:
+    """One that was measured with 512 tokens a step alone may be faster with others."""
+    record.add_run(OUR_CELL, 0, figures(20.0))
+    record.add_run(OUR_CELL._replace(system=VLLM[0]), 0, figures(8.0))
+    record.add_run(OUR_CELL._replace(system=with_budget(VLLM[0], 2048)), 0, figures(16.0))
+    assert of(verdicts(record), "vLLM, its better mode").measured == pytest.approx(1.25)
+
+
 def test_what_was_not_measured_is_not_missed_and_says_why(record: Record) -> None:
     record.add_run(OUR_CELL, 0, figures(10.0))
     record.add_failure(OUR_CELL._replace(system="llama.cpp"), "it does not build")
-    verdict = of(verdicts(record), "llama.cpp")
+    verdict = of(verdicts(record), "llama.cpp, its better mode")
     assert (verdict.is_met, verdict.reason) == (None, "it does not build")
-    assert of(verdicts(record), "llama.cpp", "one-stream").reason == "not part of this run"
+    assert of(verdicts(record), "llama.cpp, its better mode", "one-stream").reason == "not part of this run"
 
 
 def test_a_mode_that_failed_is_named_beside_the_ratio(record: Record) -> None:

@@ -24,8 +24,7 @@ EXTRAS: tuple[dict[str, Any], ...] = (
     {"frequency_penalty": 0.6, "temperature": 0},
     {"structured_outputs": {"regex": "[a-z ]{60,90}"}},
 )
-"""Each makes one body that cannot be judged by the likeliest tokens; it is asked for again in the calm."""
-CHANGES_LOGITS = frozenset({"frequency_penalty", "structured_outputs"})
+"""Each makes one body that the likeliest tokens alone do not judge."""
 LONGEST = 300
 STAYING = ("sse", "token_stream", "poll")
 READERS = (*STAYING, "leaver")
@@ -58,8 +57,7 @@ class Errand:
 
     @property
     def is_greedy(self) -> bool:
-        """Each token is the likeliest one of the model."""
-        return self.body["temperature"] == 0 and not self.body.keys() & CHANGES_LOGITS
+        return bool(self.body["temperature"] == 0)
 
     def __str__(self) -> str:
         kind = "greedy" if self.is_greedy else "sampled"

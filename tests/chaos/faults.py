@@ -81,7 +81,7 @@ def fail_receiver(cluster: Cluster, chance: Random) -> None:
 
 
 def kill_api(cluster: Cluster, chance: Random) -> None:
-    """kill -9, of gunicorn's master alone or of all of it; open streams break."""
+    """kill -9, of the process or of its whole group; open streams break."""
     cluster.api.kill(whole_group=chance.random() < 0.5)
 
 

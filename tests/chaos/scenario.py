@@ -13,16 +13,14 @@ from typing import Any
 from tests.chaos import leftovers
 from tests.chaos.client import Record
 from tests.chaos.cluster import LEASE_SECONDS, Cluster, until
-from tests.chaos.errands import Errand, errands
+from tests.chaos.errands import errands
 from tests.chaos.faults import TO_PROCESSES, TO_REDIS, Fault
 from tests.chaos.hooks import hasten
 from tests.chaos.ledger import Account, Kind, Problem, audit
-from tests.chaos.readers import TERMINAL
 from tests.chaos.storm import Storm
 from tests.chaos.takeovers import Takeovers
-from tests.chaos.texts import Answer, Judge, answers_of, few_enough
+from tests.chaos.texts import Judge, answers_of, few_enough
 from tests.chaos.traffic import Traffic
-from tests.live_service import http
 from worker.protocol import naming, rq_keys
 from worker.protocol.messages import FinishedEvent
 from worker.protocol.store import TaskStore
@@ -187,37 +185,7 @@ class _Run:
         problems = self._judge.judge((errand, answer) for errand, answers in ended for answer in answers)
         if not few_enough(len(self._judge.near_ties), len(ended)):
             problems += [Problem("lost", f"near tie: {text}") for text in self._judge.near_ties]
-        return problems + self._compare_sampled(ended)
-
-    def _compare_sampled(self, ended: Sequence[tuple[Errand, list[Answer]]]) -> list[Problem]:
-        """Each sampled body once more, in the calm. Draws part as rarely as near ties."""
-        calm: dict[str, list[Answer]] = {}
-        problems: list[Problem] = []
-        for errand, answers in ended:
-            body = repr(errand.body)
-            if errand.is_greedy:
-                continue
-            if body not in calm:
-                calm[body] = self._ask_again(errand.body)
-            # A cancelled request may not have begun with all of its outputs.
-            for answer, again in zip(answers, calm[body], strict=False):
-                problems += filter(None, [self._judge.compare(str(errand), answer, again)])
-        if few_enough(len(problems), len(ended)):
-            for problem in problems:
-                self._say(f"let pass: {problem.text}")
-            return []
         return problems
-
-    def _ask_again(self, body: Mapping[str, Any]) -> list[Answer]:
-        tasks = f"http://127.0.0.1:{self._cluster.api.port}/v1/tasks"
-        task_id = http("POST", tasks, dict(body)).json["id"]
-        has_ended = until(
-            lambda: http("GET", f"{tasks}/{task_id}?wait=10").json["status"] in TERMINAL,
-            self._plan.settle_seconds,
-        )
-        assert has_ended, f"a request did not end in the calm: {body}"
-        with self._cluster.admin() as client:
-            return answers_of(TaskStore(client).read_log(task_id))
 
 
 def _account(client: Any, store: TaskStore, record: Record, told: Mapping[str, list[str]]) -> Account:

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.chaos.errands import Errand
+from engine import LLM
+from engine.sampling_params import SamplingParams
+from engine.structured_outputs import StructuredOutputs
+from tests.chaos.errands import EXTRAS, Errand
 from tests.chaos.texts import Answer, Judge, answers_of, few_enough
 from tests.comparer import reference
 from tests.tiny_models import save_model
@@ -52,14 +55,18 @@ def test_one_wrong_token_is_seen(judge: Judge, right: Answer) -> None:
     wrong = list(right.token_ids)
     wrong[10] = wrong[10] % 300 + 5
     told = faults(judge, replace(right, token_ids=wrong))
-    assert "token 10 of 24 is not the likeliest" in told
+    assert "token 10 of 24 is not the one that is drawn" in told
 
 
 @pytest.mark.parametrize("place", [0, 11])
 def test_a_token_twice_or_left_out_is_seen(judge: Judge, right: Answer, place: int) -> None:
     ids = right.token_ids
-    assert "likeliest" in faults(judge, replace(right, token_ids=[*ids[: place + 1], *ids[place:-1]]))
-    assert "likeliest" in faults(judge, replace(right, token_ids=[*ids[:place], *ids[place + 1 :]]))
+    assert "is not the one that is drawn" in faults(
+        judge, replace(right, token_ids=[*ids[: place + 1], *ids[place:-1]])
+    )
+    assert "is not the one that is drawn" in faults(
+        judge, replace(right, token_ids=[*ids[:place], *ids[place + 1 :]])
+    )
 
 
 def test_a_wrong_text_or_end_is_seen(judge: Judge, right: Answer) -> None:
@@ -78,16 +85,54 @@ def test_a_stop_string_ends_it_there(judge: Judge, right: Answer) -> None:
     assert faults(judge, cut, stop=[stop]) == ""
 
 
-def test_answers_to_one_body_must_be_the_same(judge: Judge, right: Answer) -> None:
-    assert judge.compare("r", right, replace(right)) is None
-    assert judge.compare("r", Answer(right.token_ids[:3], "", "cancelled"), right) is None
-    for other in (
-        replace(right, text="x"),
-        replace(right, reason="stop"),
-        replace(right, token_ids=right.token_ids[:-1]),
-        Answer([1, 2], "", "cancelled"),
-    ):
-        assert judge.compare("r", other, right) is not None
+SAMPLED = {"prompt_token_ids": PROMPT, "max_tokens": 40, "ignore_eos": True, "seed": 2**60 + 3}
+BODIES: list[dict[str, Any]] = [{**SAMPLED, "temperature": 0.8, **extra} for extra in EXTRAS]
+
+
+@pytest.fixture(scope="module")
+def given(model_dir: Path) -> list[list[Answer]]:
+    """What the engine gives to each of `BODIES`."""
+    wanted = [
+        SamplingParams(
+            **{
+                name: StructuredOutputs.from_json(value) if name == "structured_outputs" else value
+                for name, value in body.items()
+                if name != "prompt_token_ids"
+            }
+        )
+        for body in BODIES
+    ]
+    results = LLM(str(model_dir), num_kv_blocks=200).generate([PROMPT] * len(wanted), wanted)
+    return [
+        [Answer(list(one.token_ids), one.text, str(one.finish_reason), one.index) for one in result.outputs]
+        for result in results
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(BODIES)))
+def test_what_is_drawn_is_right_and_no_other_token(
+    judge: Judge, given: list[list[Answer]], number: int
+) -> None:
+    """Filters, penalties, several outputs and grammars, greedy and sampled."""
+    body = {**BODIES[number]}
+    for answer in given[number]:
+        assert faults(judge, answer, **body) == ""
+        for place in (0, 7):
+            wrong = list(answer.token_ids)
+            wrong[place] = next(one for one in given[number - 1][0].token_ids[place:] if one != wrong[place])
+            assert f"token {place} of" in faults(judge, replace(answer, token_ids=wrong), **body)
+        assert "ended with" in faults(judge, replace(answer, reason="timeout"), **body)
+        assert "not that of its tokens" in faults(judge, replace(answer, text=answer.text + "x"), **body)
+
+
+def test_another_seed_is_seen(judge: Judge, given: list[list[Answer]]) -> None:
+    assert "is not the one that is drawn" in faults(judge, given[0][0], **{**BODIES[0], "seed": 5})
+
+
+def test_outputs_that_change_places_are_seen(judge: Judge, given: list[list[Answer]]) -> None:
+    number = next(at for at, body in enumerate(BODIES) if body.get("n") == 3)
+    swapped = replace(given[number][1], index=2)
+    assert "is not the one that is drawn" in faults(judge, swapped, **BODIES[number])
 
 
 def test_an_answer_is_read_from_a_log() -> None:
@@ -97,7 +142,7 @@ def test_an_answer_is_read_from_a_log() -> None:
         FinishedEvent(id="t", seq=2, text="c", finish_reason="stop"),
         FinishedEvent(id="t", seq=3, text="d", finish_reason="length", index=1, done=True),
     ]
-    assert answers_of(events) == [Answer([7], "ac", "stop"), Answer([8], "bd", "length")]
+    assert answers_of(events) == [Answer([7], "ac", "stop"), Answer([8], "bd", "length", index=1)]
 
 
 def test_few_near_ties_are_let_pass() -> None:

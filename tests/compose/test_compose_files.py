@@ -1,5 +1,6 @@
 """docker-compose.yml and its overlay: valid, pinned, closed to the outside, and in step with the settings."""
 
+import os
 import re
 import subprocess
 import sys
@@ -7,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 import yaml
 
 from api.settings import ApiSettings
+from tests.conftest import free_port
+from tests.live_service import wait_for
 from tests.settings_read import variables_of
+from tokenmill.embedded_redis import find_redis_server
 from worker.batch_worker import SHUTDOWN_SECONDS
 from worker.settings import Timing, WorkerSettings
 
@@ -19,6 +24,7 @@ FILES = ["docker-compose.yml", "docker-compose.gpu.yml"]
 SERVICES = yaml.safe_load((ROOT / FILES[0]).read_text())["services"]
 OVERLAY = yaml.safe_load((ROOT / FILES[1]).read_text())["services"]
 OURS = ["api", "worker"]
+GPU_WORKERS = [f"worker-{number}" for number in range(1, 8)]
 READ = {"api": variables_of(ApiSettings.from_env), "worker": variables_of(WorkerSettings.from_env)}
 OTHERS_VARIABLES = {"HF_TOKEN"}
 """Read by a library, not by our settings."""
@@ -26,12 +32,13 @@ SET_BY_THE_IMAGE = {"TOKENMILL_CACHE_DIR"}
 """Where the volume is mounted."""
 PART_OF_THE_SHAPE = {
     "REDIS_URL",
+    "TOKENMILL_HOLD_UNUSABLE",
     "TOKENMILL_HOST",
     "TOKENMILL_PORT",
     "TOKENMILL_METRICS_HOST",
     "TOKENMILL_METRICS_PORT",
 }
-"""Addresses inside the containers, which other lines of the file rely on."""
+"""Addresses inside the containers, which other lines of the file rely on, and what goes with `restart`."""
 
 each_service = pytest.mark.parametrize("name", SERVICES)
 
@@ -51,7 +58,7 @@ def test_the_file_follows_the_compose_specification(file: str) -> None:
 
 
 def test_all_parts_are_there() -> None:
-    assert set(SERVICES) == {"redis", "api", "worker", "prometheus", "grafana"}
+    assert set(SERVICES) == {"redis", "api", "worker", *GPU_WORKERS, "prometheus", "grafana"}
     # The compose of older distributions refuses it.
     assert "name" not in yaml.safe_load((ROOT / FILES[0]).read_text())
 
@@ -90,8 +97,70 @@ def test_volumes_are_declared_or_read_only(name: str) -> None:
             assert source in declared
 
 
+def test_redis_is_for_the_services_alone() -> None:
+    service = SERVICES["redis"]
+    assert "ports" not in service
+    (variable,) = set(service["environment"])
+    start = service["command"][-1]
+    assert f"requirepass $${variable}" in start
+    # Neither the command line nor a file of the container shows it.
+    password = service["environment"][variable]
+    assert password.startswith("${REDIS_PASSWORD:?")
+    assert f":{password}@redis:" in SERVICES["api"]["environment"]["REDIS_URL"]
+
+
+def test_redis_starts_as_written(tmp_path: Path) -> None:
+    """The command of the file, with the server that there is here."""
+    port, password = free_port(), "5ec" * 20
+    (tmp_path / "redis-server").symlink_to(find_redis_server())
+    command = [part.replace("$$", "$") for part in SERVICES["redis"]["command"]]
+    command[-1] = command[-1].replace("redis-server -", f"redis-server - --port {port}")
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "REDISCLI_AUTH": password},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        with redis.Redis(port=port, password=password) as client:
+            wait_for(lambda: answers(client), "Redis answers")
+            assert client.config_get("appendfsync")["appendfsync"] == "always"
+            assert client.config_get("maxmemory-policy")["maxmemory-policy"] == "noeviction"
+        with redis.Redis(port=port) as stranger, pytest.raises(redis.AuthenticationError):
+            stranger.get("x")
+        assert password.encode() not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        # It took the place of the shell, so it hears the signal of `docker compose stop`.
+        process.terminate()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def answers(client: redis.Redis) -> bool:
+    try:
+        return bool(client.ping())
+    except redis.ConnectionError:
+        return False
+
+
+@each_service
+def test_a_service_has_no_rights_that_it_does_not_need(name: str) -> None:
+    service = SERVICES[name]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["read_only"] is True
+    assert service["init"] is True
+
+
+def test_what_cannot_be_used_does_not_restart_for_ever() -> None:
+    for name in (*OURS, *GPU_WORKERS):
+        assert SERVICES[name]["restart"] == "unless-stopped"
+        assert SERVICES[name]["environment"]["TOKENMILL_HOLD_UNUSABLE"] == "true"
+
+
 def test_redis_keeps_every_accepted_task() -> None:
-    command = SERVICES["redis"]["command"]
+    command = SERVICES["redis"]["command"][-1]
     assert "--appendonly yes" in command
     assert "--maxmemory-policy noeviction" in command
     assert SERVICES["redis"]["volumes"] == ["redis-data:/data"]
@@ -154,11 +223,19 @@ def test_grafana_can_be_looked_at_and_not_changed() -> None:
     assert environment["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
 
 
-def test_the_overlay_reserves_a_gpu_for_the_worker_alone() -> None:
-    assert set(OVERLAY) == {"worker"}
-    (device,) = OVERLAY["worker"]["deploy"]["resources"]["reservations"]["devices"]
-    assert device["driver"] == "nvidia"
-    assert device["capabilities"] == ["gpu"]
+def test_the_overlay_gives_each_worker_a_gpu_of_its_own() -> None:
+    """moby takes a count for the first devices: several workers with `count: 1` are all on GPU 0."""
+    assert set(OVERLAY) == {"worker", *GPU_WORKERS}
+    for number, name in enumerate(["worker", *GPU_WORKERS]):
+        (device,) = OVERLAY[name]["deploy"]["resources"]["reservations"]["devices"]
+        assert device == {"driver": "nvidia", "capabilities": ["gpu"], "device_ids": [str(number)]}
+        assert OVERLAY[name]["environment"] == {"TOKENMILL_DEVICE": "cuda"}
+
+
+def test_further_workers_are_as_the_first_and_started_when_asked_for() -> None:
+    for number, name in enumerate(GPU_WORKERS, start=1):
+        profiles = [f"{count}-gpus" for count in (2, 4, 8) if count > number]
+        assert SERVICES[name] == {**SERVICES["worker"], "profiles": profiles}
 
 
 def test_every_service_that_prometheus_scrapes_is_one_of_ours() -> None:
@@ -174,4 +251,6 @@ def test_every_service_that_prometheus_scrapes_is_one_of_ours() -> None:
         for dns in job.get("dns_sd_configs", [])
         for name in dns["names"]
     }
-    assert hosts - {"localhost"} == set(OURS)
+    aliases = {SERVICES[name]["networks"]["default"]["aliases"][0] for name in ("worker", *GPU_WORKERS)}
+    assert aliases == {"workers"}
+    assert hosts - {"localhost"} == {"api", *aliases}

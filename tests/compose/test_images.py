@@ -79,7 +79,7 @@ def test_the_api_image_runs_without_torch_and_engine(tmp_path: Path) -> None:
 
 def test_the_worker_image_runs_without_flask_and_api(tmp_path: Path) -> None:
     modules = modules_of("worker", "worker.__main__", tmp_path)
-    assert not modules & {"flask", "gunicorn"}
+    assert not modules & {"flask", "waitress"}
     assert modules & ROOMS == {"engine", "monitoring", "worker"}
 
 

@@ -45,12 +45,16 @@ class ScriptedRunner:
         self.fault: Callable[[SchedulerOutputs], None] = lambda _: None
         self.sample_fault: Callable[[Sequence], None] = lambda _: None
         self.check: Callable[[], None] = lambda: None
+        self.release_memory: Callable[[], bool] = lambda: False
 
     def execute(self, outputs: SchedulerOutputs) -> None:
         self.fault(outputs)
         self.note(outputs)
 
     def note(self, outputs: SchedulerOutputs) -> None:
+        for item in outputs.scheduled:
+            end, room = item.start + item.num_new_tokens, item.sequence.block_end
+            assert end <= room, f"{item.sequence.request_id} computes up to {end} with blocks up to {room}"
         self.steps.append(
             [(item.sequence.request_id, item.start, item.num_new_tokens) for item in outputs.scheduled]
         )

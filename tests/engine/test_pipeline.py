@@ -3,10 +3,18 @@
 import pytest
 
 from engine.errors import DeviceLost, EngineDead
-from engine.outputs import SchedulerOutputs
+from engine.outputs import ScheduledSequence, SchedulerOutputs
+from engine.requests import Deadlines
 from engine.structured_outputs import StructuredOutputs
-from tests.engine.fakes import EOS, ScriptedLauncher, ScriptedRunner, add, build_engine, run, words
+from tests.engine.fakes import EOS, Clock, ScriptedLauncher, ScriptedRunner, add, build_engine, run, words
 from tests.engine.grammars import Countdown, ScriptedCompiler
+
+
+class SamplesNoLogprobs(ScriptedLauncher):
+    """Takes chunks of a request that wants log-probabilities, as a device does, but not its last."""
+
+    def takes(self, item: ScheduledSequence) -> bool:
+        return not item.samples or item.sequence.params.logprobs is None
 
 
 def launcher_of(scripts: dict[str, list[int]] | None = None) -> ScriptedLauncher:
@@ -324,3 +332,43 @@ def test_when_one_is_stepped_alone_what_was_under_way_is_told_and_no_more_is_lau
 
     assert told == [{"a", "b"}, {"b"}, {"b"}]
     assert [{name for name, *_ in step} for step in runner.steps[num_steps:]] == [{"b"}, {"b"}]
+
+
+def test_a_last_chunk_of_one_token_that_was_decided_ahead_and_not_launched_is_followed_by_a_block() -> None:
+    """Recomputed after a preemption, it is a decode; its sequence needs a block like any that decodes."""
+    launcher = SamplesNoLogprobs(ScriptedRunner())
+    engine, _ = build_engine(
+        launcher=launcher, num_kv_blocks=4, block_size=2, max_num_batched_tokens=2, max_num_seqs=4
+    )
+    add(engine, "r0", 4, max_tokens=2, logprobs=1)
+    add(engine, "r1", 2, max_tokens=7, logprobs=1)
+
+    result = run(engine)
+
+    assert result["r0"] == ([100, 101], words([100, 101]), "length")
+    tokens = list(range(100, 107))
+    assert result["r1"] == (tokens, words(tokens), "length")
+
+
+def test_the_wait_in_the_queue_ends_when_the_step_is_decided_and_not_when_it_is_reported() -> None:
+    clock, launcher = Clock(), launcher_of()
+    engine, _ = build_engine(launcher=launcher, clock=clock)
+
+    def tick(_: SchedulerOutputs) -> None:
+        clock.now += 5.0
+
+    launcher.fetch_fault = tick
+    add(engine, "a", 3, max_tokens=6)
+    reports = [engine.step().report]
+    clock.now = 6.0
+    # Accepted at 6, decided at 6 while a's second step is computed until 11, reported at 16.
+    add(engine, "b", 3, max_tokens=1, waited_seconds=1.0, deadlines=Deadlines(queue_seconds=2.0))
+    steps = [engine.step(), engine.step()]
+    reports += [one.report for one in steps]
+
+    assert [one.queue_seconds for one in reports] == [((2, 0.0),), (), ((2, 1.0),)]
+    assert [one.first_token_seconds for one in reports] == [((2, 5.0),), (), ((2, 11.0),)]
+    assert [one.inter_token_seconds for one in reports] == [(), (6.0,), (5.0,)]
+    assert [one.seconds_since_decision for one in reports] == [5.0, 11.0, 10.0]
+    ends = [(one.request_id, one.finish_reason and one.finish_reason.value) for one in steps[1].outputs]
+    assert ends == [("a", None), ("b", "length")], "it was scheduled within its limit"

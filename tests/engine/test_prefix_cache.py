@@ -35,6 +35,14 @@ def serve(scheduler: Scheduler, name: str, prompt: list[int], salt: bytes = b"")
     return sequence
 
 
+def serve_beside(scheduler: Scheduler, name: str, prompt: list[int]) -> Sequence:
+    """One request, with one token, while others run."""
+    sequence = arrive(scheduler, name, prompt)
+    while sequence.num_tokens == len(prompt):
+        step(scheduler)
+    return sequence
+
+
 def starts(outputs: SchedulerOutputs) -> dict[str, int]:
     return {item.sequence.request_id: item.start for item in outputs.scheduled}
 
@@ -185,6 +193,106 @@ def test_what_is_not_finite_is_taken_out_and_zeroed_when_free() -> None:
     arrive(scheduler, "r3", [5])
     assert set(step(scheduler).blocks_to_zero) == shared
     assert serve(scheduler, "r2", [1] * 9).num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "reason", [FinishReason.CANCELLED, FinishReason.TIMEOUT, FinishReason.ERROR], ids=lambda one: one.value
+)
+@pytest.mark.parametrize("where", ["running", "preempted", "in flight"])
+def test_what_ends_before_a_finite_row_was_sampled_leaves_nothing_to_find(
+    reason: FinishReason, where: str
+) -> None:
+    """Its chunks are published as they are written; if they are not finite, all who find them fail."""
+    scheduler = build(max_num_batched_tokens=8, max_chunk_tokens=8, max_num_seqs=1)
+    sequence = arrive(scheduler, "r1", list(range(1, 21)))
+    cache = scheduler.block_manager.prefix_cache
+    step(scheduler)
+    assert len(cache) == 2
+    if where == "preempted":
+        urgent = Sequence("r2", [50], SamplingParams(), arrival=2.0, priority=0)
+        scheduler.add_sequence(urgent)
+        step(scheduler, urgent)
+        assert sequence.num_preemptions == 1
+        assert len(cache) == 2, "found again, if it goes on"
+    elif where == "in flight":
+        outputs = scheduler.schedule()
+
+    scheduler.abort(sequence, reason)
+
+    assert len(cache) == scheduler.block_manager.num_cached_blocks == 0
+    if where == "in flight":
+        scheduler.update(outputs, {}, {})
+        assert len(cache) == 0
+    assert scheduler.block_manager.num_free_blocks == 16
+    later = serve_beside(scheduler, "r3", list(range(1, 21)))
+    assert later.num_cached_tokens == 0
+    scheduler.abort(later, FinishReason.CANCELLED)
+    assert serve_beside(scheduler, "r4", list(range(1, 21))).num_cached_tokens == 16, (
+        "a finite row was sampled"
+    )
+
+
+def test_what_a_finite_row_was_sampled_from_stays_findable_after_a_cancel() -> None:
+    scheduler = build(max_num_batched_tokens=8)
+    sequence = arrive(scheduler, "r0", list(range(1, 13)))
+    while sequence.num_output_tokens < 6:
+        step(scheduler)
+
+    scheduler.abort(sequence, FinishReason.CANCELLED)
+
+    assert serve(scheduler, "r1", [*sequence.token_ids[:16], 5]).num_cached_tokens == 16
+
+
+def test_a_finite_row_vouches_for_what_it_found_also_when_the_writer_is_cancelled() -> None:
+    scheduler = build(max_num_batched_tokens=8, max_chunk_tokens=4, max_num_prefill_seqs=2)
+    writer = arrive(scheduler, "r0", list(range(1, 21)))
+    step(scheduler)
+    finder = arrive(scheduler, "r1", [*range(1, 5), 50])
+    step(scheduler)
+    assert (finder.num_cached_tokens, finder.num_output_tokens) == (4, 1)
+
+    scheduler.abort(writer, FinishReason.CANCELLED)
+    scheduler.abort(finder, FinishReason.CANCELLED)
+
+    assert serve(scheduler, "r2", list(range(1, 21))).num_cached_tokens == 4, (
+        "the rest was never sampled from"
+    )
+
+
+def test_one_that_fails_on_blocks_of_another_that_has_not_sampled_takes_them_out() -> None:
+    """The writer still computes its prompt, and may be the last to notice."""
+    scheduler = build(max_num_batched_tokens=8, max_chunk_tokens=4, max_num_prefill_seqs=2)
+    writer = arrive(scheduler, "r0", list(range(1, 29)))
+    step(scheduler)
+    finder = arrive(scheduler, "r1", [*range(1, 5), 50])
+    outputs = scheduler.schedule()
+    assert finder.num_cached_tokens == 4
+    scheduler.update(outputs, {}, {finder: FinishReason.ERROR})
+
+    assert serve_beside(scheduler, "r2", [*range(1, 5), 60]).num_cached_tokens == 0
+    assert not writer.is_finished()
+
+
+def test_one_that_fails_before_its_first_row_takes_out_all_that_it_found() -> None:
+    """A row of an earlier request does not read all layers of a block that is out of its window."""
+    scheduler = build()
+    serve(scheduler, "r0", [1] * 9)
+    failing = arrive(scheduler, "r1", [1] * 9)
+    outputs = scheduler.schedule()
+    assert failing.num_cached_tokens == 8
+    scheduler.update(outputs, {}, {failing: FinishReason.ERROR})
+
+    assert serve(scheduler, "r2", [1] * 9).num_cached_tokens == 0
+
+
+def test_one_that_fails_after_a_finite_row_leaves_what_it_found() -> None:
+    scheduler = build()
+    serve(scheduler, "r0", [1] * 9)
+    failing = arrive(scheduler, "r1", [1] * 9)
+    step(scheduler)
+    scheduler.update(scheduler.schedule(), {}, {failing: FinishReason.ERROR})
+
+    assert serve(scheduler, "r2", [1] * 9).num_cached_tokens == 8
 
 
 def test_off_is_off() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.outputs import FinishedSequence, WaitingReason
+from engine.outputs import FinishedSequence, Waited, WaitingReason
 from engine.requests import ResumedOutput
 from engine.sampling_params import SamplingParams
 from tests.engine.fakes import Clock, add, build_engine
@@ -37,7 +37,7 @@ def test_a_report_counts_each_event_once() -> None:
     while engine.has_work:
         reports.append(engine.step().report)
 
-    first_tokens = [seconds for one in reports for seconds in one.first_token_seconds]
+    first_tokens = [wait.seconds for one in reports for wait in one.first_token_seconds]
     assert first_tokens == [1.0, 3.0], "the short prompt beside a chunk; the whole of three chunks"
     assert [s for one in reports for s in one.inter_token_seconds] == [1.0, 1.0]
     finished = {one.num_prompt_tokens: one for report in reports for one in report.finished}
@@ -94,12 +94,33 @@ def test_a_resumed_request_starts_also_where_all_its_prompt_is_found(
 
 def test_time_spent_in_line_elsewhere_counts() -> None:
     engine, _ = build_engine()
-    engine.add("a", [1], SamplingParams(max_tokens=1), arrival=0.0, waited_seconds=5.0)
+    engine.add("a", [1], SamplingParams(max_tokens=1), priority=3, arrival=0.0, waited_seconds=5.0)
 
     report = engine.step().report
 
-    assert report.queue_seconds == report.first_token_seconds == (5.0,)
+    assert report.queue_seconds == report.first_token_seconds == (Waited(3, 5.0),)
     assert report.finished[0].seconds == 5.0
+
+
+def test_the_wait_in_the_queue_does_not_include_the_first_step() -> None:
+    clock = Clock()
+    engine, runner = build_engine(clock=clock, max_num_batched_tokens=4)
+
+    def tick(_: object) -> None:
+        clock.now += 2.0
+
+    runner.fault = tick
+    add(engine, "a", 10, max_tokens=1)
+    add(engine, "b", 3, max_tokens=1)
+    clock.now = 1.0
+
+    reports = []
+    while engine.has_work:
+        reports.append(engine.step().report)
+
+    assert [one.queue_seconds for one in reports] == [((2, 1.0), (2, 1.0)), (), (), ()]
+    assert [one.first_token_seconds for one in reports] == [(), ((2, 5.0),), (), ((2, 9.0),)]
+    assert [one.seconds_since_decision for one in reports] == [2.0] * 4
 
 
 def test_a_cancel_of_all_leaves_an_empty_report() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.errors import InvalidParameter
-from engine.resolving import Resolver
+from engine.resolving import Resolver, params_of_output
 from engine.sampling_params import SamplingParams
 from tests.engine.fakes import EOS, VOCAB_SIZE, PieceTokenizer, WordTokenizer, build_engine
 
@@ -79,3 +79,15 @@ def test_a_request_that_names_an_unknown_token_is_refused_and_leaves_nothing(
     assert refused.value.field == field
     assert not engine.has_work
     assert not engine.cancel("a")
+
+
+def test_parameters_are_checked_once_however_many_outputs_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each output has a seed of its own; 128 outputs with 262,144 allowed ids would cost seconds."""
+    params = SamplingParams(n=128, allowed_token_ids=(1, 2), prompt_logprobs=1)
+    monkeypatch.setattr(SamplingParams, "__post_init__", lambda _: pytest.fail("checked again"))
+    varied = [params_of_output(params, index) for index in range(params.n)]
+
+    assert len({one.seed for one in varied}) == params.n
+    assert {one.prompt_logprobs for one in varied} == {None}
+    assert params.prompt_logprobs == 1
+    assert all(one.allowed_token_ids is params.allowed_token_ids for one in varied)

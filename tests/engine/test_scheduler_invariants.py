@@ -1,5 +1,10 @@
-"""Whatever the order of arrivals, steps, ends and aborts: the books balance and work goes on."""
+"""Whatever the order of arrivals, steps, ends and aborts: the books balance and work goes on.
 
+Once with each step decided after the one before, once with asynchronous scheduling and a launcher that
+refuses and fails at random.
+"""
+
+import random
 from collections import Counter
 from dataclasses import dataclass
 
@@ -17,14 +22,18 @@ from hypothesis.stateful import (
 
 from engine.config import EngineConfig
 from engine.errors import NeverFits
-from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, WaitingReason
+from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, TokenLogprobs, WaitingReason
+from engine.pipeline import Pipeline
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence, SequenceStatus
+from engine.step_execution import StepExecution
+from engine.step_timer import StepTimer
 from engine.stopping import StopRules
 from tests.engine.fakes import Clock
 
 BLOCK_SIZE = 4
+DRAWN = 7
 HELD = (WaitingReason.GRAMMAR, WaitingReason.SIBLING)
 
 
@@ -46,13 +55,13 @@ class Before:
         return len(self.running) + num_new <= config.max_num_seqs and num_missing <= self.num_free_blocks
 
 
-def configs() -> st.SearchStrategy[EngineConfig]:
+def configs(most_blocks: int = 14, most_tokens: int = 12) -> st.SearchStrategy[EngineConfig]:
     return st.builds(
         EngineConfig,
         max_model_len=st.just(40),
-        num_kv_blocks=st.integers(3, 14),
+        num_kv_blocks=st.integers(3, most_blocks),
         block_size=st.just(BLOCK_SIZE),
-        max_num_batched_tokens=st.integers(1, 12),
+        max_num_batched_tokens=st.integers(1, most_tokens),
         max_num_seqs=st.integers(1, 5),
         max_num_prefill_seqs=st.integers(1, 5),
         chunked_prefill=st.booleans(),
@@ -72,6 +81,9 @@ def configs() -> st.SearchStrategy[EngineConfig]:
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(config=configs())
     def build(self, config: EngineConfig) -> None:
+        self.begin(config)
+
+    def begin(self, config: EngineConfig) -> None:
         self.config = config
         self.clock = Clock()
         # What a device would have in each slot of each block: all tokens up to the one computed there.
@@ -91,6 +103,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 1, 3]),
         held=st.sampled_from([None, None, *HELD]),
         prompt_logprobs=st.sampled_from([None, None, None, 1]),
+        logprobs=st.sampled_from([None, 1]),
     )
     def arrive(
         self,
@@ -102,9 +115,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         n: int,
         held: WaitingReason | None,
         prompt_logprobs: int | None,
+        logprobs: int | None,
     ) -> None:
         arrival = len(self.sequences)
-        params = SamplingParams(max_tokens=max_tokens, n=n, prompt_logprobs=prompt_logprobs)
+        params = SamplingParams(
+            max_tokens=max_tokens, n=n, prompt_logprobs=prompt_logprobs, logprobs=logprobs
+        )
         for index in range(n):
             sequence = Sequence(
                 f"r{arrival}",
@@ -202,8 +218,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 finishes[item.sequence] = FinishReason.ERROR
                 fails = False
             elif item.samples:
-                tokens[item.sequence] = SampledToken(7)
-                if reason := self.stop_rules.reason(item.sequence, 7):
+                tokens[item.sequence] = SampledToken(DRAWN)
+                if reason := self.stop_rules.reason(item.sequence, DRAWN):
                     finishes[item.sequence] = reason
         self.scheduler.update(outputs, tokens, finishes)
 
@@ -290,6 +306,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for block in outputs.blocks_to_zero:
             for place in range(BLOCK_SIZE):
                 self.slots.pop((block, place), None)
+        writers = Counter(block for item in outputs.scheduled for block in self.written_blocks(item))
+        assert all(number == 1 for number in writers.values()), "a block has two writers"
         for item in outputs.scheduled:
             for position in range(item.start, item.start + item.num_new_tokens):
                 self.slots[self.slot(item.sequence, position)] = known(item, position)
@@ -297,6 +315,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             for position in range(item.start + item.num_new_tokens):
                 read = self.slots.get(self.slot(item.sequence, position))
                 assert read == known(item, position), "another's keys and values"
+
+    def written_blocks(self, item: ScheduledSequence) -> list[int]:
+        table, end = item.sequence.block_table, item.start + item.num_new_tokens
+        assert end <= len(table) * BLOCK_SIZE, "a token beyond the block table"
+        return table[item.start // BLOCK_SIZE : -(-end // BLOCK_SIZE)]
 
     def slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
         return sequence.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE
@@ -375,8 +398,112 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.block_manager.num_free_blocks == self.config.num_kv_blocks
 
 
+class AsynchronousMachine(SchedulerMachine):
+    """The same, where a step may be decided and launched before the one before it has ended.
+
+    Pools and steps are so small that preempted sequences are common, and that they are recomputed in parts.
+    """
+
+    @initialize(
+        config=configs(most_blocks=5, most_tokens=4),
+        seed=st.integers(0, 2**32),
+        refused=st.sampled_from([0.0, 0.0, 0.1]),
+    )
+    def build(self, config: EngineConfig, seed: int, refused: float) -> None:  # type: ignore[override]
+        self.begin(config)
+        rng = random.Random(seed)
+        self.device = MachineDevice(self, rng, refused)
+        execution = StepExecution(self.device, self.device)
+        self.pipeline = Pipeline(self.scheduler, execution, self.stop_rules, self.device)
+
+    @rule(lengths=st.lists(st.integers(1, 8), min_size=2, max_size=4))
+    def several_arrive(self, lengths: list[int]) -> None:
+        """And decode for long beside each other; those of even length want log-probabilities."""
+        for length in lengths:
+            self.arrive(length, 1 + length % 2, 12, 2, "a", 1, None, None, None if length % 2 else 1)
+
+    @precondition(lambda self: self.scheduler.has_unfinished_sequences())
+    @rule(num_steps=st.integers(2, 20))
+    def several_steps(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.one_step()
+
+    def one_step(
+        self,
+        *,
+        fails: bool = False,
+        data: st.DataObject | None = None,
+        only: list[Sequence] | None = None,
+    ) -> None:
+        outputs, executed = self.pipeline.step(only, StepTimer(self.clock))
+        # `StepExecution` takes what the device raises for a fault of a request.
+        assert self.device.complaint is None
+        if data and outputs.scheduled and data.draw(st.booleans()):
+            self.end(data.draw(st.sampled_from(outputs.scheduled)).sequence)
+        tokens, finishes = dict(executed.tokens), {}
+        for sequence, sampled in tokens.items():
+            assert sampled == SampledToken(DRAWN)
+            if reason := self.stop_rules.reason(sequence, DRAWN):
+                finishes[sequence] = reason
+        if fails and outputs.scheduled:
+            failed = outputs.scheduled[0].sequence
+            tokens.pop(failed, None)
+            finishes[failed] = FinishReason.ERROR
+        self.scheduler.update(outputs, tokens, finishes)
+
+
+class MachineDevice:
+    """Runner, sampler and launcher of an `AsynchronousMachine`; computes by `SchedulerMachine.compute`."""
+
+    def __init__(self, machine: SchedulerMachine, rng: random.Random, refused: float) -> None:
+        self._machine = machine
+        self._rng = rng
+        self._refused = refused
+        self.complaint: AssertionError | None = None
+
+    def execute(self, outputs: SchedulerOutputs) -> None:
+        try:
+            assert all(item.sequence.status is SequenceStatus.RUNNING for item in outputs.scheduled)
+            self._machine.compute(outputs)
+        except AssertionError as error:
+            self.complaint = self.complaint or error
+
+    def check(self) -> None:
+        """The device works."""
+
+    def release_memory(self) -> bool:
+        return False
+
+    def sample(self, logits: None, items: tuple[ScheduledSequence, ...]) -> list[SampledToken]:
+        return [SampledToken(DRAWN) for item in items if item.samples]
+
+    def prompt_logprobs(
+        self, logits: None, items: tuple[ScheduledSequence, ...]
+    ) -> list[tuple[ScheduledSequence, list[TokenLogprobs]]]:
+        return []
+
+    def takes(self, item: ScheduledSequence) -> bool:
+        params = item.sequence.params
+        takes = params.prompt_logprobs is None and not (item.samples and params.logprobs is not None)
+        return takes and self._rng.random() >= self._refused
+
+    def launch(self, outputs: SchedulerOutputs, after: object) -> list[SampledToken]:
+        self._fail_sometimes()
+        self.execute(outputs)
+        return self.sample(None, outputs.scheduled)
+
+    def fetch(self, launched: list[SampledToken]) -> list[SampledToken]:
+        self._fail_sometimes()
+        return launched
+
+    def _fail_sometimes(self) -> None:
+        if self._rng.random() < self._refused / 2:
+            raise MemoryError("busy")
+
+
 def known(item: ScheduledSequence, position: int) -> tuple[int, ...]:
-    return tuple(item.sequence.token_ids[: position + 1])
+    """A placeholder stands for the token that every row draws."""
+    return tuple(DRAWN if token < 0 else token for token in item.sequence.token_ids[: position + 1])
 
 
 def order(sequence: Sequence) -> tuple[int, float, str, int]:
@@ -384,9 +511,10 @@ def order(sequence: Sequence) -> tuple[int, float, str, int]:
 
 
 @pytest.mark.parametrize(("examples", "steps"), [(80, 25), (40, 80)])
-def test_the_books_balance(examples: int, steps: int) -> None:
+@pytest.mark.parametrize("machine", [SchedulerMachine, AsynchronousMachine])
+def test_the_books_balance(machine: type[SchedulerMachine], examples: int, steps: int) -> None:
     run_state_machine_as_test(
-        SchedulerMachine,
+        machine,
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,

@@ -1,5 +1,8 @@
 """What a step gives is told once, also when it was executed in parts."""
 
+import logging
+import weakref
+
 import pytest
 
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, TokenLogprobs
@@ -22,6 +25,9 @@ class Device:
 
     def check(self) -> None:
         pass
+
+    def release_memory(self) -> bool:
+        return False
 
     def sample(self, logits: object, items: tuple[ScheduledSequence, ...]) -> list[SampledToken]:
         assert logits == items
@@ -76,3 +82,85 @@ def test_a_step_that_nobody_asks_of_does_not_look_for_prompt_rows() -> None:
     device = Device("nothing")
     run(device, asking("a", number=None))
     assert device.num_calls == 0
+
+
+class Activation:
+    """A tensor of a forward pass: it should be gone when the pass has failed."""
+
+
+class StarvedDevice(Device):
+    """Has memory for steps of up to `num_rows` sequences. `held`: activations alive at each try."""
+
+    def __init__(self, num_rows: int, releases: list[bool] | None = None) -> None:
+        super().__init__("nothing")
+        self.num_rows = num_rows
+        self.releases = releases or []
+        self.held: list[int] = []
+        self.calls: list[int] = []
+        self._activations: list[weakref.ref[Activation]] = []
+
+    def execute(self, outputs: SchedulerOutputs) -> tuple[ScheduledSequence, ...]:
+        self.held.append(sum(one() is not None for one in self._activations))
+        self.calls.append(len(outputs.scheduled))
+        return self._layer(outputs.scheduled)
+
+    def release_memory(self) -> bool:
+        self.held.append(sum(one() is not None for one in self._activations))
+        self.calls.append(0)
+        return bool(self.releases) and self.releases.pop()
+
+    def _layer(self, items: tuple[ScheduledSequence, ...]) -> tuple[ScheduledSequence, ...]:
+        activation = Activation()
+        self._activations.append(weakref.ref(activation))
+        if len(items) > self.num_rows:
+            raise MemoryError("out of memory")
+        return items
+
+
+class KeepsRecords(logging.Handler):
+    """As handlers of error trackers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def test_a_retry_holds_nothing_of_the_tries_that_failed() -> None:
+    """Two at depth two, while memory is what is missing."""
+    device, handler = StarvedDevice(1), KeepsRecords()
+    logger = logging.getLogger("engine.step_execution")
+    logger.addHandler(handler)
+    try:
+        executed = run(device, *(asking(name) for name in "abcd"))
+    finally:
+        logger.removeHandler(handler)
+    assert len(executed.tokens) == 4
+    assert device.calls == [4, 0, 2, 1, 1, 2, 1, 1]
+    assert device.held == [0] * 8
+    assert len(handler.records) == 3
+
+
+def test_one_that_fails_alone_holds_nothing_when_the_next_is_tried() -> None:
+    device = StarvedDevice(0)
+    bad = asking("a")
+    executed = run(device, bad)
+    assert executed.tokens == {bad.sequence: SampledToken(None, "MemoryError: out of memory")}
+    run(device, asking("b"))
+    assert device.held == [0] * 4
+
+
+def test_a_step_that_ran_out_of_memory_is_tried_whole_where_memory_was_released() -> None:
+    device = StarvedDevice(1, releases=[True])
+    device.release_memory = lambda: setattr(device, "num_rows", 2) is None  # type: ignore[method-assign]
+    executed = run(device, asking("a"), asking("b"))
+    assert len(executed.tokens) == 2
+    assert device.calls == [2, 2]
+
+
+def test_memory_is_released_once_in_a_step() -> None:
+    device = StarvedDevice(1, releases=[True])
+    run(device, *(asking(name) for name in "abcd"))
+    assert device.calls == [4, 0, 4, 2, 1, 1, 2, 1, 1]

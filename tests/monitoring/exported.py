@@ -1,6 +1,7 @@
 """What the service exports: one registry as the API fills it, one as a worker does."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import promql_parser
 from prometheus_client import CollectorRegistry, Metric
@@ -8,6 +9,8 @@ from prometheus_client import CollectorRegistry, Metric
 from monitoring.engine import EngineMetrics
 from monitoring.http import HttpMetrics
 from monitoring.queue import QueueCollector
+from monitoring.reaper import ReapFailures
+from monitoring.redis_state import RedisStateMetrics
 from monitoring.webhooks import WebhookMetrics
 from monitoring.worker import WorkerMetrics
 from worker.protocol.records import QueueStats, WorkerRecord
@@ -38,6 +41,8 @@ def api_registry() -> CollectorRegistry:
     registry = CollectorRegistry()
     HttpMetrics(registry)
     WebhookMetrics(registry)
+    ReapFailures(registry, by_api=True)
+    RedisStateMetrics(registry)
     registry.register(QueueCollector(StillQueue(), SLUG, MODEL))
     return registry
 
@@ -65,6 +70,30 @@ def series_names(metrics: Iterable[Metric]) -> set[str]:
         else:
             names.add(metric.name)
     return names
+
+
+def shared_names() -> set[str]:
+    """What every API process exports with the same values, as it describes the whole deployment."""
+    return series_names(QueueCollector(StillQueue(), SLUG, MODEL).collect())
+
+
+def summed_names(expression: str) -> set[str]:
+    """The names that a PromQL expression adds up as they are exported, one value for each process."""
+    return set(_summed(promql_parser.parse(expression), inside_sum=False))
+
+
+def _summed(node: Any, *, inside_sum: bool) -> Iterator[str]:
+    if isinstance(node, promql_parser.VectorSelector):
+        if inside_sum:
+            yield node.name
+        return
+    if isinstance(node, promql_parser.AggregateExpr):
+        inside_sum = str(node.op) not in {"max", "min"}
+    for name in ("lhs", "rhs", "expr", "vector_selector"):
+        if (child := getattr(node, name, None)) is not None:
+            yield from _summed(child, inside_sum=inside_sum)
+    for child in getattr(node, "args", ()):
+        yield from _summed(child, inside_sum=inside_sum)
 
 
 def metric_names(expression: str) -> set[str]:

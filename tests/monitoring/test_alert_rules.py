@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.monitoring.exported import families, metric_names, series_names
+from tests.monitoring.exported import families, metric_names, series_names, shared_names, summed_names
 
 PROMETHEUS = Path(__file__).parents[2] / "monitoring" / "prometheus"
 GROUPS = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"]
@@ -19,6 +19,21 @@ def test_a_rule_reads_only_what_is_exported(rule: Any) -> None:
     names = metric_names(rule["expr"])
     assert names
     assert names <= series_names(families()) | {"up"}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_does_not_add_up_what_every_api_process_exports(rule: Any) -> None:
+    assert not summed_names(rule["expr"]) & shared_names()
+
+
+def test_a_sum_over_processes_is_found_wherever_it_stands() -> None:
+    for expression in (
+        "sum(tokenmill_tasks_owned) > 0",
+        'max(sum by (model) (rate(tokenmill_tasks_submitted_total{model="m"}[5m])))',
+        "1 - avg(tokenmill_workers / 2)",
+    ):
+        assert summed_names(expression) & shared_names()
+    assert not summed_names("sum(max by (model) (tokenmill_tasks_owned))")
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.monitoring.exported import families, metric_names, series_names
+from tests.monitoring.exported import families, metric_names, series_names, shared_names, summed_names
 
 GRAFANA = Path(__file__).parents[2] / "monitoring" / "grafana"
 FILES = sorted((GRAFANA / "dashboards").glob("*.json"))
@@ -71,6 +71,13 @@ def test_a_panel_says_what_it_shows_and_in_which_unit(panel: Any) -> None:
     assert panel["fieldConfig"]["defaults"]["unit"]
     assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
     assert panel["targets"]
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_a_panel_does_not_add_up_what_every_api_process_exports(panel: Any) -> None:
+    """With two API processes it would show "2 workers ready" of one."""
+    for target in panel["targets"]:
+        assert not summed_names(with_values(target["expr"])) & shared_names()
 
 
 @pytest.mark.parametrize("panel", PANELS)

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from engine.engine import Engine
-from engine.outputs import FinishedSequence, StepReport, WaitingReason
+from engine.outputs import FinishedSequence, StepReport, Waited, WaitingReason
 from engine.sequence import FinishReason
 from monitoring.engine import EngineMetrics
 from tests.engine.fakes import Clock, add, build_engine
@@ -37,8 +37,8 @@ REPORT = StepReport(
     num_kv_blocks=40,
     num_free_kv_blocks=10,
     num_generated_tokens=6,
-    queue_seconds=(0.2, 0.3),
-    first_token_seconds=(0.4, 0.6),
+    queue_seconds=(Waited(2, 0.2), Waited(2, 0.3), Waited(4, 60.0)),
+    first_token_seconds=(Waited(2, 0.4), Waited(2, 0.6), Waited(4, 90.0)),
     inter_token_seconds=(0.02, 0.02, 0.02, 0.02),
     finished=(
         FinishedSequence(
@@ -105,8 +105,11 @@ def watched() -> Watched:
         ("kv_blocks", {"state": "used"}, 30),
         ("kv_blocks", {"state": "free"}, 10),
         ("kv_cache_usage_ratio", {}, 0.75),
-        ("queue_wait_seconds_sum", {}, 0.5),
-        ("time_to_first_token_seconds_sum", {}, 1.0),
+        ("queue_wait_seconds_sum", {"priority": "2"}, 0.5),
+        ("queue_wait_seconds_sum", {"priority": "4"}, 60.0),
+        ("time_to_first_token_seconds_sum", {"priority": "2"}, 1.0),
+        ("time_to_first_token_seconds_sum", {"priority": "4"}, 90.0),
+        ("time_to_first_token_seconds_sum", {"priority": "0"}, 0.0),
         ("inter_token_latency_seconds_count", {}, 4),
         ("requests_finished_total", {"reason": "length"}, 1),
         ("generation_tokens_total", {}, 6),
@@ -221,38 +224,40 @@ def test_the_first_token_is_counted_once_for_each_request_that_had_one() -> None
         num_preempted += report.num_preempted
         watched.metrics.observe(report)
     assert num_preempted, "the pool should have been too small"
-    assert watched("time_to_first_token_seconds_count") == 3
+    assert watched("time_to_first_token_seconds_count", priority="2") == 3
     # The chunked one alone needs three steps of 0.05 s.
-    assert (watched("time_to_first_token_seconds_sum") or 0) >= 3 * 0.05
-    assert watched("queue_wait_seconds_count") == 3
+    assert (watched("time_to_first_token_seconds_sum", priority="2") or 0) >= 3 * 0.05
+    assert watched("queue_wait_seconds_count", priority="2") == 3
     generated = watched("generation_tokens_total")
     assert generated == 12 + 1 + 20
     assert watched("inter_token_latency_seconds_count") == generated - 3
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "labels"),
     [
-        "time_to_first_token_seconds",
-        "inter_token_latency_seconds",
-        "queue_wait_seconds",
-        "e2e_request_latency_seconds",
+        ("time_to_first_token_seconds", {"priority": "2"}),
+        ("inter_token_latency_seconds", {}),
+        ("queue_wait_seconds", {"priority": "2"}),
+        ("e2e_request_latency_seconds", {}),
     ],
 )
-def test_a_wait_of_five_minutes_is_not_beyond_the_last_bucket(watched: Watched, name: str) -> None:
+def test_a_wait_of_five_minutes_is_not_beyond_the_last_bucket(
+    watched: Watched, name: str, labels: dict[str, str]
+) -> None:
     """vllm#15106, vllm#8115: the buckets ended so low that slow requests all fell into +Inf."""
     watched.metrics.observe(
         StepReport(
             step=1,
-            queue_seconds=(300.0,),
-            first_token_seconds=(300.0,),
+            queue_seconds=(Waited(2, 300.0),),
+            first_token_seconds=(Waited(2, 300.0),),
             inter_token_seconds=(300.0,),
             finished=(replace(REPORT.finished[0], seconds=300.0),),
         )
     )
-    assert watched(f"{name}_bucket", le="2560.0") == 1
-    assert watched(f"{name}_bucket", le="160.0") == 0
-    assert watched(f"{name}_bucket", le="0.0005") == 0
+    assert watched(f"{name}_bucket", le="2560.0", **labels) == 1
+    assert watched(f"{name}_bucket", le="160.0", **labels) == 0
+    assert watched(f"{name}_bucket", le="0.0005", **labels) == 0
 
 
 @pytest.mark.parametrize("max_model_len", [2, 7, 1000, 2048, 131072])

@@ -12,6 +12,7 @@ from tests.monitoring.exported import MODEL, api_registry, families, worker_regi
 
 LABELS = {
     "model", "priority", "reason", "stage", "kind", "state", "op", "route", "method", "status", "outcome",
+    "duty",
 }  # fmt: skip
 ABBREVIATED_OR_SCALED = re.compile(
     r"_(s|ms|us|sec|secs|msec|milliseconds|minutes|kb|mb|bytes_total_mb|percent|pct)(_|$)"

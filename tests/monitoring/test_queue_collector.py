@@ -27,6 +27,7 @@ STATS = QueueStats(
         "submitted": 40,
         "finished:stop": 20,
         "finished:error": 3,
+        "client_errors": 2,
         "prompt_tokens": 900,
         "completion_tokens": 700,
     },
@@ -80,6 +81,7 @@ def test_every_number_of_the_queue_is_told(registry: CollectorRegistry) -> None:
         "tokens": value(registry, "queue_waiting_tokens"),
         "owned": value(registry, "tasks_owned"),
         "submitted": value(registry, "tasks_submitted_total"),
+        "client_errors": value(registry, "tasks_client_errors_total"),
         "prompt": value(registry, "tasks_prompt_tokens_total"),
         "completion": value(registry, "tasks_completion_tokens_total"),
         "webhooks": [
@@ -94,6 +96,7 @@ def test_every_number_of_the_queue_is_told(registry: CollectorRegistry) -> None:
         "tokens": 4096,
         "owned": 5,
         "submitted": 40,
+        "client_errors": 2,
         "prompt": 900,
         "completion": 700,
         "webhooks": [3, 4],

@@ -40,7 +40,22 @@ def test_the_exposition_before_any_event(program: Program, registry: object) -> 
     check(program("promtool"), "check", "metrics", stdin=body)
 
 
+@pytest.mark.parametrize("profile", ["none", "2-gpus", "8-gpus"])
 @pytest.mark.parametrize("overlays", [[], ["docker-compose.gpu.yml"]], ids=["cpu", "gpu"])
-def test_compose_reads_the_files(program: Program, overlays: list[str]) -> None:
+def test_compose_reads_the_files(
+    program: Program, overlays: list[str], profile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDIS_PASSWORD", "5ec2e7")
     files = [argument for name in ["docker-compose.yml", *overlays] for argument in ("-f", name)]
-    check(program("docker-compose"), *files, "config", "--quiet")
+    check(program("docker-compose"), *files, "--profile", profile, "config", "--quiet")
+
+
+def test_compose_needs_a_password(program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("REDIS_PASSWORD", raising=False)
+    (tmp_path / "empty").touch()
+    ran = subprocess.run(
+        [program("docker-compose"), "--env-file", str(tmp_path / "empty"), "config", "--quiet"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT,
+    )  # fmt: skip
+    assert ran.returncode != 0
+    assert b"set it in .env" in ran.stdout

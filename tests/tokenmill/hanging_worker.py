@@ -2,7 +2,7 @@
 
 The product has no place to ask for that: the model's runner is wrapped before the worker is put together.
 The next step after the file `HANG_FILE` appears does what the file says: `holding` stands in native code that
-keeps the interpreter's lock, `free` in code that gives it away, `long <seconds>` goes on after so long.
+keeps the interpreter's lock, `free` in code that gives it away, `until <path>` goes on once that file exists.
 """
 
 import ctypes
@@ -15,6 +15,7 @@ from typing import Any
 from tokenmill import cli, serve
 
 FOR_EVER = 10_000
+POLL_SECONDS = 0.05
 SERVE = "from tests.tokenmill.hanging_worker import serve_hanging; serve_hanging()"
 """The program of a `tokenmill serve` with such a worker."""
 
@@ -44,14 +45,18 @@ class HangingRunner:
     def check(self) -> None:
         self._runner.check()
 
+    def release_memory(self) -> bool:
+        return bool(self._runner.release_memory())
 
-def _hang(how: str, seconds: str = "") -> None:
+
+def _hang(how: str, path: str = "") -> None:
     if how == "holding":
         ctypes.PyDLL(None).sleep(FOR_EVER)
     elif how == "free":
         ctypes.CDLL(None).sleep(FOR_EVER)
     else:
-        time.sleep(float(seconds))
+        while not Path(path).exists():
+            time.sleep(POLL_SECONDS)
 
 
 def serve_hanging() -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.tokenmill.test_processes import WATCHDOG_SECONDS, Lines
@@ -29,6 +29,8 @@ signal.signal(signal.SIGTERM, stop)
 if os.environ.get('TOKENMILL_MODEL') == 'unsupported':
     print('no such model')
     sys.exit(78)
+if 'CUDA_VISIBLE_DEVICES' in os.environ:
+    print('device', os.environ['CUDA_VISIBLE_DEVICES'])
 print('model', os.environ.get('TOKENMILL_MODEL'), 'redis', os.environ['REDIS_URL'], flush=True)
 time.sleep(600)
 """
@@ -52,17 +54,28 @@ Server(('127.0.0.1', int(os.environ['TOKENMILL_PORT'])), Handler).serve_forever(
 
 def main() -> None:
     """`tokenmill serve` with the fakes."""
-    from tokenmill import cli, serve
+    from tokenmill import cli, devices, serve
 
+    if os.environ.get("FAKE_CUDA"):
+        devices.torch_has_cuda = lambda: True
     codes = {"worker": _FAKE_WORKER, "api": _FAKE_API}
     serve.room_command = lambda name: (sys.executable, "-c", codes[name])
     cli.main()
 
 
 class Served:
-    """A running `tokenmill serve` in `directory`. `program`: REAL or WITH_FAKE_ROOMS."""
+    """A running `tokenmill serve` in `directory`. `program`: REAL or WITH_FAKE_ROOMS.
 
-    def __init__(self, directory: Path, program: str, settings: Mapping[str, str] | None = None) -> None:
+    `within`: a command that becomes the one that is appended to it.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        program: str,
+        settings: Mapping[str, str] | None = None,
+        within: Sequence[str] = (),
+    ) -> None:
         self.lines = Lines()
         self.port = free_port()
         given = {
@@ -74,7 +87,7 @@ class Served:
         }
         kept = {name: value for name, value in os.environ.items() if name not in _VARIABLES}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", program, "serve"],
+            [*within, sys.executable, "-c", program, "serve"],
             cwd=directory,
             env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **given},
             stdin=subprocess.DEVNULL,

@@ -30,7 +30,7 @@ def test_submit_prints_the_id_alone(service: FakeService) -> None:
 
     result = at(service, "submit", "Once upon a time")
 
-    assert (result.exit_code, result.stdout) == (0, "t1\n")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "t1\n", "task t1\n")
     assert service.calls[0].body == {"prompt": "Once upon a time"}
 
 
@@ -101,7 +101,7 @@ def test_a_stream_that_ends_badly_says_so(service: FakeService) -> None:
 
     assert result.exit_code == FAILED
     assert result.stdout == "Pa\n"
-    assert result.stderr == "Error: the task failed: the prompt has 9 tokens (prompt_too_long)\n"
+    assert result.stderr == "task t1\nError: the task failed: the prompt has 9 tokens (prompt_too_long)\n"
 
 
 @pytest.mark.parametrize("status", ["failed", "cancelled"])
@@ -111,7 +111,7 @@ def test_a_task_that_did_not_complete_is_no_success(service: FakeService, status
     result = at(service, "submit", "--wait", "x")
 
     assert (result.exit_code, result.stdout) == (FAILED, "Par\n")
-    assert result.stderr == f"Error: the task ended as {status}\n"
+    assert result.stderr == f"task t1\nError: the task ended as {status}\n"
 
 
 def test_stream_and_wait_exclude_each_other(service: FakeService) -> None:

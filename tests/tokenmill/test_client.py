@@ -147,6 +147,16 @@ def test_waiting_ends_with_the_task(service: FakeService) -> None:
     service.will_answer(Answer(task("queued")), Answer(task("in_progress")), Answer(task("failed")))
 
     assert client_of(service).wait("t1")["status"] == "failed"
+
+
+def test_a_wait_that_is_answered_at_once_is_not_repeated_at_once(service: FakeService) -> None:
+    """A service without a free place for waiting calls does not wait."""
+    service.will_answer(Answer(task("queued")), Answer(task("completed")))
+    slept: list[float] = []
+    client = Client(url=service.url, sleep=slept.append, clock=lambda: 0.0)
+
+    assert client.wait("t1")["status"] == "completed"
+    assert slept == [1.0]
     assert service.calls[0].path == "/v1/tasks/t1?wait=20"
 
 

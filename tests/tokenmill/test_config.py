@@ -7,6 +7,7 @@ import pytest
 
 from api.settings import ApiSettings, SettingError
 from engine.config import EngineConfig
+from engine.execution.build import CUDA_LIMITS
 from tests.settings_read import variables_of
 from tokenmill.config import BY_NAME, SETTINGS, ConfigError, find_file, read_file, resolve, to_environment
 from worker.errors import SettingsError
@@ -81,7 +82,7 @@ def test_values_of_a_file_become_text(tmp_path: Path) -> None:
         ({}, {"TOKENMILL_HTTP_GRACE_SECONDS": "1e400"}, "", "TOKENMILL_HTTP_GRACE_SECONDS: http_grace"),
         ({"max_streams": "300"}, {}, "", "TOKENMILL_MAX_STREAMS must be below TOKENMILL_HTTP_THREADS (256)"),
         ({}, {}, "http_threads = 224", "TOKENMILL_MAX_STREAMS must be below TOKENMILL_HTTP_THREADS (224)"),
-        ({}, {}, "prot = 1", "unknown setting prot; known are: model, served_model_name"),
+        ({}, {}, "prot = 1", "unknown setting prot; did you mean port?; known are: model, served_model_name"),
         ({}, {}, "port = ", "tokenmill.toml: not TOML"),
     ],
 )
@@ -111,7 +112,7 @@ def test_the_file_of_the_directory_is_found(tmp_path: Path) -> None:
 def test_the_table_names_exactly_what_the_rooms_read() -> None:
     """A setting that a room gains is a flag, a line in the file and a row of the README, or this fails."""
     read = variables_of(ApiSettings.from_env) | variables_of(WorkerSettings.from_env)
-    own = {"TOKENMILL_STATE_DIR", "TOKENMILL_URL", "TOKENMILL_API_KEY"}
+    own = {"TOKENMILL_STATE_DIR", "TOKENMILL_URL", "TOKENMILL_API_KEY", "TOKENMILL_WORKERS"}
 
     assert {setting.variable for setting in SETTINGS} - own == read
 
@@ -147,7 +148,13 @@ def test_the_defaults_that_are_told_are_those_of_the_rooms() -> None:
         "context_unit",
     }
 
+    on_cuda = {name: told[name] for name in told if told[name].endswith(" on CUDA")}
+    assert on_cuda == {
+        name: f"{getattr(engine, name)}; {value} on CUDA" for name, value in CUDA_LIMITS.items()
+    }
     for name, default in told.items():
+        if name in on_cuda:
+            continue
         values = [getattr(room, name) for room in rooms if hasattr(room, name)]
         if not values and name not in chosen_at_load:
             values = [getattr(engine, name)]

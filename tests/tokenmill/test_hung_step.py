@@ -25,6 +25,7 @@ from worker.protocol.messages import Event, TokenEvent
 LEASE_SECONDS = 1.0
 PROMPTS = {number: [5 + number, 6, 7] for number in range(3)}
 LENGTH = 300
+NUM_RENEWALS = 4
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +38,13 @@ def serve(model_dir: Path, tmp_path: Path) -> Iterator[Callable[..., "Run"]]:
     """Starts a service with `LENGTH` tokens asked for each of `PROMPTS`, some of which have come."""
     runs: list[Served] = []
 
-    def start(stall_seconds: str) -> Run:
+    def start(stall_seconds: str, lease_seconds: float = LEASE_SECONDS) -> Run:
         hang_file = tmp_path / "hang"
         settings = {
             "TOKENMILL_MODEL": str(model_dir),
             "TOKENMILL_DTYPE": "float32",
             "TOKENMILL_GRACE_SECONDS": "0",
-            "TOKENMILL_LEASE_SECONDS": str(LEASE_SECONDS),
+            "TOKENMILL_LEASE_SECONDS": str(lease_seconds),
             "TOKENMILL_STALL_SECONDS": stall_seconds,
             "HANG_FILE": str(hang_file),
         }
@@ -131,17 +132,31 @@ def test_a_hanging_step_ends_the_worker_and_the_next_goes_on(
     assert any("tests/tokenmill/hanging_worker.py" in line for line in run.served.text()), "where it hung"
 
 
-def test_a_step_that_is_merely_long_is_not_taken_for_one(serve: Callable[..., Run], model_dir: Path) -> None:
+def test_a_step_that_is_merely_long_is_not_taken_for_one(
+    serve: Callable[..., Run], model_dir: Path, tmp_path: Path
+) -> None:
     """rq#756: a heartbeat that came from the thread that works made long work look dead."""
-    run = serve(stall_seconds="60")
-    run.hang(f"long {4 * LEASE_SECONDS}")
+    go_on = tmp_path / "go-on"
+    # No lease lapses because a busy machine runs nothing for a while.
+    run = serve(stall_seconds="600", lease_seconds=120.0)
+    run.hang(f"until {go_on}")
     held = len(run.heard[0])
     with redis.Redis.from_url(run.redis_url) as client:
-        until = client.time()[0] + 3 * LEASE_SECONDS
-        while client.time()[0] < until:
-            assert run.is_ready()
-            assert client.zcard(keys.LEASES) == len(PROMPTS)
+        for _ in range(NUM_RENEWALS):
+            before = leases(client)
+            assert len(before) == len(PROMPTS)
+            wait_for(lambda earlier=before: is_later(leases(client), earlier), "all are renewed")
+    wait_for(run.is_ready, "the service says that it is ready")
     assert len(run.heard[0]) <= held + 1, "it is one step"
+    go_on.touch()
     run.assert_all_undisturbed(model_dir)
     assert set(run.attempts()) == {1}
     assert run.restarts() == []
+
+
+def leases(client: "redis.Redis") -> dict[bytes, float]:
+    return dict(client.zrange(keys.LEASES, 0, -1, withscores=True))
+
+
+def is_later(now: dict[bytes, float], before: dict[bytes, float]) -> bool:
+    return all(now[task_id] > lapses for task_id, lapses in before.items())

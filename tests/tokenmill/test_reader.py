@@ -1,7 +1,10 @@
 """Each reader gets every event once and in order, whenever it joins, whatever happens to its connection."""
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -19,6 +22,8 @@ from tests.tokenmill.following import (
     wait_until_live,
 )
 from tests.worker.protocol.tasks import claim_one, final_write, publish, settle, submit, tokens
+from tokenmill import embedded_redis
+from tokenmill.processes import Child
 from tokenmill.reader import UnknownTask
 from worker.protocol import keys
 from worker.protocol.messages import Event
@@ -223,6 +228,19 @@ def test_redis_not_there_at_the_beginning_is_told(kind: Kind) -> None:
     assert isinstance(error, redis.ConnectionError)
 
 
+def test_redis_that_does_not_answer_at_the_beginning_is_told_the_same_way(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped server accepts the connection: a `redis.TimeoutError` came out, which is no
+    `ConnectionError`.
+    """
+    monkeypatch.setattr("tokenmill.reader.SOCKET_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"redis://127.0.0.1:{silent.getsockname()[1]}/0"
+        with pytest.raises(redis.ConnectionError):
+            next(kind(url, "task"))
+
+
 def test_a_clients_address_is_taken(
     store: TaskStore, redis_client: redis.Redis, redis_url: str, claimed: Claimed
 ) -> None:
@@ -260,3 +278,51 @@ def test_a_task_goes_on_in_other_hands(
     publish(store, first, 2, 1)
     store.publish([final_write(second, 2, 1)])
     assert [event.seq for event in following.rest()] == [2, 3]
+
+
+@contextmanager
+def socket_server(directory: Path) -> Iterator[tuple[str, Child]]:
+    """A server as `tokenmill serve` starts it, on the data of earlier ones."""
+    directory.mkdir(exist_ok=True)
+    socket_file = embedded_redis.socket_path(directory)
+    log, url = directory / "log", embedded_redis.socket_url(socket_file)
+    child = Child(embedded_redis.server_spec(directory, log, socket_file), (), lambda _name, _text: None)
+    try:
+        embedded_redis.wait_until_ready(url, log, lambda: child.returncode is None, lambda _: None)
+        yield url, child
+    finally:
+        child.kill()
+
+
+def test_a_stream_goes_on_after_a_restart_of_the_embedded_server(
+    kind: Kind, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It listens at the same socket again; the reader says once what it waits for."""
+    with socket_server(tmp_path / "redis") as (url, _), redis.Redis.from_url(url) as client:
+        store = TaskStore(client)
+        submit(store, client)
+        claimed = claim_one(store)
+        publish(store, claimed, 0, 3)
+        following = Following(kind(url, claimed.task_id))
+        assert following.take(3) == [0, 1, 2]
+    wait_until(lambda: bool(caplog.records))
+
+    with socket_server(tmp_path / "redis") as (again, _), redis.Redis.from_url(again) as client:
+        assert again == url
+        settle(TaskStore(client), claimed, 3, 2)
+        assert [event.seq for event in following.rest()] == [3, 4, 5]
+
+    (warning,) = caplog.records
+    assert warning.levelname == "WARNING"
+    assert f"task {claimed.task_id}: waiting for Redis, to go on after message 2: " in warning.getMessage()
+
+
+@pytest.mark.parametrize(("kind", "library"), [(by_iterator, redis.Redis), (by_asyncio, redis.asyncio.Redis)])
+def test_a_client_of_a_unix_socket_is_a_source(kind: Kind, library: Any, tmp_path: Path) -> None:
+    with socket_server(tmp_path / "redis") as (url, _), redis.Redis.from_url(url) as client:
+        store = TaskStore(client)
+        submit(store, client)
+        claimed = claim_one(store)
+        settle(store, claimed, 0, 2)
+        events = kind(library.from_url(url), claimed.task_id)
+        assert [event.seq for event in events] == [0, 1, 2]

@@ -34,6 +34,17 @@ def start(tmp_path: Path) -> Iterator[Start]:
         served.end()
 
 
+def two_free_ports() -> int:
+    """The first of two in a row, below those that the system gives to whoever asks for any."""
+    for port in range(20_000 + os.getpid() % 10_000, 32_000, 2):
+        try:
+            with socket.create_server(("127.0.0.1", port)), socket.create_server(("127.0.0.1", port + 1)):
+                return port
+        except OSError:
+            continue
+    raise AssertionError("no two ports in a row are free")
+
+
 def position(lines: list[str], part: str) -> int:
     return next(number for number, line in enumerate(lines) if part in line)
 
@@ -127,6 +138,25 @@ def test_data_outlives_a_run(start: Start) -> None:
     second = start().wait_until_ready()
     with redis.Redis.from_url(str(second.state.address("redis-url"))) as client:
         assert client.get("task") == b"kept"
+
+
+def test_the_next_run_has_redis_at_the_same_address(start: Start) -> None:
+    """A reader that waits for Redis finds it again."""
+    first = start().wait_until_ready()
+    address = first.state.address("redis-url")
+    first.signal(signal.SIGINT)
+    first.wait()
+
+    assert start().wait_until_ready().state.address("redis-url") == address
+
+
+def test_other_users_of_the_machine_can_read_nothing(start: Start) -> None:
+    served = start().wait_until_ready()
+
+    state = served.state.path
+    everything = [state, *state.rglob("*")]
+    assert state / "redis" / "redis.sock" in everything
+    assert [path for path in everything if path.stat().st_mode & 0o077] == []
 
 
 def test_the_next_start_copes_with_a_killed_supervisor(start: Start) -> None:
@@ -225,6 +255,55 @@ def test_a_room_that_refuses_its_settings_is_a_wrong_setting(start: Start) -> No
     assert served.wait() == MISUSED
     assert served.text()[-1] == "Error: the worker ended with exit code 78; its last line: no such model"
     assert not any("starting it again" in line for line in served.text())
+
+
+def test_several_workers_have_names_and_ports_of_their_own(start: Start) -> None:
+    served = start(TOKENMILL_WORKERS="2").wait_until_ready()
+    shown = "\n".join(served.text())
+
+    assert list(served.state.processes()) == [SELF, "api", "worker-1", "worker-0", "redis"]
+    assert "  worker-0: metrics at a free port\n" in shown
+    assert "worker-1 | model None" in shown
+    served.signal(signal.SIGINT)
+    assert served.wait() == 0
+    lines = served.text()
+    assert position(lines, "api has stopped") < position(lines, "worker-0 has stopped")
+    assert position(lines, "worker-1 has stopped") < position(lines, "redis has stopped")
+
+
+def test_each_cuda_device_has_a_worker(start: Start, tmp_path: Path) -> None:
+    """The driver's program is a fake, and so is torch's record of its build."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: GPU-a)'\necho 'GPU 1: A (UUID: GPU-b)'\n")
+    program.chmod(0o755)
+    port = two_free_ports()
+
+    served = start(
+        PATH=f"{program.parent}:{os.environ['PATH']}", TOKENMILL_METRICS_PORT=str(port), FAKE_CUDA="1"
+    ).wait_until_ready()
+
+    shown = "\n".join(served.text())
+    assert f"  worker-0 on GPU-a: metrics at http://127.0.0.1:{port}/metrics\n" in shown
+    assert f"  worker-1 on GPU-b: metrics at http://127.0.0.1:{port + 1}/metrics\n" in shown
+    assert "worker-1 | device GPU-b" in shown
+
+
+def test_a_variable_that_is_none_is_said_once(start: Start) -> None:
+    served = start(TOKENMILL_MODLE="tiny").wait_until_ready()
+
+    said = [line for line in served.text() if "TOKENMILL_MODLE" in line]
+    assert said == ["serve  | TOKENMILL_MODLE is not a setting and is ignored; did you mean TOKENMILL_MODEL?"]
+    environment = Path(f"/proc/{served.state.processes()['worker'].pid}/environ").read_bytes()
+    assert b"TOKENMILL_MODLE" not in environment
+
+
+def test_a_room_of_a_supervisor_is_not_held(start: Start) -> None:
+    served = start(TOKENMILL_HOLD_UNUSABLE="1").wait_until_ready()
+
+    for name in ("worker", "api"):
+        environment = Path(f"/proc/{served.state.processes()[name].pid}/environ").read_bytes().split(b"\0")
+        assert b"TOKENMILL_HOLD_UNUSABLE=0" in environment
 
 
 def test_a_part_that_is_not_installed_is_told() -> None:

@@ -3,6 +3,7 @@
 import io
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -118,7 +119,8 @@ def test_submit_poll_stream_and_cancel(serve: Callable[..., Served]) -> None:
     # The commands find the service by its directory.
     flags = ["--max-tokens", "12", "--temperature", "0", "the quick brown fox"]
     streamed = command(served, "submit", "--stream", *flags)
-    assert (streamed.returncode, streamed.stderr) == (0, "")
+    assert streamed.returncode == 0
+    assert re.fullmatch(r"task [0-9a-f]{32}\n", streamed.stderr)
     assert command(served, "submit", "--wait", *flags).stdout == streamed.stdout
 
     running = client.submit(LONG)["id"]
@@ -157,6 +159,27 @@ def test_an_interrupted_task_goes_on_at_the_next_start(serve: Callable[..., Serv
     with redis.Redis.from_url(redis_url(second)) as store:
         assert store.hget(keys.run(task_id), "attempt") == b"2"
     assert joined(events) == done["outputs"][0]["text"]
+
+
+def test_a_second_request_to_stop_ends_the_wait_and_loses_nothing(serve: Callable[..., Served]) -> None:
+    """The grace period alone would outlast the test."""
+    first = serve(TOKENMILL_GRACE_SECONDS="900")
+    client = Client(url=first.url)
+    tasks = [client.submit(LONG)["id"] for _ in range(64)]
+    next(iter(TokenStream(redis_url(first), tasks[0])))
+
+    first.signal(signal.SIGINT)
+    first.lines.wait_for(
+        "waiting for the worker, which finishes tasks for as long as TOKENMILL_GRACE_SECONDS"
+    )
+    first.signal(signal.SIGINT)
+
+    assert first.wait() == 0
+    assert any("SIGTERM again: ends now" in line for line in first.text())
+    client = Client(url=serve().url)
+    for task_id in tasks[1:]:
+        assert client.cancel(task_id)["status"] in ("completed", "cancelled")
+    assert client.wait(tasks[0])["status"] == "completed"
 
 
 def test_a_killed_api_comes_back_and_its_streams_go_on(serve: Callable[..., Served]) -> None:

@@ -66,6 +66,50 @@ def test_addresses_are_for_their_owner_alone(state: StateDirectory) -> None:
     assert (state.path / "redis-url").stat().st_mode & 0o077 == 0
 
 
+def test_what_an_earlier_version_left_open_is_closed_to_others(state: StateDirectory) -> None:
+    """Redis kept prompts and answers in files that every user of the machine could read."""
+    log, part = state.redis_log, state.redis_data / "appendonlydir" / "appendonly.aof.1.incr.aof"
+    part.parent.mkdir()
+    for path in (log, part, state.lock_file, state.path / "redis-url", state.path / "processes.json"):
+        path.write_text("x")
+        path.chmod(0o644)
+    for path in (state.path, state.redis_data, part.parent):
+        path.chmod(0o755)
+
+    state.create()
+
+    everything = [state.path, *state.path.rglob("*")]
+    assert len(everything) == 8
+    assert [path for path in everything if path.stat().st_mode & 0o077] == []
+    assert part.stat().st_mode & 0o700 == 0o600
+
+
+def test_a_directory_with_another_purpose_keeps_its_rights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    state = StateDirectory(Path("."))
+    state.create()
+    os.close(state.lock())
+
+    state.create()
+
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+    assert state.redis_data.stat().st_mode & 0o077 == 0
+    assert state.lock_file.stat().st_mode & 0o077 == 0
+
+
+def test_a_write_that_fails_leaves_what_was_there(state: StateDirectory) -> None:
+    state.write_address("api-url", "http://127.0.0.1:8000")
+    (state.path / ".api-url.new").symlink_to("/dev/full")
+
+    with pytest.raises(OSError, match="api-url"):
+        state.write_address("api-url", "http://127.0.0.1:9000")
+
+    assert (state.path / "api-url").read_text() == "http://127.0.0.1:8000\n"
+
+
 def test_processes_keep_their_order(state: StateDirectory) -> None:
     recorded = {name: ProcessId(number, f"b{number}") for number, name in enumerate(["c", "a", "b"])}
     state.write_processes(recorded)

@@ -1,8 +1,9 @@
 """`python -m tests.worker.deadly_worker`: a worker process that dies of prompts which begin with DEADLY.
 
 `HOW` it dies: `exit` (at once, as of a crash in native code), `hang` (in a step, with the interpreter's lock
-held), `lost` (its device is lost), each at the step for output token `AT`; or `encode` (while a prompt is
-tokenized). Nothing of this is known to the product.
+held), `lost` (its device is lost), each at the step for output token `AT`; `encode` (while a prompt is
+tokenized); or of an exception of host code where `HOST_PLACES` says. Nothing of this is known to the
+product.
 """
 
 import logging
@@ -13,13 +14,16 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from engine.engine import Engine
 from engine.errors import DeviceLost
 from engine.outputs import SchedulerOutputs
+from engine.scheduler import Scheduler
 from tests.worker.workshop import (
     FakeRunner,
     WordTokenizer,
     build_engine,
     new_metrics,
+    next_token,
     served_model,
     wait_for_length,
 )
@@ -27,6 +31,7 @@ from worker.batch_worker import BatchWorker
 from worker.connections import connect
 from worker.crew import Surroundings
 from worker.settings import WorkerSettings
+from worker.stream import Stream
 
 DEADLY = 666
 DEADLY_TEXT = "BOOM"
@@ -50,6 +55,53 @@ DEATHS: dict[str, Callable[[], object]] = {
 }
 
 
+class HostFault(Exception):
+    """A bug that a request meets."""
+
+
+HOST_ERRORS: dict[str, type[BaseException]] = {"": HostFault, "memory": MemoryError, "exit": SystemExit}
+"""What is raised: `HOW` is `<place>` or `<place>:<name>`."""
+
+
+def _is_deadly(sequence: Any) -> bool:
+    return bool(sequence.token_ids[0] == DEADLY)
+
+
+def break_host_code(how: str) -> None:
+    """Let a method of the product fail when it meets the deadly request, as a bug in it would."""
+    place, _, name = how.partition(":")
+    fault = HOST_ERRORS.get(name)
+    if place not in HOST_PLACES or fault is None:
+        return
+    owner, method, meets = HOST_PLACES[place]
+    inner = getattr(owner, method)
+
+    def broken(self: Any, *args: Any, **options: Any) -> Any:
+        outcome = inner(self, *args, **options) if place == "schedule" else None
+        if meets(outcome, *args):
+            raise fault(place)
+        return outcome if place == "schedule" else inner(self, *args, **options)
+
+    setattr(owner, method, broken)
+
+
+HOST_PLACES: dict[str, tuple[type, str, Callable[..., bool]]] = {
+    "schedule": (
+        Scheduler,
+        "schedule",
+        lambda made, *_: any(_is_deadly(one.sequence) for one in made.scheduled),
+    ),
+    "update": (
+        Scheduler,
+        "update",
+        lambda _, made, *__: any(_is_deadly(one.sequence) for one in made.scheduled),
+    ),
+    "detokenize": (Engine, "_texts", lambda _, tokens, *__: any(map(_is_deadly, tokens))),
+    "publish": (Stream, "add", lambda _, output: output.token_id == next_token([DEADLY])),
+}
+"""Class, method, and whether a call meets the deadly request: from what it returned, and its arguments."""
+
+
 class MortalRunner(FakeRunner):
     """`client`: it dies when the log has the tokens before that step, as it would with slow steps."""
 
@@ -64,7 +116,7 @@ class MortalRunner(FakeRunner):
             if sequence.token_ids[0] == DEADLY and sequence.num_output_tokens >= at:
                 task_id, _, _ = sequence.request_id.partition(":")
                 wait_for_length(self._client, task_id, at)
-                DEATHS[os.environ["HOW"]]()
+                DEATHS.get(os.environ["HOW"], lambda: None)()
         super().execute(outputs)
 
 
@@ -77,6 +129,7 @@ class MortalTokenizer(WordTokenizer):
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    break_host_code(os.environ["HOW"])
     settings = WorkerSettings.from_env(os.environ)
     given = Surroundings(
         connect=lambda thread: connect(settings.redis_url, thread),

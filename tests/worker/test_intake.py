@@ -85,6 +85,43 @@ def test_a_worker_whose_loop_hangs_claims_nothing(redis_client: "redis.Redis") -
     assert len(gate.turn()) == 1
 
 
+def test_a_claim_is_confirmed_before_it_is_touched(
+    redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From then on the death of the worker counts against the task, and not before."""
+    task = submit(redis_client)
+    gate, standings = Gate(redis_client), []
+    renew, is_away = gate.intake._store.renew, [True]
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        if is_away.pop() if is_away else False:
+            raise redis.ConnectionError("away")
+        standings.append(redis_client.hget(keys.run(task), "standing"))
+        return renew(*arguments, **options)
+
+    monkeypatch.setattr(gate.intake._store, "renew", failing)
+    with pytest.raises(redis.ConnectionError):
+        gate.turn()
+    assert gate.inbox.take(0.0) == [], "it is not touched"
+    assert len(gate.turn()) == 1
+    assert standings == [b"untouched"]
+    assert redis_client.hget(keys.run(task), "standing") == b"seated"
+
+
+def test_a_claim_that_another_has_by_then_is_not_touched(redis_client: "redis.Redis") -> None:
+    task = submit(redis_client)
+    gate = Gate(redis_client)
+    claim = gate.intake._store.claim
+
+    def lapsing(*arguments: Any, **options: Any) -> Any:
+        claimed = claim(*arguments, **options)
+        redis_client.hset(keys.run(task), "owner", "another")
+        return claimed
+
+    gate.intake._store.claim = lapsing  # type: ignore[method-assign] # between claim and confirmation
+    assert gate.turn() == []
+
+
 def test_the_prompt_is_stored_and_never_rendered_again(redis_client: "redis.Redis") -> None:
     """A template may tell the date: a resumed request goes on after the prompt that it began with."""
     task = submit(redis_client, messages=({"role": "user", "content": "four"},))

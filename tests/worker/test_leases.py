@@ -174,3 +174,38 @@ def test_who_is_to_blame_is_counted_and_not_put_back(beats: Beats, redis_client:
     metrics = beats.leases._metrics
     assert (metrics._poisoned._value.get(), metrics._reclaimed._value.get()) == (1, 0)
     assert TaskStore(redis_client).queue_stats(SLUG).claimed == 0
+
+
+def test_a_bad_record_is_counted_and_logged(
+    beats: Beats, redis_client: "redis.Redis", caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, lapsed = Beats(redis_client).claim(), Beats(redis_client).claim()
+    redis_client.delete(f"rq:job:{bad.task_id}")
+    redis_client.set(f"rq:job:{bad.task_id}", "x")
+    for one in (bad, lapsed):
+        beats.lapse(one)
+    beats.leases.turn()
+
+    assert beats.lapses_at(lapsed) == 0
+    assert beats.leases._metrics._reap_failures._failures["leases"]._value.get() == 1
+    assert bad.task_id in caplog.text
+
+
+def test_an_outage_that_this_worker_saw_excuses_what_lapsed_in_it(
+    beats: Beats, redis_client: "redis.Redis"
+) -> None:
+    """Its owner may have stopped in order, and could not hand it back."""
+    held = Beats(redis_client).claim()
+    TaskStore(redis_client).renew({held.task_id: held.owner}, 60)
+    beats.fails = True
+    with pytest.raises(redis.ConnectionError):
+        beats.leases.turn()
+    beats.fails = False
+    seconds, _ = redis_client.time()
+    redis_client.zadd(keys.LEASES, {held.task_id: seconds - 1})
+    beats.now = 60.0
+    beats.pulse.tick()
+    beats.leases.turn()
+
+    (again,) = TaskStore(redis_client).claim(SLUG, worker="w", max_tasks=1, lease_seconds=60)
+    assert (again.task_id, again.suspect) == (held.task_id, False)

@@ -13,6 +13,7 @@ from engine.sequence import Sequence
 from tests.worker.running import running
 from tests.worker.workshop import (
     MODEL,
+    SLUG,
     FakeRunner,
     WordTokenizer,
     build_engine,
@@ -25,7 +26,9 @@ from tests.worker.workshop import (
     undisturbed,
     until,
 )
+from worker.protocol import keys
 from worker.protocol.messages import FinishedEvent
+from worker.protocol.store import TaskStore, Write
 
 
 def test_requests_end_with_text_and_result(redis_url: str, redis_client: "redis.Redis") -> None:
@@ -211,3 +214,26 @@ def test_never_finished_without_a_result(redis_url: str, redis_client: "redis.Re
             return not waiting
 
         until(look, "all are finished")
+
+
+def test_the_task_keeps_what_it_is_run_with(redis_url: str, redis_client: "redis.Redis") -> None:
+    """For its readers, and for the worker that goes on with it."""
+    task = submit(redis_client, sampling={"max_tokens": 10**9})
+    with running(redis_url):
+        ended(redis_client, task)
+
+    run = redis_client.hgetall(keys.run(task))
+    assert json.loads(run[b"output_limit"])["requested"] == 10**9
+    assert json.loads(run[b"output_limit"])["bound_by"] == "output_size"
+    assert json.loads(run[b"sampling_defaults"]) == {}
+
+
+def test_a_claim_brings_the_defaults_of_the_first_attempt(redis_client: "redis.Redis") -> None:
+    task = submit(redis_client)
+    store = TaskStore(redis_client)
+    first = store.claim(SLUG, worker="w", max_tasks=1, lease_seconds=60)[0]
+    assert first.sampling_defaults == ""
+    store.publish([Write(task_id=task, owner=first.owner, facts={"sampling_defaults": '{"top_k": 3}'})])
+    store.hand_back({task: first.owner})
+    again = store.claim(SLUG, worker="w", max_tasks=1, lease_seconds=60)[0]
+    assert json.loads(again.sampling_defaults) == {"top_k": 3}

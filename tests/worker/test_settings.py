@@ -1,6 +1,5 @@
 """Settings: one name each, a bad value names the variable and what is allowed."""
 
-import faulthandler
 from dataclasses import asdict, fields
 
 import pytest
@@ -19,7 +18,7 @@ from worker.settings import (
     Timing,
     WorkerSettings,
 )
-from worker.watching import arm_watchdog
+from worker.watching import Watchdog
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:
@@ -62,6 +61,7 @@ def test_every_setting_is_read() -> None:
             "TOKENMILL_CONTEXT_UNIT": "107",
             "TOKENMILL_ATTENTION": "torch",
             "TOKENMILL_QUANTIZATION": "int4",
+            "TOKENMILL_GENERATION_CONFIG": "none",
             "TOKENMILL_DECODE_GRAPHS": "false",
             "TOKENMILL_COMPILE": "true",
             "TOKENMILL_ASYNC_SCHEDULING": "off",
@@ -81,6 +81,7 @@ def test_every_setting_is_read() -> None:
         device="cpu",
         attention="torch",
         quantization="int4",
+        generation_config="none",
         decode_graphs=False,
         compile=True,
         async_scheduling=False,
@@ -125,8 +126,9 @@ def test_a_directory_is_served_under_its_own_name() -> None:
 
 def test_the_longest_stall_can_be_watched_for() -> None:
     timing = WorkerSettings.from_env({"TOKENMILL_STALL_SECONDS": "1e9"}).timing
-    arm_watchdog(timing.stall_seconds)
-    faulthandler.cancel_dump_traceback_later()
+    watchdog = Watchdog()
+    watchdog.arm(timing.stall_seconds)
+    watchdog.close()
 
 
 def test_an_empty_variable_counts_as_unset() -> None:
@@ -152,6 +154,7 @@ def test_an_empty_variable_counts_as_unset() -> None:
         ("TOKENMILL_POLICY", "lifo", "fifo or skip_ahead"),
         ("TOKENMILL_ATTENTION", "fast", "auto or torch or native or triton or varlen"),
         ("TOKENMILL_QUANTIZATION", "int2", "none or int8 or int4"),
+        ("TOKENMILL_GENERATION_CONFIG", "vllm", "auto or none"),
         ("TOKENMILL_PREFILL_RESERVE", "0.95", "from 0 to 0.9"),
         ("TOKENMILL_PREFILL_RESERVE", "nan", "from 0 to 0.9"),
         ("TOKENMILL_MAX_PREEMPTIONS", "-1", "from 0 to"),

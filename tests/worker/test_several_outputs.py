@@ -273,7 +273,6 @@ def test_a_bad_shape_of_a_request_names_its_field(redis_url: str, redis_client: 
         "allowed_token_ids": {"sampling": {"allowed_token_ids": [5000]}},
         "bad_words": {"sampling": {"bad_words": ["\ud83d"]}},
         "structured_outputs": {"sampling": {"structured_outputs": {"xml": "a"}}},
-        "max_tokens": {"sampling": {"n": 128, "max_tokens": 100, "logprobs": 20}},
         "prompt_logprobs": {
             "prompt_token_ids": (1,) * 12_000,
             "sampling": {"prompt_logprobs": 20},

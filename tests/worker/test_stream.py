@@ -95,6 +95,7 @@ def test_a_task_is_what_the_worst_of_its_outputs_is(
         "the first that failed"
     )
     assert bool(settlement.error_text) is (status == "failed")
+    assert not settlement.is_client_error, "the engine failed, or the time was up"
 
 
 def test_a_failure_ends_all_that_is_open() -> None:
@@ -107,6 +108,7 @@ def test_a_failure_ends_all_that_is_open() -> None:
     outputs = outputs_of(given.to_write().entries, 3)
     assert [one.finish_reason for one in outputs] == ["error", "stop", "error"]
     assert (settlement.status, end["error"]["param"]) == ("failed", "prompt")
+    assert settlement.is_client_error
 
 
 def test_nothing_comes_after_the_end_of_an_output() -> None:

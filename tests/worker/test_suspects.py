@@ -13,6 +13,7 @@ from tests.worker.workshop import (
     SLUG,
     FakeRunner,
     build_engine,
+    claim_and_lapse,
     die_with_all,
     ended,
     submit,
@@ -72,8 +73,7 @@ def test_the_others_stand_as_untouched_while_one_is_tried(
     redis_url: str, redis_client: "redis.Redis"
 ) -> None:
     suspect, mate = submit_some(redis_client, 2)
-    held = TaskStore(redis_client).claim(SLUG, worker="dead", max_tasks=1, lease_seconds=-1)
-    assert [one.task_id for one in held] == [suspect]
+    assert claim_and_lapse(redis_client, 1) == [suspect]
     TaskStore(redis_client).reap(SLUG, max_task_seconds=3600)
     runner, permit = Watched(), threading.Event()
     runner.gate = lambda ids: permit.wait(20) if ids == {suspect} else None
@@ -92,7 +92,7 @@ def test_a_suspect_that_is_cancelled_in_its_trial_ends_it(
     redis_url: str, redis_client: "redis.Redis"
 ) -> None:
     suspect, other = submit_some(redis_client, 2)
-    TaskStore(redis_client).claim(SLUG, worker="dead", max_tasks=1, lease_seconds=-1)
+    claim_and_lapse(redis_client, 1)
     TaskStore(redis_client).reap(SLUG, max_task_seconds=3600)
     runner, permit = Watched(), threading.Event()
     runner.gate = lambda ids: permit.wait(20) if ids == {suspect} else None

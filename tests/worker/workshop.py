@@ -97,6 +97,9 @@ class FakeRunner:
     def check(self) -> None:
         """The device never breaks by itself."""
 
+    def release_memory(self) -> bool:
+        return False
+
     def sample(self, logits: None, items: tuple[ScheduledSequence, ...]) -> list[SampledToken]:
         return [self._draw(item.sequence) for item in items if item.samples]
 
@@ -180,10 +183,18 @@ def submit(client: "redis.Redis", data: bytes | None = None, *, priority: int = 
     return task_id
 
 
-def die_with_all(client: "redis.Redis") -> None:
-    """A worker claims all that waits, and dies."""
+def claim_and_lapse(client: "redis.Redis", max_tasks: int) -> list[str]:
+    """A worker claims tasks, confirms that it has them, and is not heard of again."""
     store = TaskStore(client)
-    store.claim(SLUG, worker="dead", max_tasks=100, lease_seconds=-1)
+    claimed = store.claim(SLUG, worker="dead", max_tasks=max_tasks, lease_seconds=-1)
+    store.renew({one.task_id: one.owner for one in claimed}, -1)
+    return [one.task_id for one in claimed]
+
+
+def die_with_all(client: "redis.Redis") -> None:
+    """A worker claims all that waits, begins with it, and dies."""
+    store = TaskStore(client)
+    claim_and_lapse(client, 100)
     store.reap(SLUG, max_task_seconds=3600)
 
 

@@ -4,11 +4,10 @@ index was deleted, evicted or overwritten.
 Reads every key of the database in pages, outside of scripts. Idempotent; any number may run at once.
 """
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 from worker.protocol import keys
-from worker.protocol.scripting import RedisClient, register
+from worker.protocol.scripting import RedisClient, Scripts
 
 PAGE = 500
 LEASE_SECONDS = 10.0
@@ -29,8 +28,7 @@ class Audit:
 
     def __init__(self, client: ScanningClient, *, retention_seconds: float = 3600) -> None:
         self._client = client
-        self._retention_ms = max(1, round(retention_seconds * 1000))
-        self._scripts: Mapping[str, Any] = register(client)
+        self._scripts = Scripts(client, retention_seconds=retention_seconds)
 
     def is_due(self, period_seconds: float) -> bool:
         """True once in each period for all processes together, and while damage is noted."""
@@ -46,17 +44,14 @@ class Audit:
             cursor, names = self._client.scan(cursor, match=f"{prefix}*", count=PAGE)
             ids = [name.decode().removeprefix(prefix) for name in names]
             if ids:
-                mended, live = self._run("audit", LEASE_SECONDS, is_outbox_lost, *ids)
+                mended, live = self._scripts.run("audit", LEASE_SECONDS, is_outbox_lost, *ids)
                 num_mended += int(mended)
                 slugs.update(live)
             if not cursor:
                 break
         for slug in slugs | self._damaged():
-            num_mended += int(self._run("audit_model", slug))
+            num_mended += int(self._scripts.run("audit_model", slug))
         return num_mended
 
     def _damaged(self) -> set[bytes]:
         return set(self._client.smembers(keys.DAMAGED))
-
-    def _run(self, script: str, *arguments: Any) -> Any:
-        return self._scripts[script](args=(self._retention_ms, *arguments))

@@ -24,6 +24,14 @@ DAMAGED = "tokenmill:damaged"
 AUDITED = "tokenmill:audited"
 """String, expiring: an audit of all tasks was made in this period."""
 
+ASIDE = "tokenmill:aside"
+"""Sorted set, expiring: record that the reaper could not treat -> when it is treated again (Redis time,
+seconds).
+"""
+
+OUTAGE = "tokenmill:outage"
+"""String, expiring: when Redis last failed a process that takes lapsed tasks back (Redis time, seconds)."""
+
 CONTROL = "tokenmill:control"
 """Channel: JSON commands to every worker, `{"cancel": task id}`."""
 
@@ -99,6 +107,13 @@ def tenants(slug: str) -> str:
 def shown(slug: str) -> str:
     """Sorted set: RQ queue of a model that RQ's tools show -> when its registries are tidied next."""
     return f"tokenmill:shown:{slug}"
+
+
+def sweep(slug: str) -> str:
+    """String: where the search for claimed tasks without a valid lease resumes, `<queue>` and
+    `<id>:<owner>`.
+    """
+    return f"tokenmill:sweep:{slug}"
 
 
 def clock(slug: str) -> str:

@@ -1,7 +1,9 @@
 """What a worker tells the API of the model it serves, so that the API can refuse what it can decide."""
 
 import json
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +17,11 @@ class ModelCard:
     max_prompt_tokens: int
     has_chat_template: bool
     fingerprint: str
+    #: The longest `prompt`, in bytes of UTF-8, that can be so few tokens. None: the tokenizer sets no bound.
+    max_prompt_bytes: int | None = None
+    #: Sampling fields that hold where a request does not give them, from the model's
+    #: `generation_config.json`.
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

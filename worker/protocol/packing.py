@@ -47,6 +47,7 @@ def _settlement_fields(settlement: Settlement) -> Iterable[str]:
         compressed(settlement.error_text) if failed else "",
         str(settlement.prompt_tokens),
         str(settlement.completion_tokens),
+        "1" if settlement.is_client_error else "",
     )
 
 

@@ -4,27 +4,21 @@ Law: a task is ended only where its last reader's client went away, or where the
 word, as the readers of a process that died. Of other tasks nothing is remembered.
 """
 
-from typing import Any
-
-from worker.protocol.scripting import RedisClient, register
+from worker.protocol.scripting import RedisClient, Scripts
 
 
 class Readers:
     """Readers of one Redis database. `client` and `retention_seconds`: as the task store's."""
 
     def __init__(self, client: RedisClient, *, retention_seconds: float = 3600) -> None:
-        self._retention_ms = max(1, round(retention_seconds * 1000))
-        self._scripts = register(client)
+        self._scripts = Scripts(client, retention_seconds=retention_seconds)
 
     def read(self, task_id: str, reader: str, seconds: float) -> None:
         """`reader` (any text of its own) is there; it lapses after `seconds` unless told again."""
-        self._run("read", task_id, reader, seconds)
+        self._scripts.run("read", task_id, reader, seconds)
 
     def leave(self, task_id: str, reader: str, *, gone: bool) -> bool:
         """`reader` is not there any more. `gone`: its client went away, and the task ends as cancelled if no
         other reader is left. Gives whether it did.
         """
-        return bool(self._run("leave", task_id, reader, int(gone)))
-
-    def _run(self, script: str, *arguments: Any) -> Any:
-        return self._scripts[script](args=(self._retention_ms, *arguments))
+        return bool(self._scripts.run("leave", task_id, reader, int(gone)))

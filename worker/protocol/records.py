@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from worker.protocol.messages import LogEntry
 from worker.protocol.time_limits import NO_LIMITS, TimeLimits
@@ -24,6 +24,8 @@ FACTS = frozenset(
         "prompt_ids",
         "prompt_tokens",
         "fingerprint",
+        "sampling_defaults",
+        "output_limit",
         "cached_tokens",
     }
 )
@@ -128,11 +130,12 @@ class Claimed:
 
     `data`: the RQ job's `data`, zlib of JSON `[function name, null, args, kwargs]`. `num_entries`: length of
     the log that earlier attempts published; `entries`: that log, once it has been read. `prompt_token_ids`
-    and `fingerprint`: as the first attempt stored them.
-    `waited_seconds`: from the acceptance to this claim, on Redis's clock. `num_outputs`: as submitted.
-    `has_started`: a step of an earlier attempt took it. `cached_tokens`: as an earlier attempt told them.
-    `suspect`: an earlier owner died while it had this task in hand and had logged nothing of it. It is to be
-    tried alone, and recorded so before anything else is done with it, until its log has grown.
+    and `fingerprint`: as the first attempt stored them; so are `sampling_defaults`, JSON or "", which hold
+    for this task whatever this worker's are. `waited_seconds`: from the acceptance to this claim, on
+    Redis's clock. `num_outputs`: as submitted. `has_started`: a step of an earlier attempt took it.
+    `cached_tokens`: as an earlier attempt told them. `suspect`: an earlier owner died while it had this
+    task in hand and had logged nothing of it. It is to be tried alone, and recorded so before anything else
+    is done with it, until its log has grown.
     """
 
     task_id: str
@@ -147,6 +150,7 @@ class Claimed:
     entries: tuple[LogEntry, ...] = ()
     prompt_token_ids: tuple[int, ...] | None = None
     fingerprint: str | None = None
+    sampling_defaults: str = ""
     num_outputs: int = 1
     has_started: bool = False
     cached_tokens: int = 0
@@ -159,13 +163,14 @@ class Settlement:
 
     `reason`: `stop`, `length`, `timeout` or `error`; of several outputs the worst. `result`: JSON text, what
     RQ's `return_value()` gives, partial for failed ones. `error_text`: what RQ shows as the exception of a
-    failed one.
+    failed one. `is_client_error`: the request itself was wrong, and its client can correct it.
     """
 
     status: Literal["completed", "failed"]
     reason: str
     result: str
     error_text: str = ""
+    is_client_error: bool = False
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
@@ -224,18 +229,28 @@ class Renewed:
     cancelled: frozenset[str] = frozenset()
 
 
+class ReapFailure(NamedTuple):
+    """A record that a duty of the reaper could not treat, and why. It is treated again later."""
+
+    duty: str
+    record: str
+    reason: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reaped:
     """Task ids: put back into their queues, ended as `timeout`, as `cancelled`, and as `error`.
 
     Those that are cancelled were so by RQ's own tools, or all of their readers have lapsed. The poisoned are
-    to blame for the deaths of several workers.
+    to blame for the deaths of several workers. Of the lost ones Redis had lost keys.
     """
 
     returned: tuple[str, ...] = ()
     timed_out: tuple[str, ...] = ()
     cancelled: tuple[str, ...] = ()
     poisoned: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    failures: tuple[ReapFailure, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +284,8 @@ class QueueStats:
     `waiting`: priority class -> tasks, every class named. `oldest_age`: seconds since the acceptance of the
     oldest waiting task, 0 without one. `waiting_cost`: estimated tokens. `claimed`: tasks that workers own.
     `drain_rate`: estimated tokens per second that the workers get done while tasks wait; None until measured.
-    `totals`: counters that only grow: `submitted`, `finished:<reason>`, `prompt_tokens`, `completion_tokens`.
+    `totals`: counters that only grow: `submitted`, `finished:<reason>`, `client_errors`, `prompt_tokens`,
+    `completion_tokens`.
     `webhooks_due`, `webhooks_later`: to be delivered now, and tried again later; those of all models.
     """
 

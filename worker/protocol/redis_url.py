@@ -68,6 +68,9 @@ def client(library: Any, url: str, **options: Any) -> Any:
     """
     address = parse(url)
     settings = {**options, **address.options}
+    if "path" in address.options:
+        # TCP only: the library's class for Unix sockets raises TypeError for it.
+        settings.pop("socket_keepalive", None)
     if not address.service:
         pool = library.ConnectionPool(connection_class=_connection_class(library, address), **settings)
         return library.Redis.from_pool(pool)

@@ -24,6 +24,13 @@ POISON_ERROR = TaskError(
 )
 """Why a task ended that is to blame for the deaths of several workers."""
 
+LOST_ERROR = TaskError(
+    type="server_error",
+    code="lost",
+    message="Redis lost the data of this task (evicted or deleted); submit it again",
+)
+"""Why a task ended whose keys vanished."""
+
 
 def _told(error: TaskError) -> tuple[str, str]:
     """For readers as JSON, and for RQ as the text of an exception."""
@@ -33,12 +40,16 @@ def _told(error: TaskError) -> tuple[str, str]:
 
 def _named() -> Iterator[str]:
     errors = {"": MAX_WAIT_ERROR, **{name: time_limits.timeout_error(name) for name in time_limits.NAMES}}
-    for name, error in (errors | {"poison": POISON_ERROR}).items():
+    for name, error in errors.items():
         yield from (name, *_told(error))
 
 
 NO_ERROR = ("", "")
 POISON = _told(POISON_ERROR)
 """As `hand_back.lua` takes it."""
+LOST = _told(LOST_ERROR)
+"""As `vanished.lua` writes it."""
 NAMED = tuple(_named())
-"""As `reap.lua` takes them: the name of the limit that has passed ("": waited too long), and its error."""
+"""As `reap_overdue.lua` takes them: the name of the limit that has passed ("": waited too long), and its
+error.
+"""

@@ -22,7 +22,8 @@ class TaskSnapshot:
     says. `waiting_for`: `worker`, `capacity` or `behind` in Redis, the scheduler's reason after the claim, or
     `suspect`: a worker may have died of it, and it waits to be tried alone. `drain_rate`: estimated tokens
     per second that the workers get done while tasks wait, None until measured. `num_entries`: length of the
-    log. `cancel_on_disconnect`, `tenant`: as submitted.
+    log. `cancel_on_disconnect`, `tenant`: as submitted. `output_limit`: JSON of `sizes.OutputLimit`, once a
+    worker knows the prompt's length.
     """
 
     task_id: str
@@ -48,6 +49,7 @@ class TaskSnapshot:
     num_outputs: int = 1
     cancel_on_disconnect: bool = False
     tenant: str = DEFAULT_TENANT
+    output_limit: str | None = None
 
 
 class Reading(NamedTuple):
@@ -91,6 +93,7 @@ def to_snapshot(task_id: str, reply: Sequence[Any]) -> TaskSnapshot:
         num_outputs=int(run.get("n", "1")),
         cancel_on_disconnect=run.get("on_disconnect") == "cancel",
         tenant=run["tenant"],
+        output_limit=run.get("output_limit"),
     )
 
 

@@ -6,7 +6,7 @@ Knows no policy: who may submit, what to claim next on a worker and when to reap
 import hashlib
 import json
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal, cast
 
@@ -16,6 +16,7 @@ from worker.protocol.messages import Event, LogEntry, entry_seq
 from worker.protocol.model_card import ModelCard
 from worker.protocol.naming import tenant_hash
 from worker.protocol.packing import packed
+from worker.protocol.reaping import Reaping, decoded, log_failures
 from worker.protocol.records import (
     Accepted,
     Cancelled,
@@ -35,7 +36,7 @@ from worker.protocol.records import (
     WorkerRecord,
     Write,
 )
-from worker.protocol.scripting import RedisClient, register
+from worker.protocol.scripting import RedisClient, Scripts
 from worker.protocol.snapshots import Reading, TaskSnapshot, to_queue_stats, to_snapshot
 
 __all__ = [
@@ -80,8 +81,8 @@ class TaskStore:
 
     def __init__(self, client: RedisClient, *, retention_seconds: float = 3600) -> None:
         self._client = client
-        self._retention_ms = max(1, round(retention_seconds * 1000))
-        self._scripts = register(client)
+        self._scripts = Scripts(client, retention_seconds=retention_seconds)
+        self.reap = Reaping(self._scripts).reap
 
     def submit(self, submission: Submission) -> Submitted:
         """Store and queue a task. Raises `QueueFull`, `IdempotencyConflict`; then nothing is stored."""
@@ -147,7 +148,8 @@ class TaskStore:
         """Add messages, facts and settlements, all in one change; one outcome for each write."""
         if not writes:
             return []
-        return [_outcome(code) for code in self._run("publish", packed(writes))]
+        outcomes = self._run("publish", packed(writes))
+        return [_outcome(write, code) for write, code in zip(writes, outcomes, strict=True)]
 
     def renew(
         self, owned: Mapping[str, str], lease_seconds: float, standings: Mapping[str, Standing] | None = None
@@ -161,8 +163,9 @@ class TaskStore:
             return Renewed()
         said = standings or {}
         rows = ((task_id, owner, said.get(task_id, "seated")) for task_id, owner in owned.items())
-        lost, cancelled = self._run("renew", lease_seconds, *chain.from_iterable(rows))
-        return Renewed(lost=frozenset(_decoded(lost)), cancelled=frozenset(_decoded(cancelled)))
+        lost, cancelled, failures = self._run("renew", lease_seconds, *chain.from_iterable(rows))
+        log_failures("not renewed", failures)
+        return Renewed(lost=frozenset(decoded(lost)), cancelled=frozenset(decoded(cancelled)))
 
     def hand_back(self, owned: Mapping[str, str], *, crashed: bool = False) -> int:
         """Put `owned` (task -> owner) back to the front in order of acceptance. Gives how many.
@@ -174,29 +177,9 @@ class TaskStore:
             return 0
         how = script_errors.POISON if crashed else script_errors.NO_ERROR
         pairs = chain.from_iterable(owned.items())
-        return int(self._run("hand_back", *how, rq_keys.RESULT_FAILED, *pairs))
-
-    def reap(self, slug: str, *, max_task_seconds: float) -> Reaped:
-        """Put back what has a lapsed lease, of any model; end what waits longer than `max_task_seconds` or
-        than its own limits allow, or is to blame for the deaths of several workers.
-
-        Also ends what was cancelled or deleted with RQ's own tools, and drops expired ids from RQ's
-        registries. A call takes back, ends and puts right a hundred tasks of each kind at most.
-        """
-        returned, timed_out, cancelled, poisoned = self._run(
-            "reap",
-            slug,
-            round(max_task_seconds * 1e6),
-            rq_keys.RESULT_FAILED,
-            _TREATED_AT_ONCE,
-            *script_errors.NAMED,
-        )
-        return Reaped(
-            returned=_decoded(returned),
-            timed_out=_decoded(timed_out),
-            cancelled=_decoded(cancelled),
-            poisoned=_decoded(poisoned),
-        )
+        returned, failures = self._run("hand_back", *how, rq_keys.RESULT_FAILED, *pairs)
+        log_failures("not handed back", failures)
+        return int(returned)
 
     def cancel(self, task_id: str) -> str | None:
         """End a task as cancelled, whatever its state. None: no such task; else the status it has ended in:
@@ -214,6 +197,11 @@ class TaskStore:
         snapshot = None if reply is None else to_snapshot(task_id, reply)
         return snapshot if snapshot and tenant in (None, snapshot.tenant) else None
 
+    def is_lost(self, task_id: str, tenant: str | None = None) -> bool:
+        """Whether a part of a task that nothing else is known of is still here: Redis lost the rest."""
+        origin = self._client.hget(rq_keys.job(task_id), "origin")
+        return bool(origin) and (tenant is None or origin.decode().endswith(f":{tenant_hash(tenant)}"))
+
     def read(self, task_id: str, tenant: str | None = None) -> Reading | None:
         """A task with its log of the same moment. None: no such task, or with a `tenant` none of its own.
 
@@ -230,9 +218,9 @@ class TaskStore:
         """The first `count` entries of a log; fewer where it has fewer by now."""
         return tuple(LogEntry.of_fields(fields) for _, fields in self._rows(task_id, -1, count))
 
-    def read_log(self, task_id: str, after: int = -1) -> list[Event]:
-        """The messages with a `seq` greater than `after`, in order; empty where there are none."""
-        return event_log.events(task_id, self._rows(task_id, after, event_log.MAX_SEQ))
+    def read_log(self, task_id: str, after: int = -1, count: int = event_log.MAX_SEQ) -> list[Event]:
+        """Up to `count` messages with a `seq` greater than `after`, in order; empty where there are none."""
+        return event_log.events(task_id, self._rows(task_id, after, count))
 
     def put_worker(self, record: WorkerRecord, ttl_seconds: float) -> None:
         """Tell what a worker does; forgotten after `ttl_seconds` unless told again."""
@@ -250,6 +238,10 @@ class TaskStore:
     def put_model_card(self, slug: str, card: ModelCard) -> None:
         self._client.set(keys.model_card(slug), card.to_json())
 
+    def restore_model_card(self, slug: str, card: ModelCard) -> None:
+        """Write the card where none is, as after a loss of data; one that another worker wrote stays."""
+        self._client.set(keys.model_card(slug), card.to_json(), nx=True)
+
     def model_card(self, slug: str) -> ModelCard | None:
         """None: no worker has ever served this model here."""
         card = self._client.get(keys.model_card(slug))
@@ -258,6 +250,9 @@ class TaskStore:
     def queue_stats(self, slug: str) -> QueueStats:
         """Numbers of a model's queues; costs nothing for each waiting task."""
         return to_queue_stats(self._run("queue_stats", slug))
+
+    def _run(self, script: str, *arguments: Any) -> Any:
+        return self._scripts.run(script, *arguments)
 
     def _rows(self, task_id: str, after: int, count: int) -> Iterator[event_log.Row]:
         """Up to `count` rows of a log, in pages and outside of scripts: Redis serves others in between."""
@@ -268,9 +263,6 @@ class TaskStore:
             if len(rows) < asked:
                 return
             after, count = entry_seq(rows[-1][0]), count - asked
-
-    def _run(self, script: str, *arguments: Any) -> Any:
-        return self._scripts[script](args=(self._retention_ms, *arguments))
 
 
 def _claimed(
@@ -289,6 +281,7 @@ def _claimed(
     cached_tokens: bytes,
     suspect: bytes,
     num_entries: int,
+    sampling_defaults: bytes,
 ) -> Claimed:
     return Claimed(
         task_id=task_id.decode(),
@@ -302,6 +295,7 @@ def _claimed(
         num_entries=num_entries,
         prompt_token_ids=tuple(json.loads(prompt_ids)) if prompt_ids else None,
         fingerprint=fingerprint.decode() or None,
+        sampling_defaults=sampling_defaults.decode(),
         num_outputs=int(num_outputs),
         has_started=bool(has_started),
         cached_tokens=int(cached_tokens),
@@ -322,7 +316,11 @@ def _queue_full(
     )
 
 
-def _outcome(code: int) -> Outcome:
+def _outcome(write: Write, code: int | bytes) -> Outcome:
+    """A write that failed is given up by its owner, as one that was lost; its task comes back later."""
+    if isinstance(code, bytes):
+        log_failures("not stored", (write.task_id.encode(), code))
+        return Lost()
     return _OUTCOMES[code] if code in _OUTCOMES else Gap(code)
 
 
@@ -335,7 +333,3 @@ def _seconds(limit: float | None) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
-
-
-def _decoded(ids: Iterable[bytes]) -> tuple[str, ...]:
-    return tuple(task_id.decode() for task_id in ids)

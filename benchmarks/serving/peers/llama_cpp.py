@@ -42,8 +42,8 @@ class LlamaCpp:
         params.n_batch = params.n_ubatch = settings.token_budget
         params.n_seq_max = settings.max_seqs
         params.n_threads = params.n_threads_batch = settings.threads
-        # One pool for all sequences, not an equal share for each.
-        params.kv_unified = True
+        # One cache for all sequences, or an equal share for each.
+        params.kv_unified = settings.options["kv_unified"]
         params.type_k = params.type_v = F32 if settings.dtype == "float32" else BF16
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         if not self._context:

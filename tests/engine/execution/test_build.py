@@ -3,13 +3,16 @@
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter
-from engine.execution import kv_cache
-from engine.execution.build import Execution, build_execution, model_length
+from engine.execution import build, kv_cache, pool_limits
+from engine.execution.build import Execution, build_execution, default_limits, model_length
+from engine.execution.pool_limits import PoolMemory
 from engine.sampling_params import SamplingParams
 from tests.comparer import assert_equal_tokens, reference
 from tests.tiny_models import EOS, IM_END, VOCAB_SIZE, make_model, save_model
@@ -40,19 +43,36 @@ def test_limits_that_nobody_set(tiny_llama: Path) -> None:
     assert config.chunked_prefill
 
 
+def test_limits_that_nobody_set_on_cuda(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the device has them, but for those that are set."""
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert default_limits(cpu) == {}
+    assert default_limits(cuda) == {"max_num_batched_tokens": 2048, "max_num_seqs": 256}
+    limits = default_limits(cuda)
+    monkeypatch.setattr(build, "default_limits", lambda _: limits)
+
+    def built(**given: Any) -> tuple[int, int]:
+        config = build_execution(str(tiny_llama), device="cpu", num_kv_blocks=8, **given).config
+        return config.max_num_batched_tokens, config.max_num_seqs
+
+    assert built() == (2048, 256)
+    assert built(max_num_batched_tokens=None, max_num_seqs=8) == (2048, 8)
+    assert built(max_num_batched_tokens=64) == (64, 256)
+
+
 def test_limits_that_are_set(tiny_llama: Path) -> None:
     config = build_execution(
         str(tiny_llama),
         device="cpu",
         max_model_len=100,
-        num_kv_blocks=7,
+        num_kv_blocks=13,
         block_size=8,
         max_num_batched_tokens=33,
         max_num_seqs=3,
         max_num_prefill_seqs=2,
         chunked_prefill=False,
     ).config
-    assert (config.max_model_len, config.num_kv_blocks, config.block_size) == (100, 7, 8)
+    assert (config.max_model_len, config.num_kv_blocks, config.block_size) == (100, 13, 8)
     assert (config.max_num_batched_tokens, config.max_num_seqs) == (33, 3)
     assert (config.max_num_prefill_seqs, config.chunked_prefill) == (2, False)
 
@@ -61,7 +81,7 @@ def test_every_field_of_the_config_may_be_set(tiny_llama: Path) -> None:
     """A field that the loader did not hand on would be a setting without effect."""
     wanted = EngineConfig(
         max_model_len=90,
-        num_kv_blocks=9,
+        num_kv_blocks=23,
         block_size=4,
         max_num_batched_tokens=40,
         max_num_seqs=5,
@@ -147,6 +167,43 @@ def test_a_model_that_states_no_length_needs_one() -> None:
         model_length(None, None)
 
 
+def test_a_pool_that_does_not_hold_the_longest_sequence(tiny_llama: Path) -> None:
+    """A length that was asked for is refused, the model's own is reduced: no request waits for ever."""
+    told: list[str] = []
+    config = build_execution(str(tiny_llama), device="cpu", num_kv_blocks=10, progress=told.append).config
+    assert (config.max_model_len, config.max_prompt_tokens) == (160, 159)
+    (line,) = [line for line in told if "max_model_len" in line]
+    assert line.startswith("max_model_len is 160 instead of the model's 2048: 10 KV blocks hold no more;")
+    assert line.endswith("num_kv_blocks=128 would do")
+    with pytest.raises(
+        InvalidParameter,
+        match="max_model_len: is 161, but 10 KV blocks of 16 tokens hold 160; set it to at most 160, or"
+        " num_kv_blocks to at least 11",
+    ):
+        build_execution(str(tiny_llama), device="cpu", num_kv_blocks=10, max_model_len=161)
+
+
+def test_a_pool_that_the_memory_does_not_hold(tiny_llama: Path) -> None:
+    with pytest.raises(
+        InvalidParameter,
+        match=r"num_kv_blocks: \d+ KV blocks need \d+ bytes on cpu, where \d+ are available; set it to",
+    ):
+        build_execution(str(tiny_llama), device="cpu", num_kv_blocks=2**31 - 1)
+
+
+def test_a_pool_that_cannot_be_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = PoolMemory(kv_cache.torch.device("cpu"), bytes_per_block=1 << 20, share=0.5)
+    for available, message in {
+        GIB: "10 KV blocks need 11534336 bytes on cpu, where 1073741824 are available; set it to at most 9",
+        1 << 20: "are available; free some memory or use a smaller model",
+        None: "more than are available; set it lower",
+    }.items():
+        monkeypatch.setattr(pool_limits, "known_free_bytes", lambda _, known=available: known)
+        with pytest.raises(InvalidParameter, match=message), memory.guard(10):
+            raise RuntimeError("can't allocate memory: you tried to allocate 7 bytes")
+    memory.check(2**31 - 1)  # Where the memory is not known, trying is all that can be done.
+
+
 def test_blocks_within_a_share_of_the_memory() -> None:
     def choose(free: int, max_tokens: int = 16_000_000, share: float = 0.5) -> int:
         return kv_cache.choose_num_kv_blocks(
@@ -186,6 +243,18 @@ def test_the_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     # A file that was read is counted as used, but given up when memory is wanted.
     (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {GIB // 2}\n")
     assert kv_cache.free_bytes(kv_cache.torch.device("cpu")) == GIB + GIB // 2
+
+
+def test_the_limit_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ulimit -v` counts what is mapped already."""
+    write_meminfo(tmp_path, monkeypatch)
+    (tmp_path / "statm").write_text("1024 5 5 5 0 5 0\n")
+    monkeypatch.setattr(kv_cache, "_STATM", tmp_path / "statm")
+    monkeypatch.setattr(kv_cache.resource, "getpagesize", lambda: 4096)
+    monkeypatch.setattr(kv_cache.resource, "getrlimit", lambda _: (GIB, GIB))
+    assert kv_cache.free_bytes(kv_cache.torch.device("cpu")) == GIB - (4 << 20)
+    monkeypatch.setattr(kv_cache.resource, "getrlimit", lambda _: (1 << 20, GIB))
+    assert kv_cache.free_bytes(kv_cache.torch.device("cpu")) == 0
 
 
 def without_meminfo(directory: Path, monkeypatch: pytest.MonkeyPatch, sysconf: Callable[[str], int]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from engine.errors import InvalidParameter
 from engine.execution import default_model as module
 from engine.execution.build import Execution, build_execution
-from engine.execution.default_model import DEFAULT_MODEL, NAME, default_model, find_gguf
+from engine.execution.default_model import DEFAULT_MODEL, NAME, convert, default_model, find_gguf
 from engine.sampling_params import SamplingParams
 
 
@@ -19,7 +19,7 @@ def execution(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFact
     """The real default model. Its copy stays in pytest's cache, if there is one, from run to run."""
     cache = getattr(pytestconfig, "cache", None)
     cache_dir = cache.mkdir("tokenmill-models") if cache else tmp_path_factory.mktemp("models")
-    return build_execution(DEFAULT_MODEL, cache_dir=cache_dir, device="cpu", num_kv_blocks=64)
+    return build_execution(DEFAULT_MODEL, cache_dir=cache_dir, device="cpu", num_kv_blocks=512)
 
 
 def answer(execution: Execution, question: str) -> str:
@@ -71,7 +71,9 @@ def test_a_conversion_that_fails_leaves_nothing_that_is_taken_for_a_model(
         raise OSError("disk full")
 
     monkeypatch.setattr(module, "convert", fails_half_way)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(
+        InvalidParameter, match=r"cache_dir: the cache directory .* cannot be written: disk full"
+    ):
         default_model(tmp_path, lambda _: None)
     assert [path.name for path in tmp_path.iterdir()] == [f"{NAME}.lock"]
     # A process that was killed half way leaves its scratch folder; the next one converts all the same.
@@ -103,6 +105,38 @@ def test_a_package_without_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(InvalidParameter, match="has no GGUF file"):
         find_gguf()
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    """openobserve-helm#54: a read-only root ended in tracebacks. A file stands for it, also for root."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidParameter, match=r"cache_dir: .*/file cannot be written: File exists"):
+        default_model(tmp_path / "file", lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", r"is empty \(0 bytes\)"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\nsize 7\n",
+            "is a Git LFS pointer, not the file of 7 bytes",
+        ),
+        (b"garbage", "is no GGUF file; install it"),
+        (b"GGUF" + b"garbage" * 100, r"is a damaged GGUF file \("),
+        (None, r"is a damaged GGUF file \("),
+    ],
+)
+def test_a_gguf_file_that_cannot_be_used(tmp_path: Path, content: bytes | None, reason: str) -> None:
+    """None: the real file, cut in the middle of its weights."""
+    source = tmp_path / "model.gguf"
+    if content is None:
+        with find_gguf().open("rb") as file:
+            content = file.read(20_000_000)
+    source.write_bytes(content)
+    with pytest.raises(InvalidParameter, match=rf"model: .*model.gguf: {reason}"):
+        convert(source, tmp_path / "converted")
+    assert not (tmp_path / "converted").exists()
 
 
 def test_the_package_is_not_imported() -> None:

@@ -4,9 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
@@ -206,6 +208,37 @@ def test_a_size_that_gives_other_bits_is_not_used() -> None:
     sizes = row_counts(hooked(shift))
     assert 32 not in sizes
     assert {16, 64} <= set(sizes)
+
+
+class LinearsInFloat32(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Linear layers accumulate in float32, row by row; `backwards`: a lone row in the other order."""
+
+    def __init__(self, backwards: bool) -> None:
+        super().__init__()
+        self._backwards = backwards
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.linear.default:
+            return func(*args, **(kwargs or {}))
+        rows, weight = args[0].float().flatten(0, -2), args[1].float()
+        terms = rows[:, None, :] * weight
+        if self._backwards and len(rows) == 1:
+            terms = terms.flip(-1)
+        # Not cumsum, which accumulates in float64.
+        total = sum(terms.unbind(-1), torch.zeros(()))
+        return total.view(*args[0].shape[:-1], len(weight)).to(args[0].dtype)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_an_order_of_additions_that_rounding_hides_is_found(backwards: bool) -> None:
+    """oneDNN adds up one or two rows in bfloat16 in another order than many on AVX-512 processors."""
+    install()
+    model = make_model("llama", dtype=torch.bfloat16)
+    model.set_attn_implementation(ATTENTION_NAME)
+    with LinearsInFloat32(backwards):
+        found = row_counts(model)
+    assert (1 in found) is not backwards
+    assert 2 in found
 
 
 def test_a_step_is_cut_into_forwards_of_the_known_sizes() -> None:

@@ -183,18 +183,35 @@ def test_a_row_has_the_same_bits_in_any_company(
 def test_what_is_not_finite_stays_in_its_row_and_shows_there(
     operator: ElementwiseOperator, column: int, bad: float, dtype: torch.dtype
 ) -> None:
-    """In a whole vector and in the rest of a row; as it comes out of torch."""
+    """In a whole vector and in the rest of a row.
+
+    torch is no reference here: on AVX-512 processors its gelu of infinity is NaN, on AVX2 infinity.
+    """
     clean = noise(4, 100).to(dtype)
     hidden = clean.clone()
     hidden[2, column] = bad
+    others = [at for at in range(100) if at != column]
     for formula in FORMULAS:
-        found = check_norm(operator, formula, hidden)
-        assert found[2].isnan().any()
-        assert torch.equal(found[[0, 1, 3]], check_norm(operator, formula, clean)[[0, 1, 3]])
+        norm = operator.norm(formula, noise(100, seed=1).to(dtype))
+        found, expected = norm(hidden), norm(clean)
+        assert found is not None
+        assert expected is not None
+        assert torch.equal(found[[0, 1, 3]], expected[[0, 1, 3]])
+        assert not found[2, column].isfinite()
+        # A row of infinite length: its finite numbers become 0, or NaN.
+        assert not (found[2, others].isfinite() & (found[2, others] != 0)).any()
     for activation in Activation:
+        gated = operator.gate(activation)
+        expected = gated(clean, clean)
+        assert expected is not None
         for gate, up in ((hidden, clean), (clean, hidden)):
-            found = check_gate(operator, activation, gate, up)
-            assert not found[2, column].isfinite() or (gate is hidden and bad == -math.inf)
+            found = gated(gate, up)
+            assert found is not None
+            assert torch.equal(found[[0, 1, 3]], expected[[0, 1, 3]])
+            assert torch.equal(found[2, others], expected[2, others])
+            # A gate of minus infinity is closed: 0 is right, and so is NaN for 0 times infinity.
+            closed = gate is hidden and bad == -math.inf and found[2, column] == 0
+            assert closed or not found[2, column].isfinite()
 
 
 def test_a_nan_of_any_payload_stays_one_in_bfloat16(operator: ElementwiseOperator) -> None:

@@ -73,6 +73,33 @@ def test_a_part_keeps_its_weight_in_no_memory_of_its_own() -> None:
         assert part.weight.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
+def test_originals_are_freed_before_the_next_product_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model needs its own memory and that of one product, never all of its weights twice."""
+    model = ready("llama")
+    names = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    originals = [
+        weakref.ref(weight)
+        for name, weight in model.named_parameters()
+        if any(part in name for part in names)
+    ]
+    alive: list[int] = []
+    init = FusedLinear.__init__
+
+    def counting(self: FusedLinear, linears: list[nn.Linear]) -> None:
+        alive.append(sum(one() is not None for one in originals))
+        init(self, linears)
+
+    monkeypatch.setattr(FusedLinear, "__init__", counting)
+    num_products = fuse_linears(model)
+    left = sum(one() is not None for one in originals)
+    # Products of three and of two weights by turns, each gone when the next one begins.
+    assert len(alive) == num_products
+    assert sorted(before - after for before, after in zip(alive, [*alive[1:], left], strict=True)) == (
+        [2] * (num_products // 2) + [3] * (num_products // 2)
+    )
+    assert (alive[0], left) == (len(originals), 0)
+
+
 def members(*sizes: int, num_inputs: int = 6) -> list[nn.Linear]:
     return [nn.Linear(num_inputs, size).requires_grad_(False) for size in sizes]
 

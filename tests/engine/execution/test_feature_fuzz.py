@@ -20,10 +20,18 @@ from engine.execution.model_runner import ModelRunner
 from engine.execution.sampler import Sampler
 from engine.execution.tokenizer import Tokenizer
 from engine.grammars import GrammarCompiler
-from engine.outputs import SampledToken, SchedulerOutputs, SequenceOutput, TokenLogprobs
+from engine.outputs import (
+    SampledToken,
+    ScheduledSequence,
+    SchedulerOutputs,
+    SequenceOutput,
+    TokenLogprobs,
+)
+from engine.pipeline import Launcher
 from engine.sampling_params import SamplingParams
 from engine.structured_outputs import StructuredOutputs
 from tests.engine.execution.serving import make_runner
+from tests.engine.execution.simulated_device import check_running
 from tests.tiny_models import EOS, VOCAB_SIZE, make_model, make_tokenizer
 
 PREFIX = [random.Random(0).randrange(5, VOCAB_SIZE) for _ in range(24)]
@@ -117,17 +125,23 @@ def draw_plain_params(rng: random.Random) -> SamplingParams:
         "stop_token_ids": tuple(rng.sample(range(VOCAB_SIZE), 30)),
         "stop": tuple(rng.sample(STOPS, 2)) if rng.random() < 0.3 else (),
         "min_tokens": rng.choice([0, 0, 0, 2]),
+        "logprobs": 1 if rng.random() < 0.08 else None,
     }
     return SamplingParams(**fields)  # type: ignore[arg-type]  # drawn by name
 
 
 class CountingLauncher(DeviceLauncher):
-    """Counts the steps that were launched while the one before was under way; some fail."""
+    """Counts the steps that were launched while the one before was under way; some fail, some are refused."""
 
     def __init__(self, runner: ModelRunner, sampler: Sampler, rng: random.Random) -> None:
         super().__init__(runner, sampler, torch.device("cpu"))
         self._rng = rng
-        self.num_ahead = self.num_faults = 0
+        self.num_ahead = self.num_faults = self.num_refused = 0
+
+    def takes(self, item: ScheduledSequence) -> bool:
+        takes = super().takes(item) and self._rng.random() < 0.99
+        self.num_refused += not takes
+        return takes
 
     def launch(self, outputs: SchedulerOutputs, after: Drawn | None) -> Drawn:
         self._fail_sometimes()
@@ -145,16 +159,9 @@ class CountingLauncher(DeviceLauncher):
             raise MemoryError("not now")
 
 
-def serve(
-    runner: ModelRunner,
-    config: EngineConfig,
-    requests: dict[str, Asked],
-    rng: random.Random | None = None,
-    launcher: CountingLauncher | None = None,
-) -> tuple[dict[tuple[str, int], Given], int]:
-    """All outputs by (request, index), and how often one was preempted. With `rng` they come in steps."""
+def build_engine(runner: ModelRunner, config: EngineConfig, launcher: Launcher | None) -> Engine:
     ends = frozenset({EOS})
-    engine = Engine(
+    return Engine(
         config,
         runner,
         Sampler(),
@@ -167,6 +174,17 @@ def serve(
         ),
         launcher=launcher,
     )
+
+
+def serve(
+    runner: ModelRunner,
+    config: EngineConfig,
+    requests: dict[str, Asked],
+    rng: random.Random | None = None,
+    launcher: CountingLauncher | None = None,
+) -> tuple[dict[tuple[str, int], Given], int]:
+    """All outputs by (request, index), and how often one was preempted. With `rng` they come in steps."""
+    engine = build_engine(runner, config, launcher)
     given: dict[tuple[str, int], Given] = {}
     to_come = list(requests.items())
     num_preempted = arrival = 0
@@ -179,6 +197,7 @@ def serve(
             )  # fmt: skip
             arrival += 1
         step = engine.step()
+        check_running(engine.scheduler.running_queue, config.block_size)
         num_preempted += step.report.num_preempted
         for output in step.outputs:
             _note(given, output)
@@ -227,6 +246,13 @@ CONFIGS = {
     },
     "whole prompts": {"num_kv_blocks": 22, "chunked_prefill": False, "max_num_batched_tokens": 64},
     "pins soon": {"num_kv_blocks": 22, "max_preemptions": 1},
+    "tiny blocks": {
+        "block_size": 2,
+        "num_kv_blocks": 44,
+        "max_num_batched_tokens": 9,
+        "max_chunk_tokens": 3,
+        "max_num_seqs": 4,
+    },
 }
 
 
@@ -272,3 +298,4 @@ def test_steps_that_are_launched_ahead_change_no_output(name: str) -> None:
         assert_same(ahead[place], right, f"{place}: {requests[place[0]].params}")
     assert launcher.num_ahead > 20
     assert launcher.num_faults
+    assert launcher.num_refused

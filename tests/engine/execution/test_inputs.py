@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine.errors import BlockTableOverrun
 from engine.execution.inputs import InputBuilder
 from engine.outputs import SchedulerOutputs
 from tests.engine.execution.serving import part, seated
@@ -128,3 +129,35 @@ def test_a_sequence_without_a_seat_is_an_error() -> None:
     sequence.preempt()
     with pytest.raises(ValueError, match="without a seat"):
         InputBuilder(1, 16, 4).build(SchedulerOutputs(prefill=(part(sequence, 0, 1),)))
+
+
+@pytest.mark.parametrize(("start", "end"), [(8, 9), (4, 9), (6, 12)])
+def test_a_token_beyond_the_block_table_is_refused(start: int, end: int) -> None:
+    """A stale row of the seat would name a block of another sequence, and its values would be overwritten."""
+    builder = InputBuilder(2, 16, 4)
+    builder.build(SchedulerOutputs(prefill=(part(seated(1, [1] * 12, [4, 5, 6]), 0, 12),)))
+    sequence = seated(1, [1] * 12, [8, 9])
+    with pytest.raises(
+        BlockTableOverrun, match=f"seat 1/0 computes tokens {start} to {end}, but holds 2 blocks"
+    ):
+        builder.build(SchedulerOutputs(prefill=(part(sequence, start, end),)))
+    full = builder.build(SchedulerOutputs(prefill=(part(sequence, 4, 8),)))
+    assert full.batch.slots.tolist() == [36, 37, 38, 39]
+
+
+def test_rows_of_released_seats_and_what_is_behind_a_shorter_table_name_the_null_block() -> None:
+    builder = InputBuilder(3, 16, 4)
+    first, second = seated(0, [1] * 12, [4, 5, 6]), seated(1, [1] * 12, [7, 8, 9])
+    builder.build(SchedulerOutputs(prefill=(part(first, 0, 12), part(second, 0, 12))))
+    other = seated(1, [1] * 4, [3])
+    builder.build(SchedulerOutputs(prefill=(part(other, 0, 4),), released_seats=(0,)))
+    assert builder._tables.array.tolist() == [[0, 0, 0, 0], [3, 0, 0, 0], [0, 0, 0, 0]]
+
+
+def test_a_seat_that_is_reported_late_keeps_the_row_of_its_new_sequence() -> None:
+    builder = InputBuilder(2, 16, 4)
+    sequence = seated(0, [1] * 9, [4, 5, 6])
+    builder.build(SchedulerOutputs(prefill=(part(sequence, 0, 8),)))
+    beside = SchedulerOutputs(prefill=(part(seated(1, [1], [7]), 0, 1),), released_seats=(0,))
+    builder.build(beside)
+    assert builder.build(SchedulerOutputs(decode=(part(sequence, 8, 9),))).batch.slots.tolist() == [24]

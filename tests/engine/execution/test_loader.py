@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.errors import InvalidParameter, UnsupportedModel
+from engine.execution import loader as module
 from engine.execution.attention_choice import TORCH
 from engine.execution.loader import LoadedModel, find_device, find_dtype, load_model, position_limit
 from tests.tiny_models import EOS, IM_END, VOCAB_SIZE, make_config, save_model
@@ -59,30 +60,98 @@ def test_a_model_that_cannot_be_served_is_refused_before_its_weights_are_read(
 
 @pytest.mark.parametrize(
     "config",
-    ["{", "[]", "{}", '{"model_type": "no_such_model"}', '{"model_type": "llama", "hidden_size": "x"}'],
+    [
+        '{"model_type": "llama", "hidden_size": "x"}',
+        '{"model_type": "llama", "num_attention_heads": 0}',
+        '{"model_type": "llama", "eos_token_id": "x"}',
+    ],
 )
-def test_a_config_that_cannot_be_read(tmp_path: Path, config: str) -> None:
+def test_a_config_that_transformers_cannot_use(tmp_path: Path, config: str) -> None:
     (tmp_path / "config.json").write_text(config)
-    with pytest.raises(InvalidParameter, match="model: the config in"):
+    with pytest.raises(InvalidParameter, match=r"model: the config in .* cannot be used: ") as raised:
+        load(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "no_such_model"}, "is not known to transformers"),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "x.Y"}}, "code in the checkpoint"),
+        ({"model_type": "t5"}, "is not a decoder-only language model"),
+        ({"model_type": "llama", "num_hidden_layers": 0}, "its config states no layers"),
+    ],
+)
+def test_a_kind_of_model_that_is_not_served(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=f"model type '{config['model_type']}'.*{reason}"):
+        load(tmp_path)
+
+
+def test_a_config_without_positions(tmp_path: Path) -> None:
+    save_model(tmp_path, max_position_embeddings=2)
+    changed = json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": 0}
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(InvalidParameter, match="model: its config allows 0 positions"):
+        load(tmp_path)
+
+
+def test_ends_of_text_that_are_no_tokens(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    generation = tmp_path / "generation_config.json"
+    generation.write_text(json.dumps({"eos_token_id": [EOS, -1, VOCAB_SIZE]}))
+    assert load(tmp_path).eos_token_ids == {EOS}
+    generation.write_text(json.dumps({"eos_token_id": "</s>"}))
+    with pytest.raises(
+        InvalidParameter, match="eos_token_id must be a token id or a list of them, not '</s>'"
+    ):
         load(tmp_path)
 
 
 def test_a_directory_without_weights(tmp_path: Path) -> None:
     make_config("llama").save_pretrained(tmp_path)
-    with pytest.raises(InvalidParameter, match="model: the weights in"):
+    with pytest.raises(InvalidParameter, match=r"model: .* holds no weights"):
         load(tmp_path)
+
+
+def test_weights_that_the_memory_does_not_hold(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line has the bytes that are needed and available, and what to change."""
+    needed = sum(one.numel() * 4 for one in load(tiny_llama).model.parameters())
+    monkeypatch.setattr(module, "known_free_bytes", lambda _: needed - 1)
+    with pytest.raises(
+        InvalidParameter,
+        match=rf"need {needed} bytes as float32 on cpu, where {needed - 1} are available; set dtype to"
+        rf" bfloat16 \({needed // 2} bytes\)",
+    ):
+        load(tiny_llama)
+    assert load(tiny_llama, dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_an_allocation_that_fails_while_loading(tiny_llama: Path) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    with pytest.raises(InvalidParameter, match=r"model: its weights need \d+ bytes as float32"):
+        load(tiny_llama, finish=fail)
 
 
 def test_devices_and_dtypes_by_name() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert find_device("cpu") == cpu
-    assert find_dtype("auto", cpu) == torch.float32
-    assert find_dtype("auto", cuda) is None
-    assert find_dtype("bfloat16", cpu) == torch.bfloat16
+    wide, half = torch.float32, torch.bfloat16
+    assert find_dtype("auto", cpu, half) == wide
+    assert [find_dtype("auto", cuda, one) for one in (wide, half, torch.float16)] == [
+        half,
+        half,
+        torch.float16,
+    ]
+    assert find_dtype("bfloat16", cpu, wide) == half
+    assert find_dtype("float32", cuda, half) == wide
+    assert [find_dtype("float16", one, wide) for one in (cpu, cuda)] == [torch.float16] * 2
     with pytest.raises(InvalidParameter, match="device: must be auto, cpu or cuda"):
         find_device("tpu")
     with pytest.raises(InvalidParameter, match="dtype: must be auto"):
-        find_dtype("float8", cpu)
+        find_dtype("float8", cpu, wide)
 
 
 def test_cuda_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,12 @@
 """What must not come is -inf, and nothing else is."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.execution import logit_masks
 from engine.execution.edits import LogitEdits
@@ -123,3 +127,40 @@ def test_bits_are_unpacked_alike_on_every_device() -> None:
     assert torch.equal(here, elsewhere)
     flags = (bits[:, :, None] >> np.arange(32)) & 1
     assert (here == 0).flatten().tolist() == flags.astype(bool).flatten().tolist()
+
+
+@given(
+    bad=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5).map(tuple), min_size=1, max_size=6),
+    output=st.lists(st.integers(0, 3), max_size=20),
+)
+def test_bad_words_step_by_step_are_those_of_the_definition(
+    bad: list[tuple[int, ...]], output: list[int]
+) -> None:
+    item = row(GREEDY, prompt=[1], bad_token_ids=tuple(bad))
+    edits, logits = LogitEdits(), random_logits(1, VOCAB)
+
+    for length in range(len(output) + 1):
+        so_far = output[:length]
+        changed = edits.apply(logits, [item.sequence], [0])
+        assert changed is not None
+        expected = {last for *before, last in bad if so_far[length - len(before) :] == before}
+        banned = (changed.logits[0] == -torch.inf).nonzero()[:, 0].tolist()
+        assert set(banned) == expected
+        if length < len(output):
+            item.sequence.append(output[length])
+
+
+def test_outputs_of_one_request_share_their_large_masks() -> None:
+    """128 outputs with as many allowed ids as the vocabulary has make one mask."""
+    params = SamplingParams(allowed_token_ids=tuple(range(0, VOCAB, 2)), n=2)
+    one, two, other = row(params), row(params), row(replace(params, allowed_token_ids=(2, 4)))
+    two.sequence.constraints = one.sequence.constraints
+    for seat, item in enumerate((one, two, other)):
+        item.sequence.seat = seat
+    edits = LogitEdits()
+    edits.apply(random_logits(3, VOCAB), [one.sequence, two.sequence, other.sequence], [0, 1, 2])
+    masks = [edits._kept[seat].masks for seat in range(3)]
+
+    assert all(masks)
+    assert masks[0]._constant is masks[1]._constant  # type: ignore[union-attr]
+    assert masks[0]._constant is not masks[2]._constant  # type: ignore[union-attr]

@@ -157,7 +157,7 @@ def test_a_grammar_that_raises_fails_its_row_alone() -> None:
     bad = row(SamplingParams(seed=3), grammar=ModuloGrammar(7, fault=ValueError("no such token")))
     found = Sampler().sample(logits, (mates[0], bad, mates[1]))
     assert found[1].token_id is None
-    assert found[1].error == "its grammar failed: ValueError: no such token"
+    assert found[1].error == "structured_outputs: no such token"
     assert [found[0].token_id, found[2].token_id] == sample(logits[[0, 2]], *mates)
 
 

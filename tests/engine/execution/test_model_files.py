@@ -42,9 +42,11 @@ def test_a_directory_is_found_as_it_is(tiny_llama: Path) -> None:
     assert find_model(str(tiny_llama), lambda _: None) == tiny_llama
 
 
-def test_a_directory_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(InvalidParameter, match=r"model: .* has no config.json"):
-        find_model(str(tmp_path), lambda _: None)
+def test_files_that_are_no_part_of_the_fingerprint(tiny_llama: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(tiny_llama, tmp_path / "copied")
+    (copied / "notes.txt").mkdir()
+    (copied / "gone.json").symlink_to("nowhere")
+    assert fingerprint(copied) == fingerprint(tiny_llama)
 
 
 @pytest.mark.parametrize("source", ["/nowhere/at/all", "not a hub id", ""])

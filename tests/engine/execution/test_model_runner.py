@@ -102,6 +102,17 @@ def test_check_leaves_the_null_block_empty() -> None:
     assert all(not pool[0].any() for pool in (*backend.pool.keys, *backend.pool.values))
 
 
+@pytest.mark.parametrize(("max_model_len", "block_size"), [(2, 1), (2, 16), (64, 4), (2048, 16)])
+def test_a_warm_up_uses_the_null_block_alone(max_model_len: int, block_size: int) -> None:
+    config = EngineConfig(max_model_len=max_model_len, num_kv_blocks=4, block_size=block_size)
+    runner = make_runner(make_model("llama"), config, attention="torch")
+    pool = runner._backend.pool  # type: ignore[attr-defined]  # its own
+    runner.warm_up(max_model_len, block_size)
+    for blocks in (*pool.keys, *pool.values):
+        assert not blocks[0].any()
+        assert bool(blocks[1:].isnan().all())
+
+
 def test_blocks_to_zero_are_zeroed() -> None:
     runner = make_runner(make_model("llama"), CONFIG, attention="torch")
     sequence = seated(0, PROMPT, [1, 2, 3, 4, 5])

@@ -132,7 +132,6 @@ def test_what_is_not_finite_reaches_its_own_row_and_column_alone(
     hidden[-1, -1] = bad
     found = operator().multiply(hidden, operator().pack(weight), None)
     assert torch.equal(found[:-1], clean[:-1])
-    torch.testing.assert_close(found[-1], linear(hidden, weight)[-1], equal_nan=True, rtol=0, atol=0)
     assert not found[-1].isfinite().any()
     hidden[-1, -1] = 1.0
     weight[-1, -1] = bad

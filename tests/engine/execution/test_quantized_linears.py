@@ -83,6 +83,22 @@ def test_each_number_goes_to_the_nearest_that_can_be_had(
     assert ((found - groups).abs() <= most).all()
 
 
+def test_plain_weights_are_freed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never is the whole model there twice, plain and quantised."""
+    model = ready()
+    originals = [weakref.ref(weight) for weight in model.parameters() if weight.ndim == 2]
+    alive: list[int] = []
+    quantize = module._quantize
+
+    def counting(weight: torch.Tensor, quantization: str, *, finely: bool) -> Any:
+        alive.append(sum(one() is not None for one in originals))
+        return quantize(weight, quantization, finely=finely)
+
+    monkeypatch.setattr(module, "_quantize", counting)
+    assert quantize_linears(model, "int8").num_weights == len(originals)
+    assert alive == list(range(len(originals), 0, -1))
+
+
 @pytest.mark.parametrize("quantize", [quantize_to_int8, quantize_to_int4])
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.0])
 def test_rows_of_one_value_stay_it(quantize: Any, value: float) -> None:

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders
 
 from engine.errors import InvalidParameter
 from engine.execution.tokenizer import Tokenizer
 from tests.tiny_models import BOS, EOS, IM_END, IM_START, PAD, VOCAB_SIZE, make_tokenizer
+from tests.tiny_tokenizers import make_sentencepiece
 
 TOKENIZER = Tokenizer(make_tokenizer())
 USER = [{"role": "user", "content": "hello world"}]
@@ -130,5 +132,16 @@ def test_a_saved_tokenizer_is_loaded(tiny_llama: Path) -> None:
 
 
 def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(InvalidParameter, match=r"model: .* has no usable tokenizer"):
+    with pytest.raises(InvalidParameter, match=r"model: no tokenizer files in"):
         Tokenizer.load(tmp_path)
+
+
+def test_a_panic_of_the_library_is_an_exception() -> None:
+    """`Strip` at both ends panics at a text of one space; the step loop lives on with an Exception alone."""
+    fast = make_sentencepiece()
+    fast.backend_tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Strip(" ", 1, 1)]
+    )
+    tokenizer = Tokenizer(fast)
+    with pytest.raises(RuntimeError, match="the tokenizer failed"):
+        tokenizer.decode([fast.convert_tokens_to_ids("▁")])

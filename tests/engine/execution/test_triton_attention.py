@@ -1,11 +1,7 @@
 """The Triton kernels against torch's backend, run by Triton's interpreter: see `tests/conftest.py`."""
 
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +22,7 @@ from engine.execution.trial import check_agreement
 from engine.execution.triton_attention import TritonAttention
 from engine.outputs import SchedulerOutputs
 from tests.engine.execution.attention_bench import TOLERANCE, Bench, Outputs
-from tests.engine.execution.pools import ROOT, cpu_shape
+from tests.engine.execution.pools import cpu_shape
 from tests.engine.execution.serving import part
 from tests.tiny_models import make_config
 
@@ -288,16 +284,3 @@ def test_compiled_kernels_want_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_attention, "IS_COMPILED", True)
     with pytest.raises(UnsupportedModel, match="the device cpu"):
         TritonAttention(cpu_shape((LayerSpec(2, 2, 64, 64, 1.0),), 4, 16))
-
-
-def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:
-    """The interpreter takes more than the compiler does; a compiler needs no GPU."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.execution.compile_triton"],
-        cwd=ROOT,
-        env={**env, "TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr

@@ -33,7 +33,7 @@ class Expected:
     ended_by: str | None = None
     cancelled_under: str | None = None
     claimed_at: int = 0
-    standing: Standing = "seated"
+    standing: Standing = "untouched"
     crashes: list[tuple[str, Standing]] = field(default_factory=list)
 
     @property

@@ -1,9 +1,13 @@
 """Which deaths of workers count against a task, rule by rule. A death: a lease lapsed and was reaped."""
 
+from pathlib import Path
+
 import pytest
 import redis
 
+from tests.conftest import free_port, start_redis
 from tests.worker.protocol.tasks import (
+    SLUG,
     claim,
     claim_one,
     fetch,
@@ -50,10 +54,12 @@ def test_a_new_task_is_no_suspect(store: TaskStore, redis_client: redis.Redis) -
     assert not claim_one(store).suspect
 
 
-def test_a_death_before_anything_was_recorded_counts(store: TaskStore, redis_client: redis.Redis) -> None:
-    """A prompt that kills in its first step, or while it is tokenized, gives no time to record anything."""
+def test_a_death_after_the_confirmation_counts(store: TaskStore, redis_client: redis.Redis) -> None:
+    """A prompt that kills in its first step, or while it is tokenized, gives no time to record anything
+    else.
+    """
     submit(store, redis_client)
-    claim_one(store, lease_seconds=-1)
+    store.renew(owned([claim_one(store)]), -1)
     reap(store)
     again = claim_one(store)
     snapshot = store.inspect(again.task_id)
@@ -61,6 +67,14 @@ def test_a_death_before_anything_was_recorded_counts(store: TaskStore, redis_cli
     assert again.suspect
     assert snapshot is not None
     assert (snapshot.waiting_for, snapshot.position) == ("suspect", 0)
+
+
+def test_a_claim_that_no_worker_confirmed_never_counts(store: TaskStore, redis_client: redis.Redis) -> None:
+    """The reply of a claim may be lost: then no worker ever had the task in hand."""
+    submit(store, redis_client)
+    for _ in range(MANY):
+        assert not claim_one(store, lease_seconds=-1).suspect
+        assert len(reap(store).returned) == 1
 
 
 def test_a_death_of_one_that_logged_a_token_does_not(store: TaskStore, redis_client: redis.Redis) -> None:
@@ -207,7 +221,7 @@ def test_a_hand_back_of_a_crashed_worker_counts_as_its_death(
     ids = [submit(store, redis_client) for _ in range(3)]
     guilty, progressed, mate = claim(store)
     publish(store, progressed, 0, 1)
-    store.renew(owned([mate]), 60, {mate.task_id: "waiting"})
+    store.renew(owned([guilty, mate]), 60, {mate.task_id: "waiting"})
     assert store.hand_back(owned([guilty, progressed, mate]), crashed=True) == 3
     numbers = []
     for _ in range(3):
@@ -308,4 +322,47 @@ def test_a_log_that_lost_its_end_is_no_progress(store: TaskStore, redis_client: 
     redis_client.xtrim(keys.log(second.task_id), maxlen=0, approximate=False)
     die(store, second, "seated")
 
+    assert claim_one(store).suspect
+
+
+def test_a_lapse_during_an_outage_of_redis_is_no_crash(store: TaskStore, redis_client: redis.Redis) -> None:
+    """The worker may have stopped in order, and could not say so."""
+    submit(store, redis_client)
+    for _ in range(MANY):
+        held = claim_one(store)
+        assert not held.suspect
+        store.renew(owned([held]), -1)
+        # Some process was failed after that renewal; it waits, and another takes the task back.
+        outage = store.reap(SLUG, max_task_seconds=3600, take_back=False, failed_seconds_ago=0.0)
+        assert outage.returned == ()
+        assert reap(store).returned == (held.task_id,)
+
+
+def test_a_lapse_over_a_restart_of_redis_is_no_crash(tmp_path: Path) -> None:
+    port = free_port()
+    server = start_redis(tmp_path, port)
+    client = redis.Redis.from_url(server.url)
+    submit(TaskStore(client), client)
+    held = claim_one(TaskStore(client))
+    TaskStore(client).renew(owned([held]), 0.001)
+    # Since when a server runs is known by the second.
+    renewed_at = client.time()[0]
+    while client.time()[0] < renewed_at + 3:
+        pass
+    server.process.terminate()
+    server.process.wait()
+    server = start_redis(tmp_path, port)
+    try:
+        assert reap(TaskStore(client)).returned == (held.task_id,)
+        assert not claim_one(TaskStore(client)).suspect
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+def test_a_death_after_an_outage_counts(store: TaskStore, redis_client: redis.Redis) -> None:
+    submit(store, redis_client)
+    held = claim_one(store)
+    store.reap(SLUG, max_task_seconds=3600, take_back=False, failed_seconds_ago=1.0)
+    die(store, held, "seated")
     assert claim_one(store).suspect

@@ -118,7 +118,7 @@ class Service(RuleBasedStateMachine):
             assert self.world.store.log_entries(one.task_id, one.num_entries) == tokens(0, task.num_tokens)
             assert one.suspect == task.is_suspect
             task.owner, task.lapsed, task.claimed_at = one.owner, lapsed, task.num_tokens
-            task.standing = "untouched" if one.suspect else "seated"
+            task.standing = "untouched"
             held.append(Holder(one, sent=task.num_tokens))
         self.world.holders += held
         return held

@@ -111,7 +111,7 @@ def lived(store: TaskStore, client: redis.Redis) -> tuple[set[str], set[str]]:
     asked = {"limits": limits, "webhook": "http://example.org/", "cancel_on_disconnect": True}
     ids = [submit(store, client, idempotency_key=str(n), **asked) for n in range(3)]
     Readers(client).read(ids[0], "reader", 60)
-    claim(store, 1, lease_seconds=-1)
+    store.renew(owned(claim(store, 1, lease_seconds=-1)), -1)
     reap(store)
     first, second = claim(store, 2)
     facts = {"waiting_for": "behind", "position": "1", "tokens_ahead": "2"}
@@ -122,6 +122,8 @@ def lived(store: TaskStore, client: redis.Redis) -> tuple[set[str], set[str]]:
         1,
         scheduled="1",
         prompt_ids="[1]",
+        sampling_defaults="{}",
+        output_limit="{}",
         fingerprint="f",
         prompt_tokens="1",
         cached_tokens="1",

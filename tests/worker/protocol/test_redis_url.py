@@ -134,3 +134,11 @@ def test_a_client_of_one_server(redis_url: str) -> None:
 def test_each_scheme_has_its_connections(url: str, kind: str) -> None:
     for library in (redis, redis.asyncio):
         assert client(library, url).connection_pool.connection_class is getattr(library, kind)
+
+
+@pytest.mark.parametrize("library", [redis, redis.asyncio])
+def test_a_unix_socket_takes_the_options_of_every_caller(library: Any) -> None:
+    """redis-py's connection over a Unix socket raises TypeError for `socket_keepalive`, which TCP needs."""
+    made = client(library, "unix:///s", socket_keepalive=True, socket_timeout=2.5)
+
+    assert made.connection_pool.make_connection().socket_timeout == 2.5

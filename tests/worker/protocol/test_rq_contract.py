@@ -52,7 +52,7 @@ def test_words_are_those_of_rq() -> None:
     assert Result.Type.SUCCESSFUL.value == rq_keys.RESULT_SUCCESSFUL
     assert Result.Type.FAILED.value == rq_keys.RESULT_FAILED
     statuses = {JobStatus.QUEUED, JobStatus.STARTED, JobStatus.FINISHED, JobStatus.FAILED, JobStatus.CANCELED}
-    text = "".join(scripting.source(name) for name in ("claim", "publish", "cancel", "reap", "submit"))
+    text = "".join(scripting.source(name) for name in ("claim", "publish", "cancel", "reap_leases", "submit"))
     assert all(f"'{status.value}'" in text for status in statuses)
 
 

@@ -168,3 +168,18 @@ def test_a_result_may_be_any_json(store: TaskStore, redis_client: redis.Redis, c
     settlement = dataclasses.replace(write.settlement, result=json.dumps(result, ensure_ascii=False))
     store.publish([dataclasses.replace(write, settlement=settlement)])
     assert fetch(redis_client, claimed.task_id).return_value() == result
+
+
+@pytest.mark.parametrize("is_client_error", [False, True])
+def test_errors_that_the_client_can_correct_are_counted_apart(
+    store: TaskStore, redis_client: redis.Redis, is_client_error: bool
+) -> None:
+    submit(store, redis_client)
+    write = final_write(claim_one(store), reason="error")
+    assert write.settlement is not None
+    settlement = dataclasses.replace(write.settlement, is_client_error=is_client_error)
+
+    store.publish([dataclasses.replace(write, settlement=settlement)])
+
+    totals = store.queue_stats(SLUG).totals
+    assert (totals["finished:error"], totals.get("client_errors", 0)) == (1, int(is_client_error))

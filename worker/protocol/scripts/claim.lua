@@ -4,7 +4,7 @@
 -- one new owner for each task wanted.
 -- Gives {id, owner, attempt, queue, priority, accepted_us, seconds waited, data, prompt ids, fingerprint,
 -- outputs, '1' if a step has taken it before, cached tokens, '1' if it is suspected of the death of a worker,
--- length of the log} for each.
+-- length of the log, sampling defaults of the first attempt} for each.
 
 local slug, worker, lease, index_seconds, limit = ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5], tonumber(ARGV[6])
 
@@ -21,8 +21,8 @@ local function take(id, task, owner)
   -- Until the worker tells its place there, it is taken to be the next that starts.
   call('HSET', K.run .. id, 'owner', owner, 'worker', worker, 'claimed_at', seconds(now_us),
     'position', '0', 'tokens_ahead', '0', 'waiting_for', suspect and 'suspect' or 'capacity',
-    -- What is claimed is touched at once, before its worker records anything; a suspect waits until it has.
-    'claimed_length', length, 'standing', suspect and 'untouched' or 'seated')
+    -- Until its worker confirms the claim with a renewal: the reply may be lost, and then no worker has the task.
+    'claimed_length', length, 'standing', 'untouched', 'lease_seconds', lease)
   call('ZADD', K.leases, seconds(now_us + lease * 1000000), id)
   call('HSET', K.rq_job .. id, 'status', 'started', 'started_at', stamp, 'last_heartbeat', stamp,
     'worker_name', worker)
@@ -36,7 +36,7 @@ local function take(id, task, owner)
   return { id, owner, attempt, task.queue, task.priority, task.accepted_us,
     seconds(math.max(0, now_us - task.accepted_us)), call('HGET', K.rq_job .. id, 'data'),
     task.prompt_ids or '', task.fingerprint or '', task.n or '1', task.scheduled_at and '1' or '',
-    task.cached_tokens or '0', suspect and '1' or '', length }
+    task.cached_tokens or '0', suspect and '1' or '', length, task.sampling_defaults or '' }
 end
 
 -- The next queue, with indexes that fit what waits: they are built again, once, where they do not.
@@ -62,7 +62,7 @@ local claimed, next_owner, num_dead = {}, 8, 0
 local queue, decided_by = next_line()
 while ARGV[next_owner] and queue and num_dead < limit do
   local id = call('ZRANGE', K.order .. queue, 0, 0)[1]
-  local task = waiting_task(queue, slug, id)
+  local task = waiting_task_or_lost(queue, slug, id)
   if task and call('HGET', K.rq_job .. id, 'status') == 'queued' then
     note_turn(slug, decided_by)
     claimed[#claimed + 1] = take(id, task, ARGV[next_owner])
@@ -71,7 +71,7 @@ while ARGV[next_owner] and queue and num_dead < limit do
     num_dead = num_dead + 1
     if task then
       -- Cancelled or deleted with RQ's own tools.
-      finish_cancelled(id, task)
+      finish_taken(id, task)
     end
   end
   queue, decided_by = next_line()

@@ -1,10 +1,22 @@
 -- Redis's time, in the spellings that its readers want. Knows no task.
 -- Scripts read no other clock: those of the hosts differ.
 
+-- ARGV[1]: retention in milliseconds, and after a colon the time in microseconds until which the caller waits for
+-- the reply, if that is known. Redis runs what it received also after the caller has given up, as when it was
+-- stopped for a while: such a call changes nothing. Its reply is TOOLATE; after a `!`, an error with that code.
+
 local call = redis.call
-local retention_ms = tonumber(ARGV[1])
+local retention, wanted_until, late_is_error = string.match(ARGV[1], '^(%d+):?(-?%d*)(!?)$')
+local retention_ms = tonumber(retention)
 local time = call('TIME')
 local now_us = time[1] * 1000000 + time[2]
+
+if wanted_until ~= '' and now_us > tonumber(wanted_until) then
+  if late_is_error == '!' then
+    return redis.error_reply('TOOLATE the caller no longer waits for this call')
+  end
+  return redis.status_reply('TOOLATE')
+end
 
 -- Lua writes numbers of more than 14 digits as 1.7e+15.
 local function whole(number)

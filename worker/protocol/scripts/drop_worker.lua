@@ -2,8 +2,9 @@
 
 local name = ARGV[2]
 local record = call('GET', K.worker .. name)
-if record then
-  call('ZREM', K.ready .. cjson.decode(record).slug, name)
+local readable, fields = pcall(cjson.decode, record)
+if readable and type(fields) == 'table' and fields.slug then
+  call('ZREM', K.ready .. fields.slug, name)
 end
 call('DEL', K.worker .. name)
 call('ZREM', K.workers, name)

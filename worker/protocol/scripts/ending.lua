@@ -40,6 +40,7 @@ local function let_go(id, task, num_served)
   call('DEL', K.rq_execution .. composite, K.rq_executions .. id)
   call('SREM', K.rq_worker .. task.worker .. K.rq_worker_executions, composite)
   call('HDEL', K.run .. id, 'owner', 'waiting_for', 'tokens_ahead', 'position', 'standing', 'claimed_length')
+  call('HDEL', K.run .. id, 'lease_seconds')
   local cost = tonumber(task.cost) or 0
   note_owned(task.slug, -cost)
   charge(task.queue, task.slug, num_served - cost)
@@ -58,6 +59,9 @@ end
 local function count_end(task, how)
   local totals = K.totals .. task.slug
   call('HINCRBY', totals, 'finished:' .. how.reason, 1)
+  if how.is_client_error then
+    call('HINCRBY', totals, 'client_errors', 1)
+  end
   call('HINCRBY', totals, 'prompt_tokens', how.prompt_tokens)
   call('HINCRBY', totals, 'completion_tokens', how.completion_tokens)
 end
@@ -79,8 +83,9 @@ local function expire(id, task, ms)
   end
 end
 
--- how: status, reason, prompt_tokens, completion_tokens; is_against_owner: the owner is not to take this end
--- for its own settlement. A task with a webhook is kept until that is delivered.
+-- how: status, reason, prompt_tokens, completion_tokens; is_client_error: the client can correct its request;
+-- is_against_owner: the owner is not to take this end for its own settlement. A task with a webhook is kept
+-- until that is delivered.
 local function finish(id, task, how)
   ensure_model(task.slug)
   ensure_queue(task.slug, task.queue)

@@ -3,8 +3,9 @@
 -- cost the client more than all the rest. The fields of each write: id, owner, first seq, number of
 -- entries, number of facts, scheduled (seconds ago, or ''), status or '' | token, text, index, end of each entry |
 -- name, value of each fact | and with a status: reason, type of RQ's result, its return value, its
--- exception, prompt tokens, completion tokens.
--- Gives for each write ACCEPTED, LOST, CANCELLED or, if its first seq is too high, the length of the log.
+-- exception, prompt tokens, completion tokens, 1 or '': an error that the client can correct.
+-- Returns for each write ACCEPTED, LOST, CANCELLED or, if its first seq is too high, the length of the log; or, as
+-- text, why it failed: the other writes are stored.
 -- Runs once for every step of an engine: a plain write costs HGET, XLEN, XADD and PUBLISH, no more.
 
 local fields, num_fields = {}, 0
@@ -14,7 +15,7 @@ for text in string.gmatch(ARGV[2], '([^\31]*)\31') do
 end
 
 local ACCEPTED, LOST, CANCELLED = -1, -2, -3
-local HEADER, ENTRY, SETTLEMENT = 7, 4, 6
+local HEADER, ENTRY, SETTLEMENT = 7, 4, 7
 
 local function add_entries(id, first, count, length, at)
   for seq = length, first + count - 1 do
@@ -41,7 +42,7 @@ local function settle(id, status, at)
   local task = hash(K.run .. id)
   add_result(id, task, { type = fields[at + 1], return_value = fields[at + 2], exc_string = fields[at + 3] })
   finish(id, task, { status = status, reason = fields[at], prompt_tokens = fields[at + 4],
-    completion_tokens = fields[at + 5] })
+    completion_tokens = fields[at + 5], is_client_error = fields[at + 6] ~= '' })
 end
 
 -- Not the owner. But perhaps the same call again, as its reply was lost: the settlement was this owner's.
@@ -57,7 +58,7 @@ local function refuse(id, owner, sent, length)
   return LOST
 end
 
-local function write(at, count, facts_at, settlement_at)
+local function store(at, count, facts_at, settlement_at)
   local id, first, status = fields[at], tonumber(fields[at + 2]), fields[at + 6]
   local length = redis.pcall('XLEN', K.log .. id)
   if type(length) == 'table' then
@@ -72,8 +73,7 @@ local function write(at, count, facts_at, settlement_at)
     return length
   elseif status ~= '' and not is_started(id) then
     -- Cancelled or deleted with RQ's own tools.
-    finish_cancelled(id, hash(K.run .. id))
-    return CANCELLED
+    return finish_taken(id, hash(K.run .. id)) == 'cancelled' and CANCELLED or LOST
   end
   add_facts(id, fields[at + 5], facts_at, settlement_at)
   if count > 0 then
@@ -90,7 +90,8 @@ while fields[at] do
   local count = tonumber(fields[at + 3])
   local facts_at = at + HEADER + ENTRY * count
   local settlement_at = facts_at + 2 * fields[at + 4]
-  outcomes[#outcomes + 1] = write(at, count, facts_at, settlement_at)
+  local worked, outcome = pcall(store, at, count, facts_at, settlement_at)
+  outcomes[#outcomes + 1] = worked and outcome or reason_of(outcome)
   at = settlement_at + (fields[at + 6] ~= '' and SETTLEMENT or 0)
 end
 return outcomes

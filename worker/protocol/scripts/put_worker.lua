@@ -1,7 +1,9 @@
--- Stores what a worker says of itself, for a while. ARGV: retention, name, slug, '1' if ready, JSON, ms.
+-- Stores what a worker says of itself, for a while, with the time. ARGV: retention, name, slug, '1' if ready, JSON
+-- object, ms.
 
 local name, ready, lapses = ARGV[2], K.ready .. ARGV[3], seconds(now_us + ARGV[6] * 1000)
-call('SET', K.worker .. name, ARGV[5], 'PX', ARGV[6])
+local record = '{"reported_at":' .. seconds(now_us) .. ',' .. string.sub(ARGV[5], 2)
+call('SET', K.worker .. name, record, 'PX', ARGV[6])
 for _, key in ipairs({ K.workers, ready }) do
   call('ZREMRANGEBYSCORE', key, '-inf', seconds(now_us))
 end

@@ -2,6 +2,6 @@
 
 local records = {}
 for _, name in ipairs(call('ZRANGEBYSCORE', K.workers, '(' .. seconds(now_us), '+inf')) do
-  records[#records + 1] = call('GET', K.worker .. name) or nil
+  records[#records + 1] = valid_record(name)
 end
 return records

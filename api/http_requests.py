@@ -1,0 +1,197 @@
+"""HTTP/1 requests read from a connection: stricter than Waitress, with an error of its own for each fault.
+
+Invariants: a request is passed on only when it is complete and within every limit; what two parsers could
+frame differently (request smuggling, RFC 9112 section 11.2) is refused. Messages repeat nothing of the input.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from waitress.adjustments import Adjustments
+from waitress.parser import HTTPRequestParser, crack_first_line
+from waitress.receiver import ChunkedReceiver
+
+MAX_HEAD_BYTES = 64 * 1024
+MAX_LINE_BYTES = 16 * 1024
+"""Of the request line, which holds the URL."""
+MAX_HEADERS = 100
+MAX_TRAILER_BYTES = 16 * 1024
+MAX_CHUNK_LINE_BYTES = 1024
+FRAMING_FACTOR = 8
+"""A chunked body may take this many times its own size on the wire: chunks of one byte take six."""
+
+_HOST = re.compile(r"[A-Za-z0-9._~%!$&'()*+;=:\[\]-]*")
+_CONTENT_LENGTH = re.compile(r"[0-9]{1,18}")
+_METHOD_BYTES = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789!#$%&'*+-.^_`|~")
+_TEXTS: Mapping[int, tuple[str, str]] = {
+    400: ("bad_request", "the request is not valid HTTP/1.1"),
+    501: ("not_implemented", "the only Transfer-Encoding of a request that is supported is `chunked`"),
+}
+_NO_VERSION = "this port speaks HTTP/1.1 and HTTP/1.0, without TLS"
+
+
+class RequestError(Exception):
+    """A fault of a request that the server answers itself, before any route is chosen."""
+
+    def __init__(self, status: int, code: str, detail: str, param: str | None = None) -> None:
+        super().__init__(detail)
+        self.param = param
+        self.status = status
+        self.code = code
+        self.detail = detail
+
+
+class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships no types
+    """Collects one request. `error` is None or a `RequestError`.
+
+    The adjustments' `max_request_body_size` is the first size that is refused. It counts the bytes of the
+    body itself, not those of its chunks' frames.
+    """
+
+    error: RequestError | None
+    command = ""
+    request_uri = ""
+    path = ""
+
+    def __init__(self, adj: Adjustments) -> None:
+        super().__init__(adj)
+        self.wire_bytes = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything of a request has arrived."""
+        return bool(self.header_plus.strip(b"\r\n")) or self.headers_finished
+
+    @property
+    def buffered_bytes(self) -> int:
+        return len(self.header_plus) + (len(self.body_rcv) if self.body_rcv is not None else 0)
+
+    def received(self, data: bytes) -> int:
+        """Take what belongs to this request; returns the number of bytes taken."""
+        if self.completed:
+            return 0
+        try:
+            return self._receive_head(data) if self.body_rcv is None else self._receive_body(data)
+        except RequestError as error:
+            self.fail(error)
+        except ValueError:
+            # Of a URL as `http://[`, or of a number of thousands of digits.
+            self.fail(RequestError(400, "bad_request", "the URL or a header of the request is not valid"))
+        return len(data)
+
+    def fail(self, error: RequestError) -> None:
+        """The request ends here; what follows on its connection cannot be told from it."""
+        self.error = error
+        self.completed = True
+        self.expect_continue = False
+        self.version = "1.1"
+
+    def _receive_head(self, data: bytes) -> int:
+        _check_begin((self.header_plus + data)[: MAX_LINE_BYTES + 2].lstrip(b"\r\n"))
+        taken: int = super().received(data)
+        if self.error is not None:
+            raise _translated(self.error)
+        if self.headers_finished and self.body_rcv is None:
+            # There is nothing to wait for.
+            self.expect_continue = False
+        return taken
+
+    def parse_header(self, header_plus: bytes) -> None:
+        """Called by the base class with a whole head. Raises `RequestError`."""
+        if header_plus.count(b"\r\n") > MAX_HEADERS + 2:
+            raise RequestError(431, "too_many_headers", f"a request may have at most {MAX_HEADERS} headers")
+        super().parse_header(header_plus)
+        _check_version(self.version)
+        _check_framing(self.version, header_plus, self.headers, chunked=self.chunked)
+        _check_host(self.version, self.headers.get("HOST"))
+        expected = self.headers.get("EXPECT", "").lower()
+        if self.version == "1.1" and expected not in ("", "100-continue"):
+            raise RequestError(417, "expectation_failed", "the only Expect that is supported is 100-continue")
+        if self.content_length >= self.adj.max_request_body_size:
+            raise self._too_large()
+
+    def _receive_body(self, data: bytes) -> int:
+        receiver = self.body_rcv
+        taken: int = receiver.received(data)
+        self.wire_bytes += taken
+        if receiver.error:
+            raise RequestError(400, "bad_chunk", "the chunks of the body are not valid")
+        if isinstance(receiver, ChunkedReceiver):
+            self._check_chunks(receiver)
+        if receiver.completed:
+            self.completed = True
+            # The application sees a body of known length, whatever its transfer encoding was.
+            self.headers["CONTENT_LENGTH"] = str(len(receiver))
+        return taken
+
+    def _check_chunks(self, receiver: ChunkedReceiver) -> None:
+        limit = self.adj.max_request_body_size
+        if len(receiver) + receiver.chunk_remainder >= limit or self.wire_bytes > FRAMING_FACTOR * limit:
+            raise self._too_large()
+        if len(receiver.control_line) > MAX_CHUNK_LINE_BYTES:
+            raise RequestError(400, "bad_chunk", "the size of a chunk does not end")
+        if len(receiver.trailer) > MAX_TRAILER_BYTES:
+            raise RequestError(431, "head_too_large", "the headers behind the body are too long")
+
+    def _too_large(self) -> RequestError:
+        limit = self.adj.max_request_body_size - 1
+        return RequestError(413, "body_too_large", f"the body may have at most {limit} bytes", "body")
+
+
+def _check_begin(begin: bytes) -> None:
+    """Of the first bytes of a head: answer at once what can never become a request."""
+    line, end, _ = begin.partition(b"\n")
+    if begin and begin[0] not in _METHOD_BYTES:
+        raise RequestError(400, "bad_request", f"the request is not HTTP; {_NO_VERSION}")
+    if len(line) > MAX_LINE_BYTES:
+        raise RequestError(414, "url_too_long", f"a request line may have at most {MAX_LINE_BYTES} bytes")
+    if end and not line.endswith(b"\r"):
+        raise RequestError(400, "bad_request", "lines must end with CR LF")
+    if not end:
+        return
+    method, _, version = crack_first_line(line[:-1].rstrip()) if _is_upper(line) else (b"", b"", b"")
+    if not method:
+        raise RequestError(400, "bad_request", "the request line is not valid")
+    _check_version(version.decode("latin-1"))
+
+
+def _is_upper(line: bytes) -> bool:
+    method = line.partition(b" ")[0]
+    return method == method.upper()
+
+
+def _check_version(version: str) -> None:
+    if version not in ("1.1", "1.0"):
+        raise RequestError(505, "http_version_not_supported", _NO_VERSION)
+
+
+def _check_framing(version: str, head: bytes, headers: Mapping[str, Any], *, chunked: bool) -> None:
+    """Where the body ends must not be open to two readings."""
+    length = headers.get("CONTENT_LENGTH")
+    encodings = len(re.findall(rb"(?im)^transfer-encoding[ \t]*:", head))
+    if encodings and version == "1.0":
+        raise RequestError(400, "bad_framing", "HTTP/1.0 has no Transfer-Encoding")
+    if encodings > 1 or (encodings and not chunked):
+        raise RequestError(400, "bad_framing", "give one Transfer-Encoding, `chunked`")
+    if encodings and length is not None:
+        raise RequestError(400, "bad_framing", "give either Content-Length or Transfer-Encoding, not both")
+    if length is not None and not _CONTENT_LENGTH.fullmatch(length):
+        raise RequestError(400, "bad_framing", "Content-Length must be one whole number")
+
+
+def _check_host(version: str, host: str | None) -> None:
+    if host is None and version == "1.1":
+        raise RequestError(400, "missing_host", "HTTP/1.1 requires a Host header")
+    if host is not None and not _HOST.fullmatch(host):
+        raise RequestError(400, "bad_host", "Host must be one host name or address, with or without a port")
+
+
+def _translated(error: Any) -> RequestError:
+    """Waitress's own errors name parts of the input, and its classes."""
+    if isinstance(error, RequestError):
+        return error
+    if error.code == 431:
+        return RequestError(431, "head_too_large", f"a request head may have at most {MAX_HEAD_BYTES} bytes")
+    code, detail = _TEXTS.get(error.code, _TEXTS[400])
+    return RequestError(error.code if error.code in _TEXTS else 400, code, detail)

@@ -1,0 +1,32 @@
+"""Checks what the setting `model` names, as far as files show it, in milliseconds and without torch."""
+
+from pathlib import Path
+
+from engine.checkpoint.config_file import read_config
+from engine.checkpoint.reading import unreadable
+from engine.checkpoint.source import find_directory
+from engine.checkpoint.tokenizer_files import check_settings_files, check_tokenizer_files
+from engine.checkpoint.weights import check_weights
+
+
+def check_source(source: str) -> None:
+    """Check a local model directory; a hub id passes, as its files may have to be downloaded.
+
+    Raises `InvalidParameter` or `UnsupportedModel` with the file and the reason in one line.
+    """
+    directory = find_directory(source)
+    if directory is not None:
+        check_directory(directory)
+
+
+def check_directory(directory: Path) -> None:
+    """Check all files of a model directory. Raises as `check_source` does."""
+    try:
+        # Patterns match nothing in a directory that may be entered but not listed.
+        next(directory.iterdir(), None)
+    except OSError as error:
+        raise unreadable(directory, error) from error
+    config = read_config(directory)
+    check_settings_files(directory)
+    check_weights(directory, config)
+    check_tokenizer_files(directory)

@@ -1,0 +1,146 @@
+"""Renders chats by a model's own template, and finds which special tokens in the text are the template's.
+
+Invariant: the text of a special token that stands in a message, or begins or ends in one, is never taken
+for the template's own. How a template transforms the contents of messages is found by rendering them with
+secret marks:
+
+1. Marks around each string. If the text is the same without them, everything between two marks is content.
+   This holds for templates that copy contents, trim them or put them into JSON.
+2. Marks inside each special text, and at ends that could join with their neighbours to one. This holds for
+   templates that look at the beginning of a content or cut it.
+3. Otherwise the chat is rendered with other characters in place of those that special texts are made of. If
+   that gives as many special tokens, none comes from the messages; if not, the messages are refused.
+"""
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from engine.errors import InvalidParameter
+from engine.execution.special_texts import Span, SpecialTexts, new_mark
+
+Render = Callable[[Sequence[Mapping[str, Any]]], str]
+
+
+class ChatTemplate:
+    """`render`: the model's own template. `specials`: the special tokens that its tokenizer reads."""
+
+    def __init__(self, render: Render, specials: SpecialTexts) -> None:
+        self._apply = render
+        self._specials = specials
+        self._open, self._close, self._break = marks = [new_mark() for _ in range(3)]
+        self._marks = re.compile(f"({'|'.join(marks)})")
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Raises `InvalidParameter` where the template refuses the messages."""
+        try:
+            return self._apply(messages)
+        except Exception as error:
+            # A template is the model's program: what it raises at messages that it dislikes is its own.
+            raise InvalidParameter("messages", f"the model's chat template refuses them: {error}") from error
+
+    def own_specials(self, messages: Sequence[Mapping[str, Any]], text: str) -> list[Span] | None:
+        """Where `text`, the rendered `messages`, has special tokens of the template; None: all are.
+
+        Raises `InvalidParameter` where that cannot be told.
+        """
+        if not any(self._specials.may_occur(one) for one in _strings(messages)):
+            return None
+        found = self._specials.find(text)
+        for mark in (self._around, self._inside):
+            contents = self._contents(_mapped(messages, mark), text)
+            if contents is not None:
+                own = [span for span in found if not _touches(span, contents)]
+                return None if len(own) == len(found) else own
+        neutral = self._try(_mapped(messages, self._neutral))
+        if neutral is not None and len(self._specials.find(neutral)) == len(found):
+            return None
+        raise InvalidParameter(
+            "messages",
+            "they have the text of a special token, and the model's chat template changes them so that it "
+            "cannot be told from the template's own; leave it out",
+        )
+
+    def _try(self, messages: Any) -> str | None:
+        try:
+            return self._apply(messages)
+        except Exception:  # noqa: BLE001 - a template raises what it likes at contents that it does not expect
+            return None
+
+    def _contents(self, marked_messages: Any, text: str) -> list[Span] | None:
+        """The parts of `text` that are marked as content; None if the marks have changed it, or are lost."""
+        marked = self._try(marked_messages)
+        return None if marked is None else self._read_marks(marked, text)
+
+    def _read_marks(self, marked: str, text: str) -> list[Span] | None:
+        pieces = self._marks.split(marked)
+        if "".join(pieces[::2]) != text:
+            return None
+        spans: list[Span] = []
+        position, start = 0, None
+        for piece, mark in zip(pieces[::2], pieces[1::2], strict=False):
+            position += len(piece)
+            if mark == self._break:
+                spans.append((position, position))
+            elif (mark == self._open) is not (start is None):
+                return None
+            elif start is None:
+                start = position
+            else:
+                spans.append((start, position))
+                start = None
+        return spans if start is None else None
+
+    def _around(self, text: str) -> str:
+        core = text.strip()
+        if not core or not self._specials.may_occur(core):
+            return text
+        start = text.index(core)
+        return f"{text[:start]}{self._open}{core}{self._close}{text[start + len(core) :]}"
+
+    def _inside(self, text: str) -> str:
+        core = text.strip()
+        if not core or not self._specials.may_occur(core):
+            return text
+        start = text.index(core)
+        pieces, end = list[str](), 0
+        for first, _ in self._specials.find(core):
+            pieces.append(core[end : first + 1])
+            end = first + 1
+        marked = self._break.join([*pieces, core[end:]])
+        before = self._break if core.startswith(self._specials.proper_suffixes) else ""
+        behind = self._break if core.endswith(self._specials.proper_prefixes) else ""
+        return f"{text[:start]}{before}{marked}{behind}{text[start + len(core) :]}"
+
+    def _neutral(self, text: str) -> str:
+        return "".join("x" if character in self._specials.signs else character for character in text)
+
+
+def _touches(span: Span, contents: list[Span]) -> bool:
+    """Whether `span` shares a character with one of `contents`, in order, or lies across its place."""
+    before = bisect_left(contents, (span[1],)) - 1
+    return before >= 0 and contents[before][1] > span[0]
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """The same value with all its strings changed, names too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_mapped(name, change): _mapped(inner, change) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_mapped(inner, change) for inner in value]
+    return value
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _strings(name)
+            yield from _strings(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _strings(inner)

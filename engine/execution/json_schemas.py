@@ -1,0 +1,163 @@
+"""Rewrites what JSON schemas commonly say, and llguidance does not read, into what it reads.
+
+Invariant: the rewritten schema allows no text that the given one forbids. What cannot be rewritten is left
+for the library to refuse, or refused here with the keyword and its place. Covers what pydantic emits for
+paths, secrets, versions of UUIDs, base64, IP addresses and mappings with constrained keys.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# Formats that say what a text is used for, and not how it is written.
+_ANY_TEXT = frozenset({"path", "file-path", "directory-path", "password", "binary"})
+_HEX = "[0-9a-f]"
+_BASE64 = r"^(?:[A-Za-z0-9{0}]{{4}})*(?:[A-Za-z0-9{0}]{{2}}==|[A-Za-z0-9{0}]{{3}}=)?$"
+_PATTERNS = {
+    **{
+        f"uuid{version}": rf"^{_HEX}{{8}}-{_HEX}{{4}}-{version}{_HEX}{{3}}-[89ab]{_HEX}{{3}}-{_HEX}{{12}}$"
+        for version in range(1, 9)
+    },
+    "base64": _BASE64.format("+/"),
+    "base64url": _BASE64.format("_-"),
+}
+_SCHEMAS = ("additionalProperties", "items", "not", "if", "then", "else", "contains", "propertyNames")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+
+def rewritten(schema: Any) -> Any:
+    """Raises ValueError, which names the keyword and its place in the schema."""
+    return _rewrite(schema, schema, "#")
+
+
+def place_of(schema: Any, keyword: str, value: str | None = None) -> str | None:
+    """The JSON pointer of the first schema that has `keyword`, with `value` if given; None if none has."""
+    places = (
+        place for node, place in _nodes(schema, "#") if keyword in node and value in (None, node[keyword])
+    )
+    return next(places, None)
+
+
+def _rewrite(node: Any, root: Any, place: str) -> Any:
+    if not isinstance(node, dict):
+        return node
+    node = dict(node)
+    # Before the values are rewritten: it reads them as they were given.
+    _rewrite_names(node, root, place)
+    _rewrite_unique(node, place)
+    _rewrite_format(node)
+    for keyword in (*_LISTS, *_NAMED):
+        if isinstance(node.get(keyword), (dict, list)):
+            node[keyword] = node[keyword].copy()
+    for holder, key, inner, inner_place in _children(node, place):
+        holder[key] = _rewrite(inner, root, inner_place)
+    return node
+
+
+def _children(node: dict[str, Any], place: str) -> list[tuple[Any, Any, Any, str]]:
+    """The schemas in a schema: what holds each, under which key, itself, and where it stands."""
+    children: list[tuple[Any, Any, Any, str]] = [
+        (node, keyword, node[keyword], f"{place}/{keyword}")
+        for keyword in _SCHEMAS
+        if isinstance(node.get(keyword), dict)
+    ]
+    for keyword in _LISTS:
+        if isinstance(inner := node.get(keyword), list):
+            children += ((inner, index, one, f"{place}/{keyword}/{index}") for index, one in enumerate(inner))
+    for keyword in _NAMED:
+        if isinstance(inner := node.get(keyword), dict):
+            children += ((inner, name, one, f"{place}/{keyword}/{name}") for name, one in inner.items())
+    return children
+
+
+def _nodes(node: Any, place: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+    if isinstance(node, dict):
+        yield node, place
+        for _, _, inner, inner_place in _children(node, place):
+            yield from _nodes(inner, inner_place)
+
+
+def _rewrite_format(node: dict[str, Any]) -> None:
+    name = node.get("format")
+    if not isinstance(name, str):
+        return
+    if name in _ANY_TEXT:
+        del node["format"]
+    elif name in _PATTERNS and "pattern" not in node:
+        del node["format"]
+        node["pattern"] = _PATTERNS[name]
+    elif name == "ipvanyaddress" and "anyOf" not in node:
+        del node["format"]
+        node["anyOf"] = [{"type": "string", "format": one} for one in ("ipv4", "ipv6")]
+
+
+def _rewrite_unique(node: dict[str, Any], place: str) -> None:
+    if "uniqueItems" not in node:
+        return
+    most = node.get("maxItems")
+    if node["uniqueItems"] is not False and not (isinstance(most, int) and most <= 1):
+        raise ValueError(
+            f"the keyword `uniqueItems` (at {place}) is not supported: no grammar can tell items apart; "
+            "leave it out, as by a list in the place of a set"
+        )
+    del node["uniqueItems"]
+
+
+def _rewrite_names(node: dict[str, Any], root: Any, place: str) -> None:
+    """`propertyNames` becomes `properties` or `patternProperties`, with no others allowed."""
+    if "propertyNames" not in node:
+        return
+    names = _resolved(node["propertyNames"], root)
+    if names is True or (isinstance(names, dict) and _says_nothing(names)):
+        del node["propertyNames"]
+        return
+    if "properties" in node or "patternProperties" in node or not isinstance(names, dict):
+        raise ValueError(f"the keyword `propertyNames` (at {place}) is not supported beside named properties")
+    values = node.get("additionalProperties", True)
+    allowed = names.get("enum", [names["const"]] if "const" in names else None)
+    if isinstance(allowed, list):
+        node["properties"] = {name: values for name in allowed if isinstance(name, str)}
+    elif (pattern := _pattern_of(names)) is not None:
+        node["patternProperties"] = {pattern: values}
+    else:
+        raise ValueError(
+            f"the keyword `propertyNames` (at {place}) is supported with `enum`, `const`, `pattern` or "
+            "lengths alone"
+        )
+    node["additionalProperties"] = False
+    del node["propertyNames"]
+
+
+def _says_nothing(names: Mapping[str, Any]) -> bool:
+    return not (names.keys() - {"type", "title", "description"}) and names.get("type", "string") == "string"
+
+
+def _pattern_of(names: Mapping[str, Any]) -> str | None:
+    said = names.keys() - {"type", "title", "description"}
+    if said == {"pattern"}:
+        return str(names["pattern"])
+    if said == {"format"} and names["format"] in _PATTERNS:
+        return _PATTERNS[names["format"]]
+    if said and said <= {"minLength", "maxLength"}:
+        return f"^(?s:.){{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
+    return None
+
+
+def _resolved(node: Any, root: Any) -> Any:
+    """What a local `$ref` leads to, over several if need be; the node itself where it has none."""
+    for _ in range(10):
+        if not (isinstance(node, dict) and isinstance(node.get("$ref"), str)):
+            return node
+        node = _pointed_at(root, node["$ref"])
+    return node
+
+
+def _pointed_at(root: Any, reference: str) -> Any:
+    if not re.match("#/", reference):
+        return None
+    node = root
+    for part in reference[2:].split("/"):
+        name = part.replace("~1", "/").replace("~0", "~")
+        node = node.get(name) if isinstance(node, dict) else None
+    return node

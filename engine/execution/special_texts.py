@@ -1,0 +1,106 @@
+"""Finds the texts of special tokens, and encodes a text so that only some of them become special tokens."""
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Span = tuple[int, int]
+"""Start and end of a part of a text, in characters."""
+
+
+def new_mark() -> str:
+    """A text of eight private-use characters that no client can guess. It has no case and no white space."""
+    return "".join(chr(0xE000 + secrets.randbelow(6400)) for _ in range(8))
+
+
+class SpecialTexts:
+    """The texts of a tokenizer's special tokens, found as it finds them: leftmost, then longest."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._pattern = re.compile(_pattern(texts)) if texts else None
+        #: Characters of which every special text, and every joint of one, has at least one.
+        self.signs = frozenset(sign for text in texts for sign in _signs(text))
+        self.proper_prefixes = tuple({text[:end] for text in texts for end in range(1, len(text))})
+        self.proper_suffixes = tuple({text[start:] for text in texts for start in range(1, len(text))})
+
+    def find(self, text: str) -> list[Span]:
+        return [match.span() for match in self._pattern.finditer(text)] if self._pattern else []
+
+    def may_occur(self, text: str) -> bool:
+        """False where `text` has no part of any special text, but for letters and digits."""
+        return not self.signs.isdisjoint(text)
+
+
+class SelectiveEncoder:
+    """Encodes with a copy of a tokenizer that reads special tokens as text, but for those it is shown.
+
+    `specials`: the special tokens by id. In the copy each has a second, secret text, which is put where a
+    special token is meant. So the tokenizer cuts the text there as it always does. The copy takes as much
+    memory as the original.
+    """
+
+    def __init__(self, backend: Any, specials: Mapping[int, Any]) -> None:
+        self._copy = type(backend).from_str(backend.to_str())
+        self._copy.encode_special_tokens = True
+        self._marks = {token.content: new_mark() for token in specials.values()}
+        self._copy.add_tokens([_marked(token, self._marks[token.content]) for token in specials.values()])
+        self._originals = {
+            self._copy.token_to_id(self._marks[token.content]): token_id
+            for token_id, token in specials.items()
+        }
+
+    def encode(self, text: str, meant: Sequence[Span]) -> list[int]:
+        """The ids of `text`, in which only the special tokens at `meant` are special."""
+        pieces: list[str] = []
+        end = 0
+        for start, stop in meant:
+            pieces += text[end:start], self._marks[text[start:stop]]
+            end = stop
+        pieces.append(text[end:])
+        ids = self._copy.encode_batch_fast(["".join(pieces)], add_special_tokens=False)[0].ids
+        return [self._originals.get(one, one) for one in ids]
+
+
+def _marked(token: Any, mark: str) -> Any:
+    """`mark` as an added token that behaves as `token` does."""
+    return type(token)(
+        mark,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=False,
+        special=False,
+    )
+
+
+def _signs(text: str) -> set[str]:
+    signs = {
+        character
+        for character in text
+        if not (character.isalnum() or character.isspace() or character == "_")
+    }
+    return signs or set(text[:1])
+
+
+def _pattern(texts: Sequence[str]) -> str:
+    """A regular expression of all `texts` that tries no character twice at one place."""
+    tree: dict[str, Any] = {}
+    for text in texts:
+        node = tree
+        for character in text:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    return _alternatives(tree)
+
+
+def _alternatives(tree: Mapping[str, Any]) -> str:
+    """Longest first: the end of a text, "", is the last alternative."""
+    chain = ""
+    while len(tree) == 1:
+        character, tree = next(iter(tree.items()))
+        if not character:
+            return chain
+        chain += re.escape(character)
+    branches = [re.escape(one) + _alternatives(inner) for one, inner in tree.items() if one]
+    return f"{chain}(?:{'|'.join(branches)}){'?' if '' in tree else ''}"

@@ -1,0 +1,101 @@
+"""A task of which Redis lost keys, and a Redis that cannot write: what clients are told."""
+
+import subprocess
+
+import pytest
+import redis
+
+from api.app import create_app
+from api.settings import ApiSettings
+from tests.conftest import free_port
+from tokenmill.embedded_redis import find_redis_server
+from worker.protocol import keys
+from worker.protocol.naming import new_task_id
+from worker.protocol.store import TaskStore
+
+
+def test_a_task_whose_keys_vanished_is_lost(client, submit, redis_client):
+    task_id = submit()
+    redis_client.delete(keys.run(task_id))
+    reply = client.get(f"/v1/tasks/{task_id}")
+    assert (reply.status_code, reply.json["error"]["code"]) == (404, "lost")
+    assert client.get(f"/v1/tasks/{new_task_id()}").json["error"]["code"] == "task_not_found"
+
+
+def test_another_tenants_lost_task_was_never_there(store, submit, redis_client):
+    task_id = submit()
+    redis_client.delete(keys.run(task_id))
+    assert store.is_lost(task_id, "default")
+    assert not store.is_lost(task_id, "another")
+
+
+@pytest.fixture
+def full_disk(tmp_path):
+    """A server, and a path that is its file: while a directory is there, it cannot write."""
+    port, directory = free_port(), tmp_path / "data"
+    directory.mkdir()
+    command = [find_redis_server(), "--port", str(port), "--dir", str(directory), "--save", "3600 1"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    admin = redis.Redis(port=port)
+    while True:
+        try:
+            admin.ping()
+            break
+        except redis.ConnectionError:
+            assert process.poll() is None
+    yield admin, directory / "dump.rdb", f"redis://127.0.0.1:{port}/0"
+    process.kill()
+    process.wait()
+
+
+def save(admin, expected):
+    while admin.info("persistence")["rdb_bgsave_in_progress"]:
+        pass
+    admin.bgsave()
+    while True:
+        state = admin.info("persistence")
+        if not state["rdb_bgsave_in_progress"]:
+            assert state["rdb_last_bgsave_status"] == expected
+            return
+
+
+def test_a_full_disk_is_503_with_the_reason_until_there_is_room(full_disk):
+    admin, obstacle, url = full_disk
+    client = create_app(ApiSettings(redis_url=url)).test_client()
+    task_id = client.post("/v1/tasks", json={"prompt": "x"}).json["id"]
+    obstacle.mkdir()
+    save(admin, "err")
+    for call in (
+        lambda: client.post("/v1/tasks", json={"prompt": "x"}),
+        lambda: client.delete(f"/v1/tasks/{task_id}"),
+        lambda: client.get("/readyz"),
+    ):
+        reply = call()
+        assert reply.status_code == 503
+        assert "disk" in reply.json["detail"]
+        assert int(reply.headers["Retry-After"]) >= 1
+    assert client.get(f"/v1/tasks/{task_id}").status_code == 200, "what is there can be read"
+    obstacle.rmdir()
+    save(admin, "ok")
+    assert client.post("/v1/tasks", json={"prompt": "x"}).status_code == 202
+
+
+def test_what_lapses_meanwhile_is_no_crash(full_disk):
+    """Two dozen tasks were retried alone after a full disk."""
+    admin, obstacle, url = full_disk
+    settings = ApiSettings(redis_url=url)
+    client, store = create_app(settings).test_client(), TaskStore(redis.Redis.from_url(url))
+    client.post("/v1/tasks", json={"prompt": "x"})
+    (held,) = store.claim(settings.slug, worker="w", max_tasks=1, lease_seconds=0.001)
+    store.renew({held.task_id: held.owner}, 0.001)
+    obstacle.mkdir()
+    save(admin, "err")
+    with pytest.raises(redis.ResponseError, match="MISCONF"):
+        store.hand_back({held.task_id: held.owner})
+    obstacle.rmdir()
+    save(admin, "ok")
+    # This reaper was refused too.
+    reaped = store.reap(settings.slug, max_task_seconds=3600, failed_seconds_ago=0.0)
+    assert reaped.returned == (held.task_id,)
+    (again,) = store.claim(settings.slug, worker="w", max_tasks=1, lease_seconds=60)
+    assert not again.suspect

@@ -1,0 +1,59 @@
+"""What compilers make of the Triton kernels, for GPUs that need not be there: see `compile_triton.py`."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engine.execution.compile_triton import ARCHITECTURES, QUICK, SHAPES, cases, read_table, stale
+from tests.engine.execution.pools import ROOT
+
+SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Bytes that one program may have."""
+TENSOR_CORES = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05"}
+"""The instructions by which chunks in half precision are multiplied."""
+MOST_SPILLED = {100: 32}
+"""Bytes of a thread. The compiler limits the registers of one kernel with every feature. Elsewhere none."""
+
+
+def test_the_table_is_of_these_kernels() -> None:
+    assert list(read_table()) == cases()
+    assert stale() == [], "python -m tests.engine.execution.compile_triton --write"
+
+
+def test_a_change_of_a_kernel_makes_the_table_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "8B", SHAPES["8B"]._replace(group=5))
+    assert {case[:2] for case in stale()} == {(arch, "8B") for arch in ARCHITECTURES}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_kernels_fit_their_gpus(arch: int) -> None:
+    rows = {case: row for case, row in read_table().items() if case[0] == arch}
+    assert rows
+    for (_, model, kernel), row in rows.items():
+        assert int(row["shared"]) <= SHARED_MEMORY[arch], row
+        if model.startswith("self-check"):
+            # In float32, once, over a few tokens.
+            continue
+        assert int(row["spilled"]) <= MOST_SPILLED.get(arch, 0), row
+        if kernel == "chunk":
+            assert TENSOR_CORES[arch] in row["products"], row
+        elif kernel in ("single", "split"):
+            assert "mma.sync" in row["products"], row
+
+
+def test_kernels_compile_to_what_the_table_says(tmp_path: Path) -> None:
+    """Some of them, which between them are of every kernel, architecture and kind of number."""
+    assert {arch for arch, _, _ in QUICK} == set(ARCHITECTURES)
+    # The interpreter takes more than the compiler does.
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.execution.compile_triton"],
+        cwd=ROOT,
+        env={**env, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

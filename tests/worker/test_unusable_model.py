@@ -1,0 +1,191 @@
+"""`python -m worker` with a model that cannot be served: one line that says why, exit status 78, no retry."""
+
+import ctypes
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.broken_checkpoints import (
+    LFS_POINTER,
+    Fault,
+    config,
+    cut,
+    removed,
+    tensors,
+    text,
+)
+from tests.tiny_models import save_model
+from tests.tokenmill.served import REAL, Served
+
+ROOT = Path(__file__).parents[2]
+EXIT_UNUSABLE = 78
+WATCHDOG_SECONDS = 300
+_DROP_CAPABILITY = 24
+_OVERRIDE_MODES = (1, 2)
+"""prctl(PR_CAPBSET_DROP) of CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH."""
+ANOTHER_UID = 54321
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "sound")
+
+
+@pytest.fixture
+def model(sound: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(sound, tmp_path / "model")
+
+
+def obey_modes() -> None:
+    """Let modes of files count for this process, also if it is root's."""
+    library = ctypes.CDLL(None)
+    for capability in _OVERRIDE_MODES:
+        library.prctl(_DROP_CAPABILITY, capability, 0, 0, 0)
+
+
+def refused(
+    environment: dict[str, str], *, cwd: Path = ROOT, before: Callable[[], None] | None = None
+) -> tuple[str, list[str]]:
+    """What a worker says at the end, and all lines on stderr, once it has ended as it must."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "worker"],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENMILL_METRICS_PORT": "0"}
+        | environment,
+        capture_output=True,
+        text=True,
+        timeout=WATCHDOG_SECONDS,
+        preexec_fn=before,
+        check=False,
+    )
+    lines = done.stderr.splitlines()
+    told = [line for line in lines if " INFO " not in line]
+    assert done.returncode == EXIT_UNUSABLE, done.stderr
+    assert len(told) == 1, done.stderr
+    assert " CRITICAL worker: " in told[0]
+    assert done.stdout == ""
+    return told[0].split(" CRITICAL worker: ")[1], lines
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (cut("model.safetensors", 1000), "model.safetensors: is truncated: its header describes"),
+        (text("model.safetensors", LFS_POINTER), "is a Git LFS pointer, not the file of 269060552 bytes"),
+        (text("config.json", ""), "config.json: is empty (0 bytes)"),
+        (text("tokenizer.json", "{"), "tokenizer.json: is not JSON"),
+        (removed("tokenizer*"), "no tokenizer files in"),
+        (config(quantization_config={"quant_method": "awq"}), "are quantized (awq), which is not supported"),
+    ],
+)
+def test_what_files_show_is_told_before_anything_starts(model: Path, fault: Fault, message: str) -> None:
+    """vmlx-swift#217, ComfyUI#13669, vllm#31444. No Redis is needed, and no port is taken."""
+    fault(model)
+    told, lines = refused({"TOKENMILL_MODEL": str(model), "REDIS_URL": "redis://127.0.0.1:1/0"})
+    assert message in told
+    assert str(model) in told
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize("source", ["./no/such/dir", "/x/y", "~/m", ".no-such-dir"])
+def test_a_wrong_path_is_told_before_anything_starts(source: str) -> None:
+    told, lines = refused({"TOKENMILL_MODEL": source, "REDIS_URL": "redis://127.0.0.1:1/0"})
+    assert told.startswith(f"TOKENMILL_MODEL: '{source}' is neither an existing directory")
+    assert len(lines) == 1
+
+
+def as_int4(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As a quantization tool writes it that leaves no word in config.json."""
+    return {name.replace(".weight", ".qweight"): one for name, one in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (
+            tensors(lambda found: {f"base_model.{name}": one for name, one in found.items()}),
+            "21 tensors are missing: lm_head.weight, ",
+        ),
+        (tensors(as_int4), "tensors are missing: lm_head.weight, "),
+        (config(vocab_size=100), "2 tensors have another shape: lm_head.weight"),
+        (config(model_type="no_such_model"), "model type 'no_such_model' of"),
+        (text("tokenizer.json", '{"model": {}}'), "has no usable tokenizer: "),
+    ],
+)
+def test_what_only_loading_shows(redis_url: str, model: Path, fault: Fault, message: str) -> None:
+    """vllm#15536, vllm#11802, colibri#1476: such a checkpoint was served with random weights."""
+    fault(model)
+    told, _ = refused({"TOKENMILL_MODEL": str(model), "REDIS_URL": redis_url})
+    assert message in told
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"TOKENMILL_NUM_KV_BLOCKS": "10", "TOKENMILL_MAX_MODEL_LEN": "161"},
+            "TOKENMILL_MAX_MODEL_LEN: is 161, but 10 KV blocks of 16 tokens hold 160; set it to at most 160,"
+            " or num_kv_blocks to at least 11",
+        ),
+        ({"TOKENMILL_NUM_KV_BLOCKS": "2000000000"}, "TOKENMILL_NUM_KV_BLOCKS: 2000000000 KV blocks need "),
+        ({"TOKENMILL_MODEL": "SmolLM2-135M-Instruct"}, "TOKENMILL_CACHE_DIR: the cache directory "),
+    ],
+)
+def test_limits_and_places_that_cannot_be(
+    redis_url: str, model: Path, settings: dict[str, str], message: str
+) -> None:
+    """openobserve-helm#54: a cache that cannot be written. A file stands for it, also for root."""
+    cache = str(model / "config.json") if "TOKENMILL_MODEL" in settings else str(ROOT / ".tokenmill")
+    environment = {"TOKENMILL_MODEL": str(model), "TOKENMILL_CACHE_DIR": cache, "REDIS_URL": redis_url}
+    told, _ = refused(environment | settings)
+    assert told.startswith(message)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="capabilities and limits of Linux")
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_files_of_another_user(model: Path, name: str) -> None:
+    """ado#1261: unreadable weights were told as "No such file"."""
+    path = model / name
+    path.chmod(0o600 if os.geteuid() == 0 else 0)
+    if os.geteuid() == 0:
+        os.chown(path, ANOTHER_UID, ANOTHER_UID)
+    told, lines = refused({"TOKENMILL_MODEL": str(model)}, before=obey_modes)
+    assert f"{path}: cannot be read: Permission denied (mode 0{path.stat().st_mode & 0o777:03o}, " in told
+    assert len(lines) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="capabilities and limits of Linux")
+def test_too_little_memory(redis_url: str, model: Path) -> None:
+    """Where the limit shows depends on the libraries; that it is told in one line does not."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (1_000_000_000, 1_000_000_000))
+
+    told, _ = refused({"TOKENMILL_MODEL": str(model), "REDIS_URL": redis_url}, before=limit)
+    assert "this process may map 1000000000 bytes (ulimit -v)" in told or "are available" in told
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (text("model.safetensors", LFS_POINTER), "is a Git LFS pointer"),
+        (tensors(lambda found: {f"x.{name}": one for name, one in found.items()}), "tensors are missing"),
+    ],
+)
+def test_serve_starts_such_a_worker_once(model: Path, tmp_path: Path, fault: Fault, message: str) -> None:
+    fault(model)
+    (tmp_path / "service").mkdir()
+    served = Served(tmp_path / "service", REAL, {"TOKENMILL_MODEL": str(model)})
+    assert served.wait() == 2
+    lines = served.text()
+    assert message in lines[-1]
+    assert lines[-1].startswith("Error: the worker ended with exit code 78; its last line: ")
+    assert sum(" CRITICAL worker: " in line for line in lines[:-1]) == 1
+    assert not any("starting it again" in line or "Traceback" in line for line in lines)

@@ -1,0 +1,164 @@
+"""The watchdog ends a process that hangs, whoever holds the interpreter's lock, and none that was only
+stopped.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from worker import watchdog
+from worker.watching import Watchdog
+
+ROOT = Path(__file__).parents[2]
+STALL_SECONDS = 5.0
+"""With room for a busy machine to answer within it."""
+TICKING = f"""
+import sys, time
+from worker.watching import arm_watchdog
+arm_watchdog({STALL_SECONDS})
+print("armed", flush=True)
+for line in sys.stdin:
+    arm_watchdog({STALL_SECONDS} if line == "tick\\n" else 1e6)
+    print(line, end="", flush=True)
+"""
+HANGING = """
+import ctypes, threading
+from worker.watching import arm_watchdog
+arm_watchdog(1.0)
+HOW
+"""
+HANGS = {
+    "holding the lock": "ctypes.PyDLL(None).sleep(10_000)",
+    "waiting": "threading.Event().wait()",
+    "computing": "while True: pass",
+    "in another thread": "threading.Thread(target=ctypes.PyDLL(None).sleep, args=(10_000,)).start()",
+}
+
+
+@pytest.mark.parametrize("how", HANGS)
+def test_a_process_that_hangs_ends_with_its_stacks(how: str) -> None:
+    program = HANGING.replace("HOW", HANGS[how])
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    assert "most recent call first" in done.stderr
+
+
+class Ticking:
+    """A process that arms its watchdog when it is told to."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", TICKING],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.read() == "armed\n"
+
+    def read(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def say(self, line: str) -> str:
+        """The answer, "" if the process has ended."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self.read()
+
+
+@pytest.fixture
+def ticking() -> Iterator[Ticking]:
+    ticking = Ticking()
+    yield ticking
+    ticking.process.kill()
+    ticking.process.communicate()
+
+
+def test_a_process_that_was_stopped_for_longer_goes_on(ticking: Ticking) -> None:
+    """A worker that was stopped, or whose machine was paused, ended itself as soon as it ran again."""
+    ticking.process.send_signal(signal.SIGSTOP)
+    # The time that passes is what is tested.
+    time.sleep(1.6 * STALL_SECONDS)
+    ticking.process.send_signal(signal.SIGCONT)
+    assert ticking.say("disarm") == "disarm\n"
+    assert ticking.process.poll() is None
+
+
+def test_one_that_hangs_after_it_was_stopped_ends(ticking: Ticking) -> None:
+    ticking.process.send_signal(signal.SIGSTOP)
+    time.sleep(0.2 * STALL_SECONDS)
+    ticking.process.send_signal(signal.SIGCONT)
+    assert ticking.process.wait(120) == 1
+
+
+def test_a_watchdog_that_was_killed_is_started_again(ticking: Ticking) -> None:
+    assert ticking.say("disarm") == "disarm\n"
+    (child,) = _children(ticking.process.pid)
+    os.kill(child, signal.SIGKILL)
+    # A write is refused once it has ended.
+    while child in _children(ticking.process.pid):
+        assert ticking.say("disarm") == "disarm\n"
+    ticking.say("tick")
+    assert ticking.process.wait(120) == 1
+
+
+def test_the_watchdog_ends_with_its_worker(ticking: Ticking) -> None:
+    (child,) = _children(ticking.process.pid)
+    ticking.process.kill()
+    ticking.process.wait()
+    while _exists(child):
+        pass
+
+
+def _children(pid: int) -> list[int]:
+    """Those that run: a zombie has none of the lines."""
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _exists(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("slices", "is_spent"),
+    [
+        ([(0.25, True)] * 8, True),
+        ([(0.25, True)] * 7, False),
+        # Stopped.
+        ([(0.25, False)] * 100, False),
+        # All of the machine was paused.
+        ([(3600.0, True)], False),
+        ([(3600.0, True)] * 4, True),
+    ],
+)
+def test_only_time_in_which_it_ran_counts(slices: list[tuple[float, bool]], is_spent: bool) -> None:
+    budget = watchdog.Budget()
+    budget.arm(2.0)
+    spent = [budget.spend(elapsed, runs=runs) for elapsed, runs in slices]
+    assert any(spent) is is_spent
+
+
+def test_one_that_was_never_armed_ends_nothing() -> None:
+    assert not watchdog.Budget().spend(3600.0, runs=True)
+
+
+def test_closing_ends_the_watchdog() -> None:
+    guard = Watchdog()
+    guard.arm(1e6)
+    process = guard._process
+    assert process is not None
+    guard.close()
+    assert process.poll() is not None

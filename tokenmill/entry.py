@@ -1,0 +1,14 @@
+"""The `tokenmill` program. Requests to stop are heard before the libraries of the command are loaded."""
+
+import signal
+
+from worker.protocol.startup_signals import end_on_signals
+
+
+def main() -> None:
+    end_on_signals()
+    from tokenmill.cli import main as command
+
+    # The command line ends by an exception and says in which state it leaves a task.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    command()

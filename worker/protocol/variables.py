@@ -1,0 +1,87 @@
+"""The names of all environment variables of Tokenmill, and the nearest one to a name that is none of them.
+
+Every process gets the whole environment but reads only its own part, so each needs to know all names. A test
+holds that they are those of the settings.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+PREFIX = "TOKENMILL_"
+_NAMES = """
+AGEING_SECONDS
+API_KEY
+API_KEYS
+API_KEYS_FILE
+ASYNC_SCHEDULING
+ATTENTION
+BLOCK_SIZE
+CACHE_DIR
+CHUNKED_PREFILL
+COMPILE
+CONTEXT_UNIT
+DECODE_GRAPHS
+DETERMINISTIC
+DEVICE
+DTYPE
+FAIR_SHARING
+GRACE_SECONDS
+HEARTBEAT_SECONDS
+HOLD_UNUSABLE
+HOST
+HTTP_GRACE_SECONDS
+HTTP_THREADS
+LEASE_SECONDS
+LOAD_SECONDS
+MAX_BODY_BYTES
+MAX_CHUNK_TOKENS
+MAX_MODEL_LEN
+MAX_NUM_BATCHED_TOKENS
+MAX_NUM_PREFILL_SEQS
+MAX_NUM_SEQS
+MAX_PREEMPTIONS
+MAX_SKIP_AHEAD
+MAX_STREAMS
+MAX_TASK_SECONDS
+MAX_WAITING_SECONDS
+MAX_WAITING_TASKS
+MAX_WAITING_TOKENS
+METRICS_HOST
+METRICS_PORT
+MODEL
+NUM_KV_BLOCKS
+POLICY
+PORT
+PREFILL_RESERVE
+PREFIX_CACHING
+QUANTIZATION
+RETENTION_SECONDS
+SERVED_MODEL_NAME
+STALL_SECONDS
+STATE_DIR
+URL
+WEBHOOK_ALLOW_PRIVATE
+WEBHOOK_SECRET
+WORKERS
+"""
+NAMES = frozenset(PREFIX + name for name in _NAMES.split())
+
+
+def unknown_variables(names: Iterable[str]) -> list[str]:
+    """Those of `names` that begin like ours and are none of ours."""
+    return sorted(name for name in names if name.startswith(PREFIX) and name not in NAMES)
+
+
+def warnings(names: Iterable[str]) -> list[str]:
+    """A line for each unknown variable, with the known one that is nearest to it."""
+    return [
+        f"{name} is not a setting and is ignored{hint(name, NAMES, PREFIX)}"
+        for name in unknown_variables(names)
+    ]
+
+
+def hint(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """What was probably meant, "" if nothing is near. `prefix`: of all names; it brings none nearer."""
+    own = name.removeprefix(prefix)
+    near = get_close_matches(own, sorted(each.removeprefix(prefix) for each in known), n=1, cutoff=0.7)
+    return f"; did you mean {prefix}{near[0]}?" if near else ""
