@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,10 @@ hypothesis.settings.load_profile("untimed")
 
 def pytest_report_header() -> str:
     return report()
+
+
+START_SECONDS = 120.0
+"""A watchdog: a server starts in a fraction of a second, and in several on a loaded machine."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +64,20 @@ def start_redis(directory: Path, port: int) -> RedisServer:
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
     server = RedisServer(port, process)
+    deadline = time.monotonic() + START_SECONDS
     with redis.Redis.from_url(server.url) as client:
-        for _ in range(1000):
+        while time.monotonic() < deadline:
             try:
                 client.ping()
             except redis.ConnectionError:
                 if process.poll() is not None:
                     raise RuntimeError(f"the Redis server ended with {process.returncode}") from None
+                time.sleep(0.01)
             else:
                 return server
-    raise RuntimeError("the Redis server does not answer")
+    process.kill()
+    process.wait()
+    raise RuntimeError(f"the Redis server does not answer within {START_SECONDS:.0f} s")
 
 
 @pytest.fixture(scope="session")
