@@ -107,13 +107,11 @@ def test_a_duty_whose_index_is_broken_leaves_the_others_alone(
     """The script of a duty fails as a whole; that is a failure of this duty."""
     submit(store, redis_client)
     lapsed = claim_one(store, lease_seconds=-1)
-    late = submit(store, redis_client)
-    accept_earlier(redis_client, late, 7200)
-    redis_client.set(keys.WATCHED, "x")
+    redis_client.hset(keys.sweep(SLUG), "x", "y")
     reaped = reap(store)
 
-    assert (reaped.returned, reaped.timed_out) == ((lapsed.task_id,), (late,))
-    assert [failure.duty for failure in reaped.failures] == ["unread"]
+    assert reaped.returned == (lapsed.task_id,)
+    assert [failure.duty for failure in reaped.failures] == ["strays"]
 
 
 def test_renewal_goes_on_beside_a_bad_record(store: TaskStore, redis_client: redis.Redis) -> None:
@@ -139,7 +137,8 @@ def test_hand_back_goes_on_beside_a_bad_record(store: TaskStore, redis_client: r
 def test_tokens_are_stored_beside_a_bad_record(store: TaskStore, redis_client: redis.Redis) -> None:
     ids = [submit(store, redis_client) for _ in range(3)]
     held = claim(store)
-    _wrong_log(redis_client, ids[1])
+    redis_client.delete(keys.run(ids[1]))
+    redis_client.set(keys.run(ids[1]), "x")
     outcomes = store.publish([final_write(one, 0, 2) for one in held])
 
     assert outcomes == [Accepted(), Lost(), Accepted()]

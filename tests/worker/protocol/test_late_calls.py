@@ -14,6 +14,7 @@ from redis.retry import Retry
 from tests.conftest import RedisServer, free_port, start_redis
 from tests.worker.protocol.tasks import SLUG, claim, claim_one, dump, owned, reap, submit
 from worker.protocol import keys, scripting, server_clock
+from worker.protocol.claim_order import DEFAULT_ORDER
 from worker.protocol.outbox import Outbox
 from worker.protocol.readers import Readers
 from worker.protocol.server_clock import ServerClock
@@ -159,7 +160,7 @@ def test_a_lost_reply_of_a_claim_is_no_crash(redis_server: RedisServer, redis_cl
     submit(store, redis_client)
     for _ in range(12):
         script = scripting.source("claim")
-        arguments = ["1000", SLUG, "w", "-1", "480", "100", "owner"]
+        arguments = ["1000", SLUG, "w", "-1", "480", "100", DEFAULT_ORDER.to_text(), "owner"]
         call = ["EVAL", script, "0", *arguments]
         packed = f"*{len(call)}\r\n".encode() + b"".join(
             b"$%d\r\n%s\r\n" % (len(part.encode()), part.encode()) for part in call
