@@ -41,6 +41,9 @@ def load_weights(directory: Path, dtype: torch.dtype, device: torch.device) -> P
     except MemoryError:
         raise
     except Exception as error:
+        if "can't start new thread" in str(error):
+            # There is no memory for the stack of a thread that reads weights.
+            raise MemoryError(str(error)) from error
         # Whatever a library raises while it reads a user's files is a fault of the files.
         raise InvalidParameter(
             "model", f"the weights in {directory} cannot be loaded: {one_line(error)}"

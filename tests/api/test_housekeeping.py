@@ -118,8 +118,7 @@ def test_a_record_that_cannot_be_treated_is_counted_and_logged(
     submit, reaper, registry, redis_client, caplog
 ):
     bad, good = submit(), submit()
-    redis_client.delete(keys.run(bad))
-    redis_client.hset(keys.run(bad), "slug", "x")
+    redis_client.set(keys.log(bad), "x")
     while time.time() - reaper._store.inspect(good).accepted_at < 0.2:
         pass
     reaper.run()

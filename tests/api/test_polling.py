@@ -7,6 +7,7 @@ import pytest
 
 from api.reply_schemas import Task
 from api.settings import ApiSettings
+from tests.worker.protocol.passing_time import measured
 from worker.protocol import keys, naming
 from worker.protocol.messages import TaskError
 
@@ -26,15 +27,14 @@ def test_a_waiting_task_shows_its_place(client, submit, worker):
     assert places[second]["eta_seconds"] is None
 
 
-def test_the_eta_comes_from_the_rate(client, submit, worker):
-    submit(max_tokens=60)
+def test_the_eta_comes_from_the_rate(client, submit, worker, redis_client):
     worker.report("ready")
-    worker.run("x")
     submit(max_tokens=10)
     last = submit(max_tokens=10)
+    measured(redis_client, worker.slug, rate=10)
     snapshot = worker.store.inspect(last)
     eta = client.get(f"/v1/tasks/{last}").json["queue"]["eta_seconds"]
-    assert eta == pytest.approx(snapshot.tokens_ahead / snapshot.drain_rate, rel=0.5)
+    assert eta == pytest.approx(snapshot.tokens_ahead / 10, rel=0.5)
     worker.report("draining")
     assert client.get(f"/v1/tasks/{last}").json["queue"]["eta_seconds"] is None
 

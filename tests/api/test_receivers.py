@@ -1,36 +1,56 @@
-"""Who lets callers wait in vain gets few of them."""
+"""A receiver or a tenant occupies a few deliveries at once, whatever names the receiver has."""
 
-from api.receivers import MAX_IN_VAIN, Receivers
-from api.webhook_url import parse_url
+from api.receivers import MAX_CALLERS, MAX_IN_VAIN, Receivers
 
-DEAD, ALIVE = parse_url("http://dead.example/a"), parse_url("http://alive.example/")
-
-
-def test_one_of_whom_nothing_is_known_may_have_them_all():
-    receivers = Receivers()
-    assert all(receivers.enter(DEAD) for _ in range(100))
+DEAD, ALIVE = ["203.0.113.1"], ["203.0.113.2"]
 
 
-def test_one_that_did_not_answer_has_few_until_it_does():
-    receivers = Receivers()
-    assert receivers.enter(DEAD)
-    receivers.leave(DEAD, answered=False)
-    other_path = parse_url("http://dead.example/b")
-    assert [receivers.enter(other_path) for _ in range(MAX_IN_VAIN + 1)] == [True] * MAX_IN_VAIN + [False]
-    assert receivers.enter(ALIVE)
-    receivers.leave(DEAD, answered=False)
-    assert receivers.enter(DEAD)
-    assert not receivers.enter(DEAD)
+def num_entered(receivers: Receivers, addresses: list[str]) -> int:
+    """How many callers are let in until one is not."""
+    count = 0
+    while receivers.enter(addresses):
+        count += 1
+    return count
+
+
+def test_one_that_was_never_called_gets_few_until_it_answers() -> None:
+    receivers = Receivers(max_per_tenant=100)
+    assert num_entered(receivers, DEAD) == MAX_IN_VAIN
     receivers.leave(DEAD, answered=True)
-    assert all(receivers.enter(DEAD) for _ in range(100))
+    assert num_entered(receivers, DEAD) == MAX_CALLERS - (MAX_IN_VAIN - 1)
 
 
-def test_nothing_is_kept_of_those_that_answered():
-    receivers = Receivers()
-    for target in (DEAD, ALIVE):
-        receivers.enter(target)
-        receivers.leave(target, answered=False)
-        receivers.enter(target)
-        receivers.leave(target, answered=True)
-    assert not receivers._callers
-    assert not receivers._silent
+def test_one_that_did_not_answer_has_few_until_it_does() -> None:
+    receivers = Receivers(max_per_tenant=100)
+    receivers.enter(DEAD)
+    receivers.leave(DEAD, answered=True)
+    assert num_entered(receivers, DEAD) == MAX_CALLERS
+    receivers.leave(DEAD, answered=False)
+    assert num_entered(receivers, DEAD) == 0
+    assert num_entered(receivers, ALIVE) == MAX_IN_VAIN, "another address"
+
+
+def test_names_of_one_address_count_as_one() -> None:
+    """Also as IPv6, of which one network is one receiver."""
+    receivers = Receivers(max_per_tenant=100)
+    assert num_entered(receivers, [*DEAD, "203.0.113.9"]) == MAX_IN_VAIN
+    assert num_entered(receivers, DEAD) == 0
+    assert num_entered(receivers, ["::ffff:203.0.113.9"]) == 0
+    assert num_entered(receivers, ["2001:db8::1"]) == MAX_IN_VAIN
+    assert num_entered(receivers, ["2001:db8::2"]) == 0
+    assert num_entered(receivers, ["2001:db8:1::1"]) == MAX_IN_VAIN
+
+
+def test_a_refused_caller_occupies_none_of_its_addresses() -> None:
+    receivers = Receivers(max_per_tenant=100)
+    num_entered(receivers, DEAD)
+    assert not receivers.enter([*ALIVE, *DEAD])
+    assert num_entered(receivers, ALIVE) == MAX_IN_VAIN
+
+
+def test_a_tenant_has_its_limit() -> None:
+    receivers = Receivers(max_per_tenant=2)
+    assert [receivers.enter_tenant("a") for _ in range(3)] == [True, True, False]
+    assert receivers.enter_tenant("b")
+    receivers.leave_tenant("a")
+    assert receivers.enter_tenant("a")

@@ -62,4 +62,12 @@ def test_scrape_jobs_are_those_that_rules_and_compose_speak_of() -> None:
     host, port = jobs["tokenmill-api"]["static_configs"][0]["targets"][0].split(":")
     assert compose[host]["environment"]["TOKENMILL_PORT"] == port
     (worker,) = jobs["tokenmill-worker"]["dns_sd_configs"]
-    assert compose[worker["names"][0]]["environment"]["TOKENMILL_METRICS_PORT"] == str(worker["port"])
+    (alias,) = worker["names"]
+    workers = [
+        service
+        for service in compose.values()
+        if alias in ((service.get("networks") or {}).get("default") or {}).get("aliases", ())
+    ]
+    assert workers
+    for service in workers:
+        assert service["environment"]["TOKENMILL_METRICS_PORT"] == str(worker["port"])

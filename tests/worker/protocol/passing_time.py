@@ -6,7 +6,7 @@ Scripts read Redis's clock, which no test can turn: what they compare it with is
 import redis
 
 from tests.worker.protocol.tasks import SLUG
-from worker.protocol import scripting
+from worker.protocol import keys, scripting
 
 _PARTS = "\n".join(["#!lua", scripting._key_names(), *map(scripting._read, scripting._ORDER)])
 _ACCEPT_EARLIER = """
@@ -45,3 +45,9 @@ def accept_earlier(client: redis.Redis, task_id: str, seconds: float) -> None:
 def let_pass(client: redis.Redis, seconds: float) -> None:
     """As if all that waits had waited so much longer, and no line had been served for so much longer."""
     client.eval(_PARTS + _LET_PASS, 0, 1, SLUG, round(seconds * 1e6))
+
+
+def measured(client: redis.Redis, slug: str, rate: float) -> None:
+    """As if a model's workers had been seen to get this many tokens per second done."""
+    fields = {"tokens": f"{10 * rate:.6f}", "us": "10000000", "known": "1"}
+    client.hset(keys.pace(slug), mapping=fields)
