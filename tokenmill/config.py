@@ -165,7 +165,6 @@ SETTINGS = (
     Setting("attention", str, "auto", "auto, torch, native (on a CPU), triton or varlen (on CUDA)", _WORKER),
     Setting("quantization", str, "none", "none, or int8 or int4: smaller weights on a CPU", _WORKER),
     Setting("decode_graphs", bool, "true", "capture decode steps while loading", _WORKER),
-    Setting("compile", bool, "false", "compile the layers by torch.compile while loading", _WORKER),
     Setting(
         "async_scheduling",
         bool,

@@ -71,7 +71,7 @@ class WorkerSettings:
     `model`: a directory, a hub id, or the default model's name, which lies converted under `cache_dir`.
     `served_model_name`: its public name. `attention`: one of `ATTENTION`, `quantization`: one of
     `QUANTIZATION`, as the engine has them.
-    `decode_graphs`, `compile`: see `engine.execution.build.build_execution`.
+    `decode_graphs`: see `engine.execution.build.build_execution`.
     `async_scheduling`: a step is launched before the tokens of the one before it are known; None: on CUDA.
     `deterministic`: a request's tokens do not depend on what runs beside it, to the last bit.
     `generation_config`: one of `GENERATION_CONFIG`: whether the model's own sampling defaults are followed.
@@ -86,7 +86,6 @@ class WorkerSettings:
     attention: str = "auto"
     quantization: str = "none"
     decode_graphs: bool = True
-    compile: bool = False
     async_scheduling: bool | None = None
     deterministic: bool = False
     generation_config: str = "auto"
@@ -112,7 +111,6 @@ class WorkerSettings:
             attention=read.word("TOKENMILL_ATTENTION", ATTENTION) or "auto",
             quantization=read.word("TOKENMILL_QUANTIZATION", QUANTIZATION) or "none",
             decode_graphs=read.switch("TOKENMILL_DECODE_GRAPHS") is not False,
-            compile=bool(read.switch("TOKENMILL_COMPILE")),
             async_scheduling=read.switch("TOKENMILL_ASYNC_SCHEDULING"),
             deterministic=bool(read.switch("TOKENMILL_DETERMINISTIC")),
             generation_config=read.word("TOKENMILL_GENERATION_CONFIG", GENERATION_CONFIG) or "auto",
