@@ -115,7 +115,7 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 WORDS = {
     "policy": ("fifo", "skip_ahead"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "attention": ("auto", "torch", "native", "triton", "varlen"),
+    "attention": ("auto", "torch", "native", "triton"),
     "quantization": ("none", "int8", "int4"),
     "generation_config": ("auto", "none"),
 }
@@ -162,7 +162,7 @@ SETTINGS = (
     Setting("prefill_reserve", float, "0.0", "share of a step that decodes leave to prompts", _WORKER),
     Setting("max_chunk_tokens", int, "half a step", "the most that one prompt takes of a step", _WORKER),
     Setting("context_unit", int, "none", "a prompt's token counts once more per so many before", _WORKER),
-    Setting("attention", str, "auto", "auto, torch, native (on a CPU), triton or varlen (on CUDA)", _WORKER),
+    Setting("attention", str, "auto", "auto, torch, native (on a CPU) or triton (on CUDA)", _WORKER),
     Setting("quantization", str, "none", "none, or int8 or int4: smaller weights on a CPU", _WORKER),
     Setting("decode_graphs", bool, "true", "capture decode steps while loading", _WORKER),
     Setting(

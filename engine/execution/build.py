@@ -107,14 +107,13 @@ def build_execution(
     `device`, `progress`: see `load_model`. `deterministic`: a sequence's logits are the same to the bit
     whatever else is computed, in whatever chunks, found in the cache or computed again; this is slower, and
     models for which it does not hold are refused. `attention`: "native", a CPU's operator that is compiled
-    once into `cache_dir`; "triton", kernels for CUDA; "varlen", torch's FlashAttention there, for blocks of a
-    multiple of 256 tokens; "torch"; or "auto", the first of these that can be had and agrees with the model.
-    `quantization`: "none", or on a CPU "int8" or "int4": weights take a quarter or a sixth of float32's
-    memory, and logits change. `decode_graphs`: decode steps are captured while loading, where the attention
-    allows it, and replayed; never with `deterministic`. `async_scheduling`: a step is decided and launched
-    before the tokens of the one before it are on the host; None: on CUDA. On a CPU, which does a step where
-    it is launched, tokens only come later by it. `generation_config`: "auto", the sampling defaults in the
-    model's `generation_config.json` are followed; "none", they are not.
+    once into `cache_dir`; "triton", kernels for CUDA; "torch"; or "auto", the first of these that can be had
+    and agrees with the model. `quantization`: "none", or on a CPU "int8" or "int4": weights take a quarter or
+    a sixth of float32's memory, and logits change. `decode_graphs`: decode steps are captured while loading,
+    where the attention allows it, and replayed; never with `deterministic`. `async_scheduling`: a step is
+    decided and launched before the tokens of the one before it are on the host; None: on CUDA. On a CPU,
+    which does a step where it is launched, tokens only come later by it. `generation_config`: "auto", the
+    sampling defaults in the model's `generation_config.json` are followed; "none", they are not.
 
     `limits`: fields of `EngineConfig`; None leaves one to its default, but for fields that take None. On CUDA
     the defaults of `CUDA_LIMITS` hold.
@@ -138,7 +137,6 @@ def build_execution(
         deterministic=deterministic,
         device=target,
         library=library,
-        block_size=checked.block_size,
     )
     usable = library if isinstance(library, NativeLibrary) else None
     if quantization != "none":

@@ -150,7 +150,7 @@ def test_an_empty_variable_counts_as_unset() -> None:
         ("TOKENMILL_LOAD_SECONDS", "1e10", "at most 1e9"),
         ("TOKENMILL_CHUNKED_PREFILL", "maybe", "true or false"),
         ("TOKENMILL_POLICY", "lifo", "fifo or skip_ahead"),
-        ("TOKENMILL_ATTENTION", "fast", "auto or torch or native or triton or varlen"),
+        ("TOKENMILL_ATTENTION", "fast", "auto or torch or native or triton"),
         ("TOKENMILL_QUANTIZATION", "int2", "none or int8 or int4"),
         ("TOKENMILL_GENERATION_CONFIG", "vllm", "auto or none"),
         ("TOKENMILL_PREFILL_RESERVE", "0.95", "from 0 to 0.9"),
