@@ -61,7 +61,6 @@ class EngineSettings:
     max_preemptions: int | None = None
     prefill_reserve: float | None = None
     max_chunk_tokens: int | None = None
-    context_unit: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +142,6 @@ def _engine_settings(read: "_Reader") -> EngineSettings:
         max_preemptions=read.limit("TOKENMILL_MAX_PREEMPTIONS", least=0),
         prefill_reserve=read.share("TOKENMILL_PREFILL_RESERVE", most=MAX_PREFILL_RESERVE),
         max_chunk_tokens=read.limit("TOKENMILL_MAX_CHUNK_TOKENS"),
-        context_unit=read.limit("TOKENMILL_CONTEXT_UNIT"),
     )
 
 

@@ -58,7 +58,6 @@ def test_every_setting_is_read() -> None:
             "TOKENMILL_MAX_PREEMPTIONS": "0",
             "TOKENMILL_PREFILL_RESERVE": "0.25",
             "TOKENMILL_MAX_CHUNK_TOKENS": "106",
-            "TOKENMILL_CONTEXT_UNIT": "107",
             "TOKENMILL_ATTENTION": "torch",
             "TOKENMILL_QUANTIZATION": "int4",
             "TOKENMILL_GENERATION_CONFIG": "none",
@@ -106,7 +105,6 @@ def test_every_setting_is_read() -> None:
             max_preemptions=0,
             prefill_reserve=0.25,
             max_chunk_tokens=106,
-            context_unit=107,
         ),
         timing=Timing(
             lease_seconds=1.5,
