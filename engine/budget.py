@@ -7,12 +7,12 @@ from engine.outputs import WaitingReason
 class SchedulingBudget:
     """The resources of one step. A limit of zero is zero, never "no limit".
 
-    `bound_by` is the first limit that refused something. `num_withheld_tokens` are left to nobody.
+    `bound_by` is the first limit that refused something.
     """
 
     __slots__ = (
         "bound_by", "max_num_batched_tokens", "max_num_prefill_seqs", "max_num_seqs", "num_batched_tokens",
-        "num_prefill_seqs", "num_seqs", "num_withheld_tokens",
+        "num_prefill_seqs", "num_seqs",
     )  # fmt: skip
 
     def __init__(
@@ -22,7 +22,6 @@ class SchedulingBudget:
         self.max_num_seqs = max_num_seqs
         self.max_num_prefill_seqs = max_num_seqs if max_num_prefill_seqs is None else max_num_prefill_seqs
         self.num_batched_tokens = 0
-        self.num_withheld_tokens = 0
         self.num_seqs = 0
         self.num_prefill_seqs = 0
         self.bound_by: WaitingReason | None = None
@@ -33,7 +32,7 @@ class SchedulingBudget:
 
     @property
     def remaining_tokens(self) -> int:
-        return self.max_num_batched_tokens - self.num_batched_tokens - self.num_withheld_tokens
+        return self.max_num_batched_tokens - self.num_batched_tokens
 
     def refusal(
         self, num_new_tokens: int, num_new_seqs: int, num_new_prefill_seqs: int = 0
@@ -57,10 +56,6 @@ class SchedulingBudget:
         self.num_batched_tokens += num_new_tokens
         self.num_seqs += num_new_seqs
         self.num_prefill_seqs += num_new_prefill_seqs
-
-    def withhold(self, num_tokens: int) -> None:
-        """So many of those that are left, or all of them, are not to be taken."""
-        self.num_withheld_tokens += min(num_tokens, self.remaining_tokens)
 
     def _bound(self, reason: WaitingReason) -> WaitingReason:
         self.bound_by = self.bound_by or reason

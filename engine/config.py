@@ -28,9 +28,7 @@ class EngineConfig:
     `max_preemptions`: one that lost its blocks or its seat so often comes back only with blocks for its
     prompt and `max_tokens`, and keeps them. `prefill_reserve`: the share of a step's tokens that decodes
     leave to prefills that can use it. `max_chunk_tokens`: the most that one prompt takes of a step while
-    other prompts can use the rest (None: half of a step's tokens). `context_unit`: a prompt's token takes of
-    a step one token, and one more for each `context_unit` tokens before its part of the prompt, so that steps
-    stay even far into a long prompt, where attention costs most (None: one token, wherever it stands).
+    other prompts can use the rest (None: half of a step's tokens).
     """
 
     max_model_len: int
@@ -49,7 +47,6 @@ class EngineConfig:
     max_preemptions: int = 3
     prefill_reserve: float = 0.0
     max_chunk_tokens: int | None = None
-    context_unit: int | None = None
 
     def __post_init__(self) -> None:
         limits = {
@@ -61,10 +58,9 @@ class EngineConfig:
             "max_num_seqs": self.max_num_seqs,
             "max_num_prefill_seqs": self.max_num_prefill_seqs,
             "max_chunk_tokens": self.max_chunk_tokens,
-            "context_unit": self.context_unit,
         }
         for field, value in limits.items():
-            if value is not None or field not in ("max_num_prefill_seqs", "max_chunk_tokens", "context_unit"):
+            if value is not None or field not in ("max_num_prefill_seqs", "max_chunk_tokens"):
                 whole(field, value, least=1)
         for field in ("chunked_prefill", "prefix_caching", "fair_sharing"):
             boolean(field, getattr(self, field))

@@ -16,9 +16,8 @@ class PrefillShares:
     """The prefills of one step and the tokens that each gets.
 
     Each takes at most `chunk_tokens_limit` at first, so that a long prompt leaves something to those after
-    it; what they leave in turn goes to the first. A token far into its prompt takes more of a step than one,
-    by `context_unit`; each gets at least one while anything is left. With chunked prefill off only what has
-    sampled before is computed in parts.
+    it; what they leave in turn goes to the first. Each gets at least one while anything is left. With
+    chunked prefill off only what has sampled before is computed in parts.
     """
 
     def __init__(self, config: EngineConfig, budget: SchedulingBudget) -> None:
@@ -32,7 +31,7 @@ class PrefillShares:
     def first_share(self, sequence: Sequence, num_computed_tokens: int) -> int:
         """What `sequence` would take now; more than the budget has left if that is nothing."""
         num_left = sequence.num_tokens - num_computed_tokens
-        most = min(self._most(sequence), max(1, self._num_fitting(num_computed_tokens)))
+        most = min(self._most(sequence), max(1, self._budget.remaining_tokens))
         if self._config.chunked_prefill:
             return min(num_left, most, self._config.chunk_tokens_limit)
         # What has sampled before may have grown past the budget, and would never be computed in one step.
@@ -41,7 +40,6 @@ class PrefillShares:
     def take(self, sequence: Sequence, num_new_tokens: int) -> None:
         """Raises ValueError when the budget has no room for it."""
         self._budget.add(num_new_tokens, 1, 1)
-        self._withhold(sequence, num_new_tokens)
         self._shares[sequence] = num_new_tokens
 
     def deal(self) -> dict[Sequence, int]:
@@ -50,21 +48,10 @@ class PrefillShares:
             if not self._budget.remaining_tokens:
                 break
             num_wanted = min(sequence.num_uncomputed_tokens, self._most(sequence)) - num_new_tokens
-            num_more = min(num_wanted, self._num_fitting(sequence.num_computed_tokens))
+            num_more = min(num_wanted, self._budget.remaining_tokens)
             self._budget.add(num_more, 0)
-            self._withhold(sequence, num_more)
             self._shares[sequence] += num_more
         return self._shares
-
-    def _num_fitting(self, num_before: int) -> int:
-        """Tokens behind `num_before` that what is left is enough for."""
-        num_left, unit = self._budget.remaining_tokens, self._config.context_unit
-        return num_left if unit is None else num_left * unit // (unit + num_before)
-
-    def _withhold(self, sequence: Sequence, num_tokens: int) -> None:
-        """What `num_tokens` cost beside themselves, for all that they look back at."""
-        if (unit := self._config.context_unit) is not None:
-            self._budget.withhold(num_tokens * sequence.num_computed_tokens // unit)
 
     def _most(self, sequence: Sequence) -> int:
         if self._config.chunked_prefill and sequence.wants_prompt_logprobs:

@@ -115,7 +115,7 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 WORDS = {
     "policy": ("fifo", "skip_ahead"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "attention": ("auto", "torch", "native", "triton", "varlen"),
+    "attention": ("auto", "torch", "native", "triton"),
     "quantization": ("none", "int8", "int4"),
     "generation_config": ("auto", "none"),
 }
@@ -161,11 +161,9 @@ SETTINGS = (
     Setting("max_preemptions", int, "3", "a sequence that lost its blocks so often keeps them", _WORKER),
     Setting("prefill_reserve", float, "0.0", "share of a step that decodes leave to prompts", _WORKER),
     Setting("max_chunk_tokens", int, "half a step", "the most that one prompt takes of a step", _WORKER),
-    Setting("context_unit", int, "none", "a prompt's token counts once more per so many before", _WORKER),
-    Setting("attention", str, "auto", "auto, torch, native (on a CPU), triton or varlen (on CUDA)", _WORKER),
+    Setting("attention", str, "auto", "auto, torch, native (on a CPU) or triton (on CUDA)", _WORKER),
     Setting("quantization", str, "none", "none, or int8 or int4: smaller weights on a CPU", _WORKER),
     Setting("decode_graphs", bool, "true", "capture decode steps while loading", _WORKER),
-    Setting("compile", bool, "false", "compile the layers by torch.compile while loading", _WORKER),
     Setting(
         "async_scheduling",
         bool,
@@ -221,7 +219,7 @@ _RANGES = {
     "grace_seconds": Range(0, _LONGEST),
     **dict.fromkeys(("max_model_len", "max_num_batched_tokens", "max_num_seqs"), Range(1, 2**31 - 1)),
     **dict.fromkeys(("max_num_prefill_seqs", "block_size", "num_kv_blocks"), Range(1, 2**31 - 1)),
-    **dict.fromkeys(("max_skip_ahead", "max_chunk_tokens", "context_unit"), Range(1, 2**31 - 1)),
+    **dict.fromkeys(("max_skip_ahead", "max_chunk_tokens"), Range(1, 2**31 - 1)),
     "max_preemptions": Range(0, 2**31 - 1),
     "prefill_reserve": Range(0, 0.9),
     **dict.fromkeys(("max_waiting_tasks", "max_waiting_tokens", "max_connections_per_address"), Range(0)),

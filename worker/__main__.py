@@ -158,7 +158,6 @@ def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
         attention=settings.attention,
         quantization=settings.quantization,
         decode_graphs=settings.decode_graphs,
-        compile=settings.compile,
         async_scheduling=settings.async_scheduling,
         deterministic=settings.deterministic,
         generation_config=settings.generation_config,

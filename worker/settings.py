@@ -18,7 +18,7 @@ LONGEST_PATIENCE_SECONDS = 366 * 86400.0
 MAX_PREFILL_RESERVE = 0.9
 POLICIES = ("fifo", "skip_ahead")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION = ("auto", "torch", "native", "triton", "varlen")
+ATTENTION = ("auto", "torch", "native", "triton")
 QUANTIZATION = ("none", "int8", "int4")
 GENERATION_CONFIG = ("auto", "none")
 _YES = frozenset({"1", "true", "yes", "on"})
@@ -61,7 +61,6 @@ class EngineSettings:
     max_preemptions: int | None = None
     prefill_reserve: float | None = None
     max_chunk_tokens: int | None = None
-    context_unit: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +70,7 @@ class WorkerSettings:
     `model`: a directory, a hub id, or the default model's name, which lies converted under `cache_dir`.
     `served_model_name`: its public name. `attention`: one of `ATTENTION`, `quantization`: one of
     `QUANTIZATION`, as the engine has them.
-    `decode_graphs`, `compile`: see `engine.execution.build.build_execution`.
+    `decode_graphs`: see `engine.execution.build.build_execution`.
     `async_scheduling`: a step is launched before the tokens of the one before it are known; None: on CUDA.
     `deterministic`: a request's tokens do not depend on what runs beside it, to the last bit.
     `generation_config`: one of `GENERATION_CONFIG`: whether the model's own sampling defaults are followed.
@@ -86,7 +85,6 @@ class WorkerSettings:
     attention: str = "auto"
     quantization: str = "none"
     decode_graphs: bool = True
-    compile: bool = False
     async_scheduling: bool | None = None
     deterministic: bool = False
     generation_config: str = "auto"
@@ -112,7 +110,6 @@ class WorkerSettings:
             attention=read.word("TOKENMILL_ATTENTION", ATTENTION) or "auto",
             quantization=read.word("TOKENMILL_QUANTIZATION", QUANTIZATION) or "none",
             decode_graphs=read.switch("TOKENMILL_DECODE_GRAPHS") is not False,
-            compile=bool(read.switch("TOKENMILL_COMPILE")),
             async_scheduling=read.switch("TOKENMILL_ASYNC_SCHEDULING"),
             deterministic=bool(read.switch("TOKENMILL_DETERMINISTIC")),
             generation_config=read.word("TOKENMILL_GENERATION_CONFIG", GENERATION_CONFIG) or "auto",
@@ -145,7 +142,6 @@ def _engine_settings(read: "_Reader") -> EngineSettings:
         max_preemptions=read.limit("TOKENMILL_MAX_PREEMPTIONS", least=0),
         prefill_reserve=read.share("TOKENMILL_PREFILL_RESERVE", most=MAX_PREFILL_RESERVE),
         max_chunk_tokens=read.limit("TOKENMILL_MAX_CHUNK_TOKENS"),
-        context_unit=read.limit("TOKENMILL_CONTEXT_UNIT"),
     )
 
 

@@ -25,7 +25,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
 MINUTES = 4.75
 SMALLEST = "random-7m"
 SERVED = ("random-0.5b", SMALLEST)
-BACKENDS = ("triton", "varlen", "torch")
+BACKENDS = ("triton", "torch")
 """That serve models. The native one is a CPU's, and measured by other benchmarks."""
 CPU_PATIENCE = 20
 """Limits are that much longer there: it is slower, and other programs' too."""

@@ -30,7 +30,7 @@ from engine.outputs import ScheduledSequence, SchedulerOutputs
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
-NAMES = ("torch", "triton", "varlen", "native")
+NAMES = ("torch", "triton", "native")
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
@@ -91,7 +91,6 @@ def backend_named(name: str, options: Options) -> Backend:
             deterministic=False,
             device=device,
             library=library,
-            block_size=BLOCK_SIZE,
         )
     except InvalidParameter as error:
         raise Absent(str(error)) from error

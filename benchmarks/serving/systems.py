@@ -14,9 +14,6 @@ REFERENCE = "transformers-one-by-one"
 SHORT_STEP_TOKENS = 48
 """Of a step where pauses between tokens are to be even. The workload's 32 sequences leave 16 to prompts at
 least. With more, times of steps differ more."""
-SHORT_STEP_CONTEXT_UNIT = 8192
-"""Attention to a long prompt costs more the further it is read: at the end of the longest a token counts as
-half another one. With 2,048 all takes a fifth longer, for pauses that are no more even."""
 OPEN = ("open-50", "open-80", "open-110")
 
 
@@ -51,10 +48,7 @@ SYSTEMS = {
         title=f"Tokenmill, {SHORT_STEP_TOKENS} tokens a step",
         environment="tokenmill",
         module="tokenmill",
-        options={
-            "max_num_batched_tokens": SHORT_STEP_TOKENS,
-            "context_unit": SHORT_STEP_CONTEXT_UNIT,
-        },
+        options={"max_num_batched_tokens": SHORT_STEP_TOKENS},
     ),
     REFERENCE: System(
         title="transformers generate, one by one",

@@ -12,7 +12,6 @@ import torch
 from transformers import AttentionInterface
 
 from engine.errors import UnsupportedModel
-from engine.execution.graph_operators import GraphStep
 
 ATTENTION_NAME = "tokenmill_paged"
 """The name under which transformers knows `paged_attention`."""
@@ -186,7 +185,7 @@ def paged_attention(
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
     position_bias: torch.Tensor | None = None,
-    attention_step: AttentionStep | GraphStep | None = None,
+    attention_step: AttentionStep | None = None,
     **_ignored: object,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in each layer: `query`, `key`, `value` are [1, heads, tokens, size].
@@ -202,10 +201,6 @@ def paged_attention(
         raise UnsupportedModel("the model has attention that is not causal")
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     heads_last = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    if isinstance(attention_step, GraphStep):
-        # The layer's number is not even read: a graph would hold for this layer alone.
-        attended = attention_step.attend(module, *heads_last, scaling, sliding_window, softcap, s_aux)
-        return attended.unsqueeze(0), None
     call = LayerCall(
         layer=int(module.layer_idx),  # type: ignore[arg-type]  # modules type every attribute as a tensor
         scaling=scaling,

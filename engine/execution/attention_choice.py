@@ -11,7 +11,7 @@ import torch
 
 from engine.errors import InvalidParameter
 from engine.execution.attention_operator import AttentionOperator
-from engine.execution.cuda_attention import CUDA_ATTENTION, cuda_backends
+from engine.execution.cuda_attention import cuda_backends
 from engine.execution.kv_pool import KVPool
 from engine.execution.native_attention import NativeAttention, bytes_per_block
 from engine.execution.native_build import CannotBuild
@@ -22,8 +22,8 @@ from engine.execution.trial import Backend
 
 log = logging.getLogger(__name__)
 
-ATTENTION = ("auto", "torch", "native", *CUDA_ATTENTION)
-DEVICES = {"native": "cpu", **dict.fromkeys(CUDA_ATTENTION, "cuda")}
+ATTENTION = ("auto", "torch", "native", "triton")
+DEVICES = {"native": "cpu", "triton": "cuda"}
 """The only type of device on which each runs."""
 TORCH = Backend("torch", TorchAttention, KVPool.bytes_per_block)
 
@@ -34,7 +34,6 @@ def choose_backends(
     deterministic: bool,
     device: torch.device,
     library: NativeLibrary | CannotBuild,
-    block_size: int,
 ) -> tuple[Backend, ...]:
     """`attention`: one of `ATTENTION`; `library`: the native operators, or why there are none.
 
@@ -51,7 +50,7 @@ def choose_backends(
     if attention == "torch" or deterministic:
         return (TORCH,)
     if device.type == "cuda":
-        return cuda_backends(attention, block_size, TORCH)
+        return cuda_backends(attention, TORCH)
     try:
         native = native_backend(library)
     except CannotBuild as error:

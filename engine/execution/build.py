@@ -17,7 +17,6 @@ from engine.engine import Engine
 from engine.errors import InvalidParameter
 from engine.execution.attention_choice import choose_backends
 from engine.execution.attention_self_check import with_checked_attention
-from engine.execution.compile_choice import check_compile
 from engine.execution.default_model import DEFAULT_MODEL, default_model
 from engine.execution.draw_operator import choose_draw_operator
 from engine.execution.generation_defaults import check_choice, describe_defaults, read_defaults
@@ -27,7 +26,7 @@ from engine.execution.launcher import AheadRunner, DeviceLauncher
 from engine.execution.loader import LoadedModel, find_device, load_model
 from engine.execution.native_build import CannotBuild
 from engine.execution.native_library import NativeLibrary, find_library, machine_choices
-from engine.execution.numerics import DETERMINISTIC, Compilation, plain, quantized
+from engine.execution.numerics import DETERMINISTIC, plain, quantized
 from engine.execution.pool_limits import PoolMemory, blocks_for, fit_model_len
 from engine.execution.quantization_choice import check_quantization, quantized_fingerprint
 from engine.execution.sampler import Sampler
@@ -96,7 +95,6 @@ def build_execution(
     attention: str = "auto",
     quantization: str = "none",
     decode_graphs: bool = True,
-    compile: bool = False,
     async_scheduling: bool | None = None,
     kv_memory_share: float | None = None,
     generation_config: str = "auto",
@@ -109,16 +107,13 @@ def build_execution(
     `device`, `progress`: see `load_model`. `deterministic`: a sequence's logits are the same to the bit
     whatever else is computed, in whatever chunks, found in the cache or computed again; this is slower, and
     models for which it does not hold are refused. `attention`: "native", a CPU's operator that is compiled
-    once into `cache_dir`; "triton", kernels for CUDA; "varlen", torch's FlashAttention there, for blocks of a
-    multiple of 256 tokens; "torch"; or "auto", the first of these that can be had and agrees with the model.
-    `quantization`: "none", or on a CPU "int8" or "int4": weights take a quarter or a sixth of float32's
-    memory, and logits change. `decode_graphs`: decode steps are captured while loading, where the
-    attention allows it, and replayed; never with `deterministic`. `compile`: torch.compile does its work on
-    the layers while loading; a model that cannot be compiled is served as it is, with a warning; refused with
-    `deterministic` and with `quantization`. `async_scheduling`: a step is decided and launched before the
-    tokens of the one before it are on the host; None: on CUDA. On a CPU, which does a step where it is
-    launched, tokens only come later by it. `generation_config`: "auto", the sampling defaults in the model's
-    `generation_config.json` are followed; "none", they are not.
+    once into `cache_dir`; "triton", kernels for CUDA; "torch"; or "auto", the first of these that can be had
+    and agrees with the model. `quantization`: "none", or on a CPU "int8" or "int4": weights take a quarter or
+    a sixth of float32's memory, and logits change. `decode_graphs`: decode steps are captured while loading,
+    where the attention allows it, and replayed; never with `deterministic`. `async_scheduling`: a step is
+    decided and launched before the tokens of the one before it are on the host; None: on CUDA. On a CPU,
+    which does a step where it is launched, tokens only come later by it. `generation_config`: "auto", the
+    sampling defaults in the model's `generation_config.json` are followed; "none", they are not.
 
     `limits`: fields of `EngineConfig`; None leaves one to its default, but for fields that take None. On CUDA
     the defaults of `CUDA_LIMITS` hold.
@@ -131,7 +126,6 @@ def build_execution(
     """
     given = _given_limits(limits)
     _check_options(deterministic, decode_graphs, async_scheduling, generation_config)
-    check_compile(compile, deterministic=deterministic, quantization=quantization)
     # Checked before minutes are spent on loading; what is left open gets a value that passes.
     checked = EngineConfig(**{"max_model_len": 2, "num_kv_blocks": 1, **given})
     target = find_device(device)
@@ -143,7 +137,6 @@ def build_execution(
         deterministic=deterministic,
         device=target,
         library=library,
-        block_size=checked.block_size,
     )
     usable = library if isinstance(library, NativeLibrary) else None
     if quantization != "none":
@@ -151,11 +144,8 @@ def build_execution(
     elif deterministic:
         numerics = DETERMINISTIC
     else:
-        compilation = Compilation(None if cache_dir is None else Path(cache_dir)) if compile else None
         remembered = machine_choices(cache_dir, usable)
-        numerics = plain(
-            backends, usable, remembered=remembered, has_graphs=decode_graphs, compilation=compilation
-        )
+        numerics = plain(backends, usable, remembered=remembered, has_graphs=decode_graphs)
     loaded = load_model(
         source,
         backends=numerics.backends,

@@ -11,11 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.execution.contenders import TRIED_TILES, contenders
 from engine.execution.crossing import sent
 from engine.execution.filters import WINDOW, Filters, decide, mass, thresholds_of_sorted
 from engine.execution.gumbel import gumbel_noise, row_keys
-from engine.execution.largest import TILE, largest
+from engine.execution.largest import largest
 from engine.execution.seat_parameters import Numbers, Rows
 
 
@@ -98,31 +97,9 @@ def _draw_from_window(logits: torch.Tensor, draws: Draws, tokens: torch.Tensor) 
 
 
 def _draw_from_all(logits: torch.Tensor, lowest: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Draw among all tokens; `logits` [rows, vocabulary], `lowest` [rows], `keys` [rows, 2].
-
-    On a GPU noise is cheap, and a number of contenders would have to be waited for. Of a small vocabulary the
-    search for them would make all the noise.
-    """
-    if logits.device.type == "cpu" and logits.shape[1] > TRIED_TILES * TILE:
-        return draw_from_contenders(logits, lowest, keys)
-    return draw_with_all_noise(logits, lowest, keys)
-
-
-def draw_with_all_noise(logits: torch.Tensor, lowest: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Draw among all tokens; `logits` [rows, vocabulary], `lowest` [rows], `keys` [rows, 2]."""
     token_ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     return _with_noise(logits, lowest, keys, token_ids).argmax(-1)
-
-
-def draw_from_contenders(logits: torch.Tensor, lowest: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """The same tokens, with noise made for those alone that may win."""
-    rows, token_ids = contenders(logits, lowest, keys)
-    values = logits[rows, token_ids][:, None]
-    noisy = _with_noise(values, lowest[rows], keys[rows], token_ids.int()[:, None])[:, 0]
-    best = torch.full_like(lowest, -torch.inf).scatter_reduce_(0, rows, noisy, "amax")
-    wins = noisy == best[rows]
-    tokens = torch.zeros(len(logits), dtype=torch.int64)
-    # Of equal ones the first, as everywhere.
-    return tokens.scatter_reduce_(0, rows[wins], token_ids[wins], "amin", include_self=False)
 
 
 def take(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

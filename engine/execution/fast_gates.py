@@ -58,9 +58,7 @@ class FastGate(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """`hidden` [..., in] -> [..., out of down]."""
         outputs = [self._call(name, hidden) for name in self.form.readers]
-        # A compiler fuses torch's steps by itself, and cannot look into the operator.
-        is_native = not torch.compiler.is_compiling()
-        product = self._native(*self.form.halves(outputs)) if is_native else None
+        product = self._native(*self.form.halves(outputs))
         return self._call(self.form.down, self.form.product(outputs) if product is None else product)
 
     def _call(self, name: str, given: torch.Tensor) -> torch.Tensor:

@@ -77,21 +77,6 @@ def replace_rotary(model: PreTrainedModel, operator: RotaryOperator, before: lis
     return 0
 
 
-def take_back_rotary(model: PreTrainedModel) -> list[tuple[nn.Module, MethodType]]:
-    """Give the modules their own function back; returns the `forward` that each of them had."""
-    taken = []
-    for module in model.modules():
-        forward = vars(module).get("forward")
-        if isinstance(forward, MethodType) and _looks_up_ours(forward.__func__):
-            del module.forward
-            taken.append((module, forward))
-    return taken
-
-
-def _looks_up_ours(forward: Any) -> bool:
-    return isinstance(forward, FunctionType) and type(forward.__globals__.get(FUNCTION)) is FastRotary
-
-
 def _place(module: nn.Module) -> _Place | None:
     if "forward" in vars(module):
         return None

@@ -69,17 +69,6 @@ def uniform_bits(hashes: torch.Tensor) -> torch.Tensor:
     return _shift_right(hashes, 32 - UNIFORM_BITS)
 
 
-def least_uniform(noise: torch.Tensor) -> torch.Tensor:
-    """The least of `uniform_bits`, int32, of which `noise` (float64) is made; 2**`UNIFORM_BITS` if of none.
-
-    Exact but for the roundings of float64: the noise itself, made in float32, may be off by 1e-5. For NaN
-    there is none.
-    """
-    share = noise.neg().exp_().neg_().exp_()
-    least = share.mul_(2.0**UNIFORM_BITS).sub_(0.5).ceil_()
-    return least.nan_to_num_(nan=2.0**UNIFORM_BITS).int()
-
-
 def _shift_right(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Shift int32 as if it had no sign."""
     shifted = values >> bits

@@ -26,16 +26,6 @@ def first_largest(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, candidates.gather(1, found[:, None])[:, 0]
 
 
-def tile_maxima(rows: torch.Tensor) -> torch.Tensor:
-    """The largest of each `TILE` neighbours, [rows, tiles]; the last tile may be short."""
-    width = rows.shape[1]
-    num_tiles = width // TILE
-    maxima = rows[:, : num_tiles * TILE].view(len(rows), num_tiles, TILE).amax(-1)
-    if num_tiles * TILE == width:
-        return maxima
-    return torch.cat([maxima, rows[:, num_tiles * TILE :].amax(-1, keepdim=True)], 1)
-
-
 def largest(rows: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     """As `rows.topk(number)`: values [rows, number] in descending order, and their places."""
     width = rows.shape[1]

@@ -87,7 +87,7 @@ def load_model(
         install()
         progress(f"trying paged attention on a small {config.model_type} model")
         served = find_dtype(dtype, target, _checkpoint_dtype(config))
-        backend = _agreeing_backend(config, _taking(backends, served), target, prepare)
+        backend = _agreeing_backend(config, backends, target, prepare)
         progress(f"loading {directory} on {target}")
         with _enough_memory(weights, served, target):
             model = load_weights(directory, served, target)
@@ -115,22 +115,13 @@ def _agreeing_backend(
     *first, last = backends
     for backend in first:
         try:
-            check_agreement(config, backend.make, device, prepare, backend.terms)
+            check_agreement(config, backend.make, device, prepare)
         except UnsupportedModel as error:
             log.warning("%s attention is not used for this model: %s", backend.name, error)
         else:
             return backend
-    check_agreement(config, last.make, device, prepare, last.terms)
+    check_agreement(config, last.make, device, prepare)
     return last
-
-
-def _taking(backends: tuple[Backend, ...], dtype: torch.dtype) -> tuple[Backend, ...]:
-    """Those that take the dtype. Raises `UnsupportedModel` if none does."""
-    taking = tuple(backend for backend in backends if backend.dtypes is None or dtype in backend.dtypes)
-    if not taking:
-        names = " or ".join(backend.name for backend in backends)
-        raise UnsupportedModel(f"{names} attention does not take {dtype}")
-    return taking
 
 
 def find_device(device: str) -> torch.device:

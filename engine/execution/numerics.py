@@ -5,7 +5,6 @@ Law: the two ways differ in what stands here and in nothing else. This file does
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -13,7 +12,6 @@ from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.execution.attention import GraphableBackend, PoolShape
-from engine.execution.compiled_layers import compile_layers
 from engine.execution.cuda_capture import CudaCapture
 from engine.execution.decode_graphs import Capture, make_decode_graphs
 from engine.execution.deterministic_attention import DeterministicAttention
@@ -38,12 +36,6 @@ from engine.execution.trial import Backend, Preparation
 
 PACKED_MEMORY_SHARE = 0.25
 """Of the free memory, what packed copies of weights may take."""
-
-
-class Compilation(NamedTuple):
-    """`cache_dir`: see `compile_layers`."""
-
-    cache_dir: Path | None
 
 
 class Numerics(NamedTuple):
@@ -90,15 +82,10 @@ def _plain_runner(
     progress: Callable[[str], None],
     *,
     make_capture: Callable[[torch.device], Capture] | None,
-    compilation: Compilation | None = None,
 ) -> AheadRunner:
     backend = loaded.backend.make(_pool_shape(loaded, config))
-    if compilation is not None:
-        # Before any graph is captured: it then holds what was compiled.
-        compile_layers(loaded.model, backend, config, progress, cache_dir=compilation.cache_dir)
     graphs = None
-    # The calls that a compiled layer makes on a CPU are not seen.
-    if make_capture is not None and (loaded.device.type == "cuda" or compilation is None):
+    if make_capture is not None:
         if isinstance(backend, GraphableBackend):
             capture = make_capture(loaded.device)
             graphs = make_decode_graphs(loaded.model, backend, config, capture, progress)
@@ -152,16 +139,14 @@ def plain(
     *,
     remembered: RememberedChoices | None = None,
     has_graphs: bool = True,
-    compilation: Compilation | None = None,
 ) -> Numerics:
     """`library`: the native operators, or None without them. `remembered`: which linears were faster how, on
     this machine with this library. `has_graphs`: decode steps are captured where device and backend allow it.
-    `compilation`: the layers are compiled; None: they are not.
     """
     # Tried here, once for all models that are prepared.
     prepare = partial(_speed_up, _tried_elements(library), linear_ways(library), remembered)
     make_capture = _capture_maker(library) if has_graphs else None
-    make_runner = partial(_plain_runner, make_capture=make_capture, compilation=compilation)
+    make_runner = partial(_plain_runner, make_capture=make_capture)
     return Numerics(backends, prepare, make_runner)
 
 

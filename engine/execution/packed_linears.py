@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from engine.errors import UnsupportedModel
-from engine.execution.graph_operators import product
 from engine.execution.linear_places import LinearPlace, linear_places
 from engine.execution.linear_ways import Product, Way
 from engine.execution.remembered_choices import Facts, RememberedChoices
@@ -58,17 +57,9 @@ class PackedLinear(nn.Module):
         self.weight = plain.weight
         self.bias = plain.bias
         self._products = tuple(products)
-        self.graph_number: torch.Tensor | None
-        self.register_buffer("graph_number", None, persistent=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """`hidden` [..., in] -> [..., out]."""
-        if torch.compiler.is_compiling() and self.graph_number is not None:
-            return product(hidden, self.graph_number, self.out_features)
-        return self.multiply(hidden)
-
-    def multiply(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The same, as no compiler can look into it."""
         return self._products[_class_of(hidden.numel() // self.in_features)](hidden)
 
 

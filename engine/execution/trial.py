@@ -24,6 +24,9 @@ from engine.sequence import Sequence
 BLOCK_SIZE = 4
 NUM_BLOCKS = 16
 VOCAB_SIZE = 128
+DTYPE = torch.float32
+LARGEST_DIFFERENCE = 5e-4
+"""Of logits, as a share of the largest. Sound paths differ by 1e-5 in float32."""
 
 # Longer than the window and than a chunk; beside it one that decodes while the long one is still read.
 LONG, SHORT = 44, 9
@@ -58,32 +61,16 @@ BackendFactory = Callable[[PoolShape], AttentionBackend]
 """Raises `UnsupportedModel` for a shape that it does not take."""
 
 
-class Terms(NamedTuple):
-    """Under which a backend is tried: the strictest that it takes.
-
-    `largest_difference`: of logits, as a share of the largest; sound paths differ by 1e-5 in float32.
-    """
-
-    dtype: torch.dtype = torch.float32
-    block_size: int = BLOCK_SIZE
-    largest_difference: float = 5e-4
-
-
-STRICTEST = Terms()
-
-
 class Backend(NamedTuple):
     """A way to attend. `bytes_per_block`: for layers, block size and dtype, what one takes in all layers.
 
-    `dtypes`: the only ones that it takes, if not all that a model may have. `self_check`: raises
-    `UnsupportedModel` if it is wrong in the one layer of a shape, in the dtype and block size that it serves.
+    `self_check`: raises `UnsupportedModel` if it is wrong in the one layer of a shape, in the dtype and block
+    size that it serves.
     """
 
     name: str
     make: BackendFactory
     bytes_per_block: Callable[[tuple[LayerSpec, ...], int, torch.dtype], int]
-    terms: Terms = STRICTEST
-    dtypes: tuple[torch.dtype, ...] | None = None
     self_check: Callable[[PoolShape], None] | None = None
 
 
@@ -96,7 +83,6 @@ def check_agreement(
     make_backend: BackendFactory,
     device: torch.device,
     prepare: Preparation = lambda _: None,
-    terms: Terms = STRICTEST,
 ) -> None:
     """Raise `UnsupportedModel`, which names the model type and the reason, unless both ways agree.
 
@@ -104,14 +90,14 @@ def check_agreement(
     """
     name = f"model type {config.model_type!r}"
     try:
-        difference = _difference(config, make_backend, device, prepare, terms)
+        difference = _difference(config, make_backend, device, prepare)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{name}: {error}") from error
     except Exception as error:
         # A model that cannot take part, for whatever reason, cannot be vouched for.
         raise UnsupportedModel(f"{name}: the trial failed: {type(error).__name__}: {error}") from error
     # NaN is not within the bound either.
-    if not difference <= terms.largest_difference:
+    if not difference <= LARGEST_DIFFERENCE:
         raise UnsupportedModel(
             f"{name}: paged attention disagrees with the model's own by {difference:.2g} of the largest"
             " logit, so it must attend in a way that is not supported"
@@ -123,13 +109,12 @@ def _difference(
     make_backend: BackendFactory,
     device: torch.device,
     prepare: Preparation,
-    terms: Terms,
 ) -> float:
     small = shrink(config)
-    model = _small_model(small, device, terms.dtype)
+    model = _small_model(small, device)
     token_ids = 1 + torch.arange(LONG + SHORT) * 37 % (small.get_text_config().vocab_size - 1)
     texts = (token_ids[:LONG].tolist(), token_ids[LONG:].tolist())
-    sequences = [_sequence(seat, text, terms.block_size) for seat, text in enumerate(texts)]
+    sequences = [_sequence(seat, text) for seat, text in enumerate(texts)]
     with torch.inference_mode():
         expected = [
             model(input_ids=torch.tensor([one.token_ids], device=device), use_cache=False).logits[0]
@@ -137,8 +122,8 @@ def _difference(
         ]
     model.set_attn_implementation(ATTENTION_NAME)
     prepare(model)
-    backend = make_backend(PoolShape(record_layers(model), NUM_BLOCKS, terms.block_size, terms.dtype, device))
-    found = _run(ModelRunner(model, backend, InputBuilder(2, LONG, terms.block_size)), sequences)
+    backend = make_backend(PoolShape(record_layers(model), NUM_BLOCKS, BLOCK_SIZE, DTYPE, device))
+    found = _run(ModelRunner(model, backend, InputBuilder(2, LONG, BLOCK_SIZE)), sequences)
     return max(
         float((ours.float() - theirs.float()).abs().max() / theirs.abs().max())
         for ours, theirs in zip(found, expected, strict=True)
@@ -157,11 +142,11 @@ def _run(runner: ModelRunner, sequences: list[Sequence]) -> list[torch.Tensor]:
     return [torch.cat(parts) for parts in rows]
 
 
-def _sequence(seat: int, token_ids: list[int], block_size: int) -> Sequence:
+def _sequence(seat: int, token_ids: list[int]) -> Sequence:
     sequence = Sequence(f"trial-{seat}", token_ids, SamplingParams(), arrival=0.0)
     sequence.admit(seat)
     # One counts up from the pool's start, one down from its end.
-    num_blocks = -(-len(token_ids) // block_size)
+    num_blocks = -(-len(token_ids) // BLOCK_SIZE)
     blocks = range(1, NUM_BLOCKS) if seat else range(NUM_BLOCKS - 1, 0, -1)
     sequence.block_table = list(blocks[:num_blocks])
     return sequence
@@ -201,12 +186,12 @@ def _keep_kinds_of_layers(text: PretrainedConfig) -> None:
         setattr(text, field, [value[layer] for layer in layers])
 
 
-def _small_model(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+def _small_model(config: PretrainedConfig, device: torch.device) -> PreTrainedModel:
     """Random weights, so large that attention is far from even; the global random state stays as it was."""
     with torch.random.fork_rng(devices=[]):
         # Typed as Any: the method has no types in transformers.
         auto: Any = AutoModelForCausalLM
-        model = auto.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        model = auto.from_config(config, attn_implementation="eager", dtype=DTYPE)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
@@ -215,5 +200,5 @@ def _small_model(config: PretrainedConfig, device: torch.device, dtype: torch.dt
                 weight.add_(0.1 * noise)
             else:
                 weight.copy_(noise * 1.5 * weight.shape[-1] ** -0.5)
-    ready: PreTrainedModel = model.to(device, dtype).eval()
+    ready: PreTrainedModel = model.to(device).eval()
     return ready

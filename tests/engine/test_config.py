@@ -30,7 +30,6 @@ def test_a_limit_that_is_no_limit_is_refused_at_the_start(field: str, value: obj
         *[(field, "no") for field in ("chunked_prefill", "prefix_caching", "fair_sharing")],
         *[("max_skip_ahead", value) for value in (0, -1, 1.5)],
         *[("max_chunk_tokens", value) for value in (0, True)],
-        *[("context_unit", value) for value in (0, 1.5, True)],
         *[("max_preemptions", value) for value in (-1, None)],
         *[("prefill_reserve", value) for value in (-0.1, 0.95, float("nan"), None)],
         *[(field, value) for field in ("ageing_seconds", "max_waiting_seconds") for value in (0, -1.0, "5")],

@@ -74,7 +74,6 @@ def configs(most_blocks: int = 14, most_tokens: int = 12) -> st.SearchStrategy[E
         max_preemptions=st.integers(0, 2),
         prefill_reserve=st.sampled_from([0.0, 0.0, 0.3, 0.6]),
         max_chunk_tokens=st.sampled_from([None, 1, 3]),
-        context_unit=st.sampled_from([None, None, 1, 5]),
     )
 
 

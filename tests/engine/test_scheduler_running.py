@@ -379,37 +379,7 @@ def test_what_is_ended_while_its_step_is_under_way_is_not_published() -> None:
     bench.run_out()
 
 
-def test_a_prompt_takes_fewer_tokens_of_a_step_the_further_it_is_read() -> None:
-    """A token behind n others takes 1 + n / 16 of a step's tokens, and nobody else gets these."""
-    bench = Bench(max_num_batched_tokens=16, context_unit=16, max_model_len=96, num_kv_blocks=40)
-    first, second = bench.add(prompt=64), bench.add(prompt=60)
-    starts = {"r0": 0, "r1": 0}
-    least = 16
-    while first.num_uncomputed_tokens > 1 or second.num_uncomputed_tokens > 1:
-        parts = bench.step()
-        costs = []
-        for item in parts.prefill:
-            costs.append(item.num_new_tokens * (16 + starts[item.sequence.request_id]) / 16)
-            starts[item.sequence.request_id] += item.num_new_tokens
-        if parts.prefill and sum(starts.values()) < 120:
-            assert 16 - 5 <= sum(costs) + len(parts.decode) <= 16 + 5  # never more than a token's cost
-            least = min(least, sum(item.num_new_tokens for item in parts.prefill))
-    assert least <= 5
-    bench.run_out()
-
-
-def test_without_a_unit_a_prompt_takes_the_same_wherever_it_is() -> None:
+def test_a_prompt_takes_the_same_of_each_step_however_far_it_is_read() -> None:
     bench = Bench(max_num_batched_tokens=16, max_model_len=96, num_kv_blocks=40)
     bench.add(prompt=64)
     assert [shares(bench.step()) for _ in range(4)] == [{"r0": 16}] * 4
-
-
-def test_one_token_of_a_prompt_is_computed_however_far_it_is_read() -> None:
-    bench = Bench(max_num_batched_tokens=4, context_unit=1, max_model_len=40, num_kv_blocks=16)
-    for _ in range(2):
-        bench.add(prompt=1, max_tokens=12)
-    long = bench.add(prompt=36, max_tokens=2)
-    parts = []
-    while not long.is_finished():
-        parts.append(shares(bench.step())["r2"])
-    assert set(parts[1:]) == {1}

@@ -145,7 +145,6 @@ def test_the_defaults_that_are_told_are_those_of_the_rooms() -> None:
         "num_kv_blocks",
         "max_num_prefill_seqs",
         "max_chunk_tokens",
-        "context_unit",
     }
 
     on_cuda = {name: told[name] for name in told if told[name].endswith(" on CUDA")}

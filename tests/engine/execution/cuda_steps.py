@@ -325,7 +325,7 @@ def fused_memory(*, hold_originals: bool) -> dict[str, Any]:
 
 
 def report() -> dict[str, Any]:
-    triton, *_ = cuda_backends("triton", CONFIG.block_size, TORCH)
+    triton, *_ = cuda_backends("triton", TORCH)
     found: dict[str, Any] = {"planted": planted_waits(), "launched": {}, "captured": {}, "variants": {}}
     for arch in ARCHITECTURES:
         with KernelVariants().installed():

@@ -66,7 +66,6 @@ def draw_mix(rng: random.Random, *, is_tiny: bool) -> Mix:
         max_preemptions=rng.choice([0, 2, 5, 5]),
         prefill_reserve=rng.choice([0.0, 0.0, 0.4]),
         max_chunk_tokens=rng.choice([None, None, None, 1, 3]),
-        context_unit=rng.choice([None, None, 5]),
     )
     longest = max(2, capacity // rng.choice([2, 3, 4]))
     shared = [1 + rng.randrange(NUM_TOKENS) for _ in range(longest)]

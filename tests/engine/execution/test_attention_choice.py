@@ -35,7 +35,6 @@ def names(
         deterministic=deterministic,
         device=device,
         library=native_library.find_library(cache, lambda _: None),
-        block_size=16,
     )
     return [backend.name for backend in chosen]
 
@@ -53,7 +52,6 @@ def test_native_goes_first_on_a_cpu() -> None:
         ("fast", CPU, False, "must be auto, torch, native"),
         ("native", CUDA, False, "native runs on cpu, not on cuda"),
         ("triton", CPU, False, "triton runs on cuda, not on cpu"),
-        ("varlen", CPU, False, "varlen runs on cuda, not on cpu"),
         ("native", CPU, True, "have their own"),
         ("triton", CUDA, True, "have their own"),
     ],

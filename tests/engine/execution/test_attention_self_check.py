@@ -118,7 +118,7 @@ def test_attention_that_fails_is_replaced_or_refused(
 
 
 def test_the_kernels_of_a_gpu_are_checked() -> None:
-    (triton,) = cuda_backends("triton", 16, TORCH)
+    (triton,) = cuda_backends("triton", TORCH)
     assert triton.self_check is not None
     triton.self_check(shape(PLAIN))
     with pytest.raises(UnsupportedModel):

@@ -241,7 +241,6 @@ CONFIGS = {
         "num_kv_blocks": 48,
         "max_num_batched_tokens": 13,
         "max_chunk_tokens": 5,
-        "context_unit": 9,
         "max_num_seqs": 6,
     },
     "whole prompts": {"num_kv_blocks": 22, "chunked_prefill": False, "max_num_batched_tokens": 64},

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from engine.execution.gumbel import gumbel_noise, hash_tokens
+from engine.execution.gumbel import gumbel_noise, hash_tokens, uniform_bits
 from tests.engine.execution.sampling import keys_of
 
 DRAWS = [(0, 0), (1, 0), (0, 1), (-1, 5), (2**64 - 1, 5), (-(2**63), 2**20), (2**63, 7), (42, 1000)]
@@ -82,6 +82,15 @@ def test_the_noise_is_gumbels(draws: list[tuple[int, int]]) -> None:
     normal = (noise - noise.mean()) / noise.std()
     assert float((normal[:-1] * normal[1:]).mean(-1).abs().max()) < 0.05
     assert abs(float((normal[:, :-1] * normal[:, 1:]).mean())) < 0.01
+
+
+def test_noise_rises_with_the_bits_of_its_hash() -> None:
+    """The native operator compares hashes instead of noise."""
+    keys, token_ids = keys_of(*DRAWS), torch.arange(5000, dtype=torch.int32)
+    noise = gumbel_noise(keys, token_ids)
+    order = noise.argsort(-1)
+    bits = uniform_bits(hash_tokens(keys, token_ids)).gather(1, order)
+    assert bool((bits.diff() >= 0).all())
 
 
 def test_the_ends_of_the_uniform_range_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,17 @@ def fields(params: SamplingParams) -> dict[str, object]:
     return {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
 
+def test_of_equal_sums_the_first_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    def same_for_all(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(token_ids ^ keys[:, :1], 12345)
+
+    monkeypatch.setattr("engine.execution.gumbel.hash_tokens", same_for_all)
+    logits = torch.full((2, 50_001), -1.0)
+    logits[0, [300, 301, 999]] = 0.0
+    logits[1, [5, 700]] = 0.0
+    assert sample(logits, row(SamplingParams(seed=0)), row(SamplingParams(seed=1))) == [300, 5]
+
+
 def test_a_draw_does_not_depend_on_its_mates() -> None:
     """vllm#51226, vllm#17524: a seeded request changed with the mates' seeds and their order."""
     logits = random_logits(5, 1000)
