@@ -1,4 +1,4 @@
-"""The thread that has the indexes in Redis audited: each minute by one API process, and after noted damage."""
+"""The thread that audits the indexes in Redis: each minute in one API process, and after noted damage."""
 
 import logging
 import threading

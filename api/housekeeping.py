@@ -9,6 +9,7 @@ import threading
 
 import redis
 
+from api.auditor import start_auditor
 from api.presence import Shutdown
 from api.redis_clients import connect
 from api.settings import ApiSettings
@@ -32,7 +33,8 @@ WEBHOOK_PAUSE_SECONDS = 5.0
 
 
 def start_reaper(settings: ApiSettings) -> None:
-    """Start the thread; it ends with the process."""
+    """Start the reaper and the auditor of the indexes; the threads end with the process."""
+    start_auditor(settings)
     store = TaskStore(connect(settings.redis_url), retention_seconds=settings.retention_seconds)
     threading.Thread(target=_reap_for_ever, args=(settings, store), name="reaper", daemon=True).start()
 
