@@ -172,10 +172,8 @@ class TestManyAtOnce:
         ended("alive.example")
         while not told.is_set():
             deliverer.deliver_due()
-        wait_for(
-            lambda: redis_client.zcard(keys.OUTBOX_DUE) == 1 + MAX_AT_ONCE - MAX_IN_VAIN,
-            "the rest is put off",
-        )
+        num_later = 1 + MAX_AT_ONCE - MAX_IN_VAIN
+        wait_for(lambda: redis_client.zcard(keys.OUTBOX_DUE) == num_later, "the rest is put off")
         over.set()
         for _ in range(MAX_AT_ONCE):
             deliverer._places.acquire()

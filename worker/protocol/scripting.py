@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from worker.protocol import keys, rq_keys
 from worker.protocol.naming import PRIORITIES
 
-_ORDER = ("clock", "sound", "deadlines", "lines", "sums", "order")
+_ORDER = ("clock", "sound", "deadlines", "lines", "turns", "sums", "order")
 _ENDING = (*_ORDER, "served", "outbox", "ending", "crashes")
 _PARTS = {
     "submit": _ORDER,

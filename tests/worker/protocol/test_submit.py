@@ -169,10 +169,13 @@ def test_no_tenant_takes_all_of_the_limits(store: TaskStore, redis_client: redis
     """A tenant may have as many tasks as it leaves free, so that the first of another is always taken."""
     limits: dict[str, object] = {"max_waiting": 10, "share_limits": True}
 
+    def submit_many(tenant: str) -> None:
+        for _ in range(100):
+            submit(store, redis_client, tenant=tenant, **limits)
+
     def fill(tenant: str) -> QueueFull:
         with pytest.raises(QueueFull) as full:
-            for _ in range(100):
-                submit(store, redis_client, tenant=tenant, **limits)
+            submit_many(tenant)
         return full.value
 
     full = fill("a")
