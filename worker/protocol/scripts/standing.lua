@@ -98,7 +98,7 @@ local function standing(queue, slug, id)
   local tasks, tokens = before_of_tenant(queue, slug, rule, accepted_us)
   if not is_contested(slug) then
     return tasks, tokens
-  elseif tasks == 0 and next_queue(slug) == queue then
+  elseif call('ZRANGE', K.order .. queue, 0, 0)[1] == id and next_queue(slug) == queue then
     return 0, 0
   end
   local more_tasks, more_tokens
