@@ -156,6 +156,18 @@ def test_an_old_backlog_keeps_no_new_task_of_another_tenant_out(
         assert lone in [one.task_id for one in claim_by_turns(redis_client, 3)]
 
 
+def test_a_cancelled_head_gives_its_promoted_queue_no_new_turn(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
+    flood(store, redis_client, 5, tenant="a", cost=0)
+    flood(store, redis_client, 5, tenant="b", cost=0)
+    let_pass(redis_client, 300)
+    served = claim_one(store)
+    store.cancel(redis_client.zrange(keys.order(served.queue), 0, 0)[0].decode())
+    assert tenant_of(claim_one(store).queue) == tenant_hash("b")
+    assert tenant_of(claim_one(store).queue) == tenant_hash("a")
+
+
 @pytest.mark.parametrize("num_floods", [1, 3, 10])
 def test_the_stated_bounds_hold_whatever_others_have_waiting(
     store: TaskStore, redis_client: redis.Redis, num_floods: int
