@@ -1,4 +1,4 @@
-"""The thread that has the indexes in Redis audited: once a minute by one API process, and after damage."""
+"""The thread that audits the indexes in Redis: each minute in one API process, and after noted damage."""
 
 import logging
 import threading

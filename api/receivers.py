@@ -1,7 +1,7 @@
 """Limits how many deliveries of webhooks one receiver or one tenant occupies at once.
 
 Invariants: callers are counted by address, so that many names of one receiver count as one. A receiver that
-does not answer, or has not answered yet, occupies a few deliveries only; one that answers, at most half. A
+does not answer, or has not answered yet, occupies a few deliveries only; one that answers, not all of them. A
 tenant occupies at most its limit. Knows no webhook.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 MAX_IN_VAIN = 4
 """Callers of an address that has not answered its last call, or was never called."""
-MAX_CALLERS = 8
+MAX_CALLERS = 12
 """Callers of an address that answers."""
 MAX_REMEMBERED = 10_000
 _IPV6_PREFIX = 64
@@ -28,6 +28,7 @@ class Receivers:
         self._callers: Counter[str] = Counter()
         self._tenants: Counter[str] = Counter()
         self._answering: dict[str, None] = {}
+        self._silent: dict[str, None] = {}
 
     def enter_tenant(self, tenant: str) -> bool:
         """Whether one more delivery of `tenant` may begin; then `leave_tenant` must follow."""
@@ -55,14 +56,20 @@ class Receivers:
     def leave(self, addresses: Sequence[str], *, answered: bool) -> None:
         networks = {_network(address) for address in addresses}
         with self._lock:
+            now, before = (self._answering, self._silent) if answered else (self._silent, self._answering)
             for network in networks:
                 self._release(self._callers, network)
-                self._answering.pop(network, None)
-                if answered:
-                    # Put in anew, so that those that answered longest ago are forgotten first.
-                    self._answering[network] = None
-            while len(self._answering) > MAX_REMEMBERED:
-                del self._answering[next(iter(self._answering))]
+                before.pop(network, None)
+                # Put in anew, so that those that were called longest ago are forgotten first.
+                now.pop(network, None)
+                now[network] = None
+            while len(now) > MAX_REMEMBERED:
+                del now[next(iter(now))]
+
+    def is_silent(self, addresses: Sequence[str]) -> bool:
+        """Whether an address did not answer its last call."""
+        with self._lock:
+            return any(_network(address) in self._silent for address in addresses)
 
     @staticmethod
     def _release(counts: Counter[str], name: str) -> None:

@@ -31,8 +31,10 @@ DELAYS = (5.0, 60.0, 600.0, 3600.0, 10_800.0, 28_800.0, 43_200.0)
 MAX_TRIES = len(DELAYS) + 1
 JITTER = 0.1
 """Delays are longer by up to this share, so that what failed together does not come back together."""
-BUSY_SECONDS = 5.0
+BUSY_SECONDS = 1.0
 """A webhook whose receiver or tenant occupies enough deliveries is looked at again after this time."""
+SILENT_SECONDS = 5.0
+"""The same where the receiver did not answer its last call."""
 MAX_AT_ONCE = 16
 SILENCE_SECONDS = 10.0
 """Lease of a webhook in a deliverer's hands: without a renewal in this time another takes it over."""
@@ -110,14 +112,14 @@ class Deliverer:
 
     def _begin(self, webhook: Undelivered) -> bool:
         if not self._receivers.enter_tenant(webhook.tenant):
-            self._put_off(webhook)
+            self._put_off(webhook, BUSY_SECONDS)
             return False
         threading.Thread(target=self._run, args=(webhook,), name="webhook", daemon=True).start()
         return True
 
-    def _put_off(self, webhook: Undelivered) -> None:
+    def _put_off(self, webhook: Undelivered, seconds: float) -> None:
         self._held.pop(webhook.entry_id, None)
-        self._outbox.retry(webhook, self._spread(BUSY_SECONDS), counted=False)
+        self._outbox.retry(webhook, self._spread(seconds), counted=False)
 
     def _run(self, webhook: Undelivered) -> None:
         try:
@@ -146,7 +148,8 @@ class Deliverer:
             self._fail(webhook, target, _Failure(str(error)))
             return
         if not self._receivers.enter(addresses):
-            self._put_off(webhook)
+            is_silent = self._receivers.is_silent(addresses)
+            self._put_off(webhook, SILENT_SECONDS if is_silent else BUSY_SECONDS)
             return
         # Only a receiver that was called and did not answer is one that does not answer.
         answered = False

@@ -206,3 +206,25 @@ def test_a_file_must_be_there(tmp_path):
             file.write_bytes(content)
         with pytest.raises(SettingError, match="TOKENMILL_API_KEYS_FILE"):
             ApiSettings.from_env({"TOKENMILL_API_KEYS_FILE": str(file)})
+
+
+def test_a_key_of_the_tenant_default_finds_the_tasks_from_before_there_were_keys(redis_url, make_app):
+    before = make_app(ApiSettings(redis_url=redis_url)).test_client()
+    task_id = before.post("/v1/tasks", json=BODY).json["id"]
+    keyring = parse_keys(f"default:secret-of-before {KEYS}")
+    client = make_app(ApiSettings(redis_url=redis_url, keyring=keyring)).test_client()
+    url = f"/v1/tasks/{task_id}"
+    assert client.get(url, headers=shows("secret-of-before")).json["id"] == task_id
+    assert client.get(url, headers=ALICE).status_code == 404
+
+
+def test_a_tenant_that_fills_its_part_keeps_no_other_out(redis_url, make_app):
+    settings = ApiSettings(redis_url=redis_url, keyring=parse_keys(KEYS), max_waiting_tasks=6)
+    client = make_app(settings).test_client()
+    replies = [client.post("/v1/tasks", json=BODY, headers=ALICE) for _ in range(4)]
+    assert [reply.status_code for reply in replies] == [202, 202, 202, 429]
+    told = replies[-1].json
+    assert (told["limit_met"], told["limit_of"]) == ("tasks", "tenant")
+    assert (told["tenant_depth"], told["depth"], told["limit"]) == (3, 3, 6)
+    assert "of this tenant" in told["detail"]
+    assert client.post("/v1/tasks", json=BODY, headers=BOB).status_code == 202

@@ -1,5 +1,7 @@
 """Whether the client of a call is still there, and how many calls may wait."""
 
+import contextlib
+
 import pytest
 
 from api.presence import Places, client_is_gone
@@ -20,3 +22,22 @@ def test_places_are_given_back():
         assert (first, second, third) == (True, True, False)
     with places.take() as again:
         assert again
+
+
+def test_a_tenant_has_as_many_places_as_it_leaves_free():
+    places = Places(8, is_shared=True)
+    with contextlib.ExitStack() as stack:
+        taken = [stack.enter_context(places.take("a")) for _ in range(8)]
+        assert taken == [True] * 4 + [False] * 4
+        assert [stack.enter_context(places.take("b")) for _ in range(3)] == [True, True, False]
+        # Each that comes finds one, as long as fewer tenants than places are there.
+        assert stack.enter_context(places.take("c"))
+    with places.take("a") as again:
+        assert again
+    assert not places._taken
+
+
+def test_a_lone_tenant_has_all_places():
+    places = Places(3)
+    with contextlib.ExitStack() as stack:
+        assert [stack.enter_context(places.take("a")) for _ in range(4)] == [True] * 3 + [False]

@@ -1,6 +1,8 @@
 """rq-dashboard, as people run it beside RQ, shows our queues and jobs rightly."""
 
 import json
+import re
+import shlex
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +19,16 @@ pytestmark = pytest.mark.services
 
 QUEUE = naming.queue_name(naming.model_slug("tiny-llama"), naming.DEFAULT_PRIORITY, naming.DEFAULT_TENANT)
 
+ROOT = Path(__file__).parents[2]
+
 Dashboard = Callable[[str], Any]
+
+
+def documented_options(redis_url: str) -> list[str]:
+    """The options of the command in the README, with the URL in the place of the file that holds it."""
+    (command,) = re.findall(r"`(rq-dashboard [^`]+)`", (ROOT / "README.md").read_text("utf-8"))
+    _, *options = shlex.split(command.replace("$(cat .tokenmill/redis-url)", redis_url))
+    return options
 
 
 @pytest.fixture(scope="module")
@@ -29,16 +40,7 @@ def dashboard(
     log_path = tmp_path_factory.mktemp("rq-dashboard") / "log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            [
-                rq_dashboard,
-                "--json",
-                "--port",
-                str(port),
-                "--bind",
-                "127.0.0.1",
-                "--redis-url",
-                live.redis_url,
-            ],
+            [rq_dashboard, *documented_options(live.redis_url), "--port", str(port), "--bind", "127.0.0.1"],
             stdout=log,
             stderr=log,
         )

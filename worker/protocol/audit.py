@@ -19,6 +19,7 @@ class ScanningClient(RedisClient, Protocol):
 
     def scan(self, cursor: int = ..., match: str = ..., count: int = ...) -> Any: ...
     def exists(self, *names: str) -> Any: ...
+    def type(self, name: str) -> Any: ...
     def smembers(self, name: str) -> Any: ...
     def set(self, name: str, value: str, /, *, nx: bool = ..., px: int = ...) -> Any: ...
 
@@ -37,7 +38,7 @@ class Audit:
 
     def run(self) -> int:
         """Check every task once. Returns how many tasks and models were repaired."""
-        is_outbox_lost = int(not self._client.exists(keys.OUTBOX))
+        is_outbox_lost = int(self._client.type(keys.OUTBOX) != b"stream")
         num_mended, cursor, slugs = 0, 0, set()
         prefix = keys.run("")
         while True:

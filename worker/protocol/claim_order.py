@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimOrder:
-    """The limits of the rule in `lines.lua`.
+    """The limits of the rule in `turns.lua`.
 
     A task counts one class better for each `ageing_seconds` that it has waited, and goes before all others
     after `max_waiting_seconds`; None: never. `fair_sharing`: of a class, the tenant that was served the

@@ -13,7 +13,7 @@ from worker.protocol import keys, rq_keys, script_errors
 from worker.protocol.naming import PRIORITIES
 from worker.protocol.server_clock import ServerClock
 
-_ORDER = ("clock", "sound", "deadlines", "lines", "sums", "order")
+_ORDER = ("clock", "sound", "deadlines", "lines", "turns", "sums", "order")
 _ENDING = (*_ORDER, "served", "outbox", "ending", "vanished", "crashes")
 _REAPING = (*_ENDING, "checks", "isolated")
 _PARTS = {

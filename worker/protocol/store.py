@@ -125,7 +125,7 @@ class TaskStore:
         lease_seconds: float,
         order: ClaimOrder = DEFAULT_ORDER,
     ) -> list[Claimed]:
-        """Take up to `max_tasks` waiting tasks of a model, the most urgent first; see `lines.lua`.
+        """Take up to `max_tasks` waiting tasks of a model, the most urgent first; see `turns.lua`.
 
         `order` is stored, so that the positions of `inspect` follow from it until another claim changes it.
         What was claimed by a call whose reply was lost comes back when its lease lapses. A call that meets

@@ -156,6 +156,37 @@ def test_an_old_backlog_keeps_no_new_task_of_another_tenant_out(
         assert lone in [one.task_id for one in claim_by_turns(redis_client, 3)]
 
 
+def test_a_cancelled_head_gives_its_promoted_queue_no_new_turn(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
+    flood(store, redis_client, 5, tenant="a", cost=0)
+    flood(store, redis_client, 5, tenant="b", cost=0)
+    let_pass(redis_client, 300)
+    served = claim_one(store)
+    store.cancel(redis_client.zrange(keys.order(served.queue), 0, 0)[0].decode())
+    assert tenant_of(claim_one(store).queue) == tenant_hash("b")
+    assert tenant_of(claim_one(store).queue) == tenant_hash("a")
+
+
+@pytest.mark.parametrize("num_floods", [1, 3, 10])
+def test_the_stated_bounds_hold_whatever_others_have_waiting(
+    store: TaskStore, redis_client: redis.Redis, num_floods: int
+) -> None:
+    """For a promoted task of the worst class, and for a new one of the same class as the floods."""
+    for n in range(num_floods):
+        flood(store, redis_client, 60, tenant=f"flood {n}", cost=1 + 100 * n)
+    let_pass(redis_client, 3600)
+    claim(store, 30)
+    last = submit(store, redis_client, tenant="last", priority=4)
+    let_pass(redis_client, 121)
+    for n in range(num_floods):
+        flood(store, redis_client, 60, tenant=f"flood {n}", priority=0, cost=10)
+    bound = 2 * num_floods + 2
+    assert last in [one.task_id for one in claim_by_turns(redis_client, bound)]
+    new = submit(store, redis_client, tenant="new", priority=0)
+    assert new in [one.task_id for one in claim_by_turns(redis_client, bound)]
+
+
 def test_every_second_claim_still_goes_by_age(store: TaskStore, redis_client: redis.Redis) -> None:
     flood(store, redis_client, 20, tenant="heavy", cost=1000, priority=4)
     submit(store, redis_client, tenant="other", cost=1)

@@ -163,3 +163,41 @@ def test_what_was_given_is_told_back(store: TaskStore, redis_client: redis.Redis
     assert snapshot is not None
     assert (snapshot.metadata, snapshot.priority, snapshot.model) == ('{"a": "\\ud800"}', 4, MODEL)
     assert (snapshot.status, snapshot.claimed, snapshot.attempt) == ("queued", False, 0)
+
+
+def test_no_tenant_takes_all_of_the_limits(store: TaskStore, redis_client: redis.Redis) -> None:
+    """A tenant may have as many tasks as it leaves free, so that the first of another is always taken."""
+    limits: dict[str, object] = {"max_waiting": 10, "share_limits": True}
+
+    def submit_many(tenant: str) -> None:
+        for _ in range(100):
+            submit(store, redis_client, tenant=tenant, **limits)
+
+    def fill(tenant: str) -> QueueFull:
+        with pytest.raises(QueueFull) as full:
+            submit_many(tenant)
+        return full.value
+
+    full = fill("a")
+    assert (full.limit_met, full.whose, full.own_depth, full.depth) == ("tasks", "tenant", 5, 5)
+    full = fill("b")
+    assert (full.whose, full.own_depth, full.depth) == ("tenant", 3, 8)
+    assert fill("c").own_depth == 1
+    assert fill("d").whose == "all"
+    # What is claimed makes room again.
+    assert len(claim(store, 3)) == 3
+    submit(store, redis_client, tenant="e", **limits)
+
+
+def test_no_tenant_takes_all_of_the_tokens(store: TaskStore, redis_client: redis.Redis) -> None:
+    limits: dict[str, object] = {"max_waiting_tokens": 1000, "share_limits": True}
+    for _ in range(5):
+        submit(store, redis_client, tenant="a", cost=100, **limits)
+    with pytest.raises(QueueFull) as full:
+        submit(store, redis_client, tenant="a", cost=100, **limits)
+    assert (full.value.limit_met, full.value.whose, full.value.own_tokens) == ("tokens", "tenant", 500)
+    # The first task of a tenant is taken whatever its size, or a large one never would be.
+    submit(store, redis_client, tenant="b", cost=900, **limits)
+    with pytest.raises(QueueFull) as full:
+        submit(store, redis_client, tenant="b", cost=1, **limits)
+    assert (full.value.limit_met, full.value.whose) == ("tokens", "all")

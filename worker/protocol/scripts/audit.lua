@@ -51,9 +51,12 @@ for i = 4, #ARGV do
       call('ZADD', K.leases, seconds(now_us + lease_us), id)
       num_mended = num_mended + 1
     end
-  elseif slug and queue and webhook and is_outbox_lost and not call('ZSCORE', K.outbox_due, id) then
-    put_out(id)
-    num_mended = num_mended + 1
+  elseif slug and queue and webhook and is_outbox_lost then
+    ensure_once(slug, queue)
+    if not call('ZSCORE', K.outbox_due, id) then
+      put_out(id)
+      num_mended = num_mended + 1
+    end
   end
 end
 

@@ -18,7 +18,11 @@ local function fits()
       end
     end
   end
-  return num_tasks == (all_waiting(slug)) and num_lines == call('ZCARD', K.queues .. slug)
+  local num_of_tenants = 0
+  for name, count in pairs(hash(K.tenants .. slug)) do
+    num_of_tenants = num_of_tenants + (string.find(name, 'tasks:', 1, true) == 1 and tonumber(count) or 0)
+  end
+  return num_tasks == num_of_tenants and num_tasks == (all_waiting(slug)) and num_lines == call('ZCARD', K.queues .. slug)
 end
 
 local is_sound = fits()
