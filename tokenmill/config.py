@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from worker.protocol import redis_url, variables
 
@@ -108,8 +109,21 @@ def _checked_url(url: str, where: str) -> str:
     return url
 
 
+def _checked_api_url(url: str, where: str) -> str:
+    """The address of an API. Raises `ConfigError`, as no call could ever reach anything else."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        shown = redis_url.hide_password(url)
+        raise ConfigError(f"{where}: url must be http://HOST:PORT or https://HOST:PORT, not {shown!r}")
+    return url
+
+
 _NUM_WORKERS = Range(1, 256)
-_CHECKS = {"redis_url": _checked_url, "workers": _checked_workers}
+_CHECKS = {"redis_url": _checked_url, "url": _checked_api_url, "workers": _checked_workers}
 _TRUTH = {"1": "1", "true": "1", "yes": "1", "on": "1", "0": "0", "false": "0", "no": "0", "off": "0"}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 WORDS = {

@@ -130,6 +130,14 @@ def test_a_refusal_is_one_line(service: FakeService) -> None:
     assert result.stderr == "Error: temperature: must be 0 or more\n"
 
 
+@pytest.mark.parametrize("url", ["foo", "127.0.0.1:8000", "ftp://127.0.0.1", "http://", "http://host:port"])
+def test_an_address_that_no_call_can_reach_is_a_wrong_setting(url: str) -> None:
+    result = typed("submit", "--url", url, "x")
+
+    assert result.exit_code == MISUSED
+    assert result.stderr == f"Error: --url: url must be http://HOST:PORT or https://HOST:PORT, not '{url}'\n"
+
+
 def test_no_service_is_one_line() -> None:
     url = f"http://127.0.0.1:{free_port()}"
 
