@@ -261,7 +261,7 @@ def read_file(path: Path) -> dict[str, object]:
         raise ConfigError(f"{path}: not TOML: {error}") from error
     if unknown := sorted(values.keys() - BY_NAME.keys()):
         told = ", ".join(name + variables.hint(name, BY_NAME) for name in unknown)
-        raise ConfigError(f"{path}: unknown setting {told}; known are: {', '.join(BY_NAME)}")
+        raise ConfigError(f"{path}: unknown setting {told} (`tokenmill serve --help` lists all of them)")
     return values
 
 

@@ -185,7 +185,7 @@ def _measured(
 def _put(places: list[LinearPlace], chosen: list[Candidate]) -> None:
     weight = places[0].linear.weight
     names = ", ".join(f"{count} rows {one.way.name}" for count, one in zip(ROW_COUNTS, chosen, strict=True))
-    logger.info("linears of %s %s: %s", list(weight.shape), weight.dtype, names)
+    logger.debug("linears of %s %s: %s", list(weight.shape), weight.dtype, names)
     distinct = {one.way.name: one for one in chosen}
     for index, place in enumerate(places):
         products = {name: one.product(index, place.linear) for name, one in distinct.items()}

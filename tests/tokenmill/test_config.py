@@ -82,7 +82,12 @@ def test_values_of_a_file_become_text(tmp_path: Path) -> None:
         ({}, {"TOKENMILL_HTTP_GRACE_SECONDS": "1e400"}, "", "TOKENMILL_HTTP_GRACE_SECONDS: http_grace"),
         ({"max_streams": "300"}, {}, "", "TOKENMILL_MAX_STREAMS must be below TOKENMILL_HTTP_THREADS (256)"),
         ({}, {}, "http_threads = 224", "TOKENMILL_MAX_STREAMS must be below TOKENMILL_HTTP_THREADS (224)"),
-        ({}, {}, "prot = 1", "unknown setting prot; did you mean port?; known are: model, served_model_name"),
+        (
+            {},
+            {},
+            "prot = 1",
+            "unknown setting prot; did you mean port? (`tokenmill serve --help` lists all of them)",
+        ),
         ({}, {}, "port = ", "tokenmill.toml: not TOML"),
     ],
 )

@@ -113,13 +113,15 @@ class TokenEvent:
 class FinishedEvent:
     """The end of one output; with `done`, of the whole task, and then `usage` and `error` are the task's.
 
-    `text` is what had been held back. Without `done`, `error` is that of this output.
+    `text` is what had been held back. Without `done`, `error` is that of this output. `token` is always None, so
+    that both kinds of event have the members `seq`, `index`, `token` and `text`.
     """
 
     id: str
     seq: int
     text: str
     finish_reason: str
+    token: None = None
     index: int = 0
     done: bool = False
     usage: Mapping[str, int] | None = None
