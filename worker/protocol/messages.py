@@ -113,8 +113,8 @@ class TokenEvent:
 class FinishedEvent:
     """The end of one output; with `done`, of the whole task, and then `usage` and `error` are the task's.
 
-    `text` is what had been held back. Without `done`, `error` is that of this output. `token` is always None, so
-    that both kinds of event have the members `seq`, `index`, `token` and `text`.
+    `text` is what had been held back. Without `done`, `error` is that of this output. `token` is always None:
+    both kinds of event have the members `seq`, `index`, `token` and `text`.
     """
 
     id: str
