@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -99,12 +100,20 @@ def test_in_the_middle_of_its_text(service: LiveService, read: Read) -> None:
 
 
 def test_in_a_prefill_of_many_steps(service: LiveService, read: Read) -> None:
-    """llama.cpp#13262, werkzeug#1649: no byte is written in that time, so no write can fail."""
+    """llama.cpp#13262, werkzeug#1649: no byte is written in that time, so no write can fail.
+
+    The worker is stopped meanwhile: a fast machine would compute the prompt before the client is missed.
+    """
     task_id = service.submit(prompt_token_ids=[7] * 1900, on_disconnect="cancel", ignore_eos=True)
-    with read(task_id):
-        wait_for(lambda: service.task(task_id)["status"] == "in_progress", "the prompt is being computed")
-    # It takes seconds, and is seen in one; at the latest when there is something to write.
-    assert tokens_of(wait_for_cancel(service, task_id)) <= 1
+    worker = service.worker.popen
+    try:
+        with read(task_id):
+            wait_for(lambda: service.task(task_id)["status"] == "in_progress", "the prompt is being computed")
+            worker.send_signal(signal.SIGSTOP)
+            before = tokens_of(service.task(task_id))
+        assert tokens_of(wait_for_cancel(service, task_id)) == before
+    finally:
+        worker.send_signal(signal.SIGCONT)
     wait_until_idle(service)
 
 
