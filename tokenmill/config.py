@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from worker.protocol import redis_url, variables
 
@@ -108,8 +109,23 @@ def _checked_url(url: str, where: str) -> str:
     return url
 
 
+def _checked_http_url(url: str, where: str) -> str:
+    try:
+        parts = urlsplit(url)
+        # `port` raises ValueError for a number that is no port.
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_usable = False
+    if not is_usable:
+        raise ConfigError(
+            f"{where}: url must be an address that starts with http:// or https://, such as "
+            f"http://127.0.0.1:8000, not {url!r}"
+        )
+    return url
+
+
 _NUM_WORKERS = Range(1, 256)
-_CHECKS = {"redis_url": _checked_url, "workers": _checked_workers}
+_CHECKS = {"redis_url": _checked_url, "url": _checked_http_url, "workers": _checked_workers}
 _TRUTH = {"1": "1", "true": "1", "yes": "1", "on": "1", "0": "0", "false": "0", "no": "0", "off": "0"}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 WORDS = {
@@ -240,7 +256,8 @@ def settings_of(*parts: Part) -> list[Setting]:
 def read_file(path: Path) -> dict[str, object]:
     """The settings of a TOML file, unchecked values. Raises `ConfigError`."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        # Editors on Windows write a byte order mark, which `tomllib` refuses.
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
