@@ -180,6 +180,16 @@ def test_cancel_prints_the_state(service: FakeService) -> None:
     assert (service.calls[0].method, service.calls[0].path) == ("POST", "/v1/tasks/t1/cancel")
 
 
+@pytest.mark.parametrize("command", ["status", "cancel"])
+@pytest.mark.parametrize("task_id", ["", " ", "a/b"])
+def test_an_argument_that_is_no_id_is_wrong_usage(service: FakeService, command: str, task_id: str) -> None:
+    result = at(service, command, task_id)
+
+    assert result.exit_code == MISUSED
+    assert f"{task_id!r} is not the id of a task" in result.stderr
+    assert service.calls == []
+
+
 @pytest.mark.parametrize(
     "command", [(), ("serve",), ("worker",), ("api",), ("submit",), ("status",), ("cancel",)]
 )
