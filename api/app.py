@@ -2,6 +2,7 @@
 
 import time
 from typing import NoReturn
+from urllib.parse import urlsplit, urlunsplit
 
 from flask import Response, g, request
 from flask_openapi3.models.info import Info
@@ -65,6 +66,7 @@ def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiAp
     app = _bare_app(settings)
     problems.install(app)
     _observe(app, metrics)
+    _redirect_by_path(app)
     authentication.install(app, settings.keyring)
     app.register_api(task_routes(services))
     checks = RedisChecks(client, RedisStateMetrics(registry))
@@ -109,6 +111,20 @@ def _observe(app: ApiApp, metrics: HttpMetrics) -> None:
         route = request.url_rule.rule if request.url_rule else None
         seconds = time.monotonic() - g.get("started", time.monotonic())
         metrics.observe(route, request.method, response.status_code, seconds)
+        return response
+
+
+def _redirect_by_path(app: ApiApp) -> None:
+    """Redirects keep the scheme and host that the client used, which a proxy in front may have changed."""
+
+    @app.after_request
+    def relative(response: Response) -> Response:
+        if 300 <= response.status_code < 400 and response.location:
+            target = urlsplit(response.location)
+            # One slash: two would begin the name of another host.
+            path = "/" + target.path.lstrip("/")
+            response.location = urlunsplit(("", "", path, target.query, ""))
+            response.data = b""
         return response
 
 

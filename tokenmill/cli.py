@@ -77,7 +77,7 @@ def main(ctx: click.Context) -> None:
     \b
     Examples:
       tokenmill serve
-      tokenmill submit --stream --chat "What is the capital of France?"
+      tokenmill submit --stream --chat --temperature 0 "What is the capital of France?"
       tokenmill status ID
     """
     ctx.color = colour_wanted()

@@ -118,7 +118,10 @@ def _checked_api_url(url: str, where: str) -> str:
         usable = False
     if not usable:
         shown = redis_url.hide_password(url)
-        raise ConfigError(f"{where}: url must be http://HOST:PORT or https://HOST:PORT, not {shown!r}")
+        raise ConfigError(
+            f"{where}: url must be an address that starts with http:// or https://, such as"
+            f" http://127.0.0.1:8000, not {shown!r}"
+        )
     return url
 
 
@@ -254,7 +257,8 @@ def settings_of(*parts: Part) -> list[Setting]:
 def read_file(path: Path) -> dict[str, object]:
     """The settings of a TOML file, unchecked values. Raises `ConfigError`."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        # Editors on Windows write a byte order mark, which `tomllib` refuses.
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -56,7 +56,7 @@ def serve(
         try:
             with suppress(StopRequested):
                 _run(supervisor, signals, state, settings, environ, print_line)
-            print_line(SELF, "stopping; Ctrl-C again ends everything at once, and nothing is lost")
+            print_line(SELF, "stopping; Ctrl-C again does not wait for unfinished tasks, and nothing is lost")
         except Unusable as error:
             raise config.ConfigError(str(error)) from error
         finally:
@@ -72,6 +72,9 @@ def _run(
     environ: Mapping[str, str],
     print_line: Print,
 ) -> None:
+    # First: a mistyped name may be the reason why an address below is refused.
+    for line in warnings(environ):
+        print_line(SELF, line)
     check_installed({"worker": "torch", "api": "flask"})
     try:
         check_temporary_directory()
@@ -93,9 +96,7 @@ def _run(
     # A process that cannot work ends, so that the supervisor hears of it.
     decided = {"redis_url": redis_url, "port": str(port), "hold_unusable": "0"}
     unknown = unknown_variables(environ)
-    for line in warnings(environ):
-        print_line(SELF, line)
-    # What was warned of here is not passed on, to be warned of by each process.
+    # What was warned of above is not passed on, to be warned of by each process.
     known = {name: value for name, value in environ.items() if name not in unknown}
     given = {**known, **config.to_environment({**settings, **decided}), "PYTHONUNBUFFERED": "1"}
     for each in workers:
@@ -243,7 +244,7 @@ Submit a task, then poll it with the id from the answer:
   curl -s{key} '{api_url}/v1/tasks/ID?wait=30'
 
 Or see its tokens as they come:
-  {_own_command()} submit --stream --chat "What is the capital of France?"
+  {_own_command()} submit --stream --chat --temperature 0 "What is the capital of France?"
 
 Ctrl-C stops everything; unfinished tasks go on at the next start.
 """

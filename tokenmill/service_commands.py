@@ -57,7 +57,8 @@ def serve(config_file: str | None, **flags: str | None) -> None:
 
     Uses the Redis server that REDIS_URL names, else starts one of its own with its data in .tokenmill/, so
     that unfinished tasks go on at the next start. Ctrl-C stops API, workers and Redis in that order; a
-    worker finishes what it can within the grace period; Ctrl-C again ends all at once, and loses nothing.
+    worker finishes what it can within the grace period. A second Ctrl-C ends the API and makes the workers
+    hand back unfinished tasks, a third kills what is left; no accepted task is lost.
 
     \b
     Examples:

@@ -48,7 +48,7 @@ def submit(
 
     \b
     Examples:
-      tokenmill submit --stream --chat "What is the capital of France?"
+      tokenmill submit --stream --chat --temperature 0 "What is the capital of France?"
       tokenmill submit --wait --max-tokens 20 --temperature 0 "Once upon a time"
       tokenmill submit --wait -n 3 --choice red --choice green "The best colour is"
       cat article.txt | tokenmill submit
@@ -68,8 +68,15 @@ def submit(
         show(to_json(task) if as_json else str(task["id"]))
 
 
+def _checked_id(_context: click.Context, _parameter: click.Parameter, task_id: str) -> str:
+    """An empty id, as of an unset shell variable, and one with a slash are other paths of the service."""
+    if not task_id.strip() or "/" in task_id:
+        raise click.UsageError(f"{task_id!r} is not the id of a task")
+    return task_id
+
+
 @click.command()
-@click.argument("task_id", metavar="ID")
+@click.argument("task_id", metavar="ID", callback=_checked_id)
 @click.option("--wait", is_flag=True, help="wait until the task has ended")
 @_json_flag
 @setting_flags(Part.CLIENT)
@@ -91,7 +98,7 @@ def status(
 
 
 @click.command()
-@click.argument("task_id", metavar="ID")
+@click.argument("task_id", metavar="ID", callback=_checked_id)
 @_json_flag
 @setting_flags(Part.CLIENT)
 def cancel(

@@ -112,3 +112,16 @@ def test_the_page_and_all_of_its_parts_are_served_here(client):
         assert "//" not in part
         with client.get(f"/docs/{part}") as reply:
             assert reply.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "target"),
+    [("/docs", "/docs/"), ("/docs?a=1", "/docs/?a=1"), ("/docs//swagger", "/docs/swagger")],
+)
+def test_a_redirect_names_neither_scheme_nor_host(client, path, target):
+    """A proxy with TLS in front of the port has another scheme, and a client can claim any host."""
+    reply = client.get(path, base_url="http://elsewhere.example")
+
+    assert reply.status_code == 308
+    assert reply.headers["Location"] == target
+    assert b"elsewhere" not in reply.data

@@ -135,7 +135,10 @@ def test_an_address_that_no_call_can_reach_is_a_wrong_setting(url: str) -> None:
     result = typed("submit", "--url", url, "x")
 
     assert result.exit_code == MISUSED
-    assert result.stderr == f"Error: --url: url must be http://HOST:PORT or https://HOST:PORT, not '{url}'\n"
+    assert (
+        result.stderr
+        == f"Error: --url: url must be an address that starts with http:// or https://, such as http://127.0.0.1:8000, not '{url}'\n"
+    )
 
 
 def test_no_service_is_one_line() -> None:
@@ -186,6 +189,16 @@ def test_cancel_prints_the_state(service: FakeService) -> None:
 
     assert at(service, "cancel", "t1").stdout == "cancelled\n"
     assert (service.calls[0].method, service.calls[0].path) == ("POST", "/v1/tasks/t1/cancel")
+
+
+@pytest.mark.parametrize("command", ["status", "cancel"])
+@pytest.mark.parametrize("task_id", ["", " ", "a/b"])
+def test_an_argument_that_is_no_id_is_wrong_usage(service: FakeService, command: str, task_id: str) -> None:
+    result = at(service, command, task_id)
+
+    assert result.exit_code == MISUSED
+    assert f"{task_id!r} is not the id of a task" in result.stderr
+    assert service.calls == []
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,17 @@ def test_values_of_a_file_become_text(tmp_path: Path) -> None:
     assert resolve({}, {}, file) == {"chunked_prefill": "0", "lease_seconds": "2.5", "max_num_seqs": "8"}
 
 
+def test_a_byte_order_mark_before_the_file_is_skipped(tmp_path: Path) -> None:
+    file = written(tmp_path, "\ufeffport = 1\n")
+
+    assert resolve({}, {}, file) == {"port": "1"}
+
+
+@pytest.mark.parametrize("url", ["http://host", "https://host:8443/prefix", "http://[::1]:8000/"])
+def test_an_http_address_is_kept_as_it_is(url: str) -> None:
+    assert resolve({"url": url}, {}) == {"url": url}
+
+
 @pytest.mark.parametrize(
     ("flags", "environ", "text", "told"),
     [
@@ -89,6 +100,11 @@ def test_values_of_a_file_become_text(tmp_path: Path) -> None:
             "unknown setting prot; did you mean port? (`tokenmill serve --help` lists all of them)",
         ),
         ({}, {}, "port = ", "tokenmill.toml: not TOML"),
+        ({"url": "127.0.0.1:8000"}, {}, "", "--url: url must be an address that starts with http://"),
+        ({}, {"TOKENMILL_URL": "ftp://host"}, "", "TOKENMILL_URL: url must be an address"),
+        ({}, {}, 'url = "http://"', "tokenmill.toml: url must be an address"),
+        ({"url": "http://host:99999"}, {}, "", "--url: url must be an address"),
+        ({"url": "http://[::1"}, {}, "", "--url: url must be an address"),
     ],
 )
 def test_what_cannot_be_used_is_named(

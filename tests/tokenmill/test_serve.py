@@ -59,7 +59,7 @@ def test_it_says_where_to_look_and_how_to_submit(start: Start) -> None:
     assert f"Redis  {redis_url}" in shown
     assert f"curl -s {served.url}/v1/tasks -H 'Content-Type: application/json' -d '{{" in shown
     assert f"curl -s '{served.url}/v1/tasks/ID?wait=30'" in shown
-    assert "submit --stream" in shown
+    assert 'submit --stream --chat --temperature 0 "' in shown
     assert f"worker | model tiny redis {redis_url}" in shown
     assert served.state.address("api-url") == served.url
 
@@ -287,6 +287,14 @@ def test_each_cuda_device_has_a_worker(start: Start, tmp_path: Path) -> None:
     assert f"  worker-0 on GPU-a: metrics at http://127.0.0.1:{port}/metrics\n" in shown
     assert f"  worker-1 on GPU-b: metrics at http://127.0.0.1:{port + 1}/metrics\n" in shown
     assert "worker-1 | device GPU-b" in shown
+
+
+def test_an_unknown_variable_is_reported_before_an_address_is_refused(start: Start) -> None:
+    served = start(TOKENMILL_HOTS="127.0.0.1", TOKENMILL_HOST="999.1.1.1")
+
+    assert served.wait() == MISUSED
+    assert "did you mean TOKENMILL_HOST?" in served.text()[0]
+    assert "TOKENMILL_HOST: 999.1.1.1 is no address" in served.text()[-1]
 
 
 def test_a_variable_that_is_none_is_said_once(start: Start) -> None:
