@@ -135,9 +135,9 @@ def test_an_address_that_no_call_can_reach_is_a_wrong_setting(url: str) -> None:
     result = typed("submit", "--url", url, "x")
 
     assert result.exit_code == MISUSED
-    assert (
-        result.stderr
-        == f"Error: --url: url must be an address that starts with http:// or https://, such as http://127.0.0.1:8000, not '{url}'\n"
+    assert result.stderr == (
+        "Error: --url: url must be an address that starts with http:// or https://,"
+        f" such as http://127.0.0.1:8000, not '{url}'\n"
     )
 
 
