@@ -19,6 +19,7 @@ from api.presence import Places, Shutdown
 from api.redis_checks import RedisChecks
 from api.redis_clients import connect, connect_subscriber
 from api.reply_schemas import ProblemView
+from api.reply_slots import ReplySlots
 from api.settings import ApiSettings
 from api.submission import Submitter
 from api.tasks import TaskServices, task_routes
@@ -60,6 +61,7 @@ def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiAp
         submitter=Submitter(settings, client, store),
         follower=Follower(hub, store),
         places=Places(settings.max_streams, is_shared=settings.keyring.has_several_tenants),
+        reply_slots=ReplySlots(is_shared=settings.keyring.has_several_tenants),
         metrics=metrics,
         shutdown=shutdown or Shutdown(),
     )
@@ -72,6 +74,7 @@ def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiAp
     checks = RedisChecks(client, RedisStateMetrics(registry))
     app.register_api(health_routes(settings, store, registry, Redis(client, checks)))
     app.extensions["hub"] = hub
+    app.extensions["reply_slots"] = services.reply_slots
     app.extensions["shutdown"] = services.shutdown
     app.extensions["webhook_metrics"] = WebhookMetrics(registry)
     app.extensions["reap_failures"] = ReapFailures(registry, by_api=True)

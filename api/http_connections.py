@@ -203,6 +203,9 @@ class Connection(HTTPChannel):  # type: ignore[misc]  # Waitress ships no types
         if self._linger_until is not None or self.socket is None:
             return
         self._flush_exception(self._flush_some_if_lockable)
+        if self.socket is None:
+            # The client has reset the connection, and the flush has closed it.
+            return
         if self.will_close:
             self.handle_close()
         elif self.close_when_flushed and not self.total_outbufs_len and not self.requests:

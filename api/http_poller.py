@@ -38,9 +38,11 @@ class Poller:
         """Handle what is ready; waits up to `seconds` for something."""
         while self._changed:
             self._update(self._changed.popleft())
-        for fileno, flags in self._poll.poll(seconds * 1000):
-            dispatcher = self._dispatchers.get(fileno)
-            if dispatcher is not None:
+        ready = self._poll.poll(seconds * 1000)
+        # One of them may close another, and a new connection then gets its descriptor, but not its event.
+        owners = [self._dispatchers.get(fileno) for fileno, _ in ready]
+        for (fileno, flags), dispatcher in zip(ready, owners, strict=True):
+            if dispatcher is not None and self._dispatchers.get(fileno) is dispatcher:
                 wasyncore.readwrite(dispatcher, flags)
                 self._update(dispatcher)
 

@@ -24,6 +24,7 @@ from api.follow import LOG_PAGE, Follower
 from api.presence import Places, Shutdown, client_is_gone
 from api.problems import Problem, bad_field, retry_seconds
 from api.reply_schemas import PROBLEM_REPLY, Task
+from api.reply_slots import ReplySlots
 from api.request_schemas import (
     MAX_WAIT_SECONDS,
     EventsHeaders,
@@ -74,6 +75,7 @@ class TaskServices:
     submitter: Submitter
     follower: Follower
     places: Places
+    reply_slots: ReplySlots
     metrics: HttpMetrics
     shutdown: Shutdown
 
@@ -128,9 +130,11 @@ class _Calls:
         submitted = self._services.submitter.submit(body, header.idempotency_key, tenant())
         seconds = preferred_wait(header.prefer)
         waited = self._wait(submitted.task_id, seconds)
-        reading = self._reading(submitted.task_id)
-        finished = seconds > 0 and reading.snapshot.status in TERMINAL
-        response = _reply(reading, HTTPStatus.OK if finished else HTTPStatus.ACCEPTED, waited=waited)
+        if not (seconds or submitted.replayed):
+            # It is accepted, whatever else is in progress, and its log is short.
+            response, finished = _reply(self._reading(submitted.task_id), HTTPStatus.ACCEPTED), False
+        else:
+            response, finished = self._submitted(submitted.task_id, seconds, waited=waited)
         response.headers["Location"] = task_url(submitted.task_id)
         if finished:
             response.headers["Preference-Applied"] = f"wait={seconds:.0f}"
@@ -138,15 +142,25 @@ class _Calls:
             response.headers["Idempotent-Replayed"] = "true"
         return response
 
+    def _submitted(self, task_id: str, seconds: float, *, waited: bool) -> tuple[Response, bool]:
+        """The reply, and whether the task has ended in the time for which the call was to wait."""
+        with self._services.reply_slots.take(tenant()):
+            reading = self._reading(task_id)
+            finished = seconds > 0 and reading.snapshot.status in TERMINAL
+            status = HTTPStatus.OK if finished else HTTPStatus.ACCEPTED
+            return _reply(reading, status, waited=waited), finished
+
     def poll(self, task_id: str, seconds: float) -> Response:
         waited = self._wait(task_id, min(seconds, MAX_WAIT_SECONDS))
-        return _reply(self._reading(task_id), waited=waited)
+        with self._services.reply_slots.take(tenant()):
+            return _reply(self._reading(task_id), waited=waited)
 
     def cancel(self, task_id: str) -> Response:
         # First whose it is, which never changes.
         self._look(self._services.store.inspect, task_id)
         self._services.store.cancel(task_id)
-        return _reply(self._reading(task_id))
+        with self._services.reply_slots.take(tenant()):
+            return _reply(self._reading(task_id))
 
     def follow(self, task_id: str, after: int) -> Response:
         snapshot = self._look(self._services.store.inspect, task_id)

@@ -9,6 +9,7 @@ import json
 import re
 import select
 import socket
+import struct
 import threading
 
 import pytest
@@ -256,6 +257,21 @@ class TestClientsThatNeverRead:
             given_up(connection)
         server.wait_for_streams(0)
         assert server.submit()
+
+    def test_a_reset_during_the_last_reply_is_no_fault_of_the_server(self, start, keep_unread, long_log):
+        """The reply is complete and waits in the buffer of a connection that closes after it."""
+        server = start()
+        request = f"GET /v1/tasks/{long_log} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
+        readers = [keep_unread(server, request) for _ in range(8)]
+        for connection in readers:
+            assert connection.recv(1)
+            # With no time to linger, `close` resets the connection.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+        # Its connection is accepted when the resets are seen, or after that.
+        assert server.call("GET", "/livez")[0] == 200
+        assert server.stop() == 0
+        assert not [line for line in server.log if b"ERROR" in line]
 
     def test_a_stream_of_an_ended_task_takes_a_place(self, start, keep_unread, long_log):
         server = start(**{**TINY, "TOKENMILL_HTTP_WRITE_SECONDS": "600"})
