@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -100,8 +99,7 @@ def test_a_stop_ends_in_time_with_streams_open(start, sig):
     server = start(TOKENMILL_HEARTBEAT_SECONDS="600", TOKENMILL_HTTP_GRACE_SECONDS="50")
     task_id = server.submit()
     streams = [server.open(f"/v1/tasks/{task_id}/events") for _ in range(3)]
-    polls = [threading.Thread(target=server.call, args=("GET", f"/v1/tasks/{task_id}?wait=60"))]
-    polls[0].start()
+    poll = server.open(f"/v1/tasks/{task_id}?wait=60")
     server.wait_for_streams(3)
     began = time.monotonic()
     assert server.stop(sig) == 0
@@ -110,9 +108,8 @@ def test_a_stop_ends_in_time_with_streams_open(start, sig):
     if sig is signal.SIGTERM:
         for connection in streams:
             assert b": the server stops" in read_all(connection)
-    for connection in streams:
+    for connection in (*streams, poll):
         connection.close()
-    polls[0].join()
 
 
 def test_a_killed_server_leaves_its_port_to_the_next(start):

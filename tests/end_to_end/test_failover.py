@@ -6,7 +6,7 @@ from typing import Any
 
 import redis
 
-from tests.live_service import LiveService, wait_for
+from tests.live_service import LiveService, Reply, wait_for
 from tests.sentinels import watched
 from tests.tiny_models import save_model
 from tokenmill.reader import TokenStream
@@ -23,7 +23,14 @@ def followed(url: str, task_id: str) -> list[Event]:
 
 
 def sse_ids(service: LiveService, task_id: str) -> list[int]:
-    body = service.call("GET", f"/v1/tasks/{task_id}/events").body.decode()
+    """As an event source has them: it comes again where it meets the failover and is answered 503."""
+
+    def stream() -> Reply | None:
+        reply = service.call("GET", f"/v1/tasks/{task_id}/events")
+        assert reply.status in (200, 503), reply.body
+        return reply if reply.status == 200 else None
+
+    body = wait_for(stream, "the events are served").body.decode()
     return [int(line[3:]) for line in body.splitlines() if line.startswith("id:")]
 
 
