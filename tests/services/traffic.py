@@ -23,8 +23,8 @@ def run_traffic(live: LiveService) -> dict[str, list[str]]:
         live.submit(prompt=f"the quick brown fox {number}", max_tokens=8 * (number + 1), ignore_eos=True)
         for number in range(NUM_COMPLETED)
     ]
-    # Only the worker can count its tokens, and find them too many.
-    failed = live.submit(prompt="the quick brown fox " * MAX_MODEL_LEN, max_tokens=4)
+    # Few enough bytes for the API; only the worker counts the tokens, and finds them too many.
+    failed = live.submit(prompt="the quick brown fox " * (MAX_MODEL_LEN // 2), max_tokens=4)
     read_stream(live, completed[-1])
     ids = {"completed": completed, "cancelled": cancelled, "failed": [failed]}
     for status, tasks in ids.items():
