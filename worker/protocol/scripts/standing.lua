@@ -34,22 +34,29 @@ local function rivals(queue, slug, rule, class, own)
   return math.min(equal, less + older), equal
 end
 
+-- Class -> { tasks, tokens } that wait of other tenants than that of a queue.
+local function waiting_of_others(queue, slug)
+  local of_others = {}
+  for class = 0, NUM_CLASSES - 1 do
+    of_others[class] = { waiting_in(slug, class) }
+  end
+  for _, line in ipairs(lines_of_tenant(queue, slug)) do
+    local waiting = of_others[line.class]
+    waiting[1] = waiting[1] - call('ZCARD', K.order .. line.queue)
+    waiting[2] = waiting[2] - total_cost(line.queue)
+  end
+  return of_others
+end
+
 -- Among several tenants the order is not known before it happens, as their counters move with each claim. It is
 -- estimated: all of better classes goes before; of the class as which the task counts each other tenant gets as
 -- many tokens as this one has before its task, and the tasks of a class are of one size.
 local function before_among_tenants(queue, slug, rule, accepted_us, own_tokens)
   local own = math.max(0, aged(rule, class_and_tenant(queue), accepted_us))
   local tasks, tokens = 0, 0
-  local mine = {}
-  for _, line in ipairs(lines_of_tenant(queue, slug)) do
-    mine[line.class] = line.queue
-  end
+  local of_others = waiting_of_others(queue, slug)
   for class = 0, NUM_CLASSES - 1 do
-    local num_tasks, num_tokens = waiting_in(slug, class)
-    if mine[class] then
-      num_tasks = num_tasks - call('ZCARD', K.order .. mine[class])
-      num_tokens = num_tokens - total_cost(mine[class])
-    end
+    local num_tasks, num_tokens = unpack(of_others[class])
     if num_tasks > 0 then
       local before = num_tasks
       if class >= own then
@@ -67,16 +74,9 @@ end
 local function before_by_arrival(queue, slug, rule, accepted_us)
   local own = aged(rule, class_and_tenant(queue), accepted_us)
   local tasks, tokens = 0, 0
-  local mine = {}
-  for _, line in ipairs(lines_of_tenant(queue, slug)) do
-    mine[line.class] = line.queue
-  end
+  local of_others = waiting_of_others(queue, slug)
   for class = 0, NUM_CLASSES - 1 do
-    local num_tasks, num_tokens = waiting_in(slug, class)
-    if mine[class] then
-      num_tasks = num_tasks - call('ZCARD', K.order .. mine[class])
-      num_tokens = num_tokens - total_cost(mine[class])
-    end
+    local num_tasks, num_tokens = unpack(of_others[class])
     local head = tonumber(call('ZRANGE', K.heads .. slug .. ':' .. class, 0, 0, 'WITHSCORES')[2] or nil)
     if num_tasks > 0 and head then
       local last = math.max(aged_until(rule, class, own - 1), math.min(aged_until(rule, class, own), accepted_us))
