@@ -11,7 +11,7 @@ from engine.outputs import WaitingReason
 from engine.preemption import Preemption
 from engine.sequence import Sequence
 from engine.step_plan import StepPlan
-from engine.waiting_queue import WaitingQueue
+from engine.waiting.queue import WaitingQueue
 
 _ROOM = frozenset({WaitingReason.SEQ_BUDGET, WaitingReason.KV_BLOCKS})
 """What others can give up: seats and blocks."""

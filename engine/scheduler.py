@@ -20,7 +20,7 @@ from engine.running import Running, by_need
 from engine.seat_claims import SeatClaims
 from engine.sequence import FinishReason, Sequence, SequenceStatus
 from engine.step_plan import StepPlan, Yielding
-from engine.waiting_room import WaitingRoom
+from engine.waiting.pool import WaitingRoom
 
 _new_tuple = tuple.__new__
 

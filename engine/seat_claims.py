@@ -8,7 +8,7 @@ from engine.block_manager import BlockManager
 from engine.preemption import Preemption
 from engine.running import Running, by_need
 from engine.sequence import Sequence
-from engine.waiting_queue import WaitingQueue
+from engine.waiting.queue import WaitingQueue
 
 
 class SeatClaims:

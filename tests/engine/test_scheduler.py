@@ -251,7 +251,7 @@ def test_a_step_does_not_walk_along_those_who_wait(monkeypatch: pytest.MonkeyPat
     def walk(_: object) -> None:
         raise AssertionError("a step looked at all who wait")
 
-    monkeypatch.setattr("engine.waiting_queue.WaitingQueue.__iter__", walk)
+    monkeypatch.setattr("engine.waiting.queue.WaitingQueue.__iter__", walk)
     step(scheduler)
 
     assert scheduler.waiting_reasons() == {WaitingReason.SEQ_BUDGET: 1, WaitingReason.BEHIND: 47}

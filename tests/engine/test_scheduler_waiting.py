@@ -2,12 +2,12 @@
 
 import pytest
 
-from engine.ageing import PROMOTED, Ageing
-from engine.fair_share import FairShare
-from engine.lazy_heap import LazyHeap
 from engine.outputs import WaitingReason
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceStatus
+from engine.waiting.ageing import PROMOTED, Ageing
+from engine.waiting.fair_share import FairShare
+from engine.waiting.lazy_heap import LazyHeap
 from tests.engine.scheduling import Bench, names
 
 

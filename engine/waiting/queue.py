@@ -12,10 +12,10 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from engine.ageing import PROMOTED, Ageing
-from engine.fair_share import Sharing
-from engine.lazy_heap import LazyHeap
 from engine.sequence import Sequence
+from engine.waiting.ageing import PROMOTED, Ageing
+from engine.waiting.fair_share import Sharing
+from engine.waiting.lazy_heap import LazyHeap
 
 Arrival = tuple[float, str, int]
 Entry = tuple[Arrival, int, Sequence]

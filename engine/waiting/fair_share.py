@@ -9,8 +9,8 @@ from collections import Counter
 from typing import Protocol
 
 from engine.config import EngineConfig
-from engine.lazy_heap import LazyHeap
 from engine.sequence import Sequence
+from engine.waiting.lazy_heap import LazyHeap
 
 MAX_REMEMBERED_TENANTS = 10_000
 

@@ -5,12 +5,12 @@ Law: each waiting sequence is in line or held, never both, and has one reason at
 
 from collections import Counter
 
-from engine.ageing import Ageing
 from engine.config import EngineConfig
-from engine.fair_share import sharing_of
 from engine.outputs import Skipped, WaitingReason
 from engine.sequence import Sequence, SequenceStatus
-from engine.waiting_queue import WaitingQueue
+from engine.waiting.ageing import Ageing
+from engine.waiting.fair_share import sharing_of
+from engine.waiting.queue import WaitingQueue
 
 
 class WaitingRoom:

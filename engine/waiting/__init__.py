@@ -1,0 +1,1 @@
+"""Holds waiting sequences and decides whose turn is next."""
