@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # Run from anywhere, as a fi
 from engine.config import EngineConfig
 from engine.outputs import SampledToken
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Sequence
 
 RESULTS = Path(__file__).parent / "results" / "scheduler.json"

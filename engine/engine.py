@@ -20,13 +20,13 @@ from engine.request_maker import NewRequest, RequestMaker
 from engine.requests import NO_DEADLINES, Deadlines, ResumedOutput
 from engine.resolving import Resolver
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
+from engine.scheduling.queue_positions import WaitingSequence, waiting_line
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence
 from engine.siblings import Siblings
 from engine.step_execution import ExecutedStep, Runner, Sampler, StepExecution
 from engine.step_timer import StepTimer
 from engine.stopping import StopRules
-from engine.waiting_line import WaitingSequence, waiting_line
 
 __all__ = ["Engine", "WaitingSequence"]
 

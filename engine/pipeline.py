@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from engine.errors import DeviceLost, EngineDead
 from engine.in_flight import InFlight, stand_ins
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.step_execution import ExecutedStep, StepExecution
 from engine.step_timer import StepTimer

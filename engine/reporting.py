@@ -2,7 +2,7 @@
 
 from engine.outputs import FinishedSequence, SchedulerOutputs, StepReport, Waited
 from engine.request_group import Request, RequestTimes
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason
 from engine.step_timer import StepTimer
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from engine.outputs import WaitingReason
 from engine.request_group import Request
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence
 
 

@@ -19,9 +19,9 @@ PLANTS = {
         ("worker/protocol/naming.py", "import rq"),
     ],
     "engine:": [
-        ("engine/scheduler.py", "import torch"),
+        ("engine/scheduling/scheduler.py", "import torch"),
         ("engine/engine.py", "import engine.execution.model_runner"),
-        ("engine/budget.py", "import redis"),
+        ("engine/scheduling/budget.py", "import redis"),
         ("engine/outputs.py", "import worker.protocol.messages"),
         ("engine/sequence.py", "import prometheus_client"),
         ("engine/offline.py", "import tqdm"),
@@ -60,7 +60,7 @@ PLANTS = {
         ("tokenmill/serve.py", "import api.settings"),
         ("tokenmill/reader.py", "import rq"),
     ],
-    "torch is not even": [("engine/scheduler.py", "import engine.execution.model_runner")],
+    "torch is not even": [("engine/scheduling/scheduler.py", "import engine.execution.model_runner")],
 }
 
 

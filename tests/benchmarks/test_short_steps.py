@@ -11,7 +11,7 @@ from benchmarks.serving.systems import OURS, SHORT_STEP_TOKENS, SYSTEMS
 from engine.config import EngineConfig
 from engine.outputs import SampledToken
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Sequence
 
 

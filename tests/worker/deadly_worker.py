@@ -17,7 +17,7 @@ from typing import Any
 from engine.engine import Engine
 from engine.errors import DeviceLost
 from engine.outputs import SchedulerOutputs
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from tests.worker.workshop import (
     FakeRunner,
     WordTokenizer,

@@ -5,7 +5,7 @@ import pytest
 from engine.outputs import WaitingReason
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from tests.engine.scheduling import Bench, names, shares
+from tests.engine.scheduling.harness import Bench, names, shares
 
 # Tokens: turns, the reserve, chunks.
 

@@ -4,7 +4,7 @@ import itertools
 from dataclasses import dataclass
 
 from engine.outputs import WaitingReason
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Sequence
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.budget import SchedulingBudget
 from engine.outputs import WaitingReason
+from engine.scheduling.budget import SchedulingBudget
 
 
 def state(budget: SchedulingBudget) -> tuple[int, int, int]:

@@ -4,8 +4,8 @@ Law: a long prompt leaves something to those after it, and nothing is left over 
 Knows no queue: who takes part is told.
 """
 
-from engine.budget import SchedulingBudget
 from engine.config import EngineConfig
+from engine.scheduling.budget import SchedulingBudget
 from engine.sequence import Sequence
 
 MAX_PROMPT_LOGPROBS_ROWS = 256

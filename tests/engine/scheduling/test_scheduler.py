@@ -6,7 +6,7 @@ from engine.config import EngineConfig
 from engine.errors import NeverFits
 from engine.outputs import SampledToken, SchedulerOutputs, WaitingReason
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence, SequenceStatus
 
 

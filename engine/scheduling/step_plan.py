@@ -2,10 +2,10 @@
 
 from typing import Protocol
 
-from engine.budget import SchedulingBudget
 from engine.config import EngineConfig
 from engine.outputs import ScheduledSequence, SchedulerOutputs, Skipped, WaitingReason
-from engine.prefill_shares import PrefillShares
+from engine.scheduling.budget import SchedulingBudget
+from engine.scheduling.prefill_chunks import PrefillShares
 from engine.sequence import Sequence
 
 

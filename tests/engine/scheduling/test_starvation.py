@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from engine.sequence import Sequence
-from tests.engine.scheduling import Bench
+from tests.engine.scheduling.harness import Bench
 
 MAX_WAITING_SECONDS = 50.0
 MAX_TOKENS = 6

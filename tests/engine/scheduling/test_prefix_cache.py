@@ -2,11 +2,11 @@
 
 import pytest
 
-from engine import prefix_cache
 from engine.config import EngineConfig
 from engine.outputs import SampledToken, SchedulerOutputs
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
+from engine.scheduling import prefix_cache
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence
 
 

@@ -8,9 +8,9 @@ Chooses; takes nothing away.
 from collections.abc import Callable, Iterable
 
 from engine.outputs import WaitingReason
-from engine.preemption import Preemption
+from engine.scheduling.preemption import Preemption
+from engine.scheduling.step_plan import StepPlan
 from engine.sequence import Sequence
-from engine.step_plan import StepPlan
 from engine.waiting.queue import WaitingQueue
 
 _ROOM = frozenset({WaitingReason.SEQ_BUDGET, WaitingReason.KV_BLOCKS})

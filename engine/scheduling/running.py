@@ -7,7 +7,7 @@ enters has a seat; one that leaves has given it back. Knows no blocks and no wai
 
 import bisect
 
-from engine.seats import Seats
+from engine.scheduling.slots import Seats
 from engine.sequence import ORDER, Sequence
 
 

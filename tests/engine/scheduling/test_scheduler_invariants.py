@@ -25,7 +25,7 @@ from engine.errors import NeverFits
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, TokenLogprobs, WaitingReason
 from engine.pipeline import Pipeline
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence, SequenceStatus
 from engine.step_execution import StepExecution
 from engine.step_timer import StepTimer

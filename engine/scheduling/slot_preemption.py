@@ -4,9 +4,9 @@ Law: a seat is taken only from one of strictly lower priority, and only for a he
 Until that one is in, nobody goes before it but one that was promoted. Chooses; takes nothing away.
 """
 
-from engine.block_manager import BlockManager
-from engine.preemption import Preemption
-from engine.running import Running, by_need
+from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.preemption import Preemption
+from engine.scheduling.running import Running, by_need
 from engine.sequence import Sequence
 from engine.waiting.queue import WaitingQueue
 

@@ -9,7 +9,7 @@ from engine.requests import Deadlines
 from engine.structured_outputs import StructuredOutputs
 from tests.engine.fakes import Clock, add, build_engine, run
 from tests.engine.grammars import Countdown, ScriptedCompiler
-from tests.engine.scheduling import Bench
+from tests.engine.scheduling.harness import Bench
 
 
 def computed(runner) -> set[str]:

@@ -3,7 +3,7 @@
 from engine.config import EngineConfig
 from engine.outputs import SampledToken, SchedulerOutputs
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence
 from engine.stopping import StopRules
 from tests.engine.fakes import Clock

@@ -9,17 +9,17 @@ beside this one to say; it knows no tensors.
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from engine.admission import admission_of, refuse_what_never_fits
-from engine.block_manager import BlockManager
 from engine.config import EngineConfig
-from engine.decode_turns import DecodeTurns
-from engine.exclusive import Exclusive
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, WaitingReason
-from engine.preemption import Preemption
-from engine.running import Running, by_need
-from engine.seat_claims import SeatClaims
+from engine.scheduling.admission import admission_of, refuse_what_never_fits
+from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.decode_rotation import DecodeTurns
+from engine.scheduling.isolation import Exclusive
+from engine.scheduling.preemption import Preemption
+from engine.scheduling.running import Running, by_need
+from engine.scheduling.slot_preemption import SeatClaims
+from engine.scheduling.step_plan import StepPlan, Yielding
 from engine.sequence import FinishReason, Sequence, SequenceStatus
-from engine.step_plan import StepPlan, Yielding
 from engine.waiting.pool import WaitingRoom
 
 _new_tuple = tuple.__new__

@@ -6,7 +6,7 @@ it holds, and stays findable, until somebody needs the room.
 
 from collections import OrderedDict
 
-from engine.prefix_cache import PrefixCache
+from engine.scheduling.prefix_cache import PrefixCache
 from engine.sequence import Sequence
 
 

@@ -1,9 +1,9 @@
 """How a step is dealt out between prompts: who gets what is left."""
 
-from engine.budget import SchedulingBudget
 from engine.config import EngineConfig
-from engine.prefill_shares import PrefillShares
 from engine.sampling_params import SamplingParams
+from engine.scheduling.budget import SchedulingBudget
+from engine.scheduling.prefill_chunks import PrefillShares
 from engine.sequence import Sequence
 
 

@@ -8,7 +8,7 @@ from engine.sequence import Sequence, SequenceStatus
 from engine.waiting.ageing import PROMOTED, Ageing
 from engine.waiting.fair_share import FairShare
 from engine.waiting.lazy_heap import LazyHeap
-from tests.engine.scheduling import Bench, names
+from tests.engine.scheduling.harness import Bench, names
 
 
 def test_one_that_aged_into_a_class_goes_by_its_arrival_there() -> None:

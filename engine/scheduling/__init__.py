@@ -1,0 +1,1 @@
+"""Decides which tokens, slots and KV blocks the next step uses."""
