@@ -20,12 +20,12 @@ from typing import Any
 
 from benchmarks.scheduler import cpu
 from engine.config import EngineConfig
-from engine.detokenizer import REPLACEMENT
 from engine.engine import Engine
 from engine.execution.inputs import InputBuilder, StepInputs
 from engine.execution.tokenizer import Tokenizer
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, TokenLogprobs
 from engine.sampling_params import SamplingParams
+from engine.text.detokenizer import REPLACEMENT
 from tests.tiny_models import make_tokenizer
 
 RESULTS = Path(__file__).parent / "results" / "host_cost.json"

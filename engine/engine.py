@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from engine.config import EngineConfig
 from engine.deadlines import DeadlineHeap
-from engine.detokenizer import Tokenizer
 from engine.errors import InvalidParameter
 from engine.grammar_gate import GrammarCompiler, GrammarGate
 from engine.outputs import SampledToken, SchedulerOutputs, SequenceOutput, StepOutput
@@ -27,6 +26,7 @@ from engine.siblings import Siblings
 from engine.step_execution import ExecutedStep, Runner, Sampler, StepExecution
 from engine.step_timer import StepTimer
 from engine.stopping import StopRules
+from engine.text.detokenizer import Tokenizer
 
 __all__ = ["Engine", "WaitingSequence"]
 

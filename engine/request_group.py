@@ -7,12 +7,12 @@ nothing about other requests; knows no scheduler.
 from dataclasses import dataclass, field
 
 from engine.deadlines import Limit
-from engine.detokenizer import Detokenizer
 from engine.outputs import SampledToken, SequenceOutput, TokenLogprobs
 from engine.requests import ResumedOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import FinishReason, Sequence
 from engine.stopping import StopRules
+from engine.text.detokenizer import Detokenizer
 
 
 @dataclass(slots=True)

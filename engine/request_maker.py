@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.config import EngineConfig
-from engine.detokenizer import Detokenizer, Tokenizer
 from engine.errors import InvalidParameter
 from engine.request_group import Output, Request, RequestTimes
 from engine.requests import ResumedOutput
@@ -16,6 +15,7 @@ from engine.resolving import Resolved, Resolver, params_of_output
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.stopping import StopRules
+from engine.text.detokenizer import Detokenizer, Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

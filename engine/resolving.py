@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.constraints import Constraints
-from engine.detokenizer import Tokenizer
 from engine.errors import InvalidParameter
-from engine.pattern_automaton import automaton_of
 from engine.sampling_params import SamplingParams
+from engine.text.detokenizer import Tokenizer
+from engine.text.pattern_automaton import automaton_of
 from engine.validation import shown
 
 

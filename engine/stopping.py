@@ -1,4 +1,4 @@
-"""When a sequence ends by its tokens. Stop strings are a matter of text: see `engine/detokenizer.py`.
+"""When a sequence ends by its tokens. Stop strings are a matter of text: see `engine/text/detokenizer.py`.
 
 Law: none of the first `min_tokens` tokens ends an output, unless there is no room for more.
 """

@@ -12,9 +12,9 @@ import torch
 
 from engine.execution.crossing import sent
 from engine.execution.penalties import within
-from engine.pattern_automaton import ROOT, PatternAutomaton
 from engine.sequence import Sequence
 from engine.structured_outputs import FIELD
+from engine.text.pattern_automaton import ROOT, PatternAutomaton
 
 Bits = npt.NDArray[np.int32]
 # For each byte of a bitmask, what its eight bits add to their logits.

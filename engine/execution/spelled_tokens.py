@@ -12,7 +12,7 @@ from collections.abc import Callable, Set
 from typing import Any
 
 from engine.execution.token_bytes import byte_of, spell_byte_level, spelling_of, steps_of
-from engine.spelled_text import Spelling
+from engine.text.byte_decoder import Spelling
 
 NUM_TRIED = 512
 """Tokens of the vocabulary in a trial, beside all that were added to it."""

@@ -21,7 +21,7 @@ from engine.execution.special_texts import SelectiveEncoder, Span, SpecialTexts
 from engine.execution.spelled_tokens import spelling_of_texts
 from engine.execution.text_bounds import longest_token_bytes
 from engine.execution.token_bytes import spelling_of
-from engine.spelled_text import Spelling
+from engine.text.byte_decoder import Spelling
 
 MAX_KEPT_CHARACTERS = 2048
 MAX_KEPT_TEXTS = 512

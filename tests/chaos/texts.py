@@ -15,12 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.constraints import Grammar
-from engine.detokenizer import Detokenizer
 from engine.execution.grammars import LlguidanceBackend
 from engine.execution.quiet import quiet_transformers
 from engine.execution.tokenizer import Tokenizer
 from engine.sampling_params import SamplingParams
 from engine.structured_outputs import StructuredOutputs
+from engine.text.detokenizer import Detokenizer
 from tests.chaos.draws import Draws
 from tests.chaos.errands import Errand
 from tests.chaos.ledger import Problem

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from engine.config import EngineConfig
-from engine.detokenizer import Tokenizer
 from engine.engine import Engine
 from engine.grammar_gate import GrammarCompiler
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, TokenLogprobs
 from engine.requests import NO_DEADLINES, Deadlines, ResumedOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
+from engine.text.detokenizer import Tokenizer
 
 VOCAB_SIZE = 1000
 EOS = 999

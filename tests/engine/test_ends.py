@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.detokenizer import Detokenizer, final_text
 from engine.errors import InvalidParameter
 from engine.outputs import SequenceOutput
 from engine.requests import ResumedOutput
 from engine.sampling_params import SamplingParams
+from engine.text.detokenizer import Detokenizer, final_text
 from tests.engine.fakes import (
     EOS,
     PieceTokenizer,

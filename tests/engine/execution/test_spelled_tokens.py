@@ -10,11 +10,11 @@ from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from engine.detokenizer import Detokenizer, IncrementalDecoder
 from engine.execution.spelled_tokens import spelling_of_texts
 from engine.execution.tokenizer import Tokenizer
 from engine.sampling_params import SamplingParams
-from engine.spelled_text import SpelledDecoder
+from engine.text.byte_decoder import SpelledDecoder
+from engine.text.detokenizer import Detokenizer, IncrementalDecoder
 from tests.tiny_models import VOCAB_SIZE, make_tokenizer
 
 

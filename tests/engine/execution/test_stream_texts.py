@@ -4,9 +4,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.detokenizer import Detokenizer, IncrementalDecoder, final_text
 from engine.execution.tokenizer import Tokenizer
 from engine.sampling_params import SamplingParams
+from engine.text.detokenizer import Detokenizer, IncrementalDecoder, final_text
 from tests.tiny_models import make_tokenizer
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 

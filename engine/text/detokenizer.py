@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import Protocol
 
 from engine.sampling_params import SamplingParams
-from engine.spelled_text import REPLACEMENT, SpelledDecoder, Spelling
-from engine.stop_strings import StopStrings
+from engine.text.byte_decoder import REPLACEMENT, SpelledDecoder, Spelling
+from engine.text.stop_strings import StopStrings
 
 _CONTEXT = 6
 """Prompt tokens that the first decode begins with, so that a space between prompt and output is not lost."""

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.pattern_automaton import PatternAutomaton, automaton_of
-from engine.stop_strings import StopStrings
+from engine.text.pattern_automaton import PatternAutomaton, automaton_of
+from engine.text.stop_strings import StopStrings
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4).map(tuple)
 PUSHES = st.lists(st.tuples(st.text("abc", max_size=5), st.booleans()), max_size=12)

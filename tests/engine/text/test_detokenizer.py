@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engine.detokenizer import Detokenizer, IncrementalDecoder, final_text
 from engine.sampling_params import SamplingParams
-from engine.stop_strings import StopStrings
+from engine.text.detokenizer import Detokenizer, IncrementalDecoder, final_text
+from engine.text.stop_strings import StopStrings
 
 
 class ByteTokenizer:

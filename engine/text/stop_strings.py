@@ -5,7 +5,7 @@ One character costs an amortised constant number of steps, whatever the number a
 
 from collections import deque
 
-from engine.pattern_automaton import ROOT, automaton_of
+from engine.text.pattern_automaton import ROOT, automaton_of
 
 
 class StopStrings:

@@ -1,0 +1,1 @@
+"""Turns token ids into text: whole characters and stop strings."""
