@@ -8,24 +8,24 @@ import time
 from collections.abc import Callable
 
 from engine.config import EngineConfig
-from engine.deadlines import DeadlineHeap
 from engine.errors import InvalidParameter
-from engine.grammar_gate import GrammarCompiler, GrammarGate
 from engine.outputs import SampledToken, SchedulerOutputs, SequenceOutput, StepOutput
 from engine.pipeline import Launcher, Pipeline
 from engine.reporting import StepLog
-from engine.request_group import Output, Request, describe
-from engine.request_maker import NewRequest, RequestMaker
-from engine.requests import NO_DEADLINES, Deadlines, ResumedOutput
-from engine.resolving import Resolver
+from engine.requests.deadline_heap import DeadlineHeap
+from engine.requests.deadlines import NO_DEADLINES, Deadlines, ResumedOutput
+from engine.requests.grammar_gate import GrammarCompiler, GrammarGate
+from engine.requests.parallel_outputs import Siblings
+from engine.requests.params_resolver import Resolver
+from engine.requests.request import Output, Request, describe
+from engine.requests.request_factory import NewRequest, RequestMaker
+from engine.requests.stop_rules import StopRules
 from engine.sampling_params import SamplingParams
 from engine.scheduling.queue_positions import WaitingSequence, waiting_line
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence
-from engine.siblings import Siblings
 from engine.step_execution import ExecutedStep, Runner, Sampler, StepExecution
 from engine.step_timer import StepTimer
-from engine.stopping import StopRules
 from engine.text.detokenizer import Tokenizer
 
 __all__ = ["Engine", "WaitingSequence"]
@@ -35,7 +35,7 @@ class Engine:
     """Continuous batching of one model on one device.
 
     `runner` and `sampler` do the device's work (see `engine/step_execution.py`), `tokenizer` turns ids into
-    text, `eos_token_ids` are the model's ends. `grammar_compiler`: see `engine/grammar_gate.py`; None:
+    text, `eos_token_ids` are the model's ends. `grammar_compiler`: see `engine/requests/grammar_gate.py`; None:
     structured outputs are refused. `launcher`: see `engine/pipeline.py`; None: each step ends before the next
     one is decided. `clock` gives seconds that never go back.
     """

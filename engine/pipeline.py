@@ -13,11 +13,11 @@ from typing import Any, Protocol
 from engine.errors import DeviceLost, EngineDead
 from engine.in_flight import InFlight, stand_ins
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
+from engine.requests.stop_rules import StopRules
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.step_execution import ExecutedStep, StepExecution
 from engine.step_timer import StepTimer
-from engine.stopping import StopRules
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """What is told of a step and of its requests: times and counts, as plain numbers. Decides nothing."""
 
 from engine.outputs import FinishedSequence, SchedulerOutputs, StepReport, Waited
-from engine.request_group import Request, RequestTimes
+from engine.requests.request import Request, RequestTimes
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason
 from engine.step_timer import StepTimer

@@ -12,7 +12,7 @@ import numpy as np
 from engine.constraints import Grammar
 from engine.execution.grammars import LlguidanceBackend
 from engine.execution.tokenizer import Tokenizer
-from engine.grammars import GrammarCompiler
+from engine.requests.grammar_compiler import GrammarCompiler
 from engine.structured_outputs import StructuredOutputs
 
 

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from api.request_schemas import TaskBody
-from engine.requests import LONGEST_SECONDS as ENGINES_LONGEST
+from engine.requests.deadlines import LONGEST_SECONDS as ENGINES_LONGEST
 from engine.sampling_params import SamplingParams
 from worker.errors import RequestRefused
 from worker.prompts import to_deadlines, to_sampling_params

@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.execution.grammars import LlguidanceBackend, TokenGrammar
 from engine.execution.tokenizer import Tokenizer
-from engine.grammars import GrammarFactory
+from engine.requests.grammar_compiler import GrammarFactory
 from engine.structured_outputs import StructuredOutputs
 from tests.grammar_checks import allowed_ids, draw
 from tests.tiny_models import EOS, IM_END, VOCAB_SIZE, make_tokenizer

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.requests import NO_DEADLINES, Deadlines, ResumedOutput
+from engine.requests.deadlines import NO_DEADLINES, Deadlines, ResumedOutput
 from engine.sampling_params import SamplingParams
 from worker.ownership import Ownership
 from worker.protocol.naming import DEFAULT_TENANT

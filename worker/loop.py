@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.engine import WaitingSequence
 from engine.errors import InvalidParameter
 from engine.outputs import StepOutput
-from engine.requests import NO_DEADLINES, Deadlines, ResumedOutput
+from engine.requests.deadlines import NO_DEADLINES, Deadlines, ResumedOutput
 from engine.sampling_params import SamplingParams
 from worker.errors import internal_error, invalid_parameter
 from worker.inbox import Arrival, Cancel, Discard, Hush, Inbox, Message, Resume, Try

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.errors import InvalidParameter
-from engine.requests import Deadlines, ResumedOutput
-from engine.resolving import prepare_texts
+from engine.requests.deadlines import Deadlines, ResumedOutput
+from engine.requests.params_resolver import prepare_texts
 from engine.sampling_params import SamplingParams
 from engine.sequence import FinishReason
 from worker.errors import RequestRefused, invalid_value, server_error

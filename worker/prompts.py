@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any, Protocol
 
 from engine.errors import InvalidParameter
-from engine.requests import Deadlines
+from engine.requests.deadlines import Deadlines
 from engine.sampling_params import SamplingParams
 from engine.structured_outputs import FIELD as STRUCTURED_OUTPUTS
 from engine.structured_outputs import StructuredOutputs

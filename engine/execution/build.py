@@ -32,8 +32,8 @@ from engine.execution.quantization_choice import check_quantization, quantized_f
 from engine.execution.sampler import Sampler
 from engine.execution.tokenizer import Tokenizer
 from engine.execution.tokenizer_check import load_tokenizer
-from engine.grammars import GrammarCompiler
 from engine.pipeline import Launcher
+from engine.requests.grammar_compiler import GrammarCompiler
 from engine.step_execution import Runner
 from engine.validation import boolean
 

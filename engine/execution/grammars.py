@@ -16,7 +16,7 @@ from engine.errors import InvalidParameter
 from engine.execution.grammar_texts import explain, to_lark
 from engine.execution.grammar_trial import LIMITS, Trials
 from engine.execution.tokenizer import Tokenizer
-from engine.grammars import GrammarFactory
+from engine.requests.grammar_compiler import GrammarFactory
 from engine.structured_outputs import FIELD, StructuredOutputs
 
 TRIAL_SECONDS = 5.0

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.grammar_gate import GrammarCompiler
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, TokenLogprobs
-from engine.requests import NO_DEADLINES, Deadlines, ResumedOutput
+from engine.requests.deadlines import NO_DEADLINES, Deadlines, ResumedOutput
+from engine.requests.grammar_gate import GrammarCompiler
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.text.detokenizer import Tokenizer

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.outputs import StepOutput
-from engine.requests import Deadlines
+from engine.requests.deadlines import Deadlines
 from engine.structured_outputs import StructuredOutputs
 from tests.engine.fakes import Clock, ScriptedLauncher, ScriptedRunner, add, build_engine, words
-from tests.engine.grammars import Countdown, ScriptedCompiler
+from tests.engine.requests.grammars import Countdown, ScriptedCompiler
 
 GRAMMAR_LENGTH = 3
 CONFIGS = st.fixed_dictionaries(

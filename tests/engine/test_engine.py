@@ -4,7 +4,7 @@ import pytest
 
 from engine.errors import NeverFits
 from engine.outputs import StepOutput
-from engine.requests import ResumedOutput
+from engine.requests.deadlines import ResumedOutput
 from engine.sampling_params import SamplingParams
 from tests.engine.fakes import EOS, ScriptedRunner, add, build_engine, run, words
 

@@ -4,10 +4,10 @@ import pytest
 
 from engine.errors import DeviceLost, EngineDead
 from engine.outputs import ScheduledSequence, SchedulerOutputs
-from engine.requests import Deadlines
+from engine.requests.deadlines import Deadlines
 from engine.structured_outputs import StructuredOutputs
 from tests.engine.fakes import EOS, Clock, ScriptedLauncher, ScriptedRunner, add, build_engine, run, words
-from tests.engine.grammars import Countdown, ScriptedCompiler
+from tests.engine.requests.grammars import Countdown, ScriptedCompiler
 
 
 class SamplesNoLogprobs(ScriptedLauncher):

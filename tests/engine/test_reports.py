@@ -3,7 +3,7 @@
 import pytest
 
 from engine.outputs import FinishedSequence, Waited, WaitingReason
-from engine.requests import ResumedOutput
+from engine.requests.deadlines import ResumedOutput
 from engine.sampling_params import SamplingParams
 from tests.engine.fakes import Clock, add, build_engine
 

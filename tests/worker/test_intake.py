@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from engine.outputs import SequenceOutput
-from engine.requests import NO_DEADLINES, Deadlines, ResumedOutput
+from engine.requests.deadlines import NO_DEADLINES, Deadlines, ResumedOutput
 from engine.sequence import FinishReason
 from tests.worker.intake_gate import Gate
 from tests.worker.workshop import (

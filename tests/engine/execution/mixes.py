@@ -9,7 +9,7 @@ from engine.engine import Engine
 from engine.errors import NeverFits
 from engine.outputs import SequenceOutput
 from engine.pipeline import Launcher
-from engine.requests import NO_DEADLINES, Deadlines, ResumedOutput
+from engine.requests.deadlines import NO_DEADLINES, Deadlines, ResumedOutput
 from engine.sampling_params import SamplingParams
 from tests.engine.execution.simulated_device import (
     NUM_TOKENS,

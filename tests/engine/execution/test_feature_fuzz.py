@@ -19,7 +19,6 @@ from engine.execution.launcher import DeviceLauncher
 from engine.execution.model_runner import ModelRunner
 from engine.execution.sampler import Sampler
 from engine.execution.tokenizer import Tokenizer
-from engine.grammars import GrammarCompiler
 from engine.outputs import (
     SampledToken,
     ScheduledSequence,
@@ -28,6 +27,7 @@ from engine.outputs import (
     TokenLogprobs,
 )
 from engine.pipeline import Launcher
+from engine.requests.grammar_compiler import GrammarCompiler
 from engine.sampling_params import SamplingParams
 from engine.structured_outputs import StructuredOutputs
 from tests.engine.execution.serving import make_runner

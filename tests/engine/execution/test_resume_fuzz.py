@@ -14,7 +14,7 @@ from engine.execution.launcher import DeviceLauncher
 from engine.execution.model_runner import ModelRunner
 from engine.execution.sampler import Sampler
 from engine.outputs import SequenceOutput
-from engine.requests import ResumedOutput
+from engine.requests.deadlines import ResumedOutput
 from engine.sequence import FinishReason
 from tests.engine.execution.serving import make_runner
 from tests.engine.execution.test_feature_fuzz import ROOMY, Asked, build_engine, draw_requests

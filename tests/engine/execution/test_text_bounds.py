@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from engine.errors import NeverFits
 from engine.execution.text_bounds import _SHRINKING, longest_token_bytes
 from engine.execution.tokenizer import Tokenizer
-from engine.resolving import Resolver, prepare_texts
+from engine.requests.params_resolver import Resolver, prepare_texts
 from engine.sampling_params import SamplingParams
 from tests.tiny_models import VOCAB_SIZE, make_tokenizer
 from tests.tiny_tokenizers import make_metaspace, make_sentencepiece, make_wordpiece, make_words

@@ -2,10 +2,10 @@
 
 from engine.config import EngineConfig
 from engine.outputs import SampledToken, SchedulerOutputs
+from engine.requests.stop_rules import StopRules
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence
-from engine.stopping import StopRules
 from tests.engine.fakes import Clock
 
 

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.outputs import WaitingReason
-from engine.requests import Deadlines
+from engine.requests.deadlines import Deadlines
 from engine.structured_outputs import StructuredOutputs
 from tests.engine.fakes import Clock, add, build_engine, run
-from tests.engine.grammars import Countdown, ScriptedCompiler
+from tests.engine.requests.grammars import Countdown, ScriptedCompiler
 from tests.engine.scheduling.harness import Bench
 
 

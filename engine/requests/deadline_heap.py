@@ -9,7 +9,7 @@ import itertools
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
-from engine.requests import Deadlines
+from engine.requests.deadlines import Deadlines
 
 _SPARE = 64
 """Entries that may be out of date before it is worth looking for them."""

@@ -7,7 +7,7 @@ import pytest
 from engine.engine import Engine
 from engine.errors import InvalidParameter, NeverFits
 from engine.outputs import SampledToken, SchedulerOutputs, SequenceOutput, WaitingReason
-from engine.requests import ResumedOutput
+from engine.requests.deadlines import ResumedOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import FinishReason, Sequence
 from tests.engine.fakes import EOS, ScriptedRunner, add, build_engine, run, words

@@ -5,11 +5,11 @@ import pytest
 from engine.engine import Engine
 from engine.errors import InvalidParameter
 from engine.outputs import WaitingReason
-from engine.requests import Deadlines, ResumedOutput
+from engine.requests.deadlines import Deadlines, ResumedOutput
 from engine.sequence import FinishReason
 from engine.structured_outputs import StructuredOutputs
 from tests.engine.fakes import Clock, ScriptedRunner, add, build_engine, run, words
-from tests.engine.grammars import Countdown, ScriptedCompiler
+from tests.engine.requests.grammars import Countdown, ScriptedCompiler
 
 ONE_WORD = StructuredOutputs(regex="word")
 

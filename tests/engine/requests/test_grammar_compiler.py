@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.errors import InvalidParameter
-from engine.grammars import BUSY, GrammarCompiler, GrammarFactory
+from engine.requests.grammar_compiler import BUSY, GrammarCompiler, GrammarFactory
 from engine.structured_outputs import StructuredOutputs
 from tests.engine.fakes import Clock
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.errors import InvalidParameter
 from engine.outputs import SequenceOutput
-from engine.requests import ResumedOutput
+from engine.requests.deadlines import ResumedOutput
 from engine.sampling_params import SamplingParams
 from engine.text.detokenizer import Detokenizer, final_text
 from tests.engine.fakes import (

@@ -10,9 +10,9 @@ from typing import Protocol
 
 from engine.constraints import Grammar
 from engine.errors import InvalidParameter
-from engine.request_group import Output, Request, describe
+from engine.requests.request import Output, Request, describe
+from engine.requests.stop_rules import StopRules
 from engine.sequence import FinishReason
-from engine.stopping import StopRules
 from engine.structured_outputs import FIELD, StructuredOutputs
 
 IDLE_WAIT_SECONDS = 0.01
@@ -20,7 +20,7 @@ IDLE_WAIT_SECONDS = 0.01
 
 
 class GrammarCompiler(Protocol):
-    """What the engine needs of `engine.grammars.GrammarCompiler`; a bad grammar is told of later."""
+    """What the engine needs of `engine.requests.grammar_compiler.GrammarCompiler`; a bad grammar is told of later."""
 
     def submit(self, key: str, structured_outputs: StructuredOutputs) -> None:
         """Returns at once; `key` is told once, unless it is forgotten before.

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter
-from engine.request_group import Output, Request, RequestTimes
-from engine.requests import ResumedOutput
-from engine.resolving import Resolved, Resolver, params_of_output
+from engine.requests.deadlines import ResumedOutput
+from engine.requests.params_resolver import Resolved, Resolver, params_of_output
+from engine.requests.request import Output, Request, RequestTimes
+from engine.requests.stop_rules import StopRules
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.stopping import StopRules
 from engine.text.detokenizer import Detokenizer, Tokenizer
 
 

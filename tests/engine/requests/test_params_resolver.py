@@ -3,7 +3,7 @@
 import pytest
 
 from engine.errors import InvalidParameter
-from engine.resolving import Resolver, params_of_output
+from engine.requests.params_resolver import Resolver, params_of_output
 from engine.sampling_params import SamplingParams
 from tests.engine.fakes import EOS, VOCAB_SIZE, PieceTokenizer, WordTokenizer, build_engine
 

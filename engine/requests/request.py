@@ -6,12 +6,12 @@ nothing about other requests; knows no scheduler.
 
 from dataclasses import dataclass, field
 
-from engine.deadlines import Limit
 from engine.outputs import SampledToken, SequenceOutput, TokenLogprobs
-from engine.requests import ResumedOutput
+from engine.requests.deadline_heap import Limit
+from engine.requests.deadlines import ResumedOutput
+from engine.requests.stop_rules import StopRules
 from engine.sampling_params import SamplingParams
 from engine.sequence import FinishReason, Sequence
-from engine.stopping import StopRules
 from engine.text.detokenizer import Detokenizer
 
 
@@ -124,7 +124,7 @@ class Request:
         return self.params.structured_outputs is not None
 
     def awaits(self, limit: Limit) -> bool:
-        """See `engine.deadlines.Timed`. The tokens of an earlier engine count."""
+        """See `engine.requests.deadline_heap.Timed`. The tokens of an earlier engine count."""
         times = self.times
         if limit is Limit.QUEUE:
             is_met = times.resumed or any(one.sequence.scheduled_at is not None for one in self.outputs)

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.deadlines import DeadlineHeap, Limit
 from engine.engine import Engine
 from engine.outputs import SequenceOutput, StepOutput
-from engine.requests import Deadlines, ResumedOutput
+from engine.requests.deadline_heap import DeadlineHeap, Limit
+from engine.requests.deadlines import Deadlines, ResumedOutput
 from engine.sequence import FinishReason
 from tests.engine.fakes import Clock, ScriptedRunner, add, build_engine, run
 
