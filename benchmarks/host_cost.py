@@ -53,7 +53,7 @@ class HostRunner:
     def release_memory(self) -> bool:
         return False
 
-    # The arguments are those of `engine.step_execution.Sampler`.
+    # The arguments are those of `engine.steps.fault_isolation.Sampler`.
 
     def sample(
         self,

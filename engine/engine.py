@@ -10,8 +10,6 @@ from collections.abc import Callable
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter
 from engine.outputs import SampledToken, SchedulerOutputs, SequenceOutput, StepOutput
-from engine.pipeline import Launcher, Pipeline
-from engine.reporting import StepLog
 from engine.requests.deadline_heap import DeadlineHeap
 from engine.requests.deadlines import NO_DEADLINES, Deadlines, ResumedOutput
 from engine.requests.grammar_gate import GrammarCompiler, GrammarGate
@@ -24,8 +22,10 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.queue_positions import WaitingSequence, waiting_line
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence
-from engine.step_execution import ExecutedStep, Runner, Sampler, StepExecution
-from engine.step_timer import StepTimer
+from engine.steps.fault_isolation import ExecutedStep, Runner, Sampler, StepExecution
+from engine.steps.pipeline import Launcher, Pipeline
+from engine.steps.step_report import StepLog
+from engine.steps.step_timer import StepTimer
 from engine.text.detokenizer import Tokenizer
 
 __all__ = ["Engine", "WaitingSequence"]
@@ -34,9 +34,9 @@ __all__ = ["Engine", "WaitingSequence"]
 class Engine:
     """Continuous batching of one model on one device.
 
-    `runner` and `sampler` do the device's work (see `engine/step_execution.py`), `tokenizer` turns ids into
+    `runner` and `sampler` do the device's work (see `engine/steps/fault_isolation.py`), `tokenizer` turns ids into
     text, `eos_token_ids` are the model's ends. `grammar_compiler`: see `engine/requests/grammar_gate.py`; None:
-    structured outputs are refused. `launcher`: see `engine/pipeline.py`; None: each step ends before the next
+    structured outputs are refused. `launcher`: see `engine/steps/pipeline.py`; None: each step ends before the next
     one is decided. `clock` gives seconds that never go back.
     """
 

@@ -32,9 +32,9 @@ from engine.execution.quantization_choice import check_quantization, quantized_f
 from engine.execution.sampler import Sampler
 from engine.execution.tokenizer import Tokenizer
 from engine.execution.tokenizer_check import load_tokenizer
-from engine.pipeline import Launcher
 from engine.requests.grammar_compiler import GrammarCompiler
-from engine.step_execution import Runner
+from engine.steps.fault_isolation import Runner
+from engine.steps.pipeline import Launcher
 from engine.validation import boolean
 
 CUDA_LIMITS = {"max_num_batched_tokens": 2048, "max_num_seqs": 256}

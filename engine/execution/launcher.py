@@ -31,7 +31,7 @@ class AheadRunner(Protocol):
 
 
 class DeviceLauncher:
-    """See `engine.pipeline.Launcher`. `device`: where the logits are."""
+    """See `engine.steps.pipeline.Launcher`. `device`: where the logits are."""
 
     def __init__(self, runner: AheadRunner, sampler: Sampler, device: torch.device) -> None:
         self._runner = runner

@@ -8,9 +8,9 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import NeverFits
 from engine.outputs import SequenceOutput
-from engine.pipeline import Launcher
 from engine.requests.deadlines import NO_DEADLINES, Deadlines, ResumedOutput
 from engine.sampling_params import SamplingParams
+from engine.steps.pipeline import Launcher
 from tests.engine.execution.simulated_device import (
     NUM_TOKENS,
     RefusingLauncher,

@@ -25,7 +25,7 @@ from engine.execution.probe import record_layers
 from engine.execution.sampler import Sampler
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
 from engine.sampling_params import SamplingParams
-from engine.step_execution import Runner
+from engine.steps.fault_isolation import Runner
 from tests.engine.execution.pools import cpu_shape
 from tests.engine.execution.serving import NumberText, make_prompts, make_runner, part, seated
 from tests.tiny_models import VOCAB_SIZE, make_model

@@ -26,9 +26,9 @@ from engine.outputs import (
     SequenceOutput,
     TokenLogprobs,
 )
-from engine.pipeline import Launcher
 from engine.requests.grammar_compiler import GrammarCompiler
 from engine.sampling_params import SamplingParams
+from engine.steps.pipeline import Launcher
 from engine.structured_outputs import StructuredOutputs
 from tests.engine.execution.serving import make_runner
 from tests.engine.execution.simulated_device import check_running

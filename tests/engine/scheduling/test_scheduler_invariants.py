@@ -23,13 +23,13 @@ from hypothesis.stateful import (
 from engine.config import EngineConfig
 from engine.errors import NeverFits
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, TokenLogprobs, WaitingReason
-from engine.pipeline import Pipeline
 from engine.requests.stop_rules import StopRules
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence, SequenceStatus
-from engine.step_execution import StepExecution
-from engine.step_timer import StepTimer
+from engine.steps.fault_isolation import StepExecution
+from engine.steps.pipeline import Pipeline
+from engine.steps.step_timer import StepTimer
 from tests.engine.fakes import Clock
 
 BLOCK_SIZE = 4

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from engine.errors import DeviceLost, EngineDead
-from engine.in_flight import InFlight, stand_ins
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
 from engine.requests.stop_rules import StopRules
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.step_execution import ExecutedStep, StepExecution
-from engine.step_timer import StepTimer
+from engine.steps.fault_isolation import ExecutedStep, StepExecution
+from engine.steps.in_flight import InFlight, stand_ins
+from engine.steps.step_timer import StepTimer
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from engine.errors import DeviceLost, EngineDead
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, TokenLogprobs
 from engine.sequence import Sequence
-from engine.step_timer import StepTimer
+from engine.steps.step_timer import StepTimer
 
 log = logging.getLogger(__name__)
 

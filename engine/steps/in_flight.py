@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.outputs import ScheduledSequence, SchedulerOutputs
 from engine.sequence import Sequence
-from engine.step_execution import ExecutedStep
+from engine.steps.fault_isolation import ExecutedStep
 
 
 @dataclass(slots=True)

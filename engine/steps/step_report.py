@@ -4,7 +4,7 @@ from engine.outputs import FinishedSequence, SchedulerOutputs, StepReport, Waite
 from engine.requests.request import Request, RequestTimes
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason
-from engine.step_timer import StepTimer
+from engine.steps.step_timer import StepTimer
 
 _WORST_FIRST = (
     FinishReason.ERROR,

@@ -8,8 +8,8 @@ import pytest
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.step_execution import ExecutedStep, StepExecution
-from engine.step_timer import StepTimer
+from engine.steps.fault_isolation import ExecutedStep, StepExecution
+from engine.steps.step_timer import StepTimer
 
 
 class Device:
@@ -131,7 +131,7 @@ class KeepsRecords(logging.Handler):
 def test_a_retry_holds_nothing_of_the_tries_that_failed() -> None:
     """Two at depth two, while memory is what is missing."""
     device, handler = StarvedDevice(1), KeepsRecords()
-    logger = logging.getLogger("engine.step_execution")
+    logger = logging.getLogger("engine.steps.fault_isolation")
     logger.addHandler(handler)
     try:
         executed = run(device, *(asking(name) for name in "abcd"))

@@ -1,0 +1,1 @@
+"""Runs a scheduling decision: pipelining, fault isolation and the step report."""
