@@ -24,11 +24,11 @@ PLANTS = {
         ("engine/scheduling/budget.py", "import redis"),
         ("engine/outputs.py", "import worker.protocol.messages"),
         ("engine/sequence.py", "import prometheus_client"),
-        ("engine/offline.py", "import tqdm"),
+        ("engine/offline/runner.py", "import tqdm"),
     ],
-    "engine.llm:": [
-        ("engine/llm.py", "import worker.settings"),
-        ("engine/progress.py", "import redis"),
+    "engine.offline.llm:": [
+        ("engine/offline/llm.py", "import worker.settings"),
+        ("engine/offline/progress.py", "import redis"),
     ],
     "execution:": [
         ("engine/execution/model_runner.py", "import monitoring.engine"),

@@ -9,8 +9,8 @@ import pytest
 
 import engine as room
 from engine.errors import EngineDead, InvalidParameter, NeverFits
-from engine.interrupts import interrupts_held
-from engine.offline import CompletionOutput, OfflineRunner, RequestOutput
+from engine.offline.interrupts import interrupts_held
+from engine.offline.runner import CompletionOutput, OfflineRunner, RequestOutput
 from engine.outputs import TokenLogprobs
 from engine.sampling_params import SamplingParams
 from tests.engine.fakes import EOS, ScriptedRunner, build_engine, words

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from engine.engine import Engine
 from engine.errors import InvalidParameter
-from engine.interrupts import interrupts_held
+from engine.offline.interrupts import interrupts_held
 from engine.outputs import SequenceOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
 

@@ -9,8 +9,8 @@ from typing import Any, TypeGuard
 
 from engine.errors import InvalidParameter
 from engine.execution.build import build_execution
-from engine.offline import OfflineRunner, RequestOutput
-from engine.progress import Progress
+from engine.offline.progress import Progress
+from engine.offline.runner import OfflineRunner, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.validation import shown
 

@@ -1,0 +1,1 @@
+"""Runs a list of prompts without a service."""
