@@ -28,8 +28,8 @@ from engine.execution.attention import (
 )
 from engine.execution.attention_choice import TORCH, native_backend
 from engine.execution.inputs import InputBuilder, StepInputs
+from engine.execution.machine.native_library import load_library
 from engine.execution.model_runner import ModelRunner
-from engine.execution.native_library import load_library
 from engine.execution.probe import record_layers
 from engine.execution.trial import Backend
 from engine.outputs import ScheduledSequence, SchedulerOutputs

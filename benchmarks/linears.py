@@ -17,7 +17,7 @@ from torch import nn
 
 from engine.errors import UnsupportedModel
 from engine.execution.linear_ways import Product, Way, linear_ways
-from engine.execution.native_library import load_library
+from engine.execution.machine.native_library import load_library
 
 SHAPES = {
     "M qkv": (576, 960),

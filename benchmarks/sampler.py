@@ -19,7 +19,7 @@ import torch
 
 from engine.constraints import Constraints
 from engine.execution.draw_operator import DrawOperator, choose_draw_operator
-from engine.execution.native_library import find_library
+from engine.execution.machine.native_library import find_library
 from engine.execution.sampler import Sampler
 from engine.outputs import ScheduledSequence
 from engine.sampling_params import SamplingParams

@@ -22,8 +22,8 @@ from engine.execution.attention import (
 from engine.execution.attention_choice import TORCH, choose_backends
 from engine.execution.cuda_capture import CudaCapture
 from engine.execution.inputs import InputBuilder, StepInputs
-from engine.execution.native_build import CannotBuild
-from engine.execution.native_library import NativeLibrary, find_library
+from engine.execution.machine.native_build import CannotBuild
+from engine.execution.machine.native_library import NativeLibrary, find_library
 from engine.execution.transfers import move_inputs
 from engine.execution.trial import Backend
 from engine.outputs import ScheduledSequence, SchedulerOutputs

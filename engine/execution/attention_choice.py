@@ -13,9 +13,9 @@ from engine.errors import InvalidParameter
 from engine.execution.attention_operator import AttentionOperator
 from engine.execution.cuda_attention import cuda_backends
 from engine.execution.kv_pool import KVPool
+from engine.execution.machine.native_build import CannotBuild
+from engine.execution.machine.native_library import NativeLibrary
 from engine.execution.native_attention import NativeAttention, bytes_per_block
-from engine.execution.native_build import CannotBuild
-from engine.execution.native_library import NativeLibrary
 from engine.execution.native_trial import check_operator
 from engine.execution.torch_attention import TorchAttention
 from engine.execution.trial import Backend

@@ -9,7 +9,7 @@ import ctypes
 import torch
 
 from engine.execution.attention import LayerSpec
-from engine.execution.native_library import DTYPES, NativeLibrary
+from engine.execution.machine.native_library import DTYPES, NativeLibrary
 
 GROUP = 16
 """Tokens that stand together in the pool."""

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from engine.execution.huge_pages import ALIGNMENT, huge_empty
+from engine.execution.machine.huge_pages import ALIGNMENT, huge_empty
 
 
 class NoRoom(Exception):

@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.execution.attention import GraphableBackend
-from engine.execution.crossing import sent
 from engine.execution.decode_buffers import DecodeBuffers, DecodeInputs
 from engine.execution.decode_trial import GraphTrial
 from engine.execution.inputs import StepInputs
 from engine.execution.kv_cache import free_bytes
+from engine.execution.machine.async_copy import sent
 from engine.execution.model_pass import run_model
 
 log = logging.getLogger(__name__)

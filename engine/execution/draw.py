@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.execution.crossing import sent
 from engine.execution.filters import WINDOW, Filters, decide, mass, thresholds_of_sorted
 from engine.execution.gumbel import gumbel_noise, row_keys
 from engine.execution.largest import largest
+from engine.execution.machine.async_copy import sent
 from engine.execution.seat_parameters import Numbers, Rows
 
 

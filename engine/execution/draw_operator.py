@@ -14,8 +14,8 @@ import torch
 from engine.execution.draw import Draws, draw, least_logits, limited_top_k
 from engine.execution.gumbel import draw_keys, gumbel_noise, seed_states
 from engine.execution.largest import first_largest
-from engine.execution.native_build import CannotBuild
-from engine.execution.native_library import NativeLibrary
+from engine.execution.machine.native_build import CannotBuild
+from engine.execution.machine.native_library import NativeLibrary
 from engine.execution.seat_parameters import ROW, Numbers, Rows
 
 ROOM = 16

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.execution.crossing import sent
 from engine.execution.logit_masks import FilledMasks, RowMasks
+from engine.execution.machine.async_copy import sent
 from engine.execution.penalties import Bias, TokenCounts, add_bias, penalize
 from engine.execution.seat_parameters import Numbers, is_penalized
 from engine.sequence import Sequence

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from engine.execution.elementwise_operator import Activation, ElementwiseOperator, NormFormula
-from engine.execution.native_build import CannotBuild
+from engine.execution.machine.native_build import CannotBuild
 
 LARGEST_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """As a share of the size of a number, or of one for smaller ones. Sound ones differ by the order of a sum, by

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from engine.execution.elementwise_operator import Activation, ElementwiseOperator
-from engine.execution.native_library import DTYPES
+from engine.execution.machine.native_library import DTYPES
 from engine.execution.seen_places import SeenPlace
 
 SCALES = (1e-2, 1.0, 3.0, 10.0, 30.0, 1e3)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from engine.execution.elementwise_operator import ElementwiseOperator, NormFormula
-from engine.execution.native_library import DTYPES
+from engine.execution.machine.native_library import DTYPES
 from engine.execution.seen_places import SeenPlace
 
 SCALES = (1e-3, 1.0, 1e3)

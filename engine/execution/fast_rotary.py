@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.execution.native_library import DTYPES
+from engine.execution.machine.native_library import DTYPES
 from engine.execution.probe import SeenCall, pass_of_two_tokens
 from engine.execution.rotary_operator import RotaryOperator
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.execution.crossing import sent
+from engine.execution.machine.async_copy import sent
 
 Keys = npt.NDArray[np.uint64]
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.execution.capture_memory import CaptureMemory
-from engine.execution.native_library import NativeLibrary
+from engine.execution.machine.native_library import NativeLibrary
 
 MOST_BYTES = 1 << 27
 """Expected of the largest graph for what it computes on the way."""

@@ -10,7 +10,7 @@ The layout, per layer: keys [blocks, block_size, kv heads, head_dim], values lik
 import torch
 
 from engine.execution.attention import AttentionBatch, LayerSpec, PoolShape
-from engine.execution.crossing import sent
+from engine.execution.machine.async_copy import sent
 
 
 class KVPool:

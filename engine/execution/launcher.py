@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from engine.execution.crossing import Drawn
 from engine.execution.edits import is_edited
+from engine.execution.machine.async_copy import Drawn
 from engine.execution.sampler import Sampler
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
 

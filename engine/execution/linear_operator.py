@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 
 from engine.errors import UnsupportedModel
-from engine.execution.huge_pages import HugePages
-from engine.execution.native_library import DTYPES, NativeLibrary
-from engine.execution.strides import dense
+from engine.execution.machine.huge_pages import HugePages
+from engine.execution.machine.native_library import DTYPES, NativeLibrary
+from engine.execution.machine.strides import dense
 
 _pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
 

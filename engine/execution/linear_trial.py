@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import linear
 
 from engine.execution.linear_operator import LinearOperator
-from engine.execution.native_build import CannotBuild
+from engine.execution.machine.native_build import CannotBuild
 
 LARGEST_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Of numbers of about size one; sound ones differ by 1e-6, and by the rounding of bfloat16."""

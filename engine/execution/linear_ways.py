@@ -16,8 +16,8 @@ from torch.nn.functional import linear
 from engine.errors import UnsupportedModel
 from engine.execution.linear_operator import LinearOperator
 from engine.execution.linear_trial import check_linears
-from engine.execution.native_build import CannotBuild
-from engine.execution.native_library import NativeLibrary
+from engine.execution.machine.native_build import CannotBuild
+from engine.execution.machine.native_library import NativeLibrary
 
 logger = logging.getLogger(__name__)
 

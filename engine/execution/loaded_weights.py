@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.checkpoint.reading import listed
 from engine.errors import InvalidParameter
 from engine.execution.attention import ATTENTION_NAME
-from engine.execution.faults import device_faults
-from engine.execution.one_line import one_line
+from engine.execution.machine.device_errors import device_faults
+from engine.execution.machine.one_line import one_line
 
 
 def load_weights(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

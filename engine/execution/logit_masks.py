@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.execution.crossing import sent
+from engine.execution.machine.async_copy import sent
 from engine.execution.penalties import within
 from engine.sequence import Sequence
 from engine.structured_outputs import FIELD

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from engine.execution.attention import AttentionBackend
 from engine.execution.decode_graphs import DecodeGraphs
-from engine.execution.faults import device_faults
 from engine.execution.inputs import InputBuilder, StepInputs, null_inputs
+from engine.execution.machine.device_errors import device_faults
 from engine.execution.model_pass import run_model
 from engine.execution.transfers import move_inputs
 from engine.execution.warm_up import warm_up_inputs

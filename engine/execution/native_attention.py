@@ -15,9 +15,9 @@ import torch
 from engine.errors import UnsupportedModel
 from engine.execution.attention import AttentionBatch, DecodeRows, LayerCall, LayerSpec, PoolShape
 from engine.execution.attention_operator import GROUP, MOST_SIZE, AttentionOperator, NativeCall
-from engine.execution.huge_pages import ALIGNMENT, PAGE, huge_empty
-from engine.execution.native_library import DTYPES
-from engine.execution.strides import dense
+from engine.execution.machine.huge_pages import ALIGNMENT, PAGE, huge_empty
+from engine.execution.machine.native_library import DTYPES
+from engine.execution.machine.strides import dense
 
 
 @dataclass(frozen=True, slots=True)

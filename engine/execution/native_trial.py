@@ -10,8 +10,8 @@ import torch
 
 from engine.execution.attention import AttentionBatch, Chunk, LayerCall, LayerSpec, PoolShape
 from engine.execution.attention_operator import AttentionOperator
+from engine.execution.machine.native_build import CannotBuild
 from engine.execution.native_attention import NativeAttention
-from engine.execution.native_build import CannotBuild
 from engine.execution.torch_attention import TorchAttention
 
 LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}

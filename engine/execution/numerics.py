@@ -27,11 +27,11 @@ from engine.execution.kv_pool import KVPool
 from engine.execution.launcher import AheadRunner
 from engine.execution.linear_ways import Way, linear_ways
 from engine.execution.loader import LoadedModel
+from engine.execution.machine.autotune_cache import RememberedChoices
+from engine.execution.machine.native_library import NativeLibrary
 from engine.execution.model_runner import ModelRunner
-from engine.execution.native_library import NativeLibrary
 from engine.execution.packed_linears import pack_linears
 from engine.execution.quantized_linears import quantize_linears
-from engine.execution.remembered_choices import RememberedChoices
 from engine.execution.trial import Backend, Preparation
 
 PACKED_MEMORY_SHARE = 0.25

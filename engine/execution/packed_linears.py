@@ -20,7 +20,7 @@ from torch import nn
 from engine.errors import UnsupportedModel
 from engine.execution.linear_places import LinearPlace, linear_places
 from engine.execution.linear_ways import Product, Way
-from engine.execution.remembered_choices import Facts, RememberedChoices
+from engine.execution.machine.autotune_cache import Facts, RememberedChoices
 
 logger = logging.getLogger(__name__)
 

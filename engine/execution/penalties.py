@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.execution.crossing import sent
+from engine.execution.machine.async_copy import sent
 from engine.sequence import Sequence
 
 Floats = npt.NDArray[np.float32]

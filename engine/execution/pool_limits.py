@@ -8,8 +8,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter
-from engine.execution.faults import device_faults
 from engine.execution.kv_cache import known_free_bytes
+from engine.execution.machine.device_errors import device_faults
 
 
 @dataclass(frozen=True, slots=True)

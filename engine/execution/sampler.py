@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from engine.constraints import NO_TOKEN_ALLOWED
-from engine.execution.crossing import Drawn, sent
 from engine.execution.draw import Draws, draw, take
 from engine.execution.draw_operator import UNDECIDED, DrawOperator, ask, row_addresses
 from engine.execution.edits import Edited, LogitEdits
-from engine.execution.faults import device_faults
 from engine.execution.largest import first_largest
 from engine.execution.logprobs import token_logprobs
+from engine.execution.machine.async_copy import Drawn, sent
+from engine.execution.machine.device_errors import device_faults
 from engine.execution.seat_parameters import NO_LOGPROBS, Numbers, Rows, SeatParameters
 from engine.outputs import SampledToken, ScheduledSequence, TokenLogprobs
 from engine.sequence import Sequence

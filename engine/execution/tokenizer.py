@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from engine.checkpoint.tokenizer_files import check_tokenizer_files
 from engine.errors import InvalidParameter, NeverFits
 from engine.execution.chat_template import ChatTemplate
-from engine.execution.one_line import one_line
-from engine.execution.quiet import quiet_transformers
+from engine.execution.machine.one_line import one_line
+from engine.execution.machine.quiet_transformers import quiet_transformers
 from engine.execution.special_texts import SelectiveEncoder, Span, SpecialTexts
 from engine.execution.spelled_tokens import spelling_of_texts
 from engine.execution.text_bounds import longest_token_bytes

@@ -13,8 +13,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.execution.attention import AttentionBatch, Chunk, LayerCall, PoolShape
-from engine.execution.crossing import sent
 from engine.execution.kv_pool import KVPool
+from engine.execution.machine.async_copy import sent
 
 MAX_BUCKETS = 4
 SINGLES_PER_BUCKET = 8

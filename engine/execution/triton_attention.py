@@ -15,9 +15,9 @@ import torch
 
 from engine.errors import UnsupportedModel
 from engine.execution.attention import AttentionBatch, Chunk, DecodeRows, LayerCall, PoolShape
-from engine.execution.crossing import sent
 from engine.execution.kv_pool import KVPool
-from engine.execution.strides import dense
+from engine.execution.machine.async_copy import sent
+from engine.execution.machine.strides import dense
 from engine.execution.triton_launch import (
     DTYPES,
     IS_COMPILED,

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.constraints import Grammar
 from engine.execution.grammars import LlguidanceBackend
-from engine.execution.quiet import quiet_transformers
+from engine.execution.machine.quiet_transformers import quiet_transformers
 from engine.execution.tokenizer import Tokenizer
 from engine.sampling_params import SamplingParams
 from engine.structured_outputs import StructuredOutputs

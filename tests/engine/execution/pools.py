@@ -9,8 +9,8 @@ import torch
 from engine.execution.attention import AttentionBackend, LayerSpec, PoolShape
 from engine.execution.attention_operator import AttentionOperator
 from engine.execution.draw_operator import DrawOperator
+from engine.execution.machine.native_library import NativeLibrary, load_library
 from engine.execution.native_attention import NativeAttention
-from engine.execution.native_library import NativeLibrary, load_library
 from engine.execution.torch_attention import TorchAttention
 
 ROOT = Path(__file__).parents[3]

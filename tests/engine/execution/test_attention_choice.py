@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from engine.errors import InvalidParameter, UnsupportedModel
-from engine.execution import attention_choice, native_build, native_library
+from engine.execution import attention_choice
 from engine.execution.attention import AttentionBackend
 from engine.execution.attention_choice import TORCH, choose_backends
 from engine.execution.attention_operator import AttentionOperator, NativeCall
 from engine.execution.build import build_execution
-from engine.execution.native_build import CannotBuild, build, built_library, find_compiler
+from engine.execution.machine import native_build, native_library
+from engine.execution.machine.native_build import CannotBuild, build, built_library, find_compiler
 from engine.execution.native_trial import check_operator
 from engine.execution.trial import Backend
 from tests.engine.execution.pools import ROOT
@@ -113,7 +114,7 @@ def fake_compiler(directory: Path, monkeypatch: pytest.MonkeyPatch, waits_for: i
     monkeypatch.setenv("CXX", str(compiler))
 
 
-BUILD = "import sys, pathlib; from engine.execution.native_build import built_library as built; "
+BUILD = "import sys, pathlib; from engine.execution.machine.native_build import built_library as built; "
 BUILD += "print(built(pathlib.Path(sys.argv[1]), lambda _: None))"
 
 

@@ -21,7 +21,7 @@ from engine.execution.draw_operator import (
 )
 from engine.execution.gumbel import gumbel_noise
 from engine.execution.largest import first_largest
-from engine.execution.native_build import CannotBuild
+from engine.execution.machine.native_build import CannotBuild
 from engine.execution.sampler import Sampler
 from engine.execution.seat_parameters import SeatParameters
 from engine.outputs import ScheduledSequence

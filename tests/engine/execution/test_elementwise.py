@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.execution.elementwise_operator import Activation, ElementwiseOperator, NormFormula
 from engine.execution.elementwise_trial import FORMULAS, check_operator
-from engine.execution.native_build import CannotBuild
+from engine.execution.machine.native_build import CannotBuild
 from tests.engine.execution.pools import native_library
 
 DTYPES = (torch.float32, torch.bfloat16)

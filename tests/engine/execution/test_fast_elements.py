@@ -21,7 +21,7 @@ from engine.execution.fast_gates import FastGate, replace_gates
 from engine.execution.fast_norms import FastNorm, replace_norms
 from engine.execution.fused_linears import FusedPart, fuse_linears
 from engine.execution.linear_operator import LinearOperator
-from engine.execution.native_build import CannotBuild
+from engine.execution.machine.native_build import CannotBuild
 from engine.execution.rotary_operator import RotaryOperator
 from engine.execution.seen_places import seen_places
 from tests.comparer import Reference, assert_equal_tokens, reference

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.errors import UnsupportedModel
 from engine.execution.attention import LayerSpec
-from engine.execution.huge_pages import PAGE
+from engine.execution.machine.huge_pages import PAGE
 from engine.execution.native_attention import NativeAttention, bytes_per_block
 from engine.execution.native_trial import check_operator
 from tests.engine.execution.attention_bench import BITS, STEPS, TOLERANCE, Bench

@@ -13,7 +13,7 @@ from engine.execution import linear_trial
 from engine.execution.linear_operator import LinearOperator, PackedWeight
 from engine.execution.linear_trial import check_linears
 from engine.execution.linear_ways import linear_ways
-from engine.execution.native_build import CannotBuild
+from engine.execution.machine.native_build import CannotBuild
 from tests.engine.execution.pools import native_library
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}

@@ -10,9 +10,9 @@ from torch import nn
 from engine.execution import numerics, packed_linears
 from engine.execution.attention import ATTENTION_NAME, install
 from engine.execution.linear_ways import Plain
-from engine.execution.native_library import NativeLibrary, machine_choices
+from engine.execution.machine.autotune_cache import RememberedChoices
+from engine.execution.machine.native_library import NativeLibrary, machine_choices
 from engine.execution.packed_linears import ROW_COUNTS, Candidate, PackedLinear, Seconds, pack_linears
-from engine.execution.remembered_choices import RememberedChoices
 from tests.engine.execution.packing import PLENTY, Recording, Refusing, all_ways, favour, small
 from tests.engine.execution.pools import native_library
 from tests.tiny_models import make_model
@@ -220,7 +220,7 @@ def test_what_is_remembered_of_a_machine_holds_for_its_like_alone(
     assert choices().find({}) == ("plain",)
     assert choices(native_library()).find({}) is None
     with monkeypatch.context() as other:
-        other.setattr("engine.execution.native_library.cpu_facts", lambda: "another")
+        other.setattr("engine.execution.machine.native_library.cpu_facts", lambda: "another")
         assert choices().find({}) is None
     with monkeypatch.context() as other:
         other.setattr(torch, "__version__", "another")

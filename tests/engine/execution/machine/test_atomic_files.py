@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.execution.whole_files import written_whole
+from engine.execution.machine.atomic_files import written_whole
 
 
 def names(directory: Path) -> list[str]:

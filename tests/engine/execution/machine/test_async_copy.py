@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine.execution import crossing
-from engine.execution.crossing import Drawn, host_buffer, sent
+from engine.execution.machine import async_copy as crossing
+from engine.execution.machine.async_copy import Drawn, host_buffer, sent
 
 CPU, META, CUDA = torch.device("cpu"), torch.device("meta"), torch.device("cuda")
 IDS = torch.tensor([[3, 1], [2, 7]], dtype=torch.int32)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.execution.huge_pages import ALIGNMENT, CHUNK, PAGE, HugePages, huge_empty
+from engine.execution.machine.huge_pages import ALIGNMENT, CHUNK, PAGE, HugePages, huge_empty
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 
@@ -53,7 +53,7 @@ def test_a_large_tensor_begins_as_far_behind_a_page_as_is_asked() -> None:
 
 def test_a_mapping_that_begins_within_a_page_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel may align it by itself, but not to so much."""
-    monkeypatch.setattr("engine.execution.huge_pages.PAGE", 1 << 28)
+    monkeypatch.setattr("engine.execution.machine.huge_pages.PAGE", 1 << 28)
     assert huge_empty(1 << 28, torch.uint8).data_ptr() % (1 << 28) == 0
 
 
@@ -69,14 +69,14 @@ def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.Monkey
         def madvise(self, *_: object) -> None:
             raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr("engine.execution.huge_pages.mmap.mmap", Refusing)
+    monkeypatch.setattr("engine.execution.machine.huge_pages.mmap.mmap", Refusing)
     tensor = huge_empty(2 * PAGE, torch.float32)
     assert " hg" not in mapping_of(tensor)
     assert float(tensor.fill_(1).sum()) == 2 * PAGE
 
 
 def test_a_system_that_does_not_know_them_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("engine.execution.huge_pages.mmap.MADV_HUGEPAGE")
+    monkeypatch.delattr("engine.execution.machine.huge_pages.mmap.MADV_HUGEPAGE")
     assert float(huge_empty(PAGE, torch.float32).fill_(1).sum()) == PAGE
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from engine.execution.native_build import (
+from engine.execution.machine.autotune_cache import RememberedChoices
+from engine.execution.machine.native_build import (
     CannotBuild,
     build,
     built_library,
@@ -24,7 +25,6 @@ from engine.execution.native_build import (
     find_compiler,
     native_directory,
 )
-from engine.execution.remembered_choices import RememberedChoices
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """In which operators come, and how their functions' names end."""

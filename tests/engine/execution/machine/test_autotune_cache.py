@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.execution.remembered_choices import DISTURBED_SECONDS, KEPT_SECONDS, Facts, RememberedChoices
+from engine.execution.machine.autotune_cache import DISTURBED_SECONDS, KEPT_SECONDS, Facts, RememberedChoices
 
 SURROUNDINGS: Facts = {"cpu": "one of a kind", "library": "operators-0123", "torch": "2.0"}
 FACTS: Facts = {"weight": [8, 4], "dtype": "float32", "bias": None, "threads": 2, "ways": ("plain", "fast")}

@@ -14,9 +14,9 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.execution.whole_files import written_whole
+from engine.execution.machine.atomic_files import written_whole
 
-SOURCES = Path(__file__).parent / "native"
+SOURCES = Path(__file__).parents[1] / "native"
 FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
     "-fPIC", "-shared",

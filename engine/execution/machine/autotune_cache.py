@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from engine.execution.whole_files import written_whole
+from engine.execution.machine.atomic_files import written_whole
 
 logger = logging.getLogger(__name__)
 

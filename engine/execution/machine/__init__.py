@@ -1,0 +1,1 @@
+"""Adapts to this machine: memory, copies, device errors, cache files, the compiled library."""
