@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from engine.execution.attention import (
+from engine.execution.attention.choice import TORCH, native_backend
+from engine.execution.attention.interface import (
     ATTENTION_NAME,
     AttentionBackend,
     AttentionBatch,
@@ -26,11 +27,10 @@ from engine.execution.attention import (
     PoolShape,
     install,
 )
-from engine.execution.attention_choice import TORCH, native_backend
+from engine.execution.attention.probe import record_layers
 from engine.execution.inputs import InputBuilder, StepInputs
 from engine.execution.machine.native_library import load_library
 from engine.execution.model_runner import ModelRunner
-from engine.execution.probe import record_layers
 from engine.execution.trial import Backend
 from engine.outputs import ScheduledSequence, SchedulerOutputs
 from engine.sampling_params import SamplingParams

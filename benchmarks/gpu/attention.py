@@ -11,7 +11,8 @@ import torch
 from benchmarks.gpu.parts import Absent, Options
 from benchmarks.gpu.timing import seconds_of
 from engine.errors import InvalidParameter, UnsupportedModel
-from engine.execution.attention import (
+from engine.execution.attention.choice import TORCH, choose_backends
+from engine.execution.attention.interface import (
     AttentionBackend,
     DecodeRows,
     GraphableBackend,
@@ -19,7 +20,6 @@ from engine.execution.attention import (
     LayerSpec,
     PoolShape,
 )
-from engine.execution.attention_choice import TORCH, choose_backends
 from engine.execution.cuda_capture import CudaCapture
 from engine.execution.inputs import InputBuilder, StepInputs
 from engine.execution.machine.native_build import CannotBuild

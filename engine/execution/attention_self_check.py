@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 
 from engine.errors import UnsupportedModel
-from engine.execution.attention import AttentionBackend, AttentionBatch, LayerCall, PoolShape
+from engine.execution.attention.interface import AttentionBackend, AttentionBatch, LayerCall, PoolShape
+from engine.execution.attention.kv_pool import KVPool
+from engine.execution.attention.torch_backend import TorchAttention
 from engine.execution.inputs import InputBuilder
-from engine.execution.kv_pool import KVPool
 from engine.execution.loader import LoadedModel
-from engine.execution.torch_attention import TorchAttention
 from engine.execution.transfers import move_inputs
 from engine.execution.trial import Backend
 from engine.outputs import ScheduledSequence, SchedulerOutputs

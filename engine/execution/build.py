@@ -15,7 +15,7 @@ import torch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidParameter
-from engine.execution.attention_choice import choose_backends
+from engine.execution.attention.choice import choose_backends
 from engine.execution.attention_self_check import with_checked_attention
 from engine.execution.default_model import DEFAULT_MODEL, default_model
 from engine.execution.draw_operator import choose_draw_operator

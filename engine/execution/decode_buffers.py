@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.execution.attention import DecodeRows
+from engine.execution.attention.interface import DecodeRows
 from engine.execution.inputs import StepInputs
 from engine.execution.machine.async_copy import host_buffer
 from engine.execution.transfers import aligned

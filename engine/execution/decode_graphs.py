@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
-from engine.execution.attention import GraphableBackend
+from engine.execution.attention.interface import GraphableBackend
 from engine.execution.decode_buffers import DecodeBuffers, DecodeInputs
 from engine.execution.decode_trial import GraphTrial
 from engine.execution.inputs import StepInputs

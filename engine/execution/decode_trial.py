@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
-from engine.execution.attention import AttentionBackend, AttentionBatch
+from engine.execution.attention.interface import AttentionBackend, AttentionBatch
 from engine.execution.inputs import StepInputs
 from engine.execution.model_pass import run_model
 from engine.execution.transfers import move_inputs

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.execution.attention import AttentionBatch, LayerCall, PoolShape
-from engine.execution.kv_pool import KVPool
+from engine.execution.attention.interface import AttentionBatch, LayerCall, PoolShape
+from engine.execution.attention.kv_pool import KVPool
 
 QUERY_TILE = 4
 KEY_TILE = 64

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from engine.execution.attention import AttentionBackend
+from engine.execution.attention.interface import AttentionBackend
 from engine.execution.inputs import InputBuilder, StepInputs, null_inputs
 from engine.execution.machine.device_errors import device_faults
 from engine.execution.model_runner import ModelRunner

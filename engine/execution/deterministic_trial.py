@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.errors import UnsupportedModel
-from engine.execution.attention import LayerSpec, PoolShape
+from engine.execution.attention.interface import LayerSpec, PoolShape
 from engine.execution.deterministic_operators import ReductionRecorder, ReductionTrial
 from engine.execution.deterministic_runner import DeterministicRunner
 from engine.execution.inputs import InputBuilder

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
+from engine.execution.attention.probe import SeenCall, pass_of_two_tokens
 from engine.execution.elementwise_operator import ElementwiseOperator
 from engine.execution.elementwise_trial import check_operator
 from engine.execution.fast_gates import replace_gates
@@ -16,7 +17,6 @@ from engine.execution.fast_norms import replace_norms
 from engine.execution.fast_rotary import replace_rotary
 from engine.execution.machine.native_build import CannotBuild
 from engine.execution.machine.native_library import NativeLibrary
-from engine.execution.probe import SeenCall, pass_of_two_tokens
 from engine.execution.rotary_operator import RotaryOperator
 from engine.execution.seen_places import seen_places
 

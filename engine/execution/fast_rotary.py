@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from engine.execution.attention.probe import SeenCall, pass_of_two_tokens
 from engine.execution.machine.native_library import DTYPES
-from engine.execution.probe import SeenCall, pass_of_two_tokens
 from engine.execution.rotary_operator import RotaryOperator
 
 FUNCTION = "apply_rotary_pos_emb"

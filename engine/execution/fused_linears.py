@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from engine.execution.attention.probe import pass_of_two_tokens
 from engine.execution.kv_cache import release_cached_memory
 from engine.execution.linear_places import LinearPlace, linear_places
-from engine.execution.probe import pass_of_two_tokens
 
 
 @dataclass(slots=True)

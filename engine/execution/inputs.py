@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from engine.errors import BlockTableOverrun
-from engine.execution.attention import AttentionBatch, Chunk
+from engine.execution.attention.interface import AttentionBatch, Chunk
 from engine.outputs import ScheduledSequence, SchedulerOutputs
 from engine.sequence import Sequence
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.checkpoint.reading import listed
 from engine.errors import InvalidParameter
-from engine.execution.attention import ATTENTION_NAME
+from engine.execution.attention.interface import ATTENTION_NAME
 from engine.execution.machine.device_errors import device_faults
 from engine.execution.machine.one_line import one_line
 

@@ -7,7 +7,7 @@ no schedule and no pool.
 import torch
 from transformers import PreTrainedModel
 
-from engine.execution.attention import AttentionStep
+from engine.execution.attention.interface import AttentionStep
 
 
 def run_model(

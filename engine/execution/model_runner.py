@@ -7,7 +7,7 @@ same decision. This file does not know why something was scheduled, or what is d
 import torch
 from transformers import PreTrainedModel
 
-from engine.execution.attention import AttentionBackend
+from engine.execution.attention.interface import AttentionBackend
 from engine.execution.decode_graphs import DecodeGraphs
 from engine.execution.inputs import InputBuilder, StepInputs, null_inputs
 from engine.execution.machine.device_errors import device_faults

@@ -11,7 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
-from engine.execution.attention import GraphableBackend, PoolShape
+from engine.execution.attention.interface import GraphableBackend, PoolShape
+from engine.execution.attention.kv_pool import KVPool
 from engine.execution.cuda_capture import CudaCapture
 from engine.execution.decode_graphs import Capture, make_decode_graphs
 from engine.execution.deterministic_attention import DeterministicAttention
@@ -23,7 +24,6 @@ from engine.execution.fused_linears import fuse_linears
 from engine.execution.host_capture import HostCapture
 from engine.execution.inputs import InputBuilder
 from engine.execution.kv_cache import free_bytes
-from engine.execution.kv_pool import KVPool
 from engine.execution.launcher import AheadRunner
 from engine.execution.linear_ways import Way, linear_ways
 from engine.execution.loader import LoadedModel

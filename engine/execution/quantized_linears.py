@@ -18,8 +18,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.errors import InvalidParameter
+from engine.execution.attention.probe import pass_of_two_tokens
 from engine.execution.fused_linears import FusedPart
-from engine.execution.probe import pass_of_two_tokens
 from engine.execution.quantized_weights import (
     GROUP,
     QuantizedWeight,

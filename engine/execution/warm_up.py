@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from engine.execution.attention import AttentionBatch, Chunk
+from engine.execution.attention.interface import AttentionBatch, Chunk
 from engine.execution.inputs import StepInputs
 
 LONG_TOKENS = 1024

@@ -23,8 +23,9 @@ from transformers import LlamaConfig
 from engine.config import EngineConfig
 from engine.constraints import Constraints
 from engine.execution import numerics
-from engine.execution.attention_choice import TORCH
-from engine.execution.cuda_attention import cuda_backends
+from engine.execution.attention.choice import TORCH
+from engine.execution.attention.cuda_choice import cuda_backends
+from engine.execution.attention.probe import record_layers
 from engine.execution.decode_trial import GraphTrial
 from engine.execution.inputs import StepInputs
 from engine.execution.kv_cache import free_bytes
@@ -32,7 +33,6 @@ from engine.execution.launcher import DeviceLauncher
 from engine.execution.loader import LoadedModel
 from engine.execution.logprobs import token_logprobs
 from engine.execution.model_runner import ModelRunner
-from engine.execution.probe import record_layers
 from engine.execution.sampler import Sampler
 from engine.execution.trial import Backend
 from engine.outputs import ScheduledSequence, SchedulerOutputs

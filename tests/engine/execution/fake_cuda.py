@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from engine.execution import triton_launch
-from engine.execution.attention import ATTENTION_NAME, install
+from engine.execution.attention import triton_launch
+from engine.execution.attention.interface import ATTENTION_NAME, install
 
 DEVICE = torch.device("cuda", 0)
 CAPABILITY = (9, 0)

@@ -10,12 +10,12 @@ from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
-from engine.execution.attention import ATTENTION_NAME, DecodeRows, LayerCall, install
+from engine.execution.attention.interface import ATTENTION_NAME, DecodeRows, LayerCall, install
+from engine.execution.attention.probe import record_layers
+from engine.execution.attention.torch_backend import TorchAttention, _attend_singles
 from engine.execution.decode_graphs import Capture, make_decode_graphs
 from engine.execution.inputs import InputBuilder
 from engine.execution.model_runner import ModelRunner
-from engine.execution.probe import record_layers
-from engine.execution.torch_attention import TorchAttention, _attend_singles
 from tests.engine.execution.pools import cpu_shape
 from tests.engine.execution.serving import GREEDY, make_prompts
 

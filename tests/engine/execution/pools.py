@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from engine.execution.attention import AttentionBackend, LayerSpec, PoolShape
-from engine.execution.attention_operator import AttentionOperator
+from engine.execution.attention.interface import AttentionBackend, LayerSpec, PoolShape
+from engine.execution.attention.native_backend import NativeAttention
+from engine.execution.attention.native_operator import AttentionOperator
+from engine.execution.attention.torch_backend import TorchAttention
 from engine.execution.draw_operator import DrawOperator
 from engine.execution.machine.native_library import NativeLibrary, load_library
-from engine.execution.native_attention import NativeAttention
-from engine.execution.torch_attention import TorchAttention
 
 ROOT = Path(__file__).parents[3]
 
@@ -34,7 +34,7 @@ def _plain(attention: str) -> Any:
     if attention == "torch":
         return TorchAttention
     # Only here, so that without Triton no other test fails.
-    from engine.execution.triton_attention import TritonAttention
+    from engine.execution.attention.triton_backend import TritonAttention
 
     return TritonAttention
 

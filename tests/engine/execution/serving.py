@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.execution.attention import ATTENTION_NAME, AttentionBackend, PoolShape, install
+from engine.execution.attention.interface import ATTENTION_NAME, AttentionBackend, PoolShape, install
+from engine.execution.attention.probe import record_layers
 from engine.execution.inputs import InputBuilder
 from engine.execution.model_runner import ModelRunner
-from engine.execution.probe import record_layers
 from engine.execution.sampler import Sampler
 from engine.outputs import ScheduledSequence
 from engine.sampling_params import SamplingParams

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from engine.errors import UnsupportedModel
-from engine.execution.attention import AttentionBatch, LayerSpec, PoolShape
-from engine.execution.attention_choice import TORCH
+from engine.execution.attention.choice import TORCH
+from engine.execution.attention.cuda_choice import cuda_backends
+from engine.execution.attention.interface import AttentionBatch, LayerSpec, PoolShape
+from engine.execution.attention.torch_backend import TorchAttention, TorchStep
+from engine.execution.attention.triton_backend import TritonAttention
 from engine.execution.attention_self_check import check_attention, with_checked_attention
-from engine.execution.cuda_attention import cuda_backends
 from engine.execution.loader import load_model
-from engine.execution.torch_attention import TorchAttention, TorchStep
 from engine.execution.trial import Backend
-from engine.execution.triton_attention import TritonAttention
 
 PLAIN = LayerSpec(4, 2, 32, 32, 0.2)
 ALL = LayerSpec(4, 1, 32, 48, 0.2, sliding_window=300, softcap=20.0, sinks=True)

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.execution import numerics
-from engine.execution.attention import AttentionBatch, AttentionStep, DecodeRows
-from engine.execution.attention_choice import TORCH
+from engine.execution.attention.choice import TORCH
+from engine.execution.attention.interface import AttentionBatch, AttentionStep, DecodeRows
 from engine.execution.decode_graphs import graph_sizes, make_decode_graphs
 from engine.execution.decode_trial import trial_inputs
 from engine.execution.model_runner import ModelRunner

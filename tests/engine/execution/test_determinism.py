@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import UnsupportedModel
-from engine.execution.attention import ATTENTION_NAME, install
+from engine.execution.attention.interface import ATTENTION_NAME, install
+from engine.execution.attention.probe import record_layers
 from engine.execution.build import build_execution
 from engine.execution.deterministic_attention import DeterministicAttention
 from engine.execution.deterministic_experts import use_whole_rows
 from engine.execution.deterministic_runner import DeterministicRunner, fill_up, next_size, split
 from engine.execution.deterministic_trial import agreeing_row_counts
 from engine.execution.inputs import InputBuilder
-from engine.execution.probe import record_layers
 from engine.execution.sampler import Sampler
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
 from engine.sampling_params import SamplingParams

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.execution import deterministic_attention
-from engine.execution.attention import AttentionBatch, LayerCall, LayerSpec, install
+from engine.execution.attention.interface import AttentionBatch, LayerCall, LayerSpec, install
 from engine.execution.deterministic_attention import DeterministicAttention, query_tiles
 from engine.execution.deterministic_experts import use_whole_rows
 from engine.execution.inputs import InputBuilder

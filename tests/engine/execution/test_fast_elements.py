@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.execution import numerics
-from engine.execution.attention import ATTENTION_NAME, install
+from engine.execution.attention.interface import ATTENTION_NAME, install
 from engine.execution.elementwise_operator import Activation, ElementwiseOperator, NormFormula
 from engine.execution.fast_elements import ElementOperators, speed_up_elements, tried_elements
 from engine.execution.fast_gates import FastGate, replace_gates

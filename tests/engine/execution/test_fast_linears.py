@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
-from engine.execution.attention import ATTENTION_NAME, install
+from engine.execution.attention.interface import ATTENTION_NAME, install
 from engine.execution.fused_linears import FusedLinear, FusedPart, fuse_linears
 from tests.comparer import Reference, assert_equal_tokens, reference
 from tests.engine.execution.packing import pack_all

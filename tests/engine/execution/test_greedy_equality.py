@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.execution.attention import AttentionBackend, AttentionBatch, AttentionStep, LayerCall
+from engine.execution.attention.interface import AttentionBackend, AttentionBatch, AttentionStep, LayerCall
 from engine.sampling_params import SamplingParams
 from tests.comparer import Reference, assert_equal_tokens, compare, reference
 from tests.engine.execution.serving import GREEDY, make_prompts, make_runner, serve

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from engine.execution import numerics
-from engine.execution.attention import ATTENTION_NAME, PoolShape, install
+from engine.execution.attention.interface import ATTENTION_NAME, PoolShape, install
+from engine.execution.attention.native_backend import NativeAttention
+from engine.execution.attention.probe import record_layers
 from engine.execution.decode_graphs import DecodeGraphs, make_decode_graphs
 from engine.execution.host_capture import CannotCapture, HostCapture
 from engine.execution.inputs import InputBuilder
 from engine.execution.linear_operator import LinearOperator
 from engine.execution.linear_ways import OneDnn
 from engine.execution.model_runner import ModelRunner
-from engine.execution.native_attention import NativeAttention
-from engine.execution.probe import record_layers
 from tests.comparer import Reference, assert_equal_tokens, reference
 from tests.engine.execution.graphs import CROWDED, HOST_BOUND, PROMPTS, REQUESTS, SIX
 from tests.engine.execution.pools import attention_operator, cpu_shape, native_library

@@ -5,7 +5,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import DeviceLost
-from engine.execution.attention import AttentionBatch, AttentionStep
+from engine.execution.attention.interface import AttentionBatch, AttentionStep
 from engine.execution.model_runner import ModelRunner
 from engine.execution.sampler import Sampler
 from engine.outputs import SchedulerOutputs

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter
 from engine.execution import quantized_linears as module
-from engine.execution.attention import ATTENTION_NAME, install
+from engine.execution.attention.interface import ATTENTION_NAME, install
 from engine.execution.build import build_execution
 from engine.execution.fused_linears import FusedPart, fuse_linears
 from engine.execution.quantization_choice import check_quantization

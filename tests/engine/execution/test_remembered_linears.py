@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from engine.execution import numerics, packed_linears
-from engine.execution.attention import ATTENTION_NAME, install
+from engine.execution.attention.interface import ATTENTION_NAME, install
 from engine.execution.linear_ways import Plain
 from engine.execution.machine.autotune_cache import RememberedChoices
 from engine.execution.machine.native_library import NativeLibrary, machine_choices

@@ -7,10 +7,10 @@ import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from engine.errors import UnsupportedModel
-from engine.execution import torch_attention
-from engine.execution.attention import AttentionBackend, LayerSpec, PoolShape, install
-from engine.execution.probe import record_layers, refuse_by_config
-from engine.execution.torch_attention import TorchAttention
+from engine.execution.attention import torch_backend as torch_attention
+from engine.execution.attention.interface import AttentionBackend, LayerSpec, PoolShape, install
+from engine.execution.attention.probe import record_layers, refuse_by_config
+from engine.execution.attention.torch_backend import TorchAttention
 from engine.execution.trial import check_agreement, shrink
 from tests.engine.execution.serving import make_runner
 from tests.engine.execution.test_greedy_equality import ALONE, Forgetful

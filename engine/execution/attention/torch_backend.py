@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.execution.attention import AttentionBatch, Chunk, LayerCall, PoolShape
-from engine.execution.kv_pool import KVPool
+from engine.execution.attention.interface import AttentionBatch, Chunk, LayerCall, PoolShape
+from engine.execution.attention.kv_pool import KVPool
 from engine.execution.machine.async_copy import sent
 
 MAX_BUCKETS = 4

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from engine.errors import UnsupportedModel
-from engine.execution.attention import LayerSpec
-from tests.engine.execution.attention_bench import BITS, STEPS, TOLERANCE, Bench, Rows
+from engine.execution.attention.interface import LayerSpec
+from tests.engine.execution.attention.bench import BITS, STEPS, TOLERANCE, Bench, Rows
 
 
 def fused(rows: Rows) -> Rows:

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import torch
 
-from engine.execution.attention import AttentionBatch, Chunk, LayerCall, LayerSpec, PoolShape
-from engine.execution.attention_operator import AttentionOperator
+from engine.execution.attention.interface import AttentionBatch, Chunk, LayerCall, LayerSpec, PoolShape
+from engine.execution.attention.native_backend import NativeAttention
+from engine.execution.attention.native_operator import AttentionOperator
+from engine.execution.attention.torch_backend import TorchAttention
 from engine.execution.machine.native_build import CannotBuild
-from engine.execution.native_attention import NativeAttention
-from engine.execution.torch_attention import TorchAttention
 
 LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Of numbers of about size one; sound ones differ by 1e-6, and by the rounding of bfloat16."""

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from engine.errors import UnsupportedModel
-from engine.execution import triton_attention, triton_launch
-from engine.execution.attention import (
+from engine.execution.attention import triton_backend as triton_attention
+from engine.execution.attention import triton_launch
+from engine.execution.attention.interface import (
     AttentionBatch,
     DecodeRows,
     GraphableBackend,
@@ -17,11 +18,11 @@ from engine.execution.attention import (
     LayerSpec,
     install,
 )
+from engine.execution.attention.triton_backend import TritonAttention
 from engine.execution.inputs import InputBuilder, null_inputs
 from engine.execution.trial import check_agreement
-from engine.execution.triton_attention import TritonAttention
 from engine.outputs import SchedulerOutputs
-from tests.engine.execution.attention_bench import TOLERANCE, Bench, Outputs
+from tests.engine.execution.attention.bench import TOLERANCE, Bench, Outputs
 from tests.engine.execution.pools import cpu_shape
 from tests.engine.execution.serving import part
 from tests.tiny_models import make_config

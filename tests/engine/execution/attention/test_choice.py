@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from engine.errors import InvalidParameter, UnsupportedModel
-from engine.execution import attention_choice
-from engine.execution.attention import AttentionBackend
-from engine.execution.attention_choice import TORCH, choose_backends
-from engine.execution.attention_operator import AttentionOperator, NativeCall
+from engine.execution.attention import choice as attention_choice
+from engine.execution.attention.choice import TORCH, choose_backends
+from engine.execution.attention.interface import AttentionBackend
+from engine.execution.attention.native_operator import AttentionOperator, NativeCall
+from engine.execution.attention.native_self_check import check_operator
 from engine.execution.build import build_execution
 from engine.execution.machine import native_build, native_library
 from engine.execution.machine.native_build import CannotBuild, build, built_library, find_compiler
-from engine.execution.native_trial import check_operator
 from engine.execution.trial import Backend
 from tests.engine.execution.pools import ROOT
 from tests.engine.execution.pools import native_library as compiled

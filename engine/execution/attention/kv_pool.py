@@ -9,7 +9,7 @@ The layout, per layer: keys [blocks, block_size, kv heads, head_dim], values lik
 
 import torch
 
-from engine.execution.attention import AttentionBatch, LayerSpec, PoolShape
+from engine.execution.attention.interface import AttentionBatch, LayerSpec, PoolShape
 from engine.execution.machine.async_copy import sent
 
 

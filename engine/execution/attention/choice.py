@@ -10,14 +10,14 @@ from functools import partial
 import torch
 
 from engine.errors import InvalidParameter
-from engine.execution.attention_operator import AttentionOperator
-from engine.execution.cuda_attention import cuda_backends
-from engine.execution.kv_pool import KVPool
+from engine.execution.attention.cuda_choice import cuda_backends
+from engine.execution.attention.kv_pool import KVPool
+from engine.execution.attention.native_backend import NativeAttention, bytes_per_block
+from engine.execution.attention.native_operator import AttentionOperator
+from engine.execution.attention.native_self_check import check_operator
+from engine.execution.attention.torch_backend import TorchAttention
 from engine.execution.machine.native_build import CannotBuild
 from engine.execution.machine.native_library import NativeLibrary
-from engine.execution.native_attention import NativeAttention, bytes_per_block
-from engine.execution.native_trial import check_operator
-from engine.execution.torch_attention import TorchAttention
 from engine.execution.trial import Backend
 
 log = logging.getLogger(__name__)

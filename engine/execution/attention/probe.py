@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from engine.errors import UnsupportedModel
-from engine.execution.attention import LayerCall, LayerSpec
+from engine.execution.attention.interface import LayerCall, LayerSpec
 
 
 def refuse_by_config(config: PretrainedConfig) -> None:

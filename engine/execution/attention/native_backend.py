@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.errors import UnsupportedModel
-from engine.execution.attention import AttentionBatch, DecodeRows, LayerCall, LayerSpec, PoolShape
-from engine.execution.attention_operator import GROUP, MOST_SIZE, AttentionOperator, NativeCall
+from engine.execution.attention.interface import AttentionBatch, DecodeRows, LayerCall, LayerSpec, PoolShape
+from engine.execution.attention.native_operator import GROUP, MOST_SIZE, AttentionOperator, NativeCall
 from engine.execution.machine.huge_pages import ALIGNMENT, PAGE, huge_empty
 from engine.execution.machine.native_library import DTYPES
 from engine.execution.machine.strides import dense

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.execution.attention import AttentionBackend, LayerCall, LayerSpec
+from engine.execution.attention.interface import AttentionBackend, LayerCall, LayerSpec
 from engine.execution.inputs import InputBuilder
 from engine.outputs import SchedulerOutputs
 from engine.sequence import Sequence

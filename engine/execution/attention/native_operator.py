@@ -8,7 +8,7 @@ import ctypes
 
 import torch
 
-from engine.execution.attention import LayerSpec
+from engine.execution.attention.interface import LayerSpec
 from engine.execution.machine.native_library import DTYPES, NativeLibrary
 
 GROUP = 16

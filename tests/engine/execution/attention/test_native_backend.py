@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import UnsupportedModel
-from engine.execution.attention import LayerSpec
+from engine.execution.attention.interface import LayerSpec
+from engine.execution.attention.native_backend import NativeAttention, bytes_per_block
+from engine.execution.attention.native_self_check import check_operator
 from engine.execution.machine.huge_pages import PAGE
-from engine.execution.native_attention import NativeAttention, bytes_per_block
-from engine.execution.native_trial import check_operator
-from tests.engine.execution.attention_bench import BITS, STEPS, TOLERANCE, Bench
+from tests.engine.execution.attention.bench import BITS, STEPS, TOLERANCE, Bench
 from tests.engine.execution.pools import attention_operator, cpu_shape
 
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from engine.errors import InvalidParameter
-from engine.execution.attention_choice import TORCH
-from engine.execution.cuda_attention import cuda_backends
+from engine.execution.attention.choice import TORCH
+from engine.execution.attention.cuda_choice import cuda_backends
 
 
 def names(attention: str) -> list[str]:
@@ -23,7 +23,7 @@ def test_triton_goes_first(caplog: pytest.LogCaptureFixture) -> None:
 def test_without_triton_there_is_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "engine.execution.triton_attention", None)
+    monkeypatch.setitem(sys.modules, "engine.execution.attention.triton_backend", None)
     assert names("auto") == ["torch"]
     (record,) = caplog.records
     assert record.levelno == logging.WARNING

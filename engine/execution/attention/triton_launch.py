@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from engine.execution.attention import LayerCall
-from engine.execution.triton_kernel import attend_kernel, combine_kernel, split_kernel, store_kernel
+from engine.execution.attention.interface import LayerCall
+from engine.execution.attention.triton_kernel import attend_kernel, combine_kernel, split_kernel, store_kernel
 
 MOST_SPLITS, LEAST_SPLIT = 32, 256
 """Into how many parts a single row's keys are cut, and the fewest tokens of a part."""

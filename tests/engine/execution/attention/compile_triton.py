@@ -27,7 +27,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.execution import triton_kernel, triton_launch
+from engine.execution.attention import triton_kernel, triton_launch
 
 TABLE = Path(__file__).with_name("compiled_kernels.tsv")
 ARCHITECTURES = (80, 86, 89, 90, 100)

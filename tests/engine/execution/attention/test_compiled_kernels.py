@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.execution.compile_triton import ARCHITECTURES, QUICK, SHAPES, cases, read_table, stale
+from tests.engine.execution.attention.compile_triton import (
+    ARCHITECTURES,
+    QUICK,
+    SHAPES,
+    cases,
+    read_table,
+    stale,
+)
 from tests.engine.execution.pools import ROOT
 
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -50,7 +57,7 @@ def test_kernels_compile_to_what_the_table_says(tmp_path: Path) -> None:
     # The interpreter takes more than the compiler does.
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.execution.compile_triton"],
+        [sys.executable, "-m", "tests.engine.execution.attention.compile_triton"],
         cwd=ROOT,
         env={**env, "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,

@@ -8,8 +8,8 @@ import logging
 from functools import partial
 
 from engine.errors import InvalidParameter
+from engine.execution.attention.kv_pool import KVPool
 from engine.execution.attention_self_check import check_attention
-from engine.execution.kv_pool import KVPool
 from engine.execution.trial import Backend
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def cuda_backends(attention: str, fallback: Backend) -> tuple[Backend, ...]:
 
 def _triton() -> Backend:
     """Raises `ImportError`. Only here, as a torch for CPUs comes without Triton."""
-    from engine.execution.triton_attention import TritonAttention
+    from engine.execution.attention.triton_backend import TritonAttention
 
     self_check = partial(check_attention, TritonAttention)
     return Backend("triton", TritonAttention, KVPool.bytes_per_block, self_check=self_check)

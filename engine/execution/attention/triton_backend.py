@@ -14,11 +14,9 @@ from typing import NamedTuple
 import torch
 
 from engine.errors import UnsupportedModel
-from engine.execution.attention import AttentionBatch, Chunk, DecodeRows, LayerCall, PoolShape
-from engine.execution.kv_pool import KVPool
-from engine.execution.machine.async_copy import sent
-from engine.execution.machine.strides import dense
-from engine.execution.triton_launch import (
+from engine.execution.attention.interface import AttentionBatch, Chunk, DecodeRows, LayerCall, PoolShape
+from engine.execution.attention.kv_pool import KVPool
+from engine.execution.attention.triton_launch import (
     DTYPES,
     IS_COMPILED,
     Layer,
@@ -26,6 +24,8 @@ from engine.execution.triton_launch import (
     attend_tiles,
     store,
 )
+from engine.execution.machine.async_copy import sent
+from engine.execution.machine.strides import dense
 
 MOST_SIZE = 256
 """The largest head that is taken: the sums of a larger one would not fit a program's registers."""

@@ -1,0 +1,1 @@
+"""Computes paged attention: interface, backends, KV pool and probe."""
