@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from engine.execution.elementwise_operator import Activation, ElementwiseOperator, NormFormula
+from engine.execution.layers.elementwise_operator import Activation, ElementwiseOperator, NormFormula
 from engine.execution.machine.native_library import DTYPES, load_library
 
 HIDDEN, INNER = 576, 1536

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from engine.errors import UnsupportedModel
-from engine.execution.linear_ways import Product, Way, linear_ways
+from engine.execution.layers.linear_kernels import Product, Way, linear_ways
 from engine.execution.machine.native_library import load_library
 
 SHAPES = {

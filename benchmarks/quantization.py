@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.execution.build import Execution, build_execution
 from engine.execution.default_model import default_model
-from engine.execution.quantized_weights import GROUP
+from engine.execution.layers.quantized_weights import GROUP
 from engine.outputs import ScheduledSequence, SchedulerOutputs
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence

@@ -19,19 +19,19 @@ from engine.execution.deterministic_attention import DeterministicAttention
 from engine.execution.deterministic_experts import use_whole_rows
 from engine.execution.deterministic_runner import DeterministicRunner
 from engine.execution.deterministic_trial import agreeing_row_counts
-from engine.execution.fast_elements import ElementOperators, speed_up_elements, tried_elements
-from engine.execution.fused_linears import fuse_linears
 from engine.execution.host_capture import HostCapture
 from engine.execution.inputs import InputBuilder
 from engine.execution.kv_cache import free_bytes
 from engine.execution.launcher import AheadRunner
-from engine.execution.linear_ways import Way, linear_ways
+from engine.execution.layers.fused_linears import fuse_linears
+from engine.execution.layers.linear_kernels import Way, linear_ways
+from engine.execution.layers.native_elements import ElementOperators, speed_up_elements, tried_elements
+from engine.execution.layers.packed_linears import pack_linears
+from engine.execution.layers.quantized_linears import quantize_linears
 from engine.execution.loader import LoadedModel
 from engine.execution.machine.autotune_cache import RememberedChoices
 from engine.execution.machine.native_library import NativeLibrary
 from engine.execution.model_runner import ModelRunner
-from engine.execution.packed_linears import pack_linears
-from engine.execution.quantized_linears import quantize_linears
 from engine.execution.trial import Backend, Preparation
 
 PACKED_MEMORY_SHARE = 0.25

@@ -17,8 +17,8 @@ from engine.execution.attention.probe import record_layers
 from engine.execution.decode_graphs import DecodeGraphs, make_decode_graphs
 from engine.execution.host_capture import CannotCapture, HostCapture
 from engine.execution.inputs import InputBuilder
-from engine.execution.linear_operator import LinearOperator
-from engine.execution.linear_ways import OneDnn
+from engine.execution.layers.linear_kernels import OneDnn
+from engine.execution.layers.linear_operator import LinearOperator
 from engine.execution.model_runner import ModelRunner
 from tests.comparer import Reference, assert_equal_tokens, reference
 from tests.engine.execution.graphs import CROWDED, HOST_BOUND, PROMPTS, REQUESTS, SIX

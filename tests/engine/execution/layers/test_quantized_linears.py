@@ -15,25 +15,25 @@ from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter
-from engine.execution import quantized_linears as module
 from engine.execution.attention.interface import ATTENTION_NAME, install
 from engine.execution.build import build_execution
-from engine.execution.fused_linears import FusedPart, fuse_linears
-from engine.execution.quantization_choice import check_quantization
-from engine.execution.quantized_linears import (
+from engine.execution.layers import quantized_linears as module
+from engine.execution.layers.fused_linears import FusedPart, fuse_linears
+from engine.execution.layers.quantized_linears import (
     QuantizedEmbedding,
     QuantizedLinear,
     multiply,
     product_dtype,
     quantize_linears,
 )
-from engine.execution.quantized_weights import (
+from engine.execution.layers.quantized_weights import (
     GROUP,
     Int4Weight,
     Int8Weight,
     quantize_to_int4,
     quantize_to_int8,
 )
+from engine.execution.quantization_choice import check_quantization
 from tests.comparer import assert_equal_tokens, reference
 from tests.engine.execution.serving import GREEDY, make_prompts, make_runner, serve
 from tests.tiny_models import ARCHITECTURES, make_model

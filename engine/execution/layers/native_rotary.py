@@ -16,8 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.execution.attention.probe import SeenCall, pass_of_two_tokens
+from engine.execution.layers.rotary_operator import RotaryOperator
 from engine.execution.machine.native_library import DTYPES
-from engine.execution.rotary_operator import RotaryOperator
 
 FUNCTION = "apply_rotary_pos_emb"
 """Under which name the modules of transformers look their function up."""

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from engine.execution.elementwise_operator import ElementwiseOperator, NormFormula
+from engine.execution.layers.elementwise_operator import ElementwiseOperator, NormFormula
+from engine.execution.layers.module_slots import SeenPlace
 from engine.execution.machine.native_library import DTYPES
-from engine.execution.seen_places import SeenPlace
 
 SCALES = (1e-3, 1.0, 1e3)
 """Of the rows that are tried. The smallest shows the epsilon, the largest a bound."""

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from engine.execution.elementwise_operator import Activation, ElementwiseOperator
+from engine.execution.layers.elementwise_operator import Activation, ElementwiseOperator
+from engine.execution.layers.module_slots import SeenPlace
 from engine.execution.machine.native_library import DTYPES
-from engine.execution.seen_places import SeenPlace
 
 SCALES = (1e-2, 1.0, 3.0, 10.0, 30.0, 1e3)
 """Of the rows that are tried; the largest shows a bound. Activations are most unlike where a gate is about to

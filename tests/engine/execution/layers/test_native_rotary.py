@@ -15,8 +15,8 @@ from transformers.models.llama import modeling_llama
 
 from engine.execution.attention.interface import ATTENTION_NAME, install
 from engine.execution.attention.probe import pass_of_two_tokens
-from engine.execution.fast_rotary import FUNCTION, FastRotary, replace_rotary
-from engine.execution.rotary_operator import RotaryOperator
+from engine.execution.layers.native_rotary import FUNCTION, FastRotary, replace_rotary
+from engine.execution.layers.rotary_operator import RotaryOperator
 from tests.engine.execution.pools import native_library
 from tests.tiny_models import make_model
 

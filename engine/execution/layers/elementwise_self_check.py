@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from engine.execution.elementwise_operator import Activation, ElementwiseOperator, NormFormula
+from engine.execution.layers.elementwise_operator import Activation, ElementwiseOperator, NormFormula
 from engine.execution.machine.native_build import CannotBuild
 
 LARGEST_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

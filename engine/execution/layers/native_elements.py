@@ -10,15 +10,15 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from engine.execution.attention.probe import SeenCall, pass_of_two_tokens
-from engine.execution.elementwise_operator import ElementwiseOperator
-from engine.execution.elementwise_trial import check_operator
-from engine.execution.fast_gates import replace_gates
-from engine.execution.fast_norms import replace_norms
-from engine.execution.fast_rotary import replace_rotary
+from engine.execution.layers.elementwise_operator import ElementwiseOperator
+from engine.execution.layers.elementwise_self_check import check_operator
+from engine.execution.layers.module_slots import seen_places
+from engine.execution.layers.native_gates import replace_gates
+from engine.execution.layers.native_norms import replace_norms
+from engine.execution.layers.native_rotary import replace_rotary
+from engine.execution.layers.rotary_operator import RotaryOperator
 from engine.execution.machine.native_build import CannotBuild
 from engine.execution.machine.native_library import NativeLibrary
-from engine.execution.rotary_operator import RotaryOperator
-from engine.execution.seen_places import seen_places
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from engine.errors import UnsupportedModel
-from engine.execution.linear_places import LinearPlace, linear_places
-from engine.execution.linear_ways import Product, Way
+from engine.execution.layers.linear_kernels import Product, Way
+from engine.execution.layers.linear_slots import LinearPlace, linear_places
 from engine.execution.machine.autotune_cache import Facts, RememberedChoices
 
 logger = logging.getLogger(__name__)

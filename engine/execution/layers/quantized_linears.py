@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from engine.errors import InvalidParameter
 from engine.execution.attention.probe import pass_of_two_tokens
-from engine.execution.fused_linears import FusedPart
-from engine.execution.quantized_weights import (
+from engine.execution.layers.fused_linears import FusedPart
+from engine.execution.layers.quantized_weights import (
     GROUP,
     QuantizedWeight,
     quantize_to_int4,

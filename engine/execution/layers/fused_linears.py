@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from engine.execution.attention.probe import pass_of_two_tokens
 from engine.execution.kv_cache import release_cached_memory
-from engine.execution.linear_places import LinearPlace, linear_places
+from engine.execution.layers.linear_slots import LinearPlace, linear_places
 
 
 @dataclass(slots=True)

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch.nn.functional import linear
 
 from engine.errors import UnsupportedModel
-from engine.execution import linear_trial
-from engine.execution.linear_operator import LinearOperator, PackedWeight
-from engine.execution.linear_trial import check_linears
-from engine.execution.linear_ways import linear_ways
+from engine.execution.layers import linear_self_check as linear_trial
+from engine.execution.layers.linear_kernels import linear_ways
+from engine.execution.layers.linear_operator import LinearOperator, PackedWeight
+from engine.execution.layers.linear_self_check import check_linears
 from engine.execution.machine.native_build import CannotBuild
 from tests.engine.execution.pools import native_library
 

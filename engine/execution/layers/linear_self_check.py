@@ -6,7 +6,7 @@ Law: what a compiler made wrongly is not used.
 import torch
 from torch.nn.functional import linear
 
-from engine.execution.linear_operator import LinearOperator
+from engine.execution.layers.linear_operator import LinearOperator
 from engine.execution.machine.native_build import CannotBuild
 
 LARGEST_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from engine.execution import numerics, packed_linears
+from engine.execution import numerics
 from engine.execution.attention.interface import ATTENTION_NAME, install
-from engine.execution.linear_ways import Plain
+from engine.execution.layers import packed_linears
+from engine.execution.layers.linear_kernels import Plain
+from engine.execution.layers.packed_linears import ROW_COUNTS, Candidate, PackedLinear, Seconds, pack_linears
 from engine.execution.machine.autotune_cache import RememberedChoices
 from engine.execution.machine.native_library import NativeLibrary, machine_choices
-from engine.execution.packed_linears import ROW_COUNTS, Candidate, PackedLinear, Seconds, pack_linears
-from tests.engine.execution.packing import PLENTY, Recording, Refusing, all_ways, favour, small
+from tests.engine.execution.layers.packing import PLENTY, Recording, Refusing, all_ways, favour, small
 from tests.engine.execution.pools import native_library
 from tests.tiny_models import make_model
 

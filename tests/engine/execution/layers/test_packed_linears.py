@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from engine.execution import packed_linears
-from engine.execution.linear_ways import Plain, Product, Way
-from engine.execution.packed_linears import (
+from engine.execution.layers import packed_linears
+from engine.execution.layers.linear_kernels import Plain, Product, Way
+from engine.execution.layers.packed_linears import (
     ROW_COUNTS,
     Candidate,
     PackedLinear,
@@ -18,7 +18,15 @@ from engine.execution.packed_linears import (
     measure,
     pack_linears,
 )
-from tests.engine.execution.packing import PLENTY, Recording, Refusing, all_ways, favour, pack_all, small
+from tests.engine.execution.layers.packing import (
+    PLENTY,
+    Recording,
+    Refusing,
+    all_ways,
+    favour,
+    pack_all,
+    small,
+)
 
 
 @pytest.fixture(autouse=True)

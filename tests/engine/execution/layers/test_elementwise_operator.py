@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.execution.elementwise_operator import Activation, ElementwiseOperator, NormFormula
-from engine.execution.elementwise_trial import FORMULAS, check_operator
+from engine.execution.layers.elementwise_operator import Activation, ElementwiseOperator, NormFormula
+from engine.execution.layers.elementwise_self_check import FORMULAS, check_operator
 from engine.execution.machine.native_build import CannotBuild
 from tests.engine.execution.pools import native_library
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.functional import linear
 
 from engine.errors import UnsupportedModel
-from engine.execution.linear_operator import LinearOperator
-from engine.execution.linear_trial import check_linears
+from engine.execution.layers.linear_operator import LinearOperator
+from engine.execution.layers.linear_self_check import check_linears
 from engine.execution.machine.native_build import CannotBuild
 from engine.execution.machine.native_library import NativeLibrary
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.functional import linear
 
 from engine.errors import UnsupportedModel
-from engine.execution.linear_ways import Product, Way, linear_ways
-from engine.execution.packed_linears import ROW_COUNTS, Candidate, Measure, Seconds, pack_linears
+from engine.execution.layers.linear_kernels import Product, Way, linear_ways
+from engine.execution.layers.packed_linears import ROW_COUNTS, Candidate, Measure, Seconds, pack_linears
 from tests.engine.execution.pools import native_library
 
 PLENTY = 1 << 40
@@ -61,5 +61,5 @@ def all_ways() -> tuple[Way, ...]:
 
 def pack_all(model: nn.Module, name: str, monkeypatch: pytest.MonkeyPatch) -> int:
     """Every linear goes the way of this name; gives how many."""
-    monkeypatch.setattr("engine.execution.packed_linears.SMALLEST", 0)
+    monkeypatch.setattr("engine.execution.layers.packed_linears.SMALLEST", 0)
     return pack_linears(model, all_ways(), max_bytes=PLENTY, measure=favour(name))

@@ -15,15 +15,15 @@ from transformers import PreTrainedModel
 from engine.config import EngineConfig
 from engine.execution import numerics
 from engine.execution.attention.interface import ATTENTION_NAME, install
-from engine.execution.elementwise_operator import Activation, ElementwiseOperator, NormFormula
-from engine.execution.fast_elements import ElementOperators, speed_up_elements, tried_elements
-from engine.execution.fast_gates import FastGate, replace_gates
-from engine.execution.fast_norms import FastNorm, replace_norms
-from engine.execution.fused_linears import FusedPart, fuse_linears
-from engine.execution.linear_operator import LinearOperator
+from engine.execution.layers.elementwise_operator import Activation, ElementwiseOperator, NormFormula
+from engine.execution.layers.fused_linears import FusedPart, fuse_linears
+from engine.execution.layers.linear_operator import LinearOperator
+from engine.execution.layers.module_slots import seen_places
+from engine.execution.layers.native_elements import ElementOperators, speed_up_elements, tried_elements
+from engine.execution.layers.native_gates import FastGate, replace_gates
+from engine.execution.layers.native_norms import FastNorm, replace_norms
+from engine.execution.layers.rotary_operator import RotaryOperator
 from engine.execution.machine.native_build import CannotBuild
-from engine.execution.rotary_operator import RotaryOperator
-from engine.execution.seen_places import seen_places
 from tests.comparer import Reference, assert_equal_tokens, reference
 from tests.engine.execution.pools import native_library
 from tests.engine.execution.serving import GREEDY, make_prompts, make_runner, serve
@@ -326,7 +326,7 @@ def test_an_operator_that_fails_its_trial_is_not_used(
     def fail(_: object) -> None:
         raise CannotBuild("what was compiled disagrees")
 
-    monkeypatch.setattr("engine.execution.fast_elements.check_operator", fail)
+    monkeypatch.setattr("engine.execution.layers.native_elements.check_operator", fail)
     with caplog.at_level(logging.WARNING):
         assert tried_elements(native_library()) is None
     assert "computed by torch, which is slower: what was compiled disagrees" in caplog.text
@@ -343,8 +343,8 @@ def test_a_plain_model_is_prepared_with_the_library_if_there_is_one(has_library:
 
 def test_operators_are_tried_once_for_all_models(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[object] = []
-    monkeypatch.setattr("engine.execution.fast_elements.check_operator", tried.append)
-    monkeypatch.setattr("engine.execution.linear_ways.check_linears", tried.append)
+    monkeypatch.setattr("engine.execution.layers.native_elements.check_operator", tried.append)
+    monkeypatch.setattr("engine.execution.layers.linear_kernels.check_linears", tried.append)
     prepare = numerics.plain((), native_library()).prepare
     for _ in range(2):
         prepare(ready())

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.execution.attention.interface import ATTENTION_NAME, install
-from engine.execution.fused_linears import FusedLinear, FusedPart, fuse_linears
+from engine.execution.layers.fused_linears import FusedLinear, FusedPart, fuse_linears
 from tests.comparer import Reference, assert_equal_tokens, reference
-from tests.engine.execution.packing import pack_all
+from tests.engine.execution.layers.packing import pack_all
 from tests.engine.execution.serving import GREEDY, make_prompts, make_runner, serve
 from tests.tiny_models import ARCHITECTURES, make_model
 
@@ -167,7 +167,9 @@ def test_what_is_not_plain_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     block = Block()
     hidden = torch.randn(3, 6)
     right = block(hidden)
-    monkeypatch.setattr("engine.execution.fused_linears.pass_of_two_tokens", lambda model: model(hidden))
+    monkeypatch.setattr(
+        "engine.execution.layers.fused_linears.pass_of_two_tokens", lambda model: model(hidden)
+    )
 
     assert fuse_linears(block) == 1  # type: ignore[arg-type]  # any module will do
 

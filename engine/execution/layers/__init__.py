@@ -1,0 +1,1 @@
+"""Replaces linears, norms, gates and rotary embeddings in a loaded model."""
