@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from engine.constraints import Constraints
-from engine.execution.draw_operator import DrawOperator, choose_draw_operator
 from engine.execution.machine.native_library import find_library
-from engine.execution.sampler import Sampler
+from engine.execution.sampling.native_draw import DrawOperator, choose_draw_operator
+from engine.execution.sampling.sampler import Sampler
 from engine.outputs import ScheduledSequence
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence

@@ -18,7 +18,6 @@ from engine.errors import InvalidParameter
 from engine.execution.attention.choice import choose_backends
 from engine.execution.attention_self_check import with_checked_attention
 from engine.execution.default_model import DEFAULT_MODEL, default_model
-from engine.execution.draw_operator import choose_draw_operator
 from engine.execution.generation_defaults import check_choice, describe_defaults, read_defaults
 from engine.execution.grammars import LlguidanceBackend
 from engine.execution.kv_cache import CPU_SHARE, CUDA_SHARE, choose_num_kv_blocks, free_bytes
@@ -29,7 +28,8 @@ from engine.execution.machine.native_library import NativeLibrary, find_library,
 from engine.execution.numerics import DETERMINISTIC, plain, quantized
 from engine.execution.pool_limits import PoolMemory, blocks_for, fit_model_len
 from engine.execution.quantization_choice import check_quantization, quantized_fingerprint
-from engine.execution.sampler import Sampler
+from engine.execution.sampling.native_draw import choose_draw_operator
+from engine.execution.sampling.sampler import Sampler
 from engine.execution.tokenizer import Tokenizer
 from engine.execution.tokenizer_check import load_tokenizer
 from engine.requests.grammar_compiler import GrammarCompiler

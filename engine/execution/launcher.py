@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
-from engine.execution.edits import is_edited
 from engine.execution.machine.async_copy import Drawn
-from engine.execution.sampler import Sampler
+from engine.execution.sampling.logits_processors import is_edited
+from engine.execution.sampling.sampler import Sampler
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
 
 

@@ -1,6 +1,6 @@
 // Noise as a function of a token and a key, and the tokens that may have the largest sum with it.
 //
-// Law: the hash is that of engine/execution/gumbel.py, bit for bit. Noise and sums are not those in float32, so
+// Law: the hash is that of engine/execution/sampling/gumbel.py, bit for bit. Noise and sums are not those in float32, so
 // whoever comes near the largest sum is kept; if these are too many, that is told.
 #pragma once
 

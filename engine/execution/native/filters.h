@@ -1,6 +1,6 @@
 // Top-k and top-p over the values of one row, the largest of which is 0.
 //
-// Law: as engine/execution/filters.py has it, values that are equal share one fate, and the most likely one
+// Law: as engine/execution/sampling/filters.py has it, values that are equal share one fate, and the most likely one
 // stays. Where top-p hangs on how a mass is added up, that is told.
 #pragma once
 

@@ -1,6 +1,6 @@
 // Draws from whole vocabularies: each row's largest logit, and the few tokens that may win its draw.
 //
-// Law: the winner by engine/execution/draw.py, and whoever equals it, is among the tokens that are named; where
+// Law: the winner by engine/execution/sampling/draw.py, and whoever equals it, is among the tokens that are named; where
 // that hangs on a rounding, none is named, and the caller asks that file. A row's answer depends on that row
 // alone, not on the others or on the threads. Differences and quotients are those of torch, bit for bit. Sums
 // of exponentials and logarithms are not, and nothing is decided by them but with a margin.
@@ -23,7 +23,7 @@ namespace {
 constexpr int64_t TILE = 256;  // whose least hash is computed at once
 constexpr int64_t FEW = 512;   // kept tokens whose noise is made rather than looked for
 
-// What is asked of a row's draw. As the dtype of engine/execution/draw_operator.py has it.
+// What is asked of a row's draw. As the dtype of engine/execution/sampling/native_draw.py has it.
 struct Asked {
     const float* logits;
     int64_t likeliest;  // the place of the largest

@@ -31,9 +31,9 @@ from engine.execution.inputs import StepInputs
 from engine.execution.kv_cache import free_bytes
 from engine.execution.launcher import DeviceLauncher
 from engine.execution.loader import LoadedModel
-from engine.execution.logprobs import token_logprobs
 from engine.execution.model_runner import ModelRunner
-from engine.execution.sampler import Sampler
+from engine.execution.sampling.logprobs import token_logprobs
+from engine.execution.sampling.sampler import Sampler
 from engine.execution.trial import Backend
 from engine.outputs import ScheduledSequence, SchedulerOutputs
 from engine.sampling_params import SamplingParams

@@ -10,8 +10,8 @@ from engine.execution.attention.interface import AttentionBackend, LayerSpec, Po
 from engine.execution.attention.native_backend import NativeAttention
 from engine.execution.attention.native_operator import AttentionOperator
 from engine.execution.attention.torch_backend import TorchAttention
-from engine.execution.draw_operator import DrawOperator
 from engine.execution.machine.native_library import NativeLibrary, load_library
+from engine.execution.sampling.native_draw import DrawOperator
 
 ROOT = Path(__file__).parents[3]
 

@@ -12,7 +12,7 @@ from engine.execution.attention.interface import ATTENTION_NAME, AttentionBacken
 from engine.execution.attention.probe import record_layers
 from engine.execution.inputs import InputBuilder
 from engine.execution.model_runner import ModelRunner
-from engine.execution.sampler import Sampler
+from engine.execution.sampling.sampler import Sampler
 from engine.outputs import ScheduledSequence
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence

@@ -17,7 +17,7 @@ from engine.execution.grammars import LlguidanceBackend
 from engine.execution.launcher import DeviceLauncher
 from engine.execution.machine.async_copy import Drawn
 from engine.execution.model_runner import ModelRunner
-from engine.execution.sampler import Sampler
+from engine.execution.sampling.sampler import Sampler
 from engine.execution.tokenizer import Tokenizer
 from engine.outputs import (
     SampledToken,

@@ -8,7 +8,7 @@ from engine.constraints import Constraints
 from engine.execution.deterministic_runner import DeterministicRunner
 from engine.execution.inputs import InputBuilder
 from engine.execution.launcher import AheadRunner, DeviceLauncher
-from engine.execution.sampler import NON_FINITE, Sampler
+from engine.execution.sampling.sampler import NON_FINITE, Sampler
 from engine.outputs import SchedulerOutputs
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence

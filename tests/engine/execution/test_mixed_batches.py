@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.constraints import NO_TOKEN_ALLOWED, Constraints
-from engine.execution import sampler
-from engine.execution.edits import LogitEdits
-from engine.execution.sampler import NON_FINITE, Sampler
+from engine.execution.sampling import sampler
+from engine.execution.sampling.logits_processors import LogitEdits
+from engine.execution.sampling.sampler import NON_FINITE, Sampler
 from engine.outputs import SampledToken, ScheduledSequence
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from tests.engine.execution.sampling import ModuloGrammar, naive_sample, random_logits, row, sample
+from tests.engine.execution.sampling.bench import ModuloGrammar, naive_sample, random_logits, row, sample
 
 VOCAB = 70
 ids = st.integers(0, VOCAB - 1)

@@ -12,7 +12,7 @@ import torch
 
 from engine.execution.launcher import DeviceLauncher
 from engine.execution.model_runner import ModelRunner
-from engine.execution.sampler import Sampler
+from engine.execution.sampling.sampler import Sampler
 from engine.outputs import SequenceOutput
 from engine.requests.deadlines import ResumedOutput
 from engine.sequence import FinishReason

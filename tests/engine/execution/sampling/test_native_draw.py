@@ -10,8 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.execution import draw_operator as file
-from engine.execution.draw_operator import (
+from engine.execution.machine.native_build import CannotBuild
+from engine.execution.sampling import native_draw as file
+from engine.execution.sampling.gumbel import gumbel_noise
+from engine.execution.sampling.native_draw import (
     UNDECIDED,
     DrawOperator,
     ask,
@@ -19,15 +21,13 @@ from engine.execution.draw_operator import (
     choose_draw_operator,
     row_addresses,
 )
-from engine.execution.gumbel import gumbel_noise
-from engine.execution.largest import first_largest
-from engine.execution.machine.native_build import CannotBuild
-from engine.execution.sampler import Sampler
-from engine.execution.seat_parameters import SeatParameters
+from engine.execution.sampling.sampler import Sampler
+from engine.execution.sampling.slot_params import SeatParameters
+from engine.execution.sampling.top_k import first_largest
 from engine.outputs import ScheduledSequence
 from engine.sampling_params import SamplingParams
 from tests.engine.execution.pools import draw_operator, native_library
-from tests.engine.execution.sampling import keys_of, random_logits, row
+from tests.engine.execution.sampling.bench import keys_of, random_logits, row
 
 any_params = st.builds(
     SamplingParams,

@@ -5,11 +5,11 @@ import torch
 from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
 
 from engine.config import EngineConfig
-from engine.execution.edits import LogitEdits
-from engine.execution.penalties import TokenCounts
+from engine.execution.sampling.logits_processors import LogitEdits
+from engine.execution.sampling.penalties import TokenCounts
 from engine.outputs import ScheduledSequence
 from engine.sampling_params import SamplingParams
-from tests.engine.execution.sampling import random_logits, row, sample
+from tests.engine.execution.sampling.bench import random_logits, row, sample
 from tests.engine.execution.serving import make_prompts, make_runner, serve
 from tests.tiny_models import make_model
 

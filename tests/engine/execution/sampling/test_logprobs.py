@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
-from engine.execution import logprobs
-from engine.execution.logprobs import likeliest, token_logprobs
-from engine.execution.sampler import Sampler
+from engine.execution.sampling import logprobs
+from engine.execution.sampling.logprobs import likeliest, token_logprobs
+from engine.execution.sampling.sampler import Sampler
 from engine.outputs import ScheduledSequence, SchedulerOutputs, TokenLogprobs
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.sequence import Sequence
-from tests.engine.execution.sampling import SetGrammar, naive_logprobs, random_logits, row
+from tests.engine.execution.sampling.bench import SetGrammar, naive_logprobs, random_logits, row
 from tests.engine.execution.serving import make_prompts, make_runner, part, seated
 from tests.tiny_models import make_model
 

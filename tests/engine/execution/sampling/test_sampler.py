@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import DeviceLost
-from engine.execution.sampler import Sampler
+from engine.execution.sampling.sampler import Sampler
 from engine.outputs import SampledToken, ScheduledSequence
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from tests.engine.execution.sampling import naive_draw, naive_kept, random_logits, row, sample
+from tests.engine.execution.sampling.bench import naive_draw, naive_kept, random_logits, row, sample
 
 any_params = st.builds(
     SamplingParams,
@@ -112,7 +112,7 @@ def test_of_equal_sums_the_first_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     def same_for_all(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         return torch.full_like(token_ids ^ keys[:, :1], 12345)
 
-    monkeypatch.setattr("engine.execution.gumbel.hash_tokens", same_for_all)
+    monkeypatch.setattr("engine.execution.sampling.gumbel.hash_tokens", same_for_all)
     logits = torch.full((2, 50_001), -1.0)
     logits[0, [300, 301, 999]] = 0.0
     logits[1, [5, 700]] = 0.0

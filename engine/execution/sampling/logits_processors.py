@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.execution.logit_masks import FilledMasks, RowMasks
 from engine.execution.machine.async_copy import sent
-from engine.execution.penalties import Bias, TokenCounts, add_bias, penalize
-from engine.execution.seat_parameters import Numbers, is_penalized
+from engine.execution.sampling.logit_masks import FilledMasks, RowMasks
+from engine.execution.sampling.penalties import Bias, TokenCounts, add_bias, penalize
+from engine.execution.sampling.slot_params import Numbers, is_penalized
 from engine.sequence import Sequence
 
 

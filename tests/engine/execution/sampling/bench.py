@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from engine.constraints import NO_TOKEN_ALLOWED, Constraints
-from engine.execution.gumbel import gumbel_noise, row_keys, seed_states
-from engine.execution.sampler import NON_FINITE, Sampler
+from engine.execution.sampling.gumbel import gumbel_noise, row_keys, seed_states
+from engine.execution.sampling.sampler import NON_FINITE, Sampler
 from engine.outputs import SampledToken, ScheduledSequence, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence

@@ -6,7 +6,7 @@ Law: a row's parameters are those of the sequence that sits there, whoever sat t
 import numpy as np
 import numpy.typing as npt
 
-from engine.execution.gumbel import seed_states
+from engine.execution.sampling.gumbel import seed_states
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
@@ -28,7 +28,7 @@ ROW = np.dtype(
 )
 """A row's parameters, in the types that tensors are made of.
 
-`top_k`: 0 is off. `seed_state`: see `engine/execution/gumbel.py`. `num_logprobs`: `NO_LOGPROBS` if there are
+`top_k`: 0 is off. `seed_state`: see `engine/execution/sampling/gumbel.py`. `num_logprobs`: `NO_LOGPROBS` if there are
 to be none. `may_be_edited`: it may at some time ask for penalties, bias or masks.
 """
 Rows = npt.NDArray[np.void]

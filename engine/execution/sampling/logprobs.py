@@ -6,8 +6,8 @@ no penalties, no masks and no draws.
 
 import torch
 
-from engine.execution.largest import largest
 from engine.execution.machine.async_copy import sent
+from engine.execution.sampling.top_k import largest
 from engine.outputs import TokenLogprobs
 
 ROWS_AT_ONCE = 64

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.execution.filters import WINDOW, Filters, decide, mass, thresholds_of_sorted
-from engine.execution.gumbel import gumbel_noise, row_keys
-from engine.execution.largest import largest
 from engine.execution.machine.async_copy import sent
-from engine.execution.seat_parameters import Numbers, Rows
+from engine.execution.sampling.filters import WINDOW, Filters, decide, mass, thresholds_of_sorted
+from engine.execution.sampling.gumbel import gumbel_noise, row_keys
+from engine.execution.sampling.slot_params import Numbers, Rows
+from engine.execution.sampling.top_k import largest
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.constraints import FREE, Constraints
-from engine.execution.gumbel import seed_states
-from engine.execution.seat_parameters import NO_LOGPROBS, SeatParameters
+from engine.execution.sampling.gumbel import seed_states
+from engine.execution.sampling.slot_params import NO_LOGPROBS, SeatParameters
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from tests.engine.execution.sampling import ModuloGrammar, row
+from tests.engine.execution.sampling.bench import ModuloGrammar, row
 
 any_params = st.builds(
     SamplingParams,

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.execution.draw import Draws, draw, least_logits, limited_top_k
-from engine.execution.gumbel import draw_keys, gumbel_noise, seed_states
-from engine.execution.largest import first_largest
 from engine.execution.machine.native_build import CannotBuild
 from engine.execution.machine.native_library import NativeLibrary
-from engine.execution.seat_parameters import ROW, Numbers, Rows
+from engine.execution.sampling.draw import Draws, draw, least_logits, limited_top_k
+from engine.execution.sampling.gumbel import draw_keys, gumbel_noise, seed_states
+from engine.execution.sampling.slot_params import ROW, Numbers, Rows
+from engine.execution.sampling.top_k import first_largest
 
 ROOM = 16
 """Tokens that are named for a row; as in `native/contenders.h`."""
@@ -56,7 +56,7 @@ class DrawOperator:
         self._run_team = library.run_team
 
     def first_largest(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `engine.execution.largest.first_largest`, of float32 on a CPU."""
+        """As `engine.execution.sampling.top_k.first_largest`, of float32 on a CPU."""
         rows = rows.contiguous()
         values, places = torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.int64)
         self._first_largest(

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.execution.filters import mass
-from engine.execution.largest import TILE, first_largest, largest
-from tests.engine.execution.sampling import random_logits
+from engine.execution.sampling.filters import mass
+from engine.execution.sampling.top_k import TILE, first_largest, largest
+from tests.engine.execution.sampling.bench import random_logits
 
 widths = st.sampled_from([1, 5, TILE - 1, TILE, TILE + 1, 2 * TILE, 7 * TILE + 13, 12 * TILE])
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from engine.execution.filters import MASS_UNIT, Filters, decide, mass, thresholds_of_sorted
-from tests.engine.execution.sampling import random_logits
+from engine.execution.sampling.filters import MASS_UNIT, Filters, decide, mass, thresholds_of_sorted
+from tests.engine.execution.sampling.bench import random_logits
 
 UNLIKELY, UNLIKELIER = -17.0, -18.0
 """Less than half of what a float32 of the size of 1 can tell apart."""

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.execution import logit_masks
-from engine.execution.edits import LogitEdits
+from engine.execution.sampling import logit_masks
+from engine.execution.sampling.logits_processors import LogitEdits
 from engine.outputs import ScheduledSequence
 from engine.sampling_params import SamplingParams
-from tests.engine.execution.sampling import ModuloGrammar, SetGrammar, random_logits, row
+from tests.engine.execution.sampling.bench import ModuloGrammar, SetGrammar, random_logits, row
 
 VOCAB = 70
 

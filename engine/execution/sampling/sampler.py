@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from engine.constraints import NO_TOKEN_ALLOWED
-from engine.execution.draw import Draws, draw, take
-from engine.execution.draw_operator import UNDECIDED, DrawOperator, ask, row_addresses
-from engine.execution.edits import Edited, LogitEdits
-from engine.execution.largest import first_largest
-from engine.execution.logprobs import token_logprobs
 from engine.execution.machine.async_copy import Drawn, sent
 from engine.execution.machine.device_errors import device_faults
-from engine.execution.seat_parameters import NO_LOGPROBS, Numbers, Rows, SeatParameters
+from engine.execution.sampling.draw import Draws, draw, take
+from engine.execution.sampling.logits_processors import Edited, LogitEdits
+from engine.execution.sampling.logprobs import token_logprobs
+from engine.execution.sampling.native_draw import UNDECIDED, DrawOperator, ask, row_addresses
+from engine.execution.sampling.slot_params import NO_LOGPROBS, Numbers, Rows, SeatParameters
+from engine.execution.sampling.top_k import first_largest
 from engine.outputs import SampledToken, ScheduledSequence, TokenLogprobs
 from engine.sequence import Sequence
 

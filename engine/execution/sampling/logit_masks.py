@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from engine.execution.machine.async_copy import sent
-from engine.execution.penalties import within
+from engine.execution.sampling.penalties import within
 from engine.sequence import Sequence
 from engine.structured_outputs import FIELD
 from engine.text.pattern_automaton import ROOT, PatternAutomaton

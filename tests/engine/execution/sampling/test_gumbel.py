@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from engine.execution.gumbel import gumbel_noise, hash_tokens, uniform_bits
-from tests.engine.execution.sampling import keys_of
+from engine.execution.sampling.gumbel import gumbel_noise, hash_tokens, uniform_bits
+from tests.engine.execution.sampling.bench import keys_of
 
 DRAWS = [(0, 0), (1, 0), (0, 1), (-1, 5), (2**64 - 1, 5), (-(2**63), 2**20), (2**63, 7), (42, 1000)]
 PINNED_KEYS = [0xA706DD2F4D197E6F, 0x5E41AB087439611E, 0x2A98F501AF37E97F]
@@ -95,7 +95,7 @@ def test_noise_rises_with_the_bits_of_its_hash() -> None:
 
 def test_the_ends_of_the_uniform_range_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = torch.tensor([[0, -1]], dtype=torch.int32)
-    monkeypatch.setattr("engine.execution.gumbel.hash_tokens", lambda *_: ends)
+    monkeypatch.setattr("engine.execution.sampling.gumbel.hash_tokens", lambda *_: ends)
     lowest, highest = gumbel_noise(ends, ends)[0].tolist()
     assert lowest == pytest.approx(-math.log(-math.log(2.0**-24)))
     assert highest == pytest.approx(-math.log(-math.log1p(-(2.0**-24))), rel=1e-5)
