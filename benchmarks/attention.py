@@ -28,9 +28,9 @@ from engine.execution.attention.interface import (
     install,
 )
 from engine.execution.attention.probe import record_layers
-from engine.execution.inputs import InputBuilder, StepInputs
 from engine.execution.machine.native_library import load_library
-from engine.execution.model_runner import ModelRunner
+from engine.execution.runner.inputs import InputBuilder, StepInputs
+from engine.execution.runner.model_runner import ModelRunner
 from engine.execution.trial import Backend
 from engine.outputs import ScheduledSequence, SchedulerOutputs
 from engine.sampling_params import SamplingParams

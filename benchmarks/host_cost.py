@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.scheduler import cpu
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.execution.inputs import InputBuilder, StepInputs
+from engine.execution.runner.inputs import InputBuilder, StepInputs
 from engine.execution.tokenizer import Tokenizer
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, TokenLogprobs
 from engine.sampling_params import SamplingParams

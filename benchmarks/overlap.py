@@ -22,7 +22,7 @@ import torch
 from benchmarks.serving.make_model import make_model
 from engine.execution.build import Execution, build_execution
 from engine.execution.machine.async_copy import Drawn
-from engine.execution.model_runner import ModelRunner
+from engine.execution.runner.model_runner import ModelRunner
 from engine.execution.sampling.sampler import Sampler
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
 from engine.sampling_params import SamplingParams

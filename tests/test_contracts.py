@@ -31,8 +31,8 @@ PLANTS = {
         ("engine/offline/progress.py", "import redis"),
     ],
     "execution:": [
-        ("engine/execution/model_runner.py", "import monitoring.engine"),
-        ("engine/execution/model_runner.py", "import redis"),
+        ("engine/execution/runner/model_runner.py", "import monitoring.engine"),
+        ("engine/execution/runner/model_runner.py", "import redis"),
     ],
     "monitoring:": [
         ("monitoring/http.py", "import engine.outputs"),

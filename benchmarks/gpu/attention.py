@@ -21,10 +21,10 @@ from engine.execution.attention.interface import (
     PoolShape,
 )
 from engine.execution.cuda_capture import CudaCapture
-from engine.execution.inputs import InputBuilder, StepInputs
 from engine.execution.machine.native_build import CannotBuild
 from engine.execution.machine.native_library import NativeLibrary, find_library
-from engine.execution.transfers import move_inputs
+from engine.execution.runner.inputs import InputBuilder, StepInputs
+from engine.execution.runner.transfers import move_inputs
 from engine.execution.trial import Backend
 from engine.outputs import ScheduledSequence, SchedulerOutputs
 from engine.sampling_params import SamplingParams

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 
 from engine.execution.attention.interface import DecodeRows
-from engine.execution.inputs import StepInputs
 from engine.execution.machine.async_copy import host_buffer
-from engine.execution.transfers import aligned
+from engine.execution.runner.inputs import StepInputs
+from engine.execution.runner.transfers import aligned
 
 FIELDS = 4
 """Of each row: token, position, slot, length."""

@@ -20,10 +20,10 @@ from engine.config import EngineConfig
 from engine.execution.attention.interface import GraphableBackend
 from engine.execution.decode_buffers import DecodeBuffers, DecodeInputs
 from engine.execution.decode_trial import GraphTrial
-from engine.execution.inputs import StepInputs
 from engine.execution.kv_cache import free_bytes
 from engine.execution.machine.async_copy import sent
-from engine.execution.model_pass import run_model
+from engine.execution.runner.forward import run_model
+from engine.execution.runner.inputs import StepInputs
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.execution.attention.interface import AttentionBackend, AttentionBatch
-from engine.execution.inputs import StepInputs
-from engine.execution.model_pass import run_model
-from engine.execution.transfers import move_inputs
+from engine.execution.runner.forward import run_model
+from engine.execution.runner.inputs import StepInputs
+from engine.execution.runner.transfers import move_inputs
 
 LARGEST_DIFFERENCE = {torch.float32: 1e-3}
 OTHER_DIFFERENCE = 5e-2

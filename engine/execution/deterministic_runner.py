@@ -14,9 +14,9 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from engine.execution.attention.interface import AttentionBackend
-from engine.execution.inputs import InputBuilder, StepInputs, null_inputs
 from engine.execution.machine.device_errors import device_faults
-from engine.execution.model_runner import ModelRunner
+from engine.execution.runner.inputs import InputBuilder, StepInputs, null_inputs
+from engine.execution.runner.model_runner import ModelRunner
 from engine.outputs import ScheduledSequence, SchedulerOutputs
 
 MOST_FILL = 3

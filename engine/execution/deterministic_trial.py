@@ -17,7 +17,7 @@ from engine.errors import UnsupportedModel
 from engine.execution.attention.interface import LayerSpec, PoolShape
 from engine.execution.deterministic_operators import ReductionRecorder, ReductionTrial
 from engine.execution.deterministic_runner import DeterministicRunner
-from engine.execution.inputs import InputBuilder
+from engine.execution.runner.inputs import InputBuilder
 from engine.execution.trial import BackendFactory
 from engine.outputs import ScheduledSequence, SchedulerOutputs
 from engine.sampling_params import SamplingParams

@@ -20,9 +20,7 @@ from engine.execution.deterministic_experts import use_whole_rows
 from engine.execution.deterministic_runner import DeterministicRunner
 from engine.execution.deterministic_trial import agreeing_row_counts
 from engine.execution.host_capture import HostCapture
-from engine.execution.inputs import InputBuilder
 from engine.execution.kv_cache import free_bytes
-from engine.execution.launcher import AheadRunner
 from engine.execution.layers.fused_linears import fuse_linears
 from engine.execution.layers.linear_kernels import Way, linear_ways
 from engine.execution.layers.native_elements import ElementOperators, speed_up_elements, tried_elements
@@ -31,7 +29,9 @@ from engine.execution.layers.quantized_linears import quantize_linears
 from engine.execution.loader import LoadedModel
 from engine.execution.machine.autotune_cache import RememberedChoices
 from engine.execution.machine.native_library import NativeLibrary
-from engine.execution.model_runner import ModelRunner
+from engine.execution.runner.async_runner import AheadRunner
+from engine.execution.runner.inputs import InputBuilder
+from engine.execution.runner.model_runner import ModelRunner
 from engine.execution.trial import Backend, Preparation
 
 PACKED_MEMORY_SHARE = 0.25

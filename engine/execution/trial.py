@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from engine.errors import UnsupportedModel
 from engine.execution.attention.interface import ATTENTION_NAME, AttentionBackend, LayerSpec, PoolShape
 from engine.execution.attention.probe import record_layers
-from engine.execution.inputs import InputBuilder
-from engine.execution.model_runner import ModelRunner
+from engine.execution.runner.inputs import InputBuilder
+from engine.execution.runner.model_runner import ModelRunner
 from engine.outputs import ScheduledSequence, SchedulerOutputs
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence

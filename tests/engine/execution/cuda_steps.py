@@ -27,11 +27,11 @@ from engine.execution.attention.choice import TORCH
 from engine.execution.attention.cuda_choice import cuda_backends
 from engine.execution.attention.probe import record_layers
 from engine.execution.decode_trial import GraphTrial
-from engine.execution.inputs import StepInputs
 from engine.execution.kv_cache import free_bytes
-from engine.execution.launcher import DeviceLauncher
 from engine.execution.loader import LoadedModel
-from engine.execution.model_runner import ModelRunner
+from engine.execution.runner.async_runner import DeviceLauncher
+from engine.execution.runner.inputs import StepInputs
+from engine.execution.runner.model_runner import ModelRunner
 from engine.execution.sampling.logprobs import token_logprobs
 from engine.execution.sampling.sampler import Sampler
 from engine.execution.trial import Backend

@@ -14,8 +14,8 @@ from engine.execution.attention.interface import ATTENTION_NAME, DecodeRows, Lay
 from engine.execution.attention.probe import record_layers
 from engine.execution.attention.torch_backend import TorchAttention, _attend_singles
 from engine.execution.decode_graphs import Capture, make_decode_graphs
-from engine.execution.inputs import InputBuilder
-from engine.execution.model_runner import ModelRunner
+from engine.execution.runner.inputs import InputBuilder
+from engine.execution.runner.model_runner import ModelRunner
 from tests.engine.execution.pools import cpu_shape
 from tests.engine.execution.serving import GREEDY, make_prompts
 

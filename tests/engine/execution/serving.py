@@ -10,8 +10,8 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.execution.attention.interface import ATTENTION_NAME, AttentionBackend, PoolShape, install
 from engine.execution.attention.probe import record_layers
-from engine.execution.inputs import InputBuilder
-from engine.execution.model_runner import ModelRunner
+from engine.execution.runner.inputs import InputBuilder
+from engine.execution.runner.model_runner import ModelRunner
 from engine.execution.sampling.sampler import Sampler
 from engine.outputs import ScheduledSequence
 from engine.sampling_params import SamplingParams

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig
-from engine.execution.inputs import InputBuilder
+from engine.execution.runner.inputs import InputBuilder
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, TokenLogprobs
 from engine.sequence import Sequence
 from tests.engine.fakes import EOS

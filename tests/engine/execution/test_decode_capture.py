@@ -16,7 +16,7 @@ from engine.execution.attention.choice import TORCH
 from engine.execution.attention.interface import AttentionBatch, AttentionStep, DecodeRows
 from engine.execution.decode_graphs import graph_sizes, make_decode_graphs
 from engine.execution.decode_trial import trial_inputs
-from engine.execution.model_runner import ModelRunner
+from engine.execution.runner.model_runner import ModelRunner
 from tests.comparer import reference
 from tests.engine.execution.graphs import (
     CROWDED,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engine.execution.decode_graphs import DecodeGraphs
-from engine.execution.inputs import InputBuilder, StepInputs, null_inputs
-from engine.execution.model_runner import ModelRunner
+from engine.execution.runner.inputs import InputBuilder, StepInputs, null_inputs
+from engine.execution.runner.model_runner import ModelRunner
 from engine.outputs import SchedulerOutputs
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence

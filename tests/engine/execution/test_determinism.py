@@ -21,7 +21,7 @@ from engine.execution.deterministic_attention import DeterministicAttention
 from engine.execution.deterministic_experts import use_whole_rows
 from engine.execution.deterministic_runner import DeterministicRunner, fill_up, next_size, split
 from engine.execution.deterministic_trial import agreeing_row_counts
-from engine.execution.inputs import InputBuilder
+from engine.execution.runner.inputs import InputBuilder
 from engine.execution.sampling.sampler import Sampler
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
 from engine.sampling_params import SamplingParams

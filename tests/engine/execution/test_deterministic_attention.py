@@ -7,7 +7,7 @@ from engine.execution import deterministic_attention
 from engine.execution.attention.interface import AttentionBatch, LayerCall, LayerSpec, install
 from engine.execution.deterministic_attention import DeterministicAttention, query_tiles
 from engine.execution.deterministic_experts import use_whole_rows
-from engine.execution.inputs import InputBuilder
+from engine.execution.runner.inputs import InputBuilder
 from engine.execution.trial import check_agreement
 from engine.outputs import SchedulerOutputs
 from tests.engine.execution.pools import cpu_shape

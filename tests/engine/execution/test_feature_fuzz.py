@@ -14,9 +14,9 @@ import torch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.execution.grammars import LlguidanceBackend
-from engine.execution.launcher import DeviceLauncher
 from engine.execution.machine.async_copy import Drawn
-from engine.execution.model_runner import ModelRunner
+from engine.execution.runner.async_runner import DeviceLauncher
+from engine.execution.runner.model_runner import ModelRunner
 from engine.execution.sampling.sampler import Sampler
 from engine.execution.tokenizer import Tokenizer
 from engine.outputs import (

@@ -16,10 +16,10 @@ from engine.execution.attention.native_backend import NativeAttention
 from engine.execution.attention.probe import record_layers
 from engine.execution.decode_graphs import DecodeGraphs, make_decode_graphs
 from engine.execution.host_capture import CannotCapture, HostCapture
-from engine.execution.inputs import InputBuilder
 from engine.execution.layers.linear_kernels import OneDnn
 from engine.execution.layers.linear_operator import LinearOperator
-from engine.execution.model_runner import ModelRunner
+from engine.execution.runner.inputs import InputBuilder
+from engine.execution.runner.model_runner import ModelRunner
 from tests.comparer import Reference, assert_equal_tokens, reference
 from tests.engine.execution.graphs import CROWDED, HOST_BOUND, PROMPTS, REQUESTS, SIX
 from tests.engine.execution.pools import attention_operator, cpu_shape, native_library

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from engine.execution.launcher import DeviceLauncher
-from engine.execution.model_runner import ModelRunner
+from engine.execution.runner.async_runner import DeviceLauncher
+from engine.execution.runner.model_runner import ModelRunner
 from engine.execution.sampling.sampler import Sampler
 from engine.outputs import SequenceOutput
 from engine.requests.deadlines import ResumedOutput

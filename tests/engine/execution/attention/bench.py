@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from engine.execution.attention.interface import AttentionBackend, LayerCall, LayerSpec
-from engine.execution.inputs import InputBuilder
+from engine.execution.runner.inputs import InputBuilder
 from engine.outputs import SchedulerOutputs
 from engine.sequence import Sequence
 from tests.engine.execution.pools import cpu_shape, poisoned

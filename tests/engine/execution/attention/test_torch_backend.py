@@ -10,7 +10,7 @@ from engine.execution.attention import torch_backend as torch_attention
 from engine.execution.attention.interface import LayerCall, LayerSpec
 from engine.execution.attention.kv_pool import KVPool
 from engine.execution.attention.torch_backend import TorchAttention
-from engine.execution.inputs import InputBuilder
+from engine.execution.runner.inputs import InputBuilder
 from engine.outputs import SchedulerOutputs
 from tests.engine.execution.pools import cpu_shape
 from tests.engine.execution.serving import part, seated

@@ -19,7 +19,7 @@ from engine.execution.attention.interface import (
     install,
 )
 from engine.execution.attention.triton_backend import TritonAttention
-from engine.execution.inputs import InputBuilder, null_inputs
+from engine.execution.runner.inputs import InputBuilder, null_inputs
 from engine.execution.trial import check_agreement
 from engine.outputs import SchedulerOutputs
 from tests.engine.execution.attention.bench import TOLERANCE, Bench, Outputs

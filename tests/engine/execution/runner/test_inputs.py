@@ -3,7 +3,7 @@
 import pytest
 
 from engine.errors import BlockTableOverrun
-from engine.execution.inputs import InputBuilder
+from engine.execution.runner.inputs import InputBuilder
 from engine.outputs import SchedulerOutputs
 from tests.engine.execution.serving import part, seated
 

@@ -6,7 +6,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import DeviceLost
 from engine.execution.attention.interface import AttentionBatch, AttentionStep
-from engine.execution.model_runner import ModelRunner
+from engine.execution.runner.model_runner import ModelRunner
 from engine.execution.sampling.sampler import Sampler
 from engine.outputs import SchedulerOutputs
 from engine.sampling_params import SamplingParams

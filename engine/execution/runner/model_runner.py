@@ -9,11 +9,11 @@ from transformers import PreTrainedModel
 
 from engine.execution.attention.interface import AttentionBackend
 from engine.execution.decode_graphs import DecodeGraphs
-from engine.execution.inputs import InputBuilder, StepInputs, null_inputs
 from engine.execution.machine.device_errors import device_faults
-from engine.execution.model_pass import run_model
-from engine.execution.transfers import move_inputs
-from engine.execution.warm_up import warm_up_inputs
+from engine.execution.runner.forward import run_model
+from engine.execution.runner.inputs import InputBuilder, StepInputs, null_inputs
+from engine.execution.runner.transfers import move_inputs
+from engine.execution.runner.warm_up import warm_up_inputs
 from engine.outputs import SchedulerOutputs
 
 

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.execution.decode_buffers import FIELDS, DecodeBuffers, pack_step
-from engine.execution.inputs import InputBuilder, StepInputs
-from engine.execution.transfers import ALIGNMENT, move, move_inputs, pack, packed_size, unpack
+from engine.execution.runner.inputs import InputBuilder, StepInputs
+from engine.execution.runner.transfers import ALIGNMENT, move, move_inputs, pack, packed_size, unpack
 from engine.outputs import SchedulerOutputs
 from tests.engine.execution.serving import part, seated
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from engine.execution.attention.interface import AttentionBatch, Chunk
-from engine.execution.inputs import StepInputs
+from engine.execution.runner.inputs import StepInputs
 
 LONG_TOKENS = 1024
 """Length of the decode with a long table: its keys are read in several parts."""

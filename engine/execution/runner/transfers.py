@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import torch
 
-from engine.execution.inputs import StepInputs
 from engine.execution.machine.async_copy import host_buffer
+from engine.execution.runner.inputs import StepInputs
 
 ALIGNMENT = 16
 """Integers of 8 bytes. A kernel that is compiled for aligned addresses would be compiled again for others."""

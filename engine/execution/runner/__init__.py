@@ -1,0 +1,1 @@
+"""Runs one forward pass: a decision to tensors, and its logits."""
