@@ -20,7 +20,7 @@ from engine.execution.attention.interface import (
     LayerSpec,
     PoolShape,
 )
-from engine.execution.cuda_capture import CudaCapture
+from engine.execution.graphs.cuda_capture import CudaCapture
 from engine.execution.machine.native_build import CannotBuild
 from engine.execution.machine.native_library import NativeLibrary, find_library
 from engine.execution.runner.inputs import InputBuilder, StepInputs

@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 from engine.config import EngineConfig
 from engine.execution.attention.interface import GraphableBackend, PoolShape
 from engine.execution.attention.kv_pool import KVPool
-from engine.execution.cuda_capture import CudaCapture
-from engine.execution.decode_graphs import Capture, make_decode_graphs
 from engine.execution.deterministic_attention import DeterministicAttention
 from engine.execution.deterministic_experts import use_whole_rows
 from engine.execution.deterministic_runner import DeterministicRunner
 from engine.execution.deterministic_trial import agreeing_row_counts
-from engine.execution.host_capture import HostCapture
+from engine.execution.graphs.cpu_capture import HostCapture
+from engine.execution.graphs.cuda_capture import CudaCapture
+from engine.execution.graphs.decode_graphs import Capture, make_decode_graphs
 from engine.execution.kv_cache import free_bytes
 from engine.execution.layers.fused_linears import fuse_linears
 from engine.execution.layers.linear_kernels import Way, linear_ways

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.execution.attention.interface import AttentionBackend
-from engine.execution.decode_graphs import DecodeGraphs
+from engine.execution.graphs.decode_graphs import DecodeGraphs
 from engine.execution.machine.device_errors import device_faults
 from engine.execution.runner.forward import run_model
 from engine.execution.runner.inputs import InputBuilder, StepInputs, null_inputs

@@ -26,7 +26,7 @@ from engine.execution import numerics
 from engine.execution.attention.choice import TORCH
 from engine.execution.attention.cuda_choice import cuda_backends
 from engine.execution.attention.probe import record_layers
-from engine.execution.decode_trial import GraphTrial
+from engine.execution.graphs.self_check import GraphTrial
 from engine.execution.kv_cache import free_bytes
 from engine.execution.loader import LoadedModel
 from engine.execution.runner.async_runner import DeviceLauncher

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.execution.decode_buffers import FIELDS, DecodeBuffers, pack_step
+from engine.execution.graphs.decode_buffers import FIELDS, DecodeBuffers, pack_step
 from engine.execution.runner.inputs import InputBuilder, StepInputs
 from engine.execution.runner.transfers import ALIGNMENT, move, move_inputs, pack, packed_size, unpack
 from engine.outputs import SchedulerOutputs

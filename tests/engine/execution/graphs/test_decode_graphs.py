@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.execution.decode_graphs import DecodeGraphs
+from engine.execution.graphs.decode_graphs import DecodeGraphs
 from engine.execution.runner.inputs import InputBuilder, StepInputs, null_inputs
 from engine.execution.runner.model_runner import ModelRunner
 from engine.outputs import SchedulerOutputs
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from tests.comparer import assert_equal_tokens, reference
-from tests.engine.execution.graphs import (
+from tests.engine.execution.graphs.bench import (
     CROWDED,
     HOST_BOUND,
     PROMPTS,

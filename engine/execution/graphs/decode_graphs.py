@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.execution.attention.interface import GraphableBackend
-from engine.execution.decode_buffers import DecodeBuffers, DecodeInputs
-from engine.execution.decode_trial import GraphTrial
+from engine.execution.graphs.decode_buffers import DecodeBuffers, DecodeInputs
+from engine.execution.graphs.self_check import GraphTrial
 from engine.execution.kv_cache import free_bytes
 from engine.execution.machine.async_copy import sent
 from engine.execution.runner.forward import run_model

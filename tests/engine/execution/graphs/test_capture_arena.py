@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.execution.capture_memory import CaptureMemory, NoRoom
+from engine.execution.graphs.capture_arena import CaptureMemory, NoRoom
 
 ROOM = 4096
 

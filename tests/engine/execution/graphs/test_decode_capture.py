@@ -14,11 +14,11 @@ from engine.config import EngineConfig
 from engine.execution import numerics
 from engine.execution.attention.choice import TORCH
 from engine.execution.attention.interface import AttentionBatch, AttentionStep, DecodeRows
-from engine.execution.decode_graphs import graph_sizes, make_decode_graphs
-from engine.execution.decode_trial import trial_inputs
+from engine.execution.graphs.decode_graphs import graph_sizes, make_decode_graphs
+from engine.execution.graphs.self_check import trial_inputs
 from engine.execution.runner.model_runner import ModelRunner
 from tests.comparer import reference
-from tests.engine.execution.graphs import (
+from tests.engine.execution.graphs.bench import (
     CROWDED,
     HOST_BOUND,
     PROMPTS,

@@ -14,14 +14,14 @@ from engine.execution import numerics
 from engine.execution.attention.interface import ATTENTION_NAME, PoolShape, install
 from engine.execution.attention.native_backend import NativeAttention
 from engine.execution.attention.probe import record_layers
-from engine.execution.decode_graphs import DecodeGraphs, make_decode_graphs
-from engine.execution.host_capture import CannotCapture, HostCapture
+from engine.execution.graphs.cpu_capture import CannotCapture, HostCapture
+from engine.execution.graphs.decode_graphs import DecodeGraphs, make_decode_graphs
 from engine.execution.layers.linear_kernels import OneDnn
 from engine.execution.layers.linear_operator import LinearOperator
 from engine.execution.runner.inputs import InputBuilder
 from engine.execution.runner.model_runner import ModelRunner
 from tests.comparer import Reference, assert_equal_tokens, reference
-from tests.engine.execution.graphs import CROWDED, HOST_BOUND, PROMPTS, REQUESTS, SIX
+from tests.engine.execution.graphs.bench import CROWDED, HOST_BOUND, PROMPTS, REQUESTS, SIX
 from tests.engine.execution.pools import attention_operator, cpu_shape, native_library
 from tests.engine.execution.serving import serve
 from tests.tiny_models import ARCHITECTURES, make_model
@@ -264,7 +264,7 @@ def test_a_native_operator_without_memory_raises() -> None:
 
 
 def test_the_smallest_come_first_as_long_as_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.execution.host_capture.MOST_BYTES", 8_192)
+    monkeypatch.setattr("engine.execution.graphs.cpu_capture.MOST_BYTES", 8_192)
     capture = HostCapture(None)
     found = []
     with torch.inference_mode():
@@ -278,7 +278,7 @@ def test_the_smallest_come_first_as_long_as_there_is_room(monkeypatch: pytest.Mo
 
 
 def test_few_graphs_are_made_where_there_is_little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.execution.host_capture.MOST_BYTES", 1)
+    monkeypatch.setattr("engine.execution.graphs.cpu_capture.MOST_BYTES", 1)
     runner = captured("llama")
     assert runner.graph_sizes == (1,)
     assert_equal_tokens(serve(runner, CROWDED, REQUESTS).token_ids, expected("llama"))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.execution.capture_memory import CaptureMemory
+from engine.execution.graphs.capture_arena import CaptureMemory
 from engine.execution.machine.native_library import NativeLibrary
 
 MOST_BYTES = 1 << 27

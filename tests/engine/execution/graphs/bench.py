@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.execution.attention.interface import ATTENTION_NAME, DecodeRows, LayerCall, install
 from engine.execution.attention.probe import record_layers
 from engine.execution.attention.torch_backend import TorchAttention, _attend_singles
-from engine.execution.decode_graphs import Capture, make_decode_graphs
+from engine.execution.graphs.decode_graphs import Capture, make_decode_graphs
 from engine.execution.runner.inputs import InputBuilder
 from engine.execution.runner.model_runner import ModelRunner
 from tests.engine.execution.pools import cpu_shape

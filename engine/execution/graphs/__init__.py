@@ -1,0 +1,1 @@
+"""Captures decode steps once and replays them."""
