@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.grammar_cases import BAD, CASES, FEATURES, HOSTILE, Case
 from benchmarks.grammar_libraries import Library, has, installed
-from engine.execution.tokenizer import Tokenizer
+from engine.execution.text.tokenizer import Tokenizer
 
 REPEATS = 3
 CHILD_SECONDS = 20

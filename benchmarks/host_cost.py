@@ -22,7 +22,7 @@ from benchmarks.scheduler import cpu
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.execution.runner.inputs import InputBuilder, StepInputs
-from engine.execution.tokenizer import Tokenizer
+from engine.execution.text.tokenizer import Tokenizer
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.text.detokenizer import REPLACEMENT

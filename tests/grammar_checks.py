@@ -10,8 +10,8 @@ import jsonschema
 import numpy as np
 
 from engine.constraints import Grammar
-from engine.execution.grammars import LlguidanceBackend
-from engine.execution.tokenizer import Tokenizer
+from engine.execution.text.llguidance_backend import LlguidanceBackend
+from engine.execution.text.tokenizer import Tokenizer
 from engine.requests.grammar_compiler import GrammarCompiler
 from engine.structured_outputs import StructuredOutputs
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from engine.execution.grammars import LlguidanceBackend, TokenGrammar
-from engine.execution.tokenizer import Tokenizer
+from engine.execution.text.llguidance_backend import LlguidanceBackend, TokenGrammar
+from engine.execution.text.tokenizer import Tokenizer
 from engine.requests.grammar_compiler import GrammarFactory
 from engine.structured_outputs import StructuredOutputs
 from tests.grammar_checks import allowed_ids, draw

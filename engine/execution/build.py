@@ -19,7 +19,6 @@ from engine.execution.attention.choice import choose_backends
 from engine.execution.attention_self_check import with_checked_attention
 from engine.execution.default_model import DEFAULT_MODEL, default_model
 from engine.execution.generation_defaults import check_choice, describe_defaults, read_defaults
-from engine.execution.grammars import LlguidanceBackend
 from engine.execution.kv_cache import CPU_SHARE, CUDA_SHARE, choose_num_kv_blocks, free_bytes
 from engine.execution.loader import LoadedModel, find_device, load_model
 from engine.execution.machine.native_build import CannotBuild
@@ -30,8 +29,9 @@ from engine.execution.quantization_choice import check_quantization, quantized_f
 from engine.execution.runner.async_runner import AheadRunner, DeviceLauncher
 from engine.execution.sampling.native_draw import choose_draw_operator
 from engine.execution.sampling.sampler import Sampler
-from engine.execution.tokenizer import Tokenizer
-from engine.execution.tokenizer_check import load_tokenizer
+from engine.execution.text.llguidance_backend import LlguidanceBackend
+from engine.execution.text.tokenizer import Tokenizer
+from engine.execution.text.tokenizer_check import load_tokenizer
 from engine.requests.grammar_compiler import GrammarCompiler
 from engine.steps.fault_isolation import Runner
 from engine.steps.pipeline import Launcher

@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.constraints import Grammar
-from engine.execution.grammars import LlguidanceBackend
 from engine.execution.machine.quiet_transformers import quiet_transformers
-from engine.execution.tokenizer import Tokenizer
+from engine.execution.text.llguidance_backend import LlguidanceBackend
+from engine.execution.text.tokenizer import Tokenizer
 from engine.sampling_params import SamplingParams
 from engine.structured_outputs import StructuredOutputs
 from engine.text.detokenizer import Detokenizer

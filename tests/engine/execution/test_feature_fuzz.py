@@ -13,12 +13,12 @@ import torch
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.execution.grammars import LlguidanceBackend
 from engine.execution.machine.async_copy import Drawn
 from engine.execution.runner.async_runner import DeviceLauncher
 from engine.execution.runner.model_runner import ModelRunner
 from engine.execution.sampling.sampler import Sampler
-from engine.execution.tokenizer import Tokenizer
+from engine.execution.text.llguidance_backend import LlguidanceBackend
+from engine.execution.text.tokenizer import Tokenizer
 from engine.outputs import (
     SampledToken,
     ScheduledSequence,

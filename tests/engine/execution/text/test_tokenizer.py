@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 
 from engine.errors import InvalidParameter
-from engine.execution.tokenizer import Tokenizer
+from engine.execution.text.tokenizer import Tokenizer
 from tests.tiny_models import BOS, EOS, IM_END, IM_START, PAD, VOCAB_SIZE, make_tokenizer
 from tests.tiny_tokenizers import make_sentencepiece
 

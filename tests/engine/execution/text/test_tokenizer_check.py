@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from engine.errors import InvalidParameter
-from engine.execution.tokenizer import Tokenizer
-from engine.execution.tokenizer_check import load_tokenizer
+from engine.execution.text.tokenizer import Tokenizer
+from engine.execution.text.tokenizer_check import load_tokenizer
 from tests.tiny_models import VOCAB_SIZE, make_tokenizer
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
-from engine.execution.json_schemas import place_of, rewritten
+from engine.execution.text.json_schemas import place_of, rewritten
 from engine.structured_outputs import StructuredOutputs
 
 # Between two parts of a JSON text. Without a bound, a model can write blank lines until its tokens run out.

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.execution.tokenizer import Tokenizer
+from engine.execution.text.tokenizer import Tokenizer
 from engine.sampling_params import SamplingParams
 from engine.text.detokenizer import Detokenizer, IncrementalDecoder, final_text
 from tests.tiny_models import make_tokenizer

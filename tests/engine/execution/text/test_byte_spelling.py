@@ -10,8 +10,8 @@ from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from engine.execution.spelled_tokens import spelling_of_texts
-from engine.execution.tokenizer import Tokenizer
+from engine.execution.text.byte_spelling import spelling_of_texts
+from engine.execution.text.tokenizer import Tokenizer
 from engine.sampling_params import SamplingParams
 from engine.text.byte_decoder import SpelledDecoder
 from engine.text.detokenizer import Detokenizer, IncrementalDecoder

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from engine.errors import InvalidParameter
-from engine.execution.tokenizer import Tokenizer
+from engine.execution.text.tokenizer import Tokenizer
 from tests.tiny_models import CHAT_TEMPLATE, make_tokenizer
 from tests.tiny_tokenizers import make_metaspace, make_sentencepiece, make_words
 

@@ -11,7 +11,7 @@ Here only the bytes that form no character become U+FFFD, as with byte-level tok
 from collections.abc import Callable, Set
 from typing import Any
 
-from engine.execution.token_bytes import byte_of, spell_byte_level, spelling_of, steps_of
+from engine.execution.text.token_bytes import byte_of, spell_byte_level, spelling_of, steps_of
 from engine.text.byte_decoder import Spelling
 
 NUM_TRIED = 512

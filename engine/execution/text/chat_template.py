@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.errors import InvalidParameter
-from engine.execution.special_texts import Span, SpecialTexts, new_mark
+from engine.execution.text.special_tokens import Span, SpecialTexts, new_mark
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 

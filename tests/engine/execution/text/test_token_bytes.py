@@ -8,8 +8,8 @@ from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from engine.execution.token_bytes import spelling_of
-from engine.execution.tokenizer import Tokenizer
+from engine.execution.text.token_bytes import spelling_of
+from engine.execution.text.tokenizer import Tokenizer
 from tests.tiny_models import EOS, IM_END, VOCAB_SIZE, make_tokenizer
 from tests.tiny_tokenizers import make_sentencepiece
 

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from engine.execution.grammar_trial import TOO_LARGE, Trials
+from engine.execution.text.grammar_sandbox import TOO_LARGE, Trials
 
 GOOD = 'start: "a" | /b+/'
 MANY_PATTERNS = "start: %json " + json.dumps(

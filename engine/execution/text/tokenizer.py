@@ -14,13 +14,13 @@ from transformers import AutoTokenizer
 
 from engine.checkpoint.tokenizer_files import check_tokenizer_files
 from engine.errors import InvalidParameter, NeverFits
-from engine.execution.chat_template import ChatTemplate
 from engine.execution.machine.one_line import one_line
 from engine.execution.machine.quiet_transformers import quiet_transformers
-from engine.execution.special_texts import SelectiveEncoder, Span, SpecialTexts
-from engine.execution.spelled_tokens import spelling_of_texts
-from engine.execution.text_bounds import longest_token_bytes
-from engine.execution.token_bytes import spelling_of
+from engine.execution.text.byte_spelling import spelling_of_texts
+from engine.execution.text.chat_template import ChatTemplate
+from engine.execution.text.special_tokens import SelectiveEncoder, Span, SpecialTexts
+from engine.execution.text.token_bytes import spelling_of
+from engine.execution.text.token_lengths import longest_token_bytes
 from engine.text.byte_decoder import Spelling
 
 MAX_KEPT_CHARACTERS = 2048

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import InvalidParameter
-from engine.execution.grammars import LlguidanceBackend, TokenGrammar
-from engine.execution.tokenizer import Tokenizer
+from engine.execution.text.llguidance_backend import LlguidanceBackend, TokenGrammar
+from engine.execution.text.tokenizer import Tokenizer
 from engine.structured_outputs import StructuredOutputs
 from tests.grammar_checks import allowed_ids, check_text, compiler_of, draw
 from tests.tiny_grammars import BYTE_LEVEL, EOS_IDS, KINDS, PADDED, PERSON, SENTENCEPIECE, Tiny, bytes_to_ids

@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from engine.errors import NeverFits
-from engine.execution.text_bounds import _SHRINKING, longest_token_bytes
-from engine.execution.tokenizer import Tokenizer
+from engine.execution.text.token_lengths import _SHRINKING, longest_token_bytes
+from engine.execution.text.tokenizer import Tokenizer
 from engine.requests.params_resolver import Resolver, prepare_texts
 from engine.sampling_params import SamplingParams
 from tests.tiny_models import VOCAB_SIZE, make_tokenizer

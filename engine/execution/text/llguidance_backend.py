@@ -13,9 +13,9 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
 from engine.errors import InvalidParameter
-from engine.execution.grammar_texts import explain, to_lark
-from engine.execution.grammar_trial import LIMITS, Trials
-from engine.execution.tokenizer import Tokenizer
+from engine.execution.text.grammar_sandbox import LIMITS, Trials
+from engine.execution.text.lark import explain, to_lark
+from engine.execution.text.tokenizer import Tokenizer
 from engine.requests.grammar_compiler import GrammarFactory
 from engine.structured_outputs import FIELD, StructuredOutputs
 

@@ -1,0 +1,1 @@
+"""Wraps the tokenizer, the bytes of tokens and the grammar library."""
