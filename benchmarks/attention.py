@@ -28,10 +28,10 @@ from engine.execution.attention.interface import (
     install,
 )
 from engine.execution.attention.probe import record_layers
+from engine.execution.loading.agreement import Backend
 from engine.execution.machine.native_library import load_library
 from engine.execution.runner.inputs import InputBuilder, StepInputs
 from engine.execution.runner.model_runner import ModelRunner
-from engine.execution.trial import Backend
 from engine.outputs import ScheduledSequence, SchedulerOutputs
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from engine.execution.build import Execution, build_execution
-from engine.execution.default_model import DEFAULT_MODEL
+from engine.execution.loading.default_model import DEFAULT_MODEL
 from engine.sampling_params import SamplingParams
 
 RESULTS = Path(__file__).parent / "results" / "determinism.json"

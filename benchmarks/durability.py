@@ -31,7 +31,7 @@ import torch
 
 from benchmarks.tapped_worker import TappedWorker
 from engine.execution.build import Execution, build_execution
-from engine.execution.default_model import DEFAULT_MODEL
+from engine.execution.loading.default_model import DEFAULT_MODEL
 from tests.tiny_models import save_model
 from tokenmill import embedded_redis
 

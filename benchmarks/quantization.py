@@ -23,8 +23,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.execution.build import Execution, build_execution
-from engine.execution.default_model import default_model
 from engine.execution.layers.quantized_weights import GROUP
+from engine.execution.loading.default_model import default_model
 from engine.outputs import ScheduledSequence, SchedulerOutputs
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence

@@ -21,11 +21,11 @@ from engine.execution.attention.interface import (
     PoolShape,
 )
 from engine.execution.graphs.cuda_capture import CudaCapture
+from engine.execution.loading.agreement import Backend
 from engine.execution.machine.native_build import CannotBuild
 from engine.execution.machine.native_library import NativeLibrary, find_library
 from engine.execution.runner.inputs import InputBuilder, StepInputs
 from engine.execution.runner.transfers import move_inputs
-from engine.execution.trial import Backend
 from engine.outputs import ScheduledSequence, SchedulerOutputs
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence

@@ -21,7 +21,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from benchmarks.serving.shapes import MODELS
-from engine.execution.default_model import default_model
+from engine.execution.loading.default_model import default_model
 
 EMBEDDING_SCALE = 0.02
 ATTENTION_GAIN = 2.0

@@ -17,8 +17,8 @@ from engine.errors import UnsupportedModel
 from engine.execution.attention.interface import LayerSpec, PoolShape
 from engine.execution.deterministic_operators import ReductionRecorder, ReductionTrial
 from engine.execution.deterministic_runner import DeterministicRunner
+from engine.execution.loading.agreement import BackendFactory
 from engine.execution.runner.inputs import InputBuilder
-from engine.execution.trial import BackendFactory
 from engine.outputs import ScheduledSequence, SchedulerOutputs
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence

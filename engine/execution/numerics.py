@@ -20,19 +20,19 @@ from engine.execution.deterministic_trial import agreeing_row_counts
 from engine.execution.graphs.cpu_capture import HostCapture
 from engine.execution.graphs.cuda_capture import CudaCapture
 from engine.execution.graphs.decode_graphs import Capture, make_decode_graphs
-from engine.execution.kv_cache import free_bytes
 from engine.execution.layers.fused_linears import fuse_linears
 from engine.execution.layers.linear_kernels import Way, linear_ways
 from engine.execution.layers.native_elements import ElementOperators, speed_up_elements, tried_elements
 from engine.execution.layers.packed_linears import pack_linears
 from engine.execution.layers.quantized_linears import quantize_linears
-from engine.execution.loader import LoadedModel
+from engine.execution.loading.agreement import Backend, Preparation
+from engine.execution.loading.kv_sizing import free_bytes
+from engine.execution.loading.loader import LoadedModel
 from engine.execution.machine.autotune_cache import RememberedChoices
 from engine.execution.machine.native_library import NativeLibrary
 from engine.execution.runner.async_runner import AheadRunner
 from engine.execution.runner.inputs import InputBuilder
 from engine.execution.runner.model_runner import ModelRunner
-from engine.execution.trial import Backend, Preparation
 
 PACKED_MEMORY_SHARE = 0.25
 """Of the free memory, what packed copies of weights may take."""

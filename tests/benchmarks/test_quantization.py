@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.quantization import TEXT, divergence, load, logits_of, undo_rounding
-from engine.execution.default_model import default_model
+from engine.execution.loading.default_model import default_model
 
 NUM_TOKENS = 256
 """Of the text, whose whole the README's figures are of: they differ from these by a tenth."""

@@ -16,9 +16,9 @@ from engine.execution.attention.native_backend import NativeAttention, bytes_per
 from engine.execution.attention.native_operator import AttentionOperator
 from engine.execution.attention.native_self_check import check_operator
 from engine.execution.attention.torch_backend import TorchAttention
+from engine.execution.loading.agreement import Backend
 from engine.execution.machine.native_build import CannotBuild
 from engine.execution.machine.native_library import NativeLibrary
-from engine.execution.trial import Backend
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from functools import partial
 
 from engine.errors import InvalidParameter
 from engine.execution.attention.kv_pool import KVPool
-from engine.execution.attention_self_check import check_attention
-from engine.execution.trial import Backend
+from engine.execution.loading.agreement import Backend
+from engine.execution.loading.attention_self_check import check_attention
 
 log = logging.getLogger(__name__)
 

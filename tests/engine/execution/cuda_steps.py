@@ -27,14 +27,14 @@ from engine.execution.attention.choice import TORCH
 from engine.execution.attention.cuda_choice import cuda_backends
 from engine.execution.attention.probe import record_layers
 from engine.execution.graphs.self_check import GraphTrial
-from engine.execution.kv_cache import free_bytes
-from engine.execution.loader import LoadedModel
+from engine.execution.loading.agreement import Backend
+from engine.execution.loading.kv_sizing import free_bytes
+from engine.execution.loading.loader import LoadedModel
 from engine.execution.runner.async_runner import DeviceLauncher
 from engine.execution.runner.inputs import StepInputs
 from engine.execution.runner.model_runner import ModelRunner
 from engine.execution.sampling.logprobs import token_logprobs
 from engine.execution.sampling.sampler import Sampler
-from engine.execution.trial import Backend
 from engine.outputs import ScheduledSequence, SchedulerOutputs
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence

@@ -10,9 +10,11 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter
-from engine.execution import build, kv_cache, pool_limits
+from engine.execution import build
 from engine.execution.build import Execution, build_execution, default_limits, model_length
-from engine.execution.pool_limits import PoolMemory
+from engine.execution.loading import kv_sizing as kv_cache
+from engine.execution.loading import pool_limits
+from engine.execution.loading.pool_limits import PoolMemory
 from engine.sampling_params import SamplingParams
 from tests.comparer import assert_equal_tokens, reference
 from tests.tiny_models import EOS, IM_END, VOCAB_SIZE, make_model, save_model

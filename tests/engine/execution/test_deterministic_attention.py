@@ -7,8 +7,8 @@ from engine.execution import deterministic_attention
 from engine.execution.attention.interface import AttentionBatch, LayerCall, LayerSpec, install
 from engine.execution.deterministic_attention import DeterministicAttention, query_tiles
 from engine.execution.deterministic_experts import use_whole_rows
+from engine.execution.loading.agreement import check_agreement
 from engine.execution.runner.inputs import InputBuilder
-from engine.execution.trial import check_agreement
 from engine.outputs import SchedulerOutputs
 from tests.engine.execution.pools import cpu_shape
 from tests.engine.execution.serving import part, seated

@@ -19,9 +19,9 @@ from engine.execution.attention.interface import AttentionBackend
 from engine.execution.attention.native_operator import AttentionOperator, NativeCall
 from engine.execution.attention.native_self_check import check_operator
 from engine.execution.build import build_execution
+from engine.execution.loading.agreement import Backend
 from engine.execution.machine import native_build, native_library
 from engine.execution.machine.native_build import CannotBuild, build, built_library, find_compiler
-from engine.execution.trial import Backend
 from tests.engine.execution.pools import ROOT
 from tests.engine.execution.pools import native_library as compiled
 

@@ -33,7 +33,7 @@ from engine.execution.layers.quantized_weights import (
     quantize_to_int4,
     quantize_to_int8,
 )
-from engine.execution.quantization_choice import check_quantization
+from engine.execution.loading.quantization_options import check_quantization
 from tests.comparer import assert_equal_tokens, reference
 from tests.engine.execution.serving import GREEDY, make_prompts, make_runner, serve
 from tests.tiny_models import ARCHITECTURES, make_model

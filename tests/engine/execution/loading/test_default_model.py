@@ -8,9 +8,9 @@ from threading import Barrier
 import pytest
 
 from engine.errors import InvalidParameter
-from engine.execution import default_model as module
 from engine.execution.build import Execution, build_execution
-from engine.execution.default_model import DEFAULT_MODEL, NAME, convert, default_model, find_gguf
+from engine.execution.loading import default_model as module
+from engine.execution.loading.default_model import DEFAULT_MODEL, NAME, convert, default_model, find_gguf
 from engine.sampling_params import SamplingParams
 
 

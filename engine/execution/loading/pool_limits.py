@@ -8,7 +8,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter
-from engine.execution.kv_cache import known_free_bytes
+from engine.execution.loading.kv_sizing import known_free_bytes
 from engine.execution.machine.device_errors import device_faults
 
 

@@ -15,9 +15,9 @@ from engine.execution.attention.cuda_choice import cuda_backends
 from engine.execution.attention.interface import AttentionBatch, LayerSpec, PoolShape
 from engine.execution.attention.torch_backend import TorchAttention, TorchStep
 from engine.execution.attention.triton_backend import TritonAttention
-from engine.execution.attention_self_check import check_attention, with_checked_attention
-from engine.execution.loader import load_model
-from engine.execution.trial import Backend
+from engine.execution.loading.agreement import Backend
+from engine.execution.loading.attention_self_check import check_attention, with_checked_attention
+from engine.execution.loading.loader import load_model
 
 PLAIN = LayerSpec(4, 2, 32, 32, 0.2)
 ALL = LayerSpec(4, 1, 32, 48, 0.2, sliding_window=300, softcap=20.0, sinks=True)

@@ -8,7 +8,7 @@ import pytest
 
 from engine.errors import InvalidParameter
 from engine.execution.build import build_execution
-from engine.execution.generation_defaults import FIELDS, describe_defaults, read_defaults
+from engine.execution.loading.generation_defaults import FIELDS, describe_defaults, read_defaults
 from engine.offline.llm import LLM
 from engine.sampling_params import SamplingParams
 from tests.tiny_models import save_model

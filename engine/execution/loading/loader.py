@@ -21,14 +21,14 @@ from engine.checkpoint.weights import Weights, check_weights
 from engine.errors import InvalidParameter, UnsupportedModel
 from engine.execution.attention.interface import LayerSpec, install
 from engine.execution.attention.probe import record_layers, refuse_by_config
-from engine.execution.generation_defaults import check_file
-from engine.execution.kv_cache import known_free_bytes
-from engine.execution.loaded_weights import load_weights
+from engine.execution.loading.agreement import Backend, Preparation, check_agreement
+from engine.execution.loading.generation_defaults import check_file
+from engine.execution.loading.kv_sizing import known_free_bytes
+from engine.execution.loading.model_files import find_model, fingerprint
+from engine.execution.loading.weights import load_weights
 from engine.execution.machine.device_errors import device_faults
 from engine.execution.machine.one_line import one_line
 from engine.execution.machine.quiet_transformers import quiet_transformers
-from engine.execution.model_files import find_model, fingerprint
-from engine.execution.trial import Backend, Preparation, check_agreement
 
 log = logging.getLogger(__name__)
 

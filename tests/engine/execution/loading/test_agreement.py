@@ -11,7 +11,7 @@ from engine.execution.attention import torch_backend as torch_attention
 from engine.execution.attention.interface import AttentionBackend, LayerSpec, PoolShape, install
 from engine.execution.attention.probe import record_layers, refuse_by_config
 from engine.execution.attention.torch_backend import TorchAttention
-from engine.execution.trial import check_agreement, shrink
+from engine.execution.loading.agreement import check_agreement, shrink
 from tests.engine.execution.serving import make_runner
 from tests.engine.execution.test_greedy_equality import ALONE, Forgetful
 from tests.tiny_models import ARCHITECTURES, make_config, make_model

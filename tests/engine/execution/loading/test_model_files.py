@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import InvalidParameter
-from engine.execution.model_files import find_model, fingerprint
+from engine.execution.loading.model_files import find_model, fingerprint
 from tests.tiny_models import save_model
 
 

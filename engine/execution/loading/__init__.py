@@ -1,0 +1,1 @@
+"""Finds, loads and checks a model, and sizes its KV pool."""
