@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from engine.config import EngineConfig
 from engine.execution.attention.interface import GraphableBackend, PoolShape
 from engine.execution.attention.kv_pool import KVPool
-from engine.execution.deterministic_attention import DeterministicAttention
-from engine.execution.deterministic_experts import use_whole_rows
-from engine.execution.deterministic_runner import DeterministicRunner
-from engine.execution.deterministic_trial import agreeing_row_counts
+from engine.execution.deterministic.attention import DeterministicAttention
+from engine.execution.deterministic.experts import use_whole_rows
+from engine.execution.deterministic.runner import DeterministicRunner
+from engine.execution.deterministic.self_check import agreeing_row_counts
 from engine.execution.graphs.cpu_capture import HostCapture
 from engine.execution.graphs.cuda_capture import CudaCapture
 from engine.execution.graphs.decode_graphs import Capture, make_decode_graphs

@@ -5,7 +5,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.constraints import Constraints
-from engine.execution.deterministic_runner import DeterministicRunner
+from engine.execution.deterministic.runner import DeterministicRunner
 from engine.execution.runner.async_runner import AheadRunner, DeviceLauncher
 from engine.execution.runner.inputs import InputBuilder
 from engine.execution.sampling.sampler import NON_FINITE, Sampler

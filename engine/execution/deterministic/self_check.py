@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from engine.errors import UnsupportedModel
 from engine.execution.attention.interface import LayerSpec, PoolShape
-from engine.execution.deterministic_operators import ReductionRecorder, ReductionTrial
-from engine.execution.deterministic_runner import DeterministicRunner
+from engine.execution.deterministic.operators import ReductionRecorder, ReductionTrial
+from engine.execution.deterministic.runner import DeterministicRunner
 from engine.execution.loading.agreement import BackendFactory
 from engine.execution.runner.inputs import InputBuilder
 from engine.outputs import ScheduledSequence, SchedulerOutputs

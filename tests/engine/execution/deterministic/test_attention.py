@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from engine.execution import deterministic_attention
 from engine.execution.attention.interface import AttentionBatch, LayerCall, LayerSpec, install
-from engine.execution.deterministic_attention import DeterministicAttention, query_tiles
-from engine.execution.deterministic_experts import use_whole_rows
+from engine.execution.deterministic import attention as deterministic_attention
+from engine.execution.deterministic.attention import DeterministicAttention, query_tiles
+from engine.execution.deterministic.experts import use_whole_rows
 from engine.execution.loading.agreement import check_agreement
 from engine.execution.runner.inputs import InputBuilder
 from engine.outputs import SchedulerOutputs

@@ -17,10 +17,10 @@ from engine.errors import UnsupportedModel
 from engine.execution.attention.interface import ATTENTION_NAME, install
 from engine.execution.attention.probe import record_layers
 from engine.execution.build import build_execution
-from engine.execution.deterministic_attention import DeterministicAttention
-from engine.execution.deterministic_experts import use_whole_rows
-from engine.execution.deterministic_runner import DeterministicRunner, fill_up, next_size, split
-from engine.execution.deterministic_trial import agreeing_row_counts
+from engine.execution.deterministic.attention import DeterministicAttention
+from engine.execution.deterministic.experts import use_whole_rows
+from engine.execution.deterministic.runner import DeterministicRunner, fill_up, next_size, split
+from engine.execution.deterministic.self_check import agreeing_row_counts
 from engine.execution.runner.inputs import InputBuilder
 from engine.execution.sampling.sampler import Sampler
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
