@@ -25,7 +25,7 @@ from engine.execution.loading.pool_limits import PoolMemory, blocks_for, fit_mod
 from engine.execution.loading.quantization_options import check_quantization, quantized_fingerprint
 from engine.execution.machine.native_build import CannotBuild
 from engine.execution.machine.native_library import NativeLibrary, find_library, machine_choices
-from engine.execution.numerics import DETERMINISTIC, plain, quantized
+from engine.execution.plans import DETERMINISTIC, plain, quantized
 from engine.execution.runner.async_runner import AheadRunner, DeviceLauncher
 from engine.execution.sampling.native_draw import choose_draw_operator
 from engine.execution.sampling.sampler import Sampler

@@ -22,7 +22,7 @@ from transformers import LlamaConfig
 
 from engine.config import EngineConfig
 from engine.constraints import Constraints
-from engine.execution import numerics
+from engine.execution import plans as numerics
 from engine.execution.attention.choice import TORCH
 from engine.execution.attention.cuda_choice import cuda_backends
 from engine.execution.attention.probe import record_layers

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.execution import numerics
+from engine.execution import plans as numerics
 from engine.execution.attention.interface import ATTENTION_NAME, PoolShape, install
 from engine.execution.attention.native_backend import NativeAttention
 from engine.execution.attention.probe import record_layers

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
-from engine.execution import numerics
+from engine.execution import plans as numerics
 from engine.execution.attention.choice import TORCH
 from engine.execution.attention.interface import AttentionBatch, AttentionStep, DecodeRows
 from engine.execution.graphs.decode_graphs import graph_sizes, make_decode_graphs

@@ -13,7 +13,7 @@ from torch.nn.functional import gelu, silu
 from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
-from engine.execution import numerics
+from engine.execution import plans as numerics
 from engine.execution.attention.interface import ATTENTION_NAME, install
 from engine.execution.layers.elementwise_operator import Activation, ElementwiseOperator, NormFormula
 from engine.execution.layers.fused_linears import FusedPart, fuse_linears

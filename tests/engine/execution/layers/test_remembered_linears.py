@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.execution import numerics
+from engine.execution import plans as numerics
 from engine.execution.attention.interface import ATTENTION_NAME, install
 from engine.execution.layers import packed_linears
 from engine.execution.layers.linear_kernels import Plain
