@@ -1,6 +1,6 @@
 """`python -m api`: the API as a process, set up by environment variables."""
 
-from worker.protocol.startup_signals import end_on_signals
+from tokenmill.protocol.process.startup_signals import end_on_signals
 
 if __name__ == "__main__":
     # First of all: the imports below take a second.
@@ -11,9 +11,9 @@ import sys
 
 from api.server import CannotListen, serve
 from api.settings import ApiSettings, SettingError
-from worker.protocol.holding import hold_if_asked
-from worker.protocol.temporary import NoTemporaryDirectory, check_temporary_directory
-from worker.protocol.variables import warnings
+from tokenmill.protocol.process.holding import hold_if_asked
+from tokenmill.protocol.process.temporary import NoTemporaryDirectory, check_temporary_directory
+from tokenmill.protocol.process.variables import warnings
 
 EXIT_FAILED = 1
 EXIT_UNUSABLE = 78

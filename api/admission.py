@@ -10,8 +10,8 @@ from api.problems import Problem, bad_field, shown
 from api.request_schemas import TaskBody
 from api.settings import ApiSettings
 from api.webhook_url import is_public, parse_url
-from worker.protocol.model_card import ModelCard
-from worker.protocol.sizes import prompt_logprobs_error, prompt_logprobs_fit
+from tokenmill.protocol.model_card import ModelCard
+from tokenmill.protocol.sizes import prompt_logprobs_error, prompt_logprobs_fit
 
 
 def check_model(body: TaskBody, served: str) -> None:

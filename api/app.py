@@ -28,8 +28,8 @@ from monitoring.queue import QueueCollector
 from monitoring.reaper import ReapFailures
 from monitoring.redis_state import RedisStateMetrics
 from monitoring.webhooks import WebhookMetrics
-from worker.protocol.readers import Readers
-from worker.protocol.store import TaskStore
+from tokenmill.protocol.store.readers import Readers
+from tokenmill.protocol.store.task_store import TaskStore
 
 DOCS_PREFIX = "/docs"
 SPARE_CONNECTIONS = 16

@@ -7,7 +7,7 @@ import redis
 
 from api.redis_clients import connect
 from api.settings import ApiSettings
-from worker.protocol.audit import Audit
+from tokenmill.protocol.store.audit import Audit
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from flask_openapi3.models.security_scheme import SecurityScheme
 
 from api.keyring import Keyring
 from api.problems import Problem
-from worker.protocol.naming import DEFAULT_TENANT
+from tokenmill.protocol.naming import DEFAULT_TENANT
 
 PROTECTED = "/v1/"
 SCHEME_NAME = "apiKey"

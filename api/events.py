@@ -6,7 +6,7 @@ Law: the `id` of a frame is the `seq` of its event, so that a client that reconn
 import json
 from collections.abc import Iterable
 
-from worker.protocol.messages import VERSION, Event, TokenEvent
+from tokenmill.protocol.messages import VERSION, Event, TokenEvent
 
 HEARTBEAT = b": \n\n"
 RETRY = b"retry: 1000\n\n"

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 import redis
 
 from api.hub import Arrived, Hub
+from tokenmill.protocol import keys
+from tokenmill.protocol.messages import Event, FinishedEvent, decode
+from tokenmill.protocol.store.task_store import TaskStore
 from tokenmill.reader import Assembler
-from worker.protocol import keys
-from worker.protocol.messages import Event, FinishedEvent, decode
-from worker.protocol.store import TaskStore
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from api.redis_clients import is_unavailable, why_unavailable
 from api.reply_schemas import PROBLEM_REPLY, Liveness, Readiness, WorkerView
 from api.settings import ApiSettings
 from monitoring.http import expose
-from worker.protocol import server_state
-from worker.protocol.store import TaskStore, WorkerRecord
+from tokenmill.protocol.store import server_state
+from tokenmill.protocol.store.task_store import TaskStore, WorkerRecord
 
 RETRY_SECONDS = 5
 _TAG = Tag(name="Service", description="Health and metrics.")

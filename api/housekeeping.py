@@ -20,8 +20,8 @@ from api.webhook_post import Poster
 from api.webhooks import MAX_AT_ONCE, RENEW_SECONDS, Deliverer
 from monitoring.reaper import ReapFailures
 from monitoring.webhooks import WebhookMetrics
-from worker.protocol.outbox import Outbox
-from worker.protocol.store import TaskStore
+from tokenmill.protocol.store.outbox import Outbox
+from tokenmill.protocol.store.task_store import TaskStore
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import redis
 
-from worker.protocol.outage import OutageLog
+from tokenmill.protocol.process.outage import OutageLog
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import redis
 
 from monitoring.redis_state import RedisStateMetrics
-from worker.protocol import server_state
-from worker.protocol.server_state import Fault
+from tokenmill.protocol.store import server_state
+from tokenmill.protocol.store.server_state import Fault
 
 logger = logging.getLogger(__name__)
 

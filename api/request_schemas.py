@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from api.sampling_schemas import SamplingBody, Strict, TokenId
 from api.webhook_url import MAX_CHARACTERS, parse_url
-from worker.protocol import naming
-from worker.protocol.time_limits import LONGEST_SECONDS
+from tokenmill.protocol import naming
+from tokenmill.protocol.time_limits import LONGEST_SECONDS
 
 INPUTS = ("prompt", "messages", "prompt_token_ids")
 MAX_MESSAGES = 10_000

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from api import webhook_signature
 from api.keyring import NO_KEYS, Keyring, parse_keys
-from worker.protocol import naming, redis_url
+from tokenmill.protocol import naming, redis_url
 
 _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"0", "false", "no", "off"})
@@ -42,7 +42,7 @@ class ApiSettings:
     `webhook_keys`: sign what is sent to webhooks; without any, no task may have one.
     `webhook_allow_private`: they may be addresses of this machine and its networks.
     `keyring`: the API keys; without any, nobody needs one, and all are one tenant.
-    `hold_unusable`: see `worker.protocol.holding`.
+    `hold_unusable`: see `tokenmill.protocol.process.holding`.
     """
 
     redis_url: str = "redis://127.0.0.1:6379/0"

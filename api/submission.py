@@ -19,12 +19,12 @@ from api.problems import Problem, bad_field
 from api.request_schemas import TaskBody
 from api.sampling_schemas import SAMPLING_FIELDS
 from api.settings import ApiSettings
-from worker.protocol import naming, time_limits
-from worker.protocol.messages import JOB_FUNCTION, GenerateRequest
-from worker.protocol.model_card import ModelCard
-from worker.protocol.records import IdempotencyConflict, QueueFull, Submission, Submitted
-from worker.protocol.store import TaskStore
-from worker.protocol.time_limits import TimeLimits
+from tokenmill.protocol import naming, time_limits
+from tokenmill.protocol.messages import JOB_FUNCTION, GenerateRequest
+from tokenmill.protocol.model_card import ModelCard
+from tokenmill.protocol.records import IdempotencyConflict, QueueFull, Submission, Submitted
+from tokenmill.protocol.store.task_store import TaskStore
+from tokenmill.protocol.time_limits import TimeLimits
 
 BYTES_PER_TOKEN = 4
 OUTPUT_GUESS = 256

@@ -15,9 +15,9 @@ from api.reply_schemas import (
     Urls,
     UsageView,
 )
-from worker.protocol.messages import LogEntry
-from worker.protocol.outputs import TaskOutput, members_of, num_tokens_of, outputs_of, prompt_logprobs_of
-from worker.protocol.store import Reading, TaskSnapshot
+from tokenmill.protocol.messages import LogEntry
+from tokenmill.protocol.outputs import TaskOutput, members_of, num_tokens_of, outputs_of, prompt_logprobs_of
+from tokenmill.protocol.store.task_store import Reading, TaskSnapshot
 
 TERMINAL = frozenset({"completed", "failed", "cancelled"})
 

@@ -39,11 +39,11 @@ from api.submission import Submitter
 from api.task_view import TERMINAL, eta_seconds, task_url, view
 from api.visits import Visit
 from monitoring.http import HttpMetrics
-from worker.protocol import naming
-from worker.protocol.messages import Event
-from worker.protocol.readers import Readers
-from worker.protocol.script_errors import LOST_ERROR
-from worker.protocol.store import Reading, TaskSnapshot, TaskStore
+from tokenmill.protocol import naming
+from tokenmill.protocol.messages import Event
+from tokenmill.protocol.store.readers import Readers
+from tokenmill.protocol.store.script_errors import LOST_ERROR
+from tokenmill.protocol.store.task_store import Reading, TaskSnapshot, TaskStore
 
 logger = logging.getLogger(__name__)
 

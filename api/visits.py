@@ -14,8 +14,8 @@ from typing import Any, Self
 import redis
 
 from api.presence import Shutdown, client_is_gone
-from worker.protocol.readers import Readers
-from worker.protocol.store import TaskSnapshot
+from tokenmill.protocol.store.readers import Readers
+from tokenmill.protocol.store.task_store import TaskSnapshot
 
 logger = logging.getLogger(__name__)
 

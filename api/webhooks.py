@@ -21,8 +21,8 @@ from api.task_view import view
 from api.webhook_post import PostFailed
 from api.webhook_url import Target, parse_url
 from monitoring.webhooks import WebhookMetrics
-from worker.protocol.outbox import Outbox, Undelivered
-from worker.protocol.store import Reading, TaskStore
+from tokenmill.protocol.store.outbox import Outbox, Undelivered
+from tokenmill.protocol.store.task_store import Reading, TaskStore
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from typing import Any
 import redis
 
 from benchmarks.durability import redis_server
-from tests.worker.protocol.finished_work import finish_many
-from tests.worker.protocol.tasks import SLUG
-from worker.protocol import keys
-from worker.protocol.store import TaskStore
+from tests.tokenmill.protocol.store.finished_work import finish_many
+from tests.tokenmill.protocol.store.tasks import SLUG
+from tokenmill.protocol import keys
+from tokenmill.protocol.store.task_store import TaskStore
 
 RESULTS = Path(__file__).parent / "results" / "retention.json"
 LONGEST_WAIT_SECONDS = 600.0

@@ -16,15 +16,15 @@ from engine.execution.build import Execution
 from engine.outputs import StepOutput
 from engine.sampling_params import SamplingParams
 from monitoring.worker import WorkerMetrics
+from tokenmill.protocol import naming
+from tokenmill.protocol.messages import TaskError
+from tokenmill.protocol.records import Submission
+from tokenmill.protocol.store.task_store import TaskStore
 from worker.connections import connect
 from worker.inbox import Arrival, Inbox
 from worker.leases import Leases
 from worker.loop import Loop
 from worker.ownership import Holdings, Ownership
-from worker.protocol import naming
-from worker.protocol.messages import TaskError
-from worker.protocol.records import Submission
-from worker.protocol.store import TaskStore
 from worker.publisher import Publisher
 from worker.service import Service
 from worker.settings import Timing

@@ -13,8 +13,8 @@ from prometheus_client.registry import Collector
 from redis import RedisError
 
 from monitoring.families import PREFIX
-from worker.protocol.naming import PRIORITIES
-from worker.protocol.records import QueueStats, WorkerRecord, WorkerState
+from tokenmill.protocol.naming import PRIORITIES
+from tokenmill.protocol.records import QueueStats, WorkerRecord, WorkerState
 
 REASONS = ("stop", "length", "cancelled", "timeout", "error")
 """How a task can end."""

@@ -5,7 +5,7 @@ from prometheus_client import CollectorRegistry
 from monitoring.families import Families
 
 DUTIES = ("leases", "unread", "moved", "overdue", "registries", "strays", "reaper")
-"""Those of `worker/protocol/reaping.py`, and the thread itself."""
+"""Those of `tokenmill/protocol/store/reaping.py`, and the thread itself."""
 
 
 class ReapFailures:

@@ -14,15 +14,15 @@ ROOMS = ["api", "engine", "monitoring", "tokenmill", "worker"]
 # contract's first word(s) -> (file that gets the line, the line)
 PLANTS = {
     "protocol:": [
-        ("worker/protocol/messages.py", "import redis"),
-        ("worker/protocol/keys.py", "import worker.settings"),
-        ("worker/protocol/naming.py", "import rq"),
+        ("tokenmill/protocol/messages.py", "import redis"),
+        ("tokenmill/protocol/keys.py", "import worker.settings"),
+        ("tokenmill/protocol/naming.py", "import rq"),
     ],
     "engine:": [
         ("engine/scheduling/scheduler.py", "import torch"),
         ("engine/engine.py", "import engine.execution.model_runner"),
         ("engine/scheduling/budget.py", "import redis"),
-        ("engine/outputs.py", "import worker.protocol.messages"),
+        ("engine/outputs.py", "import tokenmill.protocol.messages"),
         ("engine/sequence.py", "import prometheus_client"),
         ("engine/offline/runner.py", "import tqdm"),
     ],
@@ -36,11 +36,11 @@ PLANTS = {
     ],
     "monitoring:": [
         ("monitoring/http.py", "import engine.outputs"),
-        ("monitoring/worker.py", "import worker.protocol.keys"),
+        ("monitoring/worker.py", "import tokenmill.protocol.keys"),
     ],
     "monitoring.engine:": [
         ("monitoring/engine.py", "import engine.scheduler"),
-        ("monitoring/engine.py", "import worker.protocol.keys"),
+        ("monitoring/engine.py", "import tokenmill.protocol.keys"),
     ],
     "monitoring.queue:": [("monitoring/queue.py", "import worker.settings")],
     "worker:": [

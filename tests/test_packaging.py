@@ -42,7 +42,7 @@ def test_every_folder_of_python_is_a_package() -> None:
 
 
 def test_the_scripts_of_the_protocol_are_included() -> None:
-    patterns = PROJECT["tool"]["setuptools"]["package-data"]["worker.protocol"]
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]["tokenmill.protocol"]
     folder = ROOT / "worker" / "protocol"
     included = {path for pattern in patterns for path in folder.glob(pattern)}
 

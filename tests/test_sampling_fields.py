@@ -10,10 +10,10 @@ from pydantic import ValidationError
 from api.request_schemas import TaskBody
 from engine.requests.deadlines import LONGEST_SECONDS as ENGINES_LONGEST
 from engine.sampling_params import SamplingParams
+from tokenmill.protocol.messages import GenerateRequest
+from tokenmill.protocol.time_limits import LONGEST_SECONDS, NAMES
 from worker.errors import RequestRefused
 from worker.prompts import to_deadlines, to_sampling_params
-from worker.protocol.messages import GenerateRequest
-from worker.protocol.time_limits import LONGEST_SECONDS, NAMES
 
 NUMBERS = [
     -(2**63) - 1, -(2**63), -1, 0, 1, 2, 10**9, 2**64 - 1, 2**64, 10**400, True, -0.1, 0.0, 1e-9, 0.5, 1.0,

@@ -19,8 +19,8 @@ from http import HTTPStatus
 from typing import Any, TypeVar, cast
 from urllib.parse import quote, urlsplit
 
+from tokenmill.protocol.messages import Event, FinishedEvent, ProtocolError, decode
 from tokenmill.sse import Frame, frames
-from worker.protocol.messages import Event, FinishedEvent, ProtocolError, decode
 
 TERMINAL = frozenset({"completed", "failed", "cancelled"})
 _PASSING_STATUSES = frozenset({429, 502, 503, 504})

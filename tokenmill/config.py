@@ -13,7 +13,8 @@ from enum import Enum
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from worker.protocol import redis_url, variables
+from tokenmill.protocol import redis_url
+from tokenmill.protocol.process import variables
 
 DEFAULT_FILE = "tokenmill.toml"
 

@@ -23,7 +23,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from tokenmill.processes import ChildSpec
-from worker.protocol import redis_url
+from tokenmill.protocol import redis_url
 
 NAME = "redis"
 _STOP_SECONDS = 20.0

@@ -2,7 +2,7 @@
 
 import signal
 
-from worker.protocol.startup_signals import end_on_signals
+from tokenmill.protocol.process.startup_signals import end_on_signals
 
 
 def main() -> None:

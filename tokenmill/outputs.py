@@ -6,7 +6,7 @@ Law: a single text is printed as it is; several are told apart by a line before 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from worker.protocol.messages import Event, FinishedEvent
+from tokenmill.protocol.messages import Event, FinishedEvent
 
 
 def headline(index: int) -> str:

@@ -18,8 +18,8 @@ import redis.asyncio.retry
 import redis.retry
 from redis.backoff import NoBackoff
 
-from worker.protocol import event_log, keys, redis_url
-from worker.protocol.messages import Event, FinishedEvent, decode
+from tokenmill.protocol import event_log, keys, redis_url
+from tokenmill.protocol.messages import Event, FinishedEvent, decode
 
 logger = logging.getLogger(__name__)
 

@@ -21,12 +21,12 @@ from tokenmill.client import Client
 from tokenmill.devices import cuda_devices
 from tokenmill.planned_workers import AUTO, PlannedWorker, description, plan_workers
 from tokenmill.processes import ChildSpec
+from tokenmill.protocol.process.temporary import NoTemporaryDirectory, check_temporary_directory
+from tokenmill.protocol.process.variables import unknown_variables, warnings
+from tokenmill.protocol.redis_url import hide_password
 from tokenmill.signals import StopRequested, StopSignals
 from tokenmill.state import SELF, StateDirectory
 from tokenmill.supervisor import CannotServe, Supervisor, Unusable, take_over
-from worker.protocol.redis_url import hide_password
-from worker.protocol.temporary import NoTemporaryDirectory, check_temporary_directory
-from worker.protocol.variables import unknown_variables, warnings
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000

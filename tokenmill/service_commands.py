@@ -13,11 +13,11 @@ import click
 from tokenmill import config
 from tokenmill.config import Part, Setting
 from tokenmill.console import LinePrinter, colour_wanted
+from tokenmill.protocol.process.startup_signals import held_signals
+from tokenmill.protocol.redis_url import hide_password
 from tokenmill.serve import room_command
 from tokenmill.serve import serve as run_service
 from tokenmill.state import StateDirectory
-from worker.protocol.redis_url import hide_password
-from worker.protocol.startup_signals import held_signals
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _METAVARS = {int: "NUMBER", float: "NUMBER", bool: "true|false", str: "TEXT"}

@@ -13,10 +13,10 @@ import click
 from tokenmill.client import Client
 from tokenmill.config import BY_NAME, ConfigError, Part
 from tokenmill.outputs import Streamed, texts
+from tokenmill.protocol.messages import FinishedEvent
 from tokenmill.request_flags import request_flags, to_body
 from tokenmill.service_commands import resolved, setting_flags, state_of
 from tokenmill.text_streams import note, read_standard_input, show, to_json
-from worker.protocol.messages import FinishedEvent
 
 _json_flag = click.option("--json", "as_json", is_flag=True, help="print the task as JSON")
 

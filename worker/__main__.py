@@ -5,7 +5,7 @@ watchdog ended a hanging process; 70 the engine or a thread failed and what was 
 setting or the model cannot be used, so starting again is of no use; 69 no Redis while it could have loaded.
 """
 
-from worker.protocol.startup_signals import end_on_signals
+from tokenmill.protocol.process.startup_signals import end_on_signals
 
 if __name__ == "__main__":
     # First of all: the imports below take seconds, and loading a model minutes.
@@ -27,6 +27,13 @@ from engine.errors import InvalidParameter, UnsupportedModel
 from monitoring.engine import EngineMetrics
 from monitoring.http import serve_metrics
 from monitoring.worker import WorkerMetrics
+from tokenmill.protocol import naming
+from tokenmill.protocol.model_card import ModelCard
+from tokenmill.protocol.process import variables
+from tokenmill.protocol.process.holding import hold_if_asked
+from tokenmill.protocol.process.outage import OutageLog
+from tokenmill.protocol.process.temporary import NoTemporaryDirectory, check_temporary_directory
+from tokenmill.protocol.store.task_store import TaskStore, WorkerRecord
 from worker.batch_worker import BatchWorker, new_worker_name
 from worker.cache_directory import usable_cache
 from worker.connections import connect
@@ -35,12 +42,6 @@ from worker.errors import SettingsError, unusable
 from worker.importing import uncollected
 from worker.loading import Loading, unusable_machine
 from worker.preparation import ServedModel
-from worker.protocol import naming, variables
-from worker.protocol.holding import hold_if_asked
-from worker.protocol.model_card import ModelCard
-from worker.protocol.outage import OutageLog
-from worker.protocol.store import TaskStore, WorkerRecord
-from worker.protocol.temporary import NoTemporaryDirectory, check_temporary_directory
 from worker.settings import WorkerSettings
 from worker.watching import arm_watchdog
 

@@ -22,13 +22,13 @@ from rq.serializers import JSONSerializer
 from rq.worker import BaseWorker, WorkerStatus
 
 from engine.errors import EngineDead
+from tokenmill.protocol import naming
+from tokenmill.protocol.model_card import ModelCard
+from tokenmill.protocol.records import WorkerState
+from tokenmill.protocol.store.task_store import TaskStore, WorkerRecord
 from worker.crew import Crew, Surroundings
 from worker.loop import SteppingEngine
 from worker.preparation import ServedModel
-from worker.protocol import naming
-from worker.protocol.model_card import ModelCard
-from worker.protocol.records import WorkerState
-from worker.protocol.store import TaskStore, WorkerRecord
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from worker.protocol import redis_url
+from tokenmill.protocol import redis_url
 
 SOCKET_SECONDS = 2.0
 

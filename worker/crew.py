@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from monitoring.worker import WorkerMetrics
+from tokenmill.protocol.claim_order import ClaimOrder
+from tokenmill.protocol.process.outage import OutageLog
+from tokenmill.protocol.store.task_store import TaskStore
 from worker.connections import Connect
 from worker.inbox import Cancel, Discard, Inbox
 from worker.intake import Appetite, Intake
@@ -20,9 +23,6 @@ from worker.listener import Listener
 from worker.loop import Loop, SteppingEngine
 from worker.ownership import Holdings, Ownership
 from worker.preparation import ServedModel
-from worker.protocol.claim_order import ClaimOrder
-from worker.protocol.outage import OutageLog
-from worker.protocol.store import TaskStore
 from worker.publisher import Publisher
 from worker.service import Service
 from worker.settings import Timing

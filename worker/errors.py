@@ -3,7 +3,7 @@
 from engine.constraints import NO_TOKEN_ALLOWED
 from engine.errors import EngineError, InvalidParameter, NeverFits
 from engine.structured_outputs import FIELD as STRUCTURED_OUTPUTS
-from worker.protocol.messages import TaskError
+from tokenmill.protocol.messages import TaskError
 
 INVALID_REQUEST = "invalid_request_error"
 """The type of an error that the client can correct."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from engine.requests.deadlines import NO_DEADLINES, Deadlines, ResumedOutput
 from engine.sampling_params import SamplingParams
+from tokenmill.protocol.naming import DEFAULT_TENANT
+from tokenmill.protocol.sizes import OutputLimit
 from worker.ownership import Ownership
-from worker.protocol.naming import DEFAULT_TENANT
-from worker.protocol.sizes import OutputLimit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ Law: nothing that a job names is imported or called. One function name is known,
 import json
 import zlib
 
+from tokenmill.protocol.messages import JOB_FUNCTION, GenerateRequest, ProtocolError
 from worker.errors import RequestRefused, invalid_request
-from worker.protocol.messages import JOB_FUNCTION, GenerateRequest, ProtocolError
 
 
 def read_job(data: bytes) -> GenerateRequest:

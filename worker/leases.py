@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 import redis
 
 from monitoring.worker import WorkerMetrics
+from tokenmill.protocol.store.task_store import Standing, TaskStore
 from worker.ownership import Holdings, Ownership
-from worker.protocol.store import Standing, TaskStore
 from worker.watching import Pulse
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from typing import Any
 import redis
 from rq.command import PUBSUB_CHANNEL_TEMPLATE
 
+from tokenmill.protocol import keys
+from tokenmill.protocol.store.task_store import TaskStore
 from worker.ownership import Holdings, Ownership
-from worker.protocol import keys
-from worker.protocol.store import TaskStore
 
 logger = logging.getLogger(__name__)
 

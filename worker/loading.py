@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any
 
 from monitoring.worker import WorkerMetrics
+from tokenmill.protocol.store.task_store import TaskStore, WorkerRecord
 from worker.errors import SettingsError
-from worker.protocol.store import TaskStore, WorkerRecord
 from worker.service import Service
 
 logger = logging.getLogger(__name__)

@@ -17,10 +17,10 @@ from engine.errors import InvalidParameter
 from engine.outputs import StepOutput
 from engine.requests.deadlines import NO_DEADLINES, Deadlines, ResumedOutput
 from engine.sampling_params import SamplingParams
+from tokenmill.protocol.messages import TaskError
 from worker.errors import internal_error, invalid_parameter
 from worker.inbox import Arrival, Cancel, Discard, Hush, Inbox, Message, Resume, Try
 from worker.ownership import Holdings, Ownership
-from worker.protocol.messages import TaskError
 from worker.watching import Observers, Pulse
 
 logger = logging.getLogger(__name__)

@@ -15,16 +15,16 @@ from engine.requests.deadlines import Deadlines, ResumedOutput
 from engine.requests.params_resolver import prepare_texts
 from engine.sampling_params import SamplingParams
 from engine.sequence import FinishReason
+from tokenmill.protocol import naming
+from tokenmill.protocol.messages import GenerateRequest, LogEntry
+from tokenmill.protocol.outputs import outputs_of
+from tokenmill.protocol.records import Claimed
+from tokenmill.protocol.sizes import OutputLimit, output_limit, prompt_logprobs_error, prompt_logprobs_fit
 from worker.errors import RequestRefused, invalid_value, server_error
 from worker.inbox import Arrival
 from worker.jobs import read_job
 from worker.ownership import Ownership
 from worker.prompts import Tokenizer, prompt_field, to_deadlines, to_sampling_params, to_token_ids
-from worker.protocol import naming
-from worker.protocol.messages import GenerateRequest, LogEntry
-from worker.protocol.outputs import outputs_of
-from worker.protocol.records import Claimed
-from worker.protocol.sizes import OutputLimit, output_limit, prompt_logprobs_error, prompt_logprobs_fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

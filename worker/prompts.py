@@ -14,8 +14,8 @@ from engine.requests.deadlines import Deadlines
 from engine.sampling_params import SamplingParams
 from engine.structured_outputs import FIELD as STRUCTURED_OUTPUTS
 from engine.structured_outputs import StructuredOutputs
+from tokenmill.protocol.messages import GenerateRequest
 from worker.errors import RequestRefused, invalid_parameter, invalid_value
-from worker.protocol.messages import GenerateRequest
 
 _SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
 _DIGITS = re.compile("0|[1-9][0-9]{0,18}")

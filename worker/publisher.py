@@ -14,9 +14,9 @@ from engine.engine import WaitingSequence
 from engine.outputs import SequenceOutput, StepOutput, WaitingReason
 from engine.sequence import FinishReason
 from monitoring.worker import WorkerMetrics
+from tokenmill.protocol.messages import TaskError
+from tokenmill.protocol.store.task_store import Accepted, Cancelled, Gap, Lost, Outcome, TaskStore, Write
 from worker.ownership import Holdings, Ownership
-from worker.protocol.messages import TaskError
-from worker.protocol.store import Accepted, Cancelled, Gap, Lost, Outcome, TaskStore, Write
 from worker.stream import Stream
 
 IDLE_SECONDS = 0.25

@@ -12,7 +12,7 @@ from typing import Any
 
 import redis
 
-from worker.protocol.outage import OutageLog
+from tokenmill.protocol.process.outage import OutageLog
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tokenmill.protocol import naming, redis_url
 from worker.errors import SettingsError
-from worker.protocol import naming, redis_url
 
 LONGEST_SECONDS = 1e9
 """Thirty years; Redis and timers cannot count much longer."""
@@ -75,7 +75,7 @@ class WorkerSettings:
     `deterministic`: a request's tokens do not depend on what runs beside it, to the last bit.
     `generation_config`: one of `GENERATION_CONFIG`: whether the model's own sampling defaults are followed.
     `load_seconds`: deadline of loading the model. `metrics_port`: 0 takes any free port and logs it.
-    `hold_unusable`: see `worker.protocol.holding`.
+    `hold_unusable`: see `tokenmill.protocol.process.holding`.
     """
 
     model: str = naming.DEFAULT_MODEL

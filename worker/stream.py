@@ -10,12 +10,12 @@ from dataclasses import asdict
 
 from engine.outputs import SequenceOutput
 from engine.sequence import FinishReason
+from tokenmill.protocol.messages import LogEntry, TaskError, Usage
+from tokenmill.protocol.outputs import has_ended, members_of, num_tokens_of, outputs_of, prompt_logprobs_of
+from tokenmill.protocol.store.task_store import Settlement, Write
 from worker.errors import INVALID_REQUEST, engine_error
 from worker.logprobs import LogprobsWriter
 from worker.ownership import Ownership
-from worker.protocol.messages import LogEntry, TaskError, Usage
-from worker.protocol.outputs import has_ended, members_of, num_tokens_of, outputs_of, prompt_logprobs_of
-from worker.protocol.store import Settlement, Write
 
 _WORST_FIRST = tuple(
     reason.value

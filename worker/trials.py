@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
+from tokenmill.protocol.records import Claimed, Standing
 from worker.inbox import Arrival, Hush, Inbox, Resume, Try
 from worker.ownership import Ownership
-from worker.protocol.records import Claimed, Standing
 
 
 class Stage(Enum):

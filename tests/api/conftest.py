@@ -17,10 +17,10 @@ from monitoring.webhooks import OUTCOMES, WebhookMetrics
 from tests.api.delivering import KEY, Clock
 from tests.api.running_server import Server
 from tests.api.webhook_receiver import receiving
-from worker.protocol.messages import LogEntry, TaskError, Usage
-from worker.protocol.model_card import ModelCard
-from worker.protocol.outbox import Outbox
-from worker.protocol.store import Claimed, Settlement, TaskStore, WorkerRecord, Write
+from tokenmill.protocol.messages import LogEntry, TaskError, Usage
+from tokenmill.protocol.model_card import ModelCard
+from tokenmill.protocol.store.outbox import Outbox
+from tokenmill.protocol.store.task_store import Claimed, Settlement, TaskStore, WorkerRecord, Write
 
 CARD = ModelCard(
     model="SmolLM2-135M-Instruct",

@@ -5,7 +5,7 @@ import hashlib
 import hmac
 import json
 
-from worker.protocol import keys
+from tokenmill.protocol import keys
 
 KEY = b"k" * 32
 SECRET = f"whsec_{base64.b64encode(KEY).decode()}"

@@ -11,7 +11,7 @@ from api.json_body import MAX_DEPTH, parse_object
 from api.problems import Problem
 from api.request_schemas import TaskBody
 from api.submission import body_digest, to_request
-from worker.protocol.messages import GenerateRequest
+from tokenmill.protocol.messages import GenerateRequest
 
 # Surrogates included: JSON can spell them.
 TEXT = st.text(st.characters(), max_size=8)

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from worker.protocol import keys
+from tokenmill.protocol import keys
 
 
 def wait_for_end(server, task_id):

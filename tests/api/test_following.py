@@ -8,7 +8,7 @@ import redis
 
 from api.follow import SILENCE_SECONDS, Follower
 from api.hub import Arrived
-from worker.protocol.messages import LogEntry, Usage, decode
+from tokenmill.protocol.messages import LogEntry, Usage, decode
 
 END = LogEntry.of_end("", "stop", usage=Usage(prompt_tokens=1, completion_tokens=2))
 

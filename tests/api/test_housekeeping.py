@@ -12,8 +12,8 @@ from api.redis_clients import connect
 from api.settings import ApiSettings
 from monitoring.reaper import ReapFailures
 from tests.conftest import free_port, start_redis
-from worker.protocol import keys
-from worker.protocol.store import TaskStore
+from tokenmill.protocol import keys
+from tokenmill.protocol.store.task_store import TaskStore
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from api.app import create_app
 from api.settings import ApiSettings
 from tests.conftest import free_port
 from tokenmill.embedded_redis import find_redis_server
-from worker.protocol import keys
-from worker.protocol.naming import new_task_id
-from worker.protocol.store import TaskStore
+from tokenmill.protocol import keys
+from tokenmill.protocol.naming import new_task_id
+from tokenmill.protocol.store.task_store import TaskStore
 
 
 def test_a_task_whose_keys_vanished_is_lost(client, submit, redis_client):

@@ -7,8 +7,8 @@ import pytest
 
 from api.reply_schemas import Task
 from api.settings import ApiSettings
-from worker.protocol import keys, naming
-from worker.protocol.messages import TaskError
+from tokenmill.protocol import keys, naming
+from tokenmill.protocol.messages import TaskError
 
 ERROR = TaskError(type="server_error", code="engine_error", message="it broke", param="prompt")
 

@@ -11,7 +11,7 @@ from api.redis_clients import connect
 from monitoring.redis_state import FAULTS, RedisStateMetrics
 from tests.conftest import free_port
 from tokenmill.embedded_redis import find_redis_server
-from worker.protocol import server_state
+from tokenmill.protocol.store import server_state
 
 
 @pytest.fixture

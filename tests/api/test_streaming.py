@@ -8,9 +8,9 @@ import pytest
 
 from api import events
 from api.settings import ApiSettings
+from tokenmill.protocol.messages import FinishedEvent, LogEntry, TaskError, TokenEvent, Usage, decode
 from tokenmill.sse import Frame
 from tokenmill.sse import frames as parse
-from worker.protocol.messages import FinishedEvent, LogEntry, TaskError, TokenEvent, Usage, decode
 
 
 class Stream:

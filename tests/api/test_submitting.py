@@ -12,8 +12,8 @@ from api.request_schemas import TaskBody
 from api.settings import ApiSettings
 from api.submission import body_digest, estimate_cost, parse_key
 from api.tasks import preferred_wait
-from worker.protocol import naming
-from worker.protocol.messages import JOB_FUNCTION, GenerateRequest
+from tokenmill.protocol import naming
+from tokenmill.protocol.messages import JOB_FUNCTION, GenerateRequest
 
 BODY = {"prompt": "hello", "max_tokens": 4}
 

@@ -7,8 +7,8 @@ import pytest
 from api.presence import Shutdown
 from api.redis_clients import connect
 from api.visits import RENEW_SECONDS, Visit
-from worker.protocol import keys
-from worker.protocol.readers import Readers
+from tokenmill.protocol import keys
+from tokenmill.protocol.store.readers import Readers
 
 
 class Clock:

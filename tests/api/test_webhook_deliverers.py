@@ -15,8 +15,8 @@ from api.webhooks import MAX_AT_ONCE, RENEW_SECONDS, SILENCE_SECONDS
 from tests.api.delivering import SECRET
 from tests.api.webhook_receiver import say
 from tests.live_service import wait_for
-from worker.protocol import keys
-from worker.protocol.outbox import Outbox
+from tokenmill.protocol import keys
+from tokenmill.protocol.store.outbox import Outbox
 
 
 @pytest.fixture

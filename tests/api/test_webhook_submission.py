@@ -5,7 +5,7 @@ import pytest
 from api.settings import ApiSettings
 from api.webhook_signature import parse_secrets
 from tests.api.delivering import SECRET
-from worker.protocol import keys
+from tokenmill.protocol import keys
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from api.webhook_signature import parse_secrets
 from api.webhooks import DELAYS, JITTER, MAX_TRIES
 from tests.api.delivering import SECRET, verified
 from tests.api.webhook_receiver import answer, close
-from worker.protocol import keys
-from worker.protocol.messages import TaskError
+from tokenmill.protocol import keys
+from tokenmill.protocol.messages import TaskError
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from worker.protocol import keys
+from tokenmill.protocol import keys
 
 KEY = b"chaos-chaos-chaos-chaos-chaos-32"
 """What the service signs with."""

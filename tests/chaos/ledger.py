@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tests.chaos.readers import TERMINAL, Reading
-from worker.protocol.messages import Event, FinishedEvent, TokenEvent
+from tokenmill.protocol.messages import Event, FinishedEvent, TokenEvent
 
 Kind = Literal["lost", "doubled", "stuck"]
 REASONS = {"stop": "completed", "length": "completed", "cancelled": "cancelled"}

@@ -11,9 +11,9 @@ from typing import Any
 import redis
 
 from tests.chaos.ledger import Problem, fewer_or_more
-from worker.protocol import keys
-from worker.protocol.messages import TokenEvent
-from worker.protocol.store import TaskStore
+from tokenmill.protocol import keys
+from tokenmill.protocol.messages import TokenEvent
+from tokenmill.protocol.store.task_store import TaskStore
 
 FOR_EVER = re.compile(
     r"tokenmill:(clock|totals|model|shown|workers|ready|rule):?.*|rq:(queues|workers|finished|failed|canceled).*"

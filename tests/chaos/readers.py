@@ -12,9 +12,9 @@ from typing import Any
 import redis
 
 from tests.chaos.calls import AWAY, Caller, GaveUp
+from tokenmill.protocol.messages import FinishedEvent
 from tokenmill.reader import TokenStream
 from tokenmill.sse import frames
-from worker.protocol.messages import FinishedEvent
 
 TERMINAL = frozenset({"completed", "failed", "cancelled"})
 POLL_WAIT_SECONDS = 1

@@ -21,9 +21,9 @@ from tests.chaos.storm import Storm
 from tests.chaos.takeovers import Takeovers
 from tests.chaos.texts import Judge, answers_of, few_enough
 from tests.chaos.traffic import Traffic
-from worker.protocol import naming, rq_keys
-from worker.protocol.messages import FinishedEvent
-from worker.protocol.store import TaskStore
+from tokenmill.protocol import naming, rq_keys
+from tokenmill.protocol.messages import FinishedEvent
+from tokenmill.protocol.store.task_store import TaskStore
 
 START_SECONDS = 180.0
 Say = Callable[[str], None]

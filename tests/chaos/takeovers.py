@@ -9,7 +9,7 @@ from typing import Any
 
 import redis
 
-from worker.protocol import keys
+from tokenmill.protocol import keys
 
 LOOK_SECONDS = 0.1
 

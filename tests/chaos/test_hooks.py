@@ -9,9 +9,9 @@ import redis
 from api import webhook_signature
 from tests.chaos.hooks import KEY, SECRET, Receiver, hasten
 from tests.live_service import http
-from tests.worker.protocol.tasks import claim_one, settle, submission
-from worker.protocol.outbox import Outbox
-from worker.protocol.store import TaskStore
+from tests.tokenmill.protocol.store.tasks import claim_one, settle, submission
+from tokenmill.protocol.store.outbox import Outbox
+from tokenmill.protocol.store.task_store import TaskStore
 
 BODY = {"type": "task.completed", "data": {"id": "t", "status": "completed"}}
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.chaos.ledger import Account, Kind, audit
 from tests.chaos.readers import Reading
-from worker.protocol.messages import Event, FinishedEvent, TokenEvent
+from tokenmill.protocol.messages import Event, FinishedEvent, TokenEvent
 
 LENGTH = 4
 

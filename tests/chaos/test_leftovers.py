@@ -6,9 +6,9 @@ import pytest
 import redis
 
 from tests.chaos import leftovers
-from tests.worker.protocol.tasks import SLUG, claim_one, settle, submit
-from worker.protocol import keys
-from worker.protocol.store import TaskStore
+from tests.tokenmill.protocol.store.tasks import SLUG, claim_one, settle, submit
+from tokenmill.protocol import keys
+from tokenmill.protocol.store.task_store import TaskStore
 
 Plant = Callable[["redis.Redis", str], object]
 

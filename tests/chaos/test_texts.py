@@ -14,7 +14,7 @@ from tests.chaos.errands import EXTRAS, Errand
 from tests.chaos.texts import Answer, Judge, answers_of, few_enough
 from tests.comparer import reference
 from tests.tiny_models import save_model
-from worker.protocol.messages import FinishedEvent, TokenEvent
+from tokenmill.protocol.messages import FinishedEvent, TokenEvent
 
 PROMPT = [30, 41, 52]
 BODY = {"prompt_token_ids": PROMPT, "temperature": 0, "max_tokens": 24, "ignore_eos": True}

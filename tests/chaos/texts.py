@@ -25,7 +25,7 @@ from tests.chaos.draws import Draws
 from tests.chaos.errands import Errand
 from tests.chaos.ledger import Problem
 from tests.tiny_models import EOS, IM_END, VOCAB_SIZE
-from worker.protocol.messages import Event, FinishedEvent, TokenEvent
+from tokenmill.protocol.messages import Event, FinishedEvent, TokenEvent
 
 ENDS = (EOS, IM_END)
 

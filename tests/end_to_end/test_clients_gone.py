@@ -16,7 +16,7 @@ from api.visits import READER_SECONDS, RENEW_SECONDS
 from tests.api.webhook_receiver import receiving
 from tests.live_service import LiveService, http, wait_for
 from tests.tiny_models import save_model
-from worker.protocol import keys
+from tokenmill.protocol import keys
 
 LIMITS = {
     "TOKENMILL_DTYPE": "float32",

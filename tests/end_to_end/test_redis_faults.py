@@ -14,7 +14,7 @@ from tests.conftest import RedisServer, free_port, start_redis
 from tests.end_to_end.test_failover import LIMITS, NUM_TASKS, NUM_TOKENS, followed, greedy, sse_ids
 from tests.live_service import LiveService, Reply, wait_for
 from tests.tiny_models import save_model
-from worker.protocol import keys
+from tokenmill.protocol import keys
 
 NOBODY = ("127.0.0.1", "1")
 

@@ -18,7 +18,7 @@ from tests.end_to_end.test_service import (
 )
 from tests.live_service import LiveService, wait_for
 from tests.tiny_models import save_model
-from worker.protocol import keys
+from tokenmill.protocol import keys
 
 LIMITS = {
     "TOKENMILL_DTYPE": "float32",

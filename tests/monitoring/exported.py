@@ -13,7 +13,7 @@ from monitoring.reaper import ReapFailures
 from monitoring.redis_state import RedisStateMetrics
 from monitoring.webhooks import WebhookMetrics
 from monitoring.worker import WorkerMetrics
-from worker.protocol.records import QueueStats, WorkerRecord
+from tokenmill.protocol.records import QueueStats, WorkerRecord
 
 MODEL = "tiny"
 SLUG = "tiny-abc123"

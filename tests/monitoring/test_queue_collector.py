@@ -11,8 +11,8 @@ from redis.retry import Retry
 from monitoring.http import expose
 from monitoring.queue import QueueCollector
 from tests.monitoring.exported import MODEL, SLUG
-from worker.protocol.records import QueueStats, WorkerRecord, WorkerState
-from worker.protocol.store import TaskStore
+from tokenmill.protocol.records import QueueStats, WorkerRecord, WorkerState
+from tokenmill.protocol.store.task_store import TaskStore
 
 STATS = QueueStats(
     waiting={0: 1, 1: 0, 2: 7, 3: 0, 4: 2},

@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import free_port
 from tests.live_service import LiveService, http, wait_for
 from tests.services.traffic import run_traffic, start_long
-from worker.protocol import naming
+from tokenmill.protocol import naming
 
 pytestmark = pytest.mark.services
 

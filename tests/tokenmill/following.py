@@ -10,10 +10,10 @@ from typing import Any
 import redis
 import redis.asyncio
 
-from tests.worker.protocol.tasks import tokens
+from tests.tokenmill.protocol.store.tasks import tokens
+from tokenmill.protocol import keys
+from tokenmill.protocol.messages import Event
 from tokenmill.reader import AsyncTokenStream, TokenStream
-from worker.protocol import keys
-from worker.protocol.messages import Event
 
 WATCHDOG_SECONDS = 60.0
 

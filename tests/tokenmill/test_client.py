@@ -5,8 +5,8 @@ import pytest
 from tests.tokenmill.fake_service import Answer, FakeService, finished, problem, task, token
 from tokenmill.client import Broken, Client, Refused, Unreachable
 from tokenmill.embedded_redis import free_port
+from tokenmill.protocol.messages import FinishedEvent, TokenEvent
 from tokenmill.sse import Frame, frames
-from worker.protocol.messages import FinishedEvent, TokenEvent
 
 
 class Clock:

@@ -11,7 +11,7 @@ from tests.tokenmill.test_processes import Lines
 from tokenmill import embedded_redis
 from tokenmill.embedded_redis import NoRedisServer, RedisUnavailable
 from tokenmill.processes import Child
-from worker.protocol.redis_url import hide_password
+from tokenmill.protocol.redis_url import hide_password
 
 
 def never_pause(_: float) -> None:

@@ -18,9 +18,9 @@ from tests.tokenmill.hanging_worker import SERVE, ask_for
 from tests.tokenmill.served import Served
 from tests.tokenmill.test_processes import WATCHDOG_SECONDS
 from tokenmill.client import Client
+from tokenmill.protocol import keys
+from tokenmill.protocol.messages import Event, TokenEvent
 from tokenmill.reader import TokenStream
-from worker.protocol import keys
-from worker.protocol.messages import Event, TokenEvent
 
 LEASE_SECONDS = 1.0
 PROMPTS = {number: [5 + number, 6, 7] for number in range(3)}

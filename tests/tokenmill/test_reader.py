@@ -21,13 +21,13 @@ from tests.tokenmill.following import (
     wait_until,
     wait_until_live,
 )
-from tests.worker.protocol.tasks import claim_one, final_write, publish, settle, submit, tokens
+from tests.tokenmill.protocol.store.tasks import claim_one, final_write, publish, settle, submit, tokens
 from tokenmill import embedded_redis
 from tokenmill.processes import Child
+from tokenmill.protocol import keys
+from tokenmill.protocol.messages import Event
+from tokenmill.protocol.store.task_store import Claimed, TaskStore
 from tokenmill.reader import UnknownTask
-from worker.protocol import keys
-from worker.protocol.messages import Event
-from worker.protocol.store import Claimed, TaskStore
 
 NEVER_SECONDS = 3600.0
 """A silence so long that the log is not looked at for its sake."""

@@ -21,9 +21,9 @@ from tests.tokenmill.served import REAL, ROOT, Served
 from tests.tokenmill.test_processes import WATCHDOG_SECONDS
 from tokenmill.cli import MISUSED
 from tokenmill.client import Client
+from tokenmill.protocol import keys
+from tokenmill.protocol.messages import Event
 from tokenmill.reader import TokenStream
-from worker.protocol import keys
-from worker.protocol.messages import Event
 
 #: Without an end of its own, so that it still runs when the worker is halted after its first tokens.
 LONG = {"prompt": "the quick brown fox", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}

@@ -5,13 +5,13 @@ import threading
 import redis
 
 from tests.worker.workshop import new_metrics, served_model
+from tokenmill.protocol.claim_order import ClaimOrder
+from tokenmill.protocol.store.task_store import TaskStore
 from worker.inbox import Arrival, Inbox
 from worker.intake import Appetite, Intake
 from worker.loop import Load
 from worker.ownership import Holdings
 from worker.preparation import ServedModel
-from worker.protocol.claim_order import ClaimOrder
-from worker.protocol.store import TaskStore
 from worker.publisher import Publisher
 from worker.trials import Trials
 

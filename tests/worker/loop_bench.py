@@ -7,10 +7,10 @@ from engine.config import EngineConfig
 from engine.engine import WaitingSequence
 from engine.outputs import SequenceOutput, StepOutput, StepReport, WaitingReason
 from engine.sampling_params import SamplingParams
+from tokenmill.protocol.messages import TaskError
 from worker.inbox import Arrival, Hush, Inbox, Try
 from worker.loop import Loop
 from worker.ownership import Holdings, Ownership
-from worker.protocol.messages import TaskError
 from worker.watching import Observers, Pulse
 
 A, B = Ownership("a", "o1"), Ownership("b", "o2")

@@ -28,10 +28,10 @@ from tests.worker.workshop import (
     until,
     wait_for_length,
 )
+from tokenmill.protocol import keys
+from tokenmill.protocol.naming import DEFAULT_TENANT, queue_name
+from tokenmill.protocol.store.task_store import TaskStore
 from worker.loop import Load
-from worker.protocol import keys
-from worker.protocol.naming import DEFAULT_TENANT, queue_name
-from worker.protocol.store import TaskStore
 
 LONG = {"max_tokens": 190}
 

@@ -11,9 +11,9 @@ import redis
 from tests.conftest import free_port, start_redis
 from tests.worker.running import running
 from tests.worker.workshop import SLUG, ended, submit, tokens_of, undisturbed, until
+from tokenmill.protocol.store.task_store import TaskStore
 from worker import __main__ as process
 from worker.connections import connect
-from worker.protocol.store import TaskStore
 
 
 def rq_workers(url: str) -> str:

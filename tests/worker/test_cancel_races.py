@@ -27,8 +27,8 @@ from tests.worker.workshop import (
     undisturbed,
     until,
 )
-from worker.protocol import keys, rq_keys
-from worker.protocol.store import TaskStore
+from tokenmill.protocol import keys, rq_keys
+from tokenmill.protocol.store.task_store import TaskStore
 
 LENGTH = 6
 PROMPT = tuple(range(1, 41))

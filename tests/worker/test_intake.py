@@ -18,14 +18,14 @@ from tests.worker.workshop import (
     served_model,
     submit,
 )
+from tokenmill.protocol import keys
+from tokenmill.protocol.messages import FinishedEvent, LogEntry
+from tokenmill.protocol.store.task_store import TaskStore
 from worker.inbox import Arrival, Discard
 from worker.intake import Appetite
 from worker.loop import Load
 from worker.ownership import Holdings, Ownership
 from worker.preparation import scoped_salt
-from worker.protocol import keys
-from worker.protocol.messages import FinishedEvent, LogEntry
-from worker.protocol.store import TaskStore
 from worker.stream import Stream
 
 

@@ -26,13 +26,14 @@ from tests.worker.workshop import (
     tokens_of,
     undisturbed,
 )
+from tokenmill.protocol import keys, rq_keys
+from tokenmill.protocol.messages import FinishedEvent
+from tokenmill.protocol.store import scripting
+from tokenmill.protocol.store.task_store import TaskStore
 from worker.batch_worker import BatchWorker
 from worker.connections import connect
 from worker.crew import Surroundings
 from worker.loop import Load
-from worker.protocol import keys, rq_keys, scripting
-from worker.protocol.messages import FinishedEvent
-from worker.protocol.store import TaskStore
 from worker.settings import Timing
 
 LEASE_SECONDS = 10.0

@@ -7,10 +7,10 @@ import pytest
 import redis
 
 from tests.worker.workshop import SLUG, new_metrics, submit
+from tokenmill.protocol import keys
+from tokenmill.protocol.store.task_store import Standing, TaskStore
 from worker.leases import Leases
 from worker.ownership import Holdings, Ownership
-from worker.protocol import keys
-from worker.protocol.store import Standing, TaskStore
 from worker.watching import Pulse
 
 

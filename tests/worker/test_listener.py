@@ -9,11 +9,11 @@ import pytest
 import redis
 
 from tests.worker.workshop import SLUG, submit
+from tokenmill.protocol import keys
+from tokenmill.protocol.store.task_store import TaskStore
 from worker.connections import connect
 from worker.listener import Listener
 from worker.ownership import Holdings, Ownership
-from worker.protocol import keys
-from worker.protocol.store import TaskStore
 
 
 class Ear:

@@ -21,10 +21,10 @@ from tests.worker.workshop import (
     until,
     wait_for_length,
 )
+from tokenmill.protocol import keys
+from tokenmill.protocol.store.task_store import TaskStore
 from worker.batch_worker import BatchWorker
 from worker.loop import Load
-from worker.protocol import keys
-from worker.protocol.store import TaskStore
 
 
 class Ends:

@@ -24,11 +24,11 @@ from tests.worker.workshop import (
     undisturbed,
     until,
 )
+from tokenmill.protocol.model_card import ModelCard
+from tokenmill.protocol.store.task_store import TaskStore
 from worker.batch_worker import BatchWorker
 from worker.connections import connect
 from worker.crew import Surroundings
-from worker.protocol.model_card import ModelCard
-from worker.protocol.store import TaskStore
 
 CARD = ModelCard(
     model=MODEL,

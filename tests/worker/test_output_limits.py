@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.worker.workshop import MODEL, job_data, served_model
+from tokenmill.protocol.messages import GenerateRequest
+from tokenmill.protocol.records import Claimed
+from tokenmill.protocol.sizes import MAX_TOLD, num_told, output_limit
 from worker.errors import RequestRefused
 from worker.preparation import Preparation, ServedModel
-from worker.protocol.messages import GenerateRequest
-from worker.protocol.records import Claimed
-from worker.protocol.sizes import MAX_TOLD, num_told, output_limit
 
 DEFAULTS = {"temperature": 0.6, "top_k": 20, "max_tokens": 50}
 

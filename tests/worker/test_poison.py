@@ -15,8 +15,8 @@ from rq.serializers import JSONSerializer
 
 from tests.worker.deadly_worker import DEADLY, DEADLY_TEXT
 from tests.worker.workshop import end_of, ended, submit, tokens_of, undisturbed, until
-from worker.protocol import keys
-from worker.protocol.script_errors import POISON_ERROR
+from tokenmill.protocol import keys
+from tokenmill.protocol.store.script_errors import POISON_ERROR
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 12

@@ -12,11 +12,11 @@ from engine.engine import WaitingSequence
 from engine.outputs import SequenceOutput, StepOutput, StepReport, WaitingReason
 from engine.sequence import FinishReason
 from tests.worker.workshop import SLUG, ended, log_length, new_metrics, submit, tokens_of
+from tokenmill.protocol import keys
+from tokenmill.protocol.messages import FinishedEvent, LogEntry
+from tokenmill.protocol.store.task_store import Outcome, TaskSnapshot, TaskStore, Write
 from worker.errors import invalid_value
 from worker.ownership import Holdings, Ownership
-from worker.protocol import keys
-from worker.protocol.messages import FinishedEvent, LogEntry
-from worker.protocol.store import Outcome, TaskSnapshot, TaskStore, Write
 from worker.publisher import Publisher
 from worker.stream import Stream
 

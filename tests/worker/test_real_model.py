@@ -16,9 +16,9 @@ from tests.conftest import free_port
 from tests.live_service import wait_for
 from tests.tiny_models import save_model
 from tests.worker.workshop import job_data, log_length, tokens_of
-from worker.protocol import naming
-from worker.protocol.messages import Event, FinishedEvent, GenerateRequest
-from worker.protocol.store import Submission, TaskStore, WorkerRecord
+from tokenmill.protocol import naming
+from tokenmill.protocol.messages import Event, FinishedEvent, GenerateRequest
+from tokenmill.protocol.store.task_store import Submission, TaskStore, WorkerRecord
 
 ROOT = Path(__file__).parents[2]
 LONG = {"max_tokens": 400, "temperature": 0, "ignore_eos": True}

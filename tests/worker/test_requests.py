@@ -26,9 +26,9 @@ from tests.worker.workshop import (
     undisturbed,
     until,
 )
-from worker.protocol import keys
-from worker.protocol.messages import FinishedEvent
-from worker.protocol.store import TaskStore, Write
+from tokenmill.protocol import keys
+from tokenmill.protocol.messages import FinishedEvent
+from tokenmill.protocol.store.task_store import TaskStore, Write
 
 
 def test_requests_end_with_text_and_result(redis_url: str, redis_client: "redis.Redis") -> None:

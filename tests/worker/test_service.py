@@ -10,8 +10,8 @@ import redis
 
 from tests.worker.running import make_worker, running
 from tests.worker.workshop import ended, submit, until
+from tokenmill.protocol.store.task_store import TaskStore
 from worker.connections import connect
-from worker.protocol.store import TaskStore
 from worker.service import Service
 from worker.watching import Pulse
 

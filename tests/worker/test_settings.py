@@ -7,8 +7,8 @@ import pytest
 from engine.config import POLICIES as ENGINES_POLICIES
 from engine.config import EngineConfig
 from engine.execution.attention.choice import ATTENTION as ENGINES_ATTENTION
+from tokenmill.protocol import naming
 from worker.errors import SettingsError
-from worker.protocol import naming
 from worker.settings import (
     ATTENTION,
     LONGEST_PATIENCE_SECONDS,

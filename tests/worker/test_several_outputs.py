@@ -25,10 +25,10 @@ from tests.worker.workshop import (
     undisturbed,
     until,
 )
-from worker.protocol import keys
-from worker.protocol.messages import Event, FinishedEvent, TokenEvent
-from worker.protocol.store import TaskStore
-from worker.protocol.time_limits import timeout_error
+from tokenmill.protocol import keys
+from tokenmill.protocol.messages import Event, FinishedEvent, TokenEvent
+from tokenmill.protocol.store.task_store import TaskStore
+from tokenmill.protocol.time_limits import timeout_error
 
 
 def of_index(events: list[Event], index: int) -> list[Event]:

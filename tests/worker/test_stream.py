@@ -8,12 +8,12 @@ import pytest
 
 from engine.outputs import SequenceOutput, TokenLogprobs
 from engine.sequence import FinishReason
+from tokenmill.protocol.messages import LogEntry
+from tokenmill.protocol.outputs import members_of, outputs_of, prompt_logprobs_of
+from tokenmill.protocol.store.task_store import Settlement
 from worker.errors import invalid_value
 from worker.logprobs import LEAST, LogprobsWriter
 from worker.ownership import Ownership
-from worker.protocol.messages import LogEntry
-from worker.protocol.outputs import members_of, outputs_of, prompt_logprobs_of
-from worker.protocol.store import Settlement
 from worker.stream import Stream
 
 STOP, LENGTH, ERROR, TIMEOUT = (

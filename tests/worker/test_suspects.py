@@ -21,10 +21,10 @@ from tests.worker.workshop import (
     undisturbed,
     until,
 )
+from tokenmill.protocol import keys
+from tokenmill.protocol.store.task_store import TaskStore
 from worker.batch_worker import EXIT_FAILED
 from worker.intake import Intake
-from worker.protocol import keys
-from worker.protocol.store import TaskStore
 from worker.settings import Timing
 
 LENGTH = 6

@@ -9,11 +9,11 @@ import redis
 
 from tests.worker.intake_gate import Gate
 from tests.worker.workshop import die_with_all, ended, submit
+from tokenmill.protocol import keys
+from tokenmill.protocol.records import Standing
+from tokenmill.protocol.store.task_store import Claimed, TaskStore
 from worker.inbox import Arrival, Hush, Inbox, Message, Resume, Try
 from worker.ownership import Ownership
-from worker.protocol import keys
-from worker.protocol.records import Standing
-from worker.protocol.store import Claimed, TaskStore
 from worker.trials import Trials
 
 LENGTH = 6

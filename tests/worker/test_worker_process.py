@@ -26,11 +26,11 @@ from tests.worker.workshop import (
     until,
     wait_for_length,
 )
+from tokenmill.protocol import keys
+from tokenmill.protocol.messages import Event
+from tokenmill.protocol.naming import DEFAULT_TENANT, queue_name
+from tokenmill.protocol.store.task_store import TaskStore
 from tokenmill.reader import TokenStream
-from worker.protocol import keys
-from worker.protocol.messages import Event
-from worker.protocol.naming import DEFAULT_TENANT, queue_name
-from worker.protocol.store import TaskStore
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 12

@@ -20,12 +20,12 @@ from engine.errors import InvalidParameter
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, TokenLogprobs
 from engine.sequence import Sequence as EngineSequence
 from monitoring.worker import WorkerMetrics
+from tokenmill.protocol import keys, naming, time_limits
+from tokenmill.protocol.messages import JOB_FUNCTION, Event, FinishedEvent, GenerateRequest
+from tokenmill.protocol.naming import DEFAULT_TENANT, new_task_id, queue_name
+from tokenmill.protocol.store.task_store import Submission, TaskStore
+from tokenmill.protocol.time_limits import TimeLimits
 from worker.preparation import ServedModel
-from worker.protocol import keys, naming, time_limits
-from worker.protocol.messages import JOB_FUNCTION, Event, FinishedEvent, GenerateRequest
-from worker.protocol.naming import DEFAULT_TENANT, new_task_id, queue_name
-from worker.protocol.store import Submission, TaskStore
-from worker.protocol.time_limits import TimeLimits
 
 MODEL = "fake"
 SLUG = naming.model_slug(MODEL)

@@ -1,0 +1,18 @@
+"""A store on an empty database of a real server, and a task in a worker's hands."""
+
+import pytest
+import redis
+
+from tests.tokenmill.protocol.store.tasks import claim_one, submit
+from tokenmill.protocol.store.task_store import Claimed, TaskStore
+
+
+@pytest.fixture
+def store(redis_client: redis.Redis) -> TaskStore:
+    return TaskStore(redis_client)
+
+
+@pytest.fixture
+def claimed(store: TaskStore, redis_client: redis.Redis) -> Claimed:
+    submit(store, redis_client)
+    return claim_one(store)

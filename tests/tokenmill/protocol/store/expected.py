@@ -1,0 +1,139 @@
+"""A model in plain Python of all tasks of a service: what must have happened to each, and whom deaths count
+against. Beside it what workers believe of the tasks that they claimed.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import redis
+
+from tests.tokenmill.protocol.store.fair_model import FairModel, Waiting
+from tests.tokenmill.protocol.store.tasks import SLUG
+from tokenmill.protocol.naming import queue_name
+from tokenmill.protocol.store.task_store import (
+    Accepted,
+    Cancelled,
+    Claimed,
+    Lost,
+    Standing,
+    TaskStore,
+    Write,
+)
+
+
+@dataclass
+class Expected:
+    """What the model knows of a task."""
+
+    waiting: Waiting
+    num_tokens: int = 0
+    owner: str | None = None
+    lapsed: bool = False
+    reason: str | None = None
+    ended_by: str | None = None
+    cancelled_under: str | None = None
+    claimed_at: int = 0
+    standing: Standing = "untouched"
+    crashes: list[tuple[str, Standing]] = field(default_factory=list)
+
+    @property
+    def is_suspect(self) -> bool:
+        deaths = Counter(standing for _, standing in self.crashes)
+        return bool(deaths["seated"] or deaths["alone"] or deaths["waiting"] >= 3)
+
+    def grow(self, num_tokens: int) -> None:
+        if num_tokens > self.num_tokens:
+            self.num_tokens, self.crashes = num_tokens, []
+
+    def die(self) -> bool:
+        """Its worker has. Gives whether it is to blame, and ends."""
+        assert self.owner is not None
+        if self.standing != "untouched" and self.num_tokens == self.claimed_at:
+            self.crashes.append((self.owner, self.standing))
+        if is_poison := sum(standing == "alone" for _, standing in self.crashes) >= 3:
+            self.reason = "error"
+        return is_poison
+
+    def absolve(self, owner: str) -> None:
+        if self.reason is None:
+            self.crashes = [crash for crash in self.crashes if crash[0] != owner]
+
+    @property
+    def queue(self) -> str:
+        return queue_name(SLUG, self.waiting.priority, self.waiting.tenant)
+
+    @property
+    def cost(self) -> int:
+        return self.waiting.cost
+
+
+@dataclass
+class Holder:
+    """A worker's own view of a task: it may be wrong, and must learn so."""
+
+    claimed: Claimed
+    sent: int = 0
+    lost: bool = field(default=False)
+
+
+class World:
+    """The store that is tried, and the model of it."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self.client = client
+        self.store = TaskStore(client)
+        self.tasks: dict[str, Expected] = {}
+        self.holders: list[Holder] = []
+        self.fair = FairModel()
+        self.records: dict[tuple[str, str], tuple[str, str]] = {}
+
+    def limit_met(self, cost: int, max_tasks: int | None, max_tokens: int | None) -> str | None:
+        num_tasks = len(self.fair.waiting)
+        if max_tasks is not None and num_tasks >= max_tasks:
+            return "tasks"
+        tokens = sum(task.cost for task in self.fair.waiting.values())
+        return "tokens" if max_tokens is not None and num_tasks and tokens + cost > max_tokens else None
+
+    def dies(self, task_id: str) -> bool:
+        """Its worker has. Gives whether it is to blame, and has ended."""
+        task = self.tasks[task_id]
+        if is_poison := task.die():
+            self.let_go(task, num_served=task.num_tokens)
+            task.owner = None
+        return is_poison
+
+    def put_back(self, task_id: str) -> None:
+        task = self.tasks[task_id]
+        self.let_go(task, num_served=0)
+        self.fair.enter(task_id, task.waiting)
+        task.owner = None
+
+    def let_go(self, task: Expected, num_served: int) -> None:
+        self.fair.charge(task.waiting.tenant, num_served - task.cost)
+
+    def waiting(self) -> set[str]:
+        return {name for name, task in self.tasks.items() if task.reason is None and task.owner is None}
+
+    def owns(self, holder: Holder) -> bool:
+        return self.tasks[holder.claimed.task_id].owner == holder.claimed.owner
+
+    def write(self, holder: Holder, first: int, entries: tuple) -> Write:
+        claimed = holder.claimed
+        return Write(task_id=claimed.task_id, owner=claimed.owner, first_seq=first, entries=entries)
+
+    def check(self, holder: Holder, outcome: object) -> None:
+        """The owner is never refused; another is, unless it says what its own settlement has stored."""
+        if self.owns(holder):
+            assert outcome == Accepted()
+        elif self.tasks[holder.claimed.task_id].ended_by != holder.claimed.owner:
+            assert outcome == self.refusal(holder)
+
+    def hear(self, holder: Holder, outcome: object) -> None:
+        """One that is refused has spoken: it is not dead."""
+        if outcome == Lost():
+            self.tasks[holder.claimed.task_id].absolve(holder.claimed.owner)
+
+    def refusal(self, holder: Holder) -> Lost | Cancelled:
+        """What one who does not own the task is told."""
+        owner = self.tasks[holder.claimed.task_id].cancelled_under
+        return Cancelled() if owner == holder.claimed.owner else Lost()

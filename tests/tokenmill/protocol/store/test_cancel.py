@@ -1,0 +1,158 @@
+"""Cancel ends exactly the named task, in every state, once."""
+
+import json
+
+import redis
+from rq import Queue
+from rq.job import JobStatus
+from rq.registry import CanceledJobRegistry, StartedJobRegistry
+
+from tests.tokenmill.protocol.store.tasks import (
+    SLUG,
+    claim,
+    claim_one,
+    fetch,
+    log_of,
+    owned,
+    publish,
+    settle,
+    submission,
+    submit,
+    unchanged,
+)
+from tokenmill.protocol import keys
+from tokenmill.protocol.messages import FinishedEvent, LogEntry, Usage
+from tokenmill.protocol.store.task_store import Cancelled, Lost, Renewed, TaskStore, Write
+
+
+def the_end(store: TaskStore, task_id: str) -> FinishedEvent:
+    end = store.read_log(task_id)[-1]
+    assert isinstance(end, FinishedEvent)
+    assert end.done
+    return end
+
+
+def test_an_unknown_task_is_none(store: TaskStore, redis_client: redis.Redis) -> None:
+    for task_id in ("0" * 32, "", "a:b", "*"):
+        assert unchanged(redis_client, lambda task_id=task_id: store.cancel(task_id)) is None
+
+
+def test_a_waiting_task_leaves_its_queue(store: TaskStore, redis_client: redis.Redis) -> None:
+    first, given, last = (submission(redis_client, cost=cost) for cost in (1, 2, 4))
+    for one in (first, given, last):
+        store.submit(one)
+    assert store.cancel(given.task_id) == "cancelled"
+    assert Queue(given.queue, connection=redis_client).job_ids == [first.task_id, last.task_id]
+    assert store.queue_stats(SLUG).waiting_cost == 5
+    job = fetch(redis_client, given.task_id)
+    assert job.get_status() is JobStatus.CANCELED
+    assert CanceledJobRegistry(given.queue, connection=redis_client).get_job_ids() == [given.task_id]
+    assert the_end(store, given.task_id).usage == Usage(prompt_tokens=0, completion_tokens=0).to_json()
+    assert [claimed.task_id for claimed in claim(store)] == [first.task_id, last.task_id]
+
+
+def test_a_running_task_is_taken_from_its_owner(store: TaskStore, redis_client: redis.Redis) -> None:
+    task_id = submit(store, redis_client)
+    claimed = claim_one(store)
+    publish(store, claimed, 0, 3, prompt_tokens="7", cached_tokens="4", scheduled="1")
+    with redis_client.pubsub() as pubsub:
+        pubsub.subscribe(keys.CONTROL)
+        assert pubsub.get_message(timeout=60)["type"] == "subscribe"
+        assert store.cancel(task_id) == "cancelled"
+        assert json.loads(pubsub.get_message(timeout=60)["data"]) == {"cancel": task_id}
+    assert unchanged(redis_client, lambda: publish(store, claimed, 3, 1)) == Cancelled()
+    assert unchanged(redis_client, lambda: settle(store, claimed, 3)) == Cancelled()
+    # Also what is stored already is not told to be accepted: the owner must learn of it.
+    assert unchanged(redis_client, lambda: publish(store, claimed, 0, 3)) == Cancelled()
+    assert store.renew(owned([claimed]), 60) == Renewed(cancelled=frozenset({task_id}))
+    assert store.hand_back(owned([claimed])) == 0
+    assert StartedJobRegistry(claimed.queue, connection=redis_client).count == 0
+    usage = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4)
+    assert the_end(store, task_id).usage == usage.to_json()
+
+
+def test_only_the_owner_at_the_end_is_told_of_the_cancel(store: TaskStore, redis_client: redis.Redis) -> None:
+    """vllm#31503: two that counted one cancel would be as wrong as none."""
+    task_id = submit(store, redis_client)
+    old = claim_one(store, lease_seconds=-1)
+    store.reap(SLUG, max_task_seconds=3600)
+    new = claim_one(store)
+    store.cancel(task_id)
+    assert (publish(store, old, 0, 1), publish(store, new, 0, 1)) == (Lost(), Cancelled())
+    assert store.renew(owned([old]), 60) == Renewed(lost=frozenset({task_id}))
+
+
+def test_a_task_that_was_cancelled_between_attempts_was_lost(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
+    task_id = submit(store, redis_client)
+    old = claim_one(store, lease_seconds=-1)
+    store.reap(SLUG, max_task_seconds=3600)
+    store.cancel(task_id)
+    assert publish(store, old, 0, 1) == Lost()
+
+
+def test_the_message_is_the_one_that_a_worker_would_write(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
+    """Byte for byte, though a script has built it."""
+    task_id = submit(store, redis_client)
+    publish(store, claim_one(store), 0, 2, prompt_tokens="7")
+    with redis_client.pubsub() as pubsub:
+        pubsub.subscribe(keys.channel(task_id))
+        assert pubsub.get_message(timeout=60)["type"] == "subscribe"
+        store.cancel(task_id)
+        heard = pubsub.get_message(timeout=60)["data"]
+    entry = LogEntry.of_end("", "cancelled", usage=Usage(prompt_tokens=7, completion_tokens=2))
+    assert heard == entry.to_message(task_id, 2).encode()
+    assert log_of(store, task_id)[2] == entry
+
+
+def test_twice_is_once(store: TaskStore, redis_client: redis.Redis) -> None:
+    for claims in (False, True):
+        task_id = submit(store, redis_client)
+        if claims:
+            claim_one(store)
+        store.cancel(task_id)
+        assert unchanged(redis_client, lambda task_id=task_id: store.cancel(task_id)) == "cancelled"
+        assert len(store.read_log(task_id)) == 1
+
+
+def test_after_the_end_the_end_is_told(store: TaskStore, redis_client: redis.Redis) -> None:
+    for reason, status in (("stop", "completed"), ("error", "failed")):
+        task_id = submit(store, redis_client)
+        settle(store, claim_one(store), 0, 2, reason=reason)
+        assert unchanged(redis_client, lambda task_id=task_id: store.cancel(task_id)) == status
+
+
+def test_between_attempts(store: TaskStore, redis_client: redis.Redis) -> None:
+    """A task that came back into its queue with a part of its text."""
+    task_id = submit(store, redis_client)
+    claimed = claim_one(store, lease_seconds=-1)
+    publish(store, claimed, 0, 2, prompt_tokens="7")
+    store.reap(SLUG, max_task_seconds=3600)
+    assert store.cancel(task_id) == "cancelled"
+    assert the_end(store, task_id).usage == Usage(prompt_tokens=7, completion_tokens=2).to_json()
+    assert claim(store) == []
+
+
+def test_usage_counts_tokens_not_messages(store: TaskStore, redis_client: redis.Redis) -> None:
+    """One output of two has ended: its end is a message and no token."""
+    task_id = submit(store, redis_client, num_outputs=2)
+    claimed = claim_one(store)
+    publish(store, claimed, 0, 2)
+    end = LogEntry.of_end("", "stop", index=1, done=False)
+    store.publish([Write(task_id=task_id, owner=claimed.owner, first_seq=2, entries=(end,))])
+    store.cancel(task_id)
+    usage = the_end(store, task_id).usage
+    assert usage is not None
+    assert usage["completion_tokens"] == 2
+
+
+def test_what_was_cancelled_expires(redis_client: redis.Redis) -> None:
+    """RQ keeps a cancelled job for ever."""
+    store = TaskStore(redis_client, retention_seconds=1000)
+    task_id = submit(store, redis_client)
+    store.cancel(task_id)
+    for key in (keys.run(task_id), keys.log(task_id), f"rq:job:{task_id}"):
+        assert 990_000 < redis_client.pttl(key) <= 1_000_000

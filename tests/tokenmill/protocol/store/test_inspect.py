@@ -1,0 +1,243 @@
+"""What is told of a task and of the queues: positions, costs and rates that follow from the claims."""
+
+import random
+
+import pytest
+import redis
+
+from api.task_view import eta_seconds
+from tests.tokenmill.protocol.store.passing_time import accept_earlier, let_pass
+from tests.tokenmill.protocol.store.tasks import (
+    SLUG,
+    claim,
+    claim_one,
+    dump,
+    owned,
+    publish,
+    reap,
+    settle,
+    submission,
+    submit,
+    unchanged,
+)
+from tokenmill.protocol import keys
+from tokenmill.protocol.store.task_store import TaskSnapshot, TaskStore, WorkerRecord
+
+
+def inspect(store: TaskStore, task_id: str) -> TaskSnapshot:
+    snapshot = store.inspect(task_id)
+    assert snapshot is not None
+    return snapshot
+
+
+def put_ready(store: TaskStore) -> None:
+    record = WorkerRecord(name="w", model="m", slug=SLUG, state="ready", started_at=0.0)
+    store.put_worker(record, ttl_seconds=60)
+
+
+def test_an_unknown_task_is_none(store: TaskStore, redis_client: redis.Redis) -> None:
+    assert unchanged(redis_client, lambda: store.inspect("0" * 32)) is None
+    assert store.read_log("0" * 32) == []
+
+
+def test_looking_changes_nothing(store: TaskStore, redis_client: redis.Redis) -> None:
+    ids = [submit(store, redis_client) for _ in range(2)]
+    publish(store, claim_one(store), 0, 2)
+    before = dump(redis_client)
+    for task_id in ids:
+        store.inspect(task_id)
+    store.queue_stats(SLUG)
+    store.workers()
+    assert dump(redis_client) == before
+
+
+def test_position_and_tokens_are_those_of_the_claim_order(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
+    """Over the classes of one tenant: what is told must be what then happens."""
+    chance = random.Random(5)
+    costs = {}
+    for age in range(400, 0, -10):
+        cost, priority = chance.randrange(1, 100), chance.randrange(5)
+        task_id = submit(store, redis_client, priority=priority, tenant="a", cost=cost)
+        accept_earlier(redis_client, task_id, age)
+        costs[task_id] = cost
+    for claimed in claim(store, 7):
+        del costs[claimed.task_id]
+    told = {task_id: inspect(store, task_id) for task_id in costs}
+    tokens_ahead = 0
+    for position, claimed in enumerate(claim(store)):
+        snapshot = told[claimed.task_id]
+        assert (snapshot.position, snapshot.tokens_ahead) == (position, tokens_ahead)
+        tokens_ahead += costs[claimed.task_id]
+
+
+def test_one_cancelled_in_the_middle_leaves_no_tokens(store: TaskStore, redis_client: redis.Redis) -> None:
+    first, middle, third, last = (submit(store, redis_client, cost=cost) for cost in (1, 10, 100, 1000))
+    store.cancel(middle)
+    assert (inspect(store, third).position, inspect(store, third).tokens_ahead) == (1, 1)
+    assert inspect(store, last).tokens_ahead == 101
+    claim_one(store)
+    assert inspect(store, third).tokens_ahead == 0
+    assert inspect(store, last).tokens_ahead == 100
+    assert inspect(store, first).claimed
+
+
+def test_a_head_that_has_aged_counts_as_what_it_goes_before(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
+    urgent = submit(store, redis_client, priority=1, cost=7)
+    old = submit(store, redis_client, priority=4, cost=9)
+    assert inspect(store, old).position == 1
+    accept_earlier(redis_client, old, 300)
+    assert (inspect(store, old).position, inspect(store, urgent).position) == (0, 1)
+    assert inspect(store, urgent).tokens_ahead == 9
+
+
+def test_why_it_waits(store: TaskStore, redis_client: redis.Redis) -> None:
+    first, second = submit(store, redis_client), submit(store, redis_client)
+    assert inspect(store, first).waiting_for == "worker"
+    put_ready(store)
+    assert inspect(store, first).num_ready_workers == 1
+    assert inspect(store, first).waiting_for == "capacity"
+    assert inspect(store, second).waiting_for == "behind"
+    claimed = claim_one(store)
+    at_worker = inspect(store, first)
+    assert (at_worker.waiting_for, at_worker.position, at_worker.tokens_ahead) == ("capacity", 0, 0)
+    publish(store, claimed, 0, 0, waiting_for="token_budget", position="0")
+    assert (inspect(store, first).waiting_for, inspect(store, first).position) == ("token_budget", 0)
+
+
+def test_a_task_that_came_back_is_told_by_rank(store: TaskStore, redis_client: redis.Redis) -> None:
+    task_id = submit(store, redis_client)
+    claimed = claim_one(store)
+    publish(store, claimed, 0, 1, scheduled="1")
+    publish(store, claimed, 1, 0, waiting_for="kv_blocks", position="5")
+    store.hand_back(owned([claimed]))
+    snapshot = inspect(store, task_id)
+    assert (snapshot.position, snapshot.waiting_for, snapshot.claimed) == (0, "worker", False)
+    # It has begun, and a status never goes back.
+    assert snapshot.status == "in_progress"
+    assert snapshot.num_entries == 1
+
+
+def rate(store: TaskStore) -> float | None:
+    return store.queue_stats(SLUG).drain_rate
+
+
+def test_the_rate_is_measured_while_tasks_wait(store: TaskStore, redis_client: redis.Redis) -> None:
+    for _ in range(6):
+        submit(store, redis_client, cost=100)
+    first, second = claim(store, 2)
+    assert rate(store) is None
+    let_pass(redis_client, 10)
+    settle(store, first, 0, 3)
+    # Less has ended than is under way.
+    assert rate(store) is None
+    let_pass(redis_client, 10)
+    settle(store, second, 0, 3)
+    # 200 tokens in 20 seconds; what was measured earlier counts less.
+    assert rate(store) == pytest.approx(10, rel=0.2)
+
+
+def test_idle_time_does_not_count(store: TaskStore, redis_client: redis.Redis) -> None:
+    for _ in range(3):
+        submit(store, redis_client, cost=100)
+    claimed = claim_one(store)
+    let_pass(redis_client, 10)
+    settle(store, claimed, 0, 3)
+    known = rate(store)
+    assert known == pytest.approx(10, rel=0.1)
+    for one in claim(store):
+        settle(store, one, 0, 3)
+    assert claim(store) == []
+    let_pass(redis_client, 36_000)
+    last = [submit(store, redis_client, cost=100) for _ in range(5)][-1]
+    claimed = claim_one(store)
+    assert rate(store) == pytest.approx(20, rel=1.1)
+    let_pass(redis_client, 10)
+    settle(store, claimed, 0, 3)
+    put_ready(store)
+    eta = eta_seconds(inspect(store, last))
+    assert eta is not None
+    assert eta < 60
+
+
+def test_a_worker_that_serves_all_at_once_says_nothing(store: TaskStore, redis_client: redis.Redis) -> None:
+    """One small task alone says nothing of what a full worker gets done."""
+    submit(store, redis_client, cost=40)
+    claimed = claim_one(store)
+    let_pass(redis_client, 50)
+    settle(store, claimed, 0, 3)
+    submit(store, redis_client, cost=40)
+    assert rate(store) is None
+
+
+def test_time_without_workers_does_not_count(store: TaskStore, redis_client: redis.Redis) -> None:
+    for _ in range(4):
+        submit(store, redis_client, cost=100)
+    claimed = claim_one(store)
+    let_pass(redis_client, 10)
+    settle(store, claimed, 0, 3)
+    claim_one(store, lease_seconds=-1)
+    let_pass(redis_client, 1)
+    reap(store)
+    let_pass(redis_client, 3000)
+    claim_one(store)
+    assert rate(store) == pytest.approx(10, rel=0.3)
+
+
+@pytest.mark.parametrize("how", ["cancel", "fail"])
+def test_what_was_not_served_is_no_work_done(store: TaskStore, redis_client: redis.Redis, how: str) -> None:
+    for _ in range(30):
+        submit(store, redis_client, cost=100)
+    claimed = claim_one(store)
+    let_pass(redis_client, 10)
+    settle(store, claimed, 0, 3)
+    for one in claim(store, 20):
+        if how == "cancel":
+            store.cancel(one.task_id)
+        else:
+            settle(store, one, 0, 1, "error")
+    known = rate(store)
+    assert known is not None
+    # Three tokens of prompt and one of output each, where they were served at all.
+    assert known <= 10 * 1.1 + (20 * 4 / 10 if how == "fail" else 0)
+
+
+def test_stats_of_nothing(store: TaskStore) -> None:
+    stats = store.queue_stats(SLUG)
+    assert stats.waiting == dict.fromkeys(range(5), 0)
+    assert (stats.oldest_age, stats.waiting_cost, stats.claimed, stats.totals) == (0.0, 0, 0, {})
+    assert (stats.drain_rate, stats.num_ready_workers) == (None, 0)
+
+
+def test_stats_count_classes_over_tenants(store: TaskStore, redis_client: redis.Redis) -> None:
+    for priority, tenant in ((0, "a"), (2, "a"), (2, "b"), (4, "b"), (2, "a")):
+        submit(store, redis_client, priority=priority, tenant=tenant, cost=10)
+    claim(store, 2)
+    put_ready(store)
+    stats = store.queue_stats(SLUG)
+    assert stats.waiting == {0: 0, 1: 0, 2: 2, 3: 0, 4: 1}
+    assert (stats.waiting_cost, stats.claimed, stats.num_ready_workers) == (30, 2, 1)
+    assert stats.oldest_age > 0
+    assert stats.totals == {"submitted": 5}
+
+
+def test_costs_are_forgotten_with_the_queue(store: TaskStore, redis_client: redis.Redis) -> None:
+    given = submission(redis_client, cost=10)
+    store.submit(given)
+    claimed = claim_one(store)
+    assert not redis_client.exists(keys.cost(given.queue))
+    later = submit(store, redis_client, cost=5)
+    store.hand_back(owned([claimed]))
+    assert (inspect(store, given.task_id).tokens_ahead, inspect(store, later).tokens_ahead) == (0, 10)
+    assert store.queue_stats(SLUG).waiting_cost == 15
+
+
+@pytest.mark.parametrize("after", [-5, -1, 0, 3, 4, 2**53, 2**70])
+def test_a_log_is_read_from_any_place(store: TaskStore, redis_client: redis.Redis, after: int) -> None:
+    task_id = submit(store, redis_client)
+    publish(store, claim_one(store), 0, 5)
+    expected = [seq for seq in range(5) if seq > after]
+    assert [event.seq for event in store.read_log(task_id, after)] == expected

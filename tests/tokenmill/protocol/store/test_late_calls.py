@@ -1,0 +1,175 @@
+"""A stopped Redis runs what it received when it resumes: a call whose caller has given up changes nothing."""
+
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from tests.conftest import RedisServer, free_port, start_redis
+from tests.tokenmill.protocol.store.tasks import SLUG, claim, claim_one, dump, owned, reap, submit
+from tokenmill.protocol import keys
+from tokenmill.protocol.claim_order import DEFAULT_ORDER
+from tokenmill.protocol.store import scripting, server_clock
+from tokenmill.protocol.store.outbox import Outbox
+from tokenmill.protocol.store.readers import Readers
+from tokenmill.protocol.store.server_clock import ServerClock
+from tokenmill.protocol.store.task_store import TaskStore, WorkerRecord
+
+TIMEOUT_SECONDS = 0.2
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server that may be stopped."""
+    server = start_redis(tmp_path, free_port())
+    yield server
+    server.process.send_signal(signal.SIGCONT)
+    server.process.kill()
+    server.process.wait()
+
+
+def impatient(server: RedisServer) -> redis.Redis:
+    return redis.Redis.from_url(
+        server.url, socket_timeout=TIMEOUT_SECONDS, retry=Retry(NoBackoff(), 0), health_check_interval=0
+    )
+
+
+def num_calls(client: redis.Redis) -> int:
+    stats = client.info("commandstats")
+    return sum(int(stats[name]["calls"]) for name in ("cmdstat_evalsha", "cmdstat_eval") if name in stats)
+
+
+CALLS: dict[str, Callable[[TaskStore, Any], object]] = {
+    "reap": lambda store, _: reap(store),
+    "claim": lambda store, _: claim(store),
+    "hand_back": lambda store, held: store.hand_back(owned([held])),
+    "renew": lambda store, held: store.renew(owned([held]), 600),
+    "cancel": lambda store, held: store.cancel(held.task_id),
+    "put_worker": lambda store, _: store.put_worker(
+        WorkerRecord(name="w", model="m", slug=SLUG, state="ready", started_at=0.0), 60
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_a_stopped_server_runs_later_changes_nothing(own_server: RedisServer, name: str) -> None:
+    """A reap took tasks from living workers, and a claim gave tasks to no worker, when a server resumed."""
+    patient = redis.Redis.from_url(own_server.url)
+    store = TaskStore(impatient(own_server))
+    submit(store, patient)
+    submit(store, patient)
+    held = claim_one(store)
+    # Scripts and the clock are known; the lease lapses while the server is stopped.
+    CALLS[name](TaskStore(patient), held)
+    reap(store)
+    if name in ("hand_back", "claim", "cancel"):
+        submit(store, patient)
+        held = claim_one(store, 60)
+    patient.zadd(keys.LEASES, {held.task_id: 1})
+    before, calls = dump(patient), num_calls(patient)
+    own_server.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(redis.TimeoutError):
+        CALLS[name](store, held)
+    own_server.process.send_signal(signal.SIGCONT)
+    patient.ping()
+    while num_calls(patient) == calls:
+        assert patient.ping()
+    assert dump(patient) == before
+
+
+class Late:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_every_script_refuses_a_late_call(redis_client: redis.Redis) -> None:
+    before = dump(redis_client)
+    for name in scripting._PARTS:
+        script = redis_client.register_script(scripting.source(name))
+        assert script(args=("1000:1",)) == b"TOOLATE"
+        with pytest.raises(redis.ResponseError, match="TOOLATE"):
+            script(args=("1000:1!",))
+    assert dump(redis_client) == before
+
+
+def set_forward(store: TaskStore) -> None:
+    """The clock of Redis by an hour, since the store last learned it."""
+    offset, learned_at = store._scripts._clock._learn()
+    store._scripts._clock._estimate = (offset - 3600, learned_at)
+
+
+def test_a_clock_that_was_set_forward_costs_one_repetition(redis_client: redis.Redis) -> None:
+    store = TaskStore(redis_client)
+    submit(store, redis_client)
+    set_forward(store)
+    assert len(claim(store)) == 1
+
+
+def test_leases_mean_nothing_when_the_clock_was_set(redis_client: redis.Redis) -> None:
+    """All of them would lapse at once: the caller waits as after an outage."""
+    store = TaskStore(redis_client)
+    submit(store, redis_client)
+    claim_one(store, lease_seconds=-1)
+    set_forward(store)
+    with pytest.raises(redis.RedisError, match="TOOLATE"):
+        reap(store)
+    assert redis_client.zcard(keys.LEASES) == 1
+
+
+def test_the_estimate_is_never_ahead_and_is_learned_again(redis_client: redis.Redis) -> None:
+    late = Late()
+    clock = ServerClock(redis_client, late)
+    first = clock.give_up_at()
+    seconds, microseconds = redis_client.time()
+    assert first is not None
+    assert first <= seconds * 10**6 + microseconds + 5 * 10**6, "the library's timeout is 5 s"
+    late.now += server_clock.LEARN_AGAIN_SECONDS + 1
+    again = clock.give_up_at()
+    assert again is not None
+    assert again - first < server_clock.LEARN_AGAIN_SECONDS * 1e6, "by TIME, not by the local clock"
+
+
+def test_a_client_that_waits_for_ever_sets_no_limit(redis_client: redis.Redis) -> None:
+    class Patient:
+        connection_pool = redis.ConnectionPool(socket_timeout=None)
+
+        def time(self) -> Any:
+            raise AssertionError("not needed")
+
+    assert ServerClock(Patient()).give_up_at() is None
+
+
+def test_the_other_doors_carry_the_limit_too(redis_client: redis.Redis) -> None:
+    assert Outbox(redis_client)._scripts._clock.give_up_at() is not None
+    assert Readers(redis_client)._scripts._clock.give_up_at() is not None
+
+
+def test_a_lost_reply_of_a_claim_is_no_crash(redis_server: RedisServer, redis_client: redis.Redis) -> None:
+    """Twelve of twelve lost replies made the task a suspect."""
+    store = TaskStore(redis_client)
+    submit(store, redis_client)
+    for _ in range(12):
+        script = scripting.source("claim")
+        arguments = ["1000", SLUG, "w", "-1", "480", "100", DEFAULT_ORDER.to_text(), "owner"]
+        call = ["EVAL", script, "0", *arguments]
+        packed = f"*{len(call)}\r\n".encode() + b"".join(
+            b"$%d\r\n%s\r\n" % (len(part.encode()), part.encode()) for part in call
+        )
+        calls = num_calls(redis_client)
+        with socket.create_connection(("127.0.0.1", redis_server.port)) as connection:
+            connection.sendall(packed)
+        while num_calls(redis_client) == calls:
+            pass
+        assert len(reap(store).returned) == 1
+    assert not claim_one(store).suspect

@@ -1,0 +1,299 @@
+"""Webhooks in Redis: put there by every end, taken by one deliverer at a time, gone when dealt with."""
+
+from collections.abc import Callable
+
+import pytest
+import redis
+
+from tests.tokenmill.protocol.store.tasks import (
+    claim,
+    claim_one,
+    dump,
+    fetch,
+    final_write,
+    publish,
+    reap,
+    settle,
+    submit,
+    unchanged,
+)
+from tokenmill.protocol import keys
+from tokenmill.protocol.store.outbox import Outbox, Undelivered
+from tokenmill.protocol.store.task_store import TaskStore
+
+URL = "https://example.org/hook?a=1"
+PATIENCE = 3600.0
+"""No deliverer of these tests is silent for so long."""
+
+
+@pytest.fixture
+def outbox(redis_client: redis.Redis) -> Outbox:
+    return Outbox(redis_client)
+
+
+def take(outbox: Outbox, max_webhooks: int = 10, silence_seconds: float = PATIENCE) -> list[Undelivered]:
+    return outbox.take(max_webhooks, silence_seconds=silence_seconds)
+
+
+def pass_time(client: redis.Redis, seconds: float) -> None:
+    """Each webhook that waits for its next try becomes so much older."""
+    for member, _ in client.zrange(keys.OUTBOX_DUE, 0, -1, withscores=True):
+        client.zincrby(keys.OUTBOX_DUE, -seconds, member)
+
+
+def ended(store: TaskStore, client: redis.Redis, **changes: object) -> str:
+    """A task with a webhook that has ended."""
+    task_id = submit(store, client, webhook=URL, **changes)
+    settle(store, claim_one(store), 0, 2)
+    return task_id
+
+
+def by_settlement(store: TaskStore, client: redis.Redis, task_id: str) -> None:
+    settle(store, claim_one(store))
+
+
+def by_failure(store: TaskStore, client: redis.Redis, task_id: str) -> None:
+    settle(store, claim_one(store), reason="error")
+
+
+def by_cancel(store: TaskStore, client: redis.Redis, task_id: str) -> None:
+    store.cancel(task_id)
+
+
+def by_cancel_of_a_running_one(store: TaskStore, client: redis.Redis, task_id: str) -> None:
+    claim_one(store)
+    store.cancel(task_id)
+
+
+def by_waiting_too_long(store: TaskStore, client: redis.Redis, task_id: str) -> None:
+    assert reap(store, max_task_seconds=-1).timed_out == (task_id,)
+
+
+def by_rqs_tools_at_the_claim(store: TaskStore, client: redis.Redis, task_id: str) -> None:
+    fetch(client, task_id).cancel()
+    assert claim(store) == []
+
+
+def by_rqs_tools_at_the_settlement(store: TaskStore, client: redis.Redis, task_id: str) -> None:
+    claimed = claim_one(store)
+    fetch(client, task_id).delete()
+    settle(store, claimed)
+
+
+def by_rqs_tools_at_the_renewal(store: TaskStore, client: redis.Redis, task_id: str) -> None:
+    claimed = claim_one(store)
+    fetch(client, task_id).delete()
+    store.renew({task_id: claimed.owner}, 60)
+
+
+def by_rqs_tools_at_the_hand_back(store: TaskStore, client: redis.Redis, task_id: str) -> None:
+    claimed = claim_one(store)
+    fetch(client, task_id).delete()
+    store.hand_back({task_id: claimed.owner})
+
+
+ENDS = [
+    by_settlement,
+    by_failure,
+    by_cancel,
+    by_cancel_of_a_running_one,
+    by_waiting_too_long,
+    by_rqs_tools_at_the_claim,
+    by_rqs_tools_at_the_settlement,
+    by_rqs_tools_at_the_renewal,
+    by_rqs_tools_at_the_hand_back,
+]
+
+
+@pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
+def test_every_end_puts_the_webhook_out(
+    store: TaskStore,
+    outbox: Outbox,
+    redis_client: redis.Redis,
+    end: Callable[[TaskStore, redis.Redis, str], None],
+) -> None:
+    task_id = submit(store, redis_client, webhook=URL)
+    assert take(outbox) == []
+    end(store, redis_client, task_id)
+    (webhook,) = take(outbox)
+    assert (webhook.task_id, webhook.url, webhook.tries) == (task_id, URL, 0)
+    snapshot = store.inspect(task_id)
+    assert snapshot is not None
+    assert snapshot.finished_at is not None
+    assert take(outbox) == []
+
+
+def test_a_task_without_one_puts_nothing_out(store: TaskStore, redis_client: redis.Redis) -> None:
+    submit(store, redis_client)
+    settle(store, claim_one(store))
+    assert not redis_client.exists(keys.OUTBOX)
+
+
+def test_an_end_that_is_told_twice_is_put_out_once(
+    store: TaskStore, outbox: Outbox, redis_client: redis.Redis
+) -> None:
+    """The reply of the settlement was lost, and it is sent again; then somebody cancels."""
+    task_id = submit(store, redis_client, webhook=URL)
+    claimed = claim_one(store)
+    for _ in range(2):
+        store.publish([final_write(claimed, 0, 1)])
+    store.cancel(task_id)
+    assert len(take(outbox)) == 1
+
+
+def test_nothing_is_put_out_before_the_result_is_there(
+    store: TaskStore, outbox: Outbox, redis_client: redis.Redis
+) -> None:
+    submit(store, redis_client, webhook=URL)
+    claimed = claim_one(store)
+    publish(store, claimed, 0, 2)
+    assert take(outbox) == []
+    settle(store, claimed, 2)
+    assert fetch(redis_client, claimed.task_id).return_value() is not None
+    assert len(take(outbox)) == 1
+
+
+def test_what_is_done_leaves_nothing(store: TaskStore, outbox: Outbox, redis_client: redis.Redis) -> None:
+    ended(store, redis_client)
+    (webhook,) = take(outbox)
+    outbox.done(webhook)
+    assert redis_client.xlen(keys.OUTBOX) == 0
+    assert redis_client.xpending(keys.OUTBOX, "deliverers")["pending"] == 0
+    assert take(outbox, silence_seconds=0) == []
+    unchanged(redis_client, lambda: outbox.retry(webhook, 0))
+    assert take(outbox) == []
+
+
+def test_several_deliverers_share_the_work(store: TaskStore, redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url) as client:
+        ids = [ended(store, client) for _ in range(7)]
+    taken = []
+    with redis.Redis.from_url(redis_url) as one, redis.Redis.from_url(redis_url) as other:
+        for _ in range(4):
+            taken += take(Outbox(one), 1) + take(Outbox(other), 1)
+    assert sorted(webhook.task_id for webhook in taken) == sorted(ids)
+
+
+def test_one_whose_deliverer_died_comes_back(
+    store: TaskStore, outbox: Outbox, redis_client: redis.Redis
+) -> None:
+    ended(store, redis_client)
+    (webhook,) = take(outbox)
+    assert take(outbox) == []
+    assert take(outbox, silence_seconds=0) == [webhook]
+
+
+def test_a_try_that_failed_is_repeated_when_its_time_comes(
+    store: TaskStore, outbox: Outbox, redis_client: redis.Redis
+) -> None:
+    ended(store, redis_client)
+    for tries in range(3):
+        (webhook,) = take(outbox)
+        assert webhook.tries == tries
+        outbox.retry(webhook, 600)
+        assert redis_client.xlen(keys.OUTBOX) == 0
+        ((_, due),) = redis_client.zrange(keys.OUTBOX_DUE, 0, -1, withscores=True)
+        assert due == pytest.approx(redis_client.time()[0] + 600, abs=60)
+        pass_time(redis_client, 500)
+        assert take(outbox, silence_seconds=0) == []
+        pass_time(redis_client, 101)
+    (webhook,) = take(outbox)
+    outbox.retry(webhook, 0, counted=False)
+    assert take(outbox)[0].tries == 3
+
+
+def test_of_two_that_held_it_the_late_one_changes_nothing(
+    store: TaskStore, outbox: Outbox, redis_client: redis.Redis
+) -> None:
+    """A deliverer that was silent for too long must not have it delivered a third time."""
+    ended(store, redis_client)
+    (late,) = take(outbox)
+    (webhook,) = take(outbox, silence_seconds=0)
+    outbox.retry(late, 600)
+    outbox.done(webhook)
+    assert not redis_client.exists(keys.OUTBOX_DUE)
+    ended(store, redis_client)
+    (late,) = take(outbox)
+    (webhook,) = take(outbox, silence_seconds=0)
+    outbox.retry(late, 0)
+    (again,) = take(outbox)
+    outbox.done(webhook)
+    outbox.retry(again, 0)
+    assert take(outbox, silence_seconds=0) == []
+    assert not redis_client.exists(keys.OUTBOX_DUE)
+
+
+def test_two_that_held_it_and_failed_made_one_try(
+    store: TaskStore, outbox: Outbox, redis_client: redis.Redis
+) -> None:
+    ended(store, redis_client)
+    (late,) = take(outbox)
+    (webhook,) = take(outbox, silence_seconds=0)
+    outbox.retry(webhook, 0)
+    unchanged(redis_client, lambda: outbox.retry(late, 600))
+    assert take(outbox)[0].tries == 1
+
+
+def test_a_task_is_kept_for_its_webhook(redis_client: redis.Redis) -> None:
+    """Its text would be gone before the last try."""
+    store, outbox = (one(redis_client, retention_seconds=600) for one in (TaskStore, Outbox))
+    task_id = submit(store, redis_client, webhook=URL, idempotency_key="k")
+    settle(store, claim_one(store), 0, 2)
+    kept = [key for key in redis_client.scan_iter() if task_id in key.decode() or b":idem:" in key]
+    assert len(kept) == 5
+    for key in [*kept, keys.OUTBOX]:
+        assert 86400 < redis_client.ttl(key) <= 2 * 86400, key
+    (webhook,) = take(outbox)
+    outbox.retry(webhook, 0)
+    assert 86400 < redis_client.ttl(keys.OUTBOX_DUE) <= 2 * 86400
+    outbox.done(*take(outbox))
+    for key in kept:
+        assert 590 < redis_client.ttl(key) <= 600, key
+
+
+def test_a_webhook_that_was_delivered_late_leaves_a_minute_to_look(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
+    task_id = ended(store, redis_client)
+    redis_client.hset(keys.run(task_id), "finished_at", redis_client.time()[0] - 7200)
+    outbox = Outbox(redis_client, retention_seconds=3600)
+    outbox.done(*take(outbox))
+    assert 50 < redis_client.ttl(keys.run(task_id)) <= 60
+
+
+def test_a_longer_retention_is_not_cut(redis_client: redis.Redis) -> None:
+    store = TaskStore(redis_client, retention_seconds=10 * 86400)
+    task_id = submit(store, redis_client, webhook=URL)
+    store.cancel(task_id)
+    assert redis_client.ttl(keys.run(task_id)) > 9 * 86400
+
+
+def test_a_task_that_was_deleted_by_hand_is_forgotten(
+    store: TaskStore, outbox: Outbox, redis_client: redis.Redis
+) -> None:
+    first, second = ended(store, redis_client), ended(store, redis_client)
+    redis_client.delete(keys.run(first))
+    (webhook,) = take(outbox)
+    assert webhook.task_id == second
+    redis_client.delete(keys.run(second))
+    before = dump(redis_client).keys()
+    outbox.retry(webhook, 5)
+    outbox.done(webhook)
+    assert dump(redis_client).keys() == before
+    assert redis_client.xlen(keys.OUTBOX) == 0
+
+
+def test_full_memory_does_not_hinder_deliveries(
+    store: TaskStore, outbox: Outbox, redis_client: redis.Redis
+) -> None:
+    for _ in range(2):
+        ended(store, redis_client)
+    redis_client.config_set("maxmemory", 1)
+    try:
+        first, second = take(outbox)
+        outbox.done(first)
+        outbox.retry(second, 0)
+        outbox.done(*take(outbox))
+    finally:
+        redis_client.config_set("maxmemory", 0)
+    assert redis_client.xlen(keys.OUTBOX) == 0

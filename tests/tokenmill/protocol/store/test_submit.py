@@ -1,0 +1,218 @@
+"""A submission is whole or not at all, once however often it is sent, and what RQ would have stored."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import redis
+from rq import Queue
+from rq.job import JobStatus
+
+from tests.tokenmill.protocol.store.tasks import (
+    MODEL,
+    SLUG,
+    claim,
+    dump,
+    fetch,
+    submission,
+    submit,
+    unchanged,
+)
+from tokenmill.protocol import keys
+from tokenmill.protocol.messages import JOB_FUNCTION
+from tokenmill.protocol.naming import queue_name
+from tokenmill.protocol.store.task_store import (
+    IdempotencyConflict,
+    QueueFull,
+    Submission,
+    Submitted,
+    TaskStore,
+)
+
+
+def test_the_job_is_what_rq_reads(store: TaskStore, redis_client: redis.Redis) -> None:
+    given = submission(redis_client)
+    assert store.submit(given) == Submitted(given.task_id, replayed=False)
+    job = fetch(redis_client, given.task_id)
+    assert job.get_status() is JobStatus.QUEUED
+    assert job.func_name == JOB_FUNCTION
+    assert job.args == [{"id": given.task_id, "prompt": "hello"}]
+    assert job.origin == given.queue
+    assert job.enqueued_at is not None
+    assert abs(job.enqueued_at.timestamp() - float(store.inspect(given.task_id).accepted_at)) < 1
+    queue = Queue(given.queue, connection=redis_client)
+    assert queue.job_ids == [given.task_id]
+    assert [q.name for q in Queue.all(connection=redis_client)] == [given.queue]
+
+
+def test_the_same_submission_again_stores_nothing(store: TaskStore, redis_client: redis.Redis) -> None:
+    given = submission(redis_client)
+    store.submit(given)
+    assert unchanged(redis_client, lambda: store.submit(given)) == Submitted(given.task_id, replayed=True)
+
+
+def test_a_key_gives_the_first_task_to_the_same_body(store: TaskStore, redis_client: redis.Redis) -> None:
+    first = submission(redis_client, idempotency_key="k", body_digest="a")
+    store.submit(first)
+    again = submission(redis_client, idempotency_key="k", body_digest="a")
+    assert unchanged(redis_client, lambda: store.submit(again)) == Submitted(first.task_id, replayed=True)
+
+
+def test_a_key_refuses_another_body(store: TaskStore, redis_client: redis.Redis) -> None:
+    store.submit(submission(redis_client, idempotency_key="k", body_digest="a"))
+    other = submission(redis_client, idempotency_key="k", body_digest="b")
+    before = dump(redis_client)
+    with pytest.raises(IdempotencyConflict):
+        store.submit(other)
+    assert dump(redis_client) == before
+
+
+def test_keys_belong_to_a_tenant(store: TaskStore, redis_client: redis.Redis) -> None:
+    store.submit(submission(redis_client, idempotency_key="k", body_digest="a"))
+    other = submission(redis_client, tenant="someone else", idempotency_key="k", body_digest="b")
+    assert not store.submit(other).replayed
+
+
+def test_a_key_can_be_used_anew_when_its_task_is_gone(store: TaskStore, redis_client: redis.Redis) -> None:
+    first = submission(redis_client, idempotency_key="k", body_digest="a")
+    store.submit(first)
+    redis_client.delete(keys.run(first.task_id))
+    assert not store.submit(submission(redis_client, idempotency_key="k", body_digest="b")).replayed
+
+
+def test_the_limit_counts_all_queues_of_the_model(store: TaskStore, redis_client: redis.Redis) -> None:
+    submit(store, redis_client, priority=1, max_waiting=2)
+    submit(store, redis_client, priority=3, max_waiting=2)
+    refused = submission(redis_client, max_waiting=2, idempotency_key="k")
+    before = dump(redis_client)
+    with pytest.raises(QueueFull) as full:
+        store.submit(refused)
+    assert (full.value.limit_met, full.value.depth, full.value.tokens) == ("tasks", 2, 20)
+    # No record of the key either: the next try must not be taken for a replay.
+    assert dump(redis_client) == before
+    claim(store, 1)
+    assert not store.submit(refused).replayed
+
+
+def test_the_limit_of_tokens_counts_all_that_waits(store: TaskStore, redis_client: redis.Redis) -> None:
+    limits = {"max_waiting": 100, "max_waiting_tokens": 100}
+    submit(store, redis_client, priority=1, tenant="a", cost=60, **limits)
+    submit(store, redis_client, priority=3, tenant="b", cost=40, **limits)
+    refused = submission(redis_client, cost=1, idempotency_key="k", **limits)
+    with pytest.raises(QueueFull) as full:
+        unchanged(redis_client, lambda: store.submit(refused))
+    assert (full.value.limit_met, full.value.depth, full.value.tokens) == ("tokens", 2, 100)
+    claim(store, 1)
+    # 40 wait: what fits is taken, what does not is not.
+    with pytest.raises(QueueFull):
+        store.submit(submission(redis_client, cost=61, **limits))
+    assert not store.submit(refused).replayed
+
+
+def test_one_that_is_larger_than_the_limit_is_taken_alone(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
+    """Refused for ever, it could never run, though a worker has nothing else to do."""
+    submit(store, redis_client, cost=1000, max_waiting_tokens=100)
+    for cost in (0, 1000):
+        with pytest.raises(QueueFull):
+            store.submit(submission(redis_client, cost=cost, max_waiting_tokens=100))
+    claim(store, 1)
+    submit(store, redis_client, cost=1000, max_waiting_tokens=100)
+
+
+def test_a_replay_is_answered_when_the_queue_is_full(store: TaskStore, redis_client: redis.Redis) -> None:
+    given = submission(redis_client, max_waiting=1, idempotency_key="k")
+    store.submit(given)
+    assert store.submit(given).replayed
+
+
+def test_the_limit_holds_for_submissions_at_once(redis_url: str, redis_client: redis.Redis) -> None:
+    """sglang#33858: over the limit each is answered, and no more than the limit is taken."""
+
+    def try_one(given: Submission) -> bool:
+        with redis.Redis.from_url(redis_url) as client:
+            try:
+                return not TaskStore(client).submit(given).replayed
+            except QueueFull:
+                return False
+
+    given = [submission(redis_client, max_waiting=10) for _ in range(40)]
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(try_one, given)) == 10
+    assert redis_client.zcard(keys.order(queue_name(SLUG, 2, "default"))) == 10
+
+
+def test_acceptance_rises_also_when_the_clock_stands(store: TaskStore, redis_client: redis.Redis) -> None:
+    """The clock of Redis may step back; the order of acceptance may not."""
+    future = 4_000_000_000_000_000
+    redis_client.set(keys.clock(SLUG), future)
+    ids = [submit(store, redis_client) for _ in range(3)]
+    order = redis_client.zrange(keys.order(queue_name(SLUG, 2, "default")), 0, -1, withscores=True)
+    assert order == [(task_id.encode(), future + 1 + n) for n, task_id in enumerate(ids)]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"task_id": 'a"b'},
+        {"task_id": "a:b"},
+        {"task_id": ""},
+        {"cost": -1},
+        {"job_fields": {}},
+        {"queue": "q"},
+    ],
+)
+def test_what_cannot_stand_in_a_key_or_message_is_refused(
+    redis_client: redis.Redis, wrong: dict[str, object]
+) -> None:
+    (name,) = wrong
+    good = submission(redis_client)
+    fields = {field: getattr(good, field) for field in Submission.__dataclass_fields__}
+    with pytest.raises(ValueError, match=name):
+        Submission(**(fields | wrong))
+
+
+def test_what_was_given_is_told_back(store: TaskStore, redis_client: redis.Redis) -> None:
+    task_id = submit(store, redis_client, metadata='{"a": "\\ud800"}', priority=4)
+    snapshot = store.inspect(task_id)
+    assert snapshot is not None
+    assert (snapshot.metadata, snapshot.priority, snapshot.model) == ('{"a": "\\ud800"}', 4, MODEL)
+    assert (snapshot.status, snapshot.claimed, snapshot.attempt) == ("queued", False, 0)
+
+
+def test_no_tenant_takes_all_of_the_limits(store: TaskStore, redis_client: redis.Redis) -> None:
+    """A tenant may have as many tasks as it leaves free, so that the first of another is always taken."""
+    limits: dict[str, object] = {"max_waiting": 10, "share_limits": True}
+
+    def submit_many(tenant: str) -> None:
+        for _ in range(100):
+            submit(store, redis_client, tenant=tenant, **limits)
+
+    def fill(tenant: str) -> QueueFull:
+        with pytest.raises(QueueFull) as full:
+            submit_many(tenant)
+        return full.value
+
+    full = fill("a")
+    assert (full.limit_met, full.whose, full.own_depth, full.depth) == ("tasks", "tenant", 5, 5)
+    full = fill("b")
+    assert (full.whose, full.own_depth, full.depth) == ("tenant", 3, 8)
+    assert fill("c").own_depth == 1
+    assert fill("d").whose == "all"
+    # What is claimed makes room again.
+    assert len(claim(store, 3)) == 3
+    submit(store, redis_client, tenant="e", **limits)
+
+
+def test_no_tenant_takes_all_of_the_tokens(store: TaskStore, redis_client: redis.Redis) -> None:
+    limits: dict[str, object] = {"max_waiting_tokens": 1000, "share_limits": True}
+    for _ in range(5):
+        submit(store, redis_client, tenant="a", cost=100, **limits)
+    with pytest.raises(QueueFull) as full:
+        submit(store, redis_client, tenant="a", cost=100, **limits)
+    assert (full.value.limit_met, full.value.whose, full.value.own_tokens) == ("tokens", "tenant", 500)
+    # The first task of a tenant is taken whatever its size, or a large one never would be.
+    submit(store, redis_client, tenant="b", cost=900, **limits)
+    with pytest.raises(QueueFull) as full:
+        submit(store, redis_client, tenant="b", cost=1, **limits)
+    assert (full.value.limit_met, full.value.whose) == ("tokens", "all")

@@ -1,0 +1,50 @@
+"""One model has one name, wherever its setting is read."""
+
+from pathlib import Path
+
+import pytest
+
+from api.settings import ApiSettings
+from tokenmill.protocol.naming import DEFAULT_MODEL, is_path, served_model_name
+from worker.settings import WorkerSettings
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (".", "here"),
+        ("./", "here"),
+        ("..", "above"),
+        ("../", "above"),
+        ("./tiny", "tiny"),
+        ("./tiny/", "tiny"),
+        ("tiny/", "tiny"),
+        ("tiny/.", "tiny"),
+        ("tiny/..", "here"),
+        ("../tiny/../other", "other"),
+        ("./link", "link"),
+        ("~/tiny", "tiny"),
+        ("/models/tiny//", "tiny"),
+        ("a/b/c", "c"),
+        ("/", "root"),
+        ("owner/name", "owner/name"),
+        ("gpt2", "gpt2"),
+        (DEFAULT_MODEL, DEFAULT_MODEL),
+    ],
+)
+def test_the_name_of_a_model(model: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """imp#756, vllm#15439: `.` was served under the name `.`. A link keeps its own name."""
+    here = tmp_path / "above" / "here"
+    (here / "tiny").mkdir(parents=True)
+    (here / "link").symlink_to("tiny")
+    monkeypatch.chdir(here)
+    assert served_model_name(model) == name
+    environ = {"TOKENMILL_MODEL": model}
+    assert ApiSettings.from_env(environ).public_model == name
+    assert WorkerSettings.from_env(environ).served_model_name == name
+    assert served_model_name(model, "mine") == "mine"
+
+
+def test_what_is_written_as_a_path() -> None:
+    assert all(is_path(model) for model in (".", "./x", "/x", "~/x", "x/", "x/..", "x/y/z"))
+    assert not any(is_path(model) for model in ("x", "x/y", "x.y", DEFAULT_MODEL))

@@ -1,0 +1,143 @@
+"""Our words for RQ's keys and statuses are RQ's, and RQ's own commands show our tasks rightly."""
+
+import os
+import re
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import redis
+from rq import Queue
+from rq.defaults import RQ_KEY_PREFIX
+from rq.executions import Execution, ExecutionRegistry
+from rq.job import Job, JobStatus
+from rq.registry import (
+    CanceledJobRegistry,
+    FailedJobRegistry,
+    FinishedJobRegistry,
+    StartedJobRegistry,
+)
+from rq.results import Result
+from rq.utils import utcformat
+
+from tests.tokenmill.protocol.store.tasks import claim, claim_one, fetch, publish, settle, submission
+from tokenmill.protocol import rq_keys
+from tokenmill.protocol.records import JOB_ID
+from tokenmill.protocol.store import scripting
+from tokenmill.protocol.store.task_store import Accepted, TaskStore
+
+
+def test_keys_are_those_of_rq(redis_client: redis.Redis) -> None:
+    queue, task_id = Queue("q", connection=redis_client), "0a"
+    assert RQ_KEY_PREFIX == "rq"
+    assert Queue.redis_queues_keys == rq_keys.QUEUES
+    assert rq_keys.queue("q") == queue.key
+    assert rq_keys.job(task_id) == Job.key_for(task_id)
+    assert rq_keys.results(task_id) == Result.get_key(task_id)
+    assert rq_keys.executions(task_id) == ExecutionRegistry(task_id, connection=redis_client).key
+    execution = Execution("e", task_id, redis_client, worker_name="w")
+    assert rq_keys.execution(f"{task_id}:e") == execution.key
+    assert rq_keys.worker_executions("w") == execution.worker_executions_key
+    for ours, theirs in (
+        (rq_keys.wip, StartedJobRegistry),
+        (rq_keys.finished, FinishedJobRegistry),
+        (rq_keys.failed, FailedJobRegistry),
+        (rq_keys.canceled, CanceledJobRegistry),
+    ):
+        assert ours("q") == theirs("q", connection=redis_client).key
+
+
+def test_words_are_those_of_rq() -> None:
+    assert Result.Type.SUCCESSFUL.value == rq_keys.RESULT_SUCCESSFUL
+    assert Result.Type.FAILED.value == rq_keys.RESULT_FAILED
+    statuses = {JobStatus.QUEUED, JobStatus.STARTED, JobStatus.FINISHED, JobStatus.FAILED, JobStatus.CANCELED}
+    text = "".join(scripting.source(name) for name in ("claim", "publish", "cancel", "reap_leases", "submit"))
+    assert all(f"'{status.value}'" in text for status in statuses)
+
+
+@pytest.mark.parametrize("task_id", ["a" * 32, "A-b_9", "a:b", "a b", "", "é"])
+def test_ids_are_what_rq_takes(redis_client: redis.Redis, task_id: str) -> None:
+    try:
+        Job(id=task_id, connection=redis_client).id = task_id
+    except ValueError:
+        assert not JOB_ID.fullmatch(task_id)
+    else:
+        assert JOB_ID.fullmatch(task_id)
+
+
+def test_no_key_has_braces() -> None:
+    """One database, standalone or behind Sentinel: a brace would be a hash tag for a cluster."""
+    assert not re.search(r"'[^']*[{}][^']*'", scripting._key_names()[len("local K = {") : -1])
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        datetime(1970, 1, 1, tzinfo=UTC),
+        datetime(1999, 12, 31, 23, 59, 59, 999_999, tzinfo=UTC),
+        datetime(2000, 2, 29, 12, tzinfo=UTC),
+        datetime(2024, 2, 29, 0, 0, 0, 1, tzinfo=UTC),
+        datetime(2026, 3, 1, tzinfo=UTC),
+        datetime(2100, 2, 28, 23, 59, 59, tzinfo=UTC),
+        datetime(2100, 3, 1, tzinfo=UTC),
+    ],
+)
+def test_times_are_written_as_rq_writes_them(redis_client: redis.Redis, moment: datetime) -> None:
+    clock = Path(scripting.__file__).with_name("scripts") / "clock.lua"
+    microseconds = round((moment - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds() * 1e6)
+    script = clock.read_text() + "\nreturn utcformat(tonumber(ARGV[2]))"
+    assert redis_client.eval(script, 0, 0, microseconds).decode() == utcformat(moment)
+
+
+def test_rq_info_tells_the_right_numbers(store: TaskStore, redis_client: redis.Redis, redis_url: str) -> None:
+    """As typed by hand, in a process of its own; the leases have lapsed, and it must not end anything."""
+    given = [submission(redis_client) for _ in range(10)]
+    for one in given:
+        store.submit(one)
+    claimed = claim(store, 5, lease_seconds=-1)
+    for one, reason in zip(claimed, ("stop", "length", "error"), strict=False):
+        settle(store, one, 0, 1, reason=reason)
+    store.cancel(given[9].task_id)
+    program = Path(sys.executable).with_name("rq")
+    environment = {**os.environ, "COLUMNS": "120"}
+    told = subprocess.run(
+        [program, "info", "--url", redis_url, "--raw"],
+        env=environment, capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    assert f"queue {given[0].queue} 4, 2 executing, 2 finished, 1 failed" in told.stdout
+    for one in claimed[3:]:
+        assert fetch(redis_client, one.task_id).get_status() is JobStatus.STARTED
+        assert publish(store, one, 0, 1) == Accepted()
+
+
+def test_a_blocking_reader_of_results_is_served(store: TaskStore, redis_client: redis.Redis) -> None:
+    """`Job.latest_result(timeout=...)` reads the stream of results."""
+    given = submission(redis_client)
+    store.submit(given)
+    settle(store, claim_one(store))
+    result = fetch(redis_client, given.task_id).latest_result(timeout=2)
+    assert result is not None
+    assert result.type is Result.Type.SUCCESSFUL
+
+
+def test_all_scripts_are_accepted(redis_client: redis.Redis) -> None:
+    for script in (Path(scripting.__file__).with_name("scripts")).glob("*.lua"):
+        if script.stem in scripting._PARTS:
+            redis_client.script_load(scripting.source(script.stem))
+
+
+def test_every_file_is_a_script_or_a_part() -> None:
+    files = {file.stem for file in Path(scripting.__file__).with_name("scripts").glob("*.lua")}
+    parts = {part for parts in scripting._PARTS.values() for part in parts}
+    assert files == parts | scripting._PARTS.keys()
+
+
+def test_the_protocol_imports_only_the_standard_library() -> None:
+    """`-S`: no site-packages, so an import of anything else fails."""
+    code = "import tokenmill.protocol.store, tokenmill.protocol.event_log"
+    told = subprocess.run(
+        [sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[3]
+    )
+    assert (told.returncode, told.stderr) == (0, "")

@@ -1,0 +1,1 @@
+"""What every process of the service does when it starts."""

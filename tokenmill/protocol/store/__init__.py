@@ -1,0 +1,1 @@
+"""Reads and changes tasks in Redis by Lua scripts."""

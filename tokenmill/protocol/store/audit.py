@@ -1,0 +1,58 @@
+"""Repairs the indexes in Redis from the task records: what was acknowledged is claimed and ends, whatever
+index was deleted, evicted or overwritten.
+
+Reads every key of the database in pages, outside of scripts. Idempotent; any number may run at once.
+"""
+
+from typing import Any, Protocol
+
+from tokenmill.protocol import keys
+from tokenmill.protocol.store.scripting import RedisClient, Scripts
+
+PAGE = 500
+LEASE_SECONDS = 10.0
+"""Lease of a claimed task that has none: its worker renews it sooner, if it lives."""
+
+
+class ScanningClient(RedisClient, Protocol):
+    """The commands of redis-py's `Redis` that an audit uses beside scripts."""
+
+    def scan(self, cursor: int = ..., match: str = ..., count: int = ...) -> Any: ...
+    def exists(self, *names: str) -> Any: ...
+    def type(self, name: str) -> Any: ...
+    def smembers(self, name: str) -> Any: ...
+    def set(self, name: str, value: str, /, *, nx: bool = ..., px: int = ...) -> Any: ...
+
+
+class Audit:
+    """The indexes of all models in one database. Every method may raise the client's connection errors."""
+
+    def __init__(self, client: ScanningClient, *, retention_seconds: float = 3600) -> None:
+        self._client = client
+        self._scripts = Scripts(client, retention_seconds=retention_seconds)
+
+    def is_due(self, period_seconds: float) -> bool:
+        """True once in each period for all processes together, and while damage is noted."""
+        due = self._client.set(keys.AUDITED, "1", nx=True, px=round(period_seconds * 1000))
+        return bool(due) or bool(self._client.exists(keys.DAMAGED))
+
+    def run(self) -> int:
+        """Check every task once. Returns how many tasks and models were repaired."""
+        is_outbox_lost = int(self._client.type(keys.OUTBOX) != b"stream")
+        num_mended, cursor, slugs = 0, 0, set()
+        prefix = keys.run("")
+        while True:
+            cursor, names = self._client.scan(cursor, match=f"{prefix}*", count=PAGE)
+            ids = [name.decode().removeprefix(prefix) for name in names]
+            if ids:
+                mended, live = self._scripts.run("audit", LEASE_SECONDS, is_outbox_lost, *ids)
+                num_mended += int(mended)
+                slugs.update(live)
+            if not cursor:
+                break
+        for slug in slugs | self._damaged():
+            num_mended += int(self._scripts.run("audit_model", slug))
+        return num_mended
+
+    def _damaged(self) -> set[bytes]:
+        return set(self._client.smembers(keys.DAMAGED))
