@@ -7,9 +7,9 @@ Without a card, as before the first worker of a model, nothing is known and all 
 from collections.abc import Iterable
 
 from api.problems import Problem, bad_field, shown
-from api.request_schemas import TaskBody
+from api.schemas.requests import TaskBody
+from api.schemas.webhook_url import is_public, parse_url
 from api.settings import ApiSettings
-from api.webhook_url import is_public, parse_url
 from tokenmill.protocol.model_card import ModelCard
 from tokenmill.protocol.sizes import prompt_logprobs_error, prompt_logprobs_fit
 

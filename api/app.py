@@ -11,18 +11,18 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 from api import authentication, problems
-from api.follow import Follower
-from api.health import Redis, health_routes
-from api.hub import Hub
 from api.json_body import JsonRequest
-from api.presence import Places, Shutdown
 from api.redis_checks import RedisChecks
 from api.redis_clients import connect, connect_subscriber
-from api.reply_schemas import ProblemView
 from api.reply_slots import ReplySlots
+from api.routes.health import Redis, health_routes
+from api.routes.tasks import TaskServices, task_routes
+from api.schemas.replies import ProblemView
 from api.settings import ApiSettings
+from api.streams.follow import Follower
+from api.streams.hub import Hub
+from api.streams.presence import Places, Shutdown
 from api.submission import Submitter
-from api.tasks import TaskServices, task_routes
 from monitoring.http import HttpMetrics
 from monitoring.queue import QueueCollector
 from monitoring.reaper import ReapFailures

@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import redis
 
-from api.presence import Shutdown
 from api.redis_checks import RedisChecks
 from api.redis_clients import connect
 from api.settings import ApiSettings
-from api.webhook_post import Poster
-from api.webhooks import MAX_AT_ONCE, RENEW_SECONDS, Deliverer
+from api.streams.presence import Shutdown
+from api.webhooks.deliverer import MAX_AT_ONCE, RENEW_SECONDS, Deliverer
+from api.webhooks.post import Poster
 from monitoring.reaper import ReapFailures
 from monitoring.webhooks import WebhookMetrics
 from tokenmill.protocol.store.outbox import Outbox

@@ -15,9 +15,9 @@ from types import FrameType
 from api.app import create_app
 from api.auditor import start_auditor
 from api.housekeeping import start_checks, start_deliverer, start_reaper
-from api.http_server import PROBE_CONNECTIONS, HttpServer, quiet_waitress
-from api.presence import Shutdown
+from api.http.server import PROBE_CONNECTIONS, HttpServer, quiet_waitress
 from api.settings import ApiSettings
+from api.streams.presence import Shutdown
 
 BACKLOG = 2048
 CONNECTIONS_PER_THREAD = 4

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from api import webhook_signature
 from api.keyring import NO_KEYS, Keyring, parse_keys
+from api.webhooks import signature as webhook_signature
 from tokenmill.protocol import naming, redis_url
 
 _YES = frozenset({"1", "true", "yes", "on"})

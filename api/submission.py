@@ -16,8 +16,8 @@ from rq.utils import now
 
 from api.admission import check_card, check_model, check_webhook
 from api.problems import Problem, bad_field
-from api.request_schemas import TaskBody
-from api.sampling_schemas import SAMPLING_FIELDS
+from api.schemas.requests import TaskBody
+from api.schemas.sampling import SAMPLING_FIELDS
 from api.settings import ApiSettings
 from tokenmill.protocol import naming, time_limits
 from tokenmill.protocol.messages import JOB_FUNCTION, GenerateRequest

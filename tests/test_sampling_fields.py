@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from pydantic import ValidationError
 
-from api.request_schemas import TaskBody
+from api.schemas.requests import TaskBody
 from engine.requests.deadlines import LONGEST_SECONDS as ENGINES_LONGEST
 from engine.sampling_params import SamplingParams
 from tokenmill.protocol.messages import GenerateRequest

@@ -11,12 +11,12 @@ from prometheus_client import CollectorRegistry
 
 from api.app import ApiApp, create_app
 from api.settings import ApiSettings
-from api.webhook_post import Poster
-from api.webhooks import Deliverer
+from api.webhooks.deliverer import Deliverer
+from api.webhooks.post import Poster
 from monitoring.webhooks import OUTCOMES, WebhookMetrics
-from tests.api.delivering import KEY, Clock
 from tests.api.running_server import Server
-from tests.api.webhook_receiver import receiving
+from tests.api.webhooks.delivering import KEY, Clock
+from tests.api.webhooks.receiver import receiving
 from tokenmill.protocol.messages import LogEntry, TaskError, Usage
 from tokenmill.protocol.model_card import ModelCard
 from tokenmill.protocol.store.outbox import Outbox

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from api.reply_schemas import ProblemView, Task
-from api.request_schemas import INPUTS, TaskBody
-from api.sampling_schemas import SAMPLING_FIELDS
+from api.schemas.replies import ProblemView, Task
+from api.schemas.requests import INPUTS, TaskBody
+from api.schemas.sampling import SAMPLING_FIELDS
 
 METHODS = {"get", "post", "delete", "put", "patch"}
 

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from api.presence import Shutdown
 from api.server import stop_on_signals
+from api.streams.presence import Shutdown
 from tests.api.running_server import read_all
 
 

@@ -9,7 +9,7 @@ from itertools import count
 from random import Random
 from typing import Any
 
-from api.request_schemas import TaskBody
+from api.schemas.requests import TaskBody
 from tests.tiny_models import CORPUS, VOCAB_SIZE
 
 WORDS = " ".join(CORPUS).split()

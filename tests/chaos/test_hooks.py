@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from api import webhook_signature
+from api.webhooks import signature as webhook_signature
 from tests.chaos.hooks import KEY, SECRET, Receiver, hasten
 from tests.live_service import http
 from tests.tokenmill.protocol.store.tasks import claim_one, settle, submission

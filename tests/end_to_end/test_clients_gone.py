@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 import pytest
 import redis
 
-from api.visits import READER_SECONDS, RENEW_SECONDS
-from tests.api.webhook_receiver import receiving
+from api.streams.visits import READER_SECONDS, RENEW_SECONDS
+from tests.api.webhooks.receiver import receiving
 from tests.live_service import LiveService, http, wait_for
 from tests.tiny_models import save_model
 from tokenmill.protocol import keys

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from api.request_schemas import TaskBody
+from api.schemas.requests import TaskBody
 from tests.tokenmill.fake_service import Answer, FakeService, finished, problem, task, token
 from tokenmill import cli, service_commands
 from tokenmill.cli import FAILED, MISUSED, REFUSED, UNREACHABLE

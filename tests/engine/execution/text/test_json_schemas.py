@@ -15,7 +15,7 @@ import pytest
 
 from api.json_body import parse_object
 from api.problems import Problem
-from api.request_schemas import TaskBody
+from api.schemas.requests import TaskBody
 from engine.execution.text.json_schemas import _PATTERNS, rewritten
 from engine.structured_outputs import StructuredOutputs
 from tests.tiny_grammars import BYTE_LEVEL, EOS_IDS, bytes_to_ids

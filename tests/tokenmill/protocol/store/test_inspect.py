@@ -5,7 +5,7 @@ import random
 import pytest
 import redis
 
-from api.task_view import eta_seconds
+from api.schemas.task_view import eta_seconds
 from tests.tokenmill.protocol.store.passing_time import accept_earlier, let_pass
 from tests.tokenmill.protocol.store.tasks import (
     SLUG,

@@ -1,0 +1,1 @@
+"""Speaks HTTP: connections, request heads, deadlines."""

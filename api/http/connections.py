@@ -1,0 +1,290 @@
+"""One connection of the HTTP server: requests in, replies out, each within a deadline.
+
+Invariants: the I/O thread never waits for a client and no thread of the application waits for a request. A
+connection that is closed after a reply is closed in two steps, so that the reply is not lost with what the
+client still sends. Knows nothing of routes.
+"""
+
+import contextlib
+import json
+import socket
+import struct
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from waitress.channel import HTTPChannel
+from waitress.task import ErrorTask, WSGITask
+
+from api.http.requests import RequestError, RequestParser
+from api.problems import MEDIA_TYPE, Problem
+
+if TYPE_CHECKING:
+    from api.http.server import HttpServer
+
+KEEP_ALIVE_SECONDS = 75.0
+"""Idle connections are kept this long. Longer than proxies keep theirs (nginx: 60), which then never meet a
+connection that is just being closed."""
+LINGER_SILENCE_SECONDS = 2.0
+LINGER_SECONDS = 30.0
+LINGER_BYTES = 64 * 1024 * 1024
+"""What a client still sends after the last reply is discarded within these limits."""
+SEND_BYTES = 128 * 1024
+_NO_LINGER = struct.pack("ii", 1, 0)
+MIN_BODY_BYTES_PER_SECOND = 4096
+"""A body that arrives faster than this has more time than the deadline of a head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """`read_seconds` for the head of a request, and for its body beyond what the minimum rate allows;
+    `write_seconds` without progress while a reply waits to be read.
+    """
+
+    read_seconds: float
+    write_seconds: float
+
+
+class ReplyTask(WSGITask):  # type: ignore[misc]  # Waitress ships no types
+    """Calls the application for one request."""
+
+    def finish(self) -> None:
+        if self.request.command == "HEAD":
+            # A reply to HEAD has no body, so nothing that ends one either.
+            self.chunked_response = False
+        super().finish()
+
+
+class RefusalTask(ErrorTask):  # type: ignore[misc]  # Waitress ships no types
+    """Answers a faulty request with problem details (RFC 9457), and closes the connection."""
+
+    def execute(self) -> None:
+        error = self.request.error
+        if not isinstance(error, RequestError):
+            error = RequestError(500, "internal_error", "a fault of this service")
+        problem = Problem(error.status, error.code, error.detail, param=error.param)
+        request_id = uuid.uuid4().hex
+        body = json.dumps(problem.to_json(request_id)).encode()
+        self.status = f"{error.status} {HTTPStatus(error.status).phrase}"
+        self.response_headers += [("Content-Type", MEDIA_TYPE), ("X-Request-ID", request_id)]
+        if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            self.response_headers.append(("Retry-After", "5"))
+        self.set_close_on_finish()
+        self.content_length = len(body)
+        if self.request.command != "HEAD":
+            self.write(body)
+
+
+class Connection(HTTPChannel):  # type: ignore[misc]  # Waitress ships no types
+    """A client's connection. The I/O thread calls all but `service` and `write_soon`."""
+
+    task_class = ReplyTask
+    error_task_class = RefusalTask
+    parser_class = RequestParser
+    server: "HttpServer"
+    request: RequestParser | None
+
+    def __init__(
+        self,
+        server: "HttpServer",
+        sock: socket.socket,
+        addr: Any,
+        adj: Any,
+        map: Mapping[int, Any] | None = None,
+    ) -> None:
+        super().__init__(server, sock, addr, adj, map=map)
+        # Each attempt to send copies this much.
+        self.sendbuf_len = SEND_BYTES
+        self._reading_since = self.last_progress = time.monotonic()
+        self._has_served = False
+        self._waiting_to_write = False
+        self._linger_until: float | None = None
+        self._lingered_bytes = 0
+        self.ended_by_client = False
+        """The client has closed its side, perhaps only for sending: `shutdown(SHUT_WR)`."""
+        self.probes_only = False
+        """Beyond the limits on connections: only liveness is answered."""
+        self.network = ""
+        """What counts as one client, set by the server: an address, or a network."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is being answered, or its reply is being read."""
+        return bool(self.requests or self.total_outbufs_len)
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Of requests that are not answered yet, and of replies that are not read yet."""
+        requests = [*self.requests, *([self.request] if self.request is not None else [])]
+        return int(self.total_outbufs_len + sum(request.buffered_bytes for request in requests))
+
+    def check_client_disconnected(self) -> bool:
+        """Whether the client of the call in progress has gone away; any thread may ask."""
+        return self.ended_by_client or not self.connected
+
+    def stalls(self, now: float, seconds: float) -> bool:
+        """Whether it is the client that has been waited for, for so long."""
+        is_due = now - self.last_progress >= seconds
+        return is_due and bool(self.total_outbufs_len or not self.requests)
+
+    # Reading.
+
+    def readable(self) -> bool:
+        if self._linger_until is not None:
+            return True
+        if self.will_close or self.close_when_flushed or self.ended_by_client:
+            return False
+        # While a call is in progress, one more request may come: so the end of the connection is seen.
+        if self.requests:
+            return len(self.requests) <= int(self.adj.channel_request_lookahead)
+        return not self.total_outbufs_len
+
+    def handle_read(self) -> None:
+        try:
+            # Not the base class's `recv`, which closes the connection when its client ends its side.
+            data = self.socket.recv(self.adj.recv_bytes)
+        except BlockingIOError:
+            return
+        except OSError:
+            self.handle_close()
+            return
+        if self._linger_until is not None:
+            self._discard(data)
+        elif data:
+            self._take(data)
+        else:
+            self._end_of_input()
+
+    def _take(self, data: bytes) -> None:
+        now = time.monotonic()
+        self.last_progress = now
+        if self.request is None:
+            self._reading_since = now
+        self.received(data)
+
+    def _end_of_input(self) -> None:
+        self.ended_by_client = True
+        if self.request is not None and self.request.has_begun and not self.is_busy:
+            self.refuse(RequestError(400, "incomplete_request", "the request ends too early"))
+        elif not self.is_busy:
+            self.handle_close()
+
+    def refuse(self, error: RequestError) -> None:
+        """Answer what has come of a request with `error`."""
+        with self.requests_lock:
+            request, self.request = self.request or RequestParser(self.adj), None
+            request.fail(error)
+            self.requests.append(request)
+            if len(self.requests) == 1:
+                self.server.add_task(self)
+
+    # Writing.
+
+    def service(self) -> None:
+        """Answer one request. Called by a thread of the application."""
+        self._has_served = True
+        self.server.serving.connection = self
+        super().service()
+        if self.ended_by_client and not self.requests:
+            self.close_when_flushed = True
+            self.server.pull_trigger()
+
+    def send(self, data: bytes, do_close: bool = True) -> int:
+        """Called by whichever thread holds the lock of the output."""
+        sent = int(super().send(data, do_close=do_close))
+        if sent:
+            self.last_progress = time.monotonic()
+        return sent
+
+    def handle_write(self) -> None:
+        if self._linger_until is not None or self.socket is None:
+            return
+        self._flush_exception(self._flush_some_if_lockable)
+        if self.socket is None:
+            # The client has reset the connection, and the flush has closed it.
+            return
+        if self.will_close:
+            self.handle_close()
+        elif self.close_when_flushed and not self.total_outbufs_len and not self.requests:
+            self._linger()
+
+    def writable(self) -> bool:
+        if self._linger_until is not None:
+            return False
+        return bool(self.total_outbufs_len or self.will_close or self.close_when_flushed)
+
+    # Closing.
+
+    def _linger(self) -> None:
+        """Say that no more will come, and read on: a close with unread bytes would reset the connection, and
+        the client might lose the reply.
+        """
+        if self.ended_by_client:
+            self.handle_close()
+            return
+        try:
+            self.socket.shutdown(socket.SHUT_WR)
+        except OSError:
+            self.handle_close()
+            return
+        self.last_progress = time.monotonic()
+        self._linger_until = self.last_progress + LINGER_SECONDS
+
+    def _discard(self, data: bytes) -> None:
+        self._lingered_bytes += len(data)
+        self.last_progress = time.monotonic()
+        if not data or self._lingered_bytes > LINGER_BYTES:
+            self.handle_close()
+
+    def handle_close(self) -> None:
+        if self.socket is not None:
+            self.server.poller.forget(self._fileno)
+            super().handle_close()
+
+    def abort(self) -> None:
+        """Close at once. Without a reset the system would keep what the client does not read."""
+        if self.socket is not None:
+            with contextlib.suppress(OSError):
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            self.handle_close()
+
+    # Deadlines.
+
+    def check_deadlines(self, now: float, deadlines: Deadlines) -> None:
+        """Called by the I/O thread several times a second."""
+        if self._linger_until is not None:
+            if now >= self._linger_until or now - self.last_progress >= LINGER_SILENCE_SECONDS:
+                self.handle_close()
+        elif self.is_busy:
+            # A request that began meanwhile has its time from the end of this one on.
+            self._reading_since = now
+            self._check_writing(now, deadlines.write_seconds)
+        elif self.ended_by_client:
+            self.handle_close()
+        elif not self.close_when_flushed:
+            self._check_reading(now, deadlines.read_seconds)
+
+    def _check_writing(self, now: float, seconds: float) -> None:
+        if not self.total_outbufs_len:
+            self._waiting_to_write = False
+        elif not self._waiting_to_write:
+            # Until now there was nothing that the client could have read.
+            self._waiting_to_write = True
+            self.last_progress = now
+        elif now - self.last_progress >= seconds:
+            self.abort()
+
+    def _check_reading(self, now: float, seconds: float) -> None:
+        partial = self.request
+        if partial is None or not partial.has_begun:
+            if now - self.last_progress >= (KEEP_ALIVE_SECONDS if self._has_served else seconds):
+                self.handle_close()
+            return
+        part = "body" if partial.headers_finished else "head"
+        granted = seconds + partial.wire_bytes / MIN_BODY_BYTES_PER_SECOND
+        if now - self._reading_since >= granted:
+            detail = f"the {part} of the request did not arrive within {granted:.0f} seconds"
+            self.refuse(RequestError(408, f"{part}_timeout", detail, "body" if part == "body" else None))

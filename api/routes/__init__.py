@@ -1,0 +1,1 @@
+"""Serves the URLs of the HTTP interface, one file for each family."""

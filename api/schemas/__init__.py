@@ -1,0 +1,1 @@
+"""Describes request bodies and replies."""

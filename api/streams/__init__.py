@@ -1,0 +1,1 @@
+"""Sends live events to the clients that follow them."""

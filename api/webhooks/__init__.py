@@ -1,0 +1,1 @@
+"""Delivers signed webhooks."""

@@ -1,0 +1,78 @@
+"""Events of sockets reach the connection that they were reported for."""
+
+import os
+import socket
+
+import pytest
+
+from api.http.poller import Poller
+
+
+class Dispatcher:
+    """Waits for input. `on_read` is called when there is some."""
+
+    accepting = False
+
+    def __init__(self, sock, on_read):
+        self.sock = sock
+        self._fileno = sock.fileno()
+        self.on_read = on_read
+        self.closed = 0
+
+    def readable(self):
+        return True
+
+    def writable(self):
+        return False
+
+    def handle_read_event(self):
+        self.on_read()
+
+    def handle_expt_event(self):
+        pass
+
+    def handle_close(self):
+        self.closed += 1
+
+    def handle_error(self):
+        raise
+
+
+@pytest.fixture
+def pairs():
+    opened = [socket.socketpair() for _ in range(3)]
+    yield opened
+    for pair in opened:
+        for sock in pair:
+            sock.close()
+
+
+def test_a_descriptor_that_is_used_again_gets_no_event_of_its_last_owner(pairs):
+    """Both are ready at once; the first closes the other, and a new connection gets its descriptor."""
+    dispatchers = {}
+    poller = Poller(dispatchers)
+    (first, first_peer), (old, old_peer), (new, _) = pairs
+    number = old.fileno()
+    made = []
+
+    def unexpected():
+        raise AssertionError("an event of a connection that is closed")
+
+    def replace():
+        first.recv(1)
+        poller.forget(number)
+        old.close()
+        again = socket.socket(fileno=os.dup2(new.fileno(), number))
+        dispatchers[number] = Dispatcher(again, unexpected)
+        made.append(dispatchers[number])
+
+    dispatchers[first.fileno()] = Dispatcher(first, replace)
+    dispatchers[number] = Dispatcher(old, unexpected)
+    poller.update_all()
+    first_peer.send(b"x")
+    # The end of both sides: poll reports a hang-up.
+    old_peer.close()
+    poller.poll(60)
+    assert made
+    assert not made[0].closed
+    made[0].sock.close()

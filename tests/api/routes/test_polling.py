@@ -1,0 +1,278 @@
+"""Looking at a task, waiting for it, cancelling it; tasks that are not there."""
+
+import threading
+import time
+
+import pytest
+
+from api.schemas.replies import Task
+from api.settings import ApiSettings
+from tokenmill.protocol import keys, naming
+from tokenmill.protocol.messages import TaskError
+
+ERROR = TaskError(type="server_error", code="engine_error", message="it broke", param="prompt")
+
+
+def test_a_waiting_task_shows_its_place(client, submit, worker):
+    """The position, the tokens before it and why it waits, while it is in Redis."""
+    first, second, urgent = submit(max_tokens=10), submit(max_tokens=20), submit(priority=0, max_tokens=30)
+    worker.report("ready")
+    places = {name: client.get(f"/v1/tasks/{name}").json["queue"] for name in (first, second, urgent)}
+    assert [places[name]["position"] for name in (urgent, first, second)] == [0, 1, 2]
+    assert places[urgent]["waiting_for"] == "capacity"
+    assert places[second]["waiting_for"] == "behind"
+    assert places[second]["tokens_ahead"] > places[first]["tokens_ahead"] > 0
+    # Nothing was served yet, so there is no rate to tell a time from.
+    assert places[second]["eta_seconds"] is None
+
+
+def test_the_eta_comes_from_the_rate(client, submit, worker):
+    submit(max_tokens=60), submit(max_tokens=10)
+    worker.report("ready")
+    worker.run("x")
+    submit(max_tokens=10)
+    last = submit(max_tokens=10)
+    snapshot = worker.store.inspect(last)
+    eta = client.get(f"/v1/tasks/{last}").json["queue"]["eta_seconds"]
+    assert eta == pytest.approx(snapshot.tokens_ahead / snapshot.drain_rate, abs=0.001)
+    worker.report("draining")
+    assert client.get(f"/v1/tasks/{last}").json["queue"]["eta_seconds"] is None
+
+
+def test_a_claimed_task_shows_what_the_scheduler_says(client, submit, worker):
+    task_id = submit()
+    worker.claim()
+    facts = {"waiting_for": "kv_blocks", "position": "3", "tokens_ahead": "70"}
+    worker.store.publish([worker._write(task_id, facts=facts)])
+    task = client.get(f"/v1/tasks/{task_id}").json
+    assert task["status"] == "queued"
+    assert (task["queue"]["position"], task["queue"]["tokens_ahead"]) == (3, 70)
+    assert task["queue"]["waiting_for"] == "kv_blocks"
+
+
+def test_a_task_that_was_handed_back_shows_its_place_again(client, submit, worker):
+    """Scheduled once, it waits all the same: no text comes until a worker takes it."""
+    task_id = submit()
+    worker.claim()
+    worker.start(task_id)
+    worker.say(task_id, "half")
+    worker.store.hand_back({task_id: worker.owned[task_id].owner})
+    task = client.get(f"/v1/tasks/{task_id}").json
+    assert (task["queue"]["position"], task["queue"]["waiting_for"]) == (0, "worker")
+    assert task["outputs"][0]["text"] == "half"
+    worker.claim()
+    worker.start(task_id)
+    assert client.get(f"/v1/tasks/{task_id}").json["queue"] is None
+
+
+def test_a_task_that_was_preempted_shows_its_place_again(client, submit, worker):
+    task_id = submit()
+    worker.claim()
+    worker.start(task_id)
+    facts = {"waiting_for": "kv_blocks", "position": "0", "tokens_ahead": "0"}
+    worker.store.publish([worker._write(task_id, facts=facts)])
+    queue = client.get(f"/v1/tasks/{task_id}").json["queue"]
+    assert (queue["position"], queue["waiting_for"]) == (0, "kv_blocks")
+
+
+def test_a_task_that_ended_while_it_waited_has_no_place(client, submit, worker):
+    task_id = submit()
+    worker.claim()
+    facts = {"waiting_for": "behind", "position": "3", "tokens_ahead": "70"}
+    worker.store.publish([worker._write(task_id, facts=facts)])
+    assert client.delete(f"/v1/tasks/{task_id}").json["queue"] is None
+
+
+def test_a_running_task_shows_its_text_so_far(client, submit, worker):
+    task_id = submit()
+    worker.claim()
+    worker.start(task_id, prompt_tokens=3)
+    worker.say(task_id, "Hel", "lo \u4f60", "\n\U0001f600")
+    reply = client.get(f"/v1/tasks/{task_id}")
+    task = reply.json
+    assert (task["status"], task["queue"], task["error"]) == ("in_progress", None, None)
+    assert task["outputs"] == [
+        {
+            "index": 0,
+            "text": "Hello \u4f60\n\U0001f600",
+            "token_ids": [0, 1, 2],
+            "finish_reason": None,
+            "logprobs": None,
+        }
+    ]
+    assert task["usage"] == {
+        "prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6, "cached_tokens": 0,
+    }  # fmt: skip
+    assert task["timings"]["ttft_seconds"] >= task["timings"]["queue_seconds"] >= 0
+    assert task["timings"]["total_seconds"] is None
+    assert reply.headers["Retry-After"] == "1"
+    assert reply.headers["Cache-Control"] == "no-store"
+
+
+def test_a_finished_task_is_whole(client, submit, worker):
+    """rq#1724: a status that says finished before the result is there."""
+    task_id = submit()
+    worker.run("a", "b")
+    reply = client.get(f"/v1/tasks/{task_id}")
+    assert reply.json["status"] == "completed"
+    assert reply.json["outputs"] == [
+        {"index": 0, "text": "ab", "token_ids": [0, 1], "finish_reason": "stop", "logprobs": None}
+    ]
+    assert reply.json["usage"]["completion_tokens"] == 2
+    timings = reply.json["timings"]
+    assert timings["total_seconds"] >= timings["ttft_seconds"] >= timings["queue_seconds"] >= 0
+    assert "Retry-After" not in reply.headers
+    Task.model_validate(reply.json, strict=True)
+
+
+def test_a_failed_task_keeps_what_was_generated(client, submit, worker):
+    task_id = submit()
+    worker.claim()
+    worker.start(task_id)
+    worker.say(task_id, "half")
+    worker.finish(task_id, "error", ERROR)
+    task = client.get(f"/v1/tasks/{task_id}").json
+    assert task["status"] == "failed"
+    assert task["error"] == ERROR.to_json()
+    assert (task["outputs"][0]["text"], task["outputs"][0]["finish_reason"]) == ("half", "error")
+
+
+class TestWaiting:
+    def test_the_answer_comes_with_the_end(self, client, submit, worker):
+        task_id = submit()
+        worker.claim()
+        worker.start(task_id)
+        replies = []
+        thread = threading.Thread(target=lambda: replies.append(client.get(f"/v1/tasks/{task_id}?wait=60")))
+        thread.start()
+        worker.say(task_id, "a")
+        worker.finish(task_id)
+        thread.join()
+        assert replies[0].json["status"] == "completed"
+
+    def test_a_wait_has_an_end(self, client, submit):
+        reply = client.get(f"/v1/tasks/{submit()}?wait=0.2")
+        assert (reply.status_code, reply.json["status"]) == (200, "queued")
+
+    def test_the_end_of_a_wait_is_seen_through_a_lost_message(self, client, submit, worker, redis_client):
+        """The terminal message is lost: the log is read after the silence, or at the latest at the end."""
+        task_id = submit()
+        worker.claim()
+        thread_replies = []
+        thread = threading.Thread(
+            target=lambda: thread_replies.append(client.get(f"/v1/tasks/{task_id}?wait=3"))
+        )
+        thread.start()
+        redis_client.execute_command("CLIENT", "KILL", "TYPE", "PUBSUB")
+        worker.finish(task_id)
+        thread.join()
+        assert thread_replies[0].json["status"] == "completed"
+
+    @pytest.mark.parametrize("wait", ["-1", "soon", "nan", "inf", "1e400", "", "[]"])
+    def test_a_bad_wait_is_refused(self, client, submit, wait):
+        reply = client.get(f"/v1/tasks/{submit()}?wait={wait}")
+        assert reply.status_code == 400
+        assert reply.json["error"]["param"] == "wait"
+
+    def test_a_wait_without_a_place_is_a_poll(self, redis_url, make_app):
+        client = make_app(ApiSettings(redis_url=redis_url, max_streams=1)).test_client()
+        task_id = client.post("/v1/tasks", json={"prompt": "x"}).json["id"]
+        stream = client.get(f"/v1/tasks/{task_id}/events", buffered=False)
+        next(stream.iter_encoded())
+        assert client.get(f"/v1/tasks/{task_id}?wait=60").json["status"] == "queued"
+        stream.close()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client, url: client.post(f"{url}/cancel"),
+        lambda client, url: client.post(f"{url}/cancel", json={}),
+        lambda client, url: client.post(f"{url}/cancel", data=b"{", content_type="application/json"),
+        lambda client, url: client.delete(url),
+    ],
+)
+class TestCancelling:
+    def test_a_waiting_task(self, client, submit, worker, call):
+        task_id = submit()
+        for _ in range(2):
+            reply = call(client, f"/v1/tasks/{task_id}")
+            assert (reply.status_code, reply.json["status"]) == (200, "cancelled")
+            assert reply.json["outputs"][0]["finish_reason"] == "cancelled"
+            assert reply.json["error"] is None
+        assert worker.claim() == []
+
+    def test_a_running_task(self, client, submit, worker, call):
+        task_id = submit()
+        worker.claim()
+        worker.start(task_id)
+        worker.say(task_id, "kept")
+        reply = call(client, f"/v1/tasks/{task_id}")
+        assert (reply.json["status"], reply.json["outputs"][0]["text"]) == ("cancelled", "kept")
+        worker.say(task_id, "refused")
+        assert client.get(f"/v1/tasks/{task_id}").json["outputs"][0]["text"] == "kept"
+
+    def test_a_finished_task_stays_finished(self, client, submit, worker, call):
+        task_id = submit()
+        worker.run("a")
+        assert call(client, f"/v1/tasks/{task_id}").json["status"] == "completed"
+
+
+def calls_on(task_id):
+    url = f"/v1/tasks/{task_id}"
+    yield "GET", url
+    yield "GET", f"{url}?wait=60"
+    yield "GET", f"{url}/events"
+    yield "POST", f"{url}/cancel"
+    yield "DELETE", url
+
+
+@pytest.mark.parametrize(
+    "task_id",
+    [
+        "0" * 31,
+        "0" * 32,
+        "0" * 12 + "a" * 20,
+        "x" * 32,
+        "A" * 32,
+        "f" * 32,
+        pytest.param(naming.new_task_id(naming.EARLIEST_TASK_TIME - 1), id="before the first release"),
+        pytest.param(naming.new_task_id(time.time() + 86400), id="of tomorrow"),
+        pytest.param(naming.new_task_id(time.time() - 7200).upper(), id="in upper case"),
+        "..",
+        "%00",
+        "1" * 5000,
+        "%F0%9F%98%80",
+        "a b",
+    ],
+    ids=lambda value: ascii(value[:12]),
+)
+def test_an_unknown_task_is_not_found(client, task_id):
+    """arq PR364, tornado-celery PR59: unknown jobs were a 500, or waited for without end."""
+    for method, url in calls_on(task_id):
+        reply = client.open(url, method=method)
+        assert reply.status_code == 404
+        assert reply.json["error"]["type"] == "invalid_request_error"
+
+
+def test_an_expired_task_is_gone(client):
+    """romm#3195: a result that had expired was a 500."""
+    task_id = naming.new_task_id(time.time() - 3700)
+    for method, url in calls_on(task_id):
+        reply = client.open(url, method=method)
+        assert (reply.status_code, reply.json["error"]["code"]) == (410, "task_expired")
+
+
+class TestShortRetention:
+    @pytest.fixture
+    def settings(self, redis_url):
+        return ApiSettings(redis_url=redis_url, retention_seconds=0.1)
+
+    def test_a_task_goes_from_finished_to_gone(self, client, redis_client, settings):
+        """romm#3195: result, events and cancel of a task whose time is over."""
+        task_id = client.post("/v1/tasks", json={"prompt": "x"}).json["id"]
+        assert client.delete(f"/v1/tasks/{task_id}").json["status"] == "cancelled"
+        while redis_client.exists(keys.run(task_id)):
+            pass
+        assert {client.open(url, method=method).status_code for method, url in calls_on(task_id)} == {410}
+        assert not redis_client.exists(keys.log(task_id))

@@ -1,0 +1,318 @@
+"""Server-sent events of a task: replay, live, resumption, limits."""
+
+import json
+import threading
+from itertools import pairwise
+
+import pytest
+
+from api.settings import ApiSettings
+from api.streams import events
+from tokenmill.protocol.messages import FinishedEvent, LogEntry, TaskError, TokenEvent, Usage, decode
+from tokenmill.sse import Frame
+from tokenmill.sse import frames as parse
+
+
+class Stream:
+    """A stream read frame by frame, as a client reads it."""
+
+    def __init__(self, client, url, **headers):
+        self.reply = client.get(url, headers=headers, buffered=False)
+        self._lines = self._split(self.reply.iter_encoded())
+        self._frames = parse(self._lines)
+
+    def __iter__(self):
+        return self._frames
+
+    def next(self, number):
+        return [next(self._frames) for _ in range(number)]
+
+    def close(self):
+        self.reply.close()
+
+    @staticmethod
+    def _split(chunks):
+        for chunk in chunks:
+            yield from chunk.splitlines(keepends=True)
+
+
+def seqs(frames):
+    return [int(frame.id) for frame in frames]
+
+
+def text(frames):
+    return "".join(json.loads(frame.data)["text"] for frame in frames)
+
+
+@pytest.fixture
+def running(submit, worker):
+    """A task that a worker has started and that says nothing yet."""
+    task_id = submit()
+    worker.claim()
+    worker.start(task_id)
+    return task_id
+
+
+def test_a_finished_task_is_replayed_whole(client, submit, worker):
+    """tornado-celery PR59: subscribing after the end hung."""
+    task_id = submit()
+    worker.run("Hel", "lo\n", "\u2028\U0001f600")
+    stream = Stream(client, f"/v1/tasks/{task_id}/events")
+    frames = list(stream)
+    assert stream.reply.content_type == "text/event-stream; charset=utf-8"
+    assert stream.reply.headers["Cache-Control"] == "no-cache"
+    assert stream.reply.headers["X-Accel-Buffering"] == "no"
+    assert [frame.event for frame in frames] == ["token", "token", "token", "finished"]
+    assert seqs(frames) == [0, 1, 2, 3]
+    assert text(frames) == "Hello\n\u2028\U0001f600"
+    last = json.loads(frames[-1].data)
+    assert (last["finish_reason"], last["done"], last["error"]) == ("stop", True, None)
+    assert last["usage"]["completion_tokens"] == 3
+
+
+def test_what_is_sent_is_what_was_published(client, running, worker, redis_client):
+    """One shape everywhere: the data of a frame is the message of the channel."""
+    with redis_client.pubsub() as pubsub:
+        pubsub.subscribe(f"tokenmill:tok:{running}")
+        pubsub.get_message(timeout=5)
+        worker.say(running, "a", '"\\\n')
+        worker.finish(running)
+        published = [pubsub.get_message(timeout=5)["data"].decode() for _ in range(3)]
+    frames = list(Stream(client, f"/v1/tasks/{running}/events"))
+    assert [frame.data for frame in frames] == published
+
+
+def test_live_events_follow_those_that_were(client, running, worker):
+    worker.say(running, "a", "b")
+    stream = Stream(client, f"/v1/tasks/{running}/events")
+    assert text(stream.next(2)) == "ab"
+    worker.say(running, "c")
+    assert text(stream.next(1)) == "c"
+    worker.finish(running)
+    assert [frame.event for frame in stream] == ["finished"]
+
+
+def test_a_stream_may_begin_before_the_task_does(client, submit, worker):
+    task_id = submit()
+    stream = Stream(client, f"/v1/tasks/{task_id}/events")
+    assert next(stream._lines) == b"retry: 1000\n"
+    worker.run("a", "b")
+    assert seqs(stream) == [0, 1, 2]
+
+
+def test_several_readers_get_all(client, running, worker):
+    streams = [Stream(client, f"/v1/tasks/{running}/events") for _ in range(3)]
+    worker.say(running, "a")
+    assert [text(stream.next(1)) for stream in streams] == ["a"] * 3
+    streams[0].close()
+    late = Stream(client, f"/v1/tasks/{running}/events")
+    worker.say(running, "b")
+    worker.finish(running)
+    assert [seqs(stream) for stream in (streams[1], streams[2], late)] == [[1, 2], [1, 2], [0, 1, 2]]
+
+
+class TestResuming:
+    @pytest.mark.parametrize(
+        ("query", "headers", "expected"),
+        [
+            ("", {}, [0, 1, 2, 3]),
+            ("?after=-1", {}, [0, 1, 2, 3]),
+            ("?after=1", {}, [2, 3]),
+            ("", {"Last-Event-ID": "1"}, [2, 3]),
+            ("", {"Last-Event-ID": "-1"}, [0, 1, 2, 3]),
+            ("", {"Last-Event-ID": ""}, [0, 1, 2, 3]),
+            # A source that reconnects repeats its first URL.
+            ("?after=0", {"Last-Event-ID": "2"}, [3]),
+        ],
+    )
+    @pytest.mark.parametrize("finished", [True, False])
+    def test_from_a_place_on(self, client, running, worker, query, headers, expected, finished):
+        worker.say(running, "a", "b", "c")
+        if finished:
+            worker.finish(running)
+        stream = Stream(client, f"/v1/tasks/{running}/events{query}", **headers)
+        if not finished:
+            assert seqs(stream.next(len(expected) - 1)) == expected[:-1]
+            worker.finish(running)
+            expected = expected[-1:]
+        assert seqs(stream) == expected
+
+    def test_nothing_is_left_after_the_end(self, client, running, worker):
+        """204 tells an event source not to come again."""
+        worker.finish(running)
+        for after in (0, 5, 10**17):
+            reply = client.get(f"/v1/tasks/{running}/events?after={after}")
+            assert (reply.status_code, reply.data) == (204, b"")
+
+    def test_a_place_beyond_what_is_there_waits_for_the_end(self, client, running, worker):
+        stream = Stream(client, f"/v1/tasks/{running}/events?after=7")
+        next(stream._lines)
+        worker.say(running, "a")
+        worker.finish(running)
+        assert seqs(stream) == []
+
+    @pytest.mark.parametrize("last", ["x", "-2", "1.5", "1e3", "0x1", "9" * 30, "1 2", "\u0661"])
+    def test_a_bad_id_is_refused(self, client, running, last):
+        reply = client.get(
+            f"/v1/tasks/{running}/events", headers={"Last-Event-ID": last.encode().decode("latin1")}
+        )
+        assert (reply.status_code, reply.json["error"]["param"]) == (400, "Last-Event-ID")
+
+    @pytest.mark.parametrize("after", ["x", "-2", "1.5", "", "true", "[]"])
+    def test_a_bad_after_is_refused(self, client, running, after):
+        reply = client.get(f"/v1/tasks/{running}/events?after={after}")
+        assert (reply.status_code, reply.json["error"]["param"]) == (400, "after")
+
+
+def test_a_stream_survives_the_loss_of_every_connection(client, running, worker, redis_client):
+    """redis-py#1573: after a reconnect a subscriber stayed deaf, and what came meanwhile was lost."""
+    stream = Stream(client, f"/v1/tasks/{running}/events")
+    got = []
+    for word in "abcdef":
+        worker.say(running, word)
+        got += stream.next(1)
+        redis_client.execute_command("CLIENT", "KILL", "TYPE", "PUBSUB")
+    worker.finish(running)
+    got += list(stream)
+    assert seqs(got) == list(range(7))
+    assert text(got) == "abcdef"
+
+
+def test_cancelling_ends_the_stream(client, running, worker):
+    stream = Stream(client, f"/v1/tasks/{running}/events")
+    worker.say(running, "a")
+    stream.next(1)
+    client.delete(f"/v1/tasks/{running}")
+    (last,) = stream
+    assert json.loads(last.data)["finish_reason"] == "cancelled"
+
+
+class TestFaults:
+    """llama.cpp#14566, mistral.rs#1874, vllm PR40986: a fault showed as an empty success, or the stream of it
+    never closed, and a bad input was answered with 200 and a stream.
+    """
+
+    ERROR = TaskError(type="server_error", code="engine_error", message="it broke")
+
+    @pytest.mark.parametrize("words", [[], ["a", "b", "c"]], ids=["before-the-first-token", "after-three"])
+    @pytest.mark.parametrize("live", [True, False], ids=["live", "replayed"])
+    def test_a_fault_is_the_one_end_of_a_stream(self, client, running, worker, words, live):
+        """Told once, as an error and never as `stop` or `length`; then the stream closes by itself."""
+        stream = Stream(client, f"/v1/tasks/{running}/events") if live else None
+        worker.say(running, *words)
+        before = stream.next(len(words)) if stream else []
+        worker.finish(running, "error", self.ERROR)
+        frames = before + list(stream or Stream(client, f"/v1/tasks/{running}/events"))
+        assert [frame.event for frame in frames] == ["token"] * len(words) + ["finished"]
+        assert text(frames) == "".join(words)
+        last = json.loads(frames[-1].data)
+        assert (last["finish_reason"], last["done"], last["error"]) == ("error", True, self.ERROR.to_json())
+        assert last["usage"]["completion_tokens"] == len(words)
+        assert sum("finish_reason" in json.loads(frame.data) for frame in frames) == 1
+        assert client.get(f"/v1/tasks/{running}").json["status"] == "failed"
+
+    @pytest.mark.parametrize(
+        ("fields", "param"),
+        [
+            ({"prompt_token_ids": [5] * 101, "prompt": None}, "prompt_token_ids"),
+            ({"prompt_token_ids": [1000], "prompt": None}, "prompt_token_ids"),
+            ({"max_tokens": 0}, "max_tokens"),
+            ({"n": 0}, "n"),
+            ({"stream": True}, "stream"),
+        ],
+    )
+    def test_a_bad_input_is_refused_before_there_is_a_stream(self, client, card, fields, param):
+        body = {name: value for name, value in {"prompt": "hello", **fields}.items() if value is not None}
+        reply = client.post("/v1/tasks", json=body, headers={"Accept": "text/event-stream"})
+        assert 400 <= reply.status_code < 500
+        assert reply.content_type == "application/problem+json"
+        assert reply.json["error"]["type"] == "invalid_request_error"
+        assert reply.json["error"]["param"] == param
+
+    def test_no_stream_begins_for_what_is_not_there(self, client):
+        reply = client.get(f"/v1/tasks/{'f' * 32}/events", headers={"Accept": "text/event-stream"})
+        assert (reply.status_code, reply.content_type) == (404, "application/problem+json")
+
+
+class TestPlaces:
+    @pytest.fixture
+    def settings(self, redis_url):
+        return ApiSettings(redis_url=redis_url, max_streams=2)
+
+    def test_one_stream_too_many_is_told_to_come_again(self, client, running):
+        streams = [Stream(client, f"/v1/tasks/{running}/events") for _ in range(2)]
+        for _ in range(2):
+            reply = client.get(f"/v1/tasks/{running}/events")
+            assert (reply.status_code, reply.json["error"]["code"]) == (503, "too_many_streams")
+            assert int(reply.headers["Retry-After"]) >= 1
+        assert client.get(f"/v1/tasks/{running}").status_code == 200
+        assert b"tokenmill_http_streams_open 2.0" in client.get("/metrics").data
+        streams[0].close()
+        assert b"tokenmill_http_streams_open 1.0" in client.get("/metrics").data
+        Stream(client, f"/v1/tasks/{running}/events").close()
+        streams[1].close()
+        assert b"tokenmill_http_streams_open 0.0" in client.get("/metrics").data
+
+    def test_asking_for_the_headers_alone_keeps_no_place(self, client, running):
+        for _ in range(5):
+            reply = client.head(f"/v1/tasks/{running}/events")
+            assert (reply.status_code, reply.data) == (200, b"")
+        assert b"tokenmill_http_streams_open 0.0" in client.get("/metrics").data
+
+
+def test_a_silent_stream_beats(redis_url, make_app):
+    client = make_app(ApiSettings(redis_url=redis_url, heartbeat_seconds=0.1)).test_client()
+    task_id = client.post("/v1/tasks", json={"prompt": "x"}).json["id"]
+    chunks = client.get(f"/v1/tasks/{task_id}/events", buffered=False).iter_encoded()
+    assert [next(chunks) for _ in range(3)] == [b"retry: 1000\n\n", b": \n\n", b": \n\n"]
+
+
+def test_many_streams_at_once(app, submit, worker):
+    """Every stream gets every event of its own task, in order, whatever goes on beside it."""
+    ids = [submit(priority=0) for _ in range(12)]
+    assert sorted(worker.claim(12)) == sorted(ids)
+    got: dict[tuple[str, int], list[Frame]] = {}
+
+    def read(task_id, reader):
+        got[task_id, reader] = list(Stream(app.test_client(), f"/v1/tasks/{task_id}/events"))
+
+    threads = [threading.Thread(target=read, args=(task_id, i)) for task_id in ids for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for word in range(30):
+        for task_id in ids:
+            worker.say(task_id, f"{word} ")
+    for task_id in ids:
+        worker.finish(task_id)
+    for thread in threads:
+        thread.join()
+    assert len(got) == 24
+    for frames in got.values():
+        assert seqs(frames) == list(range(31))
+        assert text(frames) == "".join(f"{word} " for word in range(30))
+
+
+def test_frames_are_named_for_what_they_are():
+    token = TokenEvent(id="a", seq=0, token=5, text="x")
+    end = FinishedEvent(id="a", seq=1, text="", finish_reason="stop", index=1)
+    done = FinishedEvent(id="a", seq=2, text="", finish_reason="stop", done=True, usage={"prompt_tokens": 1})
+    names = [frame.event for frame in parse(events.frames([token, end, done]).splitlines(keepends=True))]
+    assert names == ["token", "end", "finished"]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        LogEntry.of_token(5, "\r\n\t\u2028\x00\x7f\U0001f600", index=2),
+        LogEntry.of_end("held", "length", index=1, done=False),
+        LogEntry.of_end("", "stop", usage=Usage(prompt_tokens=1, completion_tokens=2)),
+    ],
+)
+def test_a_frame_carries_its_message_on_one_line(entry):
+    message = entry.to_message("a", 7)
+    event = decode(message)
+    assert events.message(event) == message
+    frame = events.frame(event)
+    assert all(before != after for before, after in pairwise(frame.splitlines()))
+    assert len(frame.split(b"\n")) == 5
+    assert b"\r" not in frame

@@ -1,0 +1,136 @@
+"""Joining log and channel for one reader, turn by turn, with a scripted hub and log."""
+
+from contextlib import contextmanager
+from itertools import islice
+
+import pytest
+import redis
+
+from api.streams.follow import SILENCE_SECONDS, Follower
+from api.streams.hub import Arrived
+from tokenmill.protocol.messages import LogEntry, Usage, decode
+
+END = LogEntry.of_end("", "stop", usage=Usage(prompt_tokens=1, completion_tokens=2))
+
+
+def message(seq, entry=None):
+    return (entry or LogEntry.of_token(seq, str(seq))).to_message("t", seq).encode()
+
+
+class Scripted:
+    """A hub, a log and a clock. `turns`: what each wait gives; each wait takes a second."""
+
+    def __init__(self, *turns, log=(), known=True, finished_at=None, failures=0):
+        self.turns = list(turns)
+        self.log = list(log)
+        self.known = known
+        self.finished_at = finished_at
+        self.failures = failures
+        self.now = 100.0
+        self.reads = []
+
+    @contextmanager
+    def subscribe(self, channel):
+        assert channel == "tokenmill:tok:t"
+        yield self
+
+    def wait(self, seconds):
+        self.now += min(1.0, seconds)
+        return self.turns.pop(0) if self.turns else Arrived(False, [])
+
+    def read_log(self, task_id, after, count):
+        if self.failures:
+            self.failures -= 1
+            raise redis.ConnectionError("away")
+        self.reads.append(after)
+        return [event for event in map(decode, self.log) if event.seq > after][:count]
+
+    def inspect(self, task_id):
+        return self if self.known else None
+
+    def follow(self, after=-1, turns=30, **options):
+        follower = Follower(self, self, clock=lambda: self.now)
+        batches = follower.batches("t", after, stop=options.pop("stop", lambda: False), **options)
+        return [[event.seq for event in batch] for batch in islice(batches, turns)]
+
+
+def test_the_log_comes_first_then_the_channel():
+    script = Scripted(
+        Arrived(True, [message(1), message(2)]),
+        Arrived(False, [message(3), message(4, END)]),
+        log=[message(0), message(1)],
+    )
+    assert script.follow() == [[0, 1, 2], [3, 4]]
+    assert script.reads == [-1]
+
+
+def test_a_gap_is_filled_from_the_log():
+    script = Scripted(
+        Arrived(True, []),
+        Arrived(False, [message(2), message(3, END)]),
+        log=[message(0), message(1), message(2)],
+    )
+    script.log = [message(0)]
+    batches = Follower(script, script, clock=lambda: script.now).batches("t", -1, stop=lambda: False)
+    assert [event.seq for event in next(batches)] == [0]
+    script.log = [message(0), message(1), message(2)]
+    assert [event.seq for event in next(batches)] == [1, 2, 3]
+
+
+def test_what_was_seen_is_not_seen_again():
+    script = Scripted(
+        Arrived(True, [message(0)]),
+        Arrived(True, [message(0), message(1)]),
+        Arrived(False, [message(2, END)]),
+        log=[message(0), message(1)],
+    )
+    assert script.follow() == [[0, 1], [], [2]]
+
+
+def test_a_lost_message_is_found_after_a_silence():
+    script = Scripted(Arrived(True, []), log=[message(0)])
+    batches = Follower(script, script, clock=lambda: script.now).batches("t", -1, stop=lambda: False)
+    assert [event.seq for event in next(batches)] == [0]
+    script.log.append(message(1, END))
+    assert [len(batch) for batch in batches] == [0] * (int(SILENCE_SECONDS) - 1) + [1]
+
+
+def test_a_task_that_vanished_ends_the_stream():
+    """Deleted by other tools, or its time was over: no message tells of that."""
+    script = Scripted(Arrived(True, []))
+    batches = Follower(script, script, clock=lambda: script.now).batches("t", -1, stop=lambda: False)
+    assert next(batches) == []
+    script.known = False
+    assert len(list(batches)) == SILENCE_SECONDS - 1
+
+
+def test_who_begins_behind_the_end_is_let_go():
+    script = Scripted(Arrived(True, []), Arrived(False, [message(1, END)]), log=[message(0)])
+    assert script.follow(after=7) == [[], []]
+    # The end came before the subscription.
+    script = Scripted(Arrived(True, []), log=[message(0), message(1, END)], finished_at=99.0)
+    assert script.follow(after=7) == [[]]
+
+
+def test_a_silent_task_that_is_there_is_waited_for():
+    assert len(Scripted(Arrived(True, [])).follow(turns=100)) == 100
+
+
+def test_while_redis_is_away_nothing_is_lost():
+    script = Scripted(
+        Arrived(True, [message(1)]), Arrived(False, [message(2)]), Arrived(False, [message(3, END)]),
+        log=[message(0), message(1), message(2)], failures=2,
+    )  # fmt: skip
+    assert script.follow() == [[], [], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("seconds", [0, 0.5, 3])
+def test_it_ends_in_time(seconds):
+    script = Scripted(Arrived(True, []))
+    script.follow(seconds=seconds)
+    assert script.now == 100 + seconds
+
+
+def test_it_stops_when_told():
+    answers = iter([False, False, True])
+    assert Scripted(Arrived(True, [])).follow(stop=lambda: next(answers)) == [[], []]

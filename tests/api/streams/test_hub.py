@@ -1,0 +1,169 @@
+"""The hub alone: one connection, every message to all who asked, and "replay" where one may be missing."""
+
+import threading
+
+import pytest
+import redis
+
+from api.redis_clients import connect, connect_subscriber
+from api.streams.hub import MAX_PENDING, Hub, Subscription
+
+
+@pytest.fixture
+def hub(redis_url, redis_client):
+    hub = Hub(lambda: connect_subscriber(redis_url), lambda name: redis_client.publish(name, b""))
+    yield hub
+    hub.close()
+
+
+def take(subscription, number):
+    """So many messages; a request to replay in between is passed over."""
+    messages = []
+    while len(messages) < number:
+        messages += subscription.wait(30).messages
+    return messages
+
+
+def live(subscription):
+    assert subscription.wait(30).replay
+
+
+def test_the_first_word_is_to_read_the_log(hub, redis_client):
+    with hub.subscribe("c") as subscription:
+        live(subscription)
+        redis_client.publish("c", b"1")
+        arrived = subscription.wait(30)
+        assert (arrived.replay, arrived.messages) == (False, [b"1"])
+        assert subscription.wait(0) == (False, [])
+
+
+def test_who_joins_a_live_channel_reads_the_log_too(hub):
+    with hub.subscribe("c") as first:
+        live(first)
+        with hub.subscribe("c") as second:
+            live(second)
+        assert first.wait(0) == (False, [])
+
+
+def test_every_member_of_a_channel_hears_it_and_no_one_else(hub, redis_client):
+    with hub.subscribe("c") as a, hub.subscribe("c") as b, hub.subscribe("d") as other:
+        for subscription in (a, b, other):
+            live(subscription)
+        redis_client.publish("c", b"1")
+        redis_client.publish("d", b"2")
+        assert [take(a, 1), take(b, 1), take(other, 1)] == [[b"1"], [b"1"], [b"2"]]
+
+
+def test_all_streams_share_one_connection(hub, redis_client):
+    def subscriptions():
+        return [client for client in redis_client.client_list() if int(client["sub"])]
+
+    with hub.subscribe("a") as a, hub.subscribe("b") as b, hub.subscribe("b") as c:
+        for subscription in (a, b, c):
+            live(subscription)
+        (connection,) = subscriptions()
+        assert int(connection["sub"]) == 3
+    # The last to leave a channel ends its subscription; only the hub's own is left.
+    while int(subscriptions()[0]["sub"]) != 1:
+        pass
+
+
+def test_a_channel_may_be_left_and_joined_again(hub, redis_client):
+    for number in range(20):
+        with hub.subscribe("c") as subscription:
+            live(subscription)
+            redis_client.publish("c", str(number))
+            assert take(subscription, 1) == [str(number).encode()]
+
+
+def test_a_reconnection_is_a_reason_to_read_the_log(hub, redis_client):
+    """redis-py reconnects silently: a message in between is gone, and only a new confirmation tells of it."""
+    with hub.subscribe("c") as subscription:
+        live(subscription)
+        redis_client.execute_command("CLIENT", "KILL", "TYPE", "PUBSUB")
+        live(subscription)
+        redis_client.publish("c", b"1")
+        assert take(subscription, 1) == [b"1"]
+
+
+def test_one_who_does_not_keep_up_is_sent_to_the_log(hub, redis_client):
+    """redis-py#1261: a slow reader made Redis cut the connection and lost events. Others do not notice."""
+    number = 2 * MAX_PENDING + 10
+    with hub.subscribe("c") as slow, hub.subscribe("c") as quick:
+        live(slow), live(quick)
+        heard = []
+        reader = threading.Thread(target=lambda: heard.extend(take(quick, number)))
+        reader.start()
+        for i in range(number):
+            redis_client.publish("c", str(i))
+        reader.join()
+        assert heard == [str(i).encode() for i in range(number)]
+        arrived = slow.wait(30)
+        assert arrived.replay
+        # What is left is the newest, without a hole, and never more than the bound.
+        assert len(arrived.messages) <= MAX_PENDING
+        assert arrived.messages == heard[len(heard) - len(arrived.messages) :]
+
+
+def test_a_request_to_replay_covers_what_waits():
+    subscription = Subscription("c")
+    subscription.put(b"1")
+    subscription.must_replay()
+    subscription.put(b"2")
+    assert subscription.wait(0) == (True, [b"2"])
+
+
+def test_redis_may_be_away_when_the_first_one_comes(redis_url, redis_client):
+    """The hub tries on until there is a connection, and nobody's subscription is forgotten."""
+    refused = threading.Event()
+    clients = iter([connect_subscriber("redis://127.0.0.1:1/0"), connect_subscriber(redis_url)])
+
+    class Flaky:
+        """A client whose connections fail until a good one is put in its place."""
+
+        def __enter__(self):
+            self.client = next(clients)
+            return self
+
+        def __exit__(self, *error):
+            self.client.close()
+
+        def pubsub(self):
+            pubsub = self.client.pubsub()
+            if not refused.is_set():
+                refused.set()
+                self.client = next(clients)
+            return pubsub
+
+    hub = Hub(Flaky, lambda name: redis_client.publish(name, b""))
+    with hub.subscribe("c") as subscription:
+        assert refused.wait(30)
+        live(subscription)
+        redis_client.publish("c", b"1")
+        assert take(subscription, 1) == [b"1"]
+    hub.close()
+
+
+def test_no_thread_before_the_first_subscription(hub):
+    """A server forks after the application was made: a thread from before would not live in the child."""
+    assert hub._thread is None
+    hub.close()
+
+
+def test_commands_wait_for_a_connection(redis_url):
+    """redis-py's own pool raises when it is empty, which lost 84 of 200 streams in a trial."""
+    client = connect(redis_url)
+    failures = []
+
+    def call():
+        try:
+            client.execute_command("EVAL", "return redis.call('PING')", "0")
+        except redis.RedisError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(200)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []

@@ -1,0 +1,194 @@
+"""Several deliverers, and deliverers that die: nobody is left untold, nobody is kept waiting."""
+
+import threading
+
+import pytest
+import redis
+
+from api import housekeeping
+from api.redis_clients import connect
+from api.settings import ApiSettings
+from api.webhooks.deliverer import MAX_AT_ONCE, RENEW_SECONDS, SILENCE_SECONDS
+from api.webhooks.post import Poster, PostFailed
+from api.webhooks.receivers import MAX_IN_VAIN
+from api.webhooks.signature import parse_secrets
+from tests.api.webhooks.delivering import SECRET
+from tests.api.webhooks.receiver import say
+from tests.live_service import wait_for
+from tokenmill.protocol import keys
+from tokenmill.protocol.store.outbox import Outbox
+
+
+@pytest.fixture
+def settings(redis_url):
+    return ApiSettings(redis_url=redis_url, webhook_keys=parse_secrets(SECRET), webhook_allow_private=True)
+
+
+class TestDeaths:
+    def test_one_who_dies_before_it_is_noted_leaves_it_to_another(
+        self, submit, worker, receiver, outbox, make_deliverer, outcomes, redis_client
+    ):
+        """The receiver hears twice, and can tell by the id."""
+
+        class Dying(Outbox):
+            def done(self, webhook):
+                raise redis.ConnectionError("cut off")
+
+        submit(webhook={"url": receiver.url()})
+        worker.run("a")
+        dying = make_deliverer(outbox=Dying(redis_client))
+        (webhook,) = outbox.take(1, silence_seconds=3600)
+        with pytest.raises(redis.ConnectionError):
+            dying.deliver(webhook)
+        assert outbox.take(1, silence_seconds=3600) == []
+        heir = make_deliverer()
+        (again,) = outbox.take(1, silence_seconds=0)
+        heir.deliver(again)
+        first, second = receiver.next(), receiver.next()
+        assert first.headers["webhook-id"] == second.headers["webhook-id"]
+        assert first.body == second.body
+        assert outcomes() == (1, 0, 0)
+        assert outbox.take(1, silence_seconds=0) == []
+
+    def test_a_fault_of_ours_is_told_and_tried_again(
+        self, submit, worker, receiver, make_deliverer, outbox, caplog
+    ):
+        class Faulty:
+            def addresses(self, target):
+                return ["127.0.0.1"]
+
+            def post(self, target, headers, body, addresses):
+                raise ZeroDivisionError
+
+        submit(webhook={"url": receiver.url()})
+        worker.run("a")
+        deliverer = make_deliverer(Faulty())
+        (webhook,) = outbox.take(1, silence_seconds=3600)
+        deliverer._places.acquire()
+        assert deliverer._receivers.enter_tenant(webhook.tenant)
+        deliverer._run(webhook)
+        assert "a fault of this service" in caplog.text
+        assert outbox.take(1, silence_seconds=0) == [webhook]
+
+    def test_redis_is_away(self, make_deliverer, store):
+        gone = Outbox(connect("redis://127.0.0.1:1/0"))
+        deliverer = make_deliverer(outbox=gone)
+        for _ in range(2 * MAX_AT_ONCE):
+            assert housekeeping.deliver(deliverer) == housekeeping.WEBHOOK_PAUSE_SECONDS
+
+
+class TestLeases:
+    def test_one_in_hand_is_not_taken_over_and_one_that_is_silent_is(
+        self, submit, worker, make_deliverer, outbox, redis_client
+    ):
+        """The lease is renewed while a receiver takes its time; after a kill another deliverer has it."""
+        begun, over = threading.Event(), threading.Event()
+
+        class Slow:
+            def addresses(self, target):
+                return ["203.0.113.1"]
+
+            def post(self, target, headers, body, addresses):
+                begun.set()
+                over.wait(60)
+                return 200
+
+        submit(webhook={"url": "http://slow.example/"})
+        worker.run("a")
+        deliverer = make_deliverer(Slow())
+        assert deliverer.deliver_due() == 1
+        assert begun.wait(60)
+        group = (keys.OUTBOX, "deliverers")
+        (held,) = redis_client.xpending_range(*group, "-", "+", 10)
+        # As if it had been held for longer than a lease.
+        redis_client.xclaim(*group, "api", 0, [held["message_id"]], idle=60_000, justid=True)
+        deliverer.renew_held()
+        assert outbox.take(1, silence_seconds=SILENCE_SECONDS) == []
+        redis_client.xclaim(*group, "api", 0, [held["message_id"]], idle=60_000, justid=True)
+        (taken,) = outbox.take(1, silence_seconds=SILENCE_SECONDS)
+        assert taken.entry_id == held["message_id"].decode()
+        over.set()
+        for _ in range(MAX_AT_ONCE):
+            deliverer._places.acquire()
+        assert not deliverer._held
+        deliverer.renew_held()
+
+    def test_a_renewal_brings_nothing_back(self, submit, worker, outbox, redis_client):
+        submit(webhook={"url": "http://h.example/"})
+        worker.run("a")
+        (webhook,) = outbox.take(1, silence_seconds=3600)
+        outbox.done(webhook)
+        outbox.renew([webhook.entry_id])
+        assert outbox.take(1, silence_seconds=0) == []
+
+    def test_several_renewals_fit_into_a_lease(self):
+        """Of a killed deliverer the bound in the README is the lease and one look at the outbox."""
+        assert 3 * RENEW_SECONDS < SILENCE_SECONDS <= 10
+
+
+class TestManyAtOnce:
+    def test_several_deliverers_share_the_work(self, submit, worker, receiver, make_deliverer, redis_url):
+        ids = [submit(webhook={"url": receiver.url()}) for _ in range(40)]
+        for _ in ids:
+            worker.run("a")
+        deliverers = [make_deliverer(outbox=Outbox(connect(redis_url))) for _ in range(3)]
+        # One receiver does not occupy all deliveries: some webhooks are put off for a second.
+        while receiver.calls.qsize() < len(ids):
+            for deliverer in deliverers:
+                deliverer.deliver_due()
+        heard = sorted(receiver.next().headers["webhook-id"] for _ in ids)
+        assert heard == sorted(f"msg_{task_id}" for task_id in ids)
+        assert receiver.calls.empty()
+
+    def test_a_receiver_that_does_not_answer_does_not_keep_others_waiting(
+        self, submit, worker, make_deliverer, outbox, redis_client
+    ):
+        told, over = threading.Event(), threading.Event()
+        waiting = []
+
+        class Sender:
+            def addresses(self, target):
+                return [{"alive.example": "198.51.100.1"}.get(target.host, "203.0.113.1")]
+
+            def post(self, target, headers, body, addresses):
+                if target.host == "alive.example":
+                    told.set()
+                    return 200
+                waiting.append(target)
+                if len(waiting) > 1:
+                    over.wait(60)
+                raise PostFailed("timed out")
+
+        def ended(host):
+            task_id = submit(webhook={"url": f"http://{host}/"})
+            worker.run("a")
+            return task_id
+
+        deliverer = make_deliverer(Sender())
+        first = ended("dead.example")
+        (webhook,) = outbox.take(1, silence_seconds=3600)
+        deliverer.deliver(webhook)
+        dead = [ended("dead.example") for _ in range(MAX_AT_ONCE)]
+        ended("alive.example")
+        while not told.is_set():
+            deliverer.deliver_due()
+        num_later = 1 + MAX_AT_ONCE - MAX_IN_VAIN
+        wait_for(lambda: redis_client.zcard(keys.OUTBOX_DUE) == num_later, "the rest is put off")
+        over.set()
+        for _ in range(MAX_AT_ONCE):
+            deliverer._places.acquire()
+        assert len(waiting) == 1 + MAX_IN_VAIN
+        # Those that were put off have not been tried.
+        tries = [redis_client.hget(keys.run(task_id), "webhook_tries") for task_id in (first, *dead)]
+        assert tries.count(b"1") == 1 + MAX_IN_VAIN
+        assert tries.count(None) == MAX_AT_ONCE - MAX_IN_VAIN
+        assert redis_client.zcard(keys.OUTBOX_DUE) == 1 + MAX_AT_ONCE
+
+    def test_a_slow_one_is_given_up_in_time(self, submit, worker, receiver, outbox, make_deliverer, outcomes):
+        receiver.will(say())
+        submit(webhook={"url": receiver.url()})
+        worker.run("a")
+        deliverer = make_deliverer(Poster(allow_private=True, seconds=0.2))
+        (webhook,) = outbox.take(1, silence_seconds=3600)
+        deliverer.deliver(webhook)
+        assert outcomes() == (0, 1, 0)

@@ -1,0 +1,142 @@
+"""Webhooks from submission to receiver: what is sent, how often, and what becomes of it."""
+
+from itertools import pairwise
+
+import pytest
+
+from api.settings import ApiSettings
+from api.webhooks.deliverer import DELAYS, JITTER, MAX_TRIES
+from api.webhooks.post import Poster
+from api.webhooks.signature import parse_secrets
+from tests.api.webhooks.delivering import SECRET, verified
+from tests.api.webhooks.receiver import answer, close
+from tokenmill.protocol import keys
+from tokenmill.protocol.messages import TaskError
+
+
+@pytest.fixture
+def settings(redis_url):
+    return ApiSettings(redis_url=redis_url, webhook_keys=parse_secrets(SECRET), webhook_allow_private=True)
+
+
+class TestWhatIsSent:
+    def test_the_task_as_polling_shows_it(self, client, submit, worker, receiver, deliver, clock, outcomes):
+        task_id = submit(webhook={"url": receiver.url("/hook?x=1")}, metadata={"order": "\u00e4"})
+        worker.run("Hel", "l\u00f6\n")
+        assert deliver() == 1
+        call = receiver.next()
+        event = verified(call)
+        assert call.line == "POST /hook?x=1 HTTP/1.1"
+        assert call.headers["webhook-id"] == f"msg_{task_id}"
+        assert call.headers["webhook-timestamp"] == str(int(clock.now))
+        assert event["type"] == "task.completed"
+        assert event["timestamp"].endswith("Z")
+        assert event["data"] == client.get(f"/v1/tasks/{task_id}").json
+        assert event["data"]["outputs"][0]["text"] == "Hell\u00f6\n"
+        assert deliver(silence_seconds=0) == 0
+        assert outcomes() == (1, 0, 0)
+
+    def test_a_failed_one(self, submit, worker, receiver, deliver):
+        task_id = submit(webhook={"url": receiver.url()})
+        worker.claim()
+        worker.say(task_id, "a")
+        worker.finish(task_id, "error", TaskError(type="server_error", code="engine_error", message="broke"))
+        deliver()
+        event = verified(receiver.next())
+        assert (event["type"], event["data"]["error"]["code"]) == ("task.failed", "engine_error")
+
+    def test_a_cancelled_one(self, client, submit, receiver, deliver):
+        task_id = submit(webhook={"url": receiver.url()})
+        client.delete(f"/v1/tasks/{task_id}")
+        deliver()
+        assert verified(receiver.next())["type"] == "task.cancelled"
+
+    def test_nothing_before_the_end_and_nothing_without_being_asked(self, submit, worker, receiver, deliver):
+        submit()
+        worker.run("a")
+        task_id = submit(webhook={"url": receiver.url()})
+        worker.claim()
+        worker.say(task_id, "a")
+        assert deliver() == 0
+
+
+class TestTries:
+    def test_it_fails_first_and_then_succeeds(self, submit, worker, receiver, deliver, clock, outcomes):
+        """Each try has a time and a signature of its own, and the same id and body."""
+        receiver.will(answer(500), close, answer(302, "Location: /elsewhere"), answer(200))
+        task_id = submit(webhook={"url": receiver.url()})
+        worker.run("a")
+        for delay in DELAYS[:3]:
+            assert deliver() == 1
+            assert deliver(silence_seconds=0) == 0
+            clock.turn(delay)
+        assert deliver() == 1
+        calls = [receiver.next() for _ in range(4)]
+        assert len({call.body for call in calls}) == 1
+        assert {call.headers["webhook-id"] for call in calls} == {f"msg_{task_id}"}
+        times = [int(call.headers["webhook-timestamp"]) for call in calls]
+        assert [later - earlier for earlier, later in pairwise(times)] == list(DELAYS[:3])
+        for call in calls:
+            verified(call)
+        assert outcomes() == (1, 3, 0)
+        assert clock.waits() == []
+
+    def test_eight_tries_over_a_day(self, submit, worker, receiver, deliver, clock, outcomes, redis_client):
+        receiver.will(*[answer(503)] * MAX_TRIES)
+        task_id = submit(webhook={"url": receiver.url()})
+        worker.run("a")
+        began = clock.now
+        for delay in DELAYS:
+            assert deliver() == 1
+            assert clock.waits() == [pytest.approx(delay, abs=60)]
+            # A minute more than that: Redis's own clock has gone on too.
+            clock.turn(delay + 60)
+        assert clock.now - began == pytest.approx(86_400, rel=0.05)
+        assert deliver() == 1
+        clock.turn(10**6)
+        assert deliver(silence_seconds=0) == 0
+        assert receiver.calls.qsize() == MAX_TRIES == 8
+        assert outcomes() == (0, 7, 1)
+        assert redis_client.xlen(keys.OUTBOX) == 0
+        assert redis_client.ttl(keys.run(task_id)) <= 3600
+
+    def test_what_failed_together_does_not_come_back_together(
+        self, submit, worker, receiver, outbox, clock, make_deliverer
+    ):
+        receiver.will(answer(500), answer(500))
+        shares = iter([0.0, 1.0])
+        deliverer = make_deliverer(jitter=lambda: next(shares))
+        for _ in range(2):
+            submit(webhook={"url": receiver.url()})
+            worker.run("a")
+        for webhook in outbox.take(2, silence_seconds=3600):
+            deliverer.deliver(webhook)
+        first, second = sorted(clock.waits())
+        assert second - first > DELAYS[0] * JITTER / 2
+
+    def test_a_receiver_may_say_that_it_wants_no_more(self, submit, worker, receiver, deliver, outcomes):
+        receiver.will(answer(410))
+        submit(webhook={"url": receiver.url()})
+        worker.run("a")
+        deliver()
+        assert deliver(silence_seconds=0) == 0
+        assert outcomes() == (0, 0, 1)
+
+    def test_a_private_address_is_not_told(self, submit, worker, receiver, outbox, make_deliverer, outcomes):
+        """A name that stands for one is found out when it is looked up."""
+        submit(webhook={"url": receiver.url()})
+        worker.run("a")
+        deliverer = make_deliverer(Poster(allow_private=False))
+        (webhook,) = outbox.take(1, silence_seconds=3600)
+        deliverer.deliver(webhook)
+        assert receiver.calls.empty()
+        assert outcomes() == (0, 1, 0)
+
+    def test_the_log_does_not_tell_the_url(self, submit, worker, receiver, deliver, caplog):
+        caplog.set_level("INFO")
+        receiver.will(answer(500), answer(410))
+        submit(webhook={"url": receiver.url("/secret?token=secret")})
+        worker.run("a")
+        deliver()
+        assert "127.0.0.1" in caplog.text
+        assert "secret" not in caplog.text

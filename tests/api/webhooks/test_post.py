@@ -1,0 +1,247 @@
+"""One POST to a real socket: where it goes, and that it ends whatever the other side does."""
+
+import socket
+import ssl
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from api.schemas.webhook_url import parse_url
+from api.webhooks import post as webhook_post
+from api.webhooks.post import Poster, PostFailed
+from tests.api.webhooks.receiver import Receiver, answer, close, receiving, say
+
+PATIENCE = 0.3
+"""Seconds of a whole POST, where a test waits for their end."""
+
+
+@pytest.fixture
+def receiver():
+    with receiving() as receiver:
+        yield receiver
+
+
+def names(**addresses):
+    """A stand-in for the system's look-up, and the list of what it was asked."""
+    asked = []
+
+    def resolve(host, port, *, type):
+        asked.append(host)
+        found = addresses[host.partition(".")[0]]
+        if isinstance(found, Exception):
+            raise found
+        family = {True: socket.AF_INET6, False: socket.AF_INET}
+        return [(family[":" in one], type, 6, "", (one, port)) for one in found.split()]
+
+    return resolve, asked
+
+
+def post(url, body=b"{}", **options):
+    options.setdefault("allow_private", True)
+    return Poster(**options).post(parse_url(url), {"Content-Type": "application/json"}, body)
+
+
+def test_the_body_arrives_and_the_status_comes_back(receiver: Receiver):
+    receiver.will(answer(204))
+    assert post(receiver.url("/a/b?c=d"), "\u00e4".encode() * 100_000) == 204
+    call = receiver.next()
+    assert call.line == "POST /a/b?c=d HTTP/1.1"
+    assert call.headers["host"] == f"127.0.0.1:{receiver.port}"
+    assert call.headers["content-type"] == "application/json"
+    assert call.body == "\u00e4".encode() * 100_000
+
+
+@pytest.mark.parametrize("status", [200, 299, 301, 302, 307, 308, 400, 410, 429, 500, 503])
+def test_a_redirect_is_an_answer_like_any_other(receiver, status):
+    """It would lead to an address that nobody has checked."""
+    receiver.will(answer(status, f"Location: {receiver.url('/elsewhere')}"))
+    assert post(receiver.url()) == status
+    assert receiver.next().line.startswith("POST /hook ")
+    assert receiver.calls.empty()
+
+
+def test_no_proxy_is_asked(receiver, monkeypatch):
+    """It would look names up for itself."""
+    with receiving() as proxy:
+        for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
+            monkeypatch.setenv(name, proxy.url("/"))
+        assert post(receiver.url()) == 200
+        assert proxy.calls.empty()
+
+
+class TestAddresses:
+    def test_a_private_one_is_not_called(self, receiver):
+        for host in ("127.0.0.1", "localhost", "[::ffff:127.0.0.1]"):
+            with pytest.raises(PostFailed, match="is not a public address"):
+                post(receiver.url(host=host), allow_private=False)
+        assert receiver.calls.empty()
+
+    @pytest.mark.parametrize("addresses", ["127.0.0.1 8.8.8.8", "8.8.8.8 127.0.0.1", "2606:4700::1 ::1"])
+    def test_one_private_one_spoils_them_all(self, receiver, addresses):
+        """Else the other would be tried when the public one does not answer."""
+        resolve, _ = names(hook=addresses)
+        with pytest.raises(PostFailed, match="is not a public address"):
+            post(receiver.url(host="hook.example"), allow_private=False, resolve=resolve)
+        assert receiver.calls.empty()
+
+    def test_the_name_is_looked_up_once(self, receiver, monkeypatch):
+        """DNS rebinding: a name that is public when it is checked and private when it is called."""
+        answers = ["8.8.8.8", "127.0.0.1"]
+        asked = []
+
+        def rebind(host, port, *, type):
+            asked.append(host)
+            return [(socket.AF_INET, type, 6, "", (answers.pop(0), port))]
+
+        called = []
+
+        def connect(address, timeout):
+            called.append(address)
+            raise OSError("not here")
+
+        monkeypatch.setattr(socket, "create_connection", connect)
+        with pytest.raises(PostFailed, match="not here"):
+            post(receiver.url(host="hook.example"), allow_private=False, resolve=rebind)
+        assert asked == ["hook.example"]
+        assert called == [("8.8.8.8", receiver.port)]
+
+    def test_the_address_that_was_found_is_called_under_the_name(self, receiver):
+        resolve, asked = names(hook="127.0.0.1")
+        assert post(receiver.url(host="hook.example"), resolve=resolve) == 200
+        assert asked == ["hook.example"]
+        assert receiver.next().headers["host"] == f"hook.example:{receiver.port}"
+
+    def test_the_next_one_is_tried_where_one_does_not_answer(self, receiver):
+        resolve, _ = names(hook="127.0.0.2 127.0.0.1")
+        assert post(receiver.url(host="hook.example"), resolve=resolve) == 200
+
+    @pytest.mark.parametrize(
+        "found", ["", socket.gaierror(-2, "Name or service not known"), UnicodeError("label too long")]
+    )
+    def test_a_name_that_stands_for_nothing(self, receiver, found):
+        resolve, _ = names(hook=found)
+        with pytest.raises(PostFailed, match=r"name|label"):
+            post(receiver.url(host="hook.example"), resolve=resolve)
+
+
+class TestEnds:
+    """Whatever the other side does, within the time that is given and without an error of another kind."""
+
+    @pytest.mark.parametrize(
+        "behaviour",
+        [
+            close,
+            say(),
+            say(b"HTTP/1.1 200"),
+            say(b"HTTP/1.1 200 OK\r\nA: b\r\n"),
+            say(b"\x00\xff" * 100 + b"\r\n"),
+            say(b"SSH-2.0-OpenSSH_9.2\r\n"),
+            say(b"HTTP/1.1 9999 X\r\n\r\n"),
+            say(b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 200_000),
+            say(b"HTTP/1.1 200 OK\r\nA: " + b"b" * 1_000_000),
+            say(*[b"HTTP/1.1 100 Continue\r\n\r\n"] * 100_000),
+        ],
+        ids=["close", "silent", "half", "no-end", "bytes", "ssh", "status", "heads", "head", "continues"],
+    )
+    def test_no_answer_is_a_failure(self, receiver, behaviour):
+        receiver.will(behaviour)
+        with pytest.raises(PostFailed):
+            post(receiver.url(), seconds=PATIENCE)
+        receiver.next()
+        assert receiver.calls.empty()
+
+    def test_an_answer_in_drops_does_not_take_longer(self, receiver):
+        """Each drop comes in time; all of them never do."""
+        over = threading.Event()
+
+        def drip(connection, call):
+            while not over.wait(0.01):
+                connection.sendall(b"H")
+
+        receiver.will(drip)
+        began = time.monotonic()
+        with pytest.raises(PostFailed):
+            post(receiver.url(), seconds=PATIENCE)
+        over.set()
+        assert time.monotonic() - began < 60
+
+    def test_a_body_that_is_not_taken_does_not_take_longer(self):
+        with socket.create_server(("127.0.0.1", 0)) as deaf, pytest.raises(PostFailed, match="timed out"):
+            post(f"http://127.0.0.1:{deaf.getsockname()[1]}/", b"x" * 50_000_000, seconds=PATIENCE)
+
+    @pytest.mark.parametrize(
+        "rest",
+        [
+            [b"Content-Length: 100\r\n\r\n"],
+            [b"Content-Length: 100000000\r\n\r\n"] + [b"x" * 1_000_000] * 100,
+            [b"Transfer-Encoding: chunked\r\n\r\nzz"],
+            [b"\r\n", b"no length, and no end"],
+        ],
+        ids=["too-short", "huge", "broken", "endless"],
+    )
+    def test_the_status_stands_whatever_follows_it(self, receiver, rest, monkeypatch):
+        monkeypatch.setattr(webhook_post, "DISCARD_SECONDS", 0.1)
+        receiver.will(say(b"HTTP/1.1 201 Created\r\n", *rest))
+        assert post(receiver.url()) == 201
+
+    def test_nobody_listens(self):
+        with receiving() as receiver:
+            url = receiver.url()
+        with pytest.raises(PostFailed, match="refused"):
+            post(url)
+
+    def test_what_is_told_does_not_repeat_the_url(self, receiver):
+        receiver.will(close)
+        with pytest.raises(PostFailed) as raised:
+            post(receiver.url("/secret-path?token=secret"))
+        assert "secret" not in str(raised.value)
+
+
+#: Key and certificate of hook.example, which vouches for itself for a hundred years. Secret to nobody.
+CERTIFICATE = Path(__file__).parent / "hook_example.pem"
+
+
+class TestTls:
+    @pytest.fixture
+    def asked(self):
+        """The names that clients asked for before they were given a certificate."""
+        return []
+
+    @pytest.fixture
+    def secure(self, asked):
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(CERTIFICATE)
+        context.sni_callback = lambda _, name, __: asked.append(name)
+        with receiving(context) as receiver:
+            yield receiver
+
+    @pytest.fixture
+    def trusting(self):
+        return ssl.create_default_context(cafile=CERTIFICATE)
+
+    def test_the_name_is_asked_for_and_checked(self, secure, asked, trusting):
+        resolve, _ = names(hook="127.0.0.1", other="127.0.0.1")
+        url = secure.url(host="hook.example").replace("http:", "https:")
+        assert post(url, b"x" * 100_000, resolve=resolve, tls=trusting) == 200
+        call = secure.next()
+        assert (call.headers["host"], len(call.body)) == (f"hook.example:{secure.port}", 100_000)
+        with pytest.raises(PostFailed, match="certificate"):
+            post(url.replace("hook.", "other."), resolve=resolve, tls=trusting)
+        assert asked == ["hook.example", "other.example"]
+        assert secure.calls.empty()
+
+    def test_a_certificate_that_nobody_vouches_for(self, secure):
+        resolve, _ = names(hook="127.0.0.1")
+        with pytest.raises(PostFailed, match="certificate"):
+            post(secure.url(host="hook.example").replace("http:", "https:"), resolve=resolve)
+        assert secure.calls.empty()
+
+    def test_a_server_that_does_not_speak_it(self, receiver, trusting):
+        with pytest.raises(PostFailed):
+            post(receiver.url().replace("http:", "https:"), tls=trusting, seconds=5)
+
+    def test_a_silent_one(self, trusting):
+        with socket.create_server(("127.0.0.1", 0)) as deaf, pytest.raises(PostFailed, match="timed out"):
+            post(f"https://127.0.0.1:{deaf.getsockname()[1]}/", tls=trusting, seconds=PATIENCE)

@@ -1,0 +1,76 @@
+"""Which tasks may have a webhook."""
+
+import pytest
+
+from api.settings import ApiSettings
+from api.webhooks.signature import parse_secrets
+from tests.api.webhooks.delivering import SECRET
+from tokenmill.protocol import keys
+
+
+@pytest.fixture
+def settings(redis_url):
+    return ApiSettings(redis_url=redis_url, webhook_keys=parse_secrets(SECRET), webhook_allow_private=True)
+
+
+class TestSubmission:
+    def test_a_task_is_kept_until_its_webhook_is_delivered(
+        self, client, submit, worker, receiver, deliver, redis_client
+    ):
+        task_id = submit(webhook={"url": receiver.url()})
+        worker.run("a")
+        assert redis_client.ttl(keys.run(task_id)) > 86_400
+        deliver()
+        assert redis_client.ttl(keys.run(task_id)) <= 3600
+        assert client.get(f"/v1/tasks/{task_id}").status_code == 200
+
+    @pytest.mark.parametrize(
+        ("webhook", "param"),
+        [
+            ({}, "webhook.url"),
+            ({"url": None}, "webhook.url"),
+            ({"url": 5}, "webhook.url"),
+            ({"url": ""}, "webhook.url"),
+            ({"url": "ftp://example.org/"}, "webhook.url"),
+            ({"url": "http://user:password@example.org/"}, "webhook.url"),
+            ({"url": f"http://example.org/{'x' * 2048}"}, "webhook.url"),
+            ({"url": "http://example.org/", "secret": SECRET}, "webhook.secret"),
+            ("http://example.org/", "webhook"),
+            ([], "webhook"),
+        ],
+    )
+    def test_a_bad_one_is_refused_by_name(self, client, webhook, param, redis_client):
+        reply = client.post("/v1/tasks", json={"prompt": "x", "webhook": webhook})
+        assert (reply.status_code, reply.json["error"]["param"]) == (400, param)
+        assert list(redis_client.scan_iter("tokenmill:run:*")) == []
+
+    @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "169.254.169.254", "localhost", "10.1.2.3:8080"])
+    def test_a_private_address_is_refused_unless_it_is_allowed(self, redis_url, make_app, settings, host):
+        body = {"prompt": "x", "webhook": {"url": f"http://{host}/"}}
+        closed = ApiSettings(redis_url=redis_url, webhook_keys=settings.webhook_keys)
+        reply = make_app(closed).test_client().post("/v1/tasks", json=body)
+        assert reply.status_code == 400
+        assert (reply.json["error"]["param"], reply.json["error"]["code"]) == (
+            "webhook.url",
+            "webhook_address",
+        )
+        assert make_app(settings).test_client().post("/v1/tasks", json=body).status_code == 202
+
+    def test_without_a_secret_there_are_none(self, redis_url, make_app):
+        """Nobody could tell them from anybody else's."""
+        app = make_app(ApiSettings(redis_url=redis_url))
+        body = {"prompt": "x", "webhook": {"url": "https://example.org/"}}
+        reply = app.test_client().post("/v1/tasks", json=body)
+        assert (reply.status_code, reply.json["error"]["code"]) == (400, "webhooks_disabled")
+        assert "TOKENMILL_WEBHOOK_SECRET" in reply.json["error"]["message"]
+        assert app.test_client().post("/v1/tasks", json={**body, "webhook": None}).status_code == 202
+
+    def test_another_webhook_is_another_body(self, client):
+        headers = {"Idempotency-Key": "k"}
+        statuses = [
+            client.post(
+                "/v1/tasks", json={"prompt": "x", "webhook": {"url": url}}, headers=headers
+            ).status_code
+            for url in ("https://example.org/a", "https://example.org/a", "https://example.org/b")
+        ]
+        assert statuses == [202, 202, 422]
