@@ -33,7 +33,7 @@ from benchmarks.tapped_worker import TappedWorker
 from engine.execution.build import Execution, build_execution
 from engine.execution.loading.default_model import DEFAULT_MODEL
 from tests.tiny_models import save_model
-from tokenmill import embedded_redis
+from tokenmill.serve import embedded_redis
 
 RESULTS = Path(__file__).parent / "results" / "durability.json"
 RUNNING, PROMPT_TOKENS, MAX_MODEL_LEN = 64, 32, 512

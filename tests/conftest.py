@@ -20,7 +20,7 @@ import pytest
 import redis
 
 from tests.instruction_sets import report
-from tokenmill.embedded_redis import find_redis_server
+from tokenmill.serve.embedded_redis import find_redis_server
 
 # Nothing is timed: on a loaded machine any example may take long.
 hypothesis.settings.register_profile("untimed", deadline=None)

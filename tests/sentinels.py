@@ -13,7 +13,7 @@ import redis
 
 from tests.conftest import RedisServer, free_port, start_redis
 from tests.live_service import wait_for
-from tokenmill.embedded_redis import find_redis_server
+from tokenmill.serve.embedded_redis import find_redis_server
 
 SERVICE = "mill"
 DOWN_MILLISECONDS = 500

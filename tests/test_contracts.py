@@ -56,9 +56,9 @@ PLANTS = {
         ("api/app.py", "import torch"),
     ],
     "tokenmill:": [
-        ("tokenmill/cli.py", "import worker.settings"),
-        ("tokenmill/serve.py", "import api.settings"),
-        ("tokenmill/reader.py", "import rq"),
+        ("tokenmill/cli/main.py", "import worker.settings"),
+        ("tokenmill/serve/service.py", "import api.settings"),
+        ("tokenmill/client/streams.py", "import rq"),
     ],
     "torch is not even": [("engine/scheduling/scheduler.py", "import engine.execution.model_runner")],
 }

@@ -7,7 +7,7 @@ from tokenmill.protocol.process.startup_signals import end_on_signals
 
 def main() -> None:
     end_on_signals()
-    from tokenmill.cli import main as command
+    from tokenmill.cli.main import main as command
 
     # The command line ends by an exception and says in which state it leaves a task.
     signal.signal(signal.SIGINT, signal.default_int_handler)

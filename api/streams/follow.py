@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 import redis
 
 from api.streams.hub import Arrived, Hub
+from tokenmill.client.streams import Assembler
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import Event, FinishedEvent, decode
 from tokenmill.protocol.store.task_store import TaskStore
-from tokenmill.reader import Assembler
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from api.redis_checks import PERIOD_SECONDS, RETRY_SECONDS, RedisChecks
 from api.redis_clients import connect
 from monitoring.redis_state import FAULTS, RedisStateMetrics
 from tests.conftest import free_port
-from tokenmill.embedded_redis import find_redis_server
 from tokenmill.protocol.store import server_state
+from tokenmill.serve.embedded_redis import find_redis_server
 
 
 @pytest.fixture

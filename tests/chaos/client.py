@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tests.chaos.calls import Caller, GaveUp
 from tests.chaos.errands import Errand
 from tests.chaos.readers import READ, TERMINAL, Reading, leave
-from tokenmill.reader import UnknownTask
+from tokenmill.client.streams import UnknownTask
 
 
 @dataclass

@@ -12,9 +12,9 @@ from typing import Any
 import redis
 
 from tests.chaos.calls import AWAY, Caller, GaveUp
+from tokenmill.client.sse import frames
+from tokenmill.client.streams import TokenStream
 from tokenmill.protocol.messages import FinishedEvent
-from tokenmill.reader import TokenStream
-from tokenmill.sse import frames
 
 TERMINAL = frozenset({"completed", "failed", "cancelled"})
 POLL_WAIT_SECONDS = 1

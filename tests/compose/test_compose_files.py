@@ -15,7 +15,7 @@ from api.settings import ApiSettings
 from tests.conftest import free_port
 from tests.live_service import wait_for
 from tests.settings_read import variables_of
-from tokenmill.embedded_redis import find_redis_server
+from tokenmill.serve.embedded_redis import find_redis_server
 from worker.batch_worker import SHUTDOWN_SECONDS
 from worker.settings import Timing, WorkerSettings
 

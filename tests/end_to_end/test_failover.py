@@ -9,9 +9,9 @@ import redis
 from tests.live_service import LiveService, Reply, wait_for
 from tests.sentinels import watched
 from tests.tiny_models import save_model
+from tokenmill.client.streams import TokenStream
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import Event
-from tokenmill.reader import TokenStream
 
 NUM_TASKS = 4
 NUM_TOKENS = 400

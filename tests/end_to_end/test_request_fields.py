@@ -8,8 +8,8 @@ import pytest
 
 from tests.live_service import LiveService, wait_for
 from tests.tiny_models import save_model
+from tokenmill.client.streams import TokenStream
 from tokenmill.protocol.messages import Event, FinishedEvent, TokenEvent
-from tokenmill.reader import TokenStream
 
 
 @pytest.fixture(scope="module")

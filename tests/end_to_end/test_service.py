@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests.comparer import Reference, assert_equal_tokens, reference
 from tests.live_service import TERMINAL, LiveService, wait_for
 from tests.tiny_models import VOCAB_SIZE, save_model
-from tokenmill.reader import TokenStream
+from tokenmill.client.streams import TokenStream
 
 MAX_BATCHED = 128
 MAX_SEQS = 16

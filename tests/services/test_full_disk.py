@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from tests.live_service import wait_for
-from tests.tokenmill.acknowledged import check_kept, push_until_it_ends
-from tests.tokenmill.served import WITH_FAKE_ROOMS, Served
-from tokenmill.embedded_redis import socket_url
-from tokenmill.state import StateDirectory
+from tests.tokenmill.cli.acknowledged import check_kept, push_until_it_ends
+from tests.tokenmill.serve.served import WITH_FAKE_ROOMS, Served
+from tokenmill.serve.embedded_redis import socket_url
+from tokenmill.serve.state import StateDirectory
 
 pytestmark = pytest.mark.services
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.tokenmill.fake_service import FakeService, running
+from tests.tokenmill.cli.fake_service import FakeService, running
 from tokenmill.config import SETTINGS
 
 

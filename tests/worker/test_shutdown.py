@@ -6,7 +6,7 @@ import redis
 
 from tests.worker.running import running
 from tests.worker.workshop import FakeRunner, build_engine, submit, until, wait_for_length
-from tokenmill import serve
+from tokenmill.serve import service as serve
 from worker import batch_worker
 from worker.settings import Timing
 

@@ -22,7 +22,7 @@ from tests.engine.broken_checkpoints import (
     text,
 )
 from tests.tiny_models import save_model
-from tests.tokenmill.served import REAL, Served
+from tests.tokenmill.serve.served import REAL, Served
 
 ROOT = Path(__file__).parents[2]
 EXIT_UNUSABLE = 78

@@ -26,11 +26,11 @@ from tests.worker.workshop import (
     until,
     wait_for_length,
 )
+from tokenmill.client.streams import TokenStream
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import Event
 from tokenmill.protocol.naming import DEFAULT_TENANT, queue_name
 from tokenmill.protocol.store.task_store import TaskStore
-from tokenmill.reader import TokenStream
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 12

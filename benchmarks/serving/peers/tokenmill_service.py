@@ -30,7 +30,7 @@ class Service:
         directory = Path(settings.scratch) / "service"
         shutil.rmtree(directory, ignore_errors=True)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from tokenmill.cli import main; main()", "serve"],
+            [sys.executable, "-c", "from tokenmill.cli.main import main; main()", "serve"],
             env={**os.environ, **variables(settings, directory)},
             stdin=subprocess.DEVNULL,
         )

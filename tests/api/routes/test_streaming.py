@@ -8,9 +8,9 @@ import pytest
 
 from api.settings import ApiSettings
 from api.streams import events
+from tokenmill.client.sse import Frame
+from tokenmill.client.sse import frames as parse
 from tokenmill.protocol.messages import FinishedEvent, LogEntry, TaskError, TokenEvent, Usage, decode
-from tokenmill.sse import Frame
-from tokenmill.sse import frames as parse
 
 
 class Stream:

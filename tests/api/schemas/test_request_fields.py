@@ -6,10 +6,10 @@ import zlib
 from api.schemas.requests import TaskBody
 from api.submission import estimate_cost
 from tests.api.conftest import CARD
+from tokenmill.client.sse import frames as parse
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import GenerateRequest, LogEntry, TaskError
 from tokenmill.protocol.store.task_store import Write
-from tokenmill.sse import frames as parse
 
 FIELDS = {
     "n": 3, "max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1,

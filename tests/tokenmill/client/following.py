@@ -1,0 +1,105 @@
+"""Streams read in a thread of their own, by the iterator or by asyncio, and what Redis knows of them."""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import redis
+import redis.asyncio
+
+from tests.tokenmill.protocol.store.tasks import tokens
+from tokenmill.client.streams import AsyncTokenStream, TokenStream
+from tokenmill.protocol import keys
+from tokenmill.protocol.messages import Event
+
+WATCHDOG_SECONDS = 60.0
+
+
+def by_iterator(*arguments: Any, **options: Any) -> Iterator[Event]:
+    return iter(TokenStream(*arguments, **options))
+
+
+def by_asyncio(*arguments: Any, **options: Any) -> Iterator[Event]:
+    events: AsyncIterator[Event] = aiter(AsyncTokenStream(*arguments, **options))
+    with asyncio.Runner() as runner:
+        try:
+            while True:
+                try:
+                    yield runner.run(anext(events))
+                except StopAsyncIteration:
+                    return
+        finally:
+            runner.run(events.aclose())
+
+
+class Following:
+    """A stream that is read in a thread of its own. At most `ahead` events are read that nobody has taken."""
+
+    def __init__(self, events: Iterator[Event], ahead: int = 0) -> None:
+        self._events = events
+        self._taken: queue.Queue[Event | BaseException] = queue.Queue(ahead)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            for event in self._events:
+                self._taken.put(event)
+        except Exception as error:  # noqa: BLE001 - it is given to the test, which raises it
+            self._taken.put(error)
+        else:
+            self._taken.put(StopIteration())
+
+    def take(self, count: int) -> list[int]:
+        """The `seq` of the next `count` events."""
+        return [self._next().seq for _ in range(count)]
+
+    def rest(self) -> list[Event]:
+        """All events up to the end."""
+        events = []
+        while isinstance(event := self._taken.get(timeout=WATCHDOG_SECONDS), Event):
+            events.append(event)
+        if not isinstance(event, StopIteration):
+            raise event
+        return events
+
+    def error(self) -> BaseException:
+        error = self._taken.get(timeout=WATCHDOG_SECONDS)
+        assert isinstance(error, BaseException)
+        return error
+
+    def _next(self) -> Event:
+        event = self._taken.get(timeout=WATCHDOG_SECONDS)
+        if isinstance(event, BaseException):
+            raise event
+        return event
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WATCHDOG_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.001)
+
+
+def num_looks(client: redis.Redis) -> int:
+    """How often a log was read."""
+    return client.info("commandstats").get("cmdstat_xrange", {"calls": 0})["calls"]
+
+
+def num_subscribers(client: redis.Redis, task_id: str) -> int:
+    return client.pubsub_numsub(keys.channel(task_id))[0][1]
+
+
+def wait_until_live(client: redis.Redis, task_id: str, looks_before: int) -> None:
+    """The reader has looked at the beginning and after its subscription: from here on the channel tells."""
+    wait_until(lambda: num_subscribers(client, task_id) == 1 and num_looks(client) >= looks_before + 2)
+
+
+def append_unheard(client: redis.Redis, task_id: str, seq: int) -> None:
+    """An entry of the log whose message on the channel was lost."""
+    (entry,) = tokens(seq, 1)
+    client.xadd(keys.log(task_id), {"t": entry.token, "x": entry.text}, id=f"0-{seq + 1}")

@@ -1,0 +1,78 @@
+"""One worker per device, each with its own device, port and share of the cores."""
+
+import pytest
+
+from tokenmill.config import ConfigError, resolve
+from tokenmill.serve.planned_workers import PlannedWorker, description, plan_workers
+
+
+@pytest.mark.parametrize("devices", [(), ("GPU-a",)])
+def test_one_worker_has_the_whole_machine(devices: tuple[str, ...]) -> None:
+    assert plan_workers("auto", 9400, devices, 8, {}) == [PlannedWorker("worker", 9400)]
+
+
+def test_one_asked_for_is_one() -> None:
+    assert plan_workers("1", 9400, ("GPU-a", "GPU-b"), 8, {}) == [PlannedWorker("worker", 9400)]
+
+
+def test_each_device_has_a_worker() -> None:
+    workers = plan_workers("auto", 9400, ("GPU-a", "GPU-b", "GPU-c"), 8, {})
+
+    assert [(worker.name, worker.metrics_port, worker.device) for worker in workers] == [
+        ("worker-0", 9400, "GPU-a"),
+        ("worker-1", 9401, "GPU-b"),
+        ("worker-2", 9402, "GPU-c"),
+    ]
+    assert workers[1].environment == {
+        "CUDA_VISIBLE_DEVICES": "GPU-b",
+        "TOKENMILL_METRICS_PORT": "9401",
+        "OMP_NUM_THREADS": "2",
+    }
+
+
+def test_workers_of_a_cpu_share_its_cores() -> None:
+    workers = plan_workers("3", 9400, (), 2, {})
+
+    assert [worker.environment for worker in workers] == [
+        {"TOKENMILL_METRICS_PORT": str(port), "OMP_NUM_THREADS": "1"} for port in (9400, 9401, 9402)
+    ]
+
+
+def test_cores_that_were_given_are_kept() -> None:
+    workers = plan_workers("2", 0, (), 8, {"OMP_NUM_THREADS": "3"})
+
+    assert [worker.environment for worker in workers] == [{"TOKENMILL_METRICS_PORT": "0"}] * 2
+
+
+def test_more_workers_than_devices_share_them() -> None:
+    workers = plan_workers("3", 9400, ("GPU-a", "GPU-b"), 8, {})
+
+    assert [worker.device for worker in workers] == ["GPU-a", "GPU-b", "GPU-a"]
+
+
+def test_ports_end_somewhere() -> None:
+    assert plan_workers("2", 65534, (), 2, {})[1].metrics_port == 65535
+    with pytest.raises(
+        ConfigError, match="TOKENMILL_METRICS_PORT: 2 workers need as many ports from 65535 on"
+    ):
+        plan_workers("2", 65535, (), 2, {})
+
+
+def test_where_they_are_is_described() -> None:
+    assert description(PlannedWorker("worker", 9400), "h") == "worker: metrics at http://h:9400/metrics"
+    assert (
+        description(PlannedWorker("worker-1", 0, "GPU-b"), "h") == "worker-1 on GPU-b: metrics at a free port"
+    )
+
+
+@pytest.mark.parametrize("text", ["auto", "1", " 8 ", "256"])
+def test_how_many_is_auto_or_a_number(text: str) -> None:
+    assert resolve({}, {"TOKENMILL_WORKERS": text}) == {"workers": text.strip()}
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "257", "many", "1.5"])
+def test_another_number_of_workers_is_refused(text: str) -> None:
+    with pytest.raises(
+        ConfigError, match="TOKENMILL_WORKERS: workers must be auto or a whole number from 1 to"
+    ):
+        resolve({}, {"TOKENMILL_WORKERS": text})

@@ -1,0 +1,227 @@
+"""`tokenmill serve` with everything real but the size of the model: what a user does on the first day."""
+
+import io
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+
+import pytest
+import redis
+
+from tests.live_service import http, wait_for
+from tests.tiny_models import save_model
+from tests.tokenmill.serve.served import REAL, ROOT, Served
+from tests.tokenmill.serve.test_processes import WATCHDOG_SECONDS
+from tokenmill.cli.main import MISUSED
+from tokenmill.client.http import Client
+from tokenmill.client.streams import TokenStream
+from tokenmill.protocol import keys
+from tokenmill.protocol.messages import Event
+
+#: Without an end of its own, so that it still runs when the worker is halted after its first tokens.
+LONG = {"prompt": "the quick brown fox", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+SHORT = {**LONG, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def serve(model: Path, tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    runs: list[Served] = []
+
+    def start(**settings: str) -> Served:
+        settings = {"TOKENMILL_MODEL": str(model), "TOKENMILL_GRACE_SECONDS": "0", **settings}
+        runs.append(Served(tmp_path, REAL, settings))
+        return runs[-1].wait_until_ready()
+
+    yield start
+    for served in runs:
+        served.end()
+
+
+def command(served: Served, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`tokenmill ...`, typed in the directory of the service."""
+    return subprocess.run(
+        [sys.executable, "-c", REAL, *arguments],
+        cwd=served.state.path.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@contextmanager
+def halted_worker(served: Served) -> Iterator[None]:
+    """Its task cannot end meanwhile, however fast the machine is."""
+    worker = served.state.processes()["worker"].pid
+    os.kill(worker, signal.SIGSTOP)
+    yield
+    os.kill(worker, signal.SIGCONT)
+
+
+def redis_url(served: Served) -> str:
+    url = served.state.address("redis-url")
+    assert url is not None
+    return url
+
+
+def has_open_stream(served: Served) -> bool:
+    text = http("GET", f"{served.url}/metrics").body.decode()
+    return "\ntokenmill_http_streams_open 1.0\n" in text
+
+
+def readme_blocks(language: str) -> list[str]:
+    parts = (ROOT / "README.md").read_text().split(f"```{language}\n")[1:]
+    return [part.split("```")[0] for part in parts]
+
+
+def printed_by(code: str, **names: str) -> str:
+    output = io.StringIO()
+    with redirect_stdout(output):
+        exec(code, dict(names))
+    return output.getvalue()
+
+
+def joined(events: list[Event]) -> str:
+    return "".join(event.text for event in events)
+
+
+def test_submit_poll_stream_and_cancel(serve: Callable[..., Served]) -> None:
+    served = serve()
+    client = Client(url=served.url)
+
+    done = client.wait(client.submit(SHORT)["id"])
+    assert done["status"] == "completed"
+    text = done["outputs"][0]["text"]
+    assert joined(list(TokenStream(redis_url(served), done["id"]))) == text
+    assert joined(list(client.events(done["id"]))) == text
+
+    # The readers of the README, as they stand there.
+    readers = [block for block in readme_blocks("python") if "redis_url" in block]
+    assert len(readers) == 2
+    for code in readers:
+        assert printed_by(code, redis_url=redis_url(served), task_id=done["id"]) == text
+        live = client.submit(SHORT)["id"]
+        assert printed_by(code, redis_url=redis_url(served), task_id=live) == text
+
+    # The commands find the service by its directory.
+    flags = ["--max-tokens", "12", "--temperature", "0", "the quick brown fox"]
+    streamed = command(served, "submit", "--stream", *flags)
+    assert streamed.returncode == 0
+    assert re.fullmatch(r"task [0-9a-f]{32}\n", streamed.stderr)
+    assert command(served, "submit", "--wait", *flags).stdout == streamed.stdout
+
+    running = client.submit(LONG)["id"]
+    next(iter(TokenStream(redis_url(served), running)))
+    with halted_worker(served):
+        assert command(served, "cancel", running).stdout == "cancelled\n"
+    shown = command(served, "status", running)
+    assert shown.returncode == 0
+    assert "cancelled" in shown.stdout
+
+
+def test_an_interrupted_task_goes_on_at_the_next_start(serve: Callable[..., Served]) -> None:
+    first = serve()
+    client = Client(url=first.url)
+    task_id = client.submit(LONG)["id"]
+    before = list(itertools.islice(TokenStream(redis_url(first), task_id), 20))
+
+    with halted_worker(first):
+        first.signal(signal.SIGINT)
+        first.lines.wait_for("api has stopped")
+
+    assert first.wait() == 0
+    order = ["api has stopped", "worker has stopped", "redis has stopped"]
+    stopped = [line.split("| ")[-1] for line in first.text() if line.endswith("has stopped")]
+    assert stopped == order, "\n".join(first.text())
+
+    second = serve()
+    client = Client(url=second.url)
+    done = client.wait(task_id)
+    assert done["status"] == "completed", done
+    assert done["usage"]["completion_tokens"] == LONG["max_tokens"]
+
+    events = list(TokenStream(redis_url(second), task_id))
+    assert [event.seq for event in events] == list(range(len(events)))
+    assert events[: len(before)] == before
+    with redis.Redis.from_url(redis_url(second)) as store:
+        assert store.hget(keys.run(task_id), "attempt") == b"2"
+    assert joined(events) == done["outputs"][0]["text"]
+
+
+def test_a_second_request_to_stop_ends_the_wait_and_loses_nothing(serve: Callable[..., Served]) -> None:
+    """The grace period alone would outlast the test."""
+    first = serve(TOKENMILL_GRACE_SECONDS="900")
+    client = Client(url=first.url)
+    tasks = [client.submit(LONG)["id"] for _ in range(64)]
+    next(iter(TokenStream(redis_url(first), tasks[0])))
+
+    first.signal(signal.SIGINT)
+    first.lines.wait_for(
+        "waiting for the worker, which finishes tasks for as long as TOKENMILL_GRACE_SECONDS"
+    )
+    first.signal(signal.SIGINT)
+
+    assert first.wait() == 0
+    assert any("SIGTERM again: ends now" in line for line in first.text())
+    client = Client(url=serve().url)
+    for task_id in tasks[1:]:
+        assert client.cancel(task_id)["status"] in ("completed", "cancelled")
+    assert client.wait(tasks[0])["status"] == "completed"
+
+
+def test_a_killed_api_comes_back_and_its_streams_go_on(serve: Callable[..., Served]) -> None:
+    """With a stream and a poll open: a worker of the server that outlives its master keeps the port."""
+    served = serve(TOKENMILL_HTTP_GRACE_SECONDS="600")
+    client = Client(url=served.url)
+    task_id = client.submit(LONG)["id"]
+    events: list[Event] = []
+    reader = threading.Thread(target=lambda: events.extend(client.events(task_id)), daemon=True)
+    waited: list[str] = []
+    waiter = threading.Thread(target=lambda: waited.append(client.wait(task_id)["status"]), daemon=True)
+    with halted_worker(served):
+        waiter.start()
+        reader.start()
+        wait_for(lambda: has_open_stream(served), "a stream is open, after a poll")
+        os.kill(served.state.processes()["api"].pid, signal.SIGKILL)
+        served.lines.wait_for("the api was ended by SIGKILL; starting it again")
+
+    reader.join(WATCHDOG_SECONDS)
+    waiter.join(WATCHDOG_SECONDS)
+    assert waited == ["completed"], "\n".join(served.text())
+    assert [event.seq for event in events] == list(range(len(events)))
+    assert joined(events) == client.task(task_id)["outputs"][0]["text"]
+    assert sum("the api " in line for line in served.text()) == 1
+
+
+def test_the_next_start_copes_with_a_killed_supervisor(serve: Callable[..., Served]) -> None:
+    """Its processes are of many threads here, and hold the lock a moment longer than they live."""
+    first = serve()
+    task_id = Client(url=first.url).submit(LONG)["id"]
+    first.process.kill()
+    first.process.wait()
+
+    second = serve()
+
+    assert Client(url=second.url).wait(task_id)["status"] == "completed"
+
+
+def test_a_model_that_cannot_be_served_is_told_at_the_end(tmp_path: Path) -> None:
+    served = Served(tmp_path, REAL, {"TOKENMILL_MODEL": str(tmp_path / "nothing")})
+
+    assert served.wait() == MISUSED
+    told = served.text()[-1]
+    assert told.startswith("Error: the worker ended with exit code 78; its last line: ")
+    assert str(tmp_path / "nothing") in told

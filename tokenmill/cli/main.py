@@ -1,0 +1,87 @@
+"""The `tokenmill` command. Start the service and its parts; submit tasks to it and read them.
+
+Law: an error that a user can make or meet is one line that says what to do, and an exit code of its own; a
+traceback is a fault of this program. It imports neither API nor worker: they are processes.
+"""
+
+from typing import Any
+
+import click
+
+from tokenmill.cli.console import colour_wanted
+from tokenmill.cli.service_commands import api, serve, worker
+from tokenmill.cli.task_commands import NotCompleted, cancel, status, submit
+from tokenmill.cli.text_streams import CannotWrite, check_argument, prepare_standard_streams
+from tokenmill.client.http import ClientError, Refused
+from tokenmill.config import ConfigError
+from tokenmill.serve.embedded_redis import RedisUnavailable
+from tokenmill.serve.supervisor import CannotServe
+
+FAILED, MISUSED, REFUSED, UNREACHABLE, INTERRUPTED = 1, 2, 3, 4, 130
+
+_EPILOG = """\b
+Exit codes:
+  0    done
+  1    the task failed or was cancelled; serve: the service did not stay up
+  2    wrong usage or a wrong setting
+  3    the service refused the request
+  4    the service or the Redis server cannot be reached
+  130  interrupted
+
+\b
+Settings come from flags, then environment variables (--max-num-seqs is
+TOKENMILL_MAX_NUM_SEQS), then tokenmill.toml in the current directory or the
+file that --config names (max_num_seqs = 32).
+"""
+
+
+class _Group(click.Group):
+    """Turns every expected error into one line and its exit code."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        prepare_standard_streams()
+        for argument in args:
+            check_argument(argument)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            ctx.exit(INTERRUPTED)
+        except (ConfigError, ClientError, RedisUnavailable, CannotServe, CannotWrite, NotCompleted) as error:
+            click.echo(f"Error: {error}", err=True)
+            ctx.exit(_exit_code(error))
+
+
+def _exit_code(error: Exception) -> int:
+    if isinstance(error, ConfigError):
+        return MISUSED
+    if isinstance(error, Refused):
+        return REFUSED
+    if isinstance(error, ClientError | RedisUnavailable):
+        return UNREACHABLE
+    return FAILED
+
+
+@click.group(
+    cls=_Group,
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+@click.version_option(package_name="tokenmill", prog_name="tokenmill")
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    """Run a task-queue service for LLM inference, and use it.
+
+    \b
+    Examples:
+      tokenmill serve
+      tokenmill submit --stream --chat --temperature 0 "What is the capital of France?"
+      tokenmill status ID
+    """
+    ctx.color = colour_wanted()
+
+
+for command in (serve, worker, api, submit, status, cancel):
+    main.add_command(command)

@@ -1,0 +1,183 @@
+"""`tokenmill submit`, `status` and `cancel`: a running service, seen from a shell.
+
+Law: what was asked for goes to standard output and nothing else does, so that it can be piped. The id of a
+submitted task is on standard error before anything can fail, so that no task is lost sight of.
+"""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from tokenmill.cli.request_flags import request_flags, to_body
+from tokenmill.cli.service_commands import resolved, setting_flags, state_of
+from tokenmill.cli.text_streams import note, read_standard_input, show, to_json
+from tokenmill.client.http import Client
+from tokenmill.client.texts import Streamed, texts
+from tokenmill.config import BY_NAME, ConfigError, Part
+from tokenmill.protocol.messages import FinishedEvent
+
+_json_flag = click.option("--json", "as_json", is_flag=True, help="print the task as JSON")
+
+
+class NotCompleted(Exception):
+    """The task ended, but not well."""
+
+
+@click.command()
+@click.argument("prompt", required=False)
+@click.option("--stream", is_flag=True, help="print the text as it comes")
+@click.option("--wait", is_flag=True, help="print the text when the task has ended")
+@request_flags
+@_json_flag
+@setting_flags(Part.CLIENT)
+def submit(
+    prompt: str | None,
+    stream: bool,
+    wait: bool,
+    as_json: bool,
+    config_file: str | None,
+    url: str | None,
+    api_key: str | None,
+    **flags: Any,
+) -> None:
+    """Submit a task; print its id, or with --wait or --stream its text. The id is on standard error too.
+
+    The PROMPT is read from standard input if it is not given or is "-".
+
+    \b
+    Examples:
+      tokenmill submit --stream --chat --temperature 0 "What is the capital of France?"
+      tokenmill submit --wait --max-tokens 20 --temperature 0 "Once upon a time"
+      tokenmill submit --wait -n 3 --choice red --choice green "The best colour is"
+      cat article.txt | tokenmill submit
+    """
+    if stream and (wait or as_json):
+        raise click.UsageError("--stream goes with neither --wait nor --json")
+    client = _client(url, api_key, config_file)
+    task = client.submit(to_body(_read_prompt(prompt), flags))
+    note(f"task {task['id']}")
+    if stream:
+        _print_stream(client, str(task["id"]), flags.get("n") or 1)
+    elif wait:
+        task = client.wait(str(task["id"]))
+        show(to_json(task) if as_json else texts(task))
+        _require_completed(task)
+    else:
+        show(to_json(task) if as_json else str(task["id"]))
+
+
+def _checked_id(_context: click.Context, _parameter: click.Parameter, task_id: str) -> str:
+    """An empty id, as of an unset shell variable, and one with a slash are other paths of the service."""
+    if not task_id.strip() or "/" in task_id:
+        raise click.UsageError(f"{task_id!r} is not the id of a task")
+    return task_id
+
+
+@click.command()
+@click.argument("task_id", metavar="ID", callback=_checked_id)
+@click.option("--wait", is_flag=True, help="wait until the task has ended")
+@_json_flag
+@setting_flags(Part.CLIENT)
+def status(
+    task_id: str, wait: bool, as_json: bool, config_file: str | None, url: str | None, api_key: str | None
+) -> None:
+    """Show a task: its state, place in the queue, and the text so far.
+
+    \b
+    Examples:
+      tokenmill status 0192f0c1a2b3...
+      tokenmill status --wait --json 0192f0c1a2b3...
+    """
+    client = _client(url, api_key, config_file)
+    task = client.wait(task_id) if wait else client.task(task_id)
+    show(to_json(task) if as_json else _description(task))
+    if wait:
+        _require_completed(task)
+
+
+@click.command()
+@click.argument("task_id", metavar="ID", callback=_checked_id)
+@_json_flag
+@setting_flags(Part.CLIENT)
+def cancel(
+    task_id: str, as_json: bool, config_file: str | None, url: str | None, api_key: str | None
+) -> None:
+    """Cancel a task, waiting or running. One that has ended stays as it is.
+
+    \b
+    Examples:
+      tokenmill cancel 0192f0c1a2b3...
+    """
+    task = _client(url, api_key, config_file).cancel(task_id)
+    show(to_json(task) if as_json else str(task.get("status")))
+
+
+def _client(url: str | None, api_key: str | None, config_file: str | None) -> Client:
+    """For the address that is set, else that of the service that runs in this directory, else the default."""
+    settings = resolved({"url": url, "api_key": api_key}, config_file)
+    host, port = (settings.get(name, BY_NAME[name].default) for name in ("host", "port"))
+    address = settings.get("url") or state_of(settings).address("api-url")
+    try:
+        return Client(url=address or f"http://{host}:{port}", api_key=settings.get("api_key"))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _read_prompt(given: str | None) -> str:
+    if given not in (None, "-"):
+        return str(given)
+    if given is None and sys.stdin is not None and sys.stdin.isatty():
+        raise click.UsageError('give a prompt, or "-" to type it on standard input')
+    return read_standard_input()
+
+
+def _print_stream(client: Client, task_id: str, num_outputs: int) -> None:
+    """The texts as they come. The task goes on when they are read no longer, and its id is shown again."""
+    streamed = Streamed(num_outputs)
+    ends: list[FinishedEvent] = []
+    try:
+        for event in client.events(task_id):
+            for piece in streamed.take(event):
+                show(piece, end="")
+            if isinstance(event, FinishedEvent):
+                ends.append(event)
+    except (KeyboardInterrupt, BrokenPipeError):
+        note(f"\nthe task goes on: tokenmill status {task_id}")
+        raise
+    show("")
+    for end in ends:
+        _require_ended_well(end.finish_reason, end.error)
+
+
+def _require_completed(task: Mapping[str, Any]) -> None:
+    """Raises `NotCompleted`."""
+    reason = "stop" if task.get("status") == "completed" else str(task.get("status"))
+    _require_ended_well(reason, task.get("error"))
+
+
+def _require_ended_well(reason: str, error: Mapping[str, Any] | None) -> None:
+    if error:
+        raise NotCompleted(f"the task failed: {error.get('message')} ({error.get('code')})")
+    if reason not in ("stop", "length"):
+        raise NotCompleted(f"the task ended as {reason}")
+
+
+def _description(task: Mapping[str, Any]) -> str:
+    """What is known of the task, a line each, and its text so far."""
+    rows = "\n".join(f"{click.style(f'{name:<12}', bold=True)} {value}" for name, value in _rows(task))
+    return f"{rows}\n\n{texts(task)}".rstrip()
+
+
+def _rows(task: Mapping[str, Any]) -> list[tuple[str, object]]:
+    rows: list[tuple[str, object]] = [(name, task.get(name)) for name in ("id", "status", "model")]
+    if queue := task.get("queue"):
+        rows += [(name, queue[name]) for name in queue if queue[name] is not None]
+    usage, timings = task.get("usage") or {}, task.get("timings") or {}
+    if usage:
+        rows.append(("tokens", f"{usage.get('prompt_tokens')} + {usage.get('completion_tokens')}"))
+    rows += [(name, f"{seconds:.3f} s") for name, seconds in timings.items() if seconds is not None]
+    if error := task.get("error"):
+        rows.append(("error", f"{error.get('message')} ({error.get('code')})"))
+    return [(name.removesuffix("_seconds").replace("_", " "), value) for name, value in rows]

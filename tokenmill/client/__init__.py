@@ -1,0 +1,1 @@
+"""Speaks to a running service: HTTP client and stream readers."""

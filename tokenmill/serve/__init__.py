@@ -1,0 +1,1 @@
+"""Runs the service on one machine: supervisor and embedded Redis."""
