@@ -29,7 +29,7 @@ from worker.publisher import Publisher
 from worker.service import Service
 from worker.settings import Timing
 from worker.stream import Stream
-from worker.watching import Observers, Pulse
+from worker.watchdog import Observers, Pulse
 
 SLUG = "benchmark"
 TIMING = Timing()

@@ -37,13 +37,13 @@ from tokenmill.protocol.store.task_store import TaskStore, WorkerRecord
 from worker.batch_worker import BatchWorker, new_worker_name
 from worker.cache_directory import usable_cache
 from worker.connections import connect
-from worker.crew import Surroundings
 from worker.errors import SettingsError, unusable
 from worker.importing import uncollected
 from worker.loading import Loading, unusable_machine
 from worker.preparation import ServedModel
 from worker.settings import WorkerSettings
-from worker.watching import arm_watchdog
+from worker.threads import Surroundings
+from worker.watchdog import arm_watchdog
 
 if TYPE_CHECKING:
     from engine.execution.build import Execution

@@ -26,9 +26,9 @@ from tokenmill.protocol import naming
 from tokenmill.protocol.model_card import ModelCard
 from tokenmill.protocol.records import WorkerState
 from tokenmill.protocol.store.task_store import TaskStore, WorkerRecord
-from worker.crew import Crew, Surroundings
 from worker.loop import SteppingEngine
 from worker.preparation import ServedModel
+from worker.threads import Crew, Surroundings
 
 logger = logging.getLogger(__name__)
 

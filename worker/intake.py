@@ -17,13 +17,13 @@ from tokenmill.protocol.claim_order import ClaimOrder
 from tokenmill.protocol.store.task_store import Claimed, TaskStore
 from worker.errors import RequestRefused, internal_error
 from worker.inbox import Arrival, Discard, Inbox
+from worker.isolation import Trials
 from worker.logprobs import LogprobsWriter
 from worker.loop import Load
 from worker.ownership import Holdings, Ownership
 from worker.preparation import Preparation, ServedModel, ownership_of
 from worker.publisher import Publisher
 from worker.stream import Stream
-from worker.trials import Trials
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import redis
 from monitoring.worker import WorkerMetrics
 from tokenmill.protocol.store.task_store import Standing, TaskStore
 from worker.ownership import Holdings, Ownership
-from worker.watching import Pulse
+from worker.watchdog import Pulse
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from tokenmill.protocol.messages import TaskError
 from worker.errors import internal_error, invalid_parameter
 from worker.inbox import Arrival, Cancel, Discard, Hush, Inbox, Message, Resume, Try
 from worker.ownership import Holdings, Ownership
-from worker.watching import Observers, Pulse
+from worker.watchdog import Observers, Pulse
 
 logger = logging.getLogger(__name__)
 

@@ -29,9 +29,9 @@ from tests.worker.workshop import (
 )
 from worker.batch_worker import BatchWorker
 from worker.connections import connect
-from worker.crew import Surroundings
 from worker.settings import WorkerSettings
 from worker.stream import Stream
+from worker.threads import Surroundings
 
 DEADLY = 666
 DEADLY_TEXT = "BOOM"

@@ -17,8 +17,8 @@ from typing import Any
 from tests.worker.workshop import FakeRunner, build_engine, new_metrics, served_model
 from worker.batch_worker import BatchWorker
 from worker.connections import connect
-from worker.crew import Surroundings
 from worker.settings import WorkerSettings
+from worker.threads import Surroundings
 
 PERMITS = "test:permits"
 

@@ -9,11 +9,11 @@ from tokenmill.protocol.claim_order import ClaimOrder
 from tokenmill.protocol.store.task_store import TaskStore
 from worker.inbox import Arrival, Inbox
 from worker.intake import Appetite, Intake
+from worker.isolation import Trials
 from worker.loop import Load
 from worker.ownership import Holdings
 from worker.preparation import ServedModel
 from worker.publisher import Publisher
-from worker.trials import Trials
 
 
 class Impatient(threading.Event):

@@ -11,7 +11,7 @@ from tokenmill.protocol.messages import TaskError
 from worker.inbox import Arrival, Hush, Inbox, Try
 from worker.loop import Loop
 from worker.ownership import Holdings, Ownership
-from worker.watching import Observers, Pulse
+from worker.watchdog import Observers, Pulse
 
 A, B = Ownership("a", "o1"), Ownership("b", "o2")
 

@@ -10,9 +10,9 @@ from engine.engine import Engine
 from tests.worker.workshop import WATCHDOG_SECONDS, build_engine, new_metrics, served_model
 from worker.batch_worker import BatchWorker
 from worker.connections import connect
-from worker.crew import Surroundings
 from worker.preparation import ServedModel
 from worker.settings import Timing
+from worker.threads import Surroundings
 
 TIMING = Timing(lease_seconds=2.0, grace_seconds=10.0)
 

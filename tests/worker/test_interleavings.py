@@ -32,9 +32,9 @@ from tokenmill.protocol.store import scripting
 from tokenmill.protocol.store.task_store import TaskStore
 from worker.batch_worker import BatchWorker
 from worker.connections import connect
-from worker.crew import Surroundings
 from worker.loop import Load
 from worker.settings import Timing
+from worker.threads import Surroundings
 
 LEASE_SECONDS = 10.0
 MANY_ROUNDS = 300

@@ -11,7 +11,7 @@ from tokenmill.protocol import keys
 from tokenmill.protocol.store.task_store import Standing, TaskStore
 from worker.leases import Leases
 from worker.ownership import Holdings, Ownership
-from worker.watching import Pulse
+from worker.watchdog import Pulse
 
 
 class Beats:

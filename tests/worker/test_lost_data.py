@@ -28,7 +28,7 @@ from tokenmill.protocol.model_card import ModelCard
 from tokenmill.protocol.store.task_store import TaskStore
 from worker.batch_worker import BatchWorker
 from worker.connections import connect
-from worker.crew import Surroundings
+from worker.threads import Surroundings
 
 CARD = ModelCard(
     model=MODEL,

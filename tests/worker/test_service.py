@@ -13,7 +13,7 @@ from tests.worker.workshop import ended, submit, until
 from tokenmill.protocol.store.task_store import TaskStore
 from worker.connections import connect
 from worker.service import Service
-from worker.watching import Pulse
+from worker.watchdog import Pulse
 
 
 class Turns:
@@ -127,7 +127,7 @@ def test_a_worker_with_a_thread_that_cannot_reach_redis_is_not_ready(
     redis_url: str, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch, thread: str
 ) -> None:
     """Vexa#606: all looked healthy while nothing was done for those who waited."""
-    monkeypatch.setattr("worker.crew.TROUBLE_SECONDS", 0.5)
+    monkeypatch.setattr("worker.threads.TROUBLE_SECONDS", 0.5)
     is_deaf = threading.Event()
 
     def connecting(name: str) -> Any:

@@ -18,7 +18,7 @@ from worker.settings import (
     Timing,
     WorkerSettings,
 )
-from worker.watching import Watchdog
+from worker.watchdog import Watchdog
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:

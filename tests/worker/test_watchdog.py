@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from worker import watchdog
-from worker.watching import Watchdog
+from worker import watchdog_process as watchdog
+from worker.watchdog import Watchdog
 
 ROOT = Path(__file__).parents[2]
 STALL_SECONDS = 5.0
 """With room for a busy machine to answer within it."""
 TICKING = f"""
 import sys, time
-from worker.watching import arm_watchdog
+from worker.watchdog import arm_watchdog
 arm_watchdog({STALL_SECONDS})
 print("armed", flush=True)
 for line in sys.stdin:
@@ -29,7 +29,7 @@ for line in sys.stdin:
 """
 HANGING = """
 import ctypes, threading
-from worker.watching import arm_watchdog
+from worker.watchdog import arm_watchdog
 arm_watchdog(1.0)
 HOW
 """

@@ -18,6 +18,7 @@ from tokenmill.protocol.store.task_store import TaskStore
 from worker.connections import Connect
 from worker.inbox import Cancel, Discard, Inbox
 from worker.intake import Appetite, Intake
+from worker.isolation import Trials
 from worker.leases import Leases
 from worker.listener import Listener
 from worker.loop import Loop, SteppingEngine
@@ -26,8 +27,7 @@ from worker.preparation import ServedModel
 from worker.publisher import Publisher
 from worker.service import Service
 from worker.settings import Timing
-from worker.trials import Trials
-from worker.watching import Observer, Observers, Pulse, arm_watchdog
+from worker.watchdog import Observer, Observers, Pulse, arm_watchdog
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from tokenmill.protocol import keys
 from tokenmill.protocol.records import Standing
 from tokenmill.protocol.store.task_store import Claimed, TaskStore
 from worker.inbox import Arrival, Hush, Inbox, Message, Resume, Try
+from worker.isolation import Trials
 from worker.ownership import Ownership
-from worker.trials import Trials
 
 LENGTH = 6
 A, B, C = Ownership("a", "o1"), Ownership("b", "o2"), Ownership("c", "o3")
