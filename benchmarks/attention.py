@@ -17,18 +17,18 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from engine.execution.attention.choice import TORCH, native_backend
 from engine.execution.attention.interface import (
     ATTENTION_NAME,
     AttentionBackend,
     AttentionBatch,
+    Backend,
     LayerCall,
     LayerSpec,
     PoolShape,
     install,
 )
 from engine.execution.attention.probe import record_layers
-from engine.execution.loading.agreement import Backend
+from engine.execution.loading.attention_backends import TORCH, native_backend
 from engine.execution.machine.native_library import load_library
 from engine.execution.runner.inputs import InputBuilder, StepInputs
 from engine.execution.runner.model_runner import ModelRunner

@@ -34,10 +34,10 @@ __all__ = ["Engine", "WaitingSequence"]
 class Engine:
     """Continuous batching of one model on one device.
 
-    `runner` and `sampler` do the device's work (see `engine/steps/fault_isolation.py`), `tokenizer` turns ids into
-    text, `eos_token_ids` are the model's ends. `grammar_compiler`: see `engine/requests/grammar_gate.py`; None:
-    structured outputs are refused. `launcher`: see `engine/steps/pipeline.py`; None: each step ends before the next
-    one is decided. `clock` gives seconds that never go back.
+    `runner` and `sampler` do the device's work (see `engine/steps/fault_isolation.py`). `tokenizer` turns ids
+    into text, `eos_token_ids` are the model's ends. `grammar_compiler`: see `engine/requests/grammar_gate.py`;
+    None: structured outputs are refused. `launcher`: see `engine/steps/pipeline.py`; None: each step ends
+    before the next one is decided. `clock` returns monotonic seconds.
     """
 
     def __init__(

@@ -50,9 +50,9 @@ class Watchdog:
     """Ends this process, with the stack of each thread on stderr and exit status 1, unless armed again in
     time.
 
-    Another process does it (`worker/watchdog_process.py`), by a signal whose handler is native code: neither needs
-    the interpreter's lock. Time in which this process did not run does not count. `arm` may be called by any
-    thread.
+    Another process does it (`worker/watchdog_process.py`), by a signal whose handler is native code: neither
+    needs the interpreter's lock. Time in which this process did not run does not count. `arm` may be called by
+    any thread.
     """
 
     def __init__(self) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import redis
 
 from api.streams.hub import Arrived, Hub
-from tokenmill.client.streams import Assembler
 from tokenmill.protocol import keys
+from tokenmill.protocol.assembler import Assembler
 from tokenmill.protocol.messages import Event, FinishedEvent, decode
 from tokenmill.protocol.store.task_store import TaskStore
 

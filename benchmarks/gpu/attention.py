@@ -11,9 +11,9 @@ import torch
 from benchmarks.gpu.parts import Absent, Options
 from benchmarks.gpu.timing import seconds_of
 from engine.errors import InvalidParameter, UnsupportedModel
-from engine.execution.attention.choice import TORCH, choose_backends
 from engine.execution.attention.interface import (
     AttentionBackend,
+    Backend,
     DecodeRows,
     GraphableBackend,
     LayerCall,
@@ -21,7 +21,7 @@ from engine.execution.attention.interface import (
     PoolShape,
 )
 from engine.execution.graphs.cuda_capture import CudaCapture
-from engine.execution.loading.agreement import Backend
+from engine.execution.loading.attention_backends import TORCH, choose_backends
 from engine.execution.machine.native_build import CannotBuild
 from engine.execution.machine.native_library import NativeLibrary, find_library
 from engine.execution.runner.inputs import InputBuilder, StepInputs

@@ -15,14 +15,21 @@ import torch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidParameter
-from engine.execution.attention.choice import choose_backends
+from engine.execution.loading.attention_backends import choose_backends
 from engine.execution.loading.attention_self_check import with_checked_attention
 from engine.execution.loading.default_model import DEFAULT_MODEL, default_model
 from engine.execution.loading.generation_defaults import check_choice, describe_defaults, read_defaults
-from engine.execution.loading.kv_sizing import CPU_SHARE, CUDA_SHARE, choose_num_kv_blocks, free_bytes
+from engine.execution.loading.kv_sizing import (
+    CPU_SHARE,
+    CUDA_SHARE,
+    PoolMemory,
+    blocks_for,
+    choose_num_kv_blocks,
+    fit_model_len,
+)
 from engine.execution.loading.loader import LoadedModel, find_device, load_model
-from engine.execution.loading.pool_limits import PoolMemory, blocks_for, fit_model_len
 from engine.execution.loading.quantization_options import check_quantization, quantized_fingerprint
+from engine.execution.machine.memory import free_bytes
 from engine.execution.machine.native_build import CannotBuild
 from engine.execution.machine.native_library import NativeLibrary, find_library, machine_choices
 from engine.execution.plans import DETERMINISTIC, plain, quantized

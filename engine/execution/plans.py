@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
-from engine.execution.attention.interface import GraphableBackend, PoolShape
+from engine.execution.attention.interface import Backend, GraphableBackend, PoolShape
 from engine.execution.attention.kv_pool import KVPool
 from engine.execution.deterministic.attention import DeterministicAttention
 from engine.execution.deterministic.experts import use_whole_rows
@@ -25,10 +25,10 @@ from engine.execution.layers.linear_kernels import Way, linear_ways
 from engine.execution.layers.native_elements import ElementOperators, speed_up_elements, tried_elements
 from engine.execution.layers.packed_linears import pack_linears
 from engine.execution.layers.quantized_linears import quantize_linears
-from engine.execution.loading.agreement import Backend, Preparation
-from engine.execution.loading.kv_sizing import free_bytes
+from engine.execution.loading.agreement import Preparation
 from engine.execution.loading.loader import LoadedModel
 from engine.execution.machine.autotune_cache import RememberedChoices
+from engine.execution.machine.memory import free_bytes
 from engine.execution.machine.native_library import NativeLibrary
 from engine.execution.runner.async_runner import AheadRunner
 from engine.execution.runner.inputs import InputBuilder

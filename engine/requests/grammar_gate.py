@@ -20,7 +20,7 @@ IDLE_WAIT_SECONDS = 0.01
 
 
 class GrammarCompiler(Protocol):
-    """What the engine needs of `engine.requests.grammar_compiler.GrammarCompiler`; a bad grammar is told of later."""
+    """What the engine needs of a grammar compiler. Errors in a grammar are reported later."""
 
     def submit(self, key: str, structured_outputs: StructuredOutputs) -> None:
         """Returns at once; `key` is told once, unless it is forgotten before.

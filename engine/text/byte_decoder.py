@@ -1,7 +1,7 @@
 """Token ids to text where each token adds the same bytes wherever it stands: nothing is decoded twice.
 
-Law: the pieces joined are what the tokenizer decodes, as with `engine/text/detokenizer.py`'s window, which is for
-tokenizers that look at neighbours. Knows no tokenizer library.
+Law: the pieces joined are what the tokenizer decodes, as with the window of `engine/text/detokenizer.py`,
+which is for tokenizers that look at neighbours. Knows no tokenizer library.
 """
 
 from codecs import getincrementaldecoder

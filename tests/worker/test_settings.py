@@ -6,7 +6,7 @@ import pytest
 
 from engine.config import POLICIES as ENGINES_POLICIES
 from engine.config import EngineConfig
-from engine.execution.attention.choice import ATTENTION as ENGINES_ATTENTION
+from engine.execution.loading.attention_backends import ATTENTION as ENGINES_ATTENTION
 from tokenmill.protocol import naming
 from worker.errors import SettingsError
 from worker.settings import (

@@ -8,7 +8,7 @@ a silence. Knows no API and no worker.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, ExitStack, aclosing, closing, contextmanager
 from typing import Any
 
@@ -19,7 +19,8 @@ import redis.retry
 from redis.backoff import NoBackoff
 
 from tokenmill.protocol import event_log, keys, redis_url
-from tokenmill.protocol.messages import Event, FinishedEvent, decode
+from tokenmill.protocol.assembler import Assembler
+from tokenmill.protocol.messages import Event, decode
 
 logger = logging.getLogger(__name__)
 
@@ -40,40 +41,6 @@ class UnknownTask(Exception):
     def __init__(self, task_id: str) -> None:
         super().__init__(f"no task {task_id!r}: it was never submitted here, or it has expired")
         self.task_id = task_id
-
-
-class Assembler:
-    """Puts the messages of one task in order: each `seq` greater than `after` once, ascending, no gap.
-
-    Pure: give it what the channel and the log say, in whatever order it comes. `must_read_log` says that
-    the channel alone does not suffice: read the log from `last` on and give it to `replayed`.
-    """
-
-    def __init__(self, after: int = -1) -> None:
-        self.last = max(after, -1)
-        self.ended = False
-        self.must_read_log = True
-
-    def live(self, event: Event) -> list[Event]:
-        """An event of the channel. Gives it back if it is the next one."""
-        if event.seq > self.last + 1:
-            self.must_read_log = True
-        if event.seq != self.last + 1 or self.must_read_log:
-            return []
-        self._advance(event)
-        return [event]
-
-    def replayed(self, events: Iterable[Event]) -> list[Event]:
-        """The log's events after `last`. Gives those that are new."""
-        new = [event for event in events if event.seq > self.last]
-        for event in new:
-            self._advance(event)
-        self.must_read_log = False
-        return new
-
-    def _advance(self, event: Event) -> None:
-        self.last = event.seq
-        self.ended = isinstance(event, FinishedEvent) and event.done
 
 
 class TokenStream:

@@ -5,6 +5,7 @@ goes to the step that came with this forward as a keyword argument; nothing is k
 file does not know how keys and values are stored: that is the backend's alone.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -214,3 +215,20 @@ def paged_attention(
 def install() -> None:
     """Make `ATTENTION_NAME` known to transformers, whose registry is one for the process. Repeatable."""
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
+
+
+BackendFactory = Callable[[PoolShape], AttentionBackend]
+"""Raises `UnsupportedModel` for a shape that it does not take."""
+
+
+class Backend(NamedTuple):
+    """A way to attend. `bytes_per_block`: for layers, block size and dtype, what one takes in all layers.
+
+    `self_check`: raises `UnsupportedModel` if it is wrong in the one layer of a shape, in the dtype and block
+    size that it serves.
+    """
+
+    name: str
+    make: BackendFactory
+    bytes_per_block: Callable[[tuple[LayerSpec, ...], int, torch.dtype], int]
+    self_check: Callable[[PoolShape], None] | None = None

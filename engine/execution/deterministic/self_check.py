@@ -14,10 +14,9 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.errors import UnsupportedModel
-from engine.execution.attention.interface import LayerSpec, PoolShape
+from engine.execution.attention.interface import BackendFactory, LayerSpec, PoolShape
 from engine.execution.deterministic.operators import ReductionRecorder, ReductionTrial
 from engine.execution.deterministic.runner import DeterministicRunner
-from engine.execution.loading.agreement import BackendFactory
 from engine.execution.runner.inputs import InputBuilder
 from engine.outputs import ScheduledSequence, SchedulerOutputs
 from engine.sampling_params import SamplingParams

@@ -20,8 +20,8 @@ from engine.config import EngineConfig
 from engine.execution.attention.interface import GraphableBackend
 from engine.execution.graphs.decode_buffers import DecodeBuffers, DecodeInputs
 from engine.execution.graphs.self_check import GraphTrial
-from engine.execution.loading.kv_sizing import free_bytes
 from engine.execution.machine.async_copy import sent
+from engine.execution.machine.memory import free_bytes
 from engine.execution.runner.forward import run_model
 from engine.execution.runner.inputs import StepInputs
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from engine.execution.attention.probe import pass_of_two_tokens
 from engine.execution.layers.linear_slots import LinearPlace, linear_places
-from engine.execution.loading.kv_sizing import release_cached_memory
+from engine.execution.machine.memory import release_cached_memory
 
 
 @dataclass(slots=True)

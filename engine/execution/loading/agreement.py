@@ -7,13 +7,13 @@ the experts, the window and the soft cap small, so that leaving one of them out 
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from engine.errors import UnsupportedModel
-from engine.execution.attention.interface import ATTENTION_NAME, AttentionBackend, LayerSpec, PoolShape
+from engine.execution.attention.interface import ATTENTION_NAME, BackendFactory, PoolShape
 from engine.execution.attention.probe import record_layers
 from engine.execution.runner.inputs import InputBuilder
 from engine.execution.runner.model_runner import ModelRunner
@@ -56,23 +56,6 @@ MOST: dict[str, float] = {
     "first_k_dense_replace": 1,
 }
 """Fields of configs and the most that the trial's model has of each."""
-
-BackendFactory = Callable[[PoolShape], AttentionBackend]
-"""Raises `UnsupportedModel` for a shape that it does not take."""
-
-
-class Backend(NamedTuple):
-    """A way to attend. `bytes_per_block`: for layers, block size and dtype, what one takes in all layers.
-
-    `self_check`: raises `UnsupportedModel` if it is wrong in the one layer of a shape, in the dtype and block
-    size that it serves.
-    """
-
-    name: str
-    make: BackendFactory
-    bytes_per_block: Callable[[tuple[LayerSpec, ...], int, torch.dtype], int]
-    self_check: Callable[[PoolShape], None] | None = None
-
 
 Preparation = Callable[[PreTrainedModel], None]
 """What is done to a model before it is served."""

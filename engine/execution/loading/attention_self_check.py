@@ -13,10 +13,15 @@ from typing import Protocol
 import torch
 
 from engine.errors import UnsupportedModel
-from engine.execution.attention.interface import AttentionBackend, AttentionBatch, LayerCall, PoolShape
+from engine.execution.attention.interface import (
+    AttentionBackend,
+    AttentionBatch,
+    Backend,
+    LayerCall,
+    PoolShape,
+)
 from engine.execution.attention.kv_pool import KVPool
 from engine.execution.attention.torch_backend import TorchAttention
-from engine.execution.loading.agreement import Backend
 from engine.execution.loading.loader import LoadedModel
 from engine.execution.runner.inputs import InputBuilder
 from engine.execution.runner.transfers import move_inputs

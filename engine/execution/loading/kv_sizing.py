@@ -1,23 +1,19 @@
-"""How many KV blocks there shall be: what the limits can use at most, within a share of the free memory."""
+"""Sizes the KV pool: how many blocks the memory holds, and whether the longest sequence fits into them."""
 
-import gc
-import os
-import resource
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
+from engine.config import EngineConfig
 from engine.errors import InvalidParameter
+from engine.execution.machine.device_errors import device_faults
+from engine.execution.machine.memory import known_free_bytes
 
 CPU_SHARE = 0.4
 CUDA_SHARE = 0.85
 """Of the memory that is free after the model is loaded. A CPU's memory is other programs' too."""
-
-_MEMINFO = Path("/proc/meminfo")
-_STATM = Path("/proc/self/statm")
-_CGROUP = Path("/sys/fs/cgroup")
-_FREE_PART = 2
-"""Where only all of the memory is known, one part in so many is taken as free."""
 
 
 def choose_num_kv_blocks(
@@ -39,85 +35,60 @@ def choose_num_kv_blocks(
     return min(affordable, -(-max_tokens // block_size))
 
 
-def known_free_bytes(device: torch.device) -> int | None:
-    """`free_bytes`; None on a system that does not say what memory it has."""
-    try:
-        return free_bytes(device)
-    except InvalidParameter:
-        return None
+@dataclass(frozen=True, slots=True)
+class PoolMemory:
+    """Memory of the pool: `bytes_per_block` of all layers; `share` of the free memory that it may take."""
 
+    device: torch.device
+    bytes_per_block: int
+    share: float
 
-def free_bytes(device: torch.device) -> int:
-    """Memory that may still be taken on `device`: what limits of the container and of the process leave.
+    def check(self, num_kv_blocks: int) -> None:
+        """Raise `InvalidParameter`, with a number that would do, if the memory does not hold the blocks."""
+        available = known_free_bytes(self.device)
+        if available is not None and self._pool_bytes(num_kv_blocks) > available:
+            raise InvalidParameter("num_kv_blocks", self._too_large(num_kv_blocks, available))
 
-    On CUDA, memory that torch keeps for tensors that are gone is freed first: the driver counts it as used.
-    """
-    if device.type == "cuda":
-        gc.collect()
-        release_cached_memory(device)
-        return int(torch.cuda.mem_get_info(device)[0])
-    return min([_available_bytes(), *_container_bytes(), *_process_bytes()])
-
-
-def release_cached_memory(device: torch.device) -> None:
-    """Return memory of tensors that are gone to the driver. On a CPU nothing is kept."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _available_bytes() -> int:
-    try:
-        lines = _MEMINFO.read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return _physical_bytes() // _FREE_PART
-
-
-def _physical_bytes() -> int:
-    """All memory of a system without /proc, such as macOS."""
-    try:
-        pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError) as error:
-        raise _unknown_memory() from error
-    # POSIX: -1 is "not known".
-    if pages < 1 or page_bytes < 1:
-        raise _unknown_memory()
-    return pages * page_bytes
-
-
-def _unknown_memory() -> InvalidParameter:
-    return InvalidParameter("num_kv_blocks", "must be set here: the system does not say what memory it has")
-
-
-def _process_bytes() -> list[int]:
-    """What the limit of the process's address space (`ulimit -v`) leaves, if it has one."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY:
-        return []
-    try:
-        used = int(_STATM.read_text().split()[0]) * resource.getpagesize()
-    except (OSError, ValueError):
-        return [limit]
-    return [max(0, limit - used)]
-
-
-def _container_bytes() -> list[int]:
-    """What the limits of the control group leave, if it has any. File caches that can be dropped are free."""
-    left = []
-    for limit, usage, stat, droppable in (
-        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        (
-            "memory/memory.limit_in_bytes",
-            "memory/memory.usage_in_bytes",
-            "memory/memory.stat",
-            "total_inactive_file",
-        ),
-    ):
+    @contextmanager
+    def guard(self, num_kv_blocks: int) -> Iterator[None]:
+        """Turn a failure to allocate the pool, or what the first pass needs, into `InvalidParameter`."""
+        available = known_free_bytes(self.device)
         try:
-            most, used = (int((_CGROUP / name).read_text()) for name in (limit, usage))
-            stats = dict(line.split() for line in (_CGROUP / stat).read_text().splitlines())
-        except (OSError, ValueError):
-            # Another version of control groups, or "max": no limit.
-            continue
-        left.append(most - used + int(stats.get(droppable, 0)))
-    return left
+            with device_faults():
+                yield
+        except MemoryError as error:
+            raise InvalidParameter("num_kv_blocks", self._too_large(num_kv_blocks, available)) from error
+
+    def _pool_bytes(self, num_kv_blocks: int) -> int:
+        """With the null block."""
+        return (num_kv_blocks + 1) * self.bytes_per_block
+
+    def _too_large(self, num_kv_blocks: int, available: int | None) -> str:
+        needs = f"{num_kv_blocks} KV blocks need {self._pool_bytes(num_kv_blocks)} bytes on {self.device}"
+        if available is None:
+            return f"{needs}, more than are available; set it lower"
+        fitting = min(int(available * self.share) // self.bytes_per_block, num_kv_blocks) - 1
+        advice = f"set it to at most {fitting}" if fitting > 0 else "free some memory or use a smaller model"
+        return f"{needs}, where {available} are available; {advice}"
+
+
+def fit_model_len(config: EngineConfig, *, is_required: bool) -> int:
+    """The longest sequence that the pool of `config` holds, at most its `max_model_len`.
+
+    Raises `InvalidParameter` with the numbers that would do if that is less and `is_required`.
+    """
+    if config.max_model_len <= config.kv_capacity:
+        return config.max_model_len
+    if is_required:
+        raise InvalidParameter(
+            "max_model_len",
+            f"is {config.max_model_len}, but {config.num_kv_blocks} KV blocks of {config.block_size} tokens"
+            f" hold {config.kv_capacity}; set it to at most {config.kv_capacity}, or num_kv_blocks to at"
+            f" least {blocks_for(config.max_model_len, config.block_size)}",
+        )
+    return config.kv_capacity
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """KV blocks of one sequence of `num_tokens`."""
+    return -(-num_tokens // block_size)

@@ -19,14 +19,14 @@ from engine.checkpoint.config_file import read_config
 from engine.checkpoint.tokenizer_files import check_settings_files
 from engine.checkpoint.weights import Weights, check_weights
 from engine.errors import InvalidParameter, UnsupportedModel
-from engine.execution.attention.interface import LayerSpec, install
+from engine.execution.attention.interface import Backend, LayerSpec, install
 from engine.execution.attention.probe import record_layers, refuse_by_config
-from engine.execution.loading.agreement import Backend, Preparation, check_agreement
+from engine.execution.loading.agreement import Preparation, check_agreement
 from engine.execution.loading.generation_defaults import check_file
-from engine.execution.loading.kv_sizing import known_free_bytes
 from engine.execution.loading.model_files import find_model, fingerprint
 from engine.execution.loading.weights import load_weights
 from engine.execution.machine.device_errors import device_faults
+from engine.execution.machine.memory import known_free_bytes
 from engine.execution.machine.one_line import one_line
 from engine.execution.machine.quiet_transformers import quiet_transformers
 

@@ -4,17 +4,34 @@ Law: `execute` is the decision and nothing else; after an exception it may be ca
 same decision. This file does not know why something was scheduled, or what is done with the logits.
 """
 
+from typing import Protocol
+
 import torch
 from transformers import PreTrainedModel
 
 from engine.execution.attention.interface import AttentionBackend
-from engine.execution.graphs.decode_graphs import DecodeGraphs
 from engine.execution.machine.device_errors import device_faults
+from engine.execution.machine.memory import release_cached_memory
 from engine.execution.runner.forward import run_model
 from engine.execution.runner.inputs import InputBuilder, StepInputs, null_inputs
 from engine.execution.runner.transfers import move_inputs
 from engine.execution.runner.warm_up import warm_up_inputs
 from engine.outputs import SchedulerOutputs
+
+
+class Graphs(Protocol):
+    """Captured forward passes of a model."""
+
+    sizes: tuple[int, ...]
+    """Numbers of rows, ascending."""
+
+    def takes(self, inputs: StepInputs) -> bool:
+        """Whether one of them computes this step."""
+        ...
+
+    def replay(self, inputs: StepInputs) -> torch.Tensor:
+        """Logits [rows, vocabulary] of a step that `takes` accepted."""
+        ...
 
 
 class ModelRunner:
@@ -28,7 +45,7 @@ class ModelRunner:
         model: PreTrainedModel,
         backend: AttentionBackend,
         inputs: InputBuilder,
-        graphs: DecodeGraphs | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         self._model = model
         self._backend = backend
@@ -73,13 +90,8 @@ class ModelRunner:
 
         A CPU's memory is not cached. Raises `DeviceLost`.
         """
-        device = self._model.device
-        if device.type != "cuda":
-            return False
         with device_faults():
-            num_reserved = torch.cuda.memory_reserved(device)
-            torch.cuda.empty_cache()
-            return torch.cuda.memory_reserved(device) < num_reserved
+            return release_cached_memory(self._model.device)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """One forward pass as it stands; returns logits [wanted rows, vocabulary] in the model's dtype."""

@@ -28,8 +28,8 @@ ROW = np.dtype(
 )
 """A row's parameters, in the types that tensors are made of.
 
-`top_k`: 0 is off. `seed_state`: see `engine/execution/sampling/gumbel.py`. `num_logprobs`: `NO_LOGPROBS` if there are
-to be none. `may_be_edited`: it may at some time ask for penalties, bias or masks.
+`top_k`: 0 is off. `seed_state`: see `engine/execution/sampling/gumbel.py`. `num_logprobs`: `NO_LOGPROBS` if
+there are to be none. `may_be_edited`: it may at some time ask for penalties, bias or masks.
 """
 Rows = npt.NDArray[np.void]
 """Of `ROW`, one for each sequence."""

@@ -23,13 +23,13 @@ from transformers import LlamaConfig
 from engine.config import EngineConfig
 from engine.constraints import Constraints
 from engine.execution import plans as numerics
-from engine.execution.attention.choice import TORCH
-from engine.execution.attention.cuda_choice import cuda_backends
+from engine.execution.attention.interface import Backend
 from engine.execution.attention.probe import record_layers
 from engine.execution.graphs.self_check import GraphTrial
-from engine.execution.loading.agreement import Backend
-from engine.execution.loading.kv_sizing import free_bytes
+from engine.execution.loading.attention_backends import TORCH
+from engine.execution.loading.cuda_backends import cuda_backends
 from engine.execution.loading.loader import LoadedModel
+from engine.execution.machine.memory import free_bytes
 from engine.execution.runner.async_runner import DeviceLauncher
 from engine.execution.runner.inputs import StepInputs
 from engine.execution.runner.model_runner import ModelRunner

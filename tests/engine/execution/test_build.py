@@ -1,6 +1,5 @@
 """Limits that are set hold; those that are not follow from the model and the memory."""
 
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,9 @@ from engine.config import EngineConfig
 from engine.errors import InvalidParameter
 from engine.execution import build
 from engine.execution.build import Execution, build_execution, default_limits, model_length
-from engine.execution.loading import kv_sizing as kv_cache
-from engine.execution.loading import pool_limits
-from engine.execution.loading.pool_limits import PoolMemory
 from engine.sampling_params import SamplingParams
 from tests.comparer import assert_equal_tokens, reference
 from tests.tiny_models import EOS, IM_END, VOCAB_SIZE, make_model, save_model
-
-GIB = 1 << 30
 
 
 def test_what_is_built_serves_what_transformers_generates(tiny_llama: Path) -> None:
@@ -190,98 +184,3 @@ def test_a_pool_that_the_memory_does_not_hold(tiny_llama: Path) -> None:
         match=r"num_kv_blocks: \d+ KV blocks need \d+ bytes on cpu, where \d+ are available; set it to",
     ):
         build_execution(str(tiny_llama), device="cpu", num_kv_blocks=2**31 - 1)
-
-
-def test_a_pool_that_cannot_be_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = PoolMemory(kv_cache.torch.device("cpu"), bytes_per_block=1 << 20, share=0.5)
-    for available, message in {
-        GIB: "10 KV blocks need 11534336 bytes on cpu, where 1073741824 are available; set it to at most 9",
-        1 << 20: "are available; free some memory or use a smaller model",
-        None: "more than are available; set it lower",
-    }.items():
-        monkeypatch.setattr(pool_limits, "known_free_bytes", lambda _, known=available: known)
-        with pytest.raises(InvalidParameter, match=message), memory.guard(10):
-            raise RuntimeError("can't allocate memory: you tried to allocate 7 bytes")
-    memory.check(2**31 - 1)  # Where the memory is not known, trying is all that can be done.
-
-
-def test_blocks_within_a_share_of_the_memory() -> None:
-    def choose(free: int, max_tokens: int = 16_000_000, share: float = 0.5) -> int:
-        return kv_cache.choose_num_kv_blocks(
-            max_tokens=max_tokens, block_size=16, bytes_per_block=1 << 20, free_bytes=free, share=share
-        )
-
-    # Half of the memory, less the null block.
-    assert choose(2 * GIB) == 1023
-    assert choose(2 * GIB, share=1.0) == 2047
-    # No more than can be used.
-    assert choose(2 * GIB, max_tokens=161) == 11
-    with pytest.raises(InvalidParameter, match=r"num_kv_blocks: .* hold no KV block"):
-        choose(3 << 20)
-    for share in (0.0, 1.1, -1.0):
-        with pytest.raises(InvalidParameter, match="kv_memory_share"):
-            choose(GIB, share=share)
-
-
-def write_meminfo(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (directory / "meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable: 4194304 kB\n")
-    monkeypatch.setattr(kv_cache, "_MEMINFO", directory / "meminfo")
-    monkeypatch.setattr(kv_cache, "_CGROUP", directory)
-
-
-def test_the_memory_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_meminfo(tmp_path, monkeypatch)
-    assert kv_cache.free_bytes(kv_cache.torch.device("cpu")) == 4 * GIB
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("12345\n")
-    assert kv_cache.free_bytes(kv_cache.torch.device("cpu")) == 4 * GIB
-
-
-def test_the_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_meminfo(tmp_path, monkeypatch)
-    (tmp_path / "memory.max").write_text(f"{3 * GIB}\n")
-    (tmp_path / "memory.current").write_text(f"{2 * GIB}\n")
-    # A file that was read is counted as used, but given up when memory is wanted.
-    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {GIB // 2}\n")
-    assert kv_cache.free_bytes(kv_cache.torch.device("cpu")) == GIB + GIB // 2
-
-
-def test_the_limit_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ulimit -v` counts what is mapped already."""
-    write_meminfo(tmp_path, monkeypatch)
-    (tmp_path / "statm").write_text("1024 5 5 5 0 5 0\n")
-    monkeypatch.setattr(kv_cache, "_STATM", tmp_path / "statm")
-    monkeypatch.setattr(kv_cache.resource, "getpagesize", lambda: 4096)
-    monkeypatch.setattr(kv_cache.resource, "getrlimit", lambda _: (GIB, GIB))
-    assert kv_cache.free_bytes(kv_cache.torch.device("cpu")) == GIB - (4 << 20)
-    monkeypatch.setattr(kv_cache.resource, "getrlimit", lambda _: (1 << 20, GIB))
-    assert kv_cache.free_bytes(kv_cache.torch.device("cpu")) == 0
-
-
-def without_meminfo(directory: Path, monkeypatch: pytest.MonkeyPatch, sysconf: Callable[[str], int]) -> None:
-    monkeypatch.setattr(kv_cache, "_MEMINFO", directory / "none")
-    monkeypatch.setattr(kv_cache, "_CGROUP", directory)
-    monkeypatch.setattr(kv_cache.os, "sysconf", sysconf)
-
-
-def test_a_system_without_proc_is_asked_for_all_its_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """macOS, which counts its pages but not those that are free."""
-    without_meminfo(
-        tmp_path, monkeypatch, {"SC_PHYS_PAGES": 8 * GIB >> 14, "SC_PAGE_SIZE": 1 << 14}.__getitem__
-    )
-    assert kv_cache.free_bytes(kv_cache.torch.device("cpu")) == 4 * GIB
-
-
-def unknown_name(name: str) -> int:
-    raise ValueError("unrecognized configuration name")
-
-
-@pytest.mark.parametrize("sysconf", [unknown_name, lambda _: -1])
-def test_a_system_that_does_not_tell_its_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sysconf: Callable[[str], int]
-) -> None:
-    without_meminfo(tmp_path, monkeypatch, sysconf)
-    with pytest.raises(InvalidParameter, match="num_kv_blocks: must be set here"):
-        kv_cache.free_bytes(kv_cache.torch.device("cpu"))

@@ -1,6 +1,6 @@
 """The pure part of a reader: each event once, ascending, and the log is asked for when one is missing."""
 
-from tokenmill.client.streams import Assembler
+from tokenmill.protocol.assembler import Assembler
 from tokenmill.protocol.messages import FinishedEvent, TokenEvent
 
 

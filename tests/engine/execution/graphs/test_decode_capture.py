@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.execution import plans as numerics
-from engine.execution.attention.choice import TORCH
 from engine.execution.attention.interface import AttentionBatch, AttentionStep, DecodeRows
 from engine.execution.graphs.decode_graphs import graph_sizes, make_decode_graphs
 from engine.execution.graphs.self_check import trial_inputs
+from engine.execution.loading.attention_backends import TORCH
 from engine.execution.runner.model_runner import ModelRunner
 from tests.comparer import reference
 from tests.engine.execution.graphs.bench import (

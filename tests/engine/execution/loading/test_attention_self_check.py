@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from engine.errors import UnsupportedModel
-from engine.execution.attention.choice import TORCH
-from engine.execution.attention.cuda_choice import cuda_backends
-from engine.execution.attention.interface import AttentionBatch, LayerSpec, PoolShape
+from engine.execution.attention.interface import AttentionBatch, Backend, LayerSpec, PoolShape
 from engine.execution.attention.torch_backend import TorchAttention, TorchStep
 from engine.execution.attention.triton_backend import TritonAttention
-from engine.execution.loading.agreement import Backend
+from engine.execution.loading.attention_backends import TORCH
 from engine.execution.loading.attention_self_check import check_attention, with_checked_attention
+from engine.execution.loading.cuda_backends import cuda_backends
 from engine.execution.loading.loader import load_model
 
 PLAIN = LayerSpec(4, 2, 32, 32, 0.2)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine.errors import InvalidParameter, UnsupportedModel
-from engine.execution.attention.choice import TORCH
 from engine.execution.loading import loader as module
+from engine.execution.loading.attention_backends import TORCH
 from engine.execution.loading.loader import LoadedModel, find_device, find_dtype, load_model, position_limit
 from tests.tiny_models import EOS, IM_END, VOCAB_SIZE, make_config, save_model
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from engine.errors import InvalidParameter
-from engine.execution.attention.choice import TORCH
-from engine.execution.attention.cuda_choice import cuda_backends
+from engine.execution.loading.attention_backends import TORCH
+from engine.execution.loading.cuda_backends import cuda_backends
 
 
 def names(attention: str) -> list[str]:

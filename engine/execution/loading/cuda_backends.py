@@ -8,8 +8,8 @@ import logging
 from functools import partial
 
 from engine.errors import InvalidParameter
+from engine.execution.attention.interface import Backend
 from engine.execution.attention.kv_pool import KVPool
-from engine.execution.loading.agreement import Backend
 from engine.execution.loading.attention_self_check import check_attention
 
 log = logging.getLogger(__name__)

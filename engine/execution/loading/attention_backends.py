@@ -10,13 +10,13 @@ from functools import partial
 import torch
 
 from engine.errors import InvalidParameter
-from engine.execution.attention.cuda_choice import cuda_backends
+from engine.execution.attention.interface import Backend
 from engine.execution.attention.kv_pool import KVPool
 from engine.execution.attention.native_backend import NativeAttention, bytes_per_block
 from engine.execution.attention.native_operator import AttentionOperator
 from engine.execution.attention.native_self_check import check_operator
 from engine.execution.attention.torch_backend import TorchAttention
-from engine.execution.loading.agreement import Backend
+from engine.execution.loading.cuda_backends import cuda_backends
 from engine.execution.machine.native_build import CannotBuild
 from engine.execution.machine.native_library import NativeLibrary
 

@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from engine.errors import InvalidParameter, UnsupportedModel
-from engine.execution.attention import choice as attention_choice
-from engine.execution.attention.choice import TORCH, choose_backends
-from engine.execution.attention.interface import AttentionBackend
+from engine.execution.attention.interface import AttentionBackend, Backend
 from engine.execution.attention.native_operator import AttentionOperator, NativeCall
 from engine.execution.attention.native_self_check import check_operator
 from engine.execution.build import build_execution
-from engine.execution.loading.agreement import Backend
+from engine.execution.loading import attention_backends as attention_choice
+from engine.execution.loading.attention_backends import TORCH, choose_backends
 from engine.execution.machine import native_build, native_library
 from engine.execution.machine.native_build import CannotBuild, build, built_library, find_compiler
 from tests.engine.execution.pools import ROOT
