@@ -65,10 +65,10 @@ def step_inputs(parts: list[tuple[int, int]]) -> tuple[StepInputs, int]:
     counts = [-(-end // BLOCK_SIZE) for _, end in parts]
     blocks = (1 + torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1))).tolist()
     items = []
-    for seat, (start, end) in enumerate(parts):
-        sequence = Sequence(f"{seat}", [1] * end, SamplingParams(), arrival=0.0)
-        sequence.admit(seat)
-        sequence.block_table = [blocks.pop() for _ in range(counts[seat])]
+    for slot, (start, end) in enumerate(parts):
+        sequence = Sequence(f"{slot}", [1] * end, SamplingParams(), arrival=0.0)
+        sequence.admit(slot)
+        sequence.block_table = [blocks.pop() for _ in range(counts[slot])]
         items.append(ScheduledSequence(sequence, start, end - start, end - start - 1, True))
     builder = InputBuilder(len(parts), max(end for _, end in parts), BLOCK_SIZE)
     return builder.build(SchedulerOutputs(prefill=tuple(items))), sum(counts)

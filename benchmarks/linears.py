@@ -1,10 +1,11 @@
-"""The linears of SmolLM2-135M and of a 0.5B model in every way that there is: plain, oneDNN's order, our own.
+"""The linears of SmolLM2-135M and of a 0.5B model in every kernel that there is: plain, oneDNN's order, our
+own.
 
     python benchmarks/linears.py [--threads 1 2] [--shapes ...] [--rows ...] [--dtypes ...] [--out FILE.json]
 
-All ways take turns, call by call, so that a busy machine slows them alike; the least microseconds of a call,
-and what that is in GFLOP/s and in GB/s of weights read. The caches are cold, as in a model: the calls go over
-weights of more bytes than a cache holds.
+All kernels take turns, call by call, so that a busy machine slows them alike; the least microseconds of a
+call, and what that is in GFLOP/s and in GB/s of weights read. The caches are cold, as in a model: the calls
+go over weights of more bytes than a cache holds.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from engine.errors import UnsupportedModel
-from engine.execution.layers.linear_kernels import Product, Way, linear_ways
+from engine.execution.layers.linear_kernels import LinearKernel, Product, linear_kernels
 from engine.execution.machine.native_library import load_library
 
 SHAPES = {
@@ -36,25 +37,25 @@ ROWS = (1, 4, 16, 64, 256, 512)
 COLD_BYTES = 1 << 26
 
 
-def bound(ways: tuple[Way, ...], linears: list[nn.Linear]) -> dict[str, list[Product]]:
+def bound(kernels: tuple[LinearKernel, ...], linears: list[nn.Linear]) -> dict[str, list[Product]]:
     products = {}
-    for way in ways:
+    for kernel in kernels:
         try:
-            products[way.name] = [way.bind(one) for one in linears]
+            products[kernel.name] = [kernel.bind(one) for one in linears]
         except UnsupportedModel as error:
-            print(f"{way.name}: {error}")
+            print(f"{kernel.name}: {error}")
     return products
 
 
 def least_seconds(
-    ways: dict[str, list[Product]], hidden: torch.Tensor, least_rounds: int, budget: float
+    kernels: dict[str, list[Product]], hidden: torch.Tensor, least_rounds: int, budget: float
 ) -> dict[str, float]:
     """Of one call; the rounds go on until `budget` seconds are spent."""
-    least = dict.fromkeys(ways, float("inf"))
+    least = dict.fromkeys(kernels, float("inf"))
     begun, rounds = time.perf_counter(), 0
     while rounds < least_rounds or time.perf_counter() - begun < budget:
-        for index in range(len(next(iter(ways.values())))):
-            for name, products in ways.items():
+        for index in range(len(next(iter(kernels.values())))):
+            for name, products in kernels.items():
                 start = time.perf_counter()
                 products[index](hidden)
                 least[name] = min(least[name], time.perf_counter() - start)
@@ -66,7 +67,7 @@ def summary(
     about: dict[str, object], size: tuple[int, int], least: dict[str, float], itemsize: int, num_rows: int
 ) -> dict[str, object]:
     numbers = size[0] * size[1]
-    ways = {
+    kernels = {
         name: {
             "microseconds": round(seconds * 1e6, 1),
             "gflops": round(2 * numbers * num_rows / seconds / 1e9, 1),
@@ -76,10 +77,10 @@ def summary(
     }
     told = (
         f"{name} {one['microseconds']} us, {one['gflops']} GFLOP/s, {one['weights_gb_per_s']} GB/s"
-        for name, one in ways.items()
+        for name, one in kernels.items()
     )
     print(*about.values(), *told, sep=" | ", flush=True)
-    return {**about, "ways": ways}
+    return {**about, "kernels": kernels}
 
 
 def main() -> None:
@@ -95,7 +96,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path(".tokenmill"))
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    ways = linear_ways(load_library(given.cache, print))
+    kernels = linear_kernels(load_library(given.cache, print))
     results = []
     for threads in given.threads:
         torch.set_num_threads(threads)
@@ -105,7 +106,7 @@ def main() -> None:
                 size = SHAPES[shape]
                 num_weights = -(-COLD_BYTES // (size[0] * size[1] * dtype.itemsize))
                 linears = [nn.Linear(*size, bias=False, dtype=dtype) for _ in range(num_weights)]
-                products = bound(ways, linears)
+                products = bound(kernels, linears)
                 for num_rows in given.rows:
                     hidden = torch.randn(num_rows, size[0]).to(dtype)
                     with torch.inference_mode():

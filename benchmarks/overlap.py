@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.serving.make_model import make_model
 from engine.execution.build import Execution, build_execution
-from engine.execution.machine.async_copy import Drawn
+from engine.execution.machine.async_copy import SampledIds
 from engine.execution.runner.model_runner import ModelRunner
 from engine.execution.sampling.sampler import Sampler
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
@@ -42,10 +42,10 @@ class InThread:
     def takes(self, item: ScheduledSequence) -> bool:
         return item.sequence.params.is_greedy
 
-    def launch(self, outputs: SchedulerOutputs, after: "Future[Drawn] | None") -> "Future[Drawn]":
+    def launch(self, outputs: SchedulerOutputs, after: "Future[SampledIds] | None") -> "Future[SampledIds]":
         inputs = self._runner._inputs.build(outputs)
 
-        def compute() -> Drawn:
+        def compute() -> SampledIds:
             drawn = None if after is None else after.result().tokens
             with torch.inference_mode():
                 logits = self._runner.forward(replace(inputs, drawn=drawn))
@@ -53,7 +53,7 @@ class InThread:
 
         return self._thread.submit(compute)
 
-    def fetch(self, launched: "Future[Drawn]") -> list[SampledToken]:
+    def fetch(self, launched: "Future[SampledIds]") -> list[SampledToken]:
         return self._sampler.fetch(launched.result())
 
 

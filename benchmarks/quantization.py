@@ -87,7 +87,7 @@ def _forward(execution: Execution, sequence: Sequence, start: int) -> torch.Tens
     """The logits of a chunk of it."""
     count = min(CHUNK, len(sequence.token_ids) - start)
     item = ScheduledSequence(sequence, start, count, 0, False)
-    return execution.runner.execute(SchedulerOutputs(prefill=(item,), released_seats=(0,)))
+    return execution.runner.execute(SchedulerOutputs(prefill=(item,), released_slots=(0,)))
 
 
 def divergence(plain: torch.Tensor, other: torch.Tensor, token_ids: list[int]) -> Divergence:

@@ -2,7 +2,7 @@
 
 A step is `schedule()` and `update()` in the steady state: all running sequences decode, none begins or ends;
 their blocks fill up, are hashed and published. The ledger and the records of a step are included, the forward
-pass is not. Others stand in line meanwhile: for want of a seat, or with seats free for want of blocks, when
+pass is not. Others stand in line meanwhile: for want of a slot, or with slots free for want of blocks, when
 every step looks again for somebody to take in. Times are those of the processor, so that what else runs on
 the machine counts less; it still counts, so look at the first decile on one that is busy.
 
@@ -35,7 +35,7 @@ TOKEN = SampledToken(7)
 
 
 def build(num_running: int, num_waiting: int, num_tenants: int, num_steps: int, short_of: str) -> Scheduler:
-    """All of `num_running` decode for `num_steps`; the others wait for a seat or for blocks."""
+    """All of `num_running` decode for `num_steps`; the others wait for a slot or for blocks."""
     num_tokens = PROMPT_LEN + num_steps + 1
     config = EngineConfig(
         max_model_len=10_000,
@@ -108,7 +108,7 @@ def main() -> None:
     rows = []
     print(f"{'running':>8}{'waiting':>9}{'short of':>10}{'us a step':>11}   us for each running sequence")
     for num_running, num_waiting in itertools.product(args.running, args.waiting):
-        for short_of in ("seats", "blocks") if num_waiting else ("seats",):
+        for short_of in ("slots", "blocks") if num_waiting else ("slots",):
             scheduler = build(num_running, num_waiting, args.tenants, args.repeats * NUM_STEPS, short_of)
             figures = measure(scheduler, args.repeats)
             rows.append({"running": num_running, "waiting": num_waiting, "short_of": short_of, **figures})

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
-from engine.engine import Engine, WaitingSequence
+from engine.engine import Engine, QueuePosition
 from engine.execution.build import Execution
 from engine.outputs import StepOutput
 from engine.sampling_params import SamplingParams
@@ -21,15 +21,15 @@ from tokenmill.protocol.messages import TaskError
 from tokenmill.protocol.records import Submission
 from tokenmill.protocol.store.task_store import TaskStore
 from worker.connections import connect
-from worker.inbox import Arrival, Inbox
+from worker.inbox import EngineRequest, Inbox
 from worker.leases import Leases
 from worker.loop import Loop
-from worker.ownership import Holdings, Ownership
+from worker.ownership import OwnedTasks, Ownership
 from worker.publisher import Publisher
 from worker.service import Service
 from worker.settings import Timing
 from worker.stream import Stream
-from worker.watchdog import Observers, Pulse
+from worker.watchdog import Observers, Watchdog
 
 SLUG = "benchmark"
 TIMING = Timing()
@@ -37,7 +37,7 @@ DRAIN_SECONDS = 0.001
 
 
 class Tap:
-    """The loop's outlet: hands on to the publisher at once, or, while `is_shut`, keeps what it is given."""
+    """The loop's sink: hands on to the publisher at once, or, while `is_shut`, keeps what it is given."""
 
     def __init__(self, publisher: Publisher) -> None:
         self.is_shut = False
@@ -61,7 +61,7 @@ class Tap:
         for output in kept:
             self._publisher.hand(output)
 
-    def tell_waiting(self, line: list[WaitingSequence]) -> None:
+    def tell_waiting(self, line: list[QueuePosition]) -> None:
         self._publisher.tell_waiting(line)
 
     def fail(self, request_id: str, error: TaskError) -> None:
@@ -81,13 +81,13 @@ class TappedWorker:
         self, execution: Execution, url: str, *, num_tasks: int, prompt_tokens: int, max_tokens: int
     ) -> None:
         self.storing_seconds = 0.0
-        self._holdings = Holdings(threading.Event())
+        self._owned_tasks = OwnedTasks(threading.Event())
         self._metrics = WorkerMetrics(CollectorRegistry(), model=SLUG)
-        self._pulse = Pulse(1e6, time.monotonic, on_tick=lambda: None, arm=lambda _: None)
+        self._watchdog = Watchdog(1e6, time.monotonic, on_tick=lambda: None, arm=lambda _: None)
         self._inbox = Inbox()
         store = TaskStore(connect(url, "publisher"))
         self._publisher = Publisher(
-            store, self._holdings, self._metrics, on_lost=_disturbed, on_cancelled=_disturbed
+            store, self._owned_tasks, self._metrics, on_lost=_disturbed, on_cancelled=_disturbed
         )
         self.tap = Tap(self._publisher)
         self._claim(store, num_tasks, _prompts(execution.vocab_size, prompt_tokens), max_tokens)
@@ -95,9 +95,9 @@ class TappedWorker:
             _engine(execution),
             self._inbox,
             self.tap,
-            self._holdings,
+            self._owned_tasks,
             observers=Observers((), lambda: None),
-            pulse=self._pulse,
+            watchdog=self._watchdog,
             clock=time.monotonic,
             wake=threading.Event(),
         )
@@ -132,10 +132,10 @@ class TappedWorker:
         claimed = store.claim(SLUG, worker=SLUG, max_tasks=num_tasks, lease_seconds=TIMING.lease_seconds)
         for number, task in enumerate(claimed):
             ownership = Ownership(task.task_id, task.owner)
-            self._holdings.take(ownership)
+            self._owned_tasks.take(ownership)
             self._publisher.open(Stream(ownership, num_prompt_tokens=len(prompt(number))))
             self._inbox.put(
-                Arrival(
+                EngineRequest(
                     ownership=ownership,
                     prompt_token_ids=prompt(number),
                     params=params,
@@ -146,8 +146,8 @@ class TappedWorker:
     def _leases(self, store: TaskStore) -> Leases:
         return Leases(
             store,
-            self._holdings,
-            self._pulse,
+            self._owned_tasks,
+            self._watchdog,
             self._metrics,
             slug=SLUG,
             lease_seconds=TIMING.lease_seconds,

@@ -25,7 +25,7 @@ class EngineConfig:
     the fewest tokens goes first. A waiting sequence counts as one priority class better for each
     `ageing_seconds` (None: never), and goes before all others after `max_waiting_seconds` (None: never);
     while several tenants wait, a tenant's next one has waited since the one before it was served.
-    `max_preemptions`: one that lost its blocks or its seat so often comes back only with blocks for its
+    `max_preemptions`: one that lost its blocks or its slot so often comes back only with blocks for its
     prompt and `max_tokens`, and keeps them. `prefill_reserve`: the share of a step's tokens that decodes
     leave to prefills that can use it. `max_chunk_tokens`: the most that one prompt takes of a step while
     other prompts can use the rest (None: half of a step's tokens).

@@ -13,31 +13,32 @@ from engine.outputs import SampledToken, SchedulerOutputs, SequenceOutput, StepO
 from engine.requests.deadline_heap import DeadlineHeap
 from engine.requests.deadlines import NO_DEADLINES, Deadlines, ResumedOutput
 from engine.requests.grammar_gate import GrammarCompiler, GrammarGate
-from engine.requests.parallel_outputs import Siblings
-from engine.requests.params_resolver import Resolver
+from engine.requests.input_processor import InputProcessor
+from engine.requests.parallel_outputs import ParallelOutputs
 from engine.requests.request import Output, Request, describe
-from engine.requests.request_factory import NewRequest, RequestMaker
+from engine.requests.request_factory import NewRequest, RequestFactory
 from engine.requests.stop_rules import StopRules
 from engine.sampling_params import SamplingParams
-from engine.scheduling.queue_positions import WaitingSequence, waiting_line
+from engine.scheduling.queue_positions import QueuePosition, queue_positions
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence
 from engine.steps.fault_isolation import ExecutedStep, Runner, Sampler, StepExecution
-from engine.steps.pipeline import Launcher, Pipeline
+from engine.steps.pipeline import AsyncExecutor, Pipeline
 from engine.steps.step_report import StepLog
 from engine.steps.step_timer import StepTimer
 from engine.text.detokenizer import Tokenizer
 
-__all__ = ["Engine", "WaitingSequence"]
+__all__ = ["Engine", "QueuePosition"]
 
 
 class Engine:
     """Continuous batching of one model on one device.
 
     `runner` and `sampler` do the device's work (see `engine/steps/fault_isolation.py`). `tokenizer` turns ids
-    into text, `eos_token_ids` are the model's ends. `grammar_compiler`: see `engine/requests/grammar_gate.py`;
-    None: structured outputs are refused. `launcher`: see `engine/steps/pipeline.py`; None: each step ends
-    before the next one is decided. `clock` returns monotonic seconds.
+    into text, `eos_token_ids` are the model's ends. `grammar_compiler`: see
+    `engine/requests/grammar_gate.py`; None: structured outputs are refused. `launcher`: see
+    `engine/steps/pipeline.py`; None: each step ends before the next one is decided. `clock` returns monotonic
+    seconds.
     """
 
     def __init__(
@@ -50,17 +51,17 @@ class Engine:
         eos_token_ids: frozenset[int],
         vocab_size: int,
         grammar_compiler: GrammarCompiler | None = None,
-        launcher: Launcher | None = None,
+        launcher: AsyncExecutor | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.scheduler = Scheduler(config, clock=clock)
         self._rules = StopRules(config)
         self._pipeline = Pipeline(self.scheduler, StepExecution(runner, sampler), self._rules, launcher)
-        resolver = Resolver(tokenizer, eos_token_ids, vocab_size)
-        self._maker = RequestMaker(config, tokenizer, resolver, self._rules, clock)
+        resolver = InputProcessor(tokenizer, eos_token_ids, vocab_size)
+        self._request_factory = RequestFactory(config, tokenizer, resolver, self._rules, clock)
         self._grammars = GrammarGate(grammar_compiler, self._rules)
-        self._siblings = Siblings(self.scheduler)
+        self._parallel_outputs = ParallelOutputs(self.scheduler)
         self._deadlines = DeadlineHeap[Request]()
         self._clock = clock
         self._requests: dict[str, Request] = {}
@@ -75,7 +76,7 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold a seat: a request has up to n."""
+        """Sequences that hold a slot: a request has up to n."""
         return len(self.scheduler.running_queue)
 
     @property
@@ -115,7 +116,7 @@ class Engine:
         if request_id in self._requests:
             raise InvalidParameter("id", f"{request_id} is being served already")
         self._grammars.check(params.structured_outputs)
-        request = self._maker.make(
+        request = self._request_factory.make(
             NewRequest(
                 request_id=request_id,
                 prompt_token_ids=prompt_token_ids,
@@ -128,14 +129,14 @@ class Engine:
                 waited_seconds=waited_seconds,
             )
         )
-        self._siblings.hold(request)
+        self._parallel_outputs.hold(request)
         self._requests[request_id] = request
         self._outputs.update((output.sequence, output) for output in request.outputs)
         self._deadlines.add(request, request.times.accepted, deadlines)
         if request.needs_grammar:
             self._submit_grammar(request)
         else:
-            self._siblings.start(request)
+            self._parallel_outputs.start(request)
 
     def cancel(self, request_id: str) -> bool:
         """End all outputs of a request; the next step tells it. False if it is unknown or has ended."""
@@ -154,7 +155,7 @@ class Engine:
         for output in request.outputs:
             self._outputs.pop(output.sequence, None)
             self.scheduler.abort(output.sequence, FinishReason.CANCELLED)
-        self._siblings.settle(output.sequence for output in request.outputs)
+        self._parallel_outputs.settle(output.sequence for output in request.outputs)
         finished = self.scheduler.take_finished()
         self.scheduler.finished_sequences += [one for one in finished if one in self._outputs]
         return True
@@ -167,11 +168,11 @@ class Engine:
         """Finish one step, and tell what came of it; with a launcher the next one is under way by then.
 
         `only`: a request, of which alone anything is computed from now on; the others keep what they have,
-        unless it needs their seats or blocks, and get what was under way. All ends are told. Raises
+        unless it needs their slots or blocks, and get what was under way. All ends are told. Raises
         `EngineDead` when nothing can be computed any more.
         """
         self._num_steps += 1
-        self._end_late_ones()
+        self._expire_deadlines()
         taking_part = None if only is None else self._sequences_of(only)
         self._start_compiled_ones(taking_part)
         timer = StepTimer(self._clock)
@@ -180,19 +181,19 @@ class Engine:
         tokens = dict(executed.tokens)
         started = self._note_progress(outputs, executed, step_log)
         with timer.stage("detokenize"):
-            pieces, finishes = self._texts(tokens, step_log)
+            pieces, finishes = self._detokenize(tokens, step_log)
         with timer.stage("update"):
             self.scheduler.update(outputs, tokens, finishes)
-            told = self._tell(outputs, tokens, pieces, step_log)
+            told = self._build_outputs(outputs, tokens, pieces, step_log)
         return StepOutput(outputs=told, started=started, report=step_log.close(outputs, self.scheduler))
 
     def drain(self) -> None:
         """Wait for what is under way on the device; the next step tells it. Raises `EngineDead`."""
         self._pipeline.drain(StepTimer(self._clock))
 
-    def waiting(self) -> list[WaitingSequence]:
+    def waiting(self) -> list[QueuePosition]:
         """The line as it stands, from its head; then those held outside of it."""
-        return waiting_line(self.scheduler)
+        return queue_positions(self.scheduler)
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End what of a request has not ended; the next step tells it."""
@@ -210,7 +211,7 @@ class Engine:
             self.discard(request.request_id)
             raise
 
-    def _end_late_ones(self) -> None:
+    def _expire_deadlines(self) -> None:
         for request, reason in self._deadlines.take_late(self._clock()):
             self._end(request, FinishReason.TIMEOUT, reason)
 
@@ -230,7 +231,7 @@ class Engine:
             if error:
                 self._end(request, FinishReason.ERROR, error)
             else:
-                self._siblings.start(request)
+                self._parallel_outputs.start(request)
 
     def _note_progress(
         self, outputs: SchedulerOutputs, executed: ExecutedStep, step_log: StepLog
@@ -250,7 +251,7 @@ class Engine:
                 request.note_prompt_logprobs(item.start + item.logits_from, logprobs)
         return tuple(started)
 
-    def _texts(
+    def _detokenize(
         self, tokens: dict[Sequence, SampledToken], step_log: StepLog
     ) -> tuple[dict[Sequence, str], dict[Sequence, FinishReason]]:
         """The text that each new token sets free, and the ends that tokens and texts bring.
@@ -280,7 +281,7 @@ class Engine:
                 finishes[sequence] = reason
         return pieces, finishes
 
-    def _tell(
+    def _build_outputs(
         self,
         outputs: SchedulerOutputs,
         tokens: dict[Sequence, SampledToken],
@@ -289,8 +290,8 @@ class Engine:
     ) -> tuple[SequenceOutput, ...]:
         """The outputs of this step: new tokens, and the ends since the last."""
         ended = self.scheduler.take_finished()
-        self._siblings.settle(item.sequence for item in outputs.scheduled)
-        self._siblings.settle(ended)
+        self._parallel_outputs.settle(item.sequence for item in outputs.scheduled)
+        self._parallel_outputs.settle(ended)
         told = [self._outputs[one].told(piece, tokens[one]) for one, piece in pieces.items()]
         told += [self._outputs[one].told(None, None) for one in ended if one not in pieces]
         now = self._clock()

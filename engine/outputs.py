@@ -55,8 +55,8 @@ class Skipped(NamedTuple):
 class SchedulerOutputs:
     """The scheduler's whole decision on one step; the runner needs nothing else.
 
-    `decode`: sequences with a gap of one that have sampled before; `prefill`: all others. `released_seats`:
-    seats that lost their sequence since the last step. `blocks_to_zero`: blocks that held non-finite values.
+    `decode`: sequences with a gap of one that have sampled before; `prefill`: all others. `released_slots`:
+    slots that lost their sequence since the last step. `blocks_to_zero`: blocks that held non-finite values.
     `num_prefix_queried_tokens`: known tokens of those admitted; `num_prefix_hit_tokens`: how many of these
     were found computed. `bound_by`: the limit that kept more from being scheduled, or None. `decided_at`: the
     time of the decision on the scheduler's clock.
@@ -66,7 +66,7 @@ class SchedulerOutputs:
     prefill: tuple[ScheduledSequence, ...] = ()
     preempted: tuple[Sequence, ...] = ()
     skipped: tuple[Skipped, ...] = ()
-    released_seats: tuple[int, ...] = ()
+    released_slots: tuple[int, ...] = ()
     blocks_to_zero: tuple[int, ...] = ()
     num_batched_tokens: int = 0
     num_prefix_queried_tokens: int = 0
@@ -95,7 +95,7 @@ class SchedulerOutputs:
         kept = set(map(id, items))
         return replace(
             self,
-            released_seats=self.released_seats if is_first else (),
+            released_slots=self.released_slots if is_first else (),
             blocks_to_zero=self.blocks_to_zero if is_first else (),
             decode=tuple(item for item in self.decode if id(item) in kept),
             prefill=tuple(item for item in self.prefill if id(item) in kept),

@@ -13,9 +13,9 @@ from engine.sampling_params import SamplingParams
 
 
 class SequenceStatus(Enum):
-    #: In the waiting queue: holds neither seat nor blocks. Its tokens may be more than the prompt.
+    #: In the waiting queue: holds neither slot nor blocks. Its tokens may be more than the prompt.
     WAITING = "waiting"
-    #: Holds a seat and the blocks of all that it has computed.
+    #: Holds a slot and the blocks of all that it has computed.
     RUNNING = "running"
     #: Ended, for the reason in `finish_reason`; holds nothing.
     FINISHED = "finished"
@@ -43,7 +43,7 @@ class Sequence:
 
     `token_ids` are all that are known (prompt, then output); the keys and values of the first
     `num_computed_tokens` of them are computed or being computed. `block_table` lists the KV blocks that hold
-    them, in order; `block_end`: where the block of its newest token ends, in tokens. `seat` is its row in the
+    them, in order; `block_end`: where the block of its newest token ends, in tokens. `slot` is its row in the
     runner's arrays while it runs. `arrival` orders sequences of one `priority` (lower first in both); it
     outlives preemption. `accepted`: when its waiting began, on the scheduler's clock; None: as it joins.
     `num_cached_tokens`: prompt tokens that were found computed when it was first admitted; only sequences of
@@ -65,7 +65,7 @@ class Sequence:
         "finish_reason", "index", "is_pinned", "is_promoted", "is_verified", "num_cached_tokens",
         "num_charged_tokens", "num_computed_tokens", "num_in_flight_tokens", "num_lost_tokens",
         "num_preemptions", "num_prompt_tokens", "num_published_blocks", "order", "params", "priority",
-        "request_id", "scheduled_at", "seat", "status", "tenant", "token_ids", "waited_seconds",
+        "request_id", "scheduled_at", "slot", "status", "tenant", "token_ids", "waited_seconds",
         "waiting_since",
     )  # fmt: skip
 
@@ -109,7 +109,7 @@ class Sequence:
         self.block_end = 0
         self.block_digests: list[bytes] = []
         self.cache_salt = cache_salt
-        self.seat: int | None = None
+        self.slot: int | None = None
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         #: What comes first when not all can be served; id and index make it total.
@@ -166,19 +166,19 @@ class Sequence:
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
 
-    def admit(self, seat: int, num_found_tokens: int = 0) -> None:
-        """Take a seat. The first `num_found_tokens` need no computing: their blocks were found."""
+    def admit(self, slot: int, num_found_tokens: int = 0) -> None:
+        """Take a slot. The first `num_found_tokens` need no computing: their blocks were found."""
         self._become(SequenceStatus.RUNNING)
-        self.seat = seat
+        self.slot = slot
         self.is_verified = False
         self.num_computed_tokens = num_found_tokens
         if not self.num_preemptions:
             self.num_cached_tokens = min(num_found_tokens, self.num_prompt_tokens)
 
     def preempt(self) -> None:
-        """Give up the seat and what was computed; the tokens stay, to be computed again."""
+        """Give up the slot and what was computed; the tokens stay, to be computed again."""
         self._become(SequenceStatus.WAITING)
-        self.seat = None
+        self.slot = None
         self.num_lost_tokens = max(self.num_lost_tokens, self.num_computed_tokens)
         self.num_computed_tokens = 0
         self.num_published_blocks = 0
@@ -187,7 +187,7 @@ class Sequence:
 
     def finish(self, reason: FinishReason) -> None:
         self._become(SequenceStatus.FINISHED)
-        self.seat = None
+        self.slot = None
         self.finish_reason = reason
 
     def _become(self, status: SequenceStatus) -> None:

@@ -48,7 +48,7 @@ class _Requests:
     def __init__(self, families: Families) -> None:
         self._states = families.gauges(
             "requests",
-            "Requests in the engine: running holds a seat and KV blocks, waiting does not.",
+            "Requests in the engine: running holds a slot and KV blocks, waiting does not.",
             "state",
             ("running", "waiting"),
         )
@@ -147,7 +147,7 @@ class _Blocks:
         self._blocks = families.gauges("kv_blocks", "KV blocks by state.", "state", BLOCK_STATES)
         self._usage = families.gauge("kv_cache_usage_ratio", "Share of the KV blocks in use.")
         self._queried = families.counter(
-            "prefix_cache_queried_tokens_total", "Tokens of requests when they were given a seat."
+            "prefix_cache_queried_tokens_total", "Tokens of requests when they were given a slot."
         )
         self._hit = families.counter(
             "prefix_cache_hit_tokens_total", "Of these, tokens that were found computed already."

@@ -42,7 +42,7 @@ from worker.importing import uncollected
 from worker.loading import Loading, unusable_machine
 from worker.preparation import ServedModel
 from worker.settings import WorkerSettings
-from worker.threads import Surroundings
+from worker.threads import WorkerContext
 from worker.watchdog import arm_watchdog
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Process:
             default_sampling=execution.default_sampling,
             max_sequence_tokens=execution.max_sequence_tokens,
         )
-        given = Surroundings(
+        given = WorkerContext(
             connect=self._connect,
             metrics=self._metrics,
             timing=settings.timing,

@@ -28,7 +28,7 @@ from tokenmill.protocol.records import WorkerState
 from tokenmill.protocol.store.task_store import TaskStore, WorkerRecord
 from worker.loop import SteppingEngine
 from worker.preparation import ServedModel
-from worker.threads import Crew, Surroundings
+from worker.threads import WorkerContext, WorkerThreads
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class BatchWorker(BaseWorker):
         self,
         engine: SteppingEngine,
         model: ServedModel,
-        given: Surroundings,
+        given: WorkerContext,
         *,
         name: str | None = None,
         card: ModelCard | None = None,
@@ -103,7 +103,7 @@ class BatchWorker(BaseWorker):
         )
         self._model = model
         self._card = card
-        self._given = given
+        self._context = given
         self._max_num_seqs = engine.config.max_num_seqs
         self._started_at = time.time()
         # Not RQ's `register_birth`, which needs Redis at this moment: the first beat of the leases tells all
@@ -115,7 +115,7 @@ class BatchWorker(BaseWorker):
         self._store = TaskStore(connection, retention_seconds=given.timing.retention_seconds)
         # Signal handlers put here: a SimpleQueue, unlike an Event, may be entered twice by one thread.
         self._notes: queue.SimpleQueue[str | Failure] = queue.SimpleQueue()
-        self._crew = Crew(
+        self._threads = WorkerThreads(
             engine,
             model,
             given,
@@ -130,7 +130,7 @@ class BatchWorker(BaseWorker):
         """What others are told of this worker."""
         if self._is_draining:
             return "draining"
-        return "stalled" if self._crew.pulse.is_stalled or self._crew.trouble else "ready"
+        return "stalled" if self._threads.watchdog.is_stalled or self._threads.trouble else "ready"
 
     @property
     def is_ready(self) -> bool:
@@ -154,7 +154,7 @@ class BatchWorker(BaseWorker):
             signal.signal(number, lambda received, _: self.stop(signal.Signals(received).name))
 
     def _initialize(self) -> None:
-        self._crew.start()
+        self._threads.start()
         logger.info("worker %s serves %s", self.name, self._model.name)
 
     def _note_failure(self, thread: str, error: BaseException) -> None:
@@ -169,7 +169,7 @@ class BatchWorker(BaseWorker):
             return self._fail(note)
         logger.info("%s: claims nothing more, finishes what ends in time", note)
         self._is_draining = True
-        self._crew.stop_claiming()
+        self._threads.stop_claiming()
         return self._drain()
 
     def _next_note(self) -> str | Failure:
@@ -181,8 +181,8 @@ class BatchWorker(BaseWorker):
                 continue
 
     def _drain(self) -> int:
-        deadline = self._given.clock() + self._given.timing.grace_seconds
-        while self._crew.has_work and self._given.clock() < deadline:
+        deadline = self._context.clock() + self._context.timing.grace_seconds
+        while self._threads.has_work and self._context.clock() < deadline:
             try:
                 note = self._notes.get(timeout=DRAIN_POLL_SECONDS)
             except queue.Empty:
@@ -202,11 +202,11 @@ class BatchWorker(BaseWorker):
 
     def _shut_down(self) -> None:
         self._is_draining = True
-        self._crew.pulse.end_within(SHUTDOWN_SECONDS)
-        self._crew.stop_stepping(self._last_step_seconds, claim_seconds=LAST_STEP_SECONDS)
-        self._crew.flush(FLUSH_SECONDS)
-        self._crew.hand_back(HAND_BACK_SECONDS, crashed=self._has_crashed)
-        self._crew.stop(SIGN_OFF_SECONDS)
+        self._threads.watchdog.end_within(SHUTDOWN_SECONDS)
+        self._threads.stop_stepping(self._last_step_seconds, claim_seconds=LAST_STEP_SECONDS)
+        self._threads.flush(FLUSH_SECONDS)
+        self._threads.hand_back(HAND_BACK_SECONDS, crashed=self._has_crashed)
+        self._threads.stop(SIGN_OFF_SECONDS)
         self._say_good_bye()
 
     def _say_good_bye(self) -> None:
@@ -227,30 +227,30 @@ class BatchWorker(BaseWorker):
             raise
 
     def _put_record(self) -> None:
-        load = self._crew.loop.load
+        load = self._threads.loop.load
         record = WorkerRecord(
             name=self.name,
             model=self._model.name,
             slug=self._model.slug,
             state=self.condition,
-            detail=self._crew.trouble,
+            detail=self._threads.trouble,
             started_at=self._started_at,
             running=load.num_running,
             waiting=load.num_waiting,
             max_num_seqs=self._max_num_seqs,
         )
-        self._store.put_worker(record, ttl_seconds=self._given.timing.lease_seconds)
+        self._store.put_worker(record, ttl_seconds=self._context.timing.lease_seconds)
         if self._card:
             self._store.restore_model_card(self._model.slug, self._card)
 
     def _show_to_rq(self) -> None:
-        state = WorkerStatus.BUSY if self._crew.holdings else WorkerStatus.IDLE
+        state = WorkerStatus.BUSY if self._threads.owned_tasks else WorkerStatus.IDLE
         with self.connection.pipeline(transaction=False) as pipe:
             self.heartbeat(RQ_SECONDS, pipeline=pipe)
             # All of it and the registration too: after an outage the record may be gone.
             pipe.hset(self.key, mapping={**self.serialize(), "state": state.value})
-            pipe.hset(self.key, "successful_job_count", str(self._crew.publisher.num_completed))
-            pipe.hset(self.key, "failed_job_count", str(self._crew.publisher.num_failed))
+            pipe.hset(self.key, "successful_job_count", str(self._threads.publisher.num_completed))
+            pipe.hset(self.key, "failed_job_count", str(self._threads.publisher.num_failed))
             worker_registration.register(self, pipe)
             pipe.execute()
 

@@ -13,7 +13,7 @@ from worker.ownership import Ownership
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class EngineRequest:
     """A claimed request, ready for the engine.
 
     `resumed`: what earlier attempts published. `prompt_field`: how the client gave the prompt, for the errors
@@ -52,7 +52,7 @@ class Discard:
 
 
 @dataclass(frozen=True, slots=True)
-class Hush:
+class Quiesce:
     """Touch nobody, until this task was tried. `heard` is set when nobody is, by a step or another thread."""
 
     ownership: Ownership
@@ -60,11 +60,11 @@ class Hush:
 
 
 @dataclass(frozen=True, slots=True)
-class Try:
+class RetryIsolated:
     """Prepare this task and step it alone. `prepare` gives None for one that ended without coming so far."""
 
     ownership: Ownership
-    prepare: Callable[[], Arrival | None]
+    prepare: Callable[[], EngineRequest | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Resume:
     ownership: Ownership
 
 
-Message = Arrival | Cancel | Discard | Hush | Try | Resume
+Message = EngineRequest | Cancel | Discard | Quiesce | RetryIsolated | Resume
 
 
 class Inbox:

@@ -16,11 +16,11 @@ from monitoring.worker import WorkerMetrics
 from tokenmill.protocol.claim_order import ClaimOrder
 from tokenmill.protocol.store.task_store import Claimed, TaskStore
 from worker.errors import RequestRefused, internal_error
-from worker.inbox import Arrival, Discard, Inbox
-from worker.isolation import Trials
+from worker.inbox import Discard, EngineRequest, Inbox
+from worker.isolation import IsolatedRetries
 from worker.logprobs import LogprobsWriter
 from worker.loop import Load
-from worker.ownership import Holdings, Ownership
+from worker.ownership import OwnedTasks, Ownership
 from worker.preparation import Preparation, ServedModel, ownership_of
 from worker.publisher import Publisher
 from worker.stream import Stream
@@ -32,11 +32,11 @@ POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Appetite:
+class PrefetchLimit:
     """How many tasks a worker takes.
 
-    `max_num_seqs` seats, and a few tasks more that are ready when one comes free. Those on their way to a
-    seat stay below what one step can start: a full pool shows there, before the seats are gone. A task with
+    `max_num_seqs` slots, and a few tasks more that are ready when one comes free. Those on their way to a
+    slot stay below what one step can start: a full pool shows there, before the slots are gone. A task with
     several outputs counts as one until they are in the scheduler.
     """
 
@@ -49,9 +49,9 @@ class Appetite:
 
     def room(self, num_held: int, load: Load) -> int:
         num_seqs = max(num_held, load.num_running + load.num_waiting)
-        seats = self.max_num_seqs - num_seqs
+        slots = self.max_num_seqs - num_seqs
         starts = self.max_num_prefill_seqs - (num_seqs - load.num_running)
-        return min(seats, starts) + self.look_ahead
+        return min(slots, starts) + self.look_ahead
 
 
 class Intake:
@@ -65,11 +65,11 @@ class Intake:
         self,
         store: TaskStore,
         model: ServedModel,
-        appetite: Appetite,
-        holdings: Holdings,
+        prefetch_limit: PrefetchLimit,
+        owned_tasks: OwnedTasks,
         inbox: Inbox,
         publisher: Publisher,
-        trials: Trials,
+        trials: IsolatedRetries,
         metrics: WorkerMetrics,
         *,
         worker_name: str,
@@ -83,11 +83,11 @@ class Intake:
         self._model = model
         self._preparation = Preparation(model)
         self._logprobs = LogprobsWriter(model.tokenizer.token_bytes)
-        self._appetite = appetite
-        self._holdings = holdings
+        self._prefetch_limit = prefetch_limit
+        self._owned_tasks = owned_tasks
         self._inbox = inbox
         self._publisher = publisher
-        self._trials = trials
+        self._isolated_retries = trials
         self._metrics = metrics
         self._worker_name = worker_name
         self._lease_seconds = lease_seconds
@@ -106,8 +106,8 @@ class Intake:
         """
         self._wake.clear()
         self._admit_claimed()
-        may_be_more = not self._trials.is_pending and self._take_some()
-        if not self._trials.is_on and (suspect := self._trials.next()):
+        may_be_more = not self._isolated_retries.is_pending and self._take_some()
+        if not self._isolated_retries.is_on and (suspect := self._isolated_retries.next()):
             may_be_more = self._try(suspect)
         if not may_be_more:
             self._wake.wait(POLL_SECONDS)
@@ -116,7 +116,7 @@ class Intake:
         """Whether there may be more that could be taken at once. A loop that hangs steps nothing more."""
         if self._is_stalled():
             return False
-        room = self._appetite.room(len(self._holdings), self._load())
+        room = self._prefetch_limit.room(len(self._owned_tasks), self._load())
         num_claimed = self._claim(room) if room > 0 else 0
         self._admit_claimed()
         return 0 < room == num_claimed
@@ -131,7 +131,7 @@ class Intake:
         )
         # All at once, before the first is tokenized: from here on their leases are renewed.
         for task in claimed:
-            if old := self._holdings.take(ownership_of(task)):
+            if old := self._owned_tasks.take(ownership_of(task)):
                 self._drop(old)
         self._claimed.extend(claimed)
         self._unconfirmed |= {task.task_id: task.owner for task in claimed if not task.suspect}
@@ -142,25 +142,27 @@ class Intake:
     def _drop(self, old: Ownership) -> None:
         """An earlier attempt of ours at a task that came back before we noticed that it was lost."""
         self._metrics.lost(1)
-        self._trials.finish(old)
+        self._isolated_retries.finish(old)
         self._inbox.put(Discard(old))
         self._publisher.forget(old.request_id)
 
     def _try(self, suspect: Claimed) -> bool:
         """Record that it runs alone, once the loop is silent, and let it; False: the trial goes on now."""
         ownership = ownership_of(suspect)
-        if not self._trials.quieten(ownership, POLL_SECONDS):
+        if not self._isolated_retries.quiesce(ownership, POLL_SECONDS):
             return True
-        owners = self._holdings.owners()
-        standings = self._trials.standings(owners, self._publisher.idle_ids)
-        renewed = self._store.renew(owners, self._lease_seconds, standings)
+        owners = self._owned_tasks.owners()
+        phases = self._isolated_retries.phases(owners, self._publisher.idle_ids)
+        renewed = self._store.renew(owners, self._lease_seconds, phases)
         if suspect.task_id in renewed.lost | renewed.cancelled:
             # The next beat of the leases tells it to all; nobody waits for that.
-            self._trials.finish(ownership)
+            self._isolated_retries.finish(ownership)
             return True
         logger.warning("%s: tried alone, a worker may have died of it", suspect.task_id)
         self._metrics.suspected(1)
-        return not self._trials.begin(ownership, lambda seconds: self._prepare(_later(suspect, seconds)))
+        return not self._isolated_retries.begin(
+            ownership, lambda seconds: self._prepare(_later(suspect, seconds))
+        )
 
     def _confirm(self) -> None:
         """Before any of them is touched: from here on the death of this worker may count against them."""
@@ -181,7 +183,7 @@ class Intake:
             self._claimed.popleft()
             task = replace(task, entries=entries)
             if task.suspect:
-                self._trials.add(task)
+                self._isolated_retries.add(task)
             else:
                 self._admit(task)
 
@@ -189,7 +191,7 @@ class Intake:
         if arrival := self._prepare(task):
             self._inbox.put(arrival)
 
-    def _prepare(self, task: Claimed) -> Arrival | None:
+    def _prepare(self, task: Claimed) -> EngineRequest | None:
         """Bring one claimed task on its way: what the loop is to be given, or None if it came to its end."""
         try:
             arrival = self._preparation.arrival(task)
@@ -206,7 +208,7 @@ class Intake:
         self._publisher.open(stream)
         return None
 
-    def _opened(self, task: Claimed, arrival: Arrival) -> Arrival | None:
+    def _opened(self, task: Claimed, arrival: EngineRequest) -> EngineRequest | None:
         """The stream first: the loop's outputs need it."""
         facts = {
             "prompt_ids": json.dumps(arrival.prompt_token_ids),

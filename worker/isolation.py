@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from tokenmill.protocol.records import Claimed, Standing
-from worker.inbox import Arrival, Hush, Inbox, Resume, Try
+from tokenmill.protocol.records import Claimed, TaskPhase
+from worker.inbox import EngineRequest, Inbox, Quiesce, Resume, RetryIsolated
 from worker.ownership import Ownership
 
 
@@ -39,10 +39,10 @@ class Turn:
     stage: Stage = Stage.ASKED
 
 
-class Trials:
+class IsolatedRetries:
     """Suspects that wait for their turn, and the one whose turn it is.
 
-    `add`, `next`, `quieten` and `begin` belong to the thread that claims and prepares; the others may be
+    `add`, `next`, `quiesce` and `begin` belong to the thread that claims and prepares; the others may be
     called from any. `wake` is set when a trial is over. `clock`: seconds that never go back.
     """
 
@@ -71,12 +71,12 @@ class Trials:
         turn = self._turn
         return turn is not None and turn.stage is Stage.BEGUN
 
-    def standings(self, owners: Mapping[str, str], in_line: Set[str]) -> dict[str, Standing]:
+    def phases(self, owners: Mapping[str, str], in_line: Set[str]) -> dict[str, TaskPhase]:
         """How each of `owners` (task -> owner) stands in this worker; `in_line`: requests that wait there."""
         with self._lock:
-            return {held: self._standing(Ownership(held, owners[held]), in_line) for held in owners}
+            return {held: self._phase(Ownership(held, owners[held]), in_line) for held in owners}
 
-    def _standing(self, ownership: Ownership, in_line: Set[str]) -> Standing:
+    def _phase(self, ownership: Ownership, in_line: Set[str]) -> TaskPhase:
         turn = self._turn
         if turn is not None and turn.stage is not Stage.ASKED:
             return "alone" if ownership == turn.ownership else "untouched"
@@ -93,23 +93,23 @@ class Trials:
         with self._lock:
             return next((task for task, _ in self._waiting.values()), None)
 
-    def quieten(self, ownership: Ownership, seconds: float) -> bool:
+    def quiesce(self, ownership: Ownership, seconds: float) -> bool:
         """Let the loop step nobody. False: it does not know yet; ask again. From then on it is to be recorded
-        as `standings` says, and nothing else may be claimed or prepared.
+        as `phases` says, and nothing else may be claimed or prepared.
         """
         with self._lock:
             if self._is_closed or ownership not in self._waiting:
                 return False
             if self._turn is None:
                 self._turn = Turn(ownership, threading.Event())
-                self._inbox.put(Hush(ownership, self._turn.heard))
+                self._inbox.put(Quiesce(ownership, self._turn.heard))
             heard = self._turn.heard
         if not heard.wait(seconds):
             return False
         with self._lock:
             return self._reach(ownership, Stage.QUIET)
 
-    def begin(self, ownership: Ownership, prepare: Callable[[float], Arrival | None]) -> bool:
+    def begin(self, ownership: Ownership, prepare: Callable[[float], EngineRequest | None]) -> bool:
         """It is recorded: the loop prepares it and steps it alone. False if it is over before that.
 
         `prepare` gets the seconds since its claim; None: it ended without an arrival.
@@ -118,7 +118,7 @@ class Trials:
             if not self._reach(ownership, Stage.BEGUN):
                 return False
             _, claimed_at = self._waiting.pop(ownership)
-            self._inbox.put(Try(ownership, lambda: prepare(self._clock() - claimed_at)))
+            self._inbox.put(RetryIsolated(ownership, lambda: prepare(self._clock() - claimed_at)))
             return True
 
     def close(self) -> None:

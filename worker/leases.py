@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 import redis
 
 from monitoring.worker import WorkerMetrics
-from tokenmill.protocol.store.task_store import Standing, TaskStore
-from worker.ownership import Holdings, Ownership
-from worker.watchdog import Pulse
+from tokenmill.protocol.store.task_store import TaskPhase, TaskStore
+from worker.ownership import OwnedTasks, Ownership
+from worker.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -23,15 +23,15 @@ class Leases:
     """`turn` belongs to one thread.
 
     `announce` shows the worker to others, as it is at the moment. `on_lost` gets tasks that another took,
-    `on_cancelled` those that a cancel ended. `standings` tells how tasks (task -> owner) stand in this
+    `on_cancelled` those that a cancel ended. `phases` tells how tasks (task -> owner) stand in this
     worker, which is recorded for the case that it dies. `wait` pauses between two turns.
     """
 
     def __init__(
         self,
         store: TaskStore,
-        holdings: Holdings,
-        pulse: Pulse,
+        owned_tasks: OwnedTasks,
+        watchdog: Watchdog,
         metrics: WorkerMetrics,
         *,
         slug: str,
@@ -40,13 +40,13 @@ class Leases:
         announce: Callable[[], None],
         on_lost: Callable[[Ownership], None],
         on_cancelled: Callable[[Ownership], None],
-        standings: Callable[[Mapping[str, str]], Mapping[str, Standing]],
+        phases: Callable[[Mapping[str, str]], Mapping[str, TaskPhase]],
         clock: Callable[[], float],
         wait: Callable[[float], None],
     ) -> None:
         self._store = store
-        self._holdings = holdings
-        self._pulse = pulse
+        self._owned_tasks = owned_tasks
+        self._watchdog = watchdog
         self._metrics = metrics
         self._slug = slug
         self._lease_seconds = lease_seconds
@@ -54,7 +54,7 @@ class Leases:
         self._announce = announce
         self._on_lost = on_lost
         self._on_cancelled = on_cancelled
-        self._standings = standings
+        self._standings = phases
         self._clock = clock
         self._wait = wait
         self._take_back_after = clock()
@@ -73,13 +73,13 @@ class Leases:
         self._wait(min(MAX_BEAT_SECONDS, self._lease_seconds / 3))
 
     def _beat(self) -> None:
-        if not self._pulse.is_stalled:
+        if not self._watchdog.is_stalled:
             self._renew()
         self._announce()
         self._reap()
 
     def _renew(self) -> None:
-        owners = self._holdings.owners()
+        owners = self._owned_tasks.owners()
         if not owners:
             return
         renewed = self._store.renew(owners, self._lease_seconds, self._standings(owners))

@@ -14,7 +14,7 @@ from rq.command import PUBSUB_CHANNEL_TEMPLATE
 
 from tokenmill.protocol import keys
 from tokenmill.protocol.store.task_store import TaskStore
-from worker.ownership import Holdings, Ownership
+from worker.ownership import OwnedTasks, Ownership
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Listener:
         self,
         client: Any,
         store: TaskStore,
-        holdings: Holdings,
+        owned_tasks: OwnedTasks,
         *,
         slug: str,
         worker_name: str,
@@ -42,7 +42,7 @@ class Listener:
     ) -> None:
         self._client = client
         self._store = store
-        self._holdings = holdings
+        self._owned_tasks = owned_tasks
         self._wake = wake
         self._on_cancel = on_cancel
         self._on_shutdown = on_shutdown
@@ -89,7 +89,7 @@ class Listener:
             self._command(_read(message["data"]))
 
     def _control(self, command: dict[str, Any]) -> None:
-        if ownership := self._holdings.find(str(command.get("cancel"))):
+        if ownership := self._owned_tasks.find(str(command.get("cancel"))):
             self._on_cancel(ownership)
 
     def _command(self, command: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ class Listener:
             case "shutdown":
                 self._on_shutdown()
             case "stop-job" | "stop-execution":
-                if held := self._holdings.find(str(command.get("job_id"))):
+                if held := self._owned_tasks.find(str(command.get("job_id"))):
                     # Its script tells all workers, this one too.
                     self._store.cancel(held.task_id)
             case other:

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.config import EngineConfig
-from engine.engine import WaitingSequence
+from engine.engine import QueuePosition
 from engine.errors import InvalidParameter
 from engine.outputs import StepOutput
 from engine.requests.deadlines import NO_DEADLINES, Deadlines, ResumedOutput
 from engine.sampling_params import SamplingParams
 from tokenmill.protocol.messages import TaskError
 from worker.errors import internal_error, invalid_parameter
-from worker.inbox import Arrival, Cancel, Discard, Hush, Inbox, Message, Resume, Try
-from worker.ownership import Holdings, Ownership
-from worker.watchdog import Observers, Pulse
+from worker.inbox import Cancel, Discard, EngineRequest, Inbox, Message, Quiesce, Resume, RetryIsolated
+from worker.ownership import OwnedTasks, Ownership
+from worker.watchdog import Observers, Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -62,16 +62,16 @@ class SteppingEngine(Protocol):
     def serves(self, request_id: str) -> bool: ...
     def step(self, only: str | None = None) -> StepOutput: ...
     def drain(self) -> None: ...
-    def waiting(self) -> list[WaitingSequence]: ...
+    def waiting(self) -> list[QueuePosition]: ...
 
 
-class Outlet(Protocol):
+class OutputSink(Protocol):
     """Where a step's results go; calls return at once."""
 
     @property
     def is_full(self) -> bool: ...
     def hand(self, output: StepOutput) -> None: ...
-    def tell_waiting(self, line: list[WaitingSequence]) -> None: ...
+    def tell_waiting(self, line: list[QueuePosition]) -> None: ...
     def fail(self, request_id: str, error: TaskError) -> None: ...
     def wait_for_room(self, seconds: float) -> None: ...
 
@@ -91,36 +91,36 @@ class Loop:
         self,
         engine: SteppingEngine,
         inbox: Inbox,
-        outlet: Outlet,
-        holdings: Holdings,
+        sink: OutputSink,
+        owned_tasks: OwnedTasks,
         *,
         observers: Observers,
-        pulse: Pulse,
+        watchdog: Watchdog,
         clock: Callable[[], float],
         wake: threading.Event,
     ) -> None:
         self.load = Load()
         self._engine = engine
         self._inbox = inbox
-        self._outlet = outlet
-        self._holdings = holdings
+        self._sink = sink
+        self._owned_tasks = owned_tasks
         self._observers = observers
-        self._pulse = pulse
+        self._watchdog = watchdog
         self._clock = clock
         self._wake = wake
         self._next_telling = 0.0
         self._has_told_a_line = False
         # The one that is to be tried, while others are still touched; and the one that is tried.
-        self._hush: Hush | None = None
+        self._quiesce: Quiesce | None = None
         self._alone: Ownership | None = None
 
     def turn(self) -> None:
         """One turn. Raises `EngineDead`; waits only when there is nothing to do or nowhere to put it."""
-        self._pulse.tick()
+        self._watchdog.tick()
         self._take_messages()
         self._fall_silent()
-        if self._outlet.is_full:
-            self._outlet.wait_for_room(IDLE_SECONDS)
+        if self._sink.is_full:
+            self._sink.wait_for_room(IDLE_SECONDS)
         elif self._has_work or (self._alone is None and self.load != Load()):
             # Once more when all work was discarded, so that observers see an idle engine.
             self._step()
@@ -134,7 +134,7 @@ class Loop:
 
     def _step(self) -> None:
         output = self._engine.step(None if self._alone is None else self._alone.request_id)
-        self._outlet.hand(output)
+        self._sink.hand(output)
         self._tell_waiting()
         self._observers.observe(output.report)
         self._note_load(output)
@@ -145,16 +145,16 @@ class Loop:
 
     def _follow(self, message: Message) -> None:
         match message:
-            case Arrival():
+            case EngineRequest():
                 self._add(message)
             case Cancel(ownership):
                 self._engine.cancel(ownership.request_id)
             case Discard(ownership):
                 self._engine.discard(ownership.request_id)
-            case Hush():
-                self._hush = message
+            case Quiesce():
+                self._quiesce = message
                 self._fall_silent()
-            case Try(ownership, prepare):
+            case RetryIsolated(ownership, prepare):
                 if ownership == self._alone and (arrival := prepare()):
                     self._add(arrival)
             case Resume(ownership):
@@ -165,20 +165,20 @@ class Loop:
 
         What the device was given before is done by then: it would be taken for the work of the one tried.
         """
-        if self._hush and not self._engine.is_compiling:
+        if self._quiesce and not self._engine.is_compiling:
             self._engine.drain()
-            self._alone = self._hush.ownership
-            self._hush.heard.set()
-            self._hush = None
+            self._alone = self._quiesce.ownership
+            self._quiesce.heard.set()
+            self._quiesce = None
 
     def _resume(self, ownership: Ownership) -> None:
-        if self._hush and self._hush.ownership == ownership:
-            self._hush = None
+        if self._quiesce and self._quiesce.ownership == ownership:
+            self._quiesce = None
         if self._alone == ownership:
             self._alone = None
 
-    def _add(self, arrival: Arrival) -> None:
-        if arrival.ownership not in self._holdings:
+    def _add(self, arrival: EngineRequest) -> None:
+        if arrival.ownership not in self._owned_tasks:
             return  # lost or cancelled on its way here
         request_id = arrival.ownership.request_id
         try:
@@ -196,11 +196,11 @@ class Loop:
             )
         except InvalidParameter as error:
             param = arrival.prompt_field if error.field == "prompt" else error.field
-            self._outlet.fail(request_id, invalid_parameter(error, param))
+            self._sink.fail(request_id, invalid_parameter(error, param))
         except Exception:  # one request's fault stays its own
             logger.exception("%s: the engine could not take the request", request_id)
             self._engine.discard(request_id)
-            self._outlet.fail(request_id, internal_error())
+            self._sink.fail(request_id, internal_error())
 
     def _tell_waiting(self) -> None:
         now = self._clock()
@@ -208,7 +208,7 @@ class Loop:
         if now >= self._next_telling and (self._engine.num_waiting or self._has_told_a_line):
             self._next_telling = now + TELL_WAITING_SECONDS
             line = self._engine.waiting()
-            self._outlet.tell_waiting(line)
+            self._sink.tell_waiting(line)
             self._has_told_a_line = bool(line)
 
     def _note_load(self, output: StepOutput) -> None:

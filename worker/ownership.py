@@ -19,7 +19,7 @@ class Ownership(NamedTuple):
         return f"{self.task_id}:{self.owner}"
 
 
-class Holdings:
+class OwnedTasks:
     """The owned tasks, shared by all threads. `wake` is set when one goes, so that another may come."""
 
     def __init__(self, wake: threading.Event) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.errors import InvalidParameter
 from engine.requests.deadlines import Deadlines, ResumedOutput
-from engine.requests.params_resolver import prepare_texts
+from engine.requests.input_processor import prepare_texts
 from engine.sampling_params import SamplingParams
 from engine.sequence import FinishReason
 from tokenmill.protocol import naming
@@ -21,7 +21,7 @@ from tokenmill.protocol.outputs import outputs_of
 from tokenmill.protocol.records import Claimed
 from tokenmill.protocol.sizes import OutputLimit, output_limit, prompt_logprobs_error, prompt_logprobs_fit
 from worker.errors import RequestRefused, invalid_value, server_error
-from worker.inbox import Arrival
+from worker.inbox import EngineRequest
 from worker.jobs import read_job
 from worker.ownership import Ownership
 from worker.prompts import Tokenizer, prompt_field, to_deadlines, to_sampling_params, to_token_ids
@@ -49,7 +49,7 @@ class Preparation:
     def __init__(self, model: ServedModel) -> None:
         self._model = model
 
-    def arrival(self, task: Claimed) -> Arrival:
+    def arrival(self, task: Claimed) -> EngineRequest:
         """Raises `RequestRefused`."""
         request = read_job(task.data)
         defaults = self._defaults(task)
@@ -66,7 +66,7 @@ class Preparation:
             prepare_texts(self._model.tokenizer, params)
         resumed = tuple(_resumed(task.entries))
         tenant = naming.tenant_of(task.queue)
-        return Arrival(
+        return EngineRequest(
             ownership=ownership_of(task),
             prompt_token_ids=prompt_token_ids,
             params=params,

@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 
-from engine.engine import WaitingSequence
+from engine.engine import QueuePosition
 from engine.outputs import SequenceOutput, StepOutput, WaitingReason
 from engine.sequence import FinishReason
 from monitoring.worker import WorkerMetrics
 from tokenmill.protocol.messages import TaskError
 from tokenmill.protocol.store.task_store import Accepted, Cancelled, Gap, Lost, Outcome, TaskStore, Write
-from worker.ownership import Holdings, Ownership
+from worker.ownership import OwnedTasks, Ownership
 from worker.stream import Stream
 
 IDLE_SECONDS = 0.25
@@ -36,7 +36,7 @@ class _Stepped:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    line: list[WaitingSequence]
+    line: list[QueuePosition]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Publisher:
     def __init__(
         self,
         store: TaskStore,
-        holdings: Holdings,
+        owned_tasks: OwnedTasks,
         metrics: WorkerMetrics,
         *,
         on_lost: Callable[[Ownership], None],
@@ -74,7 +74,7 @@ class Publisher:
         self.num_completed = 0
         self.num_failed = 0
         self._store = store
-        self._holdings = holdings
+        self._owned_tasks = owned_tasks
         self._metrics = metrics
         self._on_lost = on_lost
         self._on_cancelled = on_cancelled
@@ -116,7 +116,7 @@ class Publisher:
         self._num_handed += len(output.outputs)
         self._items.put(_Stepped(output))
 
-    def tell_waiting(self, line: list[WaitingSequence]) -> None:
+    def tell_waiting(self, line: list[QueuePosition]) -> None:
         """All that wait in the scheduler; who was in the line before and is not now waits no longer."""
         self._items.put(_Line(line))
 
@@ -164,10 +164,10 @@ class Publisher:
 
     def _open(self, stream: Stream) -> None:
         # One that was lost or cancelled while it was prepared has been forgotten before this.
-        if stream.ownership in self._holdings:
+        if stream.ownership in self._owned_tasks:
             self._streams[stream.ownership.request_id] = stream
 
-    def _take_line(self, line: list[WaitingSequence]) -> None:
+    def _take_line(self, line: list[QueuePosition]) -> None:
         num_outputs = Counter(waiting.request_id for waiting in line)
         heads = {waiting.request_id: waiting for waiting in reversed(line)}
         places = {request_id: place for place, request_id in enumerate(num_outputs)}
@@ -258,7 +258,7 @@ class Publisher:
 
     def _close(self, stream: Stream, *, completed: bool) -> None:
         del self._streams[stream.ownership.request_id]
-        self._holdings.drop(stream.ownership)
+        self._owned_tasks.drop(stream.ownership)
         self.num_completed += completed
         self.num_failed += not completed
 
@@ -270,7 +270,7 @@ class Publisher:
 _NOT_WAITING = {"waiting_for": "", "position": "", "tokens_ahead": ""}
 
 
-def _facts_of(waiting: WaitingSequence, place: int) -> dict[str, str]:
+def _facts_of(waiting: QueuePosition, place: int) -> dict[str, str]:
     return {
         "waiting_for": waiting.reason.value,
         # How many tasks stand before it, as by the rank in Redis.

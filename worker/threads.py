@@ -17,17 +17,17 @@ from tokenmill.protocol.process.outage import OutageLog
 from tokenmill.protocol.store.task_store import TaskStore
 from worker.connections import Connect
 from worker.inbox import Cancel, Discard, Inbox
-from worker.intake import Appetite, Intake
-from worker.isolation import Trials
+from worker.intake import Intake, PrefetchLimit
+from worker.isolation import IsolatedRetries
 from worker.leases import Leases
 from worker.listener import Listener
 from worker.loop import Loop, SteppingEngine
-from worker.ownership import Holdings, Ownership
+from worker.ownership import OwnedTasks, Ownership
 from worker.preparation import ServedModel
 from worker.publisher import Publisher
 from worker.service import Service
 from worker.settings import Timing
-from worker.watchdog import Observer, Observers, Pulse, arm_watchdog
+from worker.watchdog import Observer, Observers, Watchdog, arm_watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ TROUBLE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class WorkerContext:
     """What a worker is given from outside: where Redis is, what time it is, who looks on.
 
     `connect` makes a Redis client for a thread. `clock`: seconds that never go back. `arm`: ends the process
@@ -52,7 +52,7 @@ class Surroundings:
     arm: Callable[[float], None] = arm_watchdog
 
 
-class Crew:
+class WorkerThreads:
     """Five threads: loop, intake, publisher, leases, listener.
 
     `announce` is called at each beat of the leases; `on_shutdown` when RQ's command to stop comes;
@@ -63,14 +63,14 @@ class Crew:
         self,
         engine: SteppingEngine,
         model: ServedModel,
-        given: Surroundings,
+        given: WorkerContext,
         *,
         worker_name: str,
         announce: Callable[[], None],
         on_shutdown: Callable[[], None],
         on_failure: Callable[[str, BaseException], None],
     ) -> None:
-        self._given = given
+        self._context = given
         self._model = model
         self._worker_name = worker_name
         self._on_failure = on_failure
@@ -78,9 +78,9 @@ class Crew:
         self._outages = OutageLog(logger, "worker", given.clock)
         self._inbox = Inbox()
         self._store = self._store_of(given.connect("main"))
-        self.holdings = Holdings(self._wake)
-        self.trials = Trials(self._inbox, self._wake, given.clock)
-        self.pulse = Pulse(
+        self.owned_tasks = OwnedTasks(self._wake)
+        self.trials = IsolatedRetries(self._inbox, self._wake, given.clock)
+        self.watchdog = Watchdog(
             given.timing.stall_seconds,
             given.clock,
             on_tick=given.metrics.tick,
@@ -91,7 +91,7 @@ class Crew:
         listening = given.connect("listener")
         self.publisher = Publisher(
             self._store_of(publishing),
-            self.holdings,
+            self.owned_tasks,
             given.metrics,
             on_lost=self._lose,
             on_cancelled=self._cancel,
@@ -132,25 +132,25 @@ class Crew:
     @property
     def has_work(self) -> bool:
         """Something is held that may end, or a claim under way may bring something."""
-        return len(self.holdings) > self.trials.num_waiting or not self._intake_service.join(0)
+        return len(self.owned_tasks) > self.trials.num_waiting or not self._intake_service.join(0)
 
     def stop_stepping(self, seconds: float, *, claim_seconds: float) -> None:
         """Wait so long for the step and the claim under way, at one time. Of a later step nothing is stored;
         what a later claim takes comes back when its lease lapses.
         """
-        began = self._given.clock()
+        began = self._context.clock()
         self.stop_claiming()
         self._loop_service.stop()
         self._intake_service.join(claim_seconds)
-        if not self._loop_service.join(began + seconds - self._given.clock()):
+        if not self._loop_service.join(began + seconds - self._context.clock()):
             logger.warning("the step under way is not waited for")
 
     def flush(self, seconds: float) -> None:
         """Store what was said, as far as Redis takes it in time, and stop the publisher."""
         self._publisher_service.stop()
-        deadline = self._given.clock() + seconds
+        deadline = self._context.clock() + seconds
         if self._publisher_service.join(seconds):
-            while not self.publisher.is_drained and self._given.clock() < deadline:
+            while not self.publisher.is_drained and self._context.clock() < deadline:
                 self._try(self.publisher.turn)
 
     def hand_back(self, seconds: float, *, crashed: bool) -> None:
@@ -158,17 +158,17 @@ class Crew:
 
         `crashed`: what is held may be to blame for the end of this worker.
         """
-        owners = self.holdings.owners()
-        deadline = self._given.clock() + seconds
+        owners = self.owned_tasks.owners()
+        deadline = self._context.clock() + seconds
         if crashed:
             # A beat after it would say that these owners live, and take the crash back.
             self._leases_service.stop()
             self._leases_service.join(seconds)
 
         def put_back() -> None:
-            self._given.metrics.handed_back(self._store.hand_back(owners, crashed=crashed))
+            self._context.metrics.handed_back(self._store.hand_back(owners, crashed=crashed))
 
-        while owners and self._given.clock() < deadline:
+        while owners and self._context.clock() < deadline:
             if self._try(put_back):
                 logger.info("handed back: %d unfinished requests", len(owners))
                 return
@@ -181,15 +181,15 @@ class Crew:
 
     def _lose(self, ownership: Ownership) -> None:
         """Another has it now, or nobody. If it was cancelled before, that has dropped it already."""
-        if self.holdings.drop(ownership):
-            self._given.metrics.lost(1)
+        if self.owned_tasks.drop(ownership):
+            self._context.metrics.lost(1)
             self._inbox.put(Discard(ownership))
         self.publisher.forget(ownership.request_id)
         self.trials.finish(ownership)
 
     def _cancel(self, ownership: Ownership) -> None:
         """Its end is told already. The engine tells the end once more, for the numbers."""
-        self.holdings.drop(ownership)
+        self.owned_tasks.drop(ownership)
         self._inbox.put(Cancel(ownership))
         self.publisher.forget(ownership.request_id)
         self.trials.finish(ownership)
@@ -199,23 +199,23 @@ class Crew:
         try:
             call()
         except Exception as error:  # noqa: BLE001 - see above
-            self._given.metrics.redis_error("shutdown")
+            self._context.metrics.redis_error("shutdown")
             logger.warning("while the worker stops: %s: %s", type(error).__name__, error)
             time.sleep(RETRY_SECONDS)
             return False
         return True
 
     def _store_of(self, client: Any) -> TaskStore:
-        return TaskStore(client, retention_seconds=self._given.timing.retention_seconds)
+        return TaskStore(client, retention_seconds=self._context.timing.retention_seconds)
 
     def _serve(self, name: str, turn: Callable[[], None], client: Any) -> Service:
         return Service(
             name,
             turn,
             client=client,
-            on_redis_error=self._given.metrics.redis_error,
+            on_redis_error=self._context.metrics.redis_error,
             on_failure=self._on_failure,
-            clock=self._given.clock,
+            clock=self._context.clock,
             outages=self._outages,
         )
 
@@ -224,10 +224,10 @@ class Crew:
             engine,
             self._inbox,
             self.publisher,
-            self.holdings,
-            observers=Observers(self._given.observers, self._given.metrics.observer_error),
-            pulse=self.pulse,
-            clock=self._given.clock,
+            self.owned_tasks,
+            observers=Observers(self._context.observers, self._context.metrics.observer_error),
+            watchdog=self.watchdog,
+            clock=self._context.clock,
             wake=self._wake,
         )
 
@@ -236,38 +236,38 @@ class Crew:
         return Intake(
             self._store_of(client),
             self._model,
-            Appetite(max_num_seqs=config.max_num_seqs, max_num_prefill_seqs=config.prefill_seqs_limit),
-            self.holdings,
+            PrefetchLimit(max_num_seqs=config.max_num_seqs, max_num_prefill_seqs=config.prefill_seqs_limit),
+            self.owned_tasks,
             self._inbox,
             self.publisher,
             self.trials,
-            self._given.metrics,
+            self._context.metrics,
             worker_name=self._worker_name,
-            lease_seconds=self._given.timing.lease_seconds,
+            lease_seconds=self._context.timing.lease_seconds,
             order=ClaimOrder(
                 ageing_seconds=config.ageing_seconds,
                 max_waiting_seconds=config.max_waiting_seconds,
                 fair_sharing=config.fair_sharing,
             ),
             load=lambda: self.loop.load,
-            is_stalled=lambda: self.pulse.is_stalled,
+            is_stalled=lambda: self.watchdog.is_stalled,
             wake=self._wake,
         )
 
     def _make_leases(self, client: Any, announce: Callable[[], None]) -> Leases:
         return Leases(
             self._store_of(client),
-            self.holdings,
-            self.pulse,
-            self._given.metrics,
+            self.owned_tasks,
+            self.watchdog,
+            self._context.metrics,
             slug=self._model.slug,
-            lease_seconds=self._given.timing.lease_seconds,
-            max_task_seconds=self._given.timing.max_task_seconds,
+            lease_seconds=self._context.timing.lease_seconds,
+            max_task_seconds=self._context.timing.max_task_seconds,
             announce=announce,
             on_lost=self._lose,
             on_cancelled=self._cancel,
-            standings=lambda owners: self.trials.standings(owners, self.publisher.idle_ids),
-            clock=self._given.clock,
+            phases=lambda owners: self.trials.phases(owners, self.publisher.idle_ids),
+            clock=self._context.clock,
             wait=time.sleep,
         )
 
@@ -275,7 +275,7 @@ class Crew:
         return Listener(
             client,
             self._store_of(client),
-            self.holdings,
+            self.owned_tasks,
             slug=self._model.slug,
             worker_name=self._worker_name,
             wake=self._wake,

@@ -46,13 +46,13 @@ class Observers:
                     logger.exception("an observer failed; the loop goes on without its numbers")
 
 
-class Watchdog:
+class WatchdogProcess:
     """Ends this process, with the stack of each thread on stderr and exit status 1, unless armed again in
     time.
 
     Another process does it (`worker/watchdog_process.py`), by a signal whose handler is native code: neither
-    needs the interpreter's lock. Time in which this process did not run does not count. `arm` may be called by
-    any thread.
+    needs the interpreter's lock. Time in which this process did not run does not count. `arm` may be called
+    by any thread.
     """
 
     def __init__(self) -> None:
@@ -122,16 +122,16 @@ def _install_end() -> signal.Signals:
     return number
 
 
-_OF_THIS_PROCESS = Watchdog()
+_OF_THIS_PROCESS = WatchdogProcess()
 """A process has one, as it has one set of signal handlers."""
 
 
 def arm_watchdog(seconds: float) -> None:
-    """End this process after `seconds` unless called again: see `Watchdog`."""
+    """End this process after `seconds` unless called again: see `WatchdogProcess`."""
     _OF_THIS_PROCESS.arm(seconds)
 
 
-class Pulse:
+class Watchdog:
     """The loop's sign of life: the time of its last turn, and the watchdog that waits for the next one.
 
     `is_hanging`: whether another thread, without which no request goes on, hangs; then ticks are none.

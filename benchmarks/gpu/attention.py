@@ -150,8 +150,8 @@ def _attend(
     found = [backend.begin(batch).attend(call, query, key, value)]
     if isinstance(backend, GraphableBackend) and not batch.chunks:
         moved = batch.on(query.device)
-        decode = DecodeRows(moved.slots, moved.single_lengths, moved.single_tables)
-        found.append(backend.begin_decode(decode).attend(call, query, key, value))
+        decode = DecodeRows(moved.slot_mapping, moved.decode_lengths, moved.decode_tables)
+        found.append(backend.build_decode_metadata(decode).attend(call, query, key, value))
     return found
 
 
@@ -188,7 +188,7 @@ def _layer_seconds(backend: Backend, shape: Shape, case: Case, options: Options)
     query, key, value = (torch.randn(rows, *size, dtype=dtype, device=device) for size in _row_shapes(spec))
 
     def run() -> None:
-        step = decode.begin_decode(rows_there) if decode else made.begin(batch)
+        step = decode.build_decode_metadata(rows_there) if decode else made.begin(batch)
         for layer in range(LAYERS):
             step.attend(LayerCall(layer, spec.scaling, None, None, None), query, key, value)
 
@@ -196,7 +196,7 @@ def _layer_seconds(backend: Backend, shape: Shape, case: Case, options: Options)
         made if options.device == "cuda" and isinstance(made, GraphableBackend) and not batch.chunks else None
     )
     moved = batch.on(device)
-    rows_there = DecodeRows(moved.slots, moved.single_lengths, moved.single_tables)
+    rows_there = DecodeRows(moved.slot_mapping, moved.decode_lengths, moved.decode_tables)
     with torch.inference_mode():
         way = CudaCapture(device)(run).replay if decode else run
         seconds = seconds_of(way, options.device, repeats=3 if options.quick else 9, inner=3)
@@ -218,9 +218,9 @@ def _sequences(count: int, longest: int) -> list[Sequence]:
     generator = torch.Generator().manual_seed(1)
     blocks = (1 + torch.randperm(count * width, generator=generator)).view(count, width).tolist()
     made = []
-    for seat, table in enumerate(blocks):
-        sequence = Sequence(f"{seat}", [1] * longest, SamplingParams(), arrival=0.0)
-        sequence.admit(seat)
+    for slot, table in enumerate(blocks):
+        sequence = Sequence(f"{slot}", [1] * longest, SamplingParams(), arrival=0.0)
+        sequence.admit(slot)
         sequence.block_table = table
         made.append(sequence)
     return made

@@ -153,7 +153,7 @@ def _decode_steps(engine: Tokenmill, options: Options, name: str) -> dict[str, A
     found: dict[str, Any] = {}
     for count in (2,) if options.quick else (1, MAX_SEQS):
         requests = [
-            Request([10 + (at + seat) % 1000 for at in range(DECODE_PROMPT)], length) for seat in range(count)
+            Request([10 + (at + slot) % 1000 for at in range(DECODE_PROMPT)], length) for slot in range(count)
         ]
         served = engine.run(requests)
         seconds = _median_step(served)

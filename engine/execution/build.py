@@ -31,9 +31,9 @@ from engine.execution.loading.loader import LoadedModel, find_device, load_model
 from engine.execution.loading.quantization_options import check_quantization, quantized_fingerprint
 from engine.execution.machine.memory import free_bytes
 from engine.execution.machine.native_build import CannotBuild
-from engine.execution.machine.native_library import NativeLibrary, find_library, machine_choices
+from engine.execution.machine.native_library import NativeLibrary, find_library, machine_autotune_cache
 from engine.execution.plans import DETERMINISTIC, plain, quantized
-from engine.execution.runner.async_runner import AheadRunner, DeviceLauncher
+from engine.execution.runner.async_runner import AsyncRunner, DeviceExecutor
 from engine.execution.sampling.native_draw import choose_draw_operator
 from engine.execution.sampling.sampler import Sampler
 from engine.execution.text.llguidance_backend import LlguidanceBackend
@@ -41,7 +41,7 @@ from engine.execution.text.tokenizer import Tokenizer
 from engine.execution.text.tokenizer_check import load_tokenizer
 from engine.requests.grammar_compiler import GrammarCompiler
 from engine.steps.fault_isolation import Runner
-from engine.steps.pipeline import Launcher
+from engine.steps.pipeline import AsyncExecutor
 from engine.validation import boolean
 
 CUDA_LIMITS = {"max_num_batched_tokens": 2048, "max_num_seqs": 256}
@@ -70,7 +70,7 @@ class Execution:
     device: str
     attention: str
     quantization: str
-    launcher: Launcher | None = None
+    launcher: AsyncExecutor | None = None
     default_sampling: Mapping[str, Any]
 
     @property
@@ -151,7 +151,7 @@ def build_execution(
     elif deterministic:
         numerics = DETERMINISTIC
     else:
-        remembered = machine_choices(cache_dir, usable)
+        remembered = machine_autotune_cache(cache_dir, usable)
         numerics = plain(backends, usable, remembered=remembered, has_graphs=decode_graphs)
     loaded = load_model(
         source,
@@ -222,14 +222,14 @@ class _Parts(NamedTuple):
 
     runner: Runner
     sampler: Sampler
-    launcher: Launcher | None
+    launcher: AsyncExecutor | None
 
 
 def _parts(
-    runner: AheadRunner, sampler: Sampler, device: torch.device, async_scheduling: bool | None
+    runner: AsyncRunner, sampler: Sampler, device: torch.device, async_scheduling: bool | None
 ) -> _Parts:
     is_ahead = device.type == "cuda" if async_scheduling is None else async_scheduling
-    return _Parts(runner, sampler, DeviceLauncher(runner, sampler, device) if is_ahead else None)
+    return _Parts(runner, sampler, DeviceExecutor(runner, sampler, device) if is_ahead else None)
 
 
 def _execution(

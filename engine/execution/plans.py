@@ -1,6 +1,6 @@
 """How a model's rows are computed: as fast as it goes, or so that nothing beside a row changes its bits.
 
-Law: the two ways differ in what stands here and in nothing else. This file does not know how either works.
+Law: the two kernels differ in what stands here and in nothing else. This file does not know how either works.
 """
 
 from collections.abc import Callable
@@ -17,20 +17,20 @@ from engine.execution.deterministic.attention import DeterministicAttention
 from engine.execution.deterministic.experts import use_whole_rows
 from engine.execution.deterministic.runner import DeterministicRunner
 from engine.execution.deterministic.self_check import agreeing_row_counts
-from engine.execution.graphs.cpu_capture import HostCapture
+from engine.execution.graphs.cpu_capture import CpuCapture
 from engine.execution.graphs.cuda_capture import CudaCapture
 from engine.execution.graphs.decode_graphs import Capture, make_decode_graphs
 from engine.execution.layers.fused_linears import fuse_linears
-from engine.execution.layers.linear_kernels import Way, linear_ways
-from engine.execution.layers.native_elements import ElementOperators, speed_up_elements, tried_elements
+from engine.execution.layers.linear_kernels import LinearKernel, linear_kernels
+from engine.execution.layers.native_elements import ElementOperators, checked_elements, use_native_elements
 from engine.execution.layers.packed_linears import pack_linears
 from engine.execution.layers.quantized_linears import quantize_linears
 from engine.execution.loading.agreement import Preparation
 from engine.execution.loading.loader import LoadedModel
-from engine.execution.machine.autotune_cache import RememberedChoices
+from engine.execution.machine.autotune_cache import AutotuneCache
 from engine.execution.machine.memory import free_bytes
 from engine.execution.machine.native_library import NativeLibrary
-from engine.execution.runner.async_runner import AheadRunner
+from engine.execution.runner.async_runner import AsyncRunner
 from engine.execution.runner.inputs import InputBuilder
 from engine.execution.runner.model_runner import ModelRunner
 
@@ -38,7 +38,7 @@ PACKED_MEMORY_SHARE = 0.25
 """Of the free memory, what packed copies of weights may take."""
 
 
-class Numerics(NamedTuple):
+class ExecutionPlan(NamedTuple):
     """The parts that belong together. `make_runner` is told how to say in words what takes long.
 
     `backends`: the first of these that agrees with a model's own attention serves it. `finish` is done to a
@@ -47,27 +47,27 @@ class Numerics(NamedTuple):
 
     backends: tuple[Backend, ...]
     prepare: Preparation
-    make_runner: Callable[[LoadedModel, EngineConfig, Callable[[str], None]], AheadRunner]
+    make_runner: Callable[[LoadedModel, EngineConfig, Callable[[str], None]], AsyncRunner]
     finish: Preparation = lambda _: None
 
 
 def _fuse(elements: ElementOperators | None, model: PreTrainedModel) -> None:
     if elements is not None:
         # First: it recognises modules as transformers made them.
-        speed_up_elements(model, elements)
+        use_native_elements(model, elements)
     fuse_linears(model)
 
 
 def _speed_up(
     elements: ElementOperators | None,
-    ways: tuple[Way, ...],
-    remembered: RememberedChoices | None,
+    kernels: tuple[LinearKernel, ...],
+    remembered: AutotuneCache | None,
     model: PreTrainedModel,
 ) -> None:
     _fuse(elements, model)
     if model.device.type == "cpu":
         max_bytes = int(free_bytes(model.device) * PACKED_MEMORY_SHARE)
-        pack_linears(model, ways, max_bytes=max_bytes, remembered=remembered)
+        pack_linears(model, kernels, max_bytes=max_bytes, remembered=remembered)
 
 
 def _quantize(quantization: str, progress: Callable[[str], None], model: PreTrainedModel) -> None:
@@ -82,7 +82,7 @@ def _plain_runner(
     progress: Callable[[str], None],
     *,
     make_capture: Callable[[torch.device], Capture] | None,
-) -> AheadRunner:
+) -> AsyncRunner:
     backend = loaded.backend.make(_pool_shape(loaded, config))
     graphs = None
     if make_capture is not None:
@@ -99,14 +99,14 @@ def _plain_runner(
 
 def _capture_maker(library: NativeLibrary | None) -> Callable[[torch.device], Capture]:
     def make_capture(device: torch.device) -> Capture:
-        return CudaCapture(device) if device.type == "cuda" else HostCapture(library)
+        return CudaCapture(device) if device.type == "cuda" else CpuCapture(library)
 
     return make_capture
 
 
 def _deterministic_runner(
     loaded: LoadedModel, config: EngineConfig, progress: Callable[[str], None]
-) -> AheadRunner:
+) -> AsyncRunner:
     progress("trying which sizes of a forward give the same bits")
     row_counts = agreeing_row_counts(
         loaded.model,
@@ -126,7 +126,7 @@ def _pool_shape(loaded: LoadedModel, config: EngineConfig) -> PoolShape:
 
 
 def _tried_elements(library: NativeLibrary | None) -> ElementOperators | None:
-    return None if library is None else tried_elements(library)
+    return None if library is None else checked_elements(library)
 
 
 def _input_builder(config: EngineConfig) -> InputBuilder:
@@ -137,17 +137,17 @@ def plain(
     backends: tuple[Backend, ...],
     library: NativeLibrary | None,
     *,
-    remembered: RememberedChoices | None = None,
+    remembered: AutotuneCache | None = None,
     has_graphs: bool = True,
-) -> Numerics:
+) -> ExecutionPlan:
     """`library`: the native operators, or None without them. `remembered`: which linears were faster how, on
     this machine with this library. `has_graphs`: decode steps are captured where device and backend allow it.
     """
     # Tried here, once for all models that are prepared.
-    prepare = partial(_speed_up, _tried_elements(library), linear_ways(library), remembered)
+    prepare = partial(_speed_up, _tried_elements(library), linear_kernels(library), remembered)
     make_capture = _capture_maker(library) if has_graphs else None
     make_runner = partial(_plain_runner, make_capture=make_capture)
-    return Numerics(backends, prepare, make_runner)
+    return ExecutionPlan(backends, prepare, make_runner)
 
 
 def quantized(
@@ -155,9 +155,9 @@ def quantized(
     library: NativeLibrary | None,
     quantization: str,
     progress: Callable[[str], None],
-) -> Numerics:
+) -> ExecutionPlan:
     """As `plain`, with weights in "int8" or "int4"; no second copy of any is made beside them."""
-    return Numerics(
+    return ExecutionPlan(
         backends,
         partial(_fuse, _tried_elements(library)),
         partial(_plain_runner, make_capture=None),
@@ -165,7 +165,7 @@ def quantized(
     )
 
 
-DETERMINISTIC = Numerics(
+DETERMINISTIC = ExecutionPlan(
     (Backend("deterministic", DeterministicAttention, KVPool.bytes_per_block),),
     use_whole_rows,
     _deterministic_runner,

@@ -12,7 +12,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence
 
 
-class Siblings:
+class ParallelOutputs:
     """Takes requests to the scheduler, and lets their outputs into the line when their time has come."""
 
     def __init__(self, scheduler: Scheduler) -> None:

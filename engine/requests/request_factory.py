@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter
 from engine.requests.deadlines import ResumedOutput
-from engine.requests.params_resolver import Resolved, Resolver, params_of_output
+from engine.requests.input_processor import InputProcessor, Resolved, params_of_output
 from engine.requests.request import Output, Request, RequestTimes
 from engine.requests.stop_rules import StopRules
 from engine.sampling_params import SamplingParams
@@ -33,20 +33,20 @@ class NewRequest:
     waited_seconds: float
 
 
-class RequestMaker:
+class RequestFactory:
     """`rules` are those that live tokens will be held to."""
 
     def __init__(
         self,
         config: EngineConfig,
         tokenizer: Tokenizer,
-        resolver: Resolver,
+        resolver: InputProcessor,
         rules: StopRules,
         clock: Callable[[], float],
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._resolver = resolver
+        self._input_processor = resolver
         self._rules = rules
         self._clock = clock
         self._serials = itertools.count()
@@ -54,11 +54,11 @@ class RequestMaker:
     def make(self, new: NewRequest) -> Request:
         """Raises `InvalidParameter`, or what the tokenizer raises."""
         params = new.params
-        self._resolver.check(new.prompt_token_ids, params)
-        resolved = self._resolver.resolve(params)
+        self._input_processor.check(new.prompt_token_ids, params)
+        resolved = self._input_processor.resolve(params)
         before = _by_index(new.resumed, params.n)
         for one in new.resumed:
-            self._resolver.check_resumed(one.token_ids)
+            self._input_processor.check_resumed(one.token_ids)
         times = RequestTimes(
             self._clock() - new.waited_seconds,
             new.priority,

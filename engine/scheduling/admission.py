@@ -1,6 +1,6 @@
 """What is never taken in, and who may go past a waiting sequence that does not fit: `EngineConfig.policy`.
 
-Law: what can never fit is refused at once, with the limit named. Nobody goes past for want of a seat: that is
+Law: what can never fit is refused at once, with the limit named. Nobody goes past for want of a slot: that is
 wanting to all. Knows no queue.
 """
 
@@ -23,7 +23,7 @@ class Admission(Protocol):
         """So many are tried after the first that does not fit."""
         ...
 
-    def lets_another_try(self, reason: WaitingReason) -> bool:
+    def allows_skip(self, reason: WaitingReason) -> bool:
         """Whether the next in order is tried after one was kept out for `reason`."""
         ...
 
@@ -34,7 +34,7 @@ class Fifo:
 
     max_others: int = 0
 
-    def lets_another_try(self, reason: WaitingReason) -> bool:  # noqa: ARG002 - never
+    def allows_skip(self, reason: WaitingReason) -> bool:  # noqa: ARG002 - never
         return False
 
 
@@ -44,7 +44,7 @@ class SkipAhead:
 
     max_others: int
 
-    def lets_another_try(self, reason: WaitingReason) -> bool:
+    def allows_skip(self, reason: WaitingReason) -> bool:
         return reason in _ANOTHER_MAY_FIT
 
 

@@ -137,7 +137,7 @@ class BlockManager:
         for block in self.prefix_cache.unverified_of(sequence.request_id):
             self._withdraw(block)
 
-    def distrust(self, sequence: Sequence) -> None:
+    def invalidate(self, sequence: Sequence) -> None:
         """`sequence` fails: what it wrote may not be finite, and even masked out, 0 times NaN is NaN.
 
         If no finite row was sampled since it was admitted, the blocks that it found may be the cause,

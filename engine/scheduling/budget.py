@@ -34,7 +34,7 @@ class SchedulingBudget:
     def remaining_tokens(self) -> int:
         return self.max_num_batched_tokens - self.num_batched_tokens
 
-    def refusal(
+    def exceeded_limit(
         self, num_new_tokens: int, num_new_seqs: int, num_new_prefill_seqs: int = 0
     ) -> WaitingReason | None:
         """The limit that keeps so much more out of this step, or None if it fits."""
@@ -47,11 +47,11 @@ class SchedulingBudget:
         return None
 
     def can_schedule(self, num_new_tokens: int, num_new_seqs: int, num_new_prefill_seqs: int = 0) -> bool:
-        return self.refusal(num_new_tokens, num_new_seqs, num_new_prefill_seqs) is None
+        return self.exceeded_limit(num_new_tokens, num_new_seqs, num_new_prefill_seqs) is None
 
     def add(self, num_new_tokens: int, num_new_seqs: int, num_new_prefill_seqs: int = 0) -> None:
         """Book what was taken. Raises ValueError, and books nothing, when it does not fit."""
-        if reason := self.refusal(num_new_tokens, num_new_seqs, num_new_prefill_seqs):
+        if reason := self.exceeded_limit(num_new_tokens, num_new_seqs, num_new_prefill_seqs):
             raise ValueError(f"over the step's budget: {reason.value}")
         self.num_batched_tokens += num_new_tokens
         self.num_seqs += num_new_seqs

@@ -11,7 +11,7 @@ from engine.outputs import WaitingReason
 from engine.sequence import Sequence
 
 
-class DecodeTurns:
+class DecodeRotation:
     """Chooses the decodes of a step, and remembers those whose turn it is in the next."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -31,7 +31,7 @@ class DecodeTurns:
             self._line = []
             return decoding, [], WaitingReason.TOKEN_BUDGET
         num_kept = min(self._num_reserved, num_prefill_tokens()) if self._num_reserved else 0
-        chosen = self._take_turns(decoding, self._num_tokens - num_kept)
+        chosen = self._rotate(decoding, self._num_tokens - num_kept)
         reason = WaitingReason.PREFILL_RESERVE if num_kept else WaitingReason.TOKEN_BUDGET
         return (
             [sequence for sequence in decoding if sequence in chosen],
@@ -39,7 +39,7 @@ class DecodeTurns:
             reason,
         )
 
-    def _take_turns(self, decoding: list[Sequence], num_places: int) -> set[Sequence]:
+    def _rotate(self, decoding: list[Sequence], num_places: int) -> set[Sequence]:
         present, known = set(decoding), set(self._line)
         line = [sequence for sequence in self._line if sequence in present]
         line += [sequence for sequence in decoding if sequence not in known]

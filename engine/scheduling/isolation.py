@@ -1,6 +1,6 @@
 """A step of one request alone: who takes part, and who gives way to it.
 
-Law: nobody else is stepped. The others keep seats and blocks while it can do without these; then the last in
+Law: nobody else is stepped. The others keep slots and blocks while it can do without these; then the last in
 order loses first, those that are pinned after all others. Alone every request fits, so it always goes on.
 Chooses; takes nothing away.
 """
@@ -14,10 +14,10 @@ from engine.sequence import Sequence
 from engine.waiting.queue import WaitingQueue
 
 _ROOM = frozenset({WaitingReason.SEQ_BUDGET, WaitingReason.KV_BLOCKS})
-"""What others can give up: seats and blocks."""
+"""What others can give up: slots and blocks."""
 
 
-class Exclusive:
+class Isolation:
     """The outputs of the one request, and the rules by which the others give way."""
 
     def __init__(self, outputs: Iterable[Sequence], preemption: Preemption) -> None:
@@ -52,7 +52,7 @@ class Exclusive:
                 preempt(victim, reason, plan)
 
     def victim(self, running: list[Sequence]) -> Sequence | None:
-        """Who of the others loses seat and blocks next; None if none of them runs."""
+        """Who of the others loses slot and blocks next; None if none of them runs."""
         others = [one for one in running if one not in self._members]
         return next((one for one in reversed(others) if not one.is_pinned), others[-1] if others else None)
 

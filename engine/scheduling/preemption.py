@@ -1,4 +1,4 @@
-"""Whose blocks or seat another may take, and who is never asked again.
+"""Whose blocks or slot another may take, and who is never asked again.
 
 Law: the first in order is never a victim of a lack of blocks; one that lost too often comes back only with
 blocks for all that it may ever know, and keeps them. So somebody always goes on, and nobody loses for ever.
@@ -19,7 +19,7 @@ class Preemption:
         """The last in order that is not pinned; None if that leaves only the first."""
         return next((one for one in reversed(running) if not one.is_pinned and one is not running[0]), None)
 
-    def victim_for_seat(self, running: list[Sequence], head: Sequence) -> Sequence | None:
+    def victim_for_slot(self, running: list[Sequence], head: Sequence) -> Sequence | None:
         """The last in order, if `head` is of a strictly better priority of its own: equals never displace."""
         for one in reversed(running):
             if one.priority <= head.priority:

@@ -12,7 +12,7 @@ MAX_PROMPT_LOGPROBS_ROWS = 256
 """The most rows of one prompt whose logits are wanted in one step: each is as wide as the vocabulary."""
 
 
-class PrefillShares:
+class PrefillChunks:
     """The prefills of one step and the tokens that each gets.
 
     Each takes at most `chunk_tokens_limit` at first, so that a long prompt leaves something to those after
@@ -28,7 +28,7 @@ class PrefillShares:
     def __len__(self) -> int:
         return len(self._shares)
 
-    def first_share(self, sequence: Sequence, num_computed_tokens: int) -> int:
+    def first_chunk(self, sequence: Sequence, num_computed_tokens: int) -> int:
         """What `sequence` would take now; more than the budget has left if that is nothing."""
         num_left = sequence.num_tokens - num_computed_tokens
         most = min(self._most(sequence), max(1, self._budget.remaining_tokens))
@@ -42,7 +42,7 @@ class PrefillShares:
         self._budget.add(num_new_tokens, 1, 1)
         self._shares[sequence] = num_new_tokens
 
-    def deal(self) -> dict[Sequence, int]:
+    def distribute(self) -> dict[Sequence, int]:
         """Give what is left to the first who can use it. The tokens of each."""
         for sequence, num_new_tokens in self._shares.items():
             if not self._budget.remaining_tokens:

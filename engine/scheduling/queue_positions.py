@@ -9,7 +9,7 @@ from engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WaitingSequence:
+class QueuePosition:
     """An output of a request that waits: `position` from 1, tokens to compute before it, and why it waits."""
 
     request_id: str
@@ -19,15 +19,15 @@ class WaitingSequence:
     reason: WaitingReason
 
 
-def waiting_line(scheduler: Scheduler) -> list[WaitingSequence]:
+def queue_positions(scheduler: Scheduler) -> list[QueuePosition]:
     """The line from its head, then those that are held outside of it."""
-    line: list[WaitingSequence] = []
+    line: list[QueuePosition] = []
     sequences = itertools.chain(scheduler.waiting_queue, scheduler.held_sequences)
     max_model_len = scheduler.config.max_model_len
     tokens_ahead = sum(_num_tokens_to_come(one, max_model_len) for one in scheduler.running_queue)
     for position, sequence in enumerate(sequences, start=1):
         line.append(
-            WaitingSequence(
+            QueuePosition(
                 request_id=sequence.request_id,
                 index=sequence.index,
                 position=position,

@@ -1,6 +1,6 @@
-"""When all seats are taken: whether the head of the line may have another's, and its right to it then.
+"""When all slots are taken: whether the head of the line may have another's, and its right to it then.
 
-Law: a seat is taken only from one of strictly lower priority, and only for a head that can then be taken in.
+Law: a slot is taken only from one of strictly lower priority, and only for a head that can then be taken in.
 Until that one is in, nobody goes before it but one that was promoted. Chooses; takes nothing away.
 """
 
@@ -11,7 +11,7 @@ from engine.sequence import Sequence
 from engine.waiting.queue import WaitingQueue
 
 
-class SeatClaims:
+class SlotPreemption:
     """Looks at the `line`, at those `running`, and at what `blocks` are free; remembers one claimant."""
 
     def __init__(
@@ -21,22 +21,22 @@ class SeatClaims:
         self._running = running
         self._blocks = blocks
         self._preemption = preemption
-        # Another gave up its seat for it, so nobody skips ahead of it.
+        # Another gave up its slot for it, so nobody skips ahead of it.
         self._claimant: Sequence | None = None
 
     def may_arise(self) -> bool:
-        """All seats are taken, the last in order by one of lower priority than the head's."""
+        """All slots are taken, the last in order by one of lower priority than the head's."""
         line, running = self._line, self._running
-        return bool(not running.seats and line and line.best_priority < running.queue[-1].priority)
+        return bool(not running.slots and line and line.best_priority < running.queue[-1].priority)
 
     def claim(self) -> Sequence | None:
-        """Who is to lose its seat for the head, which claims it; None: nobody."""
+        """Who is to lose its slot for the head, which claims it; None: nobody."""
         line = self._line
         if not self.may_arise() or line.is_head_promoted:
             return None
         head = line.head
         assert head is not None
-        victim = self._preemption.victim_for_seat(self._running.queue, head)
+        victim = self._preemption.victim_for_slot(self._running.queue, head)
         if victim is None or not self._can_take_in(head, victim):
             return None
         self._claimant = head

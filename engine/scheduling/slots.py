@@ -1,11 +1,11 @@
-"""The rows of the runner's arrays. Law: a seat is free or somebody's; what was given back is told once."""
+"""The rows of the runner's arrays. Law: a slot is free or somebody's; what was given back is told once."""
 
 
-class Seats:
-    """Numbers from 0 to `num_seats - 1`."""
+class Slots:
+    """Numbers from 0 to `num_slots - 1`."""
 
-    def __init__(self, num_seats: int) -> None:
-        self._free = list(reversed(range(num_seats)))
+    def __init__(self, num_slots: int) -> None:
+        self._free = list(reversed(range(num_slots)))
         self._released: list[int] = []
 
     def __bool__(self) -> bool:
@@ -16,13 +16,13 @@ class Seats:
         """Raises IndexError when none is free."""
         return self._free.pop()
 
-    def give_back(self, seat: int) -> None:
-        self._free.append(seat)
-        self._released.append(seat)
+    def give_back(self, slot: int) -> None:
+        self._free.append(slot)
+        self._released.append(slot)
 
-    def tell_again(self, seats: tuple[int, ...]) -> None:
+    def tell_again(self, slots: tuple[int, ...]) -> None:
         """Nobody has acted on these."""
-        self._released += seats
+        self._released += slots
 
     def take_released(self) -> tuple[int, ...]:
         """Those that lost their sequence since this was last asked."""

@@ -5,11 +5,11 @@ from typing import Protocol
 from engine.config import EngineConfig
 from engine.outputs import ScheduledSequence, SchedulerOutputs, Skipped, WaitingReason
 from engine.scheduling.budget import SchedulingBudget
-from engine.scheduling.prefill_chunks import PrefillShares
+from engine.scheduling.prefill_chunks import PrefillChunks
 from engine.sequence import Sequence
 
 
-class Yielding(Protocol):
+class VictimPolicy(Protocol):
     """Who gives way in a step. `running` is sorted by `Sequence.order`."""
 
     def victim_for_blocks(self, running: list[Sequence]) -> Sequence | None: ...
@@ -22,14 +22,14 @@ class StepPlan:
     """
 
     __slots__ = (
-        "admitted", "budget", "decode", "lacks_blocks", "now", "preempted", "prefills", "skipped", "yielding",
+        "admitted", "budget", "decode", "lacks_blocks", "now", "preempted", "prefills", "skipped", "victims",
     )  # fmt: skip
 
-    def __init__(self, config: EngineConfig, now: float, yielding: Yielding) -> None:
+    def __init__(self, config: EngineConfig, now: float, victims: VictimPolicy) -> None:
         self.now = now
-        self.yielding = yielding
+        self.victims = victims
         self.budget = SchedulingBudget.of(config)
-        self.prefills = PrefillShares(config, self.budget)
+        self.prefills = PrefillChunks(config, self.budget)
         self.decode: list[ScheduledSequence] = []
         self.admitted: list[Sequence] = []
         self.preempted: list[Sequence] = []
@@ -49,14 +49,14 @@ class StepPlan:
         self.skipped.append(Skipped(sequence, reason))
 
     def close(
-        self, released_seats: tuple[int, ...] = (), blocks_to_zero: tuple[int, ...] = ()
+        self, released_slots: tuple[int, ...] = (), blocks_to_zero: tuple[int, ...] = ()
     ) -> SchedulerOutputs:
         """Deal out what is left, advance all that are taken, and freeze the decision."""
         num_queried_tokens = sum(sequence.num_tokens for sequence in self.admitted)
         num_hit_tokens = sum(sequence.num_computed_tokens for sequence in self.admitted)
         decode = self.decode
         prefill: list[ScheduledSequence] = []
-        for sequence, num_new_tokens in self.prefills.deal().items():
+        for sequence, num_new_tokens in self.prefills.distribute().items():
             item = _advance(sequence, num_new_tokens)
             (decode if _resumes_decoding(item) else prefill).append(item)
         return SchedulerOutputs(
@@ -64,7 +64,7 @@ class StepPlan:
             prefill=tuple(prefill),
             preempted=tuple(self.preempted),
             skipped=tuple(self.skipped),
-            released_seats=released_seats,
+            released_slots=released_slots,
             blocks_to_zero=blocks_to_zero,
             num_batched_tokens=self.budget.num_batched_tokens,
             num_prefix_queried_tokens=num_queried_tokens,

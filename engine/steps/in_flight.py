@@ -52,7 +52,7 @@ class InFlight:
             item.sequence.num_in_flight_tokens = 0
 
 
-def stand_ins(items: tuple[ScheduledSequence, ...]) -> Iterator[tuple[Sequence, int]]:
+def placeholders(items: tuple[ScheduledSequence, ...]) -> Iterator[tuple[Sequence, int]]:
     """Each sequence that samples, with the id that stands for its token: -1 - its place among them."""
     return ((item.sequence, -1 - place) for place, item in enumerate(filter(_samples, items)))
 

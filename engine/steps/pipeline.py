@@ -16,13 +16,13 @@ from engine.requests.stop_rules import StopRules
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.steps.fault_isolation import ExecutedStep, StepExecution
-from engine.steps.in_flight import InFlight, stand_ins
+from engine.steps.in_flight import InFlight, placeholders
 from engine.steps.step_timer import StepTimer
 
 log = logging.getLogger(__name__)
 
 
-class Launcher(Protocol):
+class AsyncExecutor(Protocol):
     """Gives a device the whole of a step to do, and does not wait for it.
 
     The device does what it is given in that order. What is read of sequences is read before `launch` returns.
@@ -49,7 +49,7 @@ class Pipeline:
     """Decides, launches and finishes steps; `launcher` None: each ends before the next one is decided."""
 
     def __init__(
-        self, scheduler: Scheduler, execution: StepExecution, rules: StopRules, launcher: Launcher | None
+        self, scheduler: Scheduler, execution: StepExecution, rules: StopRules, launcher: AsyncExecutor | None
     ) -> None:
         self._scheduler = scheduler
         self._execution = execution
@@ -89,7 +89,7 @@ class Pipeline:
         if step is None or step.is_wanted:
             return step
         if step.launched is None and step.executed is None:
-            self._scheduler.take_back(step.outputs)
+            self._scheduler.rollback(step.outputs)
         return None
 
     def _begin(self, taking_part: list[Sequence] | None, timer: StepTimer) -> InFlight:
@@ -111,9 +111,9 @@ class Pipeline:
         step.note_under_way()
         assumed: list[Sequence] = []
         try:
-            for sequence, stand_in in stand_ins(step.outputs.scheduled):
+            for sequence, placeholder in placeholders(step.outputs.scheduled):
                 if not (sequence.is_finished() or self._rules.is_last(sequence)):
-                    sequence.append(stand_in)
+                    sequence.append(placeholder)
                     assumed.append(sequence)
             yield
         finally:

@@ -14,7 +14,7 @@ _LONGEST_CHARACTER = 4
 _Utf8 = getincrementaldecoder("utf-8")
 
 
-class Spelling:
+class TokenBytes:
     """`bytes_of`: what a token adds to a text, in UTF-8 and perhaps parts of a character.
 
     `separator`: what of that is left out where a text begins.
@@ -38,12 +38,12 @@ class Spelling:
         return end
 
 
-class SpelledDecoder:
+class ByteDecoder:
     """The text of one sequence, token by token; an incomplete character waits for its other bytes."""
 
     __slots__ = ("_is_between_characters", "_left_out", "_spelling", "_texts", "_utf8")
 
-    def __init__(self, spelling: Spelling, prompt_token_ids: list[int]) -> None:
+    def __init__(self, spelling: TokenBytes, prompt_token_ids: list[int]) -> None:
         self._spelling = spelling
         self._texts = spelling.texts
         self._utf8 = _Utf8("replace")

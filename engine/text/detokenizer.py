@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from engine.sampling_params import SamplingParams
-from engine.text.byte_decoder import REPLACEMENT, SpelledDecoder, Spelling
+from engine.text.byte_decoder import REPLACEMENT, ByteDecoder, TokenBytes
 from engine.text.stop_strings import StopStrings
 
 _CONTEXT = 6
@@ -33,7 +33,7 @@ class Tokenizer(Protocol):
         """The text of `token_ids`; bytes that form no character are U+FFFD."""
         ...
 
-    def spelling(self, skip_special_tokens: bool = True) -> Spelling | None:
+    def spelling(self, skip_special_tokens: bool = True) -> TokenBytes | None:
         """What each token adds to a text, wherever it stands; None if that depends on its neighbours."""
         ...
 
@@ -187,9 +187,9 @@ def final_text(
 
 def _decoder(
     tokenizer: Tokenizer, prompt_token_ids: list[int], *, skips: bool
-) -> SpelledDecoder | IncrementalDecoder:
+) -> ByteDecoder | IncrementalDecoder:
     if spelling := tokenizer.spelling(skips):
-        return SpelledDecoder(spelling, prompt_token_ids)
+        return ByteDecoder(spelling, prompt_token_ids)
     decode = tokenizer.decode if skips else partial(tokenizer.decode, skip_special_tokens=False)
     return IncrementalDecoder(decode, prompt_token_ids)
 

@@ -13,7 +13,7 @@ from engine.waiting.fair_share import sharing_of
 from engine.waiting.queue import WaitingQueue
 
 
-class WaitingRoom:
+class WaitingPool:
     """`queue` is the line; those held stand outside of it and cost a step nothing."""
 
     def __init__(self, config: EngineConfig) -> None:

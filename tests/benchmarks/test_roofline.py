@@ -36,7 +36,7 @@ def test_decodes_go_first_and_prompts_take_what_is_left_of_the_budget() -> None:
     ]
 
 
-def test_no_more_sequences_than_seats() -> None:
+def test_no_more_sequences_than_slots() -> None:
     assert all(len(parts) <= 2 for parts in planned(workload(*[(1, 2)] * 5), max_seqs=2))
 
 

@@ -28,7 +28,7 @@ API_CLOCK_SKEW = -5400.0
 SKEWED_CLOCK = Path(__file__).parent / "skewed_clock"
 LIMITS = {
     "TOKENMILL_DTYPE": "float32",
-    # Few seats, and blocks for about two of the longest requests: workers must preempt.
+    # Few slots, and blocks for about two of the longest requests: workers must preempt.
     "TOKENMILL_MAX_NUM_SEQS": "5",
     "TOKENMILL_MAX_NUM_BATCHED_TOKENS": "64",
     "TOKENMILL_BLOCK_SIZE": "16",

@@ -76,7 +76,7 @@ def tokens_of(task: Any) -> int:
 
 
 def wait_until_idle(service: LiveService) -> None:
-    """No request holds a seat or a block."""
+    """No request holds a slot or a block."""
 
     def number(name: str) -> float:
         text = http("GET", f"{service.worker.url}/metrics").body.decode()
@@ -121,7 +121,7 @@ def test_behind_others(service: LiveService, read: Read) -> None:
     """mlx-openai-server#269: not a token is computed for it. Those that are only polled are not touched."""
     running = [service.submit(prompt="one two", **LONG) for _ in range(2)]
     for task_id in running:
-        wait_for(lambda task_id=task_id: tokens_of(service.task(task_id)), "the seats are taken")
+        wait_for(lambda task_id=task_id: tokens_of(service.task(task_id)), "the slots are taken")
     gone, polled = (service.submit(prompt="three", on_disconnect="cancel", **LONG) for _ in range(2))
     read(gone).close()
     assert tokens_of(wait_for_cancel(service, gone)) == 0

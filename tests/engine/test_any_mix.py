@@ -143,7 +143,7 @@ def check_output(mix: Mix, request_id: str, index: int) -> None:
 
 def assert_empty(mix: Mix) -> None:
     engine = mix.engine
-    assert engine._requests == engine._outputs == engine._siblings._led == {}
+    assert engine._requests == engine._outputs == engine._parallel_outputs._led == {}
     assert not engine._grammars.is_awaited
     assert mix.compiler.submitted == {}
     assert (engine.num_running, engine.num_waiting) == (0, 0)

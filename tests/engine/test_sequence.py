@@ -8,7 +8,7 @@ from engine.sequence import TRANSITIONS, FinishReason, Sequence, SequenceStatus
 
 MOVES = {
     SequenceStatus.WAITING: lambda one: one.preempt(),
-    SequenceStatus.RUNNING: lambda one: one.admit(seat=3),
+    SequenceStatus.RUNNING: lambda one: one.admit(slot=3),
     SequenceStatus.FINISHED: lambda one: one.finish(FinishReason.STOP),
 }
 
@@ -16,7 +16,7 @@ MOVES = {
 def at(status: SequenceStatus) -> Sequence:
     sequence = Sequence("r", [1, 2, 3], SamplingParams(), arrival=0.0)
     if status is not SequenceStatus.WAITING:
-        sequence.admit(seat=0)
+        sequence.admit(slot=0)
         sequence.num_computed_tokens = 3
     if status is SequenceStatus.FINISHED:
         sequence.finish(FinishReason.LENGTH)
@@ -29,7 +29,7 @@ def test_every_move_is_legal_by_the_table_or_raises_and_changes_nothing(
     origin: SequenceStatus, target: SequenceStatus
 ) -> None:
     sequence = at(origin)
-    before = (sequence.seat, sequence.num_computed_tokens, sequence.finish_reason, sequence.num_preemptions)
+    before = (sequence.slot, sequence.num_computed_tokens, sequence.finish_reason, sequence.num_preemptions)
 
     if target in TRANSITIONS[origin]:
         MOVES[target](sequence)
@@ -39,7 +39,7 @@ def test_every_move_is_legal_by_the_table_or_raises_and_changes_nothing(
             MOVES[target](sequence)
         assert sequence.status is origin
         assert before == (
-            sequence.seat,
+            sequence.slot,
             sequence.num_computed_tokens,
             sequence.finish_reason,
             sequence.num_preemptions,

@@ -31,7 +31,7 @@ from worker.batch_worker import BatchWorker
 from worker.connections import connect
 from worker.settings import WorkerSettings
 from worker.stream import Stream
-from worker.threads import Surroundings
+from worker.threads import WorkerContext
 
 DEADLY = 666
 DEADLY_TEXT = "BOOM"
@@ -96,7 +96,7 @@ HOST_PLACES: dict[str, tuple[type, str, Callable[..., bool]]] = {
         "update",
         lambda _, made, *__: any(_is_deadly(one.sequence) for one in made.scheduled),
     ),
-    "detokenize": (Engine, "_texts", lambda _, tokens, *__: any(map(_is_deadly, tokens))),
+    "detokenize": (Engine, "_detokenize", lambda _, tokens, *__: any(map(_is_deadly, tokens))),
     "publish": (Stream, "add", lambda _, output: output.token_id == next_token([DEADLY])),
 }
 """Class, method, and whether a call meets the deadly request: from what it returned, and its arguments."""
@@ -131,7 +131,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     break_host_code(os.environ["HOW"])
     settings = WorkerSettings.from_env(os.environ)
-    given = Surroundings(
+    given = WorkerContext(
         connect=lambda thread: connect(settings.redis_url, thread),
         metrics=new_metrics(),
         timing=settings.timing,

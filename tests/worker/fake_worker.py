@@ -18,7 +18,7 @@ from tests.worker.workshop import FakeRunner, build_engine, new_metrics, served_
 from worker.batch_worker import BatchWorker
 from worker.connections import connect
 from worker.settings import WorkerSettings
-from worker.threads import Surroundings
+from worker.threads import WorkerContext
 
 PERMITS = "test:permits"
 
@@ -73,7 +73,7 @@ def main() -> int:
     if step := os.environ.get("HANG"):
         runner.before_step = hang_at(runner, int(step))
     plan = os.environ.get("DIE", "nobody:0:before")
-    given = Surroundings(
+    given = WorkerContext(
         connect=lambda thread: mortal(connect(settings.redis_url, thread), plan, thread),
         metrics=new_metrics(),
         timing=settings.timing,

@@ -7,11 +7,11 @@ import redis
 from tests.worker.workshop import new_metrics, served_model
 from tokenmill.protocol.claim_order import ClaimOrder
 from tokenmill.protocol.store.task_store import TaskStore
-from worker.inbox import Arrival, Inbox
-from worker.intake import Appetite, Intake
-from worker.isolation import Trials
+from worker.inbox import EngineRequest, Inbox
+from worker.intake import Intake, PrefetchLimit
+from worker.isolation import IsolatedRetries
 from worker.loop import Load
-from worker.ownership import Holdings
+from worker.ownership import OwnedTasks
 from worker.preparation import ServedModel
 from worker.publisher import Publisher
 
@@ -26,30 +26,30 @@ class Impatient(threading.Event):
 class Gate:
     """An intake whose arrivals and publishes can be looked at."""
 
-    def __init__(self, client: "redis.Redis", model: ServedModel | None = None, seats: int = 8) -> None:
+    def __init__(self, client: "redis.Redis", model: ServedModel | None = None, slots: int = 8) -> None:
         self.client = client
         self.load = Load()
         self.is_stalled = False
         self.now = 0.0
         wake = Impatient()
-        self.holdings = Holdings(wake)
+        self.owned_tasks = OwnedTasks(wake)
         self.inbox = Inbox()
         store = TaskStore(client)
         self.metrics = new_metrics()
         self.publisher = Publisher(
             store,
-            self.holdings,
+            self.owned_tasks,
             new_metrics(),
             on_lost=lambda _: None,
             on_cancelled=lambda _: None,
             on_progress=lambda ownership: self.trials.finish(ownership),
         )
-        self.trials = Trials(self.inbox, wake, lambda: self.now)
+        self.trials = IsolatedRetries(self.inbox, wake, lambda: self.now)
         self.intake = Intake(
             store,
             model or served_model(),
-            Appetite(max_num_seqs=seats, max_num_prefill_seqs=4),
-            self.holdings,
+            PrefetchLimit(max_num_seqs=slots, max_num_prefill_seqs=4),
+            self.owned_tasks,
             self.inbox,
             self.publisher,
             self.trials,
@@ -62,9 +62,9 @@ class Gate:
             wake=wake,
         )
 
-    def turn(self) -> list[Arrival]:
+    def turn(self) -> list[EngineRequest]:
         self.intake.turn()
-        return [message for message in self.inbox.take(0) if isinstance(message, Arrival)]
+        return [message for message in self.inbox.take(0) if isinstance(message, EngineRequest)]
 
     def hand_back(self) -> None:
-        TaskStore(self.client).hand_back(self.holdings.owners())
+        TaskStore(self.client).hand_back(self.owned_tasks.owners())

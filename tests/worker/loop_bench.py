@@ -4,14 +4,14 @@ import threading
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.engine import WaitingSequence
+from engine.engine import QueuePosition
 from engine.outputs import SequenceOutput, StepOutput, StepReport, WaitingReason
 from engine.sampling_params import SamplingParams
 from tokenmill.protocol.messages import TaskError
-from worker.inbox import Arrival, Hush, Inbox, Try
+from worker.inbox import EngineRequest, Inbox, Quiesce, RetryIsolated
 from worker.loop import Loop
-from worker.ownership import Holdings, Ownership
-from worker.watchdog import Observers, Pulse
+from worker.ownership import OwnedTasks, Ownership
+from worker.watchdog import Observers, Watchdog
 
 A, B = Ownership("a", "o1"), Ownership("b", "o2")
 
@@ -70,23 +70,23 @@ class ScriptedEngine:
     def drain(self) -> None:
         self.calls.append(("drain", ""))
 
-    def waiting(self) -> list[WaitingSequence]:
-        one = WaitingSequence(request_id="w", position=1, tokens_ahead=3, reason=WaitingReason.TOKEN_BUDGET)
+    def waiting(self) -> list[QueuePosition]:
+        one = QueuePosition(request_id="w", position=1, tokens_ahead=3, reason=WaitingReason.TOKEN_BUDGET)
         return [one] * self.num_waiting
 
 
-class Outlet:
+class OutputSink:
     def __init__(self) -> None:
         self.is_full = False
         self.steps: list[StepOutput] = []
-        self.lines: list[list[WaitingSequence]] = []
+        self.lines: list[list[QueuePosition]] = []
         self.failed: dict[str, TaskError] = {}
         self.num_waits = 0
 
     def hand(self, output: StepOutput) -> None:
         self.steps.append(output)
 
-    def tell_waiting(self, line: list[WaitingSequence]) -> None:
+    def tell_waiting(self, line: list[QueuePosition]) -> None:
         self.lines.append(line)
 
     def fail(self, request_id: str, error: TaskError) -> None:
@@ -103,17 +103,17 @@ class Bench:
         self.now = 0.0
         self.armed: list[float] = []
         self.num_observer_errors = 0
-        self.engine, self.outlet, self.inbox = ScriptedEngine(), Outlet(), Inbox()
+        self.engine, self.sink, self.inbox = ScriptedEngine(), OutputSink(), Inbox()
         self.wake = threading.Event()
-        self.holdings = Holdings(self.wake)
-        self.pulse = Pulse(60.0, self.clock, on_tick=lambda: None, arm=self.armed.append)
+        self.owned_tasks = OwnedTasks(self.wake)
+        self.watchdog = Watchdog(60.0, self.clock, on_tick=lambda: None, arm=self.armed.append)
         self.loop = Loop(
             self.engine,
             self.inbox,
-            self.outlet,
-            self.holdings,
+            self.sink,
+            self.owned_tasks,
             observers=Observers(observers, self.count_error),
-            pulse=self.pulse,
+            watchdog=self.watchdog,
             clock=self.clock,
             wake=self.wake,
         )
@@ -125,25 +125,25 @@ class Bench:
         self.num_observer_errors += 1
 
     def arrive(self, ownership: Ownership, prompt_field: str = "prompt") -> None:
-        self.holdings.take(ownership)
-        self.inbox.put(arrival_of(ownership, prompt_field))
+        self.owned_tasks.take(ownership)
+        self.inbox.put(engine_request_of(ownership, prompt_field))
 
-    def hush(self, ownership: Ownership) -> threading.Event:
-        self.holdings.take(ownership)
+    def quiesce(self, ownership: Ownership) -> threading.Event:
+        self.owned_tasks.take(ownership)
         heard = threading.Event()
-        self.inbox.put(Hush(ownership, heard))
+        self.inbox.put(Quiesce(ownership, heard))
         return heard
 
     def try_alone(self, ownership: Ownership) -> None:
-        self.inbox.put(Try(ownership, lambda: arrival_of(ownership)))
+        self.inbox.put(RetryIsolated(ownership, lambda: engine_request_of(ownership)))
 
     @property
     def stepped(self) -> list[str]:
         return [who for what, who in self.engine.calls if what == "step"]
 
 
-def arrival_of(ownership: Ownership, prompt_field: str = "prompt") -> Arrival:
-    return Arrival(
+def engine_request_of(ownership: Ownership, prompt_field: str = "prompt") -> EngineRequest:
+    return EngineRequest(
         ownership=ownership,
         prompt_token_ids=[1],
         params=SamplingParams(),

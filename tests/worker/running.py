@@ -12,7 +12,7 @@ from worker.batch_worker import BatchWorker
 from worker.connections import connect
 from worker.preparation import ServedModel
 from worker.settings import Timing
-from worker.threads import Surroundings
+from worker.threads import WorkerContext
 
 TIMING = Timing(lease_seconds=2.0, grace_seconds=10.0)
 
@@ -46,7 +46,7 @@ def make_worker(
     observers: Any = (),
     arm: Callable[[float], None] = lambda _: None,
 ) -> BatchWorker:
-    given = Surroundings(
+    given = WorkerContext(
         connect=connecting or (lambda name: connect(url, name)),
         metrics=new_metrics(),
         timing=timing,

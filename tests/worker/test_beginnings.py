@@ -27,7 +27,7 @@ def test_redis_comes_after_the_worker(tmp_path: Path) -> None:
     port = free_port()
     url = f"redis://127.0.0.1:{port}/0"
     with running(url) as run:
-        until(lambda: run.worker._crew._leases_service._pause > 0.1, "it has tried")
+        until(lambda: run.worker._threads._leases_service._pause > 0.1, "it has tried")
         server = start_redis(tmp_path, port)
         try:
             with redis.Redis.from_url(url) as client:

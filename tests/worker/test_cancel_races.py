@@ -56,7 +56,7 @@ class Gate:
         """Steps until `condition` holds of what is stored; the next step stands at the gate then."""
         until(lambda: self._arrivals, "a first step")
         for _ in range(300):
-            until(lambda: not run.worker._crew.publisher.backlog, "all is stored")
+            until(lambda: not run.worker._threads.publisher.backlog, "all is stored")
             if condition():
                 return
             before = self._arrivals
@@ -113,9 +113,9 @@ def test_the_named_task_ends_and_its_mates_do_not(
     with running(redis_url, engine) as run:
         gate.step_until(run, is_there)
         if not heard:
-            run.worker._crew._listener_service.stop()
-            until(lambda: run.worker._crew._listener_service.join(1), "nobody listens")
-        inbox = run.worker._crew._inbox._messages
+            run.worker._threads._listener_service.stop()
+            until(lambda: run.worker._threads._listener_service.join(1), "nobody listens")
+        inbox = run.worker._threads._inbox._messages
         num_before = inbox.qsize()
         told = {TaskStore(redis_client).cancel(victim) for _ in range(times)}
         num_stored = log_length(redis_client, victim)

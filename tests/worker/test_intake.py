@@ -21,10 +21,10 @@ from tests.worker.workshop import (
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import FinishedEvent, LogEntry
 from tokenmill.protocol.store.task_store import TaskStore
-from worker.inbox import Arrival, Discard
-from worker.intake import Appetite
+from worker.inbox import Discard, EngineRequest
+from worker.intake import PrefetchLimit
 from worker.loop import Load
-from worker.ownership import Holdings, Ownership
+from worker.ownership import OwnedTasks, Ownership
 from worker.preparation import scoped_salt
 from worker.stream import Stream
 
@@ -34,7 +34,7 @@ from worker.stream import Stream
     [
         (0, 0, 16 + 8),  # what one step can start, and the look-ahead
         (17, 17, 16 + 8),
-        (60, 60, 4 + 8),  # the last seats
+        (60, 60, 4 + 8),  # the last slots
         (64, 64, 8),
         (72, 64, 0),
         (16, 0, 8),  # claimed and not started: there may be no KV blocks for more, so others shall have them
@@ -43,9 +43,9 @@ from worker.stream import Stream
     ],
 )
 def test_no_more_than_can_soon_be_started(num_held: int, num_running: int, room: int) -> None:
-    appetite = Appetite(max_num_seqs=64, max_num_prefill_seqs=16)
+    prefetch_limit = PrefetchLimit(max_num_seqs=64, max_num_prefill_seqs=16)
 
-    assert appetite.room(num_held, Load(num_running=num_running)) == room
+    assert prefetch_limit.room(num_held, Load(num_running=num_running)) == room
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 7, 8, 64])
@@ -53,17 +53,17 @@ def test_no_more_than_can_soon_be_started(num_held: int, num_running: int, room:
 def test_who_comes_later_waits_for_few_that_were_claimed_before(
     max_num_seqs: int, max_num_prefill_seqs: int
 ) -> None:
-    """Whatever is held and running: what one step can start, or the free seats, and the look-ahead."""
-    appetite = Appetite(max_num_seqs=max_num_seqs, max_num_prefill_seqs=max_num_prefill_seqs)
+    """Whatever is held and running: what one step can start, or the free slots, and the look-ahead."""
+    prefetch_limit = PrefetchLimit(max_num_seqs=max_num_seqs, max_num_prefill_seqs=max_num_prefill_seqs)
     for running in range(max_num_seqs + 1):
-        most = min(max_num_prefill_seqs, max_num_seqs - running) + appetite.look_ahead
+        most = min(max_num_prefill_seqs, max_num_seqs - running) + prefetch_limit.look_ahead
         for held in range(running, running + most + 1):
-            assert held + appetite.room(held, Load(num_running=running)) - running == most
+            assert held + prefetch_limit.room(held, Load(num_running=running)) - running == most
 
 
 def test_other_workers_have_the_rest(redis_client: "redis.Redis") -> None:
     tasks = [submit(redis_client) for _ in range(20)]
-    gate = Gate(redis_client, seats=8)
+    gate = Gate(redis_client, slots=8)
 
     first = gate.turn()
     second = gate.turn()
@@ -71,7 +71,7 @@ def test_other_workers_have_the_rest(redis_client: "redis.Redis") -> None:
     assert [one.ownership.task_id for one in first] == tasks[:5], "4 prefills a step and 1 of look-ahead"
     assert second == [], "none of these has started"
     gate.load = Load(num_running=5)
-    assert len(gate.turn()) == 4, "8 seats and 1 of look-ahead are held"
+    assert len(gate.turn()) == 4, "8 slots and 1 of look-ahead are held"
     assert gate.turn() == []
 
 
@@ -90,13 +90,13 @@ def test_a_claim_is_confirmed_before_it_is_touched(
 ) -> None:
     """From then on the death of the worker counts against the task, and not before."""
     task = submit(redis_client)
-    gate, standings = Gate(redis_client), []
+    gate, phases = Gate(redis_client), []
     renew, is_away = gate.intake._store.renew, [True]
 
     def failing(*arguments: Any, **options: Any) -> Any:
         if is_away.pop() if is_away else False:
             raise redis.ConnectionError("away")
-        standings.append(redis_client.hget(keys.run(task), "standing"))
+        phases.append(redis_client.hget(keys.run(task), "standing"))
         return renew(*arguments, **options)
 
     monkeypatch.setattr(gate.intake._store, "renew", failing)
@@ -104,7 +104,7 @@ def test_a_claim_is_confirmed_before_it_is_touched(
         gate.turn()
     assert gate.inbox.take(0.0) == [], "it is not touched"
     assert len(gate.turn()) == 1
-    assert standings == [b"untouched"]
+    assert phases == [b"untouched"]
     assert redis_client.hget(keys.run(task), "standing") == b"seated"
 
 
@@ -190,7 +190,7 @@ def test_an_ended_log_is_settled_and_not_run(redis_client: "redis.Redis") -> Non
 
     snapshot = TaskStore(redis_client).inspect(task)
     assert snapshot is not None
-    assert (snapshot.status, len(gate.holdings)) == ("completed", 0)
+    assert (snapshot.status, len(gate.owned_tasks)) == ("completed", 0)
 
 
 def test_only_the_one_function_name_is_accepted(redis_client: "redis.Redis") -> None:
@@ -204,7 +204,7 @@ def test_only_the_one_function_name_is_accepted(redis_client: "redis.Redis") -> 
         b"",
     ]
     tasks = [submit(redis_client, call) for call in calls]
-    gate = Gate(redis_client, seats=64)
+    gate = Gate(redis_client, slots=64)
 
     assert gate.turn() == []
     gate.publisher.turn()
@@ -230,21 +230,21 @@ def test_a_task_that_comes_back_unnoticed_replaces_its_earlier_attempt(redis_cli
     gate.publisher.turn()
 
     assert discard == Discard(first.ownership)
-    assert isinstance(second, Arrival)
-    assert gate.holdings.owners() == dict([second.ownership])
+    assert isinstance(second, EngineRequest)
+    assert gate.owned_tasks.owners() == dict([second.ownership])
     assert gate.publisher._streams.keys() == {second.ownership.request_id}
     assert gate.metrics._lost._value.get() == 1
 
 
 def test_owning_again_forgets_the_earlier_attempt() -> None:
-    holdings = Holdings(threading.Event())
+    owned_tasks = OwnedTasks(threading.Event())
     old, new = Ownership("t", "1"), Ownership("t", "2")
-    assert holdings.take(old) is None
-    assert holdings.take(new) == old
+    assert owned_tasks.take(old) is None
+    assert owned_tasks.take(new) == old
 
-    assert old not in holdings
-    assert not holdings.drop(old)
-    assert holdings.owners() == {"t": "2"}
+    assert old not in owned_tasks
+    assert not owned_tasks.drop(old)
+    assert owned_tasks.owners() == {"t": "2"}
 
 
 def test_a_request_brings_its_tenant_salt_and_limits(redis_client: "redis.Redis") -> None:
@@ -308,9 +308,9 @@ def test_a_resumed_request_brings_each_of_its_outputs(redis_client: "redis.Redis
     )
 
 
-def test_tasks_with_several_outputs_fill_the_seats() -> None:
-    """Eight tasks of eight outputs hold 64 seats, and a ninth is another worker's to claim."""
-    appetite = Appetite(max_num_seqs=64, max_num_prefill_seqs=16)
+def test_tasks_with_several_outputs_fill_the_slots() -> None:
+    """Eight tasks of eight outputs hold 64 slots, and a ninth is another worker's to claim."""
+    prefetch_limit = PrefetchLimit(max_num_seqs=64, max_num_prefill_seqs=16)
 
-    assert appetite.room(8, Load(num_running=64)) == 8
-    assert appetite.room(9, Load(num_running=64, num_waiting=8)) == 0
+    assert prefetch_limit.room(8, Load(num_running=64)) == 8
+    assert prefetch_limit.room(9, Load(num_running=64, num_waiting=8)) == 0

@@ -34,7 +34,7 @@ from worker.batch_worker import BatchWorker
 from worker.connections import connect
 from worker.loop import Load
 from worker.settings import Timing
-from worker.threads import Surroundings
+from worker.threads import WorkerContext
 
 LEASE_SECONDS = 10.0
 MANY_ROUNDS = 300
@@ -90,9 +90,9 @@ class Hand:
 
     def __init__(self, url: str, clock: Callable[[], float]) -> None:
         self.wire = Wire(url)
-        # Two seats, and blocks for less than two of the longest: some are preempted.
+        # Two slots, and blocks for less than two of the longest: some are preempted.
         self.engine = build_engine(max_num_seqs=2, num_kv_blocks=5)
-        given = Surroundings(
+        given = WorkerContext(
             connect=self.wire.connect,
             metrics=new_metrics(),
             timing=Timing(lease_seconds=LEASE_SECONDS, stall_seconds=1e9),
@@ -100,7 +100,7 @@ class Hand:
             arm=lambda _: None,
         )
         self.worker = BatchWorker(self.engine, served_model(), given)
-        self.crew = self.worker._crew
+        self.crew = self.worker._threads
         self.crew._wake.wait = lambda timeout=None: True  # type: ignore[method-assign] # nothing waits here
         self.crew._leases_service._turn.__self__._wait = lambda _: None  # type: ignore[attr-defined] # as above
 
@@ -117,7 +117,7 @@ class Hand:
 
     @property
     def is_idle(self) -> bool:
-        return not (self.engine.has_work or self.crew.holdings or self.crew._inbox._messages.qsize())
+        return not (self.engine.has_work or self.crew.owned_tasks or self.crew._inbox._messages.qsize())
 
 
 PARTS = ("intake", "loop", "publisher", "leases")
@@ -196,7 +196,7 @@ class Service(RuleBasedStateMachine):
         except Died:
             pass
         else:
-            held = hand.crew.holdings.owners()
+            held = hand.crew.owned_tasks.owners()
             assert not [task_id for task_id, owner in held.items() if self.owner(task_id) == owner]
         assert {task_id: self.told(task_id) for task_id in others} == others, "it wrote what it had lost"
         self.replace(which)
@@ -265,7 +265,7 @@ class Service(RuleBasedStateMachine):
 
     def what_is_not_of(self, hand: Hand) -> dict[str, tuple[int, str | None]]:
         """Tasks that this worker does not own, whatever it believes, and how far they are."""
-        held = hand.crew.holdings.owners()
+        held = hand.crew.owned_tasks.owners()
         return {
             task_id: self.told(task_id)
             for task_id in self.tasks

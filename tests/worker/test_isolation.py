@@ -10,10 +10,10 @@ import redis
 from tests.worker.intake_gate import Gate
 from tests.worker.workshop import die_with_all, ended, submit
 from tokenmill.protocol import keys
-from tokenmill.protocol.records import Standing
+from tokenmill.protocol.records import TaskPhase
 from tokenmill.protocol.store.task_store import Claimed, TaskStore
-from worker.inbox import Arrival, Hush, Inbox, Message, Resume, Try
-from worker.isolation import Trials
+from worker.inbox import EngineRequest, Inbox, Message, Quiesce, Resume, RetryIsolated
+from worker.isolation import IsolatedRetries
 from worker.ownership import Ownership
 
 LENGTH = 6
@@ -27,34 +27,34 @@ def task(ownership: Ownership, **fields: Any) -> Claimed:
 
 
 class Court:
-    """Trials without threads: what they tell the loop can be looked at."""
+    """IsolatedRetries without threads: what they tell the loop can be looked at."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.inbox = Inbox()
         self.wake = threading.Event()
-        self.trials = Trials(self.inbox, self.wake, lambda: self.now)
+        self.trials = IsolatedRetries(self.inbox, self.wake, lambda: self.now)
         self.prepared: list[float] = []
 
     def told(self) -> list[Message]:
         return self.inbox.take(0.0)
 
-    def quieten(self, ownership: Ownership) -> None:
-        assert not self.trials.quieten(ownership, 0.0)
-        (hush,) = self.told()
-        assert isinstance(hush, Hush)
-        hush.heard.set()
-        assert self.trials.quieten(ownership, 0.0)
+    def quiesce(self, ownership: Ownership) -> None:
+        assert not self.trials.quiesce(ownership, 0.0)
+        (quiesce,) = self.told()
+        assert isinstance(quiesce, Quiesce)
+        quiesce.heard.set()
+        assert self.trials.quiesce(ownership, 0.0)
 
-    def begin(self, ownership: Ownership) -> Try:
-        self.quieten(ownership)
+    def begin(self, ownership: Ownership) -> RetryIsolated:
+        self.quiesce(ownership)
         assert self.trials.begin(ownership, self.prepared.append)
         (message,) = self.told()
-        assert isinstance(message, Try)
+        assert isinstance(message, RetryIsolated)
         return message
 
-    def standings(self) -> Mapping[str, Standing]:
-        return self.trials.standings(OWNERS, {C.request_id})
+    def phases(self) -> Mapping[str, TaskPhase]:
+        return self.trials.phases(OWNERS, {C.request_id})
 
 
 @pytest.fixture
@@ -67,21 +67,21 @@ def court() -> Court:
 
 def test_the_loop_is_asked_once_and_nothing_is_recorded_before_it_has_heard(court: Court) -> None:
     for _ in range(3):
-        assert not court.trials.quieten(A, 0.0)
+        assert not court.trials.quiesce(A, 0.0)
         assert court.trials.is_pending
-        assert court.standings() == {"a": "untouched", "b": "untouched", "c": "waiting"}
-    (hush,) = court.told()
-    assert isinstance(hush, Hush)
-    hush.heard.set()
+        assert court.phases() == {"a": "untouched", "b": "untouched", "c": "waiting"}
+    (quiesce,) = court.told()
+    assert isinstance(quiesce, Quiesce)
+    quiesce.heard.set()
 
-    assert court.trials.quieten(A, 0.0)
-    assert court.standings() == {"a": "alone", "b": "untouched", "c": "untouched"}
+    assert court.trials.quiesce(A, 0.0)
+    assert court.phases() == {"a": "alone", "b": "untouched", "c": "untouched"}
     assert not court.trials.is_on
     assert court.told() == []
 
 
 def test_one_that_is_in_no_line_is_taken_to_be_touched(court: Court) -> None:
-    assert court.trials.standings(OWNERS, set())["c"] == "seated"
+    assert court.trials.phases(OWNERS, set())["c"] == "seated"
 
 
 def test_one_after_the_other(court: Court) -> None:
@@ -93,7 +93,7 @@ def test_one_after_the_other(court: Court) -> None:
 
     assert court.told() == [Resume(A)]
     assert court.wake.is_set()
-    assert court.standings() == {"a": "seated", "b": "untouched", "c": "waiting"}
+    assert court.phases() == {"a": "seated", "b": "untouched", "c": "waiting"}
     assert not court.trials.is_pending
     assert court.trials.next() == task(B)
     court.begin(B)
@@ -113,15 +113,15 @@ def test_its_time_runs_while_it_waits_for_its_turn(court: Court) -> None:
 @pytest.mark.parametrize("stage", ["waiting", "asked", "quiet"])
 def test_one_that_is_lost_or_cancelled_before_its_trial_is_not_tried(court: Court, stage: str) -> None:
     if stage == "asked":
-        court.trials.quieten(A, 0.0)
+        court.trials.quiesce(A, 0.0)
     elif stage == "quiet":
-        court.quieten(A)
+        court.quiesce(A)
     court.told()
     court.trials.finish(A)
 
     assert court.told() == ([] if stage == "waiting" else [Resume(A)]), "the loop goes on"
     assert not court.trials.begin(A, court.prepared.append)
-    assert not court.trials.quieten(A, 0.0)
+    assert not court.trials.quiesce(A, 0.0)
     assert court.told() == []
     assert court.trials.next() == task(B)
 
@@ -132,12 +132,12 @@ def test_what_others_come_to_is_no_matter(court: Court) -> None:
     court.trials.finish(Ownership("a", "another attempt"))
 
     assert court.told() == []
-    assert court.standings()["a"] == "alone"
+    assert court.phases()["a"] == "alone"
 
 
 def test_nothing_begins_before_the_loop_is_silent_and_nothing_begins_twice(court: Court) -> None:
     assert not court.trials.begin(A, court.prepared.append), "nobody was asked"
-    court.trials.quieten(A, 0.0)
+    court.trials.quiesce(A, 0.0)
     court.told()
     assert not court.trials.begin(A, court.prepared.append), "the loop has not heard"
     court.trials.finish(A)
@@ -149,26 +149,26 @@ def test_nothing_begins_before_the_loop_is_silent_and_nothing_begins_twice(court
 
 
 def test_one_that_could_not_be_recorded_stays_quiet(court: Court) -> None:
-    court.quieten(A)
-    assert court.trials.quieten(A, 0.0)
-    assert not court.trials.quieten(B, 0.0), "another's turn"
-    assert court.standings() == {"a": "alone", "b": "untouched", "c": "untouched"}
+    court.quiesce(A)
+    assert court.trials.quiesce(A, 0.0)
+    assert not court.trials.quiesce(B, 0.0), "another's turn"
+    assert court.phases() == {"a": "alone", "b": "untouched", "c": "untouched"}
     assert court.trials.begin(A, court.prepared.append)
 
 
 @pytest.mark.parametrize("stage", ["waiting", "asked", "quiet", "begun"])
 def test_when_no_more_trials_come_the_loop_waits_for_none(court: Court, stage: str) -> None:
     if stage == "asked":
-        court.trials.quieten(A, 0.0)
+        court.trials.quiesce(A, 0.0)
     elif stage == "quiet":
-        court.quieten(A)
+        court.quiesce(A)
     elif stage == "begun":
         court.begin(A)
     court.told()
     court.trials.close()
 
     assert court.told() == ([Resume(A)] if stage in ("asked", "quiet") else []), "one that has begun is tried"
-    assert not court.trials.quieten(B, 0.0)
+    assert not court.trials.quiesce(B, 0.0)
     assert court.told() == []
     assert court.trials.num_waiting == (1 if stage == "begun" else 2)
     if stage != "begun":
@@ -203,52 +203,52 @@ def trying(redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch) -> Tryi
 
 
 def test_suspects_wait_and_the_others_go_on_meanwhile(trying: Trying) -> None:
-    arrival, hush = trying.look()
+    arrival, quiesce = trying.look()
 
-    assert isinstance(arrival, Arrival)
+    assert isinstance(arrival, EngineRequest)
     assert arrival.ownership.task_id == trying.other
-    assert isinstance(hush, Hush)
-    assert hush.ownership.task_id == trying.suspects[0]
+    assert isinstance(quiesce, Quiesce)
+    assert quiesce.ownership.task_id == trying.suspects[0]
     assert trying.standing(trying.suspects[0]) == "untouched", "nothing is recorded yet"
 
 
 def test_a_trial_is_recorded_before_it_begins(trying: Trying) -> None:
-    *_, hush = trying.look()
-    assert isinstance(hush, Hush)
-    hush.heard.set()
+    *_, quiesce = trying.look()
+    assert isinstance(quiesce, Quiesce)
+    quiesce.heard.set()
     (trial,) = trying.look()
 
-    assert isinstance(trial, Try)
+    assert isinstance(trial, RetryIsolated)
     assert trial.ownership.task_id == trying.suspects[0]
-    standings = [trying.standing(one) for one in (*trying.suspects, trying.other)]
-    assert standings == ["alone", "untouched", "untouched"]
+    phases = [trying.standing(one) for one in (*trying.suspects, trying.other)]
+    assert phases == ["alone", "untouched", "untouched"]
     arrival = trial.prepare()
     assert arrival is not None
     assert arrival.ownership == trial.ownership
 
 
 def test_nothing_is_claimed_while_one_is_tried_or_soon_will_be(trying: Trying) -> None:
-    *_, hush = trying.look()
+    *_, quiesce = trying.look()
     late = submit(trying.client)
     assert trying.look() == [], "the loop has not heard"
-    assert isinstance(hush, Hush)
-    hush.heard.set()
+    assert isinstance(quiesce, Quiesce)
+    quiesce.heard.set()
     trying.look()
     assert trying.look() == [], "it is tried"
     assert not trying.client.hexists(keys.run(late), "owner")
 
-    trying.trials.finish(hush.ownership)
+    trying.trials.finish(quiesce.ownership)
     resume, arrival, again = trying.look()
-    assert resume == Resume(hush.ownership)
-    assert isinstance(arrival, Arrival), "others have a turn between two trials"
-    assert isinstance(again, Hush)
+    assert resume == Resume(quiesce.ownership)
+    assert isinstance(arrival, EngineRequest), "others have a turn between two trials"
+    assert isinstance(again, Quiesce)
     assert again.ownership.task_id == trying.suspects[1]
 
 
 def test_without_redis_nothing_is_tried(trying: Trying, monkeypatch: pytest.MonkeyPatch) -> None:
-    *_, hush = trying.look()
-    assert isinstance(hush, Hush)
-    hush.heard.set()
+    *_, quiesce = trying.look()
+    assert isinstance(quiesce, Quiesce)
+    quiesce.heard.set()
 
     def fail(*_: object) -> None:
         raise redis.ConnectionError("away")
@@ -260,20 +260,20 @@ def test_without_redis_nothing_is_tried(trying: Trying, monkeypatch: pytest.Monk
                 trying.intake.turn()
         assert trying.inbox.take(0.0) == []
     (trial,) = trying.look()
-    assert isinstance(trial, Try)
+    assert isinstance(trial, RetryIsolated)
 
 
 @pytest.mark.parametrize("how", ["lost", "cancelled"])
 def test_one_that_turns_out_to_be_gone_is_not_tried(trying: Trying, how: str) -> None:
-    *_, hush = trying.look()
-    assert isinstance(hush, Hush)
-    hush.heard.set()
+    *_, quiesce = trying.look()
+    assert isinstance(quiesce, Quiesce)
+    quiesce.heard.set()
     if how == "lost":
-        trying.client.hset(keys.run(hush.ownership.task_id), "owner", "another")
+        trying.client.hset(keys.run(quiesce.ownership.task_id), "owner", "another")
     else:
-        TaskStore(trying.client).cancel(hush.ownership.task_id)
+        TaskStore(trying.client).cancel(quiesce.ownership.task_id)
 
-    assert trying.look() == [Resume(hush.ownership)]
+    assert trying.look() == [Resume(quiesce.ownership)]
 
 
 def test_a_suspect_that_cannot_be_prepared_ends_its_trial(redis_client: "redis.Redis") -> None:
@@ -281,14 +281,14 @@ def test_a_suspect_that_cannot_be_prepared_ends_its_trial(redis_client: "redis.R
     die_with_all(redis_client)
     gate = Gate(redis_client)
     gate.intake.turn()
-    (hush,) = gate.inbox.take(0.0)
-    assert isinstance(hush, Hush)
-    hush.heard.set()
+    (quiesce,) = gate.inbox.take(0.0)
+    assert isinstance(quiesce, Quiesce)
+    quiesce.heard.set()
     gate.intake.turn()
     (trial,) = gate.inbox.take(0.0)
-    assert isinstance(trial, Try)
+    assert isinstance(trial, RetryIsolated)
 
     assert trial.prepare() is None
     gate.publisher.turn()
-    assert gate.inbox.take(0.0) == [Resume(hush.ownership)]
+    assert gate.inbox.take(0.0) == [Resume(quiesce.ownership)]
     assert ended(redis_client, bad)

@@ -8,10 +8,10 @@ import redis
 
 from tests.worker.workshop import SLUG, new_metrics, submit
 from tokenmill.protocol import keys
-from tokenmill.protocol.store.task_store import Standing, TaskStore
+from tokenmill.protocol.store.task_store import TaskPhase, TaskStore
 from worker.leases import Leases
-from worker.ownership import Holdings, Ownership
-from worker.watchdog import Pulse
+from worker.ownership import OwnedTasks, Ownership
+from worker.watchdog import Watchdog
 
 
 class Beats:
@@ -22,16 +22,16 @@ class Beats:
         self.client = client
         self.fails = False
         self.announced = 0
-        self.standing: Standing = "seated"
+        self.standing: TaskPhase = "seated"
         self.lost: list[Ownership] = []
         self.cancelled: list[Ownership] = []
         self.waits: list[float] = []
-        self.holdings = Holdings(threading.Event())
-        self.pulse = Pulse(60.0, lambda: self.now, on_tick=lambda: None, arm=lambda _: None)
+        self.owned_tasks = OwnedTasks(threading.Event())
+        self.watchdog = Watchdog(60.0, lambda: self.now, on_tick=lambda: None, arm=lambda _: None)
         self.leases = Leases(
             TaskStore(client),
-            self.holdings,
-            self.pulse,
+            self.owned_tasks,
+            self.watchdog,
             new_metrics(),
             slug=SLUG,
             lease_seconds=lease_seconds,
@@ -39,7 +39,7 @@ class Beats:
             announce=self.announce,
             on_lost=self.lose,
             on_cancelled=self.cancelled.append,
-            standings=lambda owners: dict.fromkeys(owners, self.standing),
+            phases=lambda owners: dict.fromkeys(owners, self.standing),
             clock=lambda: self.now,
             wait=self.waits.append,
         )
@@ -51,13 +51,13 @@ class Beats:
 
     def lose(self, ownership: Ownership) -> None:
         self.lost.append(ownership)
-        self.holdings.drop(ownership)
+        self.owned_tasks.drop(ownership)
 
     def claim(self, lease_seconds: float = 60.0) -> Ownership:
         submit(self.client)
         (claimed,) = TaskStore(self.client).claim(SLUG, worker="w", max_tasks=1, lease_seconds=lease_seconds)
         ownership = Ownership(claimed.task_id, claimed.owner)
-        self.holdings.take(ownership)
+        self.owned_tasks.take(ownership)
         return ownership
 
     def lapse(self, ownership: Ownership) -> None:
@@ -106,7 +106,7 @@ def test_what_another_took_is_dropped(beats: Beats) -> None:
     beats.leases.turn()
 
     assert (beats.lost, beats.cancelled) == ([held], [])
-    assert beats.holdings.owners() == dict([kept])
+    assert beats.owned_tasks.owners() == dict([kept])
 
 
 def test_what_was_cancelled_is_told_apart(beats: Beats) -> None:
@@ -139,7 +139,7 @@ def test_after_a_lost_connection_the_others_get_a_lease_to_come_back(
 
     def is_reaped(seconds: float) -> bool:
         beats.now = seconds
-        beats.pulse.tick()
+        beats.watchdog.tick()
         beats.leases.turn()
         return beats.lapses_at(slow) == 0
 
@@ -156,7 +156,7 @@ def test_other_errors_are_not_swallowed(beats: Beats) -> None:
 
 
 @pytest.mark.parametrize("standing", ["untouched", "waiting", "seated", "alone"])
-def test_a_beat_records_how_each_task_stands(beats: Beats, standing: Standing) -> None:
+def test_a_beat_records_how_each_task_stands(beats: Beats, standing: TaskPhase) -> None:
     held = beats.claim()
     beats.standing = standing
     beats.leases.turn()
@@ -204,7 +204,7 @@ def test_an_outage_that_this_worker_saw_excuses_what_lapsed_in_it(
     seconds, _ = redis_client.time()
     redis_client.zadd(keys.LEASES, {held.task_id: seconds - 1})
     beats.now = 60.0
-    beats.pulse.tick()
+    beats.watchdog.tick()
     beats.leases.turn()
 
     (again,) = TaskStore(redis_client).claim(SLUG, worker="w", max_tasks=1, lease_seconds=60)

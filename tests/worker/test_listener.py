@@ -13,21 +13,21 @@ from tokenmill.protocol import keys
 from tokenmill.protocol.store.task_store import TaskStore
 from worker.connections import connect
 from worker.listener import Listener
-from worker.ownership import Holdings, Ownership
+from worker.ownership import OwnedTasks, Ownership
 
 
 class Ear:
     def __init__(self, url: str) -> None:
         self.client: Any = connect(url, "listener")
         self.wake = threading.Event()
-        self.holdings = Holdings(threading.Event())
+        self.owned_tasks = OwnedTasks(threading.Event())
         self.cancelled: list[Ownership] = []
         self.num_shutdowns = 0
         self.store = TaskStore(self.client)
         self.listener = Listener(
             self.client,
             self.store,
-            self.holdings,
+            self.owned_tasks,
             slug=SLUG,
             worker_name="w",
             wake=self.wake,
@@ -66,7 +66,7 @@ def claim(ear: Ear, client: "redis.Redis") -> Ownership:
     submit(client)
     (claimed,) = ear.store.claim(SLUG, worker="w", max_tasks=1, lease_seconds=60)
     ownership = Ownership(claimed.task_id, claimed.owner)
-    ear.holdings.take(ownership)
+    ear.owned_tasks.take(ownership)
     return ownership
 
 
@@ -124,7 +124,7 @@ def test_nonsense_says_nothing(ear: Ear, redis_client: "redis.Redis") -> None:
     ear.hear(lambda: ear.num_shutdowns)
 
     assert ear.cancelled == []
-    assert held in ear.holdings
+    assert held in ear.owned_tasks
 
 
 def test_after_a_lost_connection_it_hears_again(ear: Ear, redis_client: "redis.Redis") -> None:

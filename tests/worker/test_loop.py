@@ -17,7 +17,7 @@ def test_a_turn_takes_what_came_steps_and_hands_on() -> None:
     bench.loop.turn()
 
     assert bench.engine.calls == [("add", "a:o1"), ("add", "b:o2"), ("step", "a:o1,b:o2")]
-    assert [output.request_id for output in bench.outlet.steps[0].outputs] == ["a:o1", "b:o2"]
+    assert [output.request_id for output in bench.sink.steps[0].outputs] == ["a:o1", "b:o2"]
     assert bench.loop.load == Load(num_running=2)
     assert bench.wake.is_set(), "what was started leaves room for claims"
 
@@ -42,7 +42,7 @@ def test_what_was_lost_on_its_way_is_not_started() -> None:
     """rq#2160: the cancel came before the start."""
     bench = Bench()
     bench.arrive(A)
-    bench.holdings.drop(A)
+    bench.owned_tasks.drop(A)
     bench.inbox.put(Cancel(A))
     bench.loop.turn()
 
@@ -60,7 +60,7 @@ def test_a_task_that_comes_back_is_a_new_request() -> None:
     bench.loop.turn()
 
     assert bench.engine.live == ["a:o9"]
-    assert again in bench.holdings
+    assert again in bench.owned_tasks
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_refused_request_fails_with_the_clients_field(
     bench.arrive(A, prompt_field="messages")
     bench.loop.turn()
 
-    failed = bench.outlet.failed["a:o1"]
+    failed = bench.sink.failed["a:o1"]
     assert (failed.param, failed.code, failed.message) == (param, code, message)
 
 
@@ -96,21 +96,21 @@ def test_an_unexpected_error_in_add_fails_that_request_alone() -> None:
     bench.arrive(B)
     bench.loop.turn()
 
-    assert bench.outlet.failed["a:o1"].code == "internal_error"
+    assert bench.sink.failed["a:o1"].code == "internal_error"
     assert bench.engine.live == ["b:o2"]
 
 
 def test_a_full_outlet_stops_steps_but_not_ticks() -> None:
     bench = Bench()
     bench.arrive(A)
-    bench.outlet.is_full = True
+    bench.sink.is_full = True
     for second in range(100):
         bench.now = float(second)
         bench.loop.turn()
 
     assert ("step", "a:o1") not in bench.engine.calls
-    assert bench.outlet.num_waits == 100
-    assert not bench.pulse.is_stalled
+    assert bench.sink.num_waits == 100
+    assert not bench.watchdog.is_stalled
     bench.inbox.put(Cancel(A))
     bench.loop.turn()
     assert bench.engine.calls[-1] == ("cancel", "a:o1"), "messages are heard all the same"
@@ -130,7 +130,7 @@ def test_no_tick_puts_the_end_of_the_process_off() -> None:
     """docling-jobkit#102: a worker that was to end went on hanging."""
     bench = Bench()
     bench.loop.turn()
-    bench.pulse.end_within(14.0)
+    bench.watchdog.end_within(14.0)
     for second in range(1, 100):
         bench.now = float(second)
         bench.loop.turn()
@@ -141,9 +141,9 @@ def test_no_tick_puts_the_end_of_the_process_off() -> None:
 def test_a_loop_without_turns_is_stalled() -> None:
     bench = Bench()
     bench.now = 60.0
-    assert not bench.pulse.is_stalled
+    assert not bench.watchdog.is_stalled
     bench.now = 60.1
-    assert bench.pulse.is_stalled
+    assert bench.watchdog.is_stalled
 
 
 def test_observers_cannot_hurt_and_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -176,7 +176,7 @@ def test_where_requests_wait_is_told_twice_a_second() -> None:
         bench.now = 1 + turn / 50
         bench.loop.turn()
 
-    assert len(bench.outlet.lines) == 4
+    assert len(bench.sink.lines) == 4
 
 
 def test_an_empty_line_is_told_once() -> None:
@@ -189,7 +189,7 @@ def test_an_empty_line_is_told_once() -> None:
         bench.now = float(second)
         bench.loop.turn()
 
-    assert [len(line) for line in bench.outlet.lines] == [1, 0]
+    assert [len(line) for line in bench.sink.lines] == [1, 0]
 
 
 def test_observers_see_the_engine_idle_after_a_discard() -> None:

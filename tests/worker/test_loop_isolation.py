@@ -1,14 +1,14 @@
 """The loop while one request is tried alone: whom it steps, and when it waits."""
 
 from tests.worker.loop_bench import A, B, Bench
-from worker.inbox import Cancel, Resume, Try
+from worker.inbox import Cancel, Resume, RetryIsolated
 
 
 def test_nobody_is_stepped_from_the_hush_on_and_the_loop_goes_round() -> None:
     bench = Bench()
     bench.arrive(A)
     bench.loop.turn()
-    heard = bench.hush(B)
+    heard = bench.quiesce(B)
     assert not heard.is_set()
     for second in range(1, 4):
         bench.now = float(second)
@@ -24,7 +24,7 @@ def test_the_device_is_done_with_what_it_was_given_before_the_hush_is_heard() ->
     bench = Bench()
     bench.arrive(A)
     bench.loop.turn()
-    heard = bench.hush(B)
+    heard = bench.quiesce(B)
     heard_at_drain: list[bool] = []
     bench.engine.drain = lambda: heard_at_drain.append(heard.is_set())  # type: ignore[method-assign]
     bench.loop.turn()
@@ -36,7 +36,7 @@ def test_the_device_is_done_with_what_it_was_given_before_the_hush_is_heard() ->
 def test_the_one_that_is_tried_is_stepped_alone_until_its_trial_is_over() -> None:
     bench = Bench()
     bench.arrive(A)
-    bench.hush(B)
+    bench.quiesce(B)
     bench.try_alone(B)
     bench.loop.turn()
     bench.loop.turn()
@@ -49,7 +49,7 @@ def test_the_one_that_is_tried_is_stepped_alone_until_its_trial_is_over() -> Non
 def test_when_the_one_that_is_tried_has_ended_nobody_is_stepped_until_that_is_stored() -> None:
     bench = Bench()
     bench.arrive(A)
-    bench.hush(B)
+    bench.quiesce(B)
     bench.try_alone(B)
     bench.loop.turn()
     bench.inbox.put(Cancel(B))
@@ -65,7 +65,7 @@ def test_when_the_one_that_is_tried_has_ended_nobody_is_stepped_until_that_is_st
 def test_a_trial_that_is_over_before_it_begins_prepares_nothing() -> None:
     bench = Bench()
     bench.arrive(A)
-    bench.hush(B)
+    bench.quiesce(B)
     bench.inbox.put(Resume(B))
     bench.try_alone(B)
     bench.loop.turn()
@@ -79,7 +79,7 @@ def test_grammars_of_others_are_compiled_before_one_is_tried() -> None:
     bench = Bench()
     bench.arrive(A)
     bench.engine.is_compiling = True
-    heard = bench.hush(B)
+    heard = bench.quiesce(B)
     bench.loop.turn()
     assert not heard.is_set()
     assert bench.stepped == ["a:o1"]
@@ -94,7 +94,7 @@ def test_one_that_is_gone_before_that_is_not_waited_for() -> None:
     bench = Bench()
     bench.arrive(A)
     bench.engine.is_compiling = True
-    bench.hush(B)
+    bench.quiesce(B)
     bench.loop.turn()
     bench.inbox.put(Resume(B))
     bench.engine.is_compiling = False
@@ -106,7 +106,7 @@ def test_one_that_is_gone_before_that_is_not_waited_for() -> None:
 def test_the_end_of_another_trial_ends_none() -> None:
     bench = Bench()
     bench.arrive(A)
-    bench.hush(B)
+    bench.quiesce(B)
     bench.inbox.put(Resume(A))
     bench.try_alone(B)
     bench.loop.turn()
@@ -117,8 +117,8 @@ def test_the_end_of_another_trial_ends_none() -> None:
 def test_one_that_ended_in_its_preparation_is_not_added() -> None:
     bench = Bench()
     bench.arrive(A)
-    bench.hush(B)
-    bench.inbox.put(Try(B, lambda: None))
+    bench.quiesce(B)
+    bench.inbox.put(RetryIsolated(B, lambda: None))
     bench.loop.turn()
 
     assert bench.engine.live == ["a:o1"]
@@ -128,14 +128,14 @@ def test_one_that_ended_in_its_preparation_is_not_added() -> None:
 def test_a_preparation_that_hangs_is_a_stall() -> None:
     """docling-jobkit#102: what hangs must stop the ticks, so that the watchdog ends the process."""
     bench = Bench()
-    bench.hush(B)
+    bench.quiesce(B)
     seen = []
 
     def prepare() -> None:
         bench.now = 61.0
-        seen.append(bench.pulse.is_stalled)
+        seen.append(bench.watchdog.is_stalled)
 
-    bench.inbox.put(Try(B, prepare))
+    bench.inbox.put(RetryIsolated(B, prepare))
     bench.loop.turn()
 
     assert seen == [True]
@@ -143,10 +143,10 @@ def test_a_preparation_that_hangs_is_a_stall() -> None:
 
 def test_a_full_outlet_stops_a_trial_too() -> None:
     bench = Bench()
-    bench.hush(B)
+    bench.quiesce(B)
     bench.try_alone(B)
-    bench.outlet.is_full = True
+    bench.sink.is_full = True
     bench.loop.turn()
 
     assert bench.stepped == []
-    assert bench.outlet.num_waits == 1
+    assert bench.sink.num_waits == 1

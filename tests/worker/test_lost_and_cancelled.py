@@ -38,7 +38,7 @@ class Ends:
 
 
 def count_lost(worker: BatchWorker) -> float:
-    value: float = worker._given.metrics._lost._value.get()
+    value: float = worker._context.metrics._lost._value.get()
     return value
 
 
@@ -62,14 +62,16 @@ def test_a_task_that_is_claimed_again_runs_once(redis_url: str, redis_client: "r
         # No step runs, so only the claim can tell that the first attempt is lost; or a renewal before it.
         until(lambda: redis_client.hget(keys.run(task), "owner") not in (None, first), "it is claimed again")
         # The loop stands in a step of the first attempt; it must not begin another before it hears of it.
-        until(lambda: run.worker._crew._inbox._messages.qsize() == 2, "the loop will hear of both attempts")
+        until(
+            lambda: run.worker._threads._inbox._messages.qsize() == 2, "the loop will hear of both attempts"
+        )
         permits.release(2)
         until(lambda: log_length(redis_client, task) > 3, "the second attempt runs")
         assert [request.partition(":")[0] for request in engine._requests] == [task]
         permits.release(100)
         assert tokens_of(ended(redis_client, task)) == undisturbed([1, 2, 3], 20)
-        until(lambda: not run.worker._crew.holdings, "nothing is held")
-        until(lambda: run.worker._crew.loop.load == Load(), "nothing runs")
+        until(lambda: not run.worker._threads.owned_tasks, "nothing is held")
+        until(lambda: run.worker._threads.loop.load == Load(), "nothing runs")
         assert count_lost(run.worker) == 1
 
 
@@ -86,12 +88,12 @@ def test_every_cancel_of_a_running_request_is_counted(
 
     def has_running(number: int) -> bool:
         permits.release()
-        return run.worker._crew.loop.load == Load(num_running=number)
+        return run.worker._threads.loop.load == Load(num_running=number)
 
     with running(redis_url, engine, observers=(ends,)) as run:
         if not heard:
-            run.worker._crew._listener_service.stop()
-            until(lambda: run.worker._crew._listener_service.join(1), "nobody listens")
+            run.worker._threads._listener_service.stop()
+            until(lambda: run.worker._threads._listener_service.join(1), "nobody listens")
         until(lambda: has_running(num_tasks), "all run")
         chance.shuffle(tasks)
         for task in tasks:
@@ -100,4 +102,4 @@ def test_every_cancel_of_a_running_request_is_counted(
         until(lambda: has_running(0), "nothing runs")
         assert ends.reasons == {"cancelled": num_tasks}
         assert count_lost(run.worker) == 0
-        assert len(run.worker._crew.holdings) == 0
+        assert len(run.worker._threads.owned_tasks) == 0

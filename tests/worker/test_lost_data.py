@@ -28,7 +28,7 @@ from tokenmill.protocol.model_card import ModelCard
 from tokenmill.protocol.store.task_store import TaskStore
 from worker.batch_worker import BatchWorker
 from worker.connections import connect
-from worker.threads import Surroundings
+from worker.threads import WorkerContext
 
 CARD = ModelCard(
     model=MODEL,
@@ -41,7 +41,7 @@ CARD = ModelCard(
 
 
 def work(url: str) -> Running:
-    given = Surroundings(
+    given = WorkerContext(
         connect=lambda name: connect(url, name), metrics=new_metrics(), timing=TIMING, arm=lambda _: None
     )
     return Running(BatchWorker(build_engine(), served_model(), given, card=CARD))
@@ -95,7 +95,7 @@ def test_a_stopped_redis_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFi
         with redis.Redis.from_url(server.url) as client:
             until(lambda: TaskStore(client).workers(), "it works")
             server.process.send_signal(signal.SIGSTOP)
-            errors = run.worker._given.metrics._redis_errors
+            errors = run.worker._context.metrics._redis_errors
             until(lambda: sum(one._value.get() for one in errors._metrics.values()) >= 8, "calls fail")
             server.process.send_signal(signal.SIGCONT)
             task = submit(client, prompt_token_ids=(1,))

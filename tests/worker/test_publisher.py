@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import redis
 
-from engine.engine import WaitingSequence
+from engine.engine import QueuePosition
 from engine.outputs import SequenceOutput, StepOutput, StepReport, WaitingReason
 from engine.sequence import FinishReason
 from tests.worker.workshop import SLUG, ended, log_length, new_metrics, submit, tokens_of
@@ -16,7 +16,7 @@ from tokenmill.protocol import keys
 from tokenmill.protocol.messages import FinishedEvent, LogEntry
 from tokenmill.protocol.store.task_store import Outcome, TaskSnapshot, TaskStore, Write
 from worker.errors import invalid_value
-from worker.ownership import Holdings, Ownership
+from worker.ownership import OwnedTasks, Ownership
 from worker.publisher import Publisher
 from worker.stream import Stream
 
@@ -46,7 +46,7 @@ class Desk:
         self.client = client
         self.task = submit(client, sampling={"n": num_outputs})
         store = TaskStore(client)
-        self.holdings = Holdings(threading.Event())
+        self.owned_tasks = OwnedTasks(threading.Event())
         self.lost: list[Ownership] = []
         self.cancelled: list[Ownership] = []
         self.progressed: list[Ownership] = []
@@ -55,7 +55,7 @@ class Desk:
         unreliable: Any = self.unreliable
         self.publisher = Publisher(
             unreliable,
-            self.holdings,
+            self.owned_tasks,
             self.metrics,
             on_lost=self.lost.append,
             on_cancelled=self.cancelled.append,
@@ -64,7 +64,7 @@ class Desk:
         )
         (claimed,) = store.claim(SLUG, worker="w", max_tasks=1, lease_seconds=60)
         self.ownership = Ownership(claimed.task_id, claimed.owner)
-        self.holdings.take(self.ownership)
+        self.owned_tasks.take(self.ownership)
         self.publisher.open(Stream(self.ownership, num_prompt_tokens=3, num_outputs=num_outputs))
 
     def say(self, token: int | None, **fields: Any) -> None:
@@ -124,7 +124,7 @@ def test_exactly_once_whatever_is_lost(desk: Desk, seed: int) -> None:
     events = ended(desk.client, desk.task)
     assert tokens_of(events) == list(range(1, 32))
     assert "".join(event.text for event in events) == "".join(f"<{n}>" for n in range(1, 32)) + "!"
-    assert len(desk.holdings) == 0
+    assert len(desk.owned_tasks) == 0
     assert desk.lost == []
     assert (desk.publisher.num_completed, desk.publisher.is_drained) == (1, True)
 
@@ -224,9 +224,7 @@ def test_a_request_fails_once(desk: Desk) -> None:
 
 def test_where_it_waits_is_told_and_taken_back(desk: Desk) -> None:
     line = [
-        WaitingSequence(
-            request_id=request_id, position=place, tokens_ahead=70, reason=WaitingReason.KV_BLOCKS
-        )
+        QueuePosition(request_id=request_id, position=place, tokens_ahead=70, reason=WaitingReason.KV_BLOCKS)
         for place, request_id in enumerate(["x:1", "y:1", "y:1", desk.ownership.request_id], start=1)
     ]
     desk.publisher.tell_waiting(line)
@@ -248,7 +246,7 @@ def test_where_it_waits_is_told_and_taken_back(desk: Desk) -> None:
 
 
 def test_a_preempted_request_that_runs_again_waits_no_longer(desk: Desk) -> None:
-    line = WaitingSequence(
+    line = QueuePosition(
         request_id=desk.ownership.request_id, position=1, tokens_ahead=70, reason=WaitingReason.KV_BLOCKS
     )
     desk.publisher.hand(
@@ -278,7 +276,7 @@ def test_a_preempted_request_that_runs_again_waits_no_longer(desk: Desk) -> None
 @pytest.mark.parametrize("lost", ["nothing", "call", "reply"])
 def test_who_started_since_the_line_was_told_waits_no_longer(desk: Desk, lost: str) -> None:
     """A slow Redis: one write carries the wait and the start, whatever became of an earlier one."""
-    line = WaitingSequence(
+    line = QueuePosition(
         request_id=desk.ownership.request_id, position=1, tokens_ahead=70, reason=WaitingReason.KV_BLOCKS
     )
     desk.publisher.tell_waiting([line])
@@ -334,9 +332,9 @@ def test_a_task_of_which_an_output_runs_does_not_wait(redis_client: "redis.Redis
     assert desk.snapshot.position is None
 
 
-def waiting_output(desk: Desk, index: int) -> WaitingSequence:
+def waiting_output(desk: Desk, index: int) -> QueuePosition:
     reason = WaitingReason.KV_BLOCKS if index == 0 else WaitingReason.SIBLING
-    return WaitingSequence(
+    return QueuePosition(
         request_id=desk.ownership.request_id,
         index=index,
         position=index + 1,
@@ -372,7 +370,7 @@ def test_who_waits_for_a_grammar_is_not_idle(desk: Desk) -> None:
         (WaitingReason.GRAMMAR, set()),
         (WaitingReason.KV_BLOCKS, {desk.ownership.request_id}),
     ):
-        one = WaitingSequence(request_id=desk.ownership.request_id, position=1, tokens_ahead=0, reason=reason)
+        one = QueuePosition(request_id=desk.ownership.request_id, position=1, tokens_ahead=0, reason=reason)
         desk.publisher.tell_waiting([one])
         desk.publisher.turn()
         assert desk.publisher.idle_ids == idle

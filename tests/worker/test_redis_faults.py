@@ -112,7 +112,7 @@ def test_redis_restarts_under_the_worker(tmp_path: Path) -> None:
             server.process.kill()
             server.process.wait()
             permits.release(10)
-            until(lambda: run.worker._crew.publisher.backlog >= 10, "tokens wait for Redis")
+            until(lambda: run.worker._threads.publisher.backlog >= 10, "tokens wait for Redis")
             server = start_redis(tmp_path, port)
             permits.release(100)
             assert tokens_of(ended(client, task)) == undisturbed([1, 2, 3], 30)
@@ -128,15 +128,15 @@ def test_the_loop_rests_while_redis_is_away_too_long(tmp_path: Path) -> None:
     runner = FakeRunner()
     try:
         with redis.Redis.from_url(server.url) as client, running(server.url, build_engine(runner)) as run:
-            run.worker._crew.publisher._max_backlog = 20
-            ticks = count_calls(run.worker._crew.pulse, "tick")
+            run.worker._threads.publisher._max_backlog = 20
+            ticks = count_calls(run.worker._threads.watchdog, "tick")
             task = submit(client, sampling={"max_tokens": 190})
             wait_for_length(client, task, 1)
             server.process.send_signal(signal.SIGSTOP)
-            until(lambda: run.worker._crew.publisher.is_full, "the buffer is full")
+            until(lambda: run.worker._threads.publisher.is_full, "the buffer is full")
             num_ticks = len(ticks)
             until(lambda: len(ticks) >= num_ticks + 3, "the loop goes round")
-            assert run.worker._crew.publisher.backlog == 20
+            assert run.worker._threads.publisher.backlog == 20
             server.process.send_signal(signal.SIGCONT)
             assert tokens_of(ended(client, task)) == undisturbed([1, 2, 3], 190)
     finally:

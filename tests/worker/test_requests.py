@@ -60,7 +60,7 @@ def test_requests_end_with_text_and_result(redis_url: str, redis_client: "redis.
 
 
 def test_one_worker_many_at_once(redis_url: str, redis_client: "redis.Redis") -> None:
-    """More requests than seats: all end, and no step ran more than the seats."""
+    """More requests than slots: all end, and no step ran more than the slots."""
     engine = build_engine(max_num_seqs=4)
     tasks = [submit(redis_client, prompt_token_ids=(n + 1,)) for n in range(30)]
 

@@ -13,7 +13,7 @@ from tests.worker.workshop import ended, submit, until
 from tokenmill.protocol.store.task_store import TaskStore
 from worker.connections import connect
 from worker.service import Service
-from worker.watchdog import Pulse
+from worker.watchdog import Watchdog
 
 
 class Turns:
@@ -87,18 +87,20 @@ def test_a_thread_that_has_ended_does_not_hang() -> None:
 def test_ticks_count_for_nothing_while_another_thread_hangs() -> None:
     """The watchdog, which is armed for the last time, then ends the process."""
     now, armed, hanging = [0.0], list[float](), [False]
-    pulse = Pulse(60.0, lambda: now[0], on_tick=lambda: None, is_hanging=lambda: hanging[0], arm=armed.append)
-    pulse.tick()
+    watchdog = Watchdog(
+        60.0, lambda: now[0], on_tick=lambda: None, is_hanging=lambda: hanging[0], arm=armed.append
+    )
+    watchdog.tick()
     hanging[0] = True
     for second in range(1, 62):
         now[0] = float(second)
-        pulse.tick()
+        watchdog.tick()
     assert armed == [61.0]
-    assert pulse.is_stalled
+    assert watchdog.is_stalled
     hanging[0] = False
-    pulse.tick()
+    watchdog.tick()
     assert armed == [61.0, 61.0]
-    assert not pulse.is_stalled
+    assert not watchdog.is_stalled
 
 
 class Deaf:

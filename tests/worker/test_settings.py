@@ -18,7 +18,7 @@ from worker.settings import (
     Timing,
     WorkerSettings,
 )
-from worker.watchdog import Watchdog
+from worker.watchdog import WatchdogProcess
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:
@@ -122,7 +122,7 @@ def test_a_directory_is_served_under_its_own_name() -> None:
 
 def test_the_longest_stall_can_be_watched_for() -> None:
     timing = WorkerSettings.from_env({"TOKENMILL_STALL_SECONDS": "1e9"}).timing
-    watchdog = Watchdog()
+    watchdog = WatchdogProcess()
     watchdog.arm(timing.stall_seconds)
     watchdog.close()
 

@@ -61,8 +61,8 @@ def test_every_suspect_runs_alone_until_it_has_logged_a_token(
     with running(redis_url, build_engine(runner, max_num_seqs=3)) as run:
         for number, one in enumerate(tasks):
             assert tokens_of(ended(redis_client, one)) == undisturbed([number + 1], LENGTH)
-        until(lambda: not run.worker._crew.holdings, "nothing is held")
-        suspected = run.worker._given.metrics._suspected._value.get()
+        until(lambda: not run.worker._threads.owned_tasks, "nothing is held")
+        suspected = run.worker._context.metrics._suspected._value.get()
 
     assert suspected == 5
     for one in tasks:
@@ -80,12 +80,12 @@ def test_the_others_stand_as_untouched_while_one_is_tried(
 
     with running(redis_url, build_engine(runner)):
         until(lambda: {suspect} in runner.steps, "it is tried")
-        standings = [redis_client.hget(keys.run(one), "standing") for one in (suspect, mate)]
+        phases = [redis_client.hget(keys.run(one), "standing") for one in (suspect, mate)]
         permit.set()
         for number, one in enumerate((suspect, mate)):
             assert tokens_of(ended(redis_client, one)) == undisturbed([number + 1], LENGTH)
 
-    assert standings == [b"alone", b"untouched"]
+    assert phases == [b"alone", b"untouched"]
 
 
 def test_a_suspect_that_is_cancelled_in_its_trial_ends_it(
@@ -100,7 +100,7 @@ def test_a_suspect_that_is_cancelled_in_its_trial_ends_it(
     with running(redis_url, build_engine(runner)) as run:
         until(lambda: {suspect} in runner.steps, "it is tried")
         TaskStore(redis_client).cancel(suspect)
-        until(lambda: not run.worker._crew.trials.is_on, "the trial is over")
+        until(lambda: not run.worker._threads.trials.is_on, "the trial is over")
         permit.set()
         assert tokens_of(ended(redis_client, other)) == undisturbed([2], LENGTH)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from worker import watchdog_process as watchdog
-from worker.watchdog import Watchdog
+from worker.watchdog import WatchdogProcess
 
 ROOT = Path(__file__).parents[2]
 STALL_SECONDS = 5.0
@@ -156,7 +156,7 @@ def test_one_that_was_never_armed_ends_nothing() -> None:
 
 
 def test_closing_ends_the_watchdog() -> None:
-    guard = Watchdog()
+    guard = WatchdogProcess()
     guard.arm(1e6)
     process = guard._process
     assert process is not None

@@ -157,7 +157,7 @@ def test_terminated_with_claimed_but_not_started(
     """rq#2236, celery#3802: SIGTERM between taking a job and starting it lost the job."""
     tasks = submit_some(redis_client, 6)
     worker = start(GATED="1")
-    until(lambda: redis_client.zcard(keys.LEASES) == 5, "4 seats and a task of look-ahead are claimed")
+    until(lambda: redis_client.zcard(keys.LEASES) == 5, "4 slots and a task of look-ahead are claimed")
     worker.terminate()
     until(lambda: TaskStore(redis_client).workers()[0].state == "draining", "it heard")
     permit(redis_client, 1)

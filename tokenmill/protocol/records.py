@@ -33,7 +33,7 @@ FACTS = frozenset(
 
 TaskStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 WorkerState = Literal["loading", "ready", "draining", "stalled"]
-Standing = Literal["untouched", "waiting", "seated", "alone"]
+TaskPhase = Literal["untouched", "waiting", "seated", "alone"]
 """How a task stands in the worker that owns it: nothing is done with it, for sure; it waits for a step to
 take it; steps take it, or it is being prepared; so it is alone, while the others are untouched."""
 

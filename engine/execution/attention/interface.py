@@ -96,32 +96,32 @@ class AttentionBatch:
     """Where the rows of one flat batch belong in the pool.
 
     All tensors are int64 and on the host: a backend plans with them, and takes from `on` what its kernels
-    read. `slots` [tokens]: where each row's key and value go, counted as block * block_size + offset.
-    `blocks_begun`: blocks whose first token this batch writes and whose last it does not. `single_rows`
-    [singles]: rows of sequences that compute one token; `single_lengths`: tokens each has, the new one
-    included; `single_tables` [singles, blocks]: their KV blocks, filled up with the null block 0. `chunks`:
+    read. `slot_mapping` [tokens]: where each row's key and value go, counted as block * block_size + offset.
+    `blocks_begun`: blocks whose first token this batch writes and whose last it does not. `decode_rows`
+    [singles]: rows of sequences that compute one token; `decode_lengths`: tokens each has, the new one
+    included; `decode_tables` [singles, blocks]: their KV blocks, filled up with the null block 0. `chunks`:
     all other rows. `moved`: the same on the device, where the runner has moved it.
     """
 
-    slots: torch.Tensor
+    slot_mapping: torch.Tensor
     blocks_begun: torch.Tensor
-    single_rows: torch.Tensor
-    single_lengths: torch.Tensor
-    single_tables: torch.Tensor
+    decode_rows: torch.Tensor
+    decode_lengths: torch.Tensor
+    decode_tables: torch.Tensor
     chunks: tuple[Chunk, ...]
     moved: "AttentionBatch | None" = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All of them, in the order in which `with_tensors` takes them."""
-        singles = [self.single_rows, self.single_lengths, self.single_tables]
-        return [self.slots, self.blocks_begun, *singles, *(chunk.table for chunk in self.chunks)]
+        singles = [self.decode_rows, self.decode_lengths, self.decode_tables]
+        return [self.slot_mapping, self.blocks_begun, *singles, *(chunk.table for chunk in self.chunks)]
 
     def with_tensors(self, tensors: list[torch.Tensor]) -> "AttentionBatch":
         """The same batch in other tensors: one for each of `tensors`."""
-        slots, blocks_begun, single_rows, single_lengths, single_tables, *tables = tensors
+        slots, blocks_begun, decode_rows, decode_lengths, decode_tables, *tables = tensors
         chunks = (chunk._replace(table=table) for chunk, table in zip(self.chunks, tables, strict=True))
-        return AttentionBatch(slots, blocks_begun, single_rows, single_lengths, single_tables, tuple(chunks))
+        return AttentionBatch(slots, blocks_begun, decode_rows, decode_lengths, decode_tables, tuple(chunks))
 
     def on(self, device: torch.device) -> "AttentionBatch":
         """The same with its tensors on `device`; without a copy where the runner has moved them."""
@@ -136,13 +136,13 @@ class AttentionBatch:
 class DecodeRows:
     """A batch of nothing but single tokens, in tensors of the device that stay where they are.
 
-    All int64. `slots` [rows]: where each row's key and value go; `lengths` [rows]: tokens that its sequence
-    has, the new one included; `tables` [rows, blocks]: its KV blocks, as wide as the longest sequence
-    allowed. Behind a row's last block a table may name any block. Rows of nobody fill the batch up: slot 0,
-    length 1, a table that begins with the null block 0.
+    All int64. `slot_mapping` [rows]: where each row's key and value go; `lengths` [rows]: tokens that its
+    sequence has, the new one included; `tables` [rows, blocks]: its KV blocks, as wide as the longest
+    sequence allowed. Behind a row's last block a table may name any block. Rows of nobody fill the batch up:
+    slot 0, length 1, a table that begins with the null block 0.
     """
 
-    slots: torch.Tensor
+    slot_mapping: torch.Tensor
     lengths: torch.Tensor
     tables: torch.Tensor
 
@@ -163,7 +163,7 @@ class AttentionBackend(Protocol):
 class GraphableBackend(AttentionBackend, Protocol):
     """A backend whose decode steps can be captured once and replayed with other contents."""
 
-    def begin_decode(self, rows: DecodeRows) -> AttentionStep:
+    def build_decode_metadata(self, rows: DecodeRows) -> AttentionStep:
         """Prepare one forward of `rows`, whatever they hold at the time when the device computes it.
 
         This call and the step's `attend` are captured: they launch work for the device and nothing else. They

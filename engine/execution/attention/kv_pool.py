@@ -32,10 +32,10 @@ class KVPool:
         if len(batch.blocks_begun):
             self._zero(batch.on(self.device).blocks_begun)
 
-    def store(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write one row of `key` [rows, kv heads, head_dim] and `value` to each of `slots` [rows]."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, slots, key)
-        self.values[layer].flatten(0, 1).index_copy_(0, slots, value)
+    def store(self, layer: int, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write one row of `key` [rows, kv heads, head_dim] and `value` to each of `slot_mapping` [rows]."""
+        self.keys[layer].flatten(0, 1).index_copy_(0, slot_mapping, key)
+        self.values[layer].flatten(0, 1).index_copy_(0, slot_mapping, value)
 
     def zero_blocks(self, blocks: tuple[int, ...]) -> None:
         """Forget what these blocks hold."""

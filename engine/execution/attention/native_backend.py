@@ -22,7 +22,7 @@ from engine.execution.machine.strides import dense
 
 @dataclass(frozen=True, slots=True)
 class NativePool:
-    """One tensor of `AttentionOperator.group_numbers` numbers for each `GROUP` slots, for each layer."""
+    """For each layer, one tensor of `AttentionOperator.group_numbers` values per group of `GROUP` slots."""
 
     shape: PoolShape
     layers: tuple[torch.Tensor, ...]
@@ -49,21 +49,21 @@ class NativeAttention:
         self.zero_blocks((0,))
 
     def begin(self, batch: AttentionBatch) -> "NativeStep":
-        return NativeStep(self._operator, self.pool, batch.slots.contiguous(), *_spans(batch))
+        return NativeStep(self._operator, self.pool, batch.slot_mapping.contiguous(), *_spans(batch))
 
-    def begin_decode(self, rows: DecodeRows) -> "NativeStep":
-        places = torch.arange(len(rows.slots))
+    def build_decode_metadata(self, rows: DecodeRows) -> "NativeStep":
+        places = torch.arange(len(rows.slot_mapping))
         spans = torch.ones(len(places), 4, dtype=torch.int64)
         spans[:, 0] = places
         spans[:, 2] = rows.lengths - 1
         spans[:, 3] = places * rows.tables.stride(0)
-        return NativeStep(self._operator, self.pool, rows.slots, spans, rows.tables)
+        return NativeStep(self._operator, self.pool, rows.slot_mapping, spans, rows.tables)
 
     def zero_blocks(self, blocks: tuple[int, ...]) -> None:
         block_size = self.pool.shape.block_size
-        slots = (torch.tensor(blocks)[:, None] * block_size + torch.arange(block_size)).flatten()
+        slot_mapping = (torch.tensor(blocks)[:, None] * block_size + torch.arange(block_size)).flatten()
         for spec, layer in zip(self.pool.shape.layers, self.pool.layers, strict=True):
-            self._operator.forget(layer, slots, spec)
+            self._operator.forget(layer, slot_mapping, spec)
 
 
 def bytes_per_block(
@@ -94,13 +94,13 @@ class NativeStep:
         self,
         operator: AttentionOperator,
         pool: NativePool,
-        slots: torch.Tensor,
+        slot_mapping: torch.Tensor,
         spans: torch.Tensor,
         tables: torch.Tensor,
     ) -> None:
         self._operator = operator
         self._pool = pool
-        self._slots = slots
+        self._slot_mapping = slot_mapping
         self._spans = spans
         self._tables = tables
 
@@ -120,13 +120,13 @@ class NativeStep:
             out=out.data_ptr(),
             pool=pool.data_ptr(),
             sinks=None if sinks is None else sinks.data_ptr(),
-            slots=self._slots.data_ptr(),
+            slot_mapping=self._slot_mapping.data_ptr(),
             spans=self._spans.data_ptr(),
             tables=self._tables.data_ptr(),
             query_strides=query.stride()[:2],
             key_strides=key.stride()[:2],
             value_strides=value.stride()[:2],
-            num_rows=len(self._slots),
+            num_rows=len(self._slot_mapping),
             num_spans=len(self._spans),
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
@@ -144,7 +144,7 @@ class NativeStep:
 
     def _check(self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """The operator gets pointers alone, and would read and write past what is there."""
-        made_for, rows = self._pool.shape, len(self._slots)
+        made_for, rows = self._pool.shape, len(self._slot_mapping)
         spec, dtype = made_for.layers[call.layer], made_for.dtype
         if call.sinks is not None and call.sinks.shape != (spec.num_heads,):
             raise UnsupportedModel(f"{spec.num_heads} heads have sinks of the shape {list(call.sinks.shape)}")
@@ -171,12 +171,12 @@ def _spans(batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:
     for chunk in batch.chunks:
         chunks.append([chunk.first_row, chunk.num_rows, chunk.start, begins])
         begins += len(chunk.table)
-    num_singles, width = batch.single_tables.shape
+    num_singles, width = batch.decode_tables.shape
     singles = torch.empty(num_singles, 4, dtype=torch.int64)
-    singles[:, 0] = batch.single_rows
+    singles[:, 0] = batch.decode_rows
     singles[:, 1] = 1
-    singles[:, 2] = batch.single_lengths - 1
+    singles[:, 2] = batch.decode_lengths - 1
     singles[:, 3] = begins + width * torch.arange(num_singles)
     spans = torch.cat([torch.tensor(chunks, dtype=torch.int64).view(-1, 4), singles])
-    tables = torch.cat([*(chunk.table for chunk in batch.chunks), batch.single_tables.flatten()])
+    tables = torch.cat([*(chunk.table for chunk in batch.chunks), batch.decode_tables.flatten()])
     return spans, tables

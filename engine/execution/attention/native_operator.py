@@ -29,7 +29,7 @@ class NativeCall(ctypes.Structure):
         ("out", _pointer),
         ("pool", _pointer),
         ("sinks", _pointer),
-        ("slots", _pointer),
+        ("slot_mapping", _pointer),
         ("spans", _pointer),
         ("tables", _pointer),
         ("query_strides", _int64 * 2),
@@ -55,13 +55,14 @@ class AttentionOperator:
 
     def __init__(self, library: NativeLibrary) -> None:
         call = [ctypes.POINTER(NativeCall)]
-        slots = [_pointer, _pointer, *[_int64] * 4]
+        slot_mapping = [_pointer, _pointer, *[_int64] * 4]
         self._attend = {
             dtype: library.function(f"tokenmill_attend_{name}", call, ctypes.c_int)
             for dtype, name in DTYPES.items()
         }
         self._forget = {
-            dtype: library.function(f"tokenmill_forget_{name}", slots, None) for dtype, name in DTYPES.items()
+            dtype: library.function(f"tokenmill_forget_{name}", slot_mapping, None)
+            for dtype, name in DTYPES.items()
         }
         self._group_numbers = library.function("tokenmill_group_numbers", [_int64] * 3, _int64)
         self.run_team = library.run_team
@@ -70,10 +71,15 @@ class AttentionOperator:
         if self._attend[dtype](ctypes.byref(call)) != 0:
             raise MemoryError("the native attention got no memory for its plan")
 
-    def forget(self, pool: torch.Tensor, slots: torch.Tensor, spec: LayerSpec) -> None:
-        """Set to 0 what `slots` (int64) of a layer's pool hold."""
+    def forget(self, pool: torch.Tensor, slot_mapping: torch.Tensor, spec: LayerSpec) -> None:
+        """Set to 0 what `slot_mapping` (int64) of a layer's pool hold."""
         self._forget[pool.dtype](
-            pool.data_ptr(), slots.data_ptr(), len(slots), spec.num_kv_heads, spec.head_dim, spec.value_dim
+            pool.data_ptr(),
+            slot_mapping.data_ptr(),
+            len(slot_mapping),
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.value_dim,
         )
 
     def group_numbers(self, spec: LayerSpec) -> int:

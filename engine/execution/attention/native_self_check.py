@@ -68,10 +68,10 @@ def _batch(table: torch.Tensor, start: int, end: int) -> AttentionBatch:
     table = table[: -(-end // BLOCK_SIZE)]
     is_single = end - start == 1
     return AttentionBatch(
-        slots=table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+        slot_mapping=table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
         blocks_begun=table[-(-start // BLOCK_SIZE) :][-1:],
-        single_rows=torch.zeros(int(is_single), dtype=torch.int64),
-        single_lengths=torch.full((int(is_single),), end),
-        single_tables=table.expand(int(is_single), -1),
+        decode_rows=torch.zeros(int(is_single), dtype=torch.int64),
+        decode_lengths=torch.full((int(is_single),), end),
+        decode_tables=table.expand(int(is_single), -1),
         chunks=() if is_single else (Chunk(0, end - start, start, table),),
     )

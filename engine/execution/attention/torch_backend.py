@@ -48,10 +48,10 @@ class _Bucket:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Rows of one sequence: `slots` [tokens], `mask` [rows, tokens]; None: they see each other, causally."""
+    """Rows of one sequence. `slot_mapping` [tokens]; `mask` [rows, tokens], None: causal among the rows."""
 
     rows: slice
-    slots: torch.Tensor | None
+    slot_mapping: torch.Tensor | None
     mask: torch.Tensor | None
 
 
@@ -75,16 +75,16 @@ class TorchStep:
     def attend(
         self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        self._pool.store(call.layer, self._there.slots, key, value)
+        self._pool.store(call.layer, self._there.slot_mapping, key, value)
         keys, values = self._pool.keys[call.layer], self._pool.values[call.layer]
         flat_keys, flat_values = keys.flatten(0, 1), values.flatten(0, 1)
         plan = self._plan(call.sliding_window)
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         for bucket in plan.buckets:
             seen = (keys[bucket.tables].flatten(1, 2), values[bucket.tables].flatten(1, 2))
-            out.index_copy_(0, bucket.rows, _attend_singles(call, query[bucket.rows], *seen, bucket.mask))
+            out.index_copy_(0, bucket.rows, _attend_decode_rows(call, query[bucket.rows], *seen, bucket.mask))
         for chunk in plan.chunks:
-            rows, slots = chunk.rows, chunk.slots
+            rows, slots = chunk.rows, chunk.slot_mapping
             seen = (key[rows], value[rows]) if slots is None else (flat_keys[slots], flat_values[slots])
             out[rows] = _attend_chunk(call, query[rows], *seen, chunk.mask)
         return out
@@ -103,7 +103,7 @@ def _plan_buckets(
     batch: AttentionBatch, window: int | None, block_size: int, device: torch.device
 ) -> tuple[_Bucket, ...]:
     """Single rows in order of how much they read, cut into a few buckets, so that little is read in vain."""
-    lengths = batch.single_lengths
+    lengths = batch.decode_lengths
     first_seen = torch.zeros_like(lengths) if window is None else (lengths - window).clamp(min=0)
     first_blocks = first_seen // block_size
     widths = (lengths + block_size - 1) // block_size - first_blocks
@@ -115,8 +115,8 @@ def _plan_buckets(
         positions = (columns[..., None] * block_size + torch.arange(block_size)).flatten(1)
         mask = (positions < lengths[members, None]) & (positions >= first_seen[members, None])
         # A row of the bucket that is shorter than its widest reads past its own blocks; the mask hides that.
-        tables = batch.single_tables[members].gather(1, columns.clamp(max=batch.single_tables.shape[1] - 1))
-        rows = batch.single_rows[members]
+        tables = batch.decode_tables[members].gather(1, columns.clamp(max=batch.decode_tables.shape[1] - 1))
+        rows = batch.decode_rows[members]
         buckets.append(_Bucket(sent(rows, device), sent(tables, device), sent(mask, device)))
     return tuple(buckets)
 
@@ -138,7 +138,7 @@ def _plan_chunk(chunk: Chunk, window: int | None, block_size: int) -> _Chunk:
     return _Chunk(rows, slots, mask)
 
 
-def _attend_singles(
+def _attend_decode_rows(
     call: LayerCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
     """`query` [rows, heads, size], `keys` and `values` [rows, tokens, kv heads, size], `mask` [rows, tokens].

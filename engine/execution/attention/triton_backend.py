@@ -20,7 +20,7 @@ from engine.execution.attention.triton_launch import (
     DTYPES,
     IS_COMPILED,
     Layer,
-    attend_singles,
+    attend_decode_rows,
     attend_tiles,
     store,
 )
@@ -50,15 +50,15 @@ class TritonAttention:
 
     def begin(self, batch: AttentionBatch) -> "TritonStep":
         there = batch.on(self.pool.device)
-        singles = _single_tiles(there.single_rows, there.single_lengths, there.single_tables)
+        singles = _decode_tiles(there.decode_rows, there.decode_lengths, there.decode_tables)
         chunks = _Chunks.of(batch.chunks, [chunk.table for chunk in there.chunks])
-        return TritonStep(self.pool, there.slots, singles, there.single_tables, chunks)
+        return TritonStep(self.pool, there.slot_mapping, singles, there.decode_tables, chunks)
 
-    def begin_decode(self, rows: DecodeRows) -> "TritonStep":
+    def build_decode_metadata(self, rows: DecodeRows) -> "TritonStep":
         """See `GraphableBackend`: whatever tables name behind a row's length, no kernel looks there."""
-        all_rows = torch.arange(len(rows.slots), device=rows.slots.device)
-        singles = _single_tiles(all_rows, rows.lengths, rows.tables)
-        return TritonStep(self.pool, rows.slots, singles, rows.tables, None)
+        all_rows = torch.arange(len(rows.slot_mapping), device=rows.slot_mapping.device)
+        singles = _decode_tiles(all_rows, rows.lengths, rows.tables)
+        return TritonStep(self.pool, rows.slot_mapping, singles, rows.tables, None)
 
     def zero_blocks(self, blocks: tuple[int, ...]) -> None:
         self.pool.zero_blocks(blocks)
@@ -100,16 +100,16 @@ class TritonStep:
     def __init__(
         self,
         pool: KVPool,
-        slots: torch.Tensor,
+        slot_mapping: torch.Tensor,
         singles: torch.Tensor,
-        single_tables: torch.Tensor,
+        decode_tables: torch.Tensor,
         chunks: _Chunks | None,
     ) -> None:
         self._pool = pool
-        self._slots = slots
+        self._slot_mapping = slot_mapping
         self._chunks = chunks
         self._singles = singles
-        self._single_tables = single_tables
+        self._single_tables = decode_tables
         self._chunk_tiles: dict[int, torch.Tensor] = {}
 
     def attend(
@@ -118,9 +118,9 @@ class TritonStep:
         keys, values = self._pool.keys[call.layer], self._pool.values[call.layer]
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         layer = Layer(call, _regular(query), keys, values, out)
-        store(layer, self._slots, _regular(key), _regular(value))
+        store(layer, self._slot_mapping, _regular(key), _regular(value))
         if len(self._singles):
-            attend_singles(layer, self._singles, self._single_tables)
+            attend_decode_rows(layer, self._singles, self._single_tables)
         if self._chunks is not None:
             cut = layer.tiling(single=False)
             tiles = self._tiles(self._chunks.parts, cut.block_m // layer.group)
@@ -145,7 +145,7 @@ def _regular(rows: torch.Tensor) -> torch.Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
 
 
-def _single_tiles(rows: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+def _decode_tiles(rows: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
     """A tile for each single row, made where these tensors are: nothing is asked of a device."""
     num_singles, width = tables.shape
     begins = torch.arange(num_singles, device=rows.device) * width

@@ -90,16 +90,16 @@ class Layer(NamedTuple):
         return tiling(self.group, self.keys.shape[3], self.values.shape[3], self.keys.dtype, single=single)
 
 
-def store(layer: Layer, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Write `key` [rows, kv heads, head_dim] and `value` to `slots` [rows] of the layer's pool."""
+def store(layer: Layer, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Write `key` [rows, kv heads, head_dim] and `value` to `slot_mapping` [rows] of the layer's pool."""
     num_kv_heads, head_dim, value_dim = *layer.keys.shape[2:], layer.values.shape[3]
-    store_kernel[(-(-len(slots) // STORED_ROWS), num_kv_heads)](
+    store_kernel[(-(-len(slot_mapping) // STORED_ROWS), num_kv_heads)](
         key,
         value,
         layer.keys,
         layer.values,
-        slots,
-        len(slots),
+        slot_mapping,
+        len(slot_mapping),
         *key.stride()[:2],
         *value.stride()[:2],
         num_kv_heads=num_kv_heads,
@@ -123,7 +123,7 @@ def attend_tiles(layer: Layer, cut: Tiling, tiles: torch.Tensor, tables: torch.T
     )
 
 
-def attend_singles(layer: Layer, tiles: torch.Tensor, tables: torch.Tensor) -> None:
+def attend_decode_rows(layer: Layer, tiles: torch.Tensor, tables: torch.Tensor) -> None:
     """Compute the single rows of `tiles`, whose blocks are the rows of `tables` [tiles, blocks].
 
     Long ones in parts. How many programs share a row's parts depends on how many rows there are, and changes

@@ -54,12 +54,13 @@ class QueryTiles:
 class _Bucket:
     """Query tiles that read the same number of keys.
 
-    `queries` [tiles * QUERY_TILE]: a row for each place; `slots` [tiles, keys]; `hidden` [tiles, QUERY_TILE,
-    keys]. `places` and `rows` [rows]: where the rows that are wanted stand, and where they belong.
+    `queries` [tiles * QUERY_TILE]: a row for each place; `slot_mapping` [tiles, keys]; `hidden` [tiles,
+    QUERY_TILE, keys]. `places` and `rows` [rows]: where the rows that are wanted stand, and where they
+    belong.
     """
 
     queries: torch.Tensor
-    slots: torch.Tensor
+    slot_mapping: torch.Tensor
     hidden: torch.Tensor
     places: torch.Tensor
     rows: torch.Tensor
@@ -70,15 +71,15 @@ class DeterministicStep:
 
     def __init__(self, pool: KVPool, batch: AttentionBatch) -> None:
         self._pool = pool
-        self._slots = batch.slots.to(pool.device)
+        self._slot_mapping = batch.slot_mapping.to(pool.device)
         self._tiles = query_tiles(batch)
         self._plans: dict[int | None, tuple[_Bucket, ...]] = {}
 
     def attend(
         self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        num_rows = len(self._slots)
-        self._pool.store(call.layer, self._slots, key[:num_rows], value[:num_rows])
+        num_rows = len(self._slot_mapping)
+        self._pool.store(call.layer, self._slot_mapping, key[:num_rows], value[:num_rows])
         keys = self._pool.keys[call.layer].flatten(0, 1)
         values = self._pool.values[call.layer].flatten(0, 1)
         out = query.new_zeros(*query.shape[:2], value.shape[-1])
@@ -97,10 +98,10 @@ class DeterministicStep:
 def query_tiles(batch: AttentionBatch) -> QueryTiles:
     """The tiles in which the batch's rows stand: one for each single row, and a chunk's tiles in order."""
     places = torch.arange(QUERY_TILE)
-    positions = batch.single_lengths - 1
+    positions = batch.decode_lengths - 1
     first = [positions - positions % QUERY_TILE]
-    rows = [torch.where(first[0][:, None] + places == positions[:, None], batch.single_rows[:, None], -1)]
-    tables = [batch.single_tables]
+    rows = [torch.where(first[0][:, None] + places == positions[:, None], batch.decode_rows[:, None], -1)]
+    tables = [batch.decode_tables]
     for chunk in batch.chunks:
         end = chunk.start + chunk.num_rows
         tiles = torch.arange(chunk.start // QUERY_TILE, -(-end // QUERY_TILE)) * QUERY_TILE
@@ -135,7 +136,7 @@ def _plan_buckets(
         places = torch.nonzero(rows >= 0).flatten()
         yield _Bucket(
             queries=rows.clamp(min=0).to(device),
-            slots=slots.to(device),
+            slot_mapping=slots.to(device),
             hidden=hidden.to(device),
             places=places.to(device),
             rows=rows[places].to(device),
@@ -149,11 +150,11 @@ def _attend(
 
     Returns [tiles * QUERY_TILE, heads, value_dim]. In parts, so that few keys are held at once.
     """
-    num_tiles, num_keys = bucket.slots.shape
+    num_tiles, num_keys = bucket.slot_mapping.shape
     part = max(1, MAX_GATHERED // (num_keys * keys[0].numel()))
     found = []
     for at in range(0, num_tiles, part):
-        slots, hidden = bucket.slots[at : at + part], bucket.hidden[at : at + part]
+        slots, hidden = bucket.slot_mapping[at : at + part], bucket.hidden[at : at + part]
         queries = query[at * QUERY_TILE : (at + part) * QUERY_TILE]
         found.append(_attend_tiles(call, queries, keys[slots], values[slots], hidden))
     return found[0] if len(found) == 1 else torch.cat(found)

@@ -131,7 +131,7 @@ def _layout(arg: Any) -> Any:
     return tuple(arg) if isinstance(arg, list) else arg
 
 
-class ReductionTrial:
+class ReductionSelfCheck:
     """Whether a reduction gives a row the same bits wherever it stands in forwards of whatever size.
 
     `first_size`: the number of rows, or of matrices, with which all other sizes are compared.

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from engine.execution.attention.interface import AttentionBackend
-from engine.execution.machine.device_errors import device_faults
+from engine.execution.machine.device_errors import device_errors
 from engine.execution.runner.inputs import InputBuilder, StepInputs, null_inputs
 from engine.execution.runner.model_runner import ModelRunner
 from engine.outputs import ScheduledSequence, SchedulerOutputs
@@ -43,7 +43,7 @@ class DeterministicRunner:
 
     def execute(self, outputs: SchedulerOutputs, drawn: torch.Tensor | None = None) -> torch.Tensor:
         """See `ModelRunner.execute`."""
-        with device_faults(), torch.inference_mode():
+        with device_errors(), torch.inference_mode():
             if outputs.blocks_to_zero:
                 self._backend.zero_blocks(outputs.blocks_to_zero)
             parts = list(split(outputs, self._row_counts))
@@ -51,7 +51,7 @@ class DeterministicRunner:
 
     def check(self) -> None:
         """See `ModelRunner.check`."""
-        with device_faults(), torch.inference_mode():
+        with device_errors(), torch.inference_mode():
             self._forward(null_inputs())
             self._backend.zero_blocks((0,))
 
@@ -73,7 +73,7 @@ def split(outputs: SchedulerOutputs, row_counts: tuple[int, ...]) -> Iterator[Sc
     """The same decision as several, one for each forward, in the order of its rows."""
     left = sum(item.num_new_tokens for item in outputs.scheduled)
     room = next_size(left, row_counts)
-    released_seats = outputs.released_seats
+    released_slots = outputs.released_slots
     taken: list[ScheduledSequence] = []
     for item in outputs.scheduled:
         begun = 0
@@ -82,8 +82,8 @@ def split(outputs: SchedulerOutputs, row_counts: tuple[int, ...]) -> Iterator[Sc
             taken.append(_part(item, begun, count))
             begun, room, left = begun + count, room - count, left - count
             if not room or not left:
-                yield SchedulerOutputs(prefill=tuple(taken), released_seats=released_seats)
-                taken, released_seats = [], ()
+                yield SchedulerOutputs(prefill=tuple(taken), released_slots=released_slots)
+                taken, released_slots = [], ()
                 room = next_size(left, row_counts)
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from engine.errors import UnsupportedModel
 from engine.execution.attention.interface import BackendFactory, LayerSpec, PoolShape
-from engine.execution.deterministic.operators import ReductionRecorder, ReductionTrial
+from engine.execution.deterministic.operators import ReductionRecorder, ReductionSelfCheck
 from engine.execution.deterministic.runner import DeterministicRunner
 from engine.execution.runner.inputs import InputBuilder
 from engine.outputs import ScheduledSequence, SchedulerOutputs
@@ -73,12 +73,12 @@ class _Trial:
         self._length = length
         self._backend = make_backend(PoolShape(specs, num_blocks, BLOCK_SIZE, model.dtype, model.device))
         self._sequences = [
-            _sequence(seat, length, model.config.get_text_config().vocab_size, num_sequences, num_blocks)
-            for seat in range(num_sequences)
+            _sequence(slot, length, model.config.get_text_config().vocab_size, num_sequences, num_blocks)
+            for slot in range(num_sequences)
         ]
         with ReductionRecorder(FIRST_SIZE) as recorder:
             self._expected = self._compute_all()
-        self._reductions = [ReductionTrial(one, FIRST_SIZE) for one in recorder.reductions]
+        self._reductions = [ReductionSelfCheck(one, FIRST_SIZE) for one in recorder.reductions]
 
     def agrees(self, size: int) -> bool:
         """Whether forwards of `size` rows give what those of `FIRST_SIZE` gave."""
@@ -156,10 +156,10 @@ def _parts(rows: list[tuple[int, int]]) -> list[Part]:
     return parts
 
 
-def _sequence(seat: int, length: int, vocab_size: int, num_sequences: int, num_blocks: int) -> Sequence:
+def _sequence(slot: int, length: int, vocab_size: int, num_sequences: int, num_blocks: int) -> Sequence:
     """Tokens of its own; its blocks lie apart, as they do in a pool that has been in use."""
-    token_ids = [1 + (seat * length + at) * 37 % (vocab_size - 1) for at in range(length)]
-    sequence = Sequence(f"trial-{seat}", token_ids, SamplingParams(), arrival=0.0)
-    sequence.admit(seat)
-    sequence.block_table = list(range(1 + seat, num_blocks, num_sequences))
+    token_ids = [1 + (slot * length + at) * 37 % (vocab_size - 1) for at in range(length)]
+    sequence = Sequence(f"trial-{slot}", token_ids, SamplingParams(), arrival=0.0)
+    sequence.admit(slot)
+    sequence.block_table = list(range(1 + slot, num_blocks, num_sequences))
     return sequence

@@ -20,7 +20,7 @@ class NoRoom(Exception):
     """There is no place of that size left."""
 
 
-class CaptureMemory:
+class CaptureArena:
     """Places in `num_bytes` of addresses: what is never written takes no memory."""
 
     def __init__(self, num_bytes: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.execution.graphs.capture_arena import CaptureMemory
+from engine.execution.graphs.capture_arena import CaptureArena
 from engine.execution.machine.native_library import NativeLibrary
 
 MOST_BYTES = 1 << 27
@@ -43,7 +43,7 @@ class CannotCapture(Exception):
 class HostGraph:
     """Calls that were made once, and are made again by as many threads."""
 
-    def __init__(self, memory: CaptureMemory) -> None:
+    def __init__(self, memory: CaptureArena) -> None:
         self.calls: list[Call] = []
         #: Native calls name places in it by number.
         self._memory = memory
@@ -55,13 +55,13 @@ class HostGraph:
                 raise MemoryError("a native operator got no memory")
 
 
-class HostCapture:
+class CpuCapture:
     """Makes graphs of work that calls torch and, if there is one, `library`. At most one of them runs at a
     time."""
 
     def __init__(self, library: NativeLibrary | None) -> None:
         self._library = library
-        self._memory = CaptureMemory(ROOM_BYTES)
+        self._memory = CaptureArena(ROOM_BYTES)
 
     @property
     def num_bytes(self) -> int:
@@ -89,7 +89,7 @@ class HostCapture:
 class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch types it not
     """Notes what is computed while it is active."""
 
-    def __init__(self, calls: list[Call], memory: CaptureMemory) -> None:
+    def __init__(self, calls: list[Call], memory: CaptureArena) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch types it not
         self._calls = calls
         self._memory = memory

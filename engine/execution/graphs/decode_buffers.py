@@ -53,7 +53,7 @@ class DecodeBuffers:
 
     def write(self, inputs: StepInputs, size: int) -> None:
         """Put a step of single tokens into the first rows, and nobody into the others of `size` rows."""
-        width = inputs.batch.single_tables.shape[1]
+        width = inputs.batch.decode_tables.shape[1]
         buffer = host_buffer((size * (FIELDS + width),), self._device)
         pack_step(inputs, size, buffer)
         there = buffer.to(self._device, non_blocking=True)
@@ -66,11 +66,13 @@ class DecodeBuffers:
 def pack_step(inputs: StepInputs, size: int, buffer: torch.Tensor) -> None:
     """Write fields [`FIELDS`, size] and tables [size, width of the step's tables] into `buffer`."""
     batch = inputs.batch
-    count, width = batch.single_tables.shape
+    count, width = batch.decode_tables.shape
     fields = buffer[: size * FIELDS].view(FIELDS, size)
-    for row, values in enumerate((inputs.token_ids, inputs.positions, batch.slots, batch.single_lengths)):
+    for row, values in enumerate(
+        (inputs.token_ids, inputs.positions, batch.slot_mapping, batch.decode_lengths)
+    ):
         fields[row, :count] = values
     fields[:, count:] = NOBODY
     tables = buffer[size * FIELDS :].view(size, width)
-    tables[:count] = batch.single_tables
+    tables[:count] = batch.decode_tables
     tables[count:] = 0

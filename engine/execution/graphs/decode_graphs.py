@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from engine.config import EngineConfig
 from engine.execution.attention.interface import GraphableBackend
 from engine.execution.graphs.decode_buffers import DecodeBuffers, DecodeInputs
-from engine.execution.graphs.self_check import GraphTrial
+from engine.execution.graphs.self_check import GraphSelfCheck
 from engine.execution.machine.async_copy import sent
 from engine.execution.machine.memory import free_bytes
 from engine.execution.runner.forward import run_model
@@ -126,7 +126,7 @@ def _capture_all(
     sizes = graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
     table_width = -(-config.max_model_len // config.block_size)
     buffers = DecodeBuffers(sizes[-1], table_width, model.device)
-    trial = GraphTrial(model, backend, config, sizes[-1])
+    trial = GraphSelfCheck(model, backend, config, sizes[-1])
     logits = trial.logits.new_empty(sizes[-1], trial.logits.shape[-1])
     made: dict[int, Graph] = {}
     for size in capture.order(sizes):
@@ -142,5 +142,5 @@ def _decode(
     model: PreTrainedModel, backend: GraphableBackend, inputs: DecodeInputs, logits: torch.Tensor
 ) -> None:
     """What is captured. All graphs write to one place, so that none keeps logits in the memory they share."""
-    step = backend.begin_decode(inputs.rows)
+    step = backend.build_decode_metadata(inputs.rows)
     logits.copy_(run_model(model, inputs.token_ids, inputs.positions, inputs.all_rows, step))

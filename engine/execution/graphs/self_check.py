@@ -25,7 +25,7 @@ class OtherLogits(Exception):
     """A graph does not give what the forward pass gives."""
 
 
-class GraphTrial:
+class GraphSelfCheck:
     """A step of single tokens, and what the forward pass gives for it.
 
     One pass serves all graphs, as the fewer rows of a smaller graph are the first of the same step.
@@ -82,7 +82,7 @@ class GraphTrial:
         return found
 
     def _zero_blocks(self, inputs: StepInputs) -> None:
-        self._backend.zero_blocks((0, *map(int, inputs.batch.single_tables.flatten())))
+        self._backend.zero_blocks((0, *map(int, inputs.batch.decode_tables.flatten())))
 
     def _is_small(self, difference: float) -> bool:
         # NaN is not within the bound either.
@@ -117,11 +117,11 @@ def trial_inputs(vocab_size: int, config: EngineConfig, most: int, *, first: int
         positions=positions,
         logits_rows=rows,
         batch=AttentionBatch(
-            slots=own * config.block_size + positions % config.block_size,
+            slot_mapping=own * config.block_size + positions % config.block_size,
             blocks_begun=rows[:0],
-            single_rows=rows,
-            single_lengths=positions + 1,
-            single_tables=tables,
+            decode_rows=rows,
+            decode_lengths=positions + 1,
+            decode_tables=tables,
             chunks=(),
         ),
     )

@@ -24,7 +24,7 @@ Outputs = tuple[torch.Tensor | None, torch.Tensor]
 
 
 def check_operator(operator: ElementwiseOperator) -> None:
-    """Raise `CannotBuild` unless both ways agree."""
+    """Raise `CannotBuild` unless both kernels agree."""
     for dtype, most in LARGEST_DIFFERENCE.items():
         for ours, theirs in _both_ways(operator, dtype):
             if ours is None or not torch.allclose(ours, theirs, rtol=most, atol=most):

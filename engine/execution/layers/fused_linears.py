@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.execution.attention.probe import pass_of_two_tokens
-from engine.execution.layers.linear_slots import LinearPlace, linear_places
+from engine.execution.layers.linear_slots import LinearSlot, linear_slots
 from engine.execution.machine.memory import release_cached_memory
 
 
@@ -94,14 +94,14 @@ def fuse_linears(model: PreTrainedModel) -> int:
     return num_products
 
 
-def _fuse(places: list[LinearPlace]) -> FusedLinear:
+def _fuse(places: list[LinearSlot]) -> FusedLinear:
     fused = FusedLinear([place.linear for place in places])
     for index, place in enumerate(places):
         place.put(FusedPart(fused, index, place.linear))
     return fused
 
 
-def _readers_of_one_input(model: PreTrainedModel) -> list[list[LinearPlace]]:
+def _readers_of_one_input(model: PreTrainedModel) -> list[list[LinearSlot]]:
     places = _own_places(model)
     calls: list[tuple[nn.Module, torch.Tensor]] = []
 
@@ -117,7 +117,7 @@ def _readers_of_one_input(model: PreTrainedModel) -> list[list[LinearPlace]]:
             hook.remove()
     num_calls = Counter(module for module, _ in calls)
     inputs = {module: id(given) for module, given in calls if num_calls[module] == 1}
-    groups = defaultdict[tuple[object, ...], list[LinearPlace]](list)
+    groups = defaultdict[tuple[object, ...], list[LinearSlot]](list)
     for place in places:
         if place.linear in inputs:
             kind = (place.linear.weight.dtype, place.linear.weight.device, place.linear.bias is None)
@@ -125,9 +125,9 @@ def _readers_of_one_input(model: PreTrainedModel) -> list[list[LinearPlace]]:
     return [members for members in groups.values() if len(members) > 1]
 
 
-def _own_places(model: PreTrainedModel) -> list[LinearPlace]:
+def _own_places(model: PreTrainedModel) -> list[LinearSlot]:
     """Linears that stand in one place and own their weights."""
-    places = list(linear_places(model))
+    places = list(linear_slots(model))
     num_places = Counter(place.linear for place in places)
     num_owners = Counter(id(one) for module in model.modules() for one in module.parameters(recurse=False))
     return [place for place in places if num_places[place.linear] == 1 == num_owners[id(place.linear.weight)]]

@@ -1,7 +1,7 @@
-"""The ways to multiply with a linear's weight: plain, packed by oneDNN, packed by our own operator.
+"""The kernels to multiply with a linear's weight: plain, packed by oneDNN, packed by our own operator.
 
-Law: all give the same product but for rounding. A way that this machine or this dtype does not have says so
-when a weight is bound to it. This file does not know which way is faster.
+Law: all give the same product but for rounding. A kernel that this machine or this dtype does not have says
+so when a weight is bound to it. This file does not know which kernel is faster.
 """
 
 import logging
@@ -25,14 +25,14 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 """[..., inputs] -> [..., outputs]."""
 
 
-class Way(Protocol):
-    """One way. `name`: for people."""
+class LinearKernel(Protocol):
+    """One kernel. `name`: for people."""
 
     @property
     def name(self) -> str: ...
 
     def bind(self, plain: nn.Linear) -> Product:
-        """The product with this weight and bias. Raises `UnsupportedModel` for what the way does not take."""
+        """Bind to this weight and bias. Raises `UnsupportedModel` if the kernel does not support them."""
         ...
 
 
@@ -72,7 +72,7 @@ class Native(NamedTuple):
         return partial(self.operator.multiply, weight=self.operator.pack(plain.weight.detach()), bias=bias)
 
 
-def linear_ways(library: NativeLibrary | None) -> tuple[Way, ...]:
+def linear_kernels(library: NativeLibrary | None) -> tuple[LinearKernel, ...]:
     """All that there are, `Plain` first. The native one has been tried, and is left out if it is wrong."""
     if library is None:
         return (Plain(), OneDnn())

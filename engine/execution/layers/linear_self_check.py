@@ -17,7 +17,7 @@ ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 64, 200)
 
 
 def check_linears(operator: LinearOperator) -> None:
-    """Raise `CannotBuild` unless both ways agree."""
+    """Raise `CannotBuild` unless both kernels agree."""
     generator = torch.Generator().manual_seed(0)
     for dtype, most in LARGEST_DIFFERENCE.items():
         for num_inputs, num_outputs in SIZES:

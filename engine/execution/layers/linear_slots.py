@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 
-class LinearPlace(NamedTuple):
+class LinearSlot(NamedTuple):
     """`linear` stands as `name` in `parent`."""
 
     parent: nn.Module
@@ -21,9 +21,9 @@ class LinearPlace(NamedTuple):
         setattr(self.parent, self.name, module)
 
 
-def linear_places(model: nn.Module) -> Iterator[LinearPlace]:
+def linear_slots(model: nn.Module) -> Iterator[LinearSlot]:
     """All of them; a linear that stands in two places comes twice."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                yield LinearPlace(parent, name, child)
+                yield LinearSlot(parent, name, child)

@@ -30,7 +30,7 @@ class SeenPlace(NamedTuple):
         return [(scale * torch.randn(self.shape, generator=generator)).to(self.dtype) for scale in scales]
 
 
-def seen_places(model: nn.Module, forward: Callable[[], object]) -> list[SeenPlace]:
+def module_slots(model: nn.Module, forward: Callable[[], object]) -> list[SeenPlace]:
     """The places of all modules on a CPU that read one tensor in `forward`, which runs the model.
 
     A module that stands in two places comes twice.

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 from engine.execution.attention.probe import SeenCall, pass_of_two_tokens
 from engine.execution.layers.elementwise_operator import ElementwiseOperator
 from engine.execution.layers.elementwise_self_check import check_operator
-from engine.execution.layers.module_slots import seen_places
-from engine.execution.layers.native_gates import replace_gates
-from engine.execution.layers.native_norms import replace_norms
-from engine.execution.layers.native_rotary import replace_rotary
+from engine.execution.layers.module_slots import module_slots
+from engine.execution.layers.native_gates import use_native_gates
+from engine.execution.layers.native_norms import use_native_norms
+from engine.execution.layers.native_rotary import use_native_rotary
 from engine.execution.layers.rotary_operator import RotaryOperator
 from engine.execution.machine.native_build import CannotBuild
 from engine.execution.machine.native_library import NativeLibrary
@@ -38,7 +38,7 @@ class Replaced(NamedTuple):
     rotations: int
 
 
-def tried_elements(library: NativeLibrary) -> ElementOperators | None:
+def checked_elements(library: NativeLibrary) -> ElementOperators | None:
     """The operators of `library`; None, and a warning, if they fail their trial."""
     try:
         operators = ElementOperators(ElementwiseOperator(library), RotaryOperator(library))
@@ -49,14 +49,14 @@ def tried_elements(library: NativeLibrary) -> ElementOperators | None:
     return operators
 
 
-def speed_up_elements(model: PreTrainedModel, operators: ElementOperators) -> Replaced:
+def use_native_elements(model: PreTrainedModel, operators: ElementOperators) -> Replaced:
     """Replace the norms, gated MLPs and rotary embeddings that are recognised."""
     calls: list[SeenCall] = []
-    places = seen_places(model, lambda: calls.extend(pass_of_two_tokens(model)))
+    places = module_slots(model, lambda: calls.extend(pass_of_two_tokens(model)))
     # Rotations first: with other norms the model's attention is no more given what the pass has shown.
-    rotations = replace_rotary(model, operators.rotary, calls)
+    rotations = use_native_rotary(model, operators.rotary, calls)
     return Replaced(
-        norms=replace_norms(places, operators.elementwise),
-        gates=replace_gates(places, operators.elementwise),
+        norms=use_native_norms(places, operators.elementwise),
+        gates=use_native_gates(places, operators.elementwise),
         rotations=rotations,
     )

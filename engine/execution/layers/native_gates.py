@@ -66,7 +66,7 @@ class FastGate(nn.Module):
         return output
 
 
-def replace_gates(places: list[SeenPlace], operator: ElementwiseOperator) -> int:
+def use_native_gates(places: list[SeenPlace], operator: ElementwiseOperator) -> int:
     """Put fast gates where there are gated MLPs; gives how many."""
     num_gates = 0
     for place in places:

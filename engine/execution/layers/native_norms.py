@@ -21,7 +21,7 @@ KINDS = ((0.0, True), (0.0, False), (1.0, False))
 """Offset of the weight, and whether a row is rounded before it is weighed: Llama's, gpt-oss', Gemma's."""
 
 
-class FastNorm(nn.Module):
+class NativeRMSNorm(nn.Module):
     """A norm of `formula` with `weight` [size]; what the operator does not take, torch computes."""
 
     def __init__(self, operator: ElementwiseOperator, formula: NormFormula, weight: nn.Parameter) -> None:
@@ -36,13 +36,13 @@ class FastNorm(nn.Module):
         return self.formula.of(hidden, self.weight) if normed is None else normed
 
 
-def replace_norms(places: list[SeenPlace], operator: ElementwiseOperator) -> int:
+def use_native_norms(places: list[SeenPlace], operator: ElementwiseOperator) -> int:
     """Put fast norms where there are norms; gives how many."""
     num_norms = 0
     for place in places:
         weight = _only_weight(place)
         if weight is not None and (formula := _formula_of(place, weight)) is not None:
-            place.put(FastNorm(operator, formula, weight))
+            place.put(NativeRMSNorm(operator, formula, weight))
             num_norms += 1
     return num_norms
 

@@ -56,7 +56,7 @@ class _Place(NamedTuple):
     plain: Rotate
 
 
-def replace_rotary(model: PreTrainedModel, operator: RotaryOperator, before: list[SeenCall]) -> int:
+def use_native_rotary(model: PreTrainedModel, operator: RotaryOperator, before: list[SeenCall]) -> int:
     """Let the modules that rotate use the operator; gives how many.
 
     `before`: what a pass of the model as it is has shown.

@@ -1,9 +1,9 @@
-"""A linear multiplies in the way that suits the processor: with its plain weight, or with a packed copy.
+"""A linear multiplies in the kernel that suits the processor: with its plain weight, or with a packed copy.
 
-Law: for which shape and how many rows a way is faster is measured on this machine while the model loads, or
-remembered from a start under the same conditions; results differ by rounding only. A linear has at most one
-packed copy. The plain weight stays: it may be faster for some numbers of rows, and others may read it. Knows
-no model, and not how a way multiplies.
+Law: for which shape and how many rows a kernel is faster is measured on this machine while the model loads,
+or remembered from a start under the same conditions; results differ by rounding only. A linear has at most
+one packed copy. The plain weight stays: it may be faster for some numbers of rows, and others may read it.
+Knows no model, and not how a kernel multiplies.
 """
 
 import itertools
@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from engine.errors import UnsupportedModel
-from engine.execution.layers.linear_kernels import Product, Way
-from engine.execution.layers.linear_slots import LinearPlace, linear_places
-from engine.execution.machine.autotune_cache import Facts, RememberedChoices
+from engine.execution.layers.linear_kernels import LinearKernel, Product
+from engine.execution.layers.linear_slots import LinearSlot, linear_slots
+from engine.execution.machine.autotune_cache import AutotuneCache, Facts
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +33,11 @@ COLD_BYTES = 1 << 26
 MOST_WEIGHTS = 8
 NUM_TURNS = 4
 TURN_SECONDS = 0.0025
-"""A way that is fast is called often in its turn, so that no single disturbed call speaks against it."""
+"""A kernel that is fast is called often in its turn, so that no single disturbed call speaks against it."""
 GAIN = 1.05
 """Packed must be faster by this: less lies within the noise."""
 HOPELESS = 2.0
-"""A way that is slower by this, and takes longer than a few turns, is not measured with more rows."""
+"""A kernel that is slower by this, and takes longer than a few turns, is not measured with more rows."""
 QUIET_SHARE = 0.9
 """Of the time of measuring, what this thread has a processor for at least while nothing else runs."""
 SMALLEST = 1 << 14
@@ -48,7 +48,7 @@ Seconds = tuple[float, ...]
 
 
 class PackedLinear(nn.Module):
-    """A linear that multiplies in the way that is best for each of `ROW_COUNTS`."""
+    """A linear that multiplies in the kernel that is best for each of `ROW_COUNTS`."""
 
     def __init__(self, plain: nn.Linear, products: Sequence[Product]) -> None:
         super().__init__()
@@ -64,14 +64,14 @@ class PackedLinear(nn.Module):
 
 
 class Candidate(NamedTuple):
-    """A way that takes the weights of one shape, and the products of some of them."""
+    """A kernel that takes the weights of one shape, and the products of some of them."""
 
-    way: Way
+    kernel: LinearKernel
     products: list[Product]
 
     def product(self, index: int, plain: nn.Linear) -> Product:
         """Of linear `index`, which is `plain`: none is packed twice."""
-        return self.products[index] if index < len(self.products) else self.way.bind(plain)
+        return self.products[index] if index < len(self.products) else self.kernel.bind(plain)
 
 
 Measure = Callable[[Sequence[Candidate], nn.Linear], list[Seconds]]
@@ -93,13 +93,13 @@ def measure(candidates: Sequence[Candidate], like: nn.Linear) -> list[Seconds]:
 
 
 def choose(seconds: Sequence[Seconds]) -> tuple[int, ...]:
-    """For each of `ROW_COUNTS` which way to go: the first, which is plain, or the one that gains most."""
+    """For each of `ROW_COUNTS` which kernel to go: the first, which is plain, or the one that gains most."""
     plain, *others = seconds
     gains = [
         [mine if mine * GAIN < theirs else theirs for mine, theirs in zip(one, plain, strict=True)]
         for one in others
     ]
-    best = min(range(len(others)), key=lambda way: math.prod(gains[way]), default=None)
+    best = min(range(len(others)), key=lambda kernel: math.prod(gains[kernel]), default=None)
     if best is None:
         return (0,) * len(plain)
     return tuple(
@@ -109,15 +109,15 @@ def choose(seconds: Sequence[Seconds]) -> tuple[int, ...]:
 
 def pack_linears(
     model: nn.Module,
-    ways: Sequence[Way],
+    kernels: Sequence[LinearKernel],
     *,
     max_bytes: int,
     measure: Measure = measure,
-    remembered: RememberedChoices | None = None,
+    remembered: AutotuneCache | None = None,
 ) -> int:
     """Pack what multiplies faster packed, as far as the copies fit into `max_bytes`; gives how many.
 
-    `ways`: the plain one first. `remembered`: what was measured before, and where this time's goes. Left
+    `kernels`: the plain one first. `remembered`: what was measured before, and where this time's goes. Left
     alone: what is no plain `nn.Linear` on a CPU, or is small.
     """
     num_packed = 0
@@ -125,25 +125,25 @@ def pack_linears(
         num_bytes = sum(place.linear.weight.nbytes for place in places)
         if num_bytes > max_bytes:
             continue
-        facts = _facts(places, ways)
-        chosen = remembered and _remembered(remembered.find(facts), ways, places[0].linear)
+        facts = _facts(places, kernels)
+        chosen = remembered and _remembered(remembered.find(facts), kernels, places[0].linear)
         if not chosen:
-            chosen, is_disturbed = _measured(places, ways, measure)
+            chosen, is_disturbed = _measured(places, kernels, measure)
             if remembered:
-                names = [one.way.name for one in chosen]
+                names = [one.kernel.name for one in chosen]
                 remembered.keep(facts, names, is_disturbed=is_disturbed)
-        if any(one.way is not ways[0] for one in chosen):
+        if any(one.kernel is not kernels[0] for one in chosen):
             max_bytes -= num_bytes
             num_packed += len(places)
             _put(places, chosen)
     return num_packed
 
 
-def _facts(places: list[LinearPlace], ways: Sequence[Way]) -> Facts:
+def _facts(places: list[LinearSlot], kernels: Sequence[LinearKernel]) -> Facts:
     """All of the linears and of this process that the seconds of a product depend on."""
     weight, bias = places[0].linear.weight, places[0].linear.bias
     return {
-        "ways": [way.name for way in ways],
+        "kernels": [kernel.name for kernel in kernels],
         "row_counts": ROW_COUNTS,
         "weight": list(weight.shape),
         "dtype": str(weight.dtype),
@@ -153,66 +153,70 @@ def _facts(places: list[LinearPlace], ways: Sequence[Way]) -> Facts:
     }
 
 
-def _remembered(names: tuple[str, ...] | None, ways: Sequence[Way], like: nn.Linear) -> list[Candidate]:
+def _remembered(
+    names: tuple[str, ...] | None, kernels: Sequence[LinearKernel], like: nn.Linear
+) -> list[Candidate]:
     """A candidate for each of `ROW_COUNTS`; none if nothing is remembered that can be done.
 
-    The weight of `like` is bound, so that a way that refuses it shows before any linear is replaced.
+    The weight of `like` is bound, so that a kernel that refuses it shows before any linear is replaced.
     """
-    by_name = {way.name: way for way in ways}
+    by_name = {kernel.name: kernel for kernel in kernels}
     if names is None or len(names) != len(ROW_COUNTS) or not set(names) <= by_name.keys():
         return []
     wanted = [by_name[name] for name in dict.fromkeys(names)]
-    if len([way for way in wanted if way is not ways[0]]) > 1:
+    if len([kernel for kernel in wanted if kernel is not kernels[0]]) > 1:
         # Never chosen so: each would be one more copy of the weight.
         return []
-    candidates = {one.way.name: one for one in _candidates(wanted, [like])}
+    candidates = {one.kernel.name: one for one in _candidates(wanted, [like])}
     return [candidates[name] for name in names] if len(candidates) == len(wanted) else []
 
 
 def _measured(
-    places: list[LinearPlace], ways: Sequence[Way], measure: Measure
+    places: list[LinearSlot], kernels: Sequence[LinearKernel], measure: Measure
 ) -> tuple[list[Candidate], bool]:
     """The best candidate for each of `ROW_COUNTS`, and whether other programs disturbed the measuring."""
-    candidates = _candidates(ways, [place.linear for place in places[: _num_samples(places)]])
+    candidates = _candidates(kernels, [place.linear for place in places[: _num_samples(places)]])
     if len(candidates) < 2:
         return [candidates[0]] * len(ROW_COUNTS), False
     began, worked = time.perf_counter(), time.thread_time()
     seconds = measure(candidates, places[0].linear)
     passed, worked = time.perf_counter() - began, time.thread_time() - worked
-    return [candidates[way] for way in choose(seconds)], worked < QUIET_SHARE * passed
+    return [candidates[kernel] for kernel in choose(seconds)], worked < QUIET_SHARE * passed
 
 
-def _put(places: list[LinearPlace], chosen: list[Candidate]) -> None:
+def _put(places: list[LinearSlot], chosen: list[Candidate]) -> None:
     weight = places[0].linear.weight
-    names = ", ".join(f"{count} rows {one.way.name}" for count, one in zip(ROW_COUNTS, chosen, strict=True))
+    names = ", ".join(
+        f"{count} rows {one.kernel.name}" for count, one in zip(ROW_COUNTS, chosen, strict=True)
+    )
     logger.debug("linears of %s %s: %s", list(weight.shape), weight.dtype, names)
-    distinct = {one.way.name: one for one in chosen}
+    distinct = {one.kernel.name: one for one in chosen}
     for index, place in enumerate(places):
         products = {name: one.product(index, place.linear) for name, one in distinct.items()}
-        place.put(PackedLinear(place.linear, [products[one.way.name] for one in chosen]))
+        place.put(PackedLinear(place.linear, [products[one.kernel.name] for one in chosen]))
 
 
-def _places_by_shape(model: nn.Module) -> list[list[LinearPlace]]:
+def _places_by_shape(model: nn.Module) -> list[list[LinearSlot]]:
     """The largest weights first."""
-    groups = defaultdict[tuple[object, ...], list[LinearPlace]](list)
-    for place in linear_places(model):
+    groups = defaultdict[tuple[object, ...], list[LinearSlot]](list)
+    for place in linear_slots(model):
         weight, bias = place.linear.weight, place.linear.bias
         if weight.is_cpu and weight.numel() >= SMALLEST:
             groups[weight.shape, weight.dtype, None if bias is None else bias.dtype].append(place)
     return sorted(groups.values(), key=lambda places: -places[0].linear.weight.nbytes)
 
 
-def _num_samples(places: list[LinearPlace]) -> int:
+def _num_samples(places: list[LinearSlot]) -> int:
     return min(len(places), MOST_WEIGHTS, -(-COLD_BYTES // places[0].linear.weight.nbytes))
 
 
-def _candidates(ways: Sequence[Way], linears: list[nn.Linear]) -> list[Candidate]:
+def _candidates(kernels: Sequence[LinearKernel], linears: list[nn.Linear]) -> list[Candidate]:
     candidates = []
-    for way in ways:
+    for kernel in kernels:
         try:
-            candidates.append(Candidate(way, [way.bind(one) for one in linears]))
+            candidates.append(Candidate(kernel, [kernel.bind(one) for one in linears]))
         except UnsupportedModel as error:
-            logger.info("weights of %s are not packed by %s: %s", linears[0].weight.dtype, way.name, error)
+            logger.info("weights of %s are not packed by %s: %s", linears[0].weight.dtype, kernel.name, error)
     return candidates
 
 
@@ -222,9 +226,9 @@ def _is_hopeless(mine: list[float], all_of_them: list[list[float]]) -> bool:
     )
 
 
-def _least_seconds(ways: list[list[Product]], hidden: torch.Tensor) -> list[float]:
-    """Of one call of each way, by turns: what slows the machine for a while then slows all of them."""
-    calls = [itertools.cycle(products) for products in ways]
+def _least_seconds(kernels: list[list[Product]], hidden: torch.Tensor) -> list[float]:
+    """Of one call of each kernel, by turns: what slows the machine for a while then slows all of them."""
+    calls = [itertools.cycle(products) for products in kernels]
     turns = [[_least_of_a_turn(one, hidden) for one in calls] for _ in range(NUM_TURNS)]
     return [min(found) for found in zip(*turns, strict=True)]
 

@@ -97,7 +97,7 @@ def _difference(
     model = _small_model(small, device)
     token_ids = 1 + torch.arange(LONG + SHORT) * 37 % (small.get_text_config().vocab_size - 1)
     texts = (token_ids[:LONG].tolist(), token_ids[LONG:].tolist())
-    sequences = [_sequence(seat, text) for seat, text in enumerate(texts)]
+    sequences = [_sequence(slot, text) for slot, text in enumerate(texts)]
     with torch.inference_mode():
         expected = [
             model(input_ids=torch.tensor([one.token_ids], device=device), use_cache=False).logits[0]
@@ -125,12 +125,12 @@ def _run(runner: ModelRunner, sequences: list[Sequence]) -> list[torch.Tensor]:
     return [torch.cat(parts) for parts in rows]
 
 
-def _sequence(seat: int, token_ids: list[int]) -> Sequence:
-    sequence = Sequence(f"trial-{seat}", token_ids, SamplingParams(), arrival=0.0)
-    sequence.admit(seat)
+def _sequence(slot: int, token_ids: list[int]) -> Sequence:
+    sequence = Sequence(f"trial-{slot}", token_ids, SamplingParams(), arrival=0.0)
+    sequence.admit(slot)
     # One counts up from the pool's start, one down from its end.
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
-    blocks = range(1, NUM_BLOCKS) if seat else range(NUM_BLOCKS - 1, 0, -1)
+    blocks = range(1, NUM_BLOCKS) if slot else range(NUM_BLOCKS - 1, 0, -1)
     sequence.block_table = list(blocks[:num_blocks])
     return sequence
 

@@ -105,7 +105,7 @@ def _difference(make: Callable[[PoolShape], PooledBackend], shape: PoolShape) ->
     for mine, theirs in ((ours.pool.keys, right.pool.keys), (ours.pool.values, right.pool.values)):
         mine[0][1:] = noise(*mine[0][1:].shape)
         theirs[0][1:] = mine[0][1:]
-    rows = len(batch.slots)
+    rows = len(batch.slot_mapping)
     query = noise(rows, spec.num_heads, spec.head_dim) * (SHARPNESS / spec.scaling * spec.head_dim**-0.5)
     key = noise(rows, spec.num_kv_heads, spec.head_dim)
     value = noise(rows, spec.num_kv_heads, spec.value_dim)

@@ -18,7 +18,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from engine.checkpoint.reading import open_checked, unusable
 from engine.errors import InvalidParameter
-from engine.execution.machine.atomic_files import written_whole
+from engine.execution.machine.atomic_files import written_atomically
 from engine.execution.machine.one_line import one_line
 from engine.execution.machine.quiet_transformers import quiet_transformers
 
@@ -45,7 +45,7 @@ def default_model(cache_directory: Path, progress: Callable[[str], None]) -> Pat
             if not directory.is_dir():
                 source = find_gguf()
                 progress(f"converting {source.name} once, which takes about half a minute")
-                with written_whole(directory) as unfinished:
+                with written_atomically(directory) as unfinished:
                     convert(source, unfinished)
     except OSError as error:
         raise InvalidParameter(

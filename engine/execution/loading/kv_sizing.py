@@ -8,7 +8,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter
-from engine.execution.machine.device_errors import device_faults
+from engine.execution.machine.device_errors import device_errors
 from engine.execution.machine.memory import known_free_bytes
 
 CPU_SHARE = 0.4
@@ -54,7 +54,7 @@ class PoolMemory:
         """Turn a failure to allocate the pool, or what the first pass needs, into `InvalidParameter`."""
         available = known_free_bytes(self.device)
         try:
-            with device_faults():
+            with device_errors():
                 yield
         except MemoryError as error:
             raise InvalidParameter("num_kv_blocks", self._too_large(num_kv_blocks, available)) from error

@@ -25,7 +25,7 @@ from engine.execution.loading.agreement import Preparation, check_agreement
 from engine.execution.loading.generation_defaults import check_file
 from engine.execution.loading.model_files import find_model, fingerprint
 from engine.execution.loading.weights import load_weights
-from engine.execution.machine.device_errors import device_faults
+from engine.execution.machine.device_errors import device_errors
 from engine.execution.machine.memory import known_free_bytes
 from engine.execution.machine.one_line import one_line
 from engine.execution.machine.quiet_transformers import quiet_transformers
@@ -207,7 +207,7 @@ def _enough_memory(weights: Weights, served: torch.dtype, device: torch.device) 
     if available is not None and needed > available:
         raise _short_of_memory(needed, available, served, device)
     try:
-        with device_faults():
+        with device_errors():
             yield
     except MemoryError as error:
         raise _short_of_memory(needed, available, served, device) from error

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.checkpoint.reading import listed
 from engine.errors import InvalidParameter
 from engine.execution.attention.interface import ATTENTION_NAME
-from engine.execution.machine.device_errors import device_faults
+from engine.execution.machine.device_errors import device_errors
 from engine.execution.machine.one_line import one_line
 
 
@@ -28,7 +28,7 @@ def load_weights(directory: Path, dtype: torch.dtype, device: torch.device) -> P
     # Typed as Any: `from_pretrained` has no types for what it returns with loading information.
     auto: Any = AutoModelForCausalLM
     try:
-        with device_faults():
+        with device_errors():
             model, info = auto.from_pretrained(
                 directory,
                 dtype=dtype,

@@ -1,8 +1,8 @@
 """Small arrays on their way between host and device, which nobody waits for before they are needed.
 
-Law: nothing here waits for the device but `Drawn.on_host`, and that waits for its own tokens alone, not for
-what was launched after them. Pinned memory is asked for here alone. This file does not know what the arrays
-mean.
+Law: nothing here waits for the device but `SampledIds.on_host`, and that waits for its own tokens alone, not
+for what was launched after them. Pinned memory is asked for here alone. This file does not know what the
+arrays mean.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledIds:
     """Tokens [rows that sample], int64: `tokens` on the device, `copy` on its way to the host."""
 
     tokens: torch.Tensor
@@ -38,7 +38,7 @@ class Drawn:
     arrival: torch.cuda.Event | None = None
 
     @classmethod
-    def of(cls, tokens: torch.Tensor) -> "Drawn":
+    def of(cls, tokens: torch.Tensor) -> "SampledIds":
         """Begin to copy `tokens` to the host, behind what makes them."""
         if tokens.device.type == "cpu":
             return cls(tokens, tokens)

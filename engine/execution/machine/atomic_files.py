@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
+def written_atomically(path: Path) -> Iterator[Path]:
     """Where to write what takes the place of `path` when the block ends without an exception.
 
     Raises `OSError` where that cannot be.

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from engine.execution.machine.atomic_files import written_whole
+from engine.execution.machine.atomic_files import written_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ Facts = Mapping[str, str | int | Sequence[str] | Sequence[int] | None]
 """All that a choice depends on, by names for people."""
 
 
-class RememberedChoices:
+class AutotuneCache:
     """Those in `directory`, each of which depends on `surroundings` besides its own facts.
 
     `now`: seconds since the epoch.
@@ -63,7 +63,7 @@ class RememberedChoices:
             "facts": json.loads(known),
         }
         try:
-            with written_whole(self._path_of(known)) as unfinished:
+            with written_atomically(self._path_of(known)) as unfinished:
                 unfinished.write_text(json.dumps(content, indent=1) + "\n")
         except OSError as error:
             logger.info("what was measured is not remembered: %s", error)

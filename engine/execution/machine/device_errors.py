@@ -9,7 +9,7 @@ from engine.errors import DeviceLost
 
 
 @contextmanager
-def device_faults() -> Iterator[None]:
+def device_errors() -> Iterator[None]:
     """Turn an accelerator's own failure into `DeviceLost`, and a failed allocation into `MemoryError`."""
     try:
         yield

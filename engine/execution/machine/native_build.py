@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.execution.machine.atomic_files import written_whole
+from engine.execution.machine.atomic_files import written_atomically
 
 SOURCES = Path(__file__).parents[1] / "native"
 FLAGS = (
@@ -54,7 +54,7 @@ def build(compiler: str, library: Path, progress: Callable[[str], None]) -> None
     """Compile into `library`, whether it is there or not. Raises `CannotBuild`."""
     progress("compiling the native operators once, which takes some seconds")
     try:
-        with written_whole(library) as unfinished:
+        with written_atomically(library) as unfinished:
             _compile(compiler, unfinished)
             seal(unfinished)
     except OSError as error:

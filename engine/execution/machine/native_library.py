@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from engine.execution.machine.autotune_cache import RememberedChoices
+from engine.execution.machine.autotune_cache import AutotuneCache
 from engine.execution.machine.native_build import (
     CannotBuild,
     build,
@@ -92,13 +92,13 @@ def find_library(
         return error
 
 
-def machine_choices(
+def machine_autotune_cache(
     cache_directory: Path | str | None, library: NativeLibrary | None
-) -> RememberedChoices | None:
+) -> AutotuneCache | None:
     """What was measured with this library and this torch on this machine, or a machine just like it."""
     if cache_directory is None:
         return None
-    return RememberedChoices(
+    return AutotuneCache(
         native_directory(Path(cache_directory)) / "choices",
         {
             "cpu": cpu_facts(),

@@ -23,7 +23,7 @@ struct TokenmillCall {
     void* out;          // [rows, heads, value_dim], contiguous
     void* pool;
     const float* sinks;  // [heads], or null
-    const int64_t* slots;
+    const int64_t* slot_mapping;
     const int64_t* spans;
     const int64_t* tables;
     int64_t query_strides[2];
@@ -82,7 +82,7 @@ class Attention {
             for (int64_t row = first; row < end; row++) {
                 const T* key = at(call_.key, call_.key_strides, row, kv_head);
                 const T* value = at(call_.value, call_.value_strides, row, kv_head);
-                int64_t slot = call_.slots[row];
+                int64_t slot = call_.slot_mapping[row];
                 T* head = head_at(static_cast<T*>(call_.pool), layer_.shape, slot / SIXTEEN, kv_head);
                 put(head, layer_.shape, slot % SIXTEEN, key, value);
             }
@@ -240,8 +240,8 @@ template <typename T>
 void forget_slots(void* pool, const int64_t* slots, int64_t num_slots, const Shape& shape) {
     for (int64_t i = 0; i < num_slots; i++)
         for (int64_t kv_head = 0; kv_head < shape.num_kv_heads; kv_head++)
-            forget(head_at(static_cast<T*>(pool), shape, slots[i] / SIXTEEN, kv_head), shape,
-                   slots[i] % SIXTEEN);
+            forget(head_at(static_cast<T*>(pool), shape, slot_mapping[i] / SIXTEEN, kv_head), shape,
+                   slot_mapping[i] % SIXTEEN);
 }
 
 }  // namespace
@@ -257,7 +257,7 @@ int64_t tokenmill_group_numbers(int64_t num_kv_heads, int64_t head_dim, int64_t 
     return num_kv_heads * Shape{num_kv_heads, head_dim, value_dim}.head_numbers();
 }
 
-// Sets what `slots` hold to 0.
+// Sets what `slot_mapping` hold to 0.
 void tokenmill_forget_float32(void* pool, const int64_t* slots, int64_t num_slots, int64_t num_kv_heads,
                               int64_t head_dim, int64_t value_dim) {
     forget_slots<float>(pool, slots, num_slots, {num_kv_heads, head_dim, value_dim});

@@ -8,13 +8,13 @@ from typing import Protocol
 
 import torch
 
-from engine.execution.machine.async_copy import Drawn
+from engine.execution.machine.async_copy import SampledIds
 from engine.execution.sampling.logits_processors import is_edited
 from engine.execution.sampling.sampler import Sampler
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
 
 
-class AheadRunner(Protocol):
+class AsyncRunner(Protocol):
     """A runner that takes tokens which are on the device only."""
 
     def execute(self, outputs: SchedulerOutputs, drawn: torch.Tensor | None = None) -> torch.Tensor:
@@ -30,10 +30,10 @@ class AheadRunner(Protocol):
         ...
 
 
-class DeviceLauncher:
-    """See `engine.steps.pipeline.Launcher`. `device`: where the logits are."""
+class DeviceExecutor:
+    """See `engine.steps.pipeline.AsyncExecutor`. `device`: where the logits are."""
 
-    def __init__(self, runner: AheadRunner, sampler: Sampler, device: torch.device) -> None:
+    def __init__(self, runner: AsyncRunner, sampler: Sampler, device: torch.device) -> None:
         self._runner = runner
         self._sampler = sampler
         # Whether a row's window holds all that its filters keep is asked on the host.
@@ -56,11 +56,11 @@ class DeviceLauncher:
             and not is_edited(item.sequence)
         )
 
-    def launch(self, outputs: SchedulerOutputs, after: Drawn | None) -> Drawn:
+    def launch(self, outputs: SchedulerOutputs, after: SampledIds | None) -> SampledIds:
         """Raises `DeviceLost`; any other exception, out of memory too, as it comes."""
         logits = self._runner.execute(outputs, None if after is None else after.tokens)
         return self._sampler.draw(logits, outputs.scheduled)
 
-    def fetch(self, launched: Drawn) -> list[SampledToken]:
+    def fetch(self, launched: SampledIds) -> list[SampledToken]:
         """Raises `DeviceLost`."""
         return self._sampler.fetch(launched)

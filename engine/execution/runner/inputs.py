@@ -1,7 +1,7 @@
 """Turns a scheduler's decision into the flat arrays of one forward, all of them on the host.
 
 Law: the arrays say nothing but what the decision says, so building them again changes nothing. Block tables
-stay here from step to step, a row for each seat, and only grow while a sequence keeps its seat; behind its
+stay here from step to step, a row for each slot, and only grow while a sequence keeps its slot; behind its
 blocks, and where there is no sequence, a row names the null block. Everything else is made anew. This file
 does not know models, devices or how a pool is laid out.
 """
@@ -47,47 +47,47 @@ class StepInputs:
 
 
 class BlockTables:
-    """Each seat's block table as a row of one array, filled up with the null block 0."""
+    """Each slot's block table as a row of one array, filled up with the null block 0."""
 
-    def __init__(self, num_seats: int, max_blocks: int, block_size: int) -> None:
-        self.array: Integers = np.zeros((num_seats, max_blocks), dtype=np.int64)
+    def __init__(self, num_slots: int, max_blocks: int, block_size: int) -> None:
+        self.array: Integers = np.zeros((num_slots, max_blocks), dtype=np.int64)
         self._block_size = block_size
         # Who sits there, in which of its lives, and how many of its blocks are written down.
-        self._owners: list[tuple[Sequence, int] | None] = [None] * num_seats
-        self._lengths = [0] * num_seats
+        self._owners: list[tuple[Sequence, int] | None] = [None] * num_slots
+        self._lengths = [0] * num_slots
 
-    def release(self, seat: int) -> None:
-        """Clear the row of a seat that lost its sequence."""
-        self._owners[seat] = None
-        self.array[seat, : self._lengths[seat]] = 0
-        self._lengths[seat] = 0
+    def release(self, slot: int) -> None:
+        """Clear the row of a slot that lost its sequence."""
+        self._owners[slot] = None
+        self.array[slot, : self._lengths[slot]] = 0
+        self._lengths[slot] = 0
 
     def update(self, item: ScheduledSequence) -> int:
-        """Write down the blocks that the sequence has now; returns its seat.
+        """Write down the blocks that the sequence has now; returns its slot.
 
         Raises `BlockTableOverrun` if these do not hold all tokens that the step computes: keys and values
         would be written to a block of another sequence.
         """
         sequence = item.sequence
-        seat = sequence.seat
-        if seat is None:
-            raise ValueError(f"{sequence.request_id} was scheduled without a seat")
+        slot = sequence.slot
+        if slot is None:
+            raise ValueError(f"{sequence.request_id} was scheduled without a slot")
         table, end = sequence.block_table, item.start + item.num_new_tokens
         if end > len(table) * self._block_size:
             raise BlockTableOverrun(
                 f"{sequence.request_id}/{sequence.index} computes tokens {item.start} to {end}, "
                 f"but holds {len(table)} blocks of {self._block_size}"
             )
-        owner = self._owners[seat]
-        # Compared by identity and life: a preempted sequence may come back to its old seat with other blocks.
+        owner = self._owners[slot]
+        # Compared by identity and life: a preempted sequence may come back to its old slot with other blocks.
         if owner is None or owner[0] is not sequence or owner[1] != sequence.num_preemptions:
-            self.release(seat)
-            self._owners[seat] = (sequence, sequence.num_preemptions)
-        known = self._lengths[seat]
+            self.release(slot)
+            self._owners[slot] = (sequence, sequence.num_preemptions)
+        known = self._lengths[slot]
         if len(table) != known:
-            self.array[seat, known : len(table)] = table[known:]
-            self._lengths[seat] = len(table)
-        return seat
+            self.array[slot, known : len(table)] = table[known:]
+            self._lengths[slot] = len(table)
+        return slot
 
 
 class InputBuilder:
@@ -102,22 +102,22 @@ class InputBuilder:
 
         Raises `BlockTableOverrun`.
         """
-        for seat in outputs.released_seats:
-            self._tables.release(seat)
+        for slot in outputs.released_slots:
+            self._tables.release(slot)
         items = outputs.scheduled
         rows = _Rows(items, [self._tables.update(item) for item in items])
         block_size, table = self._block_size, self._tables.array
-        blocks = table[rows.seats[rows.items], rows.positions // block_size]
+        blocks = table[rows.slots[rows.items], rows.positions // block_size]
         return StepInputs(
             token_ids=torch.from_numpy(_integers(_token_ids(items))),
             positions=torch.from_numpy(rows.positions),
             logits_rows=torch.from_numpy(rows.wanted),
             batch=AttentionBatch(
-                slots=torch.from_numpy(blocks * block_size + rows.positions % block_size),
+                slot_mapping=torch.from_numpy(blocks * block_size + rows.positions % block_size),
                 blocks_begun=torch.from_numpy(self._blocks_begun(rows)),
-                single_rows=torch.from_numpy(rows.first_rows[rows.singles]),
-                single_lengths=torch.from_numpy(rows.ends[rows.singles]),
-                single_tables=torch.from_numpy(self._single_tables(rows)),
+                decode_rows=torch.from_numpy(rows.first_rows[rows.singles]),
+                decode_lengths=torch.from_numpy(rows.ends[rows.singles]),
+                decode_tables=torch.from_numpy(self._single_tables(rows)),
                 chunks=tuple(self._chunk(rows, item) for item in np.flatnonzero(~rows.singles)),
             ),
             drawn=drawn,
@@ -126,20 +126,20 @@ class InputBuilder:
     def _blocks_begun(self, rows: "_Rows") -> Integers:
         last_blocks = (rows.ends - 1) // self._block_size
         begun = (last_blocks * self._block_size >= rows.starts) & (rows.ends % self._block_size != 0)
-        blocks: Integers = self._tables.array[rows.seats[begun], last_blocks[begun]]
+        blocks: Integers = self._tables.array[rows.slots[begun], last_blocks[begun]]
         return blocks
 
     def _single_tables(self, rows: "_Rows") -> Integers:
         """Only blocks that hold tokens: a table may name others already, and nobody wrote these."""
         num_blocks = -(-rows.ends[rows.singles] // self._block_size)
         width = int(num_blocks.max(initial=0))
-        tables: Integers = self._tables.array[rows.seats[rows.singles], :width]
+        tables: Integers = self._tables.array[rows.slots[rows.singles], :width]
         tables[np.arange(width) >= num_blocks[:, None]] = 0
         return tables
 
     def _chunk(self, rows: "_Rows", item: np.int64) -> Chunk:
         num_blocks = -(-rows.ends[item] // self._block_size)
-        table = self._tables.array[rows.seats[item], :num_blocks].copy()
+        table = self._tables.array[rows.slots[item], :num_blocks].copy()
         return Chunk(
             first_row=int(rows.first_rows[item]),
             num_rows=int(rows.counts[item]),
@@ -152,22 +152,22 @@ def null_inputs() -> StepInputs:
     """One token of nobody, in the null block, with no logits: shows whether a device can compute at all."""
     zero = torch.zeros(1, dtype=torch.int64)
     batch = AttentionBatch(
-        slots=zero,
+        slot_mapping=zero,
         blocks_begun=zero,
-        single_rows=zero,
-        single_lengths=zero + 1,
-        single_tables=zero[None],
+        decode_rows=zero,
+        decode_lengths=zero + 1,
+        decode_tables=zero[None],
         chunks=(),
     )
     return StepInputs(token_ids=zero, positions=zero, logits_rows=zero[:0], batch=batch)
 
 
 class _Rows:
-    """The same decision by item (seat, start, count, end, first row) and by row (its item, its position)."""
+    """The same decision by item (slot, start, count, end, first row) and by row (its item, its position)."""
 
-    def __init__(self, items: tuple[ScheduledSequence, ...], seats: list[int]) -> None:
+    def __init__(self, items: tuple[ScheduledSequence, ...], slots: list[int]) -> None:
         _, starts, counts, logits_from, _ = zip(*items, strict=True) if items else ((),) * 5
-        self.seats = _integers(seats)
+        self.slots = _integers(slots)
         self.starts = _integers(starts)
         self.counts = _integers(counts)
         self.ends = self.starts + self.counts

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.execution.attention.interface import AttentionBackend
-from engine.execution.machine.device_errors import device_faults
+from engine.execution.machine.device_errors import device_errors
 from engine.execution.machine.memory import release_cached_memory
 from engine.execution.runner.forward import run_model
 from engine.execution.runner.inputs import InputBuilder, StepInputs, null_inputs
@@ -64,14 +64,14 @@ class ModelRunner:
         step before drew, on the device, for tokens that the host does not know yet. Raises `DeviceLost`
         when the device is gone; any other exception, out of memory too, as it comes.
         """
-        with device_faults(), torch.inference_mode():
+        with device_errors(), torch.inference_mode():
             if outputs.blocks_to_zero:
                 self._backend.zero_blocks(outputs.blocks_to_zero)
             return self.forward(self._inputs.build(outputs, drawn))
 
     def check(self) -> None:
         """Run a forward pass of one token that belongs to nobody; raises what the device raises."""
-        with device_faults(), torch.inference_mode():
+        with device_errors(), torch.inference_mode():
             self.forward(null_inputs())
             self._backend.zero_blocks((0,))
 
@@ -80,7 +80,7 @@ class ModelRunner:
 
         Only the null block is used, and it is zeroed afterwards. Raises as `execute`.
         """
-        with device_faults(), torch.inference_mode():
+        with device_errors(), torch.inference_mode():
             for inputs in warm_up_inputs(max_model_len, block_size):
                 self.forward(inputs)
             self._backend.zero_blocks((0,))
@@ -90,7 +90,7 @@ class ModelRunner:
 
         A CPU's memory is not cached. Raises `DeviceLost`.
         """
-        with device_faults():
+        with device_errors():
             return release_cached_memory(self._model.device)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:

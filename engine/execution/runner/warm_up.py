@@ -26,11 +26,11 @@ def _step(length: int, block_size: int) -> StepInputs:
     table = torch.zeros(-(-length // block_size), dtype=torch.int64)
     first = torch.zeros(1, dtype=torch.int64)
     batch = AttentionBatch(
-        slots=torch.tensor([0, 0, 1 % block_size]),
+        slot_mapping=torch.tensor([0, 0, 1 % block_size]),
         blocks_begun=first,
-        single_rows=first,
-        single_lengths=first + length,
-        single_tables=table[None],
+        decode_rows=first,
+        decode_lengths=first + length,
+        decode_tables=table[None],
         chunks=(Chunk(1, 2, 0, torch.zeros(-(-2 // block_size), dtype=torch.int64)),),
     )
     return StepInputs(

@@ -1,7 +1,7 @@
 """Applies what requests ask of their logits before the draw, to the rows that ask for anything.
 
 Law: rows that ask for nothing are neither copied nor looked at twice, and the given logits stay as they are.
-The order is penalties, bias, masks. What is kept of a sequence is kept by its seat while it sits there, and
+The order is penalties, bias, masks. What is kept of a sequence is kept by its slot while it sits there, and
 can be made again from the sequence at any time.
 """
 
@@ -32,7 +32,7 @@ class Edited:
 
 
 class LogitEdits:
-    """Edits the logits of a batch; remembers counts and masks of the sequences that sit in its seats."""
+    """Edits the logits of a batch; remembers counts and masks of the sequences that sit in its slots."""
 
     def __init__(self) -> None:
         self._kept: dict[int | None, _Kept] = {}
@@ -60,10 +60,10 @@ class LogitEdits:
         return Edited(rows, row_numbers, changed, faults)
 
     def _keep(self, sequence: Sequence, vocab_size: int) -> "_Kept":
-        kept = self._kept.get(sequence.seat)
-        # Compared by identity: another sequence may have taken the seat.
+        kept = self._kept.get(sequence.slot)
+        # Compared by identity: another sequence may have taken the slot.
         if kept is None or kept.sequence is not sequence:
-            kept = self._kept[sequence.seat] = _Kept(sequence, vocab_size, self._sibling_masks(sequence))
+            kept = self._kept[sequence.slot] = _Kept(sequence, vocab_size, self._sibling_masks(sequence))
         elif kept.counts:
             kept.counts.catch_up()
         return kept
@@ -74,10 +74,10 @@ class LogitEdits:
         return next(found, None)
 
     def forget_those_who_left(self) -> None:
-        """Those whose seat another one has, or nobody: preempted and ended sequences have none."""
-        left = [seat for seat, kept in self._kept.items() if kept.sequence.seat != seat]
-        for seat in left:
-            del self._kept[seat]
+        """Those whose slot another one has, or nobody: preempted and ended sequences have none."""
+        left = [slot for slot, kept in self._kept.items() if kept.sequence.slot != slot]
+        for slot in left:
+            del self._kept[slot]
 
 
 class _Kept:

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from engine.constraints import NO_TOKEN_ALLOWED
-from engine.execution.machine.async_copy import Drawn, sent
-from engine.execution.machine.device_errors import device_faults
+from engine.execution.machine.async_copy import SampledIds, sent
+from engine.execution.machine.device_errors import device_errors
 from engine.execution.sampling.draw import Draws, draw, take
 from engine.execution.sampling.logits_processors import Edited, LogitEdits
 from engine.execution.sampling.logprobs import token_logprobs
 from engine.execution.sampling.native_draw import UNDECIDED, DrawOperator, ask, row_addresses
-from engine.execution.sampling.slot_params import NO_LOGPROBS, Numbers, Rows, SeatParameters
+from engine.execution.sampling.slot_params import NO_LOGPROBS, Numbers, Rows, SlotParams
 from engine.execution.sampling.top_k import first_largest
 from engine.outputs import SampledToken, ScheduledSequence, TokenLogprobs
 from engine.sequence import Sequence
@@ -34,7 +34,7 @@ class Sampler:
     def __init__(self, operator: DrawOperator | None = None) -> None:
         """Draws by the native `operator`, if there is one and the logits are on a CPU."""
         self._operator = operator
-        self._params = SeatParameters()
+        self._params = SlotParams()
         self._edits = LogitEdits()
 
     def sample(self, logits: torch.Tensor, items: tuple[ScheduledSequence, ...]) -> list[SampledToken]:
@@ -44,29 +44,29 @@ class Sampler:
         nothing but -inf, gives an error and no token; so does one whose masks leave nothing, and one whose
         grammar fails. Raises `DeviceLost`.
         """
-        with device_faults(), torch.inference_mode():
+        with device_errors(), torch.inference_mode():
             self._edits.forget_those_who_left()
             sampled: list[SampledToken] = []
             for part, sequences, params in self._parts(logits, items):
                 sampled += self._sample(part, sequences, params)
         return sampled
 
-    def draw(self, logits: torch.Tensor, items: tuple[ScheduledSequence, ...]) -> Drawn:
+    def draw(self, logits: torch.Tensor, items: tuple[ScheduledSequence, ...]) -> SampledIds:
         """The tokens of `sample`, on their way, for items that want neither edits nor log-probabilities.
 
         Raises `DeviceLost`.
         """
-        with device_faults(), torch.inference_mode():
+        with device_errors(), torch.inference_mode():
             tokens = [
                 self._choose(part, None, sequences, params)
                 for part, sequences, params in self._parts(logits, items)
             ]
             nothing = torch.empty(0, dtype=torch.int64, device=logits.device)
-            return Drawn.of(tokens[0] if len(tokens) == 1 else torch.cat([nothing, *tokens]))
+            return SampledIds.of(tokens[0] if len(tokens) == 1 else torch.cat([nothing, *tokens]))
 
-    def fetch(self, drawn: Drawn) -> list[SampledToken]:
+    def fetch(self, drawn: SampledIds) -> list[SampledToken]:
         """Wait for what was drawn: what `sample` gives. Raises `DeviceLost`."""
-        with device_faults():
+        with device_errors():
             return [
                 SampledToken(token_id) if token_id >= 0 else SampledToken(None, _ERRORS[token_id])
                 for token_id in drawn.on_host()
@@ -129,7 +129,7 @@ class Sampler:
         """
         found: list[tuple[ScheduledSequence, list[TokenLogprobs]]] = []
         end = 0
-        with device_faults(), torch.inference_mode():
+        with device_errors(), torch.inference_mode():
             for item in items:
                 begin, end = end, end + item.num_new_tokens - item.logits_from
                 number = item.sequence.params.prompt_logprobs

@@ -1,4 +1,4 @@
-"""What requests ask of their draws, as arrays: written down once for each seat, read for whole batches.
+"""What requests ask of their draws, as arrays: written down once for each slot, read for whole batches.
 
 Law: a row's parameters are those of the sequence that sits there, whoever sat there before. Knows no logits.
 """
@@ -36,34 +36,34 @@ Rows = npt.NDArray[np.void]
 Numbers = npt.NDArray[np.int64]
 
 
-class SeatParameters:
-    """The parameters of those who sit, a row for each seat; there may be any number of seats."""
+class SlotParams:
+    """The parameters of those who sit, a row for each slot; there may be any number of slots."""
 
     def __init__(self) -> None:
         self._owners: list[Sequence | None] = []
         self._table: Rows = np.zeros(0, dtype=ROW)
 
     def of(self, sequences: list[Sequence]) -> Rows:
-        """In their order. Raises ValueError if one has no seat."""
-        seats = [_seat_of(sequence) for sequence in sequences]
-        if max(seats, default=-1) >= len(self._owners):
-            self._grow(max(seats) + 1)
+        """In their order. Raises ValueError if one has no slot."""
+        slots = [_slot_of(sequence) for sequence in sequences]
+        if max(slots, default=-1) >= len(self._owners):
+            self._grow(max(slots) + 1)
         # Compared by identity, in one go: who sits there has mostly sat there before.
-        if [self._owners[seat] for seat in seats] != sequences:
-            for sequence, seat in zip(sequences, seats, strict=True):
-                if self._owners[seat] is not sequence:
-                    self._enter(sequence, seat)
-        return self._table[seats]
+        if [self._owners[slot] for slot in slots] != sequences:
+            for sequence, slot in zip(sequences, slots, strict=True):
+                if self._owners[slot] is not sequence:
+                    self._enter(sequence, slot)
+        return self._table[slots]
 
-    def _grow(self, num_seats: int) -> None:
-        num_new = max(num_seats, 2 * len(self._owners)) - len(self._owners)
+    def _grow(self, num_slots: int) -> None:
+        num_new = max(num_slots, 2 * len(self._owners)) - len(self._owners)
         self._owners += [None] * num_new
         self._table = np.concatenate([self._table, np.zeros(num_new, dtype=ROW)])
 
-    def _enter(self, sequence: Sequence, seat: int) -> None:
+    def _enter(self, sequence: Sequence, slot: int) -> None:
         params = sequence.params
-        self._owners[seat] = sequence
-        self._table[seat] = (
+        self._owners[slot] = sequence
+        self._table[slot] = (
             not params.is_greedy,
             min(params.temperature, HIGHEST_TEMPERATURE),
             min(params.top_k, np.iinfo(np.int64).max),
@@ -75,10 +75,10 @@ class SeatParameters:
         )
 
 
-def _seat_of(sequence: Sequence) -> int:
-    if sequence.seat is None:
-        raise ValueError(f"{sequence.request_id} was to be sampled without a seat")
-    return sequence.seat
+def _slot_of(sequence: Sequence) -> int:
+    if sequence.slot is None:
+        raise ValueError(f"{sequence.request_id} was to be sampled without a slot")
+    return sequence.slot
 
 
 def may_be_edited(sequence: Sequence) -> bool:

@@ -11,14 +11,16 @@ Here only the bytes that form no character become U+FFFD, as with byte-level tok
 from collections.abc import Callable, Set
 from typing import Any
 
-from engine.execution.text.token_bytes import byte_of, spell_byte_level, spelling_of, steps_of
-from engine.text.byte_decoder import Spelling
+from engine.execution.text.token_bytes import byte_of, spell_byte_level, steps_of, token_bytes_of
+from engine.text.byte_decoder import TokenBytes
 
 NUM_TRIED = 512
 """Tokens of the vocabulary in a trial, beside all that were added to it."""
 
 
-def spelling_of_texts(backend: Any, added: Set[int], skipped: Set[int], *, skips: bool) -> Spelling | None:
+def token_bytes_of_texts(
+    backend: Any, added: Set[int], skipped: Set[int], *, skips: bool
+) -> TokenBytes | None:
     """Of a tokenizer of the `tokenizers` library; None if it is of another kind, or disagrees.
 
     `added`: ids beside the vocabulary. `skipped`: special ones, which leave no text where `skips` is true.
@@ -27,7 +29,7 @@ def spelling_of_texts(backend: Any, added: Set[int], skipped: Set[int], *, skips
     if found is None:
         return None
     spell, first, separator = found
-    spelling = Spelling(_Pieces(backend, skipped if skips else frozenset(), spell, first), separator)
+    spelling = TokenBytes(_Pieces(backend, skipped if skips else frozenset(), spell, first), separator)
     return spelling if _agrees(backend, spelling, sorted(added | skipped), skips=skips) else None
 
 
@@ -40,7 +42,7 @@ def _spell_and_separator(backend: Any) -> tuple[Callable[[str], bytes], str, str
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return spell_byte_level, "", ""
-    spell = spelling_of(backend)
+    spell = token_bytes_of(backend)
     has_regex = any("Regex" in step.get("pattern", {}) for step in steps)
     if spell is None or has_regex or "ByteLevel" in kinds:
         return None
@@ -83,7 +85,7 @@ class _Pieces:
         return self._first + self._spell(piece)
 
 
-def _agrees(backend: Any, spelling: Spelling, special: list[int], *, skips: bool) -> bool:
+def _agrees(backend: Any, spelling: TokenBytes, special: list[int], *, skips: bool) -> bool:
     """Whether a text of all `special` tokens and a part of the others is decoded to what is put together."""
     size = backend.get_vocab_size(with_added_tokens=False)
     sample = [*range(0, size, max(1, size // NUM_TRIED)), *special, *reversed(special), *range(min(size, 8))]

@@ -22,7 +22,7 @@ LIMITS = LLParserLimits(step_max_items=10_000, max_lexer_states=20_000, verbose_
 TOO_LARGE = "the grammar is too large to compile; simplify it"
 
 
-class Trials:
+class GrammarSandbox:
     """Children that compile one grammar at a time; as many as there are calls at once, kept for the next.
 
     A child ends when it is asked for more than `seconds` or `max_bytes` of address space, and with whoever

@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
 from engine.errors import InvalidParameter
-from engine.execution.text.grammar_sandbox import LIMITS, Trials
+from engine.execution.text.grammar_sandbox import LIMITS, GrammarSandbox
 from engine.execution.text.lark import explain, to_lark
 from engine.execution.text.tokenizer import Tokenizer
 from engine.requests.grammar_compiler import GrammarFactory
@@ -36,7 +36,7 @@ class LlguidanceBackend:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(one for one in eos_token_ids if one < vocab_size)
-        self._trials = Trials(TRIAL_SECONDS)
+        self._sandbox = GrammarSandbox(TRIAL_SECONDS)
         self._lock = threading.Lock()
         self._vocabulary: _Vocabulary | None = None
 
@@ -51,7 +51,7 @@ class LlguidanceBackend:
         """Raises `ValueError`, with what is wrong in the user's own words."""
         self.check()
         lark = to_lark(structured_outputs)
-        if error := self._trials.error_of(lark):
+        if error := self._sandbox.error_of(lark):
             raise ValueError(explain(error, structured_outputs))
         vocabulary = self._load_once()
         matcher = LLMatcher(vocabulary.library, lark, log_level=0, limits=LIMITS)

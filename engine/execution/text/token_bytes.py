@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-Spelling = Callable[[str], bytes]
+TokenBytes = Callable[[str], bytes]
 """From a piece, as the vocabulary has it, to its bytes."""
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -25,7 +25,7 @@ _TO_LATIN = str.maketrans(
 )
 
 
-def spelling_of(backend: Any) -> Spelling | None:
+def token_bytes_of(backend: Any) -> TokenBytes | None:
     """How a tokenizer of the `tokenizers` library spells bytes; None if its decoder is not understood.
 
     Byte-level BPE (GPT-2) has a printable character for each byte. SentencePiece writes a space as U+2581,
@@ -81,7 +81,7 @@ def byte_of(piece: str) -> int | None:
     return int(match[1], 16) if match else None
 
 
-def _sentencepiece(replacements: list[tuple[str, str]], *, has_bytes: bool) -> Spelling:
+def _sentencepiece(replacements: list[tuple[str, str]], *, has_bytes: bool) -> TokenBytes:
     def spell(piece: str) -> bytes:
         if has_bytes and (byte := byte_of(piece)) is not None:
             return bytes([byte])

@@ -16,12 +16,12 @@ from engine.checkpoint.tokenizer_files import check_tokenizer_files
 from engine.errors import InvalidParameter, NeverFits
 from engine.execution.machine.one_line import one_line
 from engine.execution.machine.quiet_transformers import quiet_transformers
-from engine.execution.text.byte_spelling import spelling_of_texts
+from engine.execution.text.byte_spelling import token_bytes_of_texts
 from engine.execution.text.chat_template import ChatTemplate
 from engine.execution.text.special_tokens import SelectiveEncoder, Span, SpecialTexts
-from engine.execution.text.token_bytes import spelling_of
+from engine.execution.text.token_bytes import token_bytes_of
 from engine.execution.text.token_lengths import longest_token_bytes
-from engine.text.byte_decoder import Spelling
+from engine.text.byte_decoder import TokenBytes
 
 MAX_KEPT_CHARACTERS = 2048
 MAX_KEPT_TEXTS = 512
@@ -49,11 +49,11 @@ class Tokenizer:
         }
         #: An unknown token may also stand for text.
         self._control_ids = self.special_ids - {tokenizer.unk_token_id}
-        self._spelling = None if self._backend is None else spelling_of(self._backend)
-        self._spellings = dict[bool, Spelling | None]()
+        self._spelling = None if self._backend is None else token_bytes_of(self._backend)
+        self._spellings = dict[bool, TokenBytes | None]()
         if self._backend is not None:
             for skips in (True, False):
-                self._spellings[skips] = spelling_of_texts(
+                self._spellings[skips] = token_bytes_of_texts(
                     self._backend, self._added.keys(), self.special_ids, skips=skips
                 )
         self.vocab_size = len(tokenizer)
@@ -152,7 +152,7 @@ class Tokenizer:
             )
         )
 
-    def spelling(self, skip_special_tokens: bool = True) -> Spelling | None:
+    def spelling(self, skip_special_tokens: bool = True) -> TokenBytes | None:
         """What each token adds to what `decode` gives; None if that depends on its neighbours."""
         return self._spellings.get(skip_special_tokens)
 

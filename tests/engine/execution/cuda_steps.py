@@ -25,12 +25,12 @@ from engine.constraints import Constraints
 from engine.execution import plans as numerics
 from engine.execution.attention.interface import Backend
 from engine.execution.attention.probe import record_layers
-from engine.execution.graphs.self_check import GraphTrial
+from engine.execution.graphs.self_check import GraphSelfCheck
 from engine.execution.loading.attention_backends import TORCH
 from engine.execution.loading.cuda_backends import cuda_backends
 from engine.execution.loading.loader import LoadedModel
 from engine.execution.machine.memory import free_bytes
-from engine.execution.runner.async_runner import DeviceLauncher
+from engine.execution.runner.async_runner import DeviceExecutor
 from engine.execution.runner.inputs import StepInputs
 from engine.execution.runner.model_runner import ModelRunner
 from engine.execution.sampling.logprobs import token_logprobs
@@ -123,7 +123,7 @@ def patch_captures() -> None:
     def check(trial: Any, replay: Callable[[StepInputs], torch.Tensor], size: int) -> None:
         replay(trial._inputs(max(1, size - 1)))
 
-    GraphTrial.check = check  # type: ignore[method-assign]
+    GraphSelfCheck.check = check  # type: ignore[method-assign]
     numerics.CudaCapture = FakeCapture  # type: ignore[assignment, misc]
     torch.cuda.mem_get_info = lambda *_: (1 << 34, 1 << 35)  # type: ignore[assignment]
 
@@ -175,7 +175,7 @@ def step_of(
 
 def launched_waits(runner: ModelRunner, steps: Iterable[str]) -> dict[str, list[Wait]]:
     """What each of `steps` waits for, at first and once more behind a step whose tokens are not known."""
-    launcher = DeviceLauncher(runner, Sampler(), DEVICE)
+    launcher = DeviceExecutor(runner, Sampler(), DEVICE)
     found = {}
     for name in steps:
         parts, params = LAUNCHED[name]

@@ -198,7 +198,7 @@ class KernelVariants:
     def _kernel(self, kernel: Any) -> Any:
         variants = self
 
-        class Launcher:
+        class AsyncExecutor:
             def __getitem__(self, grid: tuple[int, ...]) -> Any:
                 def launch(*args: Any, **named: Any) -> None:
                     variants.launches += 1
@@ -207,7 +207,7 @@ class KernelVariants:
 
                 return launch
 
-        return Launcher()
+        return AsyncExecutor()
 
     @contextmanager
     def installed(self) -> Iterator["KernelVariants"]:

@@ -10,7 +10,7 @@ from engine.errors import NeverFits
 from engine.outputs import SequenceOutput
 from engine.requests.deadlines import NO_DEADLINES, Deadlines, ResumedOutput
 from engine.sampling_params import SamplingParams
-from engine.steps.pipeline import Launcher
+from engine.steps.pipeline import AsyncExecutor
 from tests.engine.execution.simulated_device import (
     NUM_TOKENS,
     RefusingLauncher,
@@ -94,7 +94,7 @@ def _draw_request(rng: random.Random, shared: list[int], longest: int) -> Asked:
 class Served:
     """An engine on a simulated device, and all that it reported. Each step is checked."""
 
-    def __init__(self, config: EngineConfig, device: Any, launcher: Launcher | None = None) -> None:
+    def __init__(self, config: EngineConfig, device: Any, launcher: AsyncExecutor | None = None) -> None:
         self.clock = Clock()
         self.engine = Engine(
             config,

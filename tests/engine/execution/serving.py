@@ -90,12 +90,12 @@ def make_prompts(lengths: tuple[int, ...], seed: int = 1) -> dict[str, list[int]
     }
 
 
-def seated(
-    seat: int, token_ids: list[int], block_table: list[int], params: SamplingParams = GREEDY
+def in_slot(
+    slot: int, token_ids: list[int], block_table: list[int], params: SamplingParams = GREEDY
 ) -> Sequence:
     """A running sequence, as a scheduler would hand it to a runner."""
-    sequence = Sequence(f"seat {seat}", token_ids, params, arrival=0.0)
-    sequence.admit(seat)
+    sequence = Sequence(f"slot {slot}", token_ids, params, arrival=0.0)
+    sequence.admit(slot)
     sequence.block_table = block_table
     return sequence
 

@@ -73,12 +73,12 @@ class SimulatedDevice:
         token_ids = inputs.known(inputs.token_ids).tolist()
         batch, block_size = inputs.batch, self._block_size
         self._zero(batch.blocks_begun.tolist())
-        slots = batch.slots.tolist()
+        slots = batch.slot_mapping.tolist()
         rows: dict[int, Row] = {}
         for row, length, table in zip(
-            batch.single_rows.tolist(),
-            batch.single_lengths.tolist(),
-            batch.single_tables.numpy(),
+            batch.decode_rows.tolist(),
+            batch.decode_lengths.tolist(),
+            batch.decode_tables.numpy(),
             strict=True,
         ):
             rows |= self._compute(row, token_ids[row : row + 1], slots, length - 1, table)

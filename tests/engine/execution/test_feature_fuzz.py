@@ -13,8 +13,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.execution.machine.async_copy import Drawn
-from engine.execution.runner.async_runner import DeviceLauncher
+from engine.execution.machine.async_copy import SampledIds
+from engine.execution.runner.async_runner import DeviceExecutor
 from engine.execution.runner.model_runner import ModelRunner
 from engine.execution.sampling.sampler import Sampler
 from engine.execution.text.llguidance_backend import LlguidanceBackend
@@ -28,7 +28,7 @@ from engine.outputs import (
 )
 from engine.requests.grammar_compiler import GrammarCompiler
 from engine.sampling_params import SamplingParams
-from engine.steps.pipeline import Launcher
+from engine.steps.pipeline import AsyncExecutor
 from engine.structured_outputs import StructuredOutputs
 from tests.engine.execution.serving import make_runner
 from tests.engine.execution.simulated_device import check_running
@@ -130,7 +130,7 @@ def draw_plain_params(rng: random.Random) -> SamplingParams:
     return SamplingParams(**fields)  # type: ignore[arg-type]  # drawn by name
 
 
-class CountingLauncher(DeviceLauncher):
+class CountingLauncher(DeviceExecutor):
     """Counts the steps that were launched while the one before was under way; some fail, some are refused."""
 
     def __init__(self, runner: ModelRunner, sampler: Sampler, rng: random.Random) -> None:
@@ -143,13 +143,13 @@ class CountingLauncher(DeviceLauncher):
         self.num_refused += not takes
         return takes
 
-    def launch(self, outputs: SchedulerOutputs, after: Drawn | None) -> Drawn:
+    def launch(self, outputs: SchedulerOutputs, after: SampledIds | None) -> SampledIds:
         self._fail_sometimes()
         drawn = super().launch(outputs, after)
         self.num_ahead += after is not None
         return drawn
 
-    def fetch(self, launched: Drawn) -> list[SampledToken]:
+    def fetch(self, launched: SampledIds) -> list[SampledToken]:
         self._fail_sometimes()
         return super().fetch(launched)
 
@@ -159,7 +159,7 @@ class CountingLauncher(DeviceLauncher):
             raise MemoryError("not now")
 
 
-def build_engine(runner: ModelRunner, config: EngineConfig, launcher: Launcher | None) -> Engine:
+def build_engine(runner: ModelRunner, config: EngineConfig, launcher: AsyncExecutor | None) -> Engine:
     ends = frozenset({EOS})
     return Engine(
         config,

@@ -140,7 +140,7 @@ def test_prompts_that_fill_their_blocks_exactly() -> None:
 
 
 def test_a_crowd_of_fifty() -> None:
-    """Many short requests through few seats: seats and blocks change hands at every step."""
+    """Many short requests through few slots: slots and blocks change hands at every step."""
     prompts = make_prompts(tuple(range(1, 51)))
     short = replace(GREEDY, max_tokens=5)
     model = make_model("qwen2")

@@ -172,42 +172,42 @@ def test_a_grammar_that_raises_fails_its_row_alone() -> None:
 def test_what_is_remembered_is_what_the_tokens_say(moves: list[tuple[str, int]], tokens: list[int]) -> None:
     """nano-vllm#217, vllm#16832: after a preemption, prompt and output were mixed up for penalties.
 
-    Three seats, whose sequences grow, are preempted and come back to any seat, end, or are sampled twice for
+    Three slots, whose sequences grow, are preempted and come back to any slot, end, or are sampled twice for
     one token, as after a fault. At each step one sampler that has seen it all agrees with a fresh reader.
     """
     with_memory = Sampler()
-    seats = [seated(seat, seat) for seat in range(3)]
-    for number, (move, seat) in enumerate(moves):
+    slots = [in_slot(slot, slot) for slot in range(3)]
+    for number, (move, slot) in enumerate(moves):
         if move == "grow":
-            seats[seat].append(tokens[number])
+            slots[slot].append(tokens[number])
         elif move == "leave":
-            seats[seat].preempt()
-            seats[seat] = seated(seat, number)
+            slots[slot].preempt()
+            slots[slot] = in_slot(slot, number)
         elif move == "preempt":
-            # Two are preempted and come back, each on the other's seat.
-            other = (seat + 1) % 3
-            seats[seat].preempt()
-            seats[other].preempt()
-            seats[seat], seats[other] = seats[other], seats[seat]
-            seats[seat].admit(seat)
-            seats[other].admit(other)
-        items = tuple(ScheduledSequence(sequence, 0, 1, 0, True) for sequence in seats)
+            # Two are preempted and come back, each on the other's slot.
+            other = (slot + 1) % 3
+            slots[slot].preempt()
+            slots[other].preempt()
+            slots[slot], slots[other] = slots[other], slots[slot]
+            slots[slot].admit(slot)
+            slots[other].admit(other)
+        items = tuple(ScheduledSequence(sequence, 0, 1, 0, True) for sequence in slots)
         logits = random_logits(3, 20, number)
         assert with_memory.sample(logits, items) == list(map(naive_sample, logits, items))
 
 
-def seated(seat: int, number: int) -> Sequence:
+def in_slot(slot: int, number: int) -> Sequence:
     params = SamplingParams(
         temperature=0.0, repetition_penalty=1.5, frequency_penalty=0.4, presence_penalty=0.3, logprobs=1
     )
     bad = Constraints(bad_token_ids=((number % 10,), (3, 4)))
     sequence = Sequence("r", [number % 7, 2], params, arrival=0.0, constraints=bad)
-    sequence.admit(seat)
+    sequence.admit(slot)
     return sequence
 
 
 def test_nothing_is_remembered_of_those_who_left() -> None:
-    remembering, sequence = Sampler(), seated(2, 1)
+    remembering, sequence = Sampler(), in_slot(2, 1)
     remembering.sample(random_logits(1, 20), (ScheduledSequence(sequence, 0, 1, 0, True),))
     assert list(remembering._edits._kept) == [2]
     sequence.preempt()

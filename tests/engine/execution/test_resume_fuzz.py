@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from engine.execution.runner.async_runner import DeviceLauncher
+from engine.execution.runner.async_runner import DeviceExecutor
 from engine.execution.runner.model_runner import ModelRunner
 from engine.execution.sampling.sampler import Sampler
 from engine.outputs import SequenceOutput
@@ -29,7 +29,7 @@ Folded = dict[int, tuple[list[int], str, FinishReason | None]]
 def generate(
     runner: ModelRunner, asked: Asked, resumed: tuple[ResumedOutput, ...] = (), *, is_asynchronous: bool
 ) -> list[SequenceOutput]:
-    launcher = DeviceLauncher(runner, Sampler(), torch.device("cpu")) if is_asynchronous else None
+    launcher = DeviceExecutor(runner, Sampler(), torch.device("cpu")) if is_asynchronous else None
     engine = build_engine(runner, ROOMY, launcher)
     engine.add(
         "r", asked.prompt, asked.params, arrival=0.0, priority=asked.priority, tenant=asked.tenant,

@@ -201,7 +201,7 @@ def test_a_discarded_request_leaves_nothing_of_any_output(steps: int) -> None:
     assert {output.request_id for output in told} == {"b"}
     assert engine.scheduler.block_manager.num_free_blocks == 16
     assert engine._outputs == {}
-    assert engine._siblings._led == {}
+    assert engine._parallel_outputs._led == {}
     add(engine, "a", 3, n=2, max_tokens=1)
     assert set(run(engine)) == {"a", "a/1"}, "its id is free again"
 

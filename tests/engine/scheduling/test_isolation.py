@@ -17,13 +17,13 @@ def computed(runner) -> set[str]:
     return {request_id for request_id, _, _ in runner.steps[-1]}
 
 
-def test_the_others_keep_their_seats_and_blocks_and_are_not_stepped() -> None:
+def test_the_others_keep_their_slots_and_blocks_and_are_not_stepped() -> None:
     engine, runner = build_engine()
     add(engine, "a", 4, max_tokens=8)
     add(engine, "b", 4, max_tokens=8)
     engine.step()
     add(engine, "c", 4, max_tokens=8)
-    before = [(one.seat, list(one.block_table), one.num_tokens) for one in engine.scheduler.running_queue]
+    before = [(one.slot, list(one.block_table), one.num_tokens) for one in engine.scheduler.running_queue]
 
     for _ in range(3):
         told = engine.step("c")
@@ -31,7 +31,7 @@ def test_the_others_keep_their_seats_and_blocks_and_are_not_stepped() -> None:
         assert [output.request_id for output in told.outputs] == ["c"]
 
     mates = engine.scheduler.running_queue[:2]
-    assert [(one.seat, one.block_table, one.num_tokens) for one in mates] == before
+    assert [(one.slot, one.block_table, one.num_tokens) for one in mates] == before
     engine.step()
     assert computed(runner) == {"a", "b", "c"}
 
@@ -46,7 +46,7 @@ def test_it_passes_those_before_it_in_line() -> None:
     assert engine.waiting()[0].reason is WaitingReason.BEHIND
 
 
-def test_the_last_in_order_gives_up_its_seat() -> None:
+def test_the_last_in_order_gives_up_its_slot() -> None:
     bench = Bench(max_num_seqs=2)
     first, last = bench.add(), bench.add()
     bench.step()
@@ -127,7 +127,7 @@ def test_the_others_lose_before_its_own_do() -> None:
     assert bench.step(one, other).preempted == (mate,)
 
 
-def test_nobody_takes_a_seat_beside_it() -> None:
+def test_nobody_takes_a_slot_beside_it() -> None:
     bench = Bench(max_num_seqs=2)
     alone, mate = bench.add(), bench.add()
     bench.step()

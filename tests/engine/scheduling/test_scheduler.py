@@ -145,7 +145,7 @@ def test_when_blocks_run_out_the_youngest_goes_back_to_its_place_in_line() -> No
     assert outputs.prefill == (), "a step that preempted admits nobody"
     assert list(scheduler.waiting_queue) == [young, waiting]
     assert young.status is SequenceStatus.WAITING
-    assert (young.num_computed_tokens, young.block_table, young.seat) == (0, [], None)
+    assert (young.num_computed_tokens, young.block_table, young.slot) == (0, [], None)
     assert scheduler.waiting_reason(young) is WaitingReason.KV_BLOCKS
 
 
@@ -226,9 +226,9 @@ def test_an_abort_gives_everything_back_in_every_state() -> None:
     assert scheduler.take_finished() == [waiting, prefilling, running]
     assert not scheduler.has_unfinished_sequences()
     assert scheduler.block_manager.num_free_blocks == 16
-    assert scheduler.schedule().released_seats == (), "a step that runs nothing tidies up nothing"
+    assert scheduler.schedule().released_slots == (), "a step that runs nothing tidies up nothing"
     line_up(scheduler, 1)
-    assert sorted(scheduler.schedule().released_seats) == [0, 1]
+    assert sorted(scheduler.schedule().released_slots) == [0, 1]
 
 
 def test_blocks_of_a_failed_sequence_are_zeroed_before_anyone_reads_them() -> None:

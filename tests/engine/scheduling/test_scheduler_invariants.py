@@ -258,7 +258,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_order(self, outputs: SchedulerOutputs, before: Before) -> None:
         """No one passed another of its own line, a promoted one, or, under "fifo", the head."""
         admitted = {item.sequence for item in outputs.scheduled} & set(before.line)
-        if outputs.preempted and not self.took_a_seat(outputs):
+        if outputs.preempted and not self.took_a_slot(outputs):
             assert not admitted, "a step that preempted for blocks took others in"
         left = [one for one in before.line if one not in admitted]
         if self.config.policy == "fifo":
@@ -275,7 +275,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             lines.setdefault(key, []).append(one)
         return list(lines.values())
 
-    def took_a_seat(self, outputs: SchedulerOutputs) -> bool:
+    def took_a_slot(self, outputs: SchedulerOutputs) -> bool:
         reasons = dict(outputs.skipped)
         return any(reasons.get(one) is WaitingReason.SEQ_BUDGET for one in outputs.preempted)
 
@@ -334,13 +334,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert blocks.num_cached_blocks == len(cached)
 
     @invariant()
-    def only_those_who_run_hold_seats_and_blocks(self) -> None:
+    def only_those_who_run_hold_slots_and_blocks(self) -> None:
         running = [one for one in self.sequences if one.status is SequenceStatus.RUNNING]
-        seats = [one.seat for one in running]
-        assert len(set(seats)) == len(seats) <= self.config.max_num_seqs
-        assert None not in seats
+        slots = [one.slot for one in running]
+        assert len(set(slots)) == len(slots) <= self.config.max_num_seqs
+        assert None not in slots
         for one in self.sequences:
-            assert one.status is SequenceStatus.RUNNING or not (one.block_table or one.seat is not None)
+            assert one.status is SequenceStatus.RUNNING or not (one.block_table or one.slot is not None)
             assert one.num_computed_tokens <= len(one.block_table) * BLOCK_SIZE or one.is_finished()
 
     @invariant()

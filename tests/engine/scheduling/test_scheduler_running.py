@@ -1,4 +1,4 @@
-"""How those who run share a step, its blocks and its seats: turns, chunks, reserve, preemption, pinning."""
+"""How those who run share a step, its blocks and its slots: turns, chunks, reserve, preemption, pinning."""
 
 import pytest
 
@@ -131,10 +131,10 @@ def test_a_chunk_whose_rows_are_all_wanted_stays_bounded() -> None:
         assert taken == rows
 
 
-# Seats.
+# Slots.
 
 
-def test_a_higher_priority_takes_the_seat_of_the_lowest_and_equals_never_do() -> None:
+def test_a_higher_priority_takes_the_slot_of_the_lowest_and_equals_never_do() -> None:
     """vllm#40004: a high priority waited for a low one; the naive cure let equals displace each other."""
     bench = Bench(max_num_seqs=1)
     low = bench.add(4, 20, priority=3)
@@ -155,7 +155,7 @@ def test_a_higher_priority_takes_the_seat_of_the_lowest_and_equals_never_do() ->
     assert low.num_output_tokens == 20
 
 
-def test_ageing_makes_nobody_take_a_seat() -> None:
+def test_ageing_makes_nobody_take_a_slot() -> None:
     bench = Bench(max_num_seqs=1, ageing_seconds=1.0, max_waiting_seconds=None)
     bench.add(4, 30, priority=2)
     bench.step()
@@ -178,8 +178,8 @@ def test_one_that_aged_to_the_head_of_the_line_displaces_no_equal() -> None:
 
 
 @pytest.mark.parametrize(("low", "high", "waited"), [(3, 2, 31.0), (4, 2, 61.0), (1, 0, 31.0)])
-def test_who_lost_its_seat_does_not_get_it_back_for_having_waited(low: int, high: int, waited: float) -> None:
-    """vllm#40004: the seat is for the one of higher priority, also if its victim has aged to the head."""
+def test_who_lost_its_slot_does_not_get_it_back_for_having_waited(low: int, high: int, waited: float) -> None:
+    """vllm#40004: the slot is for the one of higher priority, also if its victim has aged to the head."""
     bench = Bench(max_num_seqs=1, max_num_batched_tokens=16)
     bench.add(4, 2, priority=low)
     victim = bench.add(9, 30, priority=low)
@@ -193,7 +193,7 @@ def test_who_lost_its_seat_does_not_get_it_back_for_having_waited(low: int, high
     assert victim.num_preemptions == 1
 
 
-def test_no_seat_is_taken_by_one_that_the_step_has_no_room_for() -> None:
+def test_no_slot_is_taken_by_one_that_the_step_has_no_room_for() -> None:
     bench = Bench(max_num_seqs=2, max_num_prefill_seqs=1, max_num_batched_tokens=3)
     low = bench.add(2, 20, priority=4)
     bench.step()
@@ -205,7 +205,7 @@ def test_no_seat_is_taken_by_one_that_the_step_has_no_room_for() -> None:
     assert low in bench.scheduler.running_queue
 
 
-def test_no_seat_is_taken_while_a_promoted_one_waits() -> None:
+def test_no_slot_is_taken_while_a_promoted_one_waits() -> None:
     bench = Bench(max_num_seqs=1, max_waiting_seconds=60.0)
     running = bench.add(4, 3, priority=4, accepted=1000.0)
     bench.clock.now = 1000.0
@@ -217,11 +217,11 @@ def test_no_seat_is_taken_while_a_promoted_one_waits() -> None:
         assert bench.step().preempted == ()
     assert names(bench.step()) == [promoted.request_id]
     while not promoted.is_finished():
-        assert bench.step().preempted == (), "it got in by promotion: nobody takes its seat"
+        assert bench.step().preempted == (), "it got in by promotion: nobody takes its slot"
     assert names(bench.step()) == [urgent.request_id]
 
 
-def test_no_seat_is_taken_for_one_that_would_not_fit_then() -> None:
+def test_no_slot_is_taken_for_one_that_would_not_fit_then() -> None:
     bench = Bench(max_num_seqs=2, num_kv_blocks=8)
     bench.add(16, 12, priority=1)
     bench.add(2, 8, priority=3)
@@ -232,7 +232,7 @@ def test_no_seat_is_taken_for_one_that_would_not_fit_then() -> None:
     assert bench.scheduler.waiting_reason(large) is WaitingReason.SEQ_BUDGET
 
 
-def short_of_a_block_for_the_one_that_took_a_seat() -> tuple[Bench, Sequence, Sequence, Sequence]:
+def short_of_a_block_for_the_one_that_took_a_slot() -> tuple[Bench, Sequence, Sequence, Sequence]:
     """In the step in which `urgent` displaces another, one that runs takes a block that it needed."""
     bench = Bench(max_num_seqs=2, policy="skip_ahead", num_kv_blocks=4)
     running, low = bench.add(4, 12, priority=1), bench.add(3, 2, priority=3)
@@ -245,8 +245,8 @@ def short_of_a_block_for_the_one_that_took_a_seat() -> tuple[Bench, Sequence, Se
     return bench, running, urgent, small
 
 
-def test_nobody_skips_ahead_into_a_seat_that_was_taken_for_another() -> None:
-    bench, running, urgent, small = short_of_a_block_for_the_one_that_took_a_seat()
+def test_nobody_skips_ahead_into_a_slot_that_was_taken_for_another() -> None:
+    bench, running, urgent, small = short_of_a_block_for_the_one_that_took_a_slot()
     for _ in range(3):
         assert names(bench.step()) == [running.request_id]
     bench.end(running)
@@ -255,8 +255,8 @@ def test_nobody_skips_ahead_into_a_seat_that_was_taken_for_another() -> None:
     assert small.request_id in names(outputs)
 
 
-def test_a_seat_that_was_taken_for_one_that_ended_is_anybodys() -> None:
-    bench, _, urgent, small = short_of_a_block_for_the_one_that_took_a_seat()
+def test_a_slot_that_was_taken_for_one_that_ended_is_anybodys() -> None:
+    bench, _, urgent, small = short_of_a_block_for_the_one_that_took_a_slot()
     bench.end(urgent)
     assert small.request_id in names(bench.step())
     bench.run_out()

@@ -151,7 +151,7 @@ def test_who_is_next_changes_while_one_tenant_is_being_served() -> None:
     bench.step()
     bench.add(4, 30, tenant="a")
     more_of_a, more_of_b = bench.add(4, tenant="a"), bench.add(4, tenant="b")
-    bench.scheduler._waiting_room._sharing._counters.update(a=0)
+    bench.scheduler._waiting_pool._sharing._counters.update(a=0)
     bench.step()
     assert bench.scheduler.waiting_queue.head is more_of_a
 
@@ -259,7 +259,7 @@ def test_tenants_that_left_are_forgotten_and_those_who_wait_are_not() -> None:
 
 def test_each_token_is_charged_once_and_what_a_cache_gave_is_free() -> None:
     bench = Bench(prefix_caching=True, num_kv_blocks=5, max_num_seqs=2)
-    counter = bench.scheduler._waiting_room._sharing.counter
+    counter = bench.scheduler._waiting_pool._sharing.counter
     old, young = bench.add([1] * 8, 9, tenant="a"), bench.add([2] * 8, 5, tenant="b")
     while not young.num_preemptions:
         bench.step()
@@ -316,7 +316,7 @@ def test_nobody_skips_ahead_of_one_that_was_promoted() -> None:
     assert bench.scheduler.waiting_queue.head is head
 
 
-def test_for_want_of_a_seat_nobody_is_tried() -> None:
+def test_for_want_of_a_slot_nobody_is_tried() -> None:
     bench = Bench(policy="skip_ahead", max_num_seqs=1)
     bench.add()
     bench.step()

@@ -13,7 +13,7 @@ from tests.engine.scheduling.harness import Bench
 MAX_WAITING_SECONDS = 50.0
 MAX_TOKENS = 6
 PATIENCE_SECONDS = 30.0
-# A promoted one starts when those promoted before it have started, and the seats and blocks that it needs are
+# A promoted one starts when those promoted before it have started, and the slots and blocks that it needs are
 # free: the remaining tokens of those who run, and as much again for one that was promoted before it.
 BOUND = int(MAX_WAITING_SECONDS) + 40
 
@@ -193,5 +193,5 @@ def test_a_quiet_tenant_starts_as_if_the_flood_were_not_there() -> None:
             bench.step()
         if number % 10 == 0:
             give_up(bench, set(), patience=200.0)
-    # As long as a seat takes to come free, and at most one of the flood goes before it.
+    # As long as a slot takes to come free, and at most one of the flood goes before it.
     assert max(waits) <= 2 * MAX_TOKENS

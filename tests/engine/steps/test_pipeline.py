@@ -154,7 +154,7 @@ def test_a_step_that_would_preempt_is_decided_when_the_one_before_has_ended() ->
     assert num_preempted == expected > 0
 
 
-def test_the_head_takes_a_seat_also_while_steps_go_ahead() -> None:
+def test_the_head_takes_a_slot_also_while_steps_go_ahead() -> None:
     launcher = launcher_of()
     engine, _ = build_engine(launcher=launcher, max_num_seqs=1)
     add(engine, "patient", 4, max_tokens=12, priority=3)

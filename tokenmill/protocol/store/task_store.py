@@ -28,9 +28,9 @@ from tokenmill.protocol.records import (
     Reaped,
     Renewed,
     Settlement,
-    Standing,
     Submission,
     Submitted,
+    TaskPhase,
     WorkerRecord,
     Write,
 )
@@ -54,9 +54,9 @@ __all__ = [
     "Reaped",
     "Renewed",
     "Settlement",
-    "Standing",
     "Submission",
     "Submitted",
+    "TaskPhase",
     "TaskSnapshot",
     "TaskStore",
     "WorkerRecord",
@@ -153,7 +153,7 @@ class TaskStore:
         return [_outcome(write, code) for write, code in zip(writes, outcomes, strict=True)]
 
     def renew(
-        self, owned: Mapping[str, str], lease_seconds: float, standings: Mapping[str, Standing] | None = None
+        self, owned: Mapping[str, str], lease_seconds: float, standings: Mapping[str, TaskPhase] | None = None
     ) -> Renewed:
         """Let the leases of `owned` (task -> owner) lapse that much later; tells which are not owned.
 

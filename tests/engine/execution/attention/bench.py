@@ -9,11 +9,11 @@ from engine.execution.runner.inputs import InputBuilder
 from engine.outputs import SchedulerOutputs
 from engine.sequence import Sequence
 from tests.engine.execution.pools import cpu_shape, poisoned
-from tests.engine.execution.serving import part, seated
+from tests.engine.execution.serving import in_slot, part
 
 LONGEST = 100
-SEATS = 5
-# (seat, start, end): chunks with and without context, singles, both together; seat 4 is never computed.
+SLOTS = 5
+# (slot, start, end): chunks with and without context, singles, both together; slot 4 is never computed.
 STEPS = (
     ((0, 0, 70), (1, 0, 1), (2, 0, 16), (3, 0, 33)),
     ((1, 1, 2), (0, 70, 97), (2, 16, 17), (3, 33, 64)),
@@ -38,11 +38,11 @@ class Bench:
                 self.noise(longest, spec.num_kv_heads, spec.head_dim),
                 self.noise(longest, spec.num_kv_heads, spec.value_dim),
             )
-            for _ in range(SEATS)
+            for _ in range(SLOTS)
         ]
         sinks = self.noise(spec.num_heads) if spec.sinks else None
         self.call = LayerCall(0, spec.scaling, spec.sliding_window, spec.softcap, sinks)
-        self.num_blocks = 1 + SEATS * -(-longest // block_size)
+        self.num_blocks = 1 + SLOTS * -(-longest // block_size)
         self.lay_out: Callable[[Rows], Rows] = lambda rows: rows
 
     def noise(self, *shape: int) -> torch.Tensor:
@@ -53,11 +53,11 @@ class Bench:
 
     def sequences(self) -> list[Sequence]:
         blocks = range(1, self.num_blocks)
-        return [seated(seat, [0] * self.longest, list(blocks[seat::SEATS])) for seat in range(SEATS)]
+        return [in_slot(slot, [0] * self.longest, list(blocks[slot::SLOTS])) for slot in range(SLOTS)]
 
     def run(self, backend: AttentionBackend, steps: tuple[tuple[tuple[int, int, int], ...], ...]) -> Outputs:
-        """Each token's output, [heads, value_dim], by seat and position."""
-        sequences, inputs = self.sequences(), InputBuilder(SEATS, self.longest, self.block_size)
+        """Each token's output, [heads, value_dim], by slot and position."""
+        sequences, inputs = self.sequences(), InputBuilder(SLOTS, self.longest, self.block_size)
         found: Outputs = {}
         for step in steps:
             items = tuple(part(sequences[who], start, end) for who, start, end in step)

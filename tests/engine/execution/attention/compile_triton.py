@@ -32,7 +32,7 @@ from engine.execution.attention import triton_kernel, triton_launch
 TABLE = Path(__file__).with_name("compiled_kernels.tsv")
 ARCHITECTURES = (80, 86, 89, 90, 100)
 """A100; A10 and RTX 30; L4 and RTX 40; H100; B200."""
-POINTERS = {"tiles": "*i64", "tables": "*i64", "slots": "*i64", "sums": "*fp32", "stats": "*fp32"}
+POINTERS = {"tiles": "*i64", "tables": "*i64", "slot_mapping": "*i64", "sums": "*fp32", "stats": "*fp32"}
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 PRODUCTS = ("wgmma.mma_async", "tcgen05.mma", "mma.sync")
 FEATURES = ("has_window", "has_softcap", "has_sinks")

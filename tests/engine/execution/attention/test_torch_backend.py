@@ -13,10 +13,10 @@ from engine.execution.attention.torch_backend import TorchAttention
 from engine.execution.runner.inputs import InputBuilder
 from engine.outputs import SchedulerOutputs
 from tests.engine.execution.pools import cpu_shape
-from tests.engine.execution.serving import part, seated
+from tests.engine.execution.serving import in_slot, part
 
 LONGEST = 40
-NUM_SEATS = 24
+NUM_SLOTS = 24
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,18 @@ def check(spec: LayerSpec, block_size: int, dtype: torch.dtype = torch.float32) 
             noise(LONGEST, spec.num_kv_heads, spec.head_dim),
             noise(LONGEST, spec.num_kv_heads, spec.value_dim),
         )
-        for _ in range(NUM_SEATS)
+        for _ in range(NUM_SLOTS)
     ]
     sinks = noise(spec.num_heads) if spec.sinks else None
     blocks_each = -(-LONGEST // block_size)
-    backend = TorchAttention(cpu_shape((spec,), 1 + NUM_SEATS * blocks_each, block_size, dtype))
+    backend = TorchAttention(cpu_shape((spec,), 1 + NUM_SLOTS * blocks_each, block_size, dtype))
     for pool in (*backend.pool.keys, *backend.pool.values):
         pool[1:] = torch.nan
     sequences = [
-        seated(seat, [0] * LONGEST, list(range(1 + seat, 1 + NUM_SEATS * blocks_each, NUM_SEATS)))
-        for seat in range(NUM_SEATS)
+        in_slot(slot, [0] * LONGEST, list(range(1 + slot, 1 + NUM_SLOTS * blocks_each, NUM_SLOTS)))
+        for slot in range(NUM_SLOTS)
     ]
-    inputs = InputBuilder(NUM_SEATS, LONGEST, block_size)
+    inputs = InputBuilder(NUM_SLOTS, LONGEST, block_size)
     call = LayerCall(0, spec.scaling, spec.sliding_window, spec.softcap, sinks)
 
     def step(*parts: tuple[int, int, int]) -> None:
@@ -86,14 +86,14 @@ def check(spec: LayerSpec, block_size: int, dtype: torch.dtype = torch.float32) 
         torch.testing.assert_close(found.double(), right, rtol=tolerance, atol=tolerance)
 
     # Fresh chunks of every length, one of them a single token; then all decode beside two that are read on.
-    step(*((who, 0, 1 + who) for who in range(NUM_SEATS - 2)))
-    step((NUM_SEATS - 2, 0, 9), (NUM_SEATS - 1, 0, 16))
+    step(*((who, 0, 1 + who) for who in range(NUM_SLOTS - 2)))
+    step((NUM_SLOTS - 2, 0, 9), (NUM_SLOTS - 1, 0, 16))
     step(
-        *((who, 1 + who, 2 + who) for who in range(NUM_SEATS - 2)),
-        (NUM_SEATS - 2, 9, 10),
-        (NUM_SEATS - 1, 16, 37),
+        *((who, 1 + who, 2 + who) for who in range(NUM_SLOTS - 2)),
+        (NUM_SLOTS - 2, 9, 10),
+        (NUM_SLOTS - 1, 16, 37),
     )
-    step((0, 2, 7), (NUM_SEATS - 2, 10, LONGEST), (NUM_SEATS - 1, 37, 38))
+    step((0, 2, 7), (NUM_SLOTS - 2, 10, LONGEST), (NUM_SLOTS - 1, 37, 38))
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 64])

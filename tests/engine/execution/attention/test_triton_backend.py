@@ -176,13 +176,13 @@ def decode_batch(bench: Bench, ends: tuple[int, ...]) -> AttentionBatch:
 def with_nobody(bench: Bench, ends: tuple[int, ...], num_rows: int) -> DecodeRows:
     """The same with tables of full width, and rows of nobody up to `num_rows`."""
     batch = decode_batch(bench, ends)
-    width = -(-bench.longest // bench.block_size) - batch.single_tables.shape[1]
+    width = -(-bench.longest // bench.block_size) - batch.decode_tables.shape[1]
     nobody = num_rows - len(ends)
     pad = torch.nn.functional.pad
     return DecodeRows(
-        slots=pad(batch.slots, (0, nobody)),
-        lengths=pad(batch.single_lengths, (0, nobody), value=1),
-        tables=pad(batch.single_tables, (0, width, 0, nobody)),
+        slot_mapping=pad(batch.slot_mapping, (0, nobody)),
+        lengths=pad(batch.decode_lengths, (0, nobody), value=1),
+        tables=pad(batch.decode_tables, (0, width, 0, nobody)),
     )
 
 
@@ -205,7 +205,7 @@ def test_rows_of_nobody_change_nothing() -> None:
     assert not right.isnan().any()
     assert isinstance(backend, GraphableBackend)
     for num_rows in (2, 4):
-        step = backend.begin_decode(with_nobody(bench, ends, num_rows))
+        step = backend.build_decode_metadata(with_nobody(bench, ends, num_rows))
         assert torch.equal(step.attend(bench.call, *decode_rows(bench, ends, num_rows))[:2], right)
 
 
@@ -234,7 +234,7 @@ def test_launches_follow_from_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> N
     launches = []
     for ends in ((LONG - 9, 21), (2, 1), (300,)):
         told.clear()
-        step = backend.begin_decode(with_nobody(bench, ends, 3))
+        step = backend.build_decode_metadata(with_nobody(bench, ends, 3))
         step.attend(bench.call, *decode_rows(bench, ends, 3))
         launches.append(list(told))
     assert len(launches[0]) == 3

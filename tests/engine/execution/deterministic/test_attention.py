@@ -11,7 +11,7 @@ from engine.execution.loading.agreement import check_agreement
 from engine.execution.runner.inputs import InputBuilder
 from engine.outputs import SchedulerOutputs
 from tests.engine.execution.pools import cpu_shape
-from tests.engine.execution.serving import part, seated
+from tests.engine.execution.serving import in_slot, part
 from tests.tiny_models import ARCHITECTURES, make_config
 
 
@@ -22,10 +22,10 @@ def test_it_agrees_with_eager_attention(arch: str) -> None:
 
 
 def batch_of(*parts: tuple[int, int, int]) -> AttentionBatch:
-    """Parts (seat, start, end) of sequences of 200 tokens."""
+    """Parts (slot, start, end) of sequences of 200 tokens."""
     inputs = InputBuilder(8, 200, 16)
-    sequences = [seated(seat, [5] * 200, list(range(1 + 13 * seat, 14 + 13 * seat))) for seat in range(8)]
-    items = tuple(part(sequences[seat], start, end) for seat, start, end in parts)
+    sequences = [in_slot(slot, [5] * 200, list(range(1 + 13 * slot, 14 + 13 * slot))) for slot in range(8)]
+    items = tuple(part(sequences[slot], start, end) for slot, start, end in parts)
     return inputs.build(SchedulerOutputs(prefill=items)).batch
 
 
@@ -68,7 +68,7 @@ def test_the_matrices_of_a_row_have_one_size_in_every_batch(
     def sizes_of(*parts: tuple[int, int, int]) -> set[tuple[int, ...]]:
         sizes.clear()
         batch = batch_of(*parts)
-        rows = torch.ones(len(batch.slots), 4, 8)
+        rows = torch.ones(len(batch.slot_mapping), 4, 8)
         backend.begin(batch).attend(call, rows, rows[:, :2], rows[:, :2])
         return set(sizes)
 

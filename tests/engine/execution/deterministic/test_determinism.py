@@ -27,7 +27,7 @@ from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
 from engine.sampling_params import SamplingParams
 from engine.steps.fault_isolation import Runner
 from tests.engine.execution.pools import cpu_shape
-from tests.engine.execution.serving import NumberText, make_prompts, make_runner, part, seated
+from tests.engine.execution.serving import NumberText, in_slot, make_prompts, make_runner, part
 from tests.tiny_models import VOCAB_SIZE, make_model
 
 ALONE = EngineConfig(max_model_len=160, num_kv_blocks=40, block_size=4, max_num_seqs=1, prefix_caching=False)
@@ -242,12 +242,12 @@ def test_an_order_of_additions_that_rounding_hides_is_found(backwards: bool) -> 
 
 
 def test_a_step_is_cut_into_forwards_of_the_known_sizes() -> None:
-    first = seated(0, list(range(1, 60)), list(range(1, 20)))
-    second = seated(1, [1, 2, 3], [20])
+    first = in_slot(0, list(range(1, 60)), list(range(1, 20)))
+    second = in_slot(1, [1, 2, 3], [20])
     decision = SchedulerOutputs(
         decode=(part(second, 2, 3, samples=True),),
         prefill=(part(first, 0, 59, logits_from=50, samples=True),),
-        released_seats=(4,),
+        released_slots=(4,),
     )
     forwards = list(split(decision, (4, 8, 16)))
     cut = [
@@ -263,7 +263,7 @@ def test_a_step_is_cut_into_forwards_of_the_known_sizes() -> None:
         [(first, 31, 16, 16, False)],
         [(first, 47, 12, 3, True)],
     ]
-    assert [one.released_seats for one in forwards] == [(4,), (), (), ()]
+    assert [one.released_slots for one in forwards] == [(4,), (), (), ()]
 
 
 def test_sizes_waste_little() -> None:
@@ -277,7 +277,7 @@ def test_sizes_waste_little() -> None:
 
 def test_what_fills_a_forward_up_is_nobodys() -> None:
     inputs = InputBuilder(2, 64, 4).build(
-        SchedulerOutputs(prefill=(part(seated(0, [7, 8, 9], [1]), 0, 3, logits_from=1),))
+        SchedulerOutputs(prefill=(part(in_slot(0, [7, 8, 9], [1]), 0, 3, logits_from=1),))
     )
     filled = fill_up(inputs, (4, 8))
     assert filled.token_ids.tolist() == [7, 8, 9, 0]

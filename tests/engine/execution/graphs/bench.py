@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from engine.config import EngineConfig
 from engine.execution.attention.interface import ATTENTION_NAME, DecodeRows, LayerCall, install
 from engine.execution.attention.probe import record_layers
-from engine.execution.attention.torch_backend import TorchAttention, _attend_singles
+from engine.execution.attention.torch_backend import TorchAttention, _attend_decode_rows
 from engine.execution.graphs.decode_graphs import Capture, make_decode_graphs
 from engine.execution.runner.inputs import InputBuilder
 from engine.execution.runner.model_runner import ModelRunner
@@ -114,7 +114,7 @@ class Making(Recorder):
 class GraphableTorch(TorchAttention):
     """Torch's backend with decode steps over whole tables, whose operators depend on shapes alone."""
 
-    def begin_decode(self, rows: DecodeRows) -> "DecodeStep":
+    def build_decode_metadata(self, rows: DecodeRows) -> "DecodeStep":
         block_size = self.pool.block_size
         last = ((rows.lengths - 1) // block_size)[:, None]
         begins = (rows.lengths - 1) % block_size == 0
@@ -134,7 +134,7 @@ class DecodeStep:
         self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         rows, pool = self._rows, self._pool
-        pool.store(call.layer, rows.slots, key, value)
+        pool.store(call.layer, rows.slot_mapping, key, value)
         positions = torch.arange(rows.tables.shape[1] * pool.block_size)
         seen = positions < rows.lengths[:, None]
         if call.sliding_window is not None:
@@ -143,7 +143,7 @@ class DecodeStep:
             layers[call.layer][rows.tables].flatten(1, 2).masked_fill(~seen[..., None, None], 0.0)
             for layers in (pool.keys, pool.values)
         )
-        return _attend_singles(call, query, keys, values, seen)
+        return _attend_decode_rows(call, query, keys, values, seen)
 
 
 def graphable(model: PreTrainedModel, config: EngineConfig) -> GraphableTorch:

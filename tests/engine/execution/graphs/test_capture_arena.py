@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.execution.graphs.capture_arena import CaptureMemory, NoRoom
+from engine.execution.graphs.capture_arena import CaptureArena, NoRoom
 
 ROOM = 4096
 
@@ -22,7 +22,7 @@ ASKED = st.tuples(st.integers(1, 70), st.sampled_from(DTYPES), st.integers(0, 8)
 @settings(max_examples=200)
 @given(st.lists(ASKED, max_size=40), st.integers(0, 99))
 def test_what_is_looked_at_stays_as_it_is(asked: list[tuple[int, torch.dtype, int]], seed: int) -> None:
-    memory, random = CaptureMemory(ROOM), Random(seed)
+    memory, random = CaptureArena(ROOM), Random(seed)
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
     for number, (size, dtype, num_gone) in enumerate(asked):
         given = torch.full((size,), number % 2, dtype=dtype)
@@ -38,7 +38,7 @@ def test_what_is_looked_at_stays_as_it_is(asked: list[tuple[int, torch.dtype, in
 
 
 def test_a_view_keeps_the_place_and_a_name_does_not() -> None:
-    memory = CaptureMemory(256)
+    memory = CaptureArena(256)
     whole = memory.copy_of(torch.arange(32.0))
     view, name = whole.view(4, 8)[1:3, ::2], memory.name(whole[8:])
     del whole
@@ -54,7 +54,7 @@ def test_a_view_keeps_the_place_and_a_name_does_not() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_shape_and_strides_stay(dtype: torch.dtype) -> None:
-    memory = CaptureMemory(4096)
+    memory = CaptureArena(4096)
     given = torch.arange(24).view(2, 3, 4).to(dtype).transpose(0, 2)
     copy = memory.copy_of(given)
     name = memory.name(copy[1:, 1])
@@ -65,14 +65,14 @@ def test_shape_and_strides_stay(dtype: torch.dtype) -> None:
 
 
 def test_what_lies_elsewhere_has_no_other_name() -> None:
-    memory = CaptureMemory(256)
+    memory = CaptureArena(256)
     here, packed = torch.ones(3), torch.ones(3, 4).to_mkldnn()
     assert memory.name(here) is here
     assert memory.name(packed) is packed
 
 
 def test_only_the_front_part_that_was_used_counts() -> None:
-    memory = CaptureMemory(1 << 20)
+    memory = CaptureArena(1 << 20)
     first, second = memory.copy_of(torch.zeros(16)), memory.copy_of(torch.zeros(17))
     assert memory.most_bytes == 64 + 128
     del first

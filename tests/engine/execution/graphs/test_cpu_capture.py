@@ -14,7 +14,7 @@ from engine.execution import plans as numerics
 from engine.execution.attention.interface import ATTENTION_NAME, PoolShape, install
 from engine.execution.attention.native_backend import NativeAttention
 from engine.execution.attention.probe import record_layers
-from engine.execution.graphs.cpu_capture import CannotCapture, HostCapture
+from engine.execution.graphs.cpu_capture import CannotCapture, CpuCapture
 from engine.execution.graphs.decode_graphs import DecodeGraphs, make_decode_graphs
 from engine.execution.layers.linear_kernels import OneDnn
 from engine.execution.layers.linear_operator import LinearOperator
@@ -47,7 +47,7 @@ def captured(arch: str, config: Any = CROWDED, dtype: torch.dtype = torch.float3
     for layer in backend.pool.layers:
         layer.fill_(torch.nan)
     backend.zero_blocks((0,))
-    graphs = make_decode_graphs(model, backend, config, HostCapture(library), lambda _: None)
+    graphs = make_decode_graphs(model, backend, config, CpuCapture(library), lambda _: None)
     inputs = InputBuilder(config.max_num_seqs, config.max_model_len, config.block_size)
     return ModelRunner(model, backend, inputs, graphs)
 
@@ -99,7 +99,7 @@ def silently(work: Callable[[], object]) -> Callable[[], None]:
 def replayed(work: Callable[[torch.Tensor], torch.Tensor], *inputs: torch.Tensor) -> list[torch.Tensor]:
     """Captured with the first input, and replayed with each of them."""
     given, gave = inputs[0].clone(), work(inputs[0].clone()).clone()
-    graph = HostCapture(None)(silently(lambda: gave.copy_(work(given))))
+    graph = CpuCapture(None)(silently(lambda: gave.copy_(work(given))))
     outputs = []
     for one in inputs:
         given.copy_(one)
@@ -146,7 +146,7 @@ def test_views_and_memory_that_nobody_writes_cost_no_call() -> None:
     x = torch.ones(2, 6)
     with torch.inference_mode():
         views = (lambda: x.t()[1:].unsqueeze(0), lambda: x.view(3, 4), lambda: aten._unsafe_view(x, [3, 4]))
-        graph = HostCapture(None)(silently(lambda: (x.new_empty(9), *(view() for view in views))))
+        graph = CpuCapture(None)(silently(lambda: (x.new_empty(9), *(view() for view in views))))
     assert graph.calls == []
 
 
@@ -165,12 +165,12 @@ REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
 def test_what_decides_on_the_host_is_refused(name: str) -> None:
     x = torch.ones(3)
     with torch.inference_mode(), pytest.raises(CannotCapture, match="on the host"):
-        HostCapture(None)(silently(lambda: REFUSED[name](x)))
+        CpuCapture(None)(silently(lambda: REFUSED[name](x)))
 
 
 def test_what_packs_a_weight_on_the_way_is_refused() -> None:
     with torch.inference_mode(), pytest.raises(CannotCapture, match="cannot be named"):
-        HostCapture(None)(silently(lambda: torch.ops.mkldnn._reorder_linear_weight(torch.ones(3, 4))))
+        CpuCapture(None)(silently(lambda: torch.ops.mkldnn._reorder_linear_weight(torch.ones(3, 4))))
 
 
 def test_the_memory_that_calls_name_is_kept() -> None:
@@ -178,7 +178,7 @@ def test_the_memory_that_calls_name_is_kept() -> None:
     x = torch.ones(1000)
     out = torch.zeros(1000)
     with torch.inference_mode():
-        graph = HostCapture(None)(silently(lambda: out.copy_((x + 1) * 3 - 2)))
+        graph = CpuCapture(None)(silently(lambda: out.copy_((x + 1) * 3 - 2)))
         for value in range(50):
             torch.full((1000,), float(value))
         others = [torch.full((1000,), float(value)) for value in range(50)]
@@ -197,7 +197,7 @@ def test_what_is_looked_at_no_more_gives_its_place_to_what_comes() -> None:
             step = (step + 1).view(2, -1).flatten()
         out.copy_(step)
 
-    capture = HostCapture(None)
+    capture = CpuCapture(None)
     with torch.inference_mode():
         graphs = [capture(work) for _ in range(3)]
         for graph in graphs:
@@ -217,7 +217,7 @@ def test_what_outlives_its_capture_stays_what_it_is() -> None:
             remembered.append(torch.full((8,), 10.0)[:4])
         out.copy_(x * 2 + remembered[0].repeat(2))
 
-    capture = HostCapture(None)
+    capture = CpuCapture(None)
     with torch.inference_mode():
         graphs = [capture(work) for _ in range(3)]
         for graph in [*graphs, *reversed(graphs)]:
@@ -232,29 +232,29 @@ def test_calls_of_the_library_are_noted_and_not_made_while_work_is_captured_alon
     operator, weight = LinearOperator(library), torch.randn(16, 4)
     packed = []
     with torch.inference_mode():
-        graph = HostCapture(library)(silently(lambda: packed.append(operator.pack(weight))))
+        graph = CpuCapture(library)(silently(lambda: packed.append(operator.pack(weight))))
         assert not packed[0].panels.any()
         graph.replay()
         assert torch.equal(packed[0].panels, operator.pack(weight).panels)
     num_calls = len(graph.calls)
     with pytest.raises(ZeroDivisionError):
-        HostCapture(library)(silently(lambda: 1 / 0))
+        CpuCapture(library)(silently(lambda: 1 / 0))
     assert operator.pack(weight).panels.any()
     assert len(graph.calls) == num_calls
-    assert HostCapture(library)(lambda: None).calls == []
+    assert CpuCapture(library)(lambda: None).calls == []
 
 
 def test_what_the_host_asks_of_the_library_is_answered_while_work_is_captured() -> None:
     library = native_library()
     numbers = library.function("tokenmill_linear_numbers_float32", [ctypes.c_int64] * 2, ctypes.c_int64)
     told = []
-    graph = HostCapture(library)(silently(lambda: told.append(numbers(3, 5))))
+    graph = CpuCapture(library)(silently(lambda: told.append(numbers(3, 5))))
     assert told == [numbers(3, 5)] != [0]
     assert graph.calls == []
 
 
 def test_a_native_operator_without_memory_raises() -> None:
-    graph = HostCapture(None)(lambda: None)
+    graph = CpuCapture(None)(lambda: None)
     graph.calls.append(lambda: 0)
     graph.calls.append(lambda: None)
     graph.replay()
@@ -265,7 +265,7 @@ def test_a_native_operator_without_memory_raises() -> None:
 
 def test_the_smallest_come_first_as_long_as_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.execution.graphs.cpu_capture.MOST_BYTES", 8_192)
-    capture = HostCapture(None)
+    capture = CpuCapture(None)
     found = []
     with torch.inference_mode():
         for size in capture.order((1, 2, 4, 8, 16)):

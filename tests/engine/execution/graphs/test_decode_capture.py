@@ -101,8 +101,8 @@ def stale(work: Callable[[], None]) -> RecordedGraph:
 class LooksAtNobody(GraphableTorch):
     """Its rows see the tokens of the next row too."""
 
-    def begin_decode(self, rows: DecodeRows) -> DecodeStep:
-        return super().begin_decode(DecodeRows(rows.slots, rows.lengths.roll(1), rows.tables))
+    def build_decode_metadata(self, rows: DecodeRows) -> DecodeStep:
+        return super().build_decode_metadata(DecodeRows(rows.slot_mapping, rows.lengths.roll(1), rows.tables))
 
 
 def failing(_: Callable[[], None]) -> RecordedGraph:
@@ -136,8 +136,10 @@ def test_what_cannot_be_captured_is_served_without(
 class LongerBesideNobody(GraphableTorch):
     """Its rows see one slot more where the last row is nobody's."""
 
-    def begin_decode(self, rows: DecodeRows) -> DecodeStep:
-        return super().begin_decode(DecodeRows(rows.slots, rows.lengths + (rows.slots[-1] == 0), rows.tables))
+    def build_decode_metadata(self, rows: DecodeRows) -> DecodeStep:
+        return super().build_decode_metadata(
+            DecodeRows(rows.slot_mapping, rows.lengths + (rows.slot_mapping[-1] == 0), rows.tables)
+        )
 
 
 @pytest.mark.parametrize("kind", [LooksAtNobody, LongerBesideNobody])
@@ -154,8 +156,10 @@ def test_a_backend_that_decodes_wrongly_is_found_out(
 class KeepsNothing(GraphableTorch):
     """Its graphs leave keys and values to whoever came before."""
 
-    def begin_decode(self, rows: DecodeRows) -> DecodeStep:
-        return super().begin_decode(DecodeRows(torch.zeros_like(rows.slots), rows.lengths, rows.tables))
+    def build_decode_metadata(self, rows: DecodeRows) -> DecodeStep:
+        return super().build_decode_metadata(
+            DecodeRows(torch.zeros_like(rows.slot_mapping), rows.lengths, rows.tables)
+        )
 
 
 def test_what_a_graph_does_not_write_is_not_there_in_its_trial(caplog: pytest.LogCaptureFixture) -> None:
@@ -234,17 +238,17 @@ def test_the_trial_stays_within_the_limits(
     inputs = trial_inputs(11, config, most)
     batch, count = inputs.batch, len(inputs.token_ids)
     assert count == min(most, num_kv_blocks)
-    assert batch.single_tables.shape[1] <= -(-max_model_len // block_size)
+    assert batch.decode_tables.shape[1] <= -(-max_model_len // block_size)
     assert 0 <= int(inputs.positions.min()) <= int(inputs.positions.max()) < max_model_len
     assert int(inputs.token_ids.max()) < 11
-    blocks = batch.single_tables.flatten().tolist()
+    blocks = batch.decode_tables.flatten().tolist()
     assert len(set(blocks)) == len(blocks)
     assert 1 <= min(blocks) <= max(blocks) <= num_kv_blocks
-    assert [slot // block_size for slot in batch.slots.tolist()] == [
+    assert [slot // block_size for slot in batch.slot_mapping.tolist()] == [
         table[position // block_size]
-        for table, position in zip(batch.single_tables.tolist(), inputs.positions.tolist(), strict=True)
+        for table, position in zip(batch.decode_tables.tolist(), inputs.positions.tolist(), strict=True)
     ]
-    assert (batch.slots % block_size).tolist() == (inputs.positions % block_size).tolist()
+    assert (batch.slot_mapping % block_size).tolist() == (inputs.positions % block_size).tolist()
 
 
 def loaded(model: Any, device: str, backend: type[GraphableTorch] | Any) -> Any:

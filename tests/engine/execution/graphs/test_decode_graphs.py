@@ -25,7 +25,7 @@ from tests.engine.execution.graphs.bench import (
     Recorder,
     graphed_runner,
 )
-from tests.engine.execution.serving import make_prompts, part, seated, serve
+from tests.engine.execution.serving import in_slot, make_prompts, part, serve
 from tests.tiny_models import ARCHITECTURES, make_model
 
 
@@ -56,8 +56,8 @@ class Bench:
         prompts = list(make_prompts((3, 4, 5, 8, 15, 30)).values())
         blocks = iter(range(1, 61))
         self.sequences = [
-            seated(seat, prompt, [next(blocks) for _ in range(-(-len(prompt) // 4))])
-            for seat, prompt in enumerate(prompts)
+            in_slot(slot, prompt, [next(blocks) for _ in range(-(-len(prompt) // 4))])
+            for slot, prompt in enumerate(prompts)
         ]
         for one in self.sequences:
             self.eager.execute(SchedulerOutputs(prefill=(part(one, 0, one.num_tokens - 1),)))
@@ -111,7 +111,7 @@ def test_rows_of_nobody_change_nothing() -> None:
     for old, new in zip(before, bench.pools(), strict=True):
         changed = ((old != new) & ~(old.isnan() & new.isnan())).flatten(2).any(-1).nonzero().tolist()
         slots = {block * 4 + offset for block, offset in changed if block not in begun}
-        assert slots <= {0, *inputs.batch.slots.tolist()}
+        assert slots <= {0, *inputs.batch.slot_mapping.tolist()}
 
 
 def test_only_wanted_logits_come_back() -> None:

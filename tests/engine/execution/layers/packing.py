@@ -1,4 +1,4 @@
-"""Linears and ways for tests of packing, which is done without measuring anything."""
+"""Linears and kernels for tests of packing, which is done without measuring anything."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from engine.errors import UnsupportedModel
-from engine.execution.layers.linear_kernels import Product, Way, linear_ways
+from engine.execution.layers.linear_kernels import LinearKernel, Product, linear_kernels
 from engine.execution.layers.packed_linears import ROW_COUNTS, Candidate, Measure, Seconds, pack_linears
 from tests.engine.execution.pools import native_library
 
@@ -17,7 +17,7 @@ PLENTY = 1 << 40
 
 
 class Recording:
-    """A way that notes what is bound and multiplied."""
+    """A kernel that notes what is bound and multiplied."""
 
     def __init__(self, name: str = "recording") -> None:
         self.name = name
@@ -34,7 +34,7 @@ class Recording:
 
 
 class Refusing:
-    """A way that takes nothing, such as oneDNN's for bfloat16 on an old processor."""
+    """A kernel that takes nothing, such as oneDNN's for bfloat16 on an old processor."""
 
     name = "refusing"
 
@@ -47,19 +47,19 @@ def small(*sizes: tuple[int, int]) -> nn.Sequential:
 
 
 def favour(name: str) -> Measure:
-    """Finds that the way of this name is the fastest for all row counts."""
+    """Finds that the kernel of this name is the fastest for all row counts."""
 
     def measure(candidates: Sequence[Candidate], like: nn.Linear) -> list[Seconds]:
-        return [(1.0 if one.way.name == name else 2.0,) * len(ROW_COUNTS) for one in candidates]
+        return [(1.0 if one.kernel.name == name else 2.0,) * len(ROW_COUNTS) for one in candidates]
 
     return measure
 
 
-def all_ways() -> tuple[Way, ...]:
-    return linear_ways(native_library())
+def all_ways() -> tuple[LinearKernel, ...]:
+    return linear_kernels(native_library())
 
 
 def pack_all(model: nn.Module, name: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Every linear goes the way of this name; gives how many."""
+    """Every linear goes the kernel of this name; gives how many."""
     monkeypatch.setattr("engine.execution.layers.packed_linears.SMALLEST", 0)
     return pack_linears(model, all_ways(), max_bytes=PLENTY, measure=favour(name))

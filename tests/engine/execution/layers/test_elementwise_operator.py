@@ -16,7 +16,7 @@ from tests.engine.execution.pools import native_library
 
 DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-7}
-"""Relative: bfloat16 may be rounded the other way where float32 differs in its last place, or twice."""
+"""Relative: bfloat16 may be rounded the other kernel where float32 differs in its last place, or twice."""
 SIZES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 64, 67, 96, 129, 576, 1031)
 
 
@@ -149,10 +149,10 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-Way = Callable[[torch.Tensor], torch.Tensor | None]
+LinearKernel = Callable[[torch.Tensor], torch.Tensor | None]
 
 
-def ways(operator: ElementwiseOperator, dtype: torch.dtype, size: int) -> list[Way]:
+def kernels(operator: ElementwiseOperator, dtype: torch.dtype, size: int) -> list[LinearKernel]:
     """Everything that is done to rows of `size` numbers."""
     weight = noise(size, seed=1).to(dtype)
     gates = [operator.gate(activation) for activation in Activation]
@@ -169,12 +169,12 @@ def test_a_row_has_the_same_bits_in_any_company(
 ) -> None:
     """Alone, beside others, and by one thread or several; so many numbers that threads share them."""
     hidden = noise(num_rows, size, scale=2.0).to(dtype)
-    for way in ways(operator, dtype, size):
-        alone = torch.cat([one for row in hidden if (one := way(row[None])) is not None])
+    for kernel in kernels(operator, dtype, size):
+        alone = torch.cat([one for row in hidden if (one := kernel(row[None])) is not None])
         for count in (1, 2, 3):
             with threads(count):
-                assert same(way(hidden), alone)
-                assert same(way(hidden[1:]), alone[1:])
+                assert same(kernel(hidden), alone)
+                assert same(kernel(hidden[1:]), alone[1:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -219,16 +219,16 @@ def test_a_nan_of_any_payload_stays_one_in_bfloat16(operator: ElementwiseOperato
     bits = torch.tensor([0x7F81, 0x7FC1, 0x7FFF, -0x0001, -0x003F], dtype=torch.int16)
     hidden = bits.view(torch.bfloat16).repeat(1, 9)
     assert hidden.isnan().all()
-    for way in ways(operator, torch.bfloat16, hidden.shape[-1]):
-        found = way(hidden)
+    for kernel in kernels(operator, torch.bfloat16, hidden.shape[-1]):
+        found = kernel(hidden)
         assert found is not None
         assert found.isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_rows(operator: ElementwiseOperator, dtype: torch.dtype) -> None:
-    for way in ways(operator, dtype, 8):
-        found = way(torch.empty(1, 0, 8, dtype=dtype))
+    for kernel in kernels(operator, dtype, 8):
+        found = kernel(torch.empty(1, 0, 8, dtype=dtype))
         assert found is not None
         assert found.shape == (1, 0, 8)
 

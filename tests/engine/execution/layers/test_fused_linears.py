@@ -36,12 +36,14 @@ def ready(arch: str = "llama") -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("way", ["oneDNN", "native"])
+@pytest.mark.parametrize("kernel", ["oneDNN", "native"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_greedy_tokens_stay_those_of_generate(arch: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_tokens_stay_those_of_generate(
+    arch: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = ready(arch)
     fuse_linears(model)
-    assert pack_all(model, way, monkeypatch) > 0 or arch == "gpt2"  # whose projections are no linears
+    assert pack_all(model, kernel, monkeypatch) > 0 or arch == "gpt2"  # whose projections are no linears
 
     served = serve(make_runner(model, CROWDED), CROWDED, REQUESTS)
 

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from engine.errors import UnsupportedModel
 from engine.execution.layers import linear_self_check as linear_trial
-from engine.execution.layers.linear_kernels import linear_ways
+from engine.execution.layers.linear_kernels import linear_kernels
 from engine.execution.layers.linear_operator import LinearOperator, PackedWeight
 from engine.execution.layers.linear_self_check import check_linears
 from engine.execution.machine.native_build import CannotBuild
@@ -173,7 +173,7 @@ def test_a_bias_of_another_dtype_is_refused() -> None:
     plain = torch.nn.Linear(4, 4)
     plain.bias = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     with pytest.raises(UnsupportedModel, match="a bias of"):
-        linear_ways(native_library())[-1].bind(plain)
+        linear_kernels(native_library())[-1].bind(plain)
 
 
 def test_the_trial_of_the_library_agrees() -> None:
@@ -198,10 +198,10 @@ def test_an_operator_that_computes_wrongly_is_not_used(
     monkeypatch.setattr(linear_trial.LinearOperator, "multiply", wrong)
     with pytest.raises(CannotBuild, match=rf"disagree with torch by .* in {dtype}"):
         check_linears(operator())
-    assert [way.name for way in linear_ways(native_library())] == ["plain", "oneDNN"]
+    assert [kernel.name for kernel in linear_kernels(native_library())] == ["plain", "oneDNN"]
     assert "linears are multiplied by torch alone: the compiled linears disagree" in caplog.text
 
 
 def test_without_a_library_there_are_torchs_ways() -> None:
-    assert [way.name for way in linear_ways(None)] == ["plain", "oneDNN"]
-    assert [way.name for way in linear_ways(native_library())] == ["plain", "oneDNN", "native"]
+    assert [kernel.name for kernel in linear_kernels(None)] == ["plain", "oneDNN"]
+    assert [kernel.name for kernel in linear_kernels(native_library())] == ["plain", "oneDNN", "native"]

@@ -18,10 +18,10 @@ from engine.execution.attention.interface import ATTENTION_NAME, install
 from engine.execution.layers.elementwise_operator import Activation, ElementwiseOperator, NormFormula
 from engine.execution.layers.fused_linears import FusedPart, fuse_linears
 from engine.execution.layers.linear_operator import LinearOperator
-from engine.execution.layers.module_slots import seen_places
-from engine.execution.layers.native_elements import ElementOperators, speed_up_elements, tried_elements
-from engine.execution.layers.native_gates import FastGate, replace_gates
-from engine.execution.layers.native_norms import FastNorm, replace_norms
+from engine.execution.layers.module_slots import module_slots
+from engine.execution.layers.native_elements import ElementOperators, checked_elements, use_native_elements
+from engine.execution.layers.native_gates import FastGate, use_native_gates
+from engine.execution.layers.native_norms import NativeRMSNorm, use_native_norms
 from engine.execution.layers.rotary_operator import RotaryOperator
 from engine.execution.machine.native_build import CannotBuild
 from tests.comparer import Reference, assert_equal_tokens, reference
@@ -62,7 +62,7 @@ def ready(arch: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrained
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_greedy_tokens_stay_those_of_generate(arch: str) -> None:
     model = ready(arch)
-    assert speed_up_elements(model, elements()) == REPLACED[arch]
+    assert use_native_elements(model, elements()) == REPLACED[arch]
     fuse_linears(model)
 
     served = serve(make_runner(model, CROWDED), CROWDED, REQUESTS)
@@ -74,12 +74,12 @@ def test_greedy_tokens_stay_those_of_generate(arch: str) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_bfloat16_has_the_same_norms_and_gates_and_nearly_the_same_logits(arch: str) -> None:
     plain, fast = make_model(arch, dtype=torch.bfloat16), ready(arch, torch.bfloat16)
-    assert speed_up_elements(fast, elements()) == REPLACED[arch]
+    assert use_native_elements(fast, elements()) == REPLACED[arch]
     fast.set_attn_implementation("eager")
     token_ids = torch.tensor([PROMPTS["33 tokens"]])
     with torch.inference_mode():
         ours, theirs = (model(token_ids, use_cache=False).logits.float() for model in (fast, plain))
-    # A rounding that turned the other way early grows on its way through the layers.
+    # A rounding that turned the other kernel early grows on its kernel through the layers.
     assert float((ours - theirs).abs().mean() / theirs.abs().mean()) < 0.03
 
 
@@ -87,7 +87,7 @@ def test_the_formulas_are_those_of_the_architectures() -> None:
     found = {}
     for arch in ("llama", "gemma2", "gpt_oss"):
         model = ready(arch, torch.bfloat16)
-        speed_up_elements(model, elements())
+        use_native_elements(model, elements())
         found[arch] = model.model.norm.formula[1:]
     assert found == {"llama": (0.0, True), "gemma2": (1.0, False), "gpt_oss": (0.0, False)}
 
@@ -96,14 +96,14 @@ def test_weights_and_children_stay_where_they_were() -> None:
     model = ready("qwen2")
     before = {name: weight.data_ptr() for name, weight in model.named_parameters()}
     names = {name for name, _ in model.named_modules()}
-    assert speed_up_elements(model, elements()) == (5, 2, 2)
+    assert use_native_elements(model, elements()) == (5, 2, 2)
     assert {name: weight.data_ptr() for name, weight in model.named_parameters()} == before
     assert {name for name, _ in model.named_modules()} == names
 
 
 def test_linears_that_are_replaced_later_are_used() -> None:
     model = ready("qwen2")
-    speed_up_elements(model, elements())
+    use_native_elements(model, elements())
     assert fuse_linears(model) == 2 * model.config.num_hidden_layers
     mlp = model.model.layers[0].mlp
     assert type(mlp) is FastGate
@@ -117,9 +117,9 @@ def test_linears_that_are_replaced_later_are_used() -> None:
 
 def test_a_second_pass_finds_nothing_left() -> None:
     model = ready("gemma2")
-    assert sum(speed_up_elements(model, elements())) > 0
+    assert sum(use_native_elements(model, elements())) > 0
     once = [type(module) for module in model.modules()]
-    speed_up_elements(model, elements())
+    use_native_elements(model, elements())
     assert Counter(type(module) for module in model.modules()) == Counter(once)
 
 
@@ -230,8 +230,8 @@ def replaced(module: nn.Module, dtype: torch.dtype = torch.float32, **named: tor
     hidden = torch.randn(1, 2, 24).to(dtype)
     right = module(hidden, **named)
     operator = elements().elementwise
-    places = seen_places(model, lambda: model["it"](hidden, **named))
-    count = replace_norms(places, operator) + replace_gates(places, operator)
+    places = module_slots(model, lambda: model["it"](hidden, **named))
+    count = use_native_norms(places, operator) + use_native_gates(places, operator)
     assert count == (model["it"] is not module)
     most = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(model["it"](hidden, **named), right, rtol=most, atol=most)
@@ -240,7 +240,7 @@ def replaced(module: nn.Module, dtype: torch.dtype = torch.float32, **named: tor
 
 def test_a_norm_is_known_by_what_it_does() -> None:
     found = replaced(Norm())
-    assert type(found) is FastNorm
+    assert type(found) is NativeRMSNorm
     assert found.formula == NormFormula(1e-4, 0.0, True)
 
 
@@ -264,13 +264,13 @@ def test_what_is_nearly_a_norm_is_left_alone(module: nn.Module) -> None:
 def test_a_norm_that_is_given_more_is_left_alone() -> None:
     module = Mated()
     assert replaced(module, gate=torch.randn(1, 2, 24)) is module
-    assert type(replaced(Mated())) is FastNorm
+    assert type(replaced(Mated())) is NativeRMSNorm
 
 
 def test_a_norm_in_another_dtype_than_its_rows_is_left_alone() -> None:
     model = nn.ModuleDict({"it": Norm()}).requires_grad_(False)
-    places = seen_places(model, lambda: model["it"](torch.randn(1, 2, 24).bfloat16()))
-    assert replace_norms(places, ElementwiseOperator(native_library())) == 0
+    places = module_slots(model, lambda: model["it"](torch.randn(1, 2, 24).bfloat16()))
+    assert use_native_norms(places, ElementwiseOperator(native_library())) == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -328,7 +328,7 @@ def test_an_operator_that_fails_its_trial_is_not_used(
 
     monkeypatch.setattr("engine.execution.layers.native_elements.check_operator", fail)
     with caplog.at_level(logging.WARNING):
-        assert tried_elements(native_library()) is None
+        assert checked_elements(native_library()) is None
     assert "computed by torch, which is slower: what was compiled disagrees" in caplog.text
 
 
@@ -337,7 +337,7 @@ def test_a_plain_model_is_prepared_with_the_library_if_there_is_one(has_library:
     model = ready()
     numerics.plain((), native_library() if has_library else None).prepare(model)
     kinds = Counter(type(module) for module in model.modules())
-    assert (kinds[FastNorm], kinds[FastGate]) == ((5, 2) if has_library else (0, 0))
+    assert (kinds[NativeRMSNorm], kinds[FastGate]) == ((5, 2) if has_library else (0, 0))
     assert kinds[FusedPart] > 0
 
 

@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 
 from engine.execution.attention.interface import ATTENTION_NAME, install
 from engine.execution.attention.probe import pass_of_two_tokens
-from engine.execution.layers.native_rotary import FUNCTION, FastRotary, replace_rotary
+from engine.execution.layers.native_rotary import FUNCTION, FastRotary, use_native_rotary
 from engine.execution.layers.rotary_operator import RotaryOperator
 from tests.engine.execution.pools import native_library
 from tests.tiny_models import make_model
@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_refused(operator: RotaryOperator, name: str) -> No
 def test_the_model_alone_is_changed(operator: RotaryOperator) -> None:
     model, other = ready(), ready()
     function = modeling_llama.apply_rotary_pos_emb
-    assert replace_rotary(model, operator, pass_of_two_tokens(model)) == model.config.num_hidden_layers
+    assert use_native_rotary(model, operator, pass_of_two_tokens(model)) == model.config.num_hidden_layers
     assert modeling_llama.apply_rotary_pos_emb is function
     assert forwards(other) == []
     assert all(type(one.__func__.__globals__[FUNCTION]) is FastRotary for one in forwards(model))
@@ -140,13 +140,13 @@ def test_the_model_alone_is_changed(operator: RotaryOperator) -> None:
 
 def test_a_second_pass_finds_nothing_left(operator: RotaryOperator) -> None:
     model = ready()
-    assert replace_rotary(model, operator, pass_of_two_tokens(model)) > 0
-    assert replace_rotary(model, operator, pass_of_two_tokens(model)) == 0
+    assert use_native_rotary(model, operator, pass_of_two_tokens(model)) > 0
+    assert use_native_rotary(model, operator, pass_of_two_tokens(model)) == 0
 
 
 def test_a_copy_of_the_model_runs_its_own_modules(operator: RotaryOperator) -> None:
     model = ready()
-    replace_rotary(model, operator, pass_of_two_tokens(model))
+    use_native_rotary(model, operator, pass_of_two_tokens(model))
     twin = copy.deepcopy(model)
     with torch.inference_mode():
         twin.model.layers[0].self_attn.q_proj.weight.zero_()
@@ -162,7 +162,7 @@ def test_the_operator_is_asked_by_the_model(operator: RotaryOperator) -> None:
             asked.append(given)
             return super().rotate(*given)
 
-    replace_rotary(model, Watched(native_library()), pass_of_two_tokens(model))
+    use_native_rotary(model, Watched(native_library()), pass_of_two_tokens(model))
     asked.clear()
     pass_of_two_tokens(model)
     assert len(asked) == model.config.num_hidden_layers
@@ -205,7 +205,7 @@ def test_what_rotates_in_another_way_is_left_alone(
     before = pass_of_two_tokens(model)
     forward = inspect.unwrap(modeling_llama.LlamaAttention.forward)
     monkeypatch.setitem(forward.__globals__, FUNCTION, function)
-    assert replace_rotary(model, operator, before) == 0
+    assert use_native_rotary(model, operator, before) == 0
     assert forwards(model) == []
 
 
@@ -238,6 +238,6 @@ def test_a_change_that_the_attention_would_see_is_taken_back(
     halved.__wrapped__ = plain  # type: ignore[attr-defined]  # as a decorator writes it
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", halved)
     before = [call.query for call in pass_of_two_tokens(model)]
-    assert replace_rotary(model, operator, pass_of_two_tokens(model)) == 0
+    assert use_native_rotary(model, operator, pass_of_two_tokens(model)) == 0
     assert forwards(model) == []
     assert all(map(torch.equal, before, (call.query for call in pass_of_two_tokens(model))))

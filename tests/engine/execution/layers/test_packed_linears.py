@@ -1,4 +1,4 @@
-"""Which way a linear multiplies: as measured, within the memory, and packed once."""
+"""Which kernel a linear multiplies: as measured, within the memory, and packed once."""
 
 import logging
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from engine.execution.layers import packed_linears
-from engine.execution.layers.linear_kernels import Plain, Product, Way
+from engine.execution.layers.linear_kernels import LinearKernel, Plain, Product
 from engine.execution.layers.packed_linears import (
     ROW_COUNTS,
     Candidate,
@@ -36,11 +36,11 @@ def _no_linear_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 4, 5, 16, 17, 64, 65, 256, 300])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("way", all_ways(), ids=lambda way: way.name)
-def test_every_way_gives_the_same_product(way: Way, num_rows: int, bias: bool) -> None:
+@pytest.mark.parametrize("kernel", all_ways(), ids=lambda kernel: kernel.name)
+def test_every_way_gives_the_same_product(kernel: LinearKernel, num_rows: int, bias: bool) -> None:
     plain = nn.Linear(48, 40, bias=bias).requires_grad_(False)
     hidden = torch.randn(1, num_rows, 96)[..., :48]  # not contiguous
-    packed = PackedLinear(plain, [way.bind(plain)] * len(ROW_COUNTS))
+    packed = PackedLinear(plain, [kernel.bind(plain)] * len(ROW_COUNTS))
     with torch.inference_mode():
         torch.testing.assert_close(packed(hidden), plain(hidden))
 
@@ -78,10 +78,10 @@ def test_a_weight_is_packed_once_by_each_way_at_most(monkeypatch: pytest.MonkeyP
     model = small(*[(8, 8)] * 4)
     linears = list(model)
     monkeypatch.setattr(packed_linears, "MOST_WEIGHTS", 2)
-    ways = (Plain(), Recording("chosen"), Recording("other"))
-    assert pack_linears(model, ways, max_bytes=PLENTY, measure=favour("chosen")) == 4
-    assert ways[1].bound == linears
-    assert ways[2].bound == linears[:2]
+    kernels = (Plain(), Recording("chosen"), Recording("other"))
+    assert pack_linears(model, kernels, max_bytes=PLENTY, measure=favour("chosen")) == 4
+    assert kernels[1].bound == linears
+    assert kernels[2].bound == linears[:2]
 
 
 def test_linears_of_one_shape_keep_their_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,12 +95,12 @@ def test_linears_of_one_shape_keep_their_own_weights(monkeypatch: pytest.MonkeyP
 
 def test_so_many_weights_are_measured_that_no_cache_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small(*[(8, 8)] * 10)
-    way = Recording()
+    kernel = Recording()
     for cold_bytes, num_samples in ((1 << 20, 8), (3 * 256, 3), (2 * 256 + 1, 3), (1, 1)):
         monkeypatch.setattr(packed_linears, "COLD_BYTES", cold_bytes)
-        way.bound.clear()
-        pack_linears(model, (Plain(), way), max_bytes=PLENTY, measure=favour("plain"))
-        assert len(way.bound) == num_samples
+        kernel.bound.clear()
+        pack_linears(model, (Plain(), kernel), max_bytes=PLENTY, measure=favour("plain"))
+        assert len(kernel.bound) == num_samples
 
 
 def test_what_no_way_takes_stays_plain(caplog: pytest.LogCaptureFixture) -> None:
@@ -113,37 +113,41 @@ def test_what_no_way_takes_stays_plain(caplog: pytest.LogCaptureFixture) -> None
 
 def test_what_one_way_refuses_another_may_take() -> None:
     model = small((8, 8))
-    way = Recording()
-    assert pack_linears(model, (Plain(), Refusing(), way), max_bytes=PLENTY, measure=favour(way.name)) == 1
+    kernel = Recording()
+    assert (
+        pack_linears(model, (Plain(), Refusing(), kernel), max_bytes=PLENTY, measure=favour(kernel.name)) == 1
+    )
     model(torch.randn(3, 8))
-    assert way.multiplied == [3]
+    assert kernel.multiplied == [3]
 
 
 def test_measuring_runs_every_way_with_all_row_counts() -> None:
-    ways = (Recording("plain"), Recording("other"))
+    kernels = (Recording("plain"), Recording("other"))
     linears = [nn.Linear(32, 64).requires_grad_(False) for _ in range(2)]
-    found = measure([Candidate(way, [way.bind(one) for one in linears]) for way in ways], linears[0])
+    found = measure(
+        [Candidate(kernel, [kernel.bind(one) for one in linears]) for kernel in kernels], linears[0]
+    )
     assert [len(one) for one in found] == [len(ROW_COUNTS)] * 2
     assert all(0 < seconds < 60 for one in found for seconds in one)
-    for way in ways:
-        assert sorted(set(way.multiplied)) == list(ROW_COUNTS)
-        assert min(map(way.multiplied.count, ROW_COUNTS)) >= packed_linears.NUM_TURNS
+    for kernel in kernels:
+        assert sorted(set(kernel.multiplied)) == list(ROW_COUNTS)
+        assert min(map(kernel.multiplied.count, ROW_COUNTS)) >= packed_linears.NUM_TURNS
 
 
 def test_a_way_that_is_slow_and_takes_long_is_not_measured_with_more_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def least_seconds(ways: list[list[Product]], hidden: torch.Tensor) -> list[float]:
-        return [products[0](hidden).item() for products in ways]
+    def least_seconds(kernels: list[list[Product]], hidden: torch.Tensor) -> list[float]:
+        return [products[0](hidden).item() for products in kernels]
 
     def takes(*seconds: float) -> Product:
         by_rows = dict(zip(ROW_COUNTS, seconds, strict=False))
         return lambda hidden: torch.tensor(by_rows[len(hidden)])
 
     monkeypatch.setattr(packed_linears, "_least_seconds", least_seconds)
-    way = Plain()
+    kernel = Plain()
     slow, fast, close = takes(0.005, 0.009, 0.1), takes(*[0.004] * 5), takes(*[0.007] * 5)
-    found = measure([Candidate(way, [product]) for product in (slow, fast, close)], nn.Linear(4, 4))
+    found = measure([Candidate(kernel, [product]) for product in (slow, fast, close)], nn.Linear(4, 4))
     torch.testing.assert_close(
         torch.tensor(found),
         torch.tensor([[0.005, 0.009, 0.1, 0.4, 1.6], [0.004] * 5, [0.007] * 5]),

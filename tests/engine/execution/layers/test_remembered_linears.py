@@ -1,4 +1,4 @@
-"""Linears go the way that was measured at an earlier start, if nothing has changed since."""
+"""Linears go the kernel that was measured at an earlier start, if nothing has changed since."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,8 +12,8 @@ from engine.execution.attention.interface import ATTENTION_NAME, install
 from engine.execution.layers import packed_linears
 from engine.execution.layers.linear_kernels import Plain
 from engine.execution.layers.packed_linears import ROW_COUNTS, Candidate, PackedLinear, Seconds, pack_linears
-from engine.execution.machine.autotune_cache import RememberedChoices
-from engine.execution.machine.native_library import NativeLibrary, machine_choices
+from engine.execution.machine.autotune_cache import AutotuneCache
+from engine.execution.machine.native_library import NativeLibrary, machine_autotune_cache
 from tests.engine.execution.layers.packing import PLENTY, Recording, Refusing, all_ways, favour, small
 from tests.engine.execution.pools import native_library
 from tests.tiny_models import make_model
@@ -25,7 +25,7 @@ def _no_linear_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Counting:
-    """A measure that favours one way, and how often it was asked."""
+    """A measure that favours one kernel, and how often it was asked."""
 
     def __init__(self, name: str) -> None:
         self.calls = 0
@@ -36,8 +36,8 @@ class Counting:
         return self._measure(candidates, like)
 
 
-def remembered_in(directory: Path) -> RememberedChoices:
-    return RememberedChoices(directory, {})
+def remembered_in(directory: Path) -> AutotuneCache:
+    return AutotuneCache(directory, {})
 
 
 @pytest.mark.parametrize("name", ["plain", "native"])
@@ -56,12 +56,12 @@ def test_what_is_remembered_is_not_measured_again(name: str, tmp_path: Path) -> 
 
 
 def test_only_the_remembered_ways_are_bound(tmp_path: Path) -> None:
-    def ways() -> tuple[Plain, Recording, Recording]:
+    def kernels() -> tuple[Plain, Recording, Recording]:
         return Plain(), Recording("chosen"), Recording("other")
 
     remembered = remembered_in(tmp_path)
-    pack_linears(small((8, 8)), ways(), max_bytes=PLENTY, measure=favour("chosen"), remembered=remembered)
-    model, (plain, chosen, other) = small((8, 8)), ways()
+    pack_linears(small((8, 8)), kernels(), max_bytes=PLENTY, measure=favour("chosen"), remembered=remembered)
+    model, (plain, chosen, other) = small((8, 8)), kernels()
     linears = list(model)
     pack_linears(
         model, (plain, chosen, other), max_bytes=PLENTY, measure=favour("other"), remembered=remembered
@@ -128,7 +128,7 @@ def test_with_other_ways_it_is_measured_anew(tmp_path: Path) -> None:
 def test_a_remembered_choice_that_cannot_be_is_measured_anew(
     names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RememberedChoices, "find", lambda *_: names)
+    monkeypatch.setattr(AutotuneCache, "find", lambda *_: names)
     measuring = Counting("plain")
     model = small((16, 32))
     remembered = remembered_in(tmp_path)
@@ -139,13 +139,16 @@ def test_a_remembered_choice_that_cannot_be_is_measured_anew(
 def test_a_remembered_way_that_refuses_now_is_measured_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RememberedChoices, "find", lambda *_: ("refusing",) * len(ROW_COUNTS))
-    model, way = small((8, 8)), Recording()
-    ways = (Plain(), Refusing(), way)
+    monkeypatch.setattr(AutotuneCache, "find", lambda *_: ("refusing",) * len(ROW_COUNTS))
+    model, kernel = small((8, 8)), Recording()
+    kernels = (Plain(), Refusing(), kernel)
     remembered = remembered_in(tmp_path)
-    assert pack_linears(model, ways, max_bytes=PLENTY, measure=favour(way.name), remembered=remembered) == 1
+    assert (
+        pack_linears(model, kernels, max_bytes=PLENTY, measure=favour(kernel.name), remembered=remembered)
+        == 1
+    )
     model(torch.randn(3, 8))
-    assert way.multiplied == [3]
+    assert kernel.multiplied == [3]
 
 
 def test_the_limit_of_memory_holds_for_what_is_remembered(tmp_path: Path) -> None:
@@ -175,7 +178,7 @@ def test_a_measuring_without_a_processor_for_all_of_it_is_disturbed(
         return favour("native")(candidates, like)
 
     kept: list[bool] = []
-    monkeypatch.setattr(RememberedChoices, "keep", lambda *_, is_disturbed: kept.append(is_disturbed))
+    monkeypatch.setattr(AutotuneCache, "keep", lambda *_, is_disturbed: kept.append(is_disturbed))
     monkeypatch.setattr(packed_linears.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(packed_linears.time, "thread_time", lambda: share * clock[0])
     pack_linears(
@@ -197,11 +200,11 @@ def test_a_plain_model_is_prepared_by_what_is_remembered(
 ) -> None:
     asked: list[object] = []
 
-    def find(_: RememberedChoices, facts: object) -> tuple[str, ...]:
+    def find(_: AutotuneCache, facts: object) -> tuple[str, ...]:
         asked.append(facts)
         return ("plain",) * len(ROW_COUNTS)
 
-    monkeypatch.setattr(RememberedChoices, "find", find)
+    monkeypatch.setattr(AutotuneCache, "find", find)
     install()
     model = make_model("llama")
     model.set_attn_implementation(ATTENTION_NAME)
@@ -212,8 +215,8 @@ def test_a_plain_model_is_prepared_by_what_is_remembered(
 def test_what_is_remembered_of_a_machine_holds_for_its_like_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def choices(library: NativeLibrary | None = None) -> RememberedChoices:
-        found = machine_choices(tmp_path, library)
+    def choices(library: NativeLibrary | None = None) -> AutotuneCache:
+        found = machine_autotune_cache(tmp_path, library)
         assert found is not None
         return found
 
@@ -226,4 +229,4 @@ def test_what_is_remembered_of_a_machine_holds_for_its_like_alone(
     with monkeypatch.context() as other:
         other.setattr(torch, "__version__", "another")
         assert choices().find({}) is None
-    assert machine_choices(None, native_library()) is None
+    assert machine_autotune_cache(None, native_library()) is None

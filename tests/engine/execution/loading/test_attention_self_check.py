@@ -35,7 +35,7 @@ def test_the_kernels_pass(spec: LayerSpec, dtype: torch.dtype, block_size: int) 
 
 
 def change_batch(batch: AttentionBatch, fault: str) -> AttentionBatch:
-    tables, lengths, chunks = batch.single_tables.clone(), batch.single_lengths.clone(), batch.chunks
+    tables, lengths, chunks = batch.decode_tables.clone(), batch.decode_lengths.clone(), batch.chunks
     if fault == "a block is taken for another":
         tables[-1, 7] = tables[-1, 8]
     elif fault == "the last tile of keys is left out":
@@ -47,7 +47,7 @@ def change_batch(batch: AttentionBatch, fault: str) -> AttentionBatch:
     elif fault == "the chunk's other tokens are left out":
         first, last = chunks
         chunks = (first, last._replace(table=torch.zeros_like(last.table)))
-    return replace(batch, single_tables=tables, single_lengths=lengths, chunks=chunks)
+    return replace(batch, decode_tables=tables, decode_lengths=lengths, chunks=chunks)
 
 
 class Faulty(TorchAttention):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.execution.machine import async_copy as crossing
-from engine.execution.machine.async_copy import Drawn, host_buffer, sent
+from engine.execution.machine.async_copy import SampledIds, host_buffer, sent
 
 CPU, META, CUDA = torch.device("cpu"), torch.device("meta"), torch.device("cuda")
 IDS = torch.tensor([[3, 1], [2, 7]], dtype=torch.int32)
@@ -25,7 +25,7 @@ def test_memory_is_pinned_for_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_on_a_cpu_nothing_is_copied() -> None:
     assert sent(IDS, CPU) is IDS
-    drawn = Drawn.of(IDS)
+    drawn = SampledIds.of(IDS)
     assert drawn.tokens is drawn.copy is IDS
     assert drawn.on_host() == [[3, 1], [2, 7]]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.execution.machine.atomic_files import written_whole
+from engine.execution.machine.atomic_files import written_atomically
 
 
 def names(directory: Path) -> list[str]:
@@ -12,14 +12,14 @@ def names(directory: Path) -> list[str]:
 
 
 def write_half(path: Path) -> None:
-    with written_whole(path) as unfinished:
+    with written_atomically(path) as unfinished:
         unfinished.write_text("half")
         raise OSError("the disk is full")
 
 
 def test_nothing_has_the_name_before_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "new" / "file"
-    with written_whole(path) as unfinished:
+    with written_atomically(path) as unfinished:
         unfinished.write_text("half")
         assert not path.exists()
         unfinished.write_text("whole")
@@ -33,7 +33,7 @@ def test_what_was_there_is_replaced_or_stays(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="full"):
         write_half(path)
     assert path.read_text() == "before"
-    with written_whole(path) as unfinished:
+    with written_atomically(path) as unfinished:
         unfinished.write_text("after")
     assert path.read_text() == "after"
     assert names(tmp_path) == ["file"]
@@ -41,7 +41,7 @@ def test_what_was_there_is_replaced_or_stays(tmp_path: Path) -> None:
 
 def test_a_directory_is_renamed_as_a_whole(tmp_path: Path) -> None:
     path = tmp_path / "model"
-    with written_whole(path) as unfinished:
+    with written_atomically(path) as unfinished:
         unfinished.mkdir()
         (unfinished / "weights").write_text("1 2 3")
         assert not path.exists()

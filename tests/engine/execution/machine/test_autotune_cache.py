@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.execution.machine.autotune_cache import DISTURBED_SECONDS, KEPT_SECONDS, Facts, RememberedChoices
+from engine.execution.machine.autotune_cache import DISTURBED_SECONDS, KEPT_SECONDS, AutotuneCache, Facts
 
 SURROUNDINGS: Facts = {"cpu": "one of a kind", "library": "operators-0123", "torch": "2.0"}
 FACTS: Facts = {"weight": [8, 4], "dtype": "float32", "bias": None, "threads": 2, "ways": ("plain", "fast")}
@@ -21,8 +21,8 @@ class Clock:
         return self.now
 
 
-def choices(directory: Path, surroundings: Facts = SURROUNDINGS) -> RememberedChoices:
-    return RememberedChoices(directory / "choices", surroundings)
+def choices(directory: Path, surroundings: Facts = SURROUNDINGS) -> AutotuneCache:
+    return AutotuneCache(directory / "choices", surroundings)
 
 
 def only_file(directory: Path) -> Path:
@@ -59,7 +59,7 @@ def test_a_choice_ends_sooner_if_its_measuring_was_disturbed(
     is_disturbed: bool, seconds: float, tmp_path: Path
 ) -> None:
     clock = Clock()
-    remembered = RememberedChoices(tmp_path / "choices", SURROUNDINGS, clock)
+    remembered = AutotuneCache(tmp_path / "choices", SURROUNDINGS, clock)
     remembered.keep(FACTS, CHOICE, is_disturbed=is_disturbed)
     clock.now += seconds - 1
     assert remembered.find(FACTS) == CHOICE
@@ -71,7 +71,7 @@ def test_a_choice_ends_sooner_if_its_measuring_was_disturbed(
 
 def test_a_choice_from_the_future_is_not_believed(tmp_path: Path) -> None:
     clock = Clock()
-    remembered = RememberedChoices(tmp_path / "choices", SURROUNDINGS, clock)
+    remembered = AutotuneCache(tmp_path / "choices", SURROUNDINGS, clock)
     remembered.keep(FACTS, CHOICE)
     clock.now -= 1
     assert remembered.find(FACTS) is None

@@ -6,13 +6,13 @@ import torch
 from engine.config import EngineConfig
 from engine.constraints import Constraints
 from engine.execution.deterministic.runner import DeterministicRunner
-from engine.execution.runner.async_runner import AheadRunner, DeviceLauncher
+from engine.execution.runner.async_runner import AsyncRunner, DeviceExecutor
 from engine.execution.runner.inputs import InputBuilder
 from engine.execution.sampling.sampler import NON_FINITE, Sampler
 from engine.outputs import SchedulerOutputs
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from tests.engine.execution.serving import GREEDY, make_runner, part, seated
+from tests.engine.execution.serving import GREEDY, in_slot, make_runner, part
 from tests.tiny_models import make_model
 
 CONFIG = EngineConfig(max_model_len=32, num_kv_blocks=16, block_size=4)
@@ -34,7 +34,7 @@ def takes(device: torch.device, samples: bool = True, output: int = 1, **params:
     sequence = Sequence(
         "a", [1, 2, 3], SamplingParams(**params), arrival=0.0, output_token_ids=[4] * output  # type: ignore[arg-type]
     )  # fmt: skip
-    return DeviceLauncher(NeverRun(), Sampler(), device).takes(part(sequence, 0, 3, 2, samples))
+    return DeviceExecutor(NeverRun(), Sampler(), device).takes(part(sequence, 0, 3, 2, samples))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_what_needs_the_host(params: dict[str, object]) -> None:
 
 def test_bad_words_need_the_host() -> None:
     sequence = Sequence("a", [1], GREEDY, arrival=0.0, constraints=Constraints(bad_token_ids=((3,),)))
-    assert not DeviceLauncher(NeverRun(), Sampler(), CPU).takes(part(sequence, 0, 1, 0, samples=True))
+    assert not DeviceExecutor(NeverRun(), Sampler(), CPU).takes(part(sequence, 0, 1, 0, samples=True))
 
 
 @pytest.mark.parametrize("params", [{"top_k": 5}, {"top_p": 0.9}])
@@ -82,9 +82,9 @@ def test_a_gpu_draws_among_the_likeliest_with_the_hosts_help(params: dict[str, o
     assert not takes(CUDA, **params)
 
 
-def with_tokens(runner: AheadRunner, tokens: tuple[int, int], drawn: list[int] | None) -> torch.Tensor:
+def with_tokens(runner: AsyncRunner, tokens: tuple[int, int], drawn: list[int] | None) -> torch.Tensor:
     """The logits of two sequences that each computed three tokens, at their fourth."""
-    sequences = [seated(seat, [5 + seat, 6, 7, tokens[seat]], [1 + seat]) for seat in (0, 1)]
+    sequences = [in_slot(slot, [5 + slot, 6, 7, tokens[slot]], [1 + slot]) for slot in (0, 1)]
     prompts = tuple(part(one, 0, 3, 3) for one in sequences)
     runner.execute(SchedulerOutputs(prefill=prompts))
     decodes = tuple(part(one, 3, 4, 0, samples=True) for one in sequences)
@@ -95,7 +95,7 @@ def with_tokens(runner: AheadRunner, tokens: tuple[int, int], drawn: list[int] |
 @pytest.mark.parametrize("kind", ["plain", "deterministic"])
 def test_a_stand_in_is_the_token_that_was_drawn_at_its_place(kind: str) -> None:
     model = make_model("llama")
-    runner: AheadRunner = make_runner(model, CONFIG, attention="torch")
+    runner: AsyncRunner = make_runner(model, CONFIG, attention="torch")
     if kind == "deterministic":
         plain = make_runner(model, CONFIG, attention="torch")
         builder = InputBuilder(CONFIG.max_num_seqs, CONFIG.max_model_len, CONFIG.block_size)
@@ -118,7 +118,7 @@ def test_what_is_fetched_is_what_the_sampler_gives() -> None:
     params = [
         SamplingParams(temperature=one % 3 * 0.5, seed=one, top_p=0.5 + one % 2 / 2) for one in range(70)
     ]
-    sequences = [seated(seat, [1, 2], [1], one) for seat, one in enumerate(params)]
+    sequences = [in_slot(slot, [1, 2], [1], one) for slot, one in enumerate(params)]
     items = tuple(part(one, 1, 2, 0, samples=True) for one in sequences)
     fetched = sampler.fetch(sampler.draw(logits, items))
     assert fetched == sampler.sample(logits, items)

@@ -11,7 +11,7 @@ from engine.execution.sampling.sampler import Sampler
 from engine.outputs import SchedulerOutputs
 from engine.sampling_params import SamplingParams
 from tests.comparer import reference
-from tests.engine.execution.serving import GREEDY, make_prompts, make_runner, part, seated, serve
+from tests.engine.execution.serving import GREEDY, in_slot, make_prompts, make_runner, part, serve
 from tests.tiny_models import make_model
 
 CONFIG = EngineConfig(max_model_len=64, num_kv_blocks=32, block_size=4, max_num_seqs=4)
@@ -26,7 +26,7 @@ def eager_logits(token_ids: list[int]) -> torch.Tensor:
 def test_wanted_rows_come_in_the_order_of_the_decision() -> None:
     runner = make_runner(make_model("llama"), CONFIG)
     other = PROMPT[::-1][:9]
-    first, second = seated(0, PROMPT, [1, 2, 3, 4, 5]), seated(1, other, [8, 7, 6])
+    first, second = in_slot(0, PROMPT, [1, 2, 3, 4, 5]), in_slot(1, other, [8, 7, 6])
     runner.execute(SchedulerOutputs(prefill=(part(second, 0, 8, logits_from=8),)))
     logits = runner.execute(
         SchedulerOutputs(decode=(part(second, 8, 9),), prefill=(part(first, 0, 18, logits_from=15),))
@@ -38,7 +38,7 @@ def test_wanted_rows_come_in_the_order_of_the_decision() -> None:
 
 def test_a_step_that_wants_no_logits() -> None:
     runner = make_runner(make_model("llama"), CONFIG)
-    sequence = seated(0, PROMPT, [1, 2, 3, 4, 5])
+    sequence = in_slot(0, PROMPT, [1, 2, 3, 4, 5])
     assert len(runner.execute(SchedulerOutputs(prefill=(part(sequence, 0, 18, logits_from=18),)))) == 0
 
 
@@ -49,10 +49,10 @@ def test_parts_of_a_decision_may_be_computed_again() -> None:
     """
     runner = make_runner(make_model("llama"), CONFIG)
     sequences = [
-        seated(seat, PROMPT[seat:], [1 + seat, 11 + seat, 21 + seat, 5 + seat, 16]) for seat in (0, 1)
+        in_slot(slot, PROMPT[slot:], [1 + slot, 11 + slot, 21 + slot, 5 + slot, 16]) for slot in (0, 1)
     ]
     items = tuple(part(one, 0, 15, logits_from=14) for one in sequences)
-    outputs = SchedulerOutputs(prefill=items, released_seats=(0, 1), blocks_to_zero=(1,))
+    outputs = SchedulerOutputs(prefill=items, released_slots=(0, 1), blocks_to_zero=(1,))
     whole = runner.execute(outputs)
     halves = [runner.execute(outputs.only([item], is_first=item is items[0])) for item in items]
     torch.testing.assert_close(torch.cat(halves), whole, rtol=1e-4, atol=1e-4)
@@ -71,11 +71,11 @@ def test_values_that_are_not_finite_stay_with_their_request() -> None:
     with torch.no_grad():
         model.get_input_embeddings().weight[poison] = torch.nan
     runner = make_runner(model, CONFIG)
-    cancelled = seated(0, [poison] * 8, [1, 2])
+    cancelled = in_slot(0, [poison] * 8, [1, 2])
     runner.execute(SchedulerOutputs(prefill=(part(cancelled, 0, 8, logits_from=8),)))
     healthy = [token for token in PROMPT if token != poison][:6]
-    heir = seated(0, healthy, [2, 1])
-    chunk = runner.execute(SchedulerOutputs(prefill=(part(heir, 0, 5),), released_seats=(0,)))
+    heir = in_slot(0, healthy, [2, 1])
+    chunk = runner.execute(SchedulerOutputs(prefill=(part(heir, 0, 5),), released_slots=(0,)))
     single = runner.execute(SchedulerOutputs(decode=(part(heir, 5, 6),)))
     found = torch.cat([chunk, single])
     torch.testing.assert_close(found, eager_logits(healthy), rtol=1e-4, atol=1e-4)
@@ -115,7 +115,7 @@ def test_a_warm_up_uses_the_null_block_alone(max_model_len: int, block_size: int
 
 def test_blocks_to_zero_are_zeroed() -> None:
     runner = make_runner(make_model("llama"), CONFIG, attention="torch")
-    sequence = seated(0, PROMPT, [1, 2, 3, 4, 5])
+    sequence = in_slot(0, PROMPT, [1, 2, 3, 4, 5])
     runner.execute(SchedulerOutputs(prefill=(part(sequence, 0, 4),), blocks_to_zero=(9, 10)))
     backend = runner._backend
     assert all(not pool[9:11].any() for pool in (*backend.pool.keys, *backend.pool.values))
@@ -147,7 +147,7 @@ class Broken:
 )
 def test_a_lost_device_and_a_lack_of_memory_are_called_so(error: Exception, raised: type[Exception]) -> None:
     runner: ModelRunner = make_runner(make_model("llama"), CONFIG, lambda _: Broken(error))
-    sequence = seated(0, PROMPT, [1, 2, 3, 4, 5])
+    sequence = in_slot(0, PROMPT, [1, 2, 3, 4, 5])
     with pytest.raises(raised):
         runner.execute(SchedulerOutputs(prefill=(part(sequence, 0, 4),)))
     with pytest.raises(raised):
@@ -157,7 +157,7 @@ def test_a_lost_device_and_a_lack_of_memory_are_called_so(error: Exception, rais
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "gpt_oss"])
 def test_bfloat16_stays_near_the_eager_model(arch: str) -> None:
     runner = make_runner(make_model(arch, dtype=torch.bfloat16), CONFIG)
-    sequence = seated(0, PROMPT, [1, 2, 3, 4, 5])
+    sequence = in_slot(0, PROMPT, [1, 2, 3, 4, 5])
     chunks = [(0, 7), (7, 17), (17, 18)]
     found = torch.cat(
         [runner.execute(SchedulerOutputs(prefill=(part(sequence, at, end),))) for at, end in chunks]
@@ -182,7 +182,7 @@ def test_bfloat16_serves_random_and_greedy_requests() -> None:
 def test_the_sampler_reads_the_last_wanted_row_of_each_item() -> None:
     runner = make_runner(make_model("llama"), CONFIG)
     sequences = [
-        seated(seat, PROMPT[seat:], [1 + seat, 11 + seat, 21 + seat, 5 + seat, 15 + seat]) for seat in (0, 1)
+        in_slot(slot, PROMPT[slot:], [1 + slot, 11 + slot, 21 + slot, 5 + slot, 15 + slot]) for slot in (0, 1)
     ]
     items = (
         part(sequences[0], 0, 17 - 1, logits_from=3),

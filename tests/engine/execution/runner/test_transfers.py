@@ -8,7 +8,7 @@ from engine.execution.graphs.decode_buffers import FIELDS, DecodeBuffers, pack_s
 from engine.execution.runner.inputs import InputBuilder, StepInputs
 from engine.execution.runner.transfers import ALIGNMENT, move, move_inputs, pack, packed_size, unpack
 from engine.outputs import SchedulerOutputs
-from tests.engine.execution.serving import part, seated
+from tests.engine.execution.serving import in_slot, part
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 shapes = st.lists(st.integers(0, 20) | st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=8)
@@ -33,9 +33,9 @@ def test_what_is_packed_is_unpacked(shapes: list[int | tuple[int, int]]) -> None
 
 def mixed_step() -> StepInputs:
     builder = InputBuilder(max_num_seqs=3, max_model_len=12, block_size=4)
-    decoding = part(seated(2, [10, 11, 12, 13, 14], [5, 3]), 4, 5)
-    fresh = part(seated(0, [20, 21, 22, 23, 24, 25], [7, 1]), 0, 6, logits_from=5)
-    going_on = part(seated(1, list(range(30, 42)), [2, 9, 4]), 3, 7, logits_from=4)
+    decoding = part(in_slot(2, [10, 11, 12, 13, 14], [5, 3]), 4, 5)
+    fresh = part(in_slot(0, [20, 21, 22, 23, 24, 25], [7, 1]), 0, 6, logits_from=5)
+    going_on = part(in_slot(1, list(range(30, 42)), [2, 9, 4]), 3, 7, logits_from=4)
     return builder.build(SchedulerOutputs(decode=(decoding,), prefill=(fresh, going_on)))
 
 
@@ -44,7 +44,7 @@ def test_a_batch_in_other_tensors_is_the_same_batch() -> None:
     tensors = batch.tensors
     assert len(tensors) == 7
     again = batch.with_tensors([tensor.clone() for tensor in tensors])
-    for name in ("slots", "blocks_begun", "single_rows", "single_lengths", "single_tables"):
+    for name in ("slot_mapping", "blocks_begun", "decode_rows", "decode_lengths", "decode_tables"):
         assert torch.equal(getattr(again, name), getattr(batch, name))
     assert [chunk[:3] for chunk in again.chunks] == [chunk[:3] for chunk in batch.chunks]
     assert all(
@@ -84,9 +84,11 @@ def test_a_batch_that_nobody_moved_is_moved_when_it_is_asked_for() -> None:
 def decode_step(lengths: list[int]) -> StepInputs:
     items = []
     blocks = iter(range(1, 100))
-    for seat, length in enumerate(lengths):
+    for slot, length in enumerate(lengths):
         table = [next(blocks) for _ in range(-(-length // 4))]
-        items.append(part(seated(seat, [100 * seat + at for at in range(length)], table), length - 1, length))
+        items.append(
+            part(in_slot(slot, [100 * slot + at for at in range(length)], table), length - 1, length)
+        )
     return InputBuilder(len(lengths), 64, 4).build(SchedulerOutputs(decode=tuple(items)))
 
 
@@ -111,7 +113,7 @@ def test_buffers_stay_where_they_are_and_hold_the_last_step() -> None:
     assert first.token_ids.tolist() == [5, 0]
     assert first.positions.tolist() == [5, 0]
     assert first.all_rows.tolist() == [0, 1]
-    assert first.rows.slots.tolist() == [9, 0]
+    assert first.rows.slot_mapping.tolist() == [9, 0]
     assert first.rows.lengths.tolist() == [6, 1]
     # Behind its own blocks a row may have what stood there.
     assert first.rows.tables[:, :2].tolist() == [[1, 2], [0, 0]]
@@ -123,6 +125,6 @@ def test_buffers_stay_where_they_are_and_hold_the_last_step() -> None:
 
 def test_the_rows_of_every_size_begin_at_good_addresses() -> None:
     inputs = DecodeBuffers(70, 3, CPU).first(70)
-    for tensor in (inputs.token_ids, inputs.positions, inputs.rows.slots, inputs.rows.lengths):
+    for tensor in (inputs.token_ids, inputs.positions, inputs.rows.slot_mapping, inputs.rows.lengths):
         assert tensor.storage_offset() % ALIGNMENT == 0
         assert tensor.is_contiguous()

@@ -15,7 +15,7 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
 CPU = torch.device("cpu")
-_seats = itertools.count()
+_slots = itertools.count()
 
 
 class ModuloGrammar:
@@ -72,7 +72,7 @@ def row(
         output_token_ids=[1] * index if output is None else output,
         constraints=Constraints(**constraints),
     )
-    sequence.admit(next(_seats))
+    sequence.admit(next(_slots))
     return ScheduledSequence(sequence, 0, 1, 0, True)
 
 

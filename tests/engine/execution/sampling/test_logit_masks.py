@@ -155,11 +155,11 @@ def test_outputs_of_one_request_share_their_large_masks() -> None:
     params = SamplingParams(allowed_token_ids=tuple(range(0, VOCAB, 2)), n=2)
     one, two, other = row(params), row(params), row(replace(params, allowed_token_ids=(2, 4)))
     two.sequence.constraints = one.sequence.constraints
-    for seat, item in enumerate((one, two, other)):
-        item.sequence.seat = seat
+    for slot, item in enumerate((one, two, other)):
+        item.sequence.slot = slot
     edits = LogitEdits()
     edits.apply(random_logits(3, VOCAB), [one.sequence, two.sequence, other.sequence], [0, 1, 2])
-    masks = [edits._kept[seat].masks for seat in range(3)]
+    masks = [edits._kept[slot].masks for slot in range(3)]
 
     assert all(masks)
     assert masks[0]._constant is masks[1]._constant  # type: ignore[union-attr]

@@ -15,7 +15,7 @@ from engine.outputs import ScheduledSequence, SchedulerOutputs, TokenLogprobs
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.sequence import Sequence
 from tests.engine.execution.sampling.bench import SetGrammar, naive_logprobs, random_logits, row
-from tests.engine.execution.serving import make_prompts, make_runner, part, seated
+from tests.engine.execution.serving import in_slot, make_prompts, make_runner, part
 from tests.tiny_models import make_model
 
 
@@ -95,8 +95,8 @@ PROMPT = make_prompts((9,))["9 tokens"]
 OTHER = make_prompts((14,), seed=2)["14 tokens"]
 
 
-def asking(seat: int, prompt: list[int], blocks: list[int], number: int = 3) -> Sequence:
-    return seated(seat, prompt, blocks, SamplingParams(temperature=0.0, prompt_logprobs=number))
+def asking(slot: int, prompt: list[int], blocks: list[int], number: int = 3) -> Sequence:
+    return in_slot(slot, prompt, blocks, SamplingParams(temperature=0.0, prompt_logprobs=number))
 
 
 def prompt_logprobs(*steps: SchedulerOutputs) -> dict[str, list[TokenLogprobs]]:
@@ -131,13 +131,13 @@ def test_a_prompt_in_chunks_has_the_logprobs_of_a_whole_one(cuts: tuple[int, ...
     sequence = asking(0, PROMPT, [1, 2, 3])
     chunks = [part(sequence, at, end, samples=end == 9) for at, end in zip((0, *cuts), cuts, strict=False)]
     found = prompt_logprobs(*(SchedulerOutputs(prefill=(chunk,)) for chunk in chunks))
-    assert_close(found["seat 0"], eager_prompt_logprobs(PROMPT, 3))
+    assert_close(found["slot 0"], eager_prompt_logprobs(PROMPT, 3))
 
 
 def test_prompts_side_by_side_have_their_own_rows() -> None:
     """Beside them a prompt of which only the last row is wanted, one of which none is, and a decode."""
     first, second = asking(0, PROMPT, [1, 2, 3]), asking(1, OTHER, [4, 5, 6, 7], number=1)
-    last, none = seated(2, OTHER, [8, 9, 10, 11]), seated(3, PROMPT, [12, 13, 14])
+    last, none = in_slot(2, OTHER, [8, 9, 10, 11]), in_slot(3, PROMPT, [12, 13, 14])
     found = prompt_logprobs(
         SchedulerOutputs(prefill=(part(first, 0, 4), part(none, 0, 8, logits_from=8))),
         SchedulerOutputs(
@@ -150,9 +150,9 @@ def test_prompts_side_by_side_have_their_own_rows() -> None:
         ),
         SchedulerOutputs(prefill=(part(second, 10, 14, samples=True),)),
     )
-    assert set(found) == {"seat 0", "seat 1"}
-    assert_close(found["seat 0"], eager_prompt_logprobs(PROMPT, 3))
-    assert_close(found["seat 1"], eager_prompt_logprobs(OTHER, 1))
+    assert set(found) == {"slot 0", "slot 1"}
+    assert_close(found["slot 0"], eager_prompt_logprobs(PROMPT, 3))
+    assert_close(found["slot 1"], eager_prompt_logprobs(OTHER, 1))
 
 
 def test_sampling_takes_the_last_of_the_wanted_rows() -> None:

@@ -22,7 +22,7 @@ from engine.execution.sampling.native_draw import (
     row_addresses,
 )
 from engine.execution.sampling.sampler import Sampler
-from engine.execution.sampling.slot_params import SeatParameters
+from engine.execution.sampling.slot_params import SlotParams
 from engine.execution.sampling.top_k import first_largest
 from engine.outputs import ScheduledSequence
 from engine.sampling_params import SamplingParams
@@ -43,7 +43,7 @@ def asked_of(logits: torch.Tensor, items: list[ScheduledSequence]) -> file.Asked
     sequences = [item.sequence for item in items]
     indices = np.array([sequence.num_output_tokens for sequence in sequences])
     largest, places = (one.numpy() for one in first_largest(logits))
-    params = SeatParameters().of(sequences)
+    params = SlotParams().of(sequences)
     return ask(row_addresses(logits), largest, places, params, indices, logits.shape[1])
 
 

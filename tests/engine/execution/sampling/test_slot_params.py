@@ -1,4 +1,4 @@
-"""The parameters of a batch are those of the sequences in it, whoever had their seats before."""
+"""The parameters of a batch are those of the sequences in it, whoever had their slots before."""
 
 from dataclasses import fields
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.constraints import FREE, Constraints
 from engine.execution.sampling.gumbel import seed_states
-from engine.execution.sampling.slot_params import NO_LOGPROBS, SeatParameters
+from engine.execution.sampling.slot_params import NO_LOGPROBS, SlotParams
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from tests.engine.execution.sampling.bench import ModuloGrammar, row
@@ -25,24 +25,24 @@ any_params = st.builds(
 )
 
 
-def seated(params: SamplingParams, seat: int | None) -> Sequence:
+def in_slot(params: SamplingParams, slot: int | None) -> Sequence:
     sequence = Sequence("r", [1], params, arrival=0.0)
-    if seat is not None:
-        sequence.admit(seat)
+    if slot is not None:
+        sequence.admit(slot)
     return sequence
 
 
 @settings(max_examples=100, derandomize=True)
 @given(st.lists(st.dictionaries(st.integers(0, 300), any_params, max_size=5), max_size=6), st.data())
 def test_each_row_has_its_own(batches: list[dict[int, SamplingParams]], data: st.DataObject) -> None:
-    """Some stay in their seats from batch to batch, others are new in one."""
-    seats, known = SeatParameters(), dict[int, Sequence]()
+    """Some stay in their slots from batch to batch, others are new in one."""
+    slots, known = SlotParams(), dict[int, Sequence]()
     for batch in batches:
-        for seat, params in batch.items():
-            if seat not in known or data.draw(st.booleans()):
-                known[seat] = seated(params, seat)
-        sequences = [known[seat] for seat in batch]
-        found = seats.of(sequences)
+        for slot, params in batch.items():
+            if slot not in known or data.draw(st.booleans()):
+                known[slot] = in_slot(params, slot)
+        sequences = [known[slot] for slot in batch]
+        found = slots.of(sequences)
         for at, sequence in enumerate(sequences):
             params = sequence.params
             one = found[at]
@@ -73,17 +73,17 @@ def test_who_may_be_edited(params: dict[str, object], constraints: Constraints) 
         SamplingParams(**params), **{one.name: getattr(constraints, one.name) for one in fields(Constraints)}
     )
     plain = row(SamplingParams(temperature=0.3, top_k=5, top_p=0.5, min_p=0.1, logprobs=3, stop=("x",)))
-    found = SeatParameters().of([item.sequence, plain.sequence])
+    found = SlotParams().of([item.sequence, plain.sequence])
     assert found["may_be_edited"].tolist() == [True, False]
 
 
-def test_nobody_is_sampled_without_a_seat() -> None:
-    with pytest.raises(ValueError, match="without a seat"):
-        SeatParameters().of([seated(SamplingParams(), None)])
+def test_nobody_is_sampled_without_a_slot() -> None:
+    with pytest.raises(ValueError, match="without a slot"):
+        SlotParams().of([in_slot(SamplingParams(), None)])
 
 
 def test_what_was_read_does_not_change_with_the_next_batch() -> None:
-    seats = SeatParameters()
-    first = seats.of([seated(SamplingParams(top_k=7), 0)])
-    seats.of([seated(SamplingParams(top_k=9), 0)])
+    slots = SlotParams()
+    first = slots.of([in_slot(SamplingParams(top_k=7), 0)])
+    slots.of([in_slot(SamplingParams(top_k=9), 0)])
     assert first["top_k"].tolist() == [7]

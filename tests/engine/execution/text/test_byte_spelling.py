@@ -10,10 +10,10 @@ from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from engine.execution.text.byte_spelling import spelling_of_texts
+from engine.execution.text.byte_spelling import token_bytes_of_texts
 from engine.execution.text.tokenizer import Tokenizer
 from engine.sampling_params import SamplingParams
-from engine.text.byte_decoder import SpelledDecoder
+from engine.text.byte_decoder import ByteDecoder
 from engine.text.detokenizer import Detokenizer, IncrementalDecoder
 from tests.tiny_models import VOCAB_SIZE, make_tokenizer
 
@@ -35,14 +35,14 @@ BYTES, WORDS = with_tools(make_tokenizer()), with_tools(make_words())
 CASES = {"bytes": (BYTES, VOCAB_SIZE + 4), "words": (WORDS, 9)}
 
 
-def told(decoder: SpelledDecoder | IncrementalDecoder, output: list[int]) -> str:
+def told(decoder: ByteDecoder | IncrementalDecoder, output: list[int]) -> str:
     return "".join(map(decoder.push, output)) + decoder.close()
 
 
-def spelled(tokenizer: Tokenizer, prompt: list[int], *, skips: bool = True) -> SpelledDecoder:
+def spelled(tokenizer: Tokenizer, prompt: list[int], *, skips: bool = True) -> ByteDecoder:
     spelling = tokenizer.spelling(skips)
     assert spelling is not None
-    return SpelledDecoder(spelling, prompt)
+    return ByteDecoder(spelling, prompt)
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -145,5 +145,5 @@ def test_a_tokenizer_that_disagrees_is_not_read_so(odd: int) -> None:
     backend = make_tokenizer()
     backend.add_tokens(["<tool é>"])
     added, inner = {VOCAB_SIZE}, backend.backend_tokenizer
-    assert spelling_of_texts(inner, added, frozenset(), skips=False) is not None
-    assert spelling_of_texts(Disagreeing(inner, odd), added, frozenset(), skips=False) is None
+    assert token_bytes_of_texts(inner, added, frozenset(), skips=False) is not None
+    assert token_bytes_of_texts(Disagreeing(inner, odd), added, frozenset(), skips=False) is None

@@ -8,7 +8,7 @@ from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from engine.execution.text.token_bytes import spelling_of
+from engine.execution.text.token_bytes import token_bytes_of
 from engine.execution.text.tokenizer import Tokenizer
 from tests.tiny_models import EOS, IM_END, VOCAB_SIZE, make_tokenizer
 from tests.tiny_tokenizers import make_sentencepiece
@@ -99,7 +99,7 @@ def test_metaspace_alone() -> None:
 
 
 def test_a_piece_that_is_not_spelt_in_bytes_stands_for_itself() -> None:
-    spell = spelling_of(make_tokenizer().backend_tokenizer)
+    spell = token_bytes_of(make_tokenizer().backend_tokenizer)
     assert spell is not None
     spelt_bytes = {character: byte for byte, character in bytes_to_unicode().items()}
     for code in range(0x200):

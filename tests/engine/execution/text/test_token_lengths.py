@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from engine.errors import NeverFits
 from engine.execution.text.token_lengths import _SHRINKING, longest_token_bytes
 from engine.execution.text.tokenizer import Tokenizer
-from engine.requests.params_resolver import Resolver, prepare_texts
+from engine.requests.input_processor import InputProcessor, prepare_texts
 from engine.sampling_params import SamplingParams
 from tests.tiny_models import VOCAB_SIZE, make_tokenizer
 from tests.tiny_tokenizers import make_metaspace, make_sentencepiece, make_wordpiece, make_words
@@ -135,7 +135,7 @@ def test_no_path_tokenizes_with_the_lock_held() -> None:
     tokenizer._backend = Refusing(tokenizer._backend)
     params = SamplingParams(bad_words=("fox", "dog"), stop=("stop", "</s>"))
     prepare_texts(tokenizer, params)
-    Resolver(tokenizer, frozenset(), VOCAB_SIZE).resolve(params)
+    InputProcessor(tokenizer, frozenset(), VOCAB_SIZE).resolve(params)
     assert tokenizer.encode("the fox")
     for content in ("the fox", "<|im_end|>"):
         assert tokenizer.render_chat([{"role": "user", "content": content}])
@@ -147,7 +147,7 @@ def test_the_step_loop_finds_the_texts_of_parameters_encoded() -> None:
     prepare_texts(tokenizer, params)
     tokenizer._backend = Refusing(tokenizer._backend, all_ways=True)
 
-    assert Resolver(tokenizer, frozenset(), VOCAB_SIZE).resolve(params).constraints.bad_token_ids
+    assert InputProcessor(tokenizer, frozenset(), VOCAB_SIZE).resolve(params).constraints.bad_token_ids
 
 
 def test_a_truncation_in_the_tokenizers_file_does_not_cut_prompts() -> None:

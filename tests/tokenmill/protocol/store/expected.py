@@ -15,7 +15,7 @@ from tokenmill.protocol.store.task_store import (
     Cancelled,
     Claimed,
     Lost,
-    Standing,
+    TaskPhase,
     TaskStore,
     Write,
 )
@@ -33,8 +33,8 @@ class Expected:
     ended_by: str | None = None
     cancelled_under: str | None = None
     claimed_at: int = 0
-    standing: Standing = "untouched"
-    crashes: list[tuple[str, Standing]] = field(default_factory=list)
+    standing: TaskPhase = "untouched"
+    crashes: list[tuple[str, TaskPhase]] = field(default_factory=list)
 
     @property
     def is_suspect(self) -> bool:

@@ -22,12 +22,12 @@ from tests.tokenmill.protocol.store.tasks import (
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import FinishedEvent
 from tokenmill.protocol.store.script_errors import POISON_ERROR
-from tokenmill.protocol.store.task_store import Accepted, Claimed, Lost, Reaped, Standing, TaskStore
+from tokenmill.protocol.store.task_store import Accepted, Claimed, Lost, Reaped, TaskPhase, TaskStore
 
 MANY = 50
 
 
-def die(store: TaskStore, claimed: Claimed, standing: Standing) -> Reaped:
+def die(store: TaskStore, claimed: Claimed, standing: TaskPhase) -> Reaped:
     """Its worker recorded how it stands, and died."""
     store.renew(owned([claimed]), -1, {claimed.task_id: standing})
     return reap(store)
@@ -98,7 +98,7 @@ def test_tokens_of_earlier_attempts_are_no_progress(store: TaskStore, redis_clie
 def test_one_that_waited_is_a_suspect_after_three_deaths_in_a_row(
     store: TaskStore, redis_client: redis.Redis
 ) -> None:
-    """Each time it may have got its seat just after that was recorded."""
+    """Each time it may have got its slot just after that was recorded."""
     submit(store, redis_client)
     seen = []
     for _ in range(4):
@@ -205,7 +205,7 @@ def test_one_that_is_not_touched_is_never_a_suspect(store: TaskStore, redis_clie
 
 
 @pytest.mark.parametrize("standing", ["untouched", "waiting", "seated", "alone"])
-def test_hand_backs_never_count(store: TaskStore, redis_client: redis.Redis, standing: Standing) -> None:
+def test_hand_backs_never_count(store: TaskStore, redis_client: redis.Redis, standing: TaskPhase) -> None:
     submit(store, redis_client)
     for _ in range(MANY):
         claimed = claim_one(store)
@@ -227,7 +227,7 @@ def test_a_hand_back_of_a_crashed_worker_counts_as_its_death(
     for _ in range(3):
         claimed = claim(store)
         assert [one.suspect for one in claimed] == [True, False, False]
-        standings: dict[str, Standing] = dict.fromkeys(ids, "untouched")
+        standings: dict[str, TaskPhase] = dict.fromkeys(ids, "untouched")
         store.renew(owned(claimed), 60, standings | {ids[0]: "alone"})
         numbers.append(store.hand_back(owned(claimed), crashed=True))
 

@@ -35,11 +35,11 @@ from tokenmill.protocol.store.task_store import (
     IdempotencyConflict,
     QueueFull,
     Reaped,
-    Standing,
     Submitted,
+    TaskPhase,
 )
 
-STANDINGS = st.sampled_from(("alone", "alone", *get_args(Standing)))
+STANDINGS = st.sampled_from(("alone", "alone", *get_args(TaskPhase)))
 
 
 class Service(RuleBasedStateMachine):
@@ -171,8 +171,8 @@ class Service(RuleBasedStateMachine):
                 assert outcome == self.world.refusal(holder)
                 self.world.hear(holder, outcome)
 
-    @rule(held=claims, lapsed=st.booleans(), standing=st.sampled_from(get_args(Standing)))
-    def renew(self, held: list[Holder], lapsed: bool, standing: Standing) -> None:
+    @rule(held=claims, lapsed=st.booleans(), standing=st.sampled_from(get_args(TaskPhase)))
+    def renew(self, held: list[Holder], lapsed: bool, standing: TaskPhase) -> None:
         owners = owned([holder.claimed for holder in held])
         renewed = self.world.store.renew(owners, -1 if lapsed else 600, dict.fromkeys(owners, standing))
         for holder in held:
@@ -199,7 +199,7 @@ class Service(RuleBasedStateMachine):
         assert self.reap_all().cancelled == ()
 
     @rule(times=st.integers(1, 4), first=STANDINGS, others=STANDINGS, speaks=st.booleans())
-    def claim_and_die(self, times: int, first: Standing, others: Standing, speaks: bool) -> None:
+    def claim_and_die(self, times: int, first: TaskPhase, others: TaskPhase, speaks: bool) -> None:
         """At once, as the deaths of several owners of one task would seldom come by chance."""
         while len(self.world.waiting()) < 2:
             self.submit(priority=1, tenant="a", cost=1, limits=(None, None), key=None, digest="1")

@@ -24,7 +24,7 @@ class Resolved:
     end_texts: Mapping[int, str] = field(default_factory=dict)
 
 
-class Resolver:
+class InputProcessor:
     """Knows the model's vocabulary and ends, and the tokenizer's way with texts."""
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: frozenset[int], vocab_size: int) -> None:

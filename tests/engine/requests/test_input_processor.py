@@ -3,11 +3,11 @@
 import pytest
 
 from engine.errors import InvalidParameter
-from engine.requests.params_resolver import Resolver, params_of_output
+from engine.requests.input_processor import InputProcessor, params_of_output
 from engine.sampling_params import SamplingParams
 from tests.engine.fakes import EOS, VOCAB_SIZE, PieceTokenizer, WordTokenizer, build_engine
 
-RESOLVER = Resolver(WordTokenizer(), frozenset({EOS}), VOCAB_SIZE)
+RESOLVER = InputProcessor(WordTokenizer(), frozenset({EOS}), VOCAB_SIZE)
 
 
 def ends(**params: object) -> frozenset[int]:
@@ -31,7 +31,7 @@ def test_bad_words_are_spelled_with_and_without_a_space_before() -> None:
 
 
 def test_a_word_that_only_stands_after_a_space_has_one_spelling() -> None:
-    resolver = Resolver(PieceTokenizer("a", " word"), frozenset(), 10)
+    resolver = InputProcessor(PieceTokenizer("a", " word"), frozenset(), 10)
 
     assert resolver.resolve(SamplingParams(bad_words=("word",))).constraints.bad_token_ids == ((1,),)
 
@@ -47,7 +47,7 @@ def test_a_bad_word_that_is_no_text_is_refused_by_the_field_s_name() -> None:
             raise InvalidParameter("text", "is no valid Unicode text")
 
     with pytest.raises(InvalidParameter) as refused:
-        Resolver(Strict(), frozenset(), VOCAB_SIZE).resolve(SamplingParams(bad_words=("\ud800",)))
+        InputProcessor(Strict(), frozenset(), VOCAB_SIZE).resolve(SamplingParams(bad_words=("\ud800",)))
 
     assert refused.value.field == "bad_words"
     assert refused.value.message == "is no valid Unicode text"
