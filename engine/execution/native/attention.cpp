@@ -240,8 +240,8 @@ template <typename T>
 void forget_slots(void* pool, const int64_t* slots, int64_t num_slots, const Shape& shape) {
     for (int64_t i = 0; i < num_slots; i++)
         for (int64_t kv_head = 0; kv_head < shape.num_kv_heads; kv_head++)
-            forget(head_at(static_cast<T*>(pool), shape, slot_mapping[i] / SIXTEEN, kv_head), shape,
-                   slot_mapping[i] % SIXTEEN);
+            forget(head_at(static_cast<T*>(pool), shape, slots[i] / SIXTEEN, kv_head), shape,
+                   slots[i] % SIXTEEN);
 }
 
 }  // namespace
@@ -257,7 +257,7 @@ int64_t tokenmill_group_numbers(int64_t num_kv_heads, int64_t head_dim, int64_t 
     return num_kv_heads * Shape{num_kv_heads, head_dim, value_dim}.head_numbers();
 }
 
-// Sets what `slot_mapping` hold to 0.
+// Sets what `slots` hold to 0.
 void tokenmill_forget_float32(void* pool, const int64_t* slots, int64_t num_slots, int64_t num_kv_heads,
                               int64_t head_dim, int64_t value_dim) {
     forget_slots<float>(pool, slots, num_slots, {num_kv_heads, head_dim, value_dim});
