@@ -87,9 +87,9 @@ def layer_times(
     query, key, value = (torch.randn(rows, *shape).to(dtype) for shape in heads)
 
     def run(backend: AttentionBackend, batch: AttentionBatch) -> None:
-        step = backend.begin(batch)
+        step = backend.build_metadata(batch)
         for layer in range(LAYERS):
-            step.attend(LayerCall(layer, spec.scaling, None, None, None), query, key, value)
+            step.forward(LayerCall(layer, spec.scaling, None, None, None), query, key, value)
 
     shape = PoolShape((spec,) * LAYERS, num_blocks + 1, BLOCK_SIZE, dtype, CPU)
     made = {one.name: one.make(shape) for one in backends}

@@ -134,7 +134,7 @@ def _difference(backend: Backend, spec: LayerSpec, dtype: torch.dtype, options: 
             items = tuple(_part(sequences[who], start, end) for who, start, end in step)
             made = inputs.build(SchedulerOutputs(prefill=items))
             call = LayerCall(0, spec.scaling, spec.sliding_window, spec.softcap, sinks)
-            expected = right.begin(made.batch).attend(call, *(one.float() for one in drawn))
+            expected = right.build_metadata(made.batch).forward(call, *(one.float() for one in drawn))
             there = call._replace(sinks=None if sinks is None else sinks.to(device))
             found = _attend(ours, made, there, [one.to(device) for one in drawn])
             largest = max(largest, *(float((one.cpu().float() - expected).abs().max()) for one in found))
@@ -147,11 +147,11 @@ def _attend(
     """What the backend gives, and where it can be captured also what its captured step would."""
     query, key, value = rows
     batch = move_inputs(inputs, query.device).batch
-    found = [backend.begin(batch).attend(call, query, key, value)]
+    found = [backend.build_metadata(batch).forward(call, query, key, value)]
     if isinstance(backend, GraphableBackend) and not batch.chunks:
         moved = batch.on(query.device)
         decode = DecodeRows(moved.slot_mapping, moved.decode_lengths, moved.decode_tables)
-        found.append(backend.build_decode_metadata(decode).attend(call, query, key, value))
+        found.append(backend.build_decode_metadata(decode).forward(call, query, key, value))
     return found
 
 
@@ -188,9 +188,9 @@ def _layer_seconds(backend: Backend, shape: Shape, case: Case, options: Options)
     query, key, value = (torch.randn(rows, *size, dtype=dtype, device=device) for size in _row_shapes(spec))
 
     def run() -> None:
-        step = decode.build_decode_metadata(rows_there) if decode else made.begin(batch)
+        step = decode.build_decode_metadata(rows_there) if decode else made.build_metadata(batch)
         for layer in range(LAYERS):
-            step.attend(LayerCall(layer, spec.scaling, None, None, None), query, key, value)
+            step.forward(LayerCall(layer, spec.scaling, None, None, None), query, key, value)
 
     decode = (
         made if options.device == "cuda" and isinstance(made, GraphableBackend) and not batch.chunks else None

@@ -19,7 +19,7 @@ from pathlib import Path
 # Before torch is imported: OpenMP threads fight badly on a loaded machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from engine.execution.machine.quiet_transformers import quiet_transformers
+from engine.execution.machine.library_messages import quiet_transformers
 from tests.chaos.cluster import LEASE_SECONDS
 from tests.chaos.faults import TO_PROCESSES, TO_REDIS
 from tests.chaos.scenario import Plan, run

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.constraints import Grammar
-from engine.execution.machine.quiet_transformers import quiet_transformers
+from engine.execution.machine.library_messages import quiet_transformers
 from engine.execution.text.llguidance_backend import LlguidanceBackend
 from engine.execution.text.tokenizer import Tokenizer
 from engine.sampling_params import SamplingParams

@@ -65,10 +65,10 @@ class LayerCall(NamedTuple):
     sinks: torch.Tensor | None
 
 
-class AttentionStep(Protocol):
+class AttentionMetadata(Protocol):
     """One forward's attention."""
 
-    def attend(
+    def forward(
         self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Store the new keys and values, and attend to all that their sequences have.
@@ -150,7 +150,7 @@ class DecodeRows:
 class AttentionBackend(Protocol):
     """Owns the KV pool, whose layout is its own: see `PoolShape`."""
 
-    def begin(self, batch: AttentionBatch) -> AttentionStep:
+    def build_metadata(self, batch: AttentionBatch) -> AttentionMetadata:
         """Prepare one forward. May be called again for the same rows after a failure."""
         ...
 
@@ -163,7 +163,7 @@ class AttentionBackend(Protocol):
 class GraphableBackend(AttentionBackend, Protocol):
     """A backend whose decode steps can be captured once and replayed with other contents."""
 
-    def build_decode_metadata(self, rows: DecodeRows) -> AttentionStep:
+    def build_decode_metadata(self, rows: DecodeRows) -> AttentionMetadata:
         """Prepare one forward of `rows`, whatever they hold at the time when the device computes it.
 
         This call and the step's `attend` are captured: they launch work for the device and nothing else. They
@@ -186,7 +186,7 @@ def paged_attention(
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
     position_bias: torch.Tensor | None = None,
-    attention_step: AttentionStep | None = None,
+    attention_metadata: AttentionMetadata | None = None,
     **_ignored: object,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in each layer: `query`, `key`, `value` are [1, heads, tokens, size].
@@ -194,7 +194,7 @@ def paged_attention(
     Returns the output [1, tokens, heads, value_dim] and no weights. Raises `UnsupportedModel` for a call that
     asks for something other than plain causal attention.
     """
-    if attention_step is None:
+    if attention_metadata is None:
         raise UnsupportedModel("the model does not hand keyword arguments on to its attention layers")
     if attention_mask is not None or position_bias is not None:
         raise UnsupportedModel("the model adds a mask or a bias of its own to its attention scores")
@@ -209,7 +209,7 @@ def paged_attention(
         softcap=softcap,
         sinks=s_aux,
     )
-    return attention_step.attend(call, *heads_last).unsqueeze(0), None
+    return attention_metadata.forward(call, *heads_last).unsqueeze(0), None
 
 
 def install() -> None:

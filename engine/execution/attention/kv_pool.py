@@ -10,7 +10,7 @@ The layout, per layer: keys [blocks, block_size, kv heads, head_dim], values lik
 import torch
 
 from engine.execution.attention.interface import AttentionBatch, LayerSpec, PoolShape
-from engine.execution.machine.async_copy import sent
+from engine.execution.machine.async_copy import copy_to_device
 
 
 class KVPool:
@@ -39,7 +39,7 @@ class KVPool:
 
     def zero_blocks(self, blocks: tuple[int, ...]) -> None:
         """Forget what these blocks hold."""
-        self._zero(sent(torch.tensor(blocks), self.device))
+        self._zero(copy_to_device(torch.tensor(blocks), self.device))
 
     def _zero(self, blocks: torch.Tensor) -> None:
         for pool in (*self.keys, *self.values):

@@ -15,9 +15,8 @@ import torch
 from engine.errors import UnsupportedModel
 from engine.execution.attention.interface import AttentionBatch, DecodeRows, LayerCall, LayerSpec, PoolShape
 from engine.execution.attention.native_operator import GROUP, MOST_SIZE, AttentionOperator, NativeCall
-from engine.execution.machine.huge_pages import ALIGNMENT, PAGE, huge_empty
+from engine.execution.machine.memory import ALIGNMENT, PAGE, dense, huge_page_zeros
 from engine.execution.machine.native_library import DTYPES
-from engine.execution.machine.strides import dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +41,22 @@ class NativeAttention:
         # Memory that is not used yet is not touched, and no step is the first in a page of every layer.
         apart = PAGE // ALIGNMENT // max(1, len(shape.layers)) * ALIGNMENT
         layers = (
-            huge_empty(num_groups * operator.group_numbers(spec), shape.dtype, behind=index * apart)
+            huge_page_zeros(num_groups * operator.group_numbers(spec), shape.dtype, offset=index * apart)
             for index, spec in enumerate(shape.layers)
         )
         self.pool = NativePool(shape, tuple(layers))
         self.zero_blocks((0,))
 
-    def begin(self, batch: AttentionBatch) -> "NativeStep":
-        return NativeStep(self._operator, self.pool, batch.slot_mapping.contiguous(), *_spans(batch))
+    def build_metadata(self, batch: AttentionBatch) -> "NativeMetadata":
+        return NativeMetadata(self._operator, self.pool, batch.slot_mapping.contiguous(), *_spans(batch))
 
-    def build_decode_metadata(self, rows: DecodeRows) -> "NativeStep":
+    def build_decode_metadata(self, rows: DecodeRows) -> "NativeMetadata":
         places = torch.arange(len(rows.slot_mapping))
         spans = torch.ones(len(places), 4, dtype=torch.int64)
         spans[:, 0] = places
         spans[:, 2] = rows.lengths - 1
         spans[:, 3] = places * rows.tables.stride(0)
-        return NativeStep(self._operator, self.pool, rows.slot_mapping, spans, rows.tables)
+        return NativeMetadata(self._operator, self.pool, rows.slot_mapping, spans, rows.tables)
 
     def zero_blocks(self, blocks: tuple[int, ...]) -> None:
         block_size = self.pool.shape.block_size
@@ -87,7 +86,7 @@ def refusal(shape: PoolShape) -> str | None:
     return None
 
 
-class NativeStep:
+class NativeMetadata:
     """One forward: what its layers have in common is written down once. `spans`: see `_spans`."""
 
     def __init__(
@@ -104,10 +103,10 @@ class NativeStep:
         self._spans = spans
         self._tables = tables
 
-    def attend(
+    def forward(
         self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """As `AttentionStep` has it. Raises `UnsupportedModel` for what the pool was not made for."""
+        """As `AttentionMetadata` has it. Raises `UnsupportedModel` for what the pool was not made for."""
         pool = self._pool.layers[call.layer]
         self._check(call, query, key, value)
         query, key, value = dense(query), dense(key), dense(value)
@@ -139,7 +138,7 @@ class NativeStep:
             scaling=call.scaling,
             softcap=call.softcap or 0.0,
         )
-        self._operator.attend(pool.dtype, asked)
+        self._operator.forward(pool.dtype, asked)
         return out
 
     def _check(self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -67,7 +67,7 @@ class AttentionOperator:
         self._group_numbers = library.function("tokenmill_group_numbers", [_int64] * 3, _int64)
         self.run_team = library.run_team
 
-    def attend(self, dtype: torch.dtype, call: NativeCall) -> None:
+    def forward(self, dtype: torch.dtype, call: NativeCall) -> None:
         if self._attend[dtype](ctypes.byref(call)) != 0:
             raise MemoryError("the native attention got no memory for its plan")
 

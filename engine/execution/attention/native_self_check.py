@@ -49,7 +49,7 @@ def _differences(operator: AttentionOperator, dtype: torch.dtype) -> Iterator[fl
     backends = (NativeAttention(operator, shape), TorchAttention(shape))
     table = torch.arange(num_blocks - 1, 0, -1)
     for start, end in STEPS:
-        steps = [backend.begin(_batch(table, start, end)) for backend in backends]
+        steps = [backend.build_metadata(_batch(table, start, end)) for backend in backends]
         for layer, spec in enumerate(SPECS):
             sinks = noise(spec.num_heads) if spec.sinks else None
             call = LayerCall(layer, spec.scaling, spec.sliding_window, spec.softcap, sinks)
@@ -58,7 +58,7 @@ def _differences(operator: AttentionOperator, dtype: torch.dtype) -> Iterator[fl
                 noise(end - start, spec.num_kv_heads, spec.head_dim),
                 noise(end - start, spec.num_kv_heads, spec.value_dim),
             )
-            ours, theirs = (step.attend(call, *rows) for step in steps)
+            ours, theirs = (step.forward(call, *rows) for step in steps)
             yield float((ours - theirs).abs().max())
 
 

@@ -70,7 +70,7 @@ def pass_of_two_tokens(model: PreTrainedModel) -> list[SeenCall]:
             position_ids=tokens,
             use_cache=False,
             logits_to_keep=tokens[0, :0],
-            attention_step=recorder,
+            attention_metadata=recorder,
         )
     return recorder.calls
 
@@ -81,7 +81,7 @@ class _Recorder:
     def __init__(self) -> None:
         self.calls: list[SeenCall] = []
 
-    def attend(
+    def forward(
         self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         spec = LayerSpec(

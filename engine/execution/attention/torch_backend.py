@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine.execution.attention.interface import AttentionBatch, Chunk, LayerCall, PoolShape
 from engine.execution.attention.kv_pool import KVPool
-from engine.execution.machine.async_copy import sent
+from engine.execution.machine.async_copy import copy_to_device
 
 MAX_BUCKETS = 4
 SINGLES_PER_BUCKET = 8
@@ -29,9 +29,9 @@ class TorchAttention:
     def __init__(self, shape: PoolShape) -> None:
         self.pool = KVPool(shape)
 
-    def begin(self, batch: AttentionBatch) -> "TorchStep":
+    def build_metadata(self, batch: AttentionBatch) -> "TorchMetadata":
         self.pool.prepare(batch)
-        return TorchStep(self.pool, batch)
+        return TorchMetadata(self.pool, batch)
 
     def zero_blocks(self, blocks: tuple[int, ...]) -> None:
         self.pool.zero_blocks(blocks)
@@ -63,7 +63,7 @@ class _Plan:
     chunks: tuple[_Chunk, ...]
 
 
-class TorchStep:
+class TorchMetadata:
     """One forward: plans the reads once for each window in use, then serves every layer."""
 
     def __init__(self, pool: KVPool, batch: AttentionBatch) -> None:
@@ -72,7 +72,7 @@ class TorchStep:
         self._there = batch.on(pool.device)
         self._plans: dict[int | None, _Plan] = {}
 
-    def attend(
+    def forward(
         self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         self._pool.store(call.layer, self._there.slot_mapping, key, value)
@@ -116,8 +116,8 @@ def _plan_buckets(
         mask = (positions < lengths[members, None]) & (positions >= first_seen[members, None])
         # A row of the bucket that is shorter than its widest reads past its own blocks; the mask hides that.
         tables = batch.decode_tables[members].gather(1, columns.clamp(max=batch.decode_tables.shape[1] - 1))
-        rows = batch.decode_rows[members]
-        buckets.append(_Bucket(sent(rows, device), sent(tables, device), sent(mask, device)))
+        parts = (batch.decode_rows[members], tables, mask)
+        buckets.append(_Bucket(*(copy_to_device(part, device) for part in parts)))
     return tuple(buckets)
 
 

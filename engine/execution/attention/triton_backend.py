@@ -24,8 +24,8 @@ from engine.execution.attention.triton_launch import (
     attend_tiles,
     store,
 )
-from engine.execution.machine.async_copy import sent
-from engine.execution.machine.strides import dense
+from engine.execution.machine.async_copy import copy_to_device
+from engine.execution.machine.memory import dense
 
 MOST_SIZE = 256
 """The largest head that is taken: the sums of a larger one would not fit a program's registers."""
@@ -48,17 +48,17 @@ class TritonAttention:
             raise UnsupportedModel(f"the Triton attention does not take {reason}")
         self.pool = KVPool(shape)
 
-    def begin(self, batch: AttentionBatch) -> "TritonStep":
+    def build_metadata(self, batch: AttentionBatch) -> "TritonMetadata":
         there = batch.on(self.pool.device)
         singles = _decode_tiles(there.decode_rows, there.decode_lengths, there.decode_tables)
         chunks = _Chunks.of(batch.chunks, [chunk.table for chunk in there.chunks])
-        return TritonStep(self.pool, there.slot_mapping, singles, there.decode_tables, chunks)
+        return TritonMetadata(self.pool, there.slot_mapping, singles, there.decode_tables, chunks)
 
-    def build_decode_metadata(self, rows: DecodeRows) -> "TritonStep":
+    def build_decode_metadata(self, rows: DecodeRows) -> "TritonMetadata":
         """See `GraphableBackend`: whatever tables name behind a row's length, no kernel looks there."""
         all_rows = torch.arange(len(rows.slot_mapping), device=rows.slot_mapping.device)
         singles = _decode_tiles(all_rows, rows.lengths, rows.tables)
-        return TritonStep(self.pool, rows.slot_mapping, singles, rows.tables, None)
+        return TritonMetadata(self.pool, rows.slot_mapping, singles, rows.tables, None)
 
     def zero_blocks(self, blocks: tuple[int, ...]) -> None:
         self.pool.zero_blocks(blocks)
@@ -94,7 +94,7 @@ class _Chunks(NamedTuple):
         return cls(chunks, torch.cat(tables) if len(tables) > 1 else tables[0])
 
 
-class TritonStep:
+class TritonMetadata:
     """One forward: where its tiles begin is written down once for all layers that are cut alike."""
 
     def __init__(
@@ -112,7 +112,7 @@ class TritonStep:
         self._single_tables = decode_tables
         self._chunk_tiles: dict[int, torch.Tensor] = {}
 
-    def attend(
+    def forward(
         self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         keys, values = self._pool.keys[call.layer], self._pool.values[call.layer]
@@ -130,7 +130,7 @@ class TritonStep:
     def _tiles(self, chunks: tuple[Chunk, ...], num_queries: int) -> torch.Tensor:
         if num_queries not in self._chunk_tiles:
             tiles = _chunk_tiles(chunks, num_queries)
-            self._chunk_tiles[num_queries] = sent(tiles, self._pool.device)
+            self._chunk_tiles[num_queries] = copy_to_device(tiles, self._pool.device)
         return self._chunk_tiles[num_queries]
 
 

@@ -29,9 +29,9 @@ class DeterministicAttention:
     def __init__(self, shape: PoolShape) -> None:
         self.pool = KVPool(shape)
 
-    def begin(self, batch: AttentionBatch) -> "DeterministicStep":
+    def build_metadata(self, batch: AttentionBatch) -> "DeterministicMetadata":
         self.pool.prepare(batch)
-        return DeterministicStep(self.pool, batch)
+        return DeterministicMetadata(self.pool, batch)
 
     def zero_blocks(self, blocks: tuple[int, ...]) -> None:
         self.pool.zero_blocks(blocks)
@@ -66,7 +66,7 @@ class _Bucket:
     rows: torch.Tensor
 
 
-class DeterministicStep:
+class DeterministicMetadata:
     """One forward: plans the reads once for each window in use, then serves every layer."""
 
     def __init__(self, pool: KVPool, batch: AttentionBatch) -> None:
@@ -75,7 +75,7 @@ class DeterministicStep:
         self._tiles = query_tiles(batch)
         self._plans: dict[int | None, tuple[_Bucket, ...]] = {}
 
-    def attend(
+    def forward(
         self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         num_rows = len(self._slot_mapping)

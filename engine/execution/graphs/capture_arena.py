@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from engine.execution.machine.huge_pages import ALIGNMENT, huge_empty
+from engine.execution.machine.memory import ALIGNMENT, huge_page_zeros
 
 
 class NoRoom(Exception):
@@ -24,7 +24,7 @@ class CaptureArena:
     """Places in `num_bytes` of addresses: what is never written takes no memory."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._whole = huge_empty(num_bytes, torch.uint8)
+        self._whole = huge_page_zeros(num_bytes, torch.uint8)
         self._address = self._whole.data_ptr()
         self._bytes = (ctypes.c_char * num_bytes).from_address(self._address)
         #: Begin and end of what is free, ascending, no two side by side.

@@ -20,7 +20,7 @@ from engine.config import EngineConfig
 from engine.execution.attention.interface import GraphableBackend
 from engine.execution.graphs.decode_buffers import DecodeBuffers, DecodeInputs
 from engine.execution.graphs.self_check import GraphSelfCheck
-from engine.execution.machine.async_copy import sent
+from engine.execution.machine.async_copy import copy_to_device
 from engine.execution.machine.memory import free_bytes
 from engine.execution.runner.forward import run_model
 from engine.execution.runner.inputs import StepInputs
@@ -79,7 +79,7 @@ class DecodeGraphs:
         # A copy either way: the next replay writes its logits into the same place.
         if len(wanted) == count:
             return self._logits[:count].clone()
-        return self._logits[sent(wanted, self._logits.device)]
+        return self._logits[copy_to_device(wanted, self._logits.device)]
 
 
 def graph_sizes(most: int) -> tuple[int, ...]:

@@ -71,7 +71,7 @@ class GraphSelfCheck:
 
     def _run(self, inputs: StepInputs) -> torch.Tensor:
         moved = move_inputs(inputs, self._model.device)
-        step = self._backend.begin(moved.batch)
+        step = self._backend.build_metadata(moved.batch)
         return run_model(self._model, moved.token_ids, moved.positions, moved.logits_rows, step)
 
     def _leaving_no_trace(

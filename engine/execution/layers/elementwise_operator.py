@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import gelu, silu
 
+from engine.execution.machine.memory import dense
 from engine.execution.machine.native_library import DTYPES, NativeLibrary
-from engine.execution.machine.strides import dense
 
 _pointer, _int64, _float, _int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
 

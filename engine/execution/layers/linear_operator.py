@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 
 from engine.errors import UnsupportedModel
-from engine.execution.machine.huge_pages import HugePages
+from engine.execution.machine.memory import HugePageAllocator, dense
 from engine.execution.machine.native_library import DTYPES, NativeLibrary
-from engine.execution.machine.strides import dense
 
 _pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
 
@@ -46,7 +45,7 @@ class LinearOperator:
             for dtype, name in DTYPES.items()
         }
         self._run_team = library.run_team
-        self._pages = HugePages()
+        self._pages = HugePageAllocator()
 
     def pack(self, weight: torch.Tensor) -> PackedWeight:
         """`weight` [outputs, inputs]. Raises `UnsupportedModel` for what the operator does not take."""
@@ -54,7 +53,7 @@ class LinearOperator:
             raise UnsupportedModel(f"the native linear takes no weights of {weight.dtype} on {weight.device}")
         num_outputs, num_inputs = weight.shape
         weight = dense(weight)
-        panels = self._pages.empty(self._numbers[weight.dtype](num_inputs, num_outputs), weight.dtype)
+        panels = self._pages.zeros(self._numbers[weight.dtype](num_inputs, num_outputs), weight.dtype)
         self._pack[weight.dtype](
             weight.data_ptr(),
             weight.stride(0),

@@ -8,8 +8,8 @@ import ctypes
 
 import torch
 
+from engine.execution.machine.memory import dense
 from engine.execution.machine.native_library import DTYPES, NativeLibrary
-from engine.execution.machine.strides import dense
 
 _pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
 

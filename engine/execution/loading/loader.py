@@ -26,9 +26,8 @@ from engine.execution.loading.generation_defaults import check_file
 from engine.execution.loading.model_files import find_model, fingerprint
 from engine.execution.loading.weights import load_weights
 from engine.execution.machine.device_errors import device_errors
+from engine.execution.machine.library_messages import one_line, quiet_transformers
 from engine.execution.machine.memory import known_free_bytes
-from engine.execution.machine.one_line import one_line
-from engine.execution.machine.quiet_transformers import quiet_transformers
 
 log = logging.getLogger(__name__)
 

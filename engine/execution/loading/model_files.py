@@ -13,7 +13,7 @@ from huggingface_hub import snapshot_download
 from engine.checkpoint.reading import unreadable
 from engine.checkpoint.source import find_directory
 from engine.errors import InvalidParameter
-from engine.execution.machine.one_line import one_line
+from engine.execution.machine.library_messages import one_line
 
 TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 WEIGHT_FILES = ("*.safetensors", "*.bin")

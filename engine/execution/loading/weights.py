@@ -16,7 +16,7 @@ from engine.checkpoint.reading import listed
 from engine.errors import InvalidParameter
 from engine.execution.attention.interface import ATTENTION_NAME
 from engine.execution.machine.device_errors import device_errors
-from engine.execution.machine.one_line import one_line
+from engine.execution.machine.library_messages import one_line
 
 
 def load_weights(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

@@ -21,7 +21,7 @@ def host_buffer(
     return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of the host, on `device`. A plain copy to CUDA would wait for all that was launched before."""
     if device.type == "cpu":
         return tensor

@@ -7,7 +7,7 @@ no schedule and no pool.
 import torch
 from transformers import PreTrainedModel
 
-from engine.execution.attention.interface import AttentionStep
+from engine.execution.attention.interface import AttentionMetadata
 
 
 def run_model(
@@ -15,7 +15,7 @@ def run_model(
     token_ids: torch.Tensor,
     positions: torch.Tensor,
     logits_rows: torch.Tensor,
-    step: AttentionStep,
+    step: AttentionMetadata,
 ) -> torch.Tensor:
     """Logits [wanted rows, vocabulary] in the model's dtype, of `token_ids` and `positions` [tokens]."""
     logits: torch.Tensor = model(
@@ -23,7 +23,7 @@ def run_model(
         position_ids=positions[None],
         use_cache=False,
         logits_to_keep=logits_rows,
-        attention_step=step,
+        attention_metadata=step,
     ).logits[0]
     if len(logits) == len(token_ids) != len(logits_rows):
         # A model that does not know `logits_to_keep` computes them all.

@@ -98,6 +98,6 @@ class ModelRunner:
         if self._graphs is not None and self._graphs.takes(inputs):
             return self._graphs.replay(inputs)
         moved = move_inputs(inputs, self._model.device)
-        step = self._backend.begin(moved.batch)
+        step = self._backend.build_metadata(moved.batch)
         token_ids = moved.known(moved.token_ids)
         return run_model(self._model, token_ids, moved.positions, moved.logits_rows, step)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.execution.machine.async_copy import sent
+from engine.execution.machine.async_copy import copy_to_device
 from engine.execution.sampling.filters import WINDOW, Filters, decide, mass, thresholds_of_sorted
 from engine.execution.sampling.gumbel import gumbel_noise, row_keys
 from engine.execution.sampling.slot_params import Numbers, Rows
@@ -41,7 +41,7 @@ class Draws:
 
         def on_device(array: npt.NDArray[Any]) -> torch.Tensor:
             # A field of one row counts as contiguous, and yet its stride is the row's.
-            return sent(torch.from_numpy(array.copy()), device)
+            return copy_to_device(torch.from_numpy(array.copy()), device)
 
         return cls(
             temperature=on_device(params["temperature"]),

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.execution.machine.async_copy import sent
+from engine.execution.machine.async_copy import copy_to_device
 
 Keys = npt.NDArray[np.uint64]
 
@@ -36,7 +36,7 @@ def row_keys(states: Keys, indices: npt.ArrayLike, device: torch.device) -> torc
     As int32 [rows, 2]: low half, high half.
     """
     keys = draw_keys(states, indices).astype("<u8", copy=False)
-    return sent(torch.from_numpy(keys.view("<i4").reshape(-1, 2)), device)
+    return copy_to_device(torch.from_numpy(keys.view("<i4").reshape(-1, 2)), device)
 
 
 def draw_keys(states: Keys, indices: npt.ArrayLike) -> Keys:

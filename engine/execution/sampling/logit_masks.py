@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.execution.machine.async_copy import sent
+from engine.execution.machine.async_copy import copy_to_device
 from engine.execution.sampling.penalties import within
 from engine.sequence import Sequence
 from engine.structured_outputs import FIELD
@@ -164,10 +164,10 @@ class FilledMasks:
         """Make what must not come -inf in `logits`, in place. The host does not wait for the device."""
         device = logits.device
         if self.places:
-            logits.view(-1).index_fill_(0, sent(torch.tensor(self.places), device), -torch.inf)
+            logits.view(-1).index_fill_(0, copy_to_device(torch.tensor(self.places), device), -torch.inf)
         if self.rows:
             added = unpacked(self.bits, device)[:, : logits.shape[1]]
-            logits.index_add_(0, sent(torch.tensor(self.rows), device), added)
+            logits.index_add_(0, copy_to_device(torch.tensor(self.rows), device), added)
 
 
 def unpacked(bits: Bits, device: torch.device) -> torch.Tensor:
@@ -179,7 +179,7 @@ def unpacked(bits: Bits, device: torch.device) -> torch.Tensor:
 
 def unpacked_on(bits: Bits, device: torch.device) -> torch.Tensor:
     """The same; only the bits travel to the device. On a CPU ten times slower."""
-    packed = sent(torch.from_numpy(bits.view(np.uint8)), device)
+    packed = copy_to_device(torch.from_numpy(bits.view(np.uint8)), device)
     allowed = (packed[..., None] >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
     added = torch.zeros(allowed.shape, device=device)
     return added.masked_fill_(allowed == 0, -torch.inf).flatten(1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.execution.machine.async_copy import sent
+from engine.execution.machine.async_copy import copy_to_device
 from engine.execution.sampling.logit_masks import FilledMasks, RowMasks
 from engine.execution.sampling.penalties import Bias, TokenCounts, add_bias, penalize
 from engine.execution.sampling.slot_params import Numbers, is_penalized
@@ -51,7 +51,7 @@ class LogitEdits:
         kept = [self._keep(sequences[row], logits.shape[1]) for row in edited]
         masks = FilledMasks.of([(at, one.masks) for at, one in enumerate(kept) if one.masks], logits.shape[1])
         row_numbers = np.array(edited, dtype=np.int64)
-        rows = sent(torch.from_numpy(row_numbers), logits.device)
+        rows = copy_to_device(torch.from_numpy(row_numbers), logits.device)
         changed = logits[rows] if len(edited) < len(sequences) else logits.clone()
         penalize(changed, [(at, one.repetition, one.counts) for at, one in enumerate(kept) if one.counts])
         add_bias(changed, [(at, one.bias) for at, one in enumerate(kept) if one.bias])

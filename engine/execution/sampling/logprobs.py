@@ -6,7 +6,7 @@ no penalties, no masks and no draws.
 
 import torch
 
-from engine.execution.machine.async_copy import sent
+from engine.execution.machine.async_copy import copy_to_device
 from engine.execution.sampling.top_k import largest
 from engine.outputs import TokenLogprobs
 
@@ -25,7 +25,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: list[int
 
 def _token_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:
     logprobs = logits.log_softmax(-1)
-    tokens = sent(torch.tensor(token_ids), logits.device)
+    tokens = copy_to_device(torch.tensor(token_ids), logits.device)
     own = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
     values, ids = likeliest(logprobs, min(max(num_top), logits.shape[1]))
     return [

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.execution.machine.async_copy import sent
+from engine.execution.machine.async_copy import copy_to_device
 from engine.sequence import Sequence
 
 Floats = npt.NDArray[np.float32]
@@ -94,11 +94,11 @@ def penalize(logits: torch.Tensor, counts: list[tuple[int, float, TokenCounts]])
     penalties = [max(penalty, SMALLEST) for _, penalty, _ in counts]
     repetition = np.repeat(np.array(penalties, dtype=np.float32), lengths)
     taken = np.concatenate([one.taken for _, _, one in counts])
-    divisor = sent(torch.from_numpy(repetition), logits.device)
+    divisor = copy_to_device(torch.from_numpy(repetition), logits.device)
     flat = logits.view(-1)
     values = flat[places]
     values = torch.where(values > 0, values / divisor, values * divisor)
-    values -= sent(torch.from_numpy(taken), logits.device)
+    values -= copy_to_device(torch.from_numpy(taken), logits.device)
     # A small divisor must not make infinity of a large logit: nothing could be subtracted from it.
     flat[places] = values.clamp_(max=HIGHEST)
 
@@ -108,11 +108,11 @@ def add_bias(logits: torch.Tensor, biases: list[tuple[int, Bias]]) -> None:
     if biases:
         places = _places(logits, [(row, one.token_ids) for row, one in biases])
         values = np.concatenate([one.values for _, one in biases])
-        logits.view(-1).index_add_(0, places, sent(torch.from_numpy(values), logits.device))
+        logits.view(-1).index_add_(0, places, copy_to_device(torch.from_numpy(values), logits.device))
 
 
 def _places(logits: torch.Tensor, token_ids: list[tuple[int, Integers]]) -> torch.Tensor:
     """Where the tokens of each row stand in the flat `logits`."""
     vocab_size = logits.shape[1]
     places = np.concatenate([row * vocab_size + ids for row, ids in token_ids])
-    return sent(torch.from_numpy(places), logits.device)
+    return copy_to_device(torch.from_numpy(places), logits.device)

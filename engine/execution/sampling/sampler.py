@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from engine.constraints import NO_TOKEN_ALLOWED
-from engine.execution.machine.async_copy import SampledIds, sent
+from engine.execution.machine.async_copy import SampledIds, copy_to_device
 from engine.execution.machine.device_errors import device_errors
 from engine.execution.sampling.draw import Draws, draw, take
 from engine.execution.sampling.logits_processors import Edited, LogitEdits
@@ -78,7 +78,7 @@ class Sampler:
         """The rows that are sampled from, float32, with their sequences, as many as are sampled at once."""
         rows, sequences = _sampling_rows(items)
         if len(rows) < len(logits):
-            logits = logits[sent(torch.tensor(rows, dtype=torch.int64), logits.device)]
+            logits = logits[copy_to_device(torch.tensor(rows, dtype=torch.int64), logits.device)]
         params = self._params.of(sequences)
         step = ROWS_AT_ONCE if logits.device.type == "cpu" else max(len(rows), 1)
         for start in range(0, len(rows), step):
@@ -181,7 +181,7 @@ class _Batch:
         """The same by torch, whatever the device."""
         device = self.logits.device
         draws = Draws.of(self.params[rows], indices, self.logits.shape[1], device)
-        on_device = sent(torch.from_numpy(rows), device)
+        on_device = copy_to_device(torch.from_numpy(rows), device)
         shifted = self._shifted(rows, on_device)
         self.tokens[on_device] = draw(shifted.div_(draws.temperature[:, None]), draws)
 
@@ -199,7 +199,7 @@ class _Batch:
             at = np.flatnonzero(np.isin(edited.row_numbers, rows))
             changed = edited.row_numbers[at]
             places, at_there, changed_there = (
-                sent(torch.from_numpy(one), logits.device)
+                copy_to_device(torch.from_numpy(one), logits.device)
                 for one in (np.searchsorted(rows, changed), at, changed)
             )
             shifted[places] = edited.logits[at_there] - self.largest[changed_there, None]
@@ -211,7 +211,7 @@ def _sampled_logprobs(logits: torch.Tensor, token_ids: list[int], params: Rows) 
     asking = np.flatnonzero((params["num_logprobs"] != NO_LOGPROBS) & (np.array(token_ids) >= 0))
     if not len(asking):
         return {}
-    rows = sent(torch.from_numpy(asking), logits.device)
+    rows = copy_to_device(torch.from_numpy(asking), logits.device)
     asked = asking.tolist()
     chosen = [token_ids[row] for row in asked]
     numbers = params["num_logprobs"][asking].tolist()

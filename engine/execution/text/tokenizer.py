@@ -14,8 +14,7 @@ from transformers import AutoTokenizer
 
 from engine.checkpoint.tokenizer_files import check_tokenizer_files
 from engine.errors import InvalidParameter, NeverFits
-from engine.execution.machine.one_line import one_line
-from engine.execution.machine.quiet_transformers import quiet_transformers
+from engine.execution.machine.library_messages import one_line, quiet_transformers
 from engine.execution.text.byte_spelling import token_bytes_of_texts
 from engine.execution.text.chat_template import ChatTemplate
 from engine.execution.text.special_tokens import SelectiveEncoder, Span, SpecialTexts

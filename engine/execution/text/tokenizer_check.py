@@ -7,7 +7,7 @@ from jinja2 import TemplateSyntaxError
 
 from engine.checkpoint.reading import listed
 from engine.errors import InvalidParameter
-from engine.execution.machine.one_line import one_line
+from engine.execution.machine.library_messages import one_line
 from engine.execution.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

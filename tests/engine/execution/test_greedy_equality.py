@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.execution.attention.interface import AttentionBackend, AttentionBatch, AttentionStep, LayerCall
+from engine.execution.attention.interface import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionMetadata,
+    LayerCall,
+)
 from engine.sampling_params import SamplingParams
 from tests.comparer import Reference, assert_equal_tokens, compare, reference
 from tests.engine.execution.serving import GREEDY, make_prompts, make_runner, serve
@@ -92,22 +97,22 @@ class Forgetful:
     backend: AttentionBackend
     forgotten: dict[str, None]
 
-    def begin(self, batch: AttentionBatch) -> AttentionStep:
-        return ForgetfulStep(self.backend.begin(batch), self.forgotten)
+    def build_metadata(self, batch: AttentionBatch) -> AttentionMetadata:
+        return ForgetfulMetadata(self.backend.build_metadata(batch), self.forgotten)
 
     def zero_blocks(self, blocks: tuple[int, ...]) -> None:
         self.backend.zero_blocks(blocks)
 
 
 @dataclass(frozen=True)
-class ForgetfulStep:
-    step: AttentionStep
+class ForgetfulMetadata:
+    step: AttentionMetadata
     forgotten: dict[str, None]
 
-    def attend(
+    def forward(
         self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        return self.step.attend(call._replace(**self.forgotten), query, key, value)
+        return self.step.forward(call._replace(**self.forgotten), query, key, value)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ class Bench:
             query, key, value = (
                 torch.cat([self.tokens[who][i][start:end] for who, start, end in step]) for i in range(3)
             )
-            out = backend.begin(batch).attend(self.call, *self.lay_out((query, key, value)))
+            out = backend.build_metadata(batch).forward(self.call, *self.lay_out((query, key, value)))
             assert out.dtype == self.dtype
             places = [(who, at) for who, start, end in step for at in range(start, end)]
             found |= dict(zip(places, out, strict=True))

@@ -12,7 +12,7 @@ from engine.errors import UnsupportedModel
 from engine.execution.attention.interface import LayerSpec
 from engine.execution.attention.native_backend import NativeAttention, bytes_per_block
 from engine.execution.attention.native_self_check import check_operator
-from engine.execution.machine.huge_pages import PAGE
+from engine.execution.machine.memory import PAGE
 from tests.engine.execution.attention.bench import BITS, STEPS, TOLERANCE, Bench
 from tests.engine.execution.pools import attention_operator, cpu_shape
 

@@ -78,7 +78,7 @@ def check(spec: LayerSpec, block_size: int, dtype: torch.dtype = torch.float32) 
             torch.cat([getattr(tokens[who], name)[start:end] for who, start, end in parts])
             for name in ("query", "key", "value")
         ]
-        found = backend.begin(batch).attend(call, *rows)
+        found = backend.build_metadata(batch).forward(call, *rows)
         assert found.dtype == dtype
         places = [(who, position) for who, start, end in parts for position in range(start, end)]
         right = torch.stack([written_out(spec, sinks, tokens[who], at) for who, at in places])

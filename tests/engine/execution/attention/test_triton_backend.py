@@ -201,12 +201,13 @@ def test_rows_of_nobody_change_nothing() -> None:
     bench = Bench(LayerSpec(2, 1, 16, 16, 0.2), 16, torch.float32, LONG)
     backend, _ = have_read(bench)
     ends = (301, 101)
-    right = backend.begin(decode_batch(bench, ends)).attend(bench.call, *decode_rows(bench, ends, 2))
+    metadata = backend.build_metadata(decode_batch(bench, ends))
+    right = metadata.forward(bench.call, *decode_rows(bench, ends, 2))
     assert not right.isnan().any()
     assert isinstance(backend, GraphableBackend)
     for num_rows in (2, 4):
         step = backend.build_decode_metadata(with_nobody(bench, ends, num_rows))
-        assert torch.equal(step.attend(bench.call, *decode_rows(bench, ends, num_rows))[:2], right)
+        assert torch.equal(step.forward(bench.call, *decode_rows(bench, ends, num_rows))[:2], right)
 
 
 class Spy:
@@ -235,7 +236,7 @@ def test_launches_follow_from_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> N
     for ends in ((LONG - 9, 21), (2, 1), (300,)):
         told.clear()
         step = backend.build_decode_metadata(with_nobody(bench, ends, 3))
-        step.attend(bench.call, *decode_rows(bench, ends, 3))
+        step.forward(bench.call, *decode_rows(bench, ends, 3))
         launches.append(list(told))
     assert len(launches[0]) == 3
     assert launches[0] == launches[1] == launches[2]
@@ -254,9 +255,8 @@ def test_zero_blocks_forgets_them() -> None:
 def test_the_null_step_runs() -> None:
     backend = TritonAttention(cpu_shape((LayerSpec(2, 2, 4, 4, 1.0),), 2, 2))
     rows = torch.ones(1, 2, 4)
-    assert torch.equal(
-        backend.begin(null_inputs().batch).attend(LayerCall(0, 1.0, None, None, None), *[rows] * 3), rows
-    )
+    metadata = backend.build_metadata(null_inputs().batch)
+    assert torch.equal(metadata.forward(LayerCall(0, 1.0, None, None, None), *[rows] * 3), rows)
 
 
 @pytest.mark.parametrize("arch", ["gemma2", "gpt_oss"])

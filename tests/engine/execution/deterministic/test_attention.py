@@ -69,7 +69,7 @@ def test_the_matrices_of_a_row_have_one_size_in_every_batch(
         sizes.clear()
         batch = batch_of(*parts)
         rows = torch.ones(len(batch.slot_mapping), 4, 8)
-        backend.begin(batch).attend(call, rows, rows[:, :2], rows[:, :2])
+        backend.build_metadata(batch).forward(call, rows, rows[:, :2], rows[:, :2])
         return set(sizes)
 
     single = {position: sizes_of((0, position, position + 1)) for position in (2, 62, 63, 64, 65, 150)}

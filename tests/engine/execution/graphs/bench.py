@@ -114,7 +114,7 @@ class Making(Recorder):
 class GraphableTorch(TorchAttention):
     """Torch's backend with decode steps over whole tables, whose operators depend on shapes alone."""
 
-    def build_decode_metadata(self, rows: DecodeRows) -> "DecodeStep":
+    def build_decode_metadata(self, rows: DecodeRows) -> "DecodeMetadata":
         block_size = self.pool.block_size
         last = ((rows.lengths - 1) // block_size)[:, None]
         begins = (rows.lengths - 1) % block_size == 0
@@ -122,15 +122,15 @@ class GraphableTorch(TorchAttention):
         begun = torch.where(begins, rows.tables.gather(1, last)[:, 0], 0)
         for pool in (*self.pool.keys, *self.pool.values):
             pool.index_fill_(0, begun, 0)
-        return DecodeStep(self, rows)
+        return DecodeMetadata(self, rows)
 
 
-class DecodeStep:
+class DecodeMetadata:
     def __init__(self, backend: GraphableTorch, rows: DecodeRows) -> None:
         self._pool = backend.pool
         self._rows = rows
 
-    def attend(
+    def forward(
         self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         rows, pool = self._rows, self._pool

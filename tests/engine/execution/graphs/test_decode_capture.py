@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.execution import plans as numerics
-from engine.execution.attention.interface import AttentionBatch, AttentionStep, DecodeRows
+from engine.execution.attention.interface import AttentionBatch, AttentionMetadata, DecodeRows
 from engine.execution.graphs.decode_graphs import graph_sizes, make_decode_graphs
 from engine.execution.graphs.self_check import trial_inputs
 from engine.execution.loading.attention_backends import TORCH
@@ -24,7 +24,7 @@ from tests.engine.execution.graphs.bench import (
     PROMPTS,
     REQUESTS,
     SIX,
-    DecodeStep,
+    DecodeMetadata,
     GraphableTorch,
     Making,
     RecordedGraph,
@@ -101,7 +101,7 @@ def stale(work: Callable[[], None]) -> RecordedGraph:
 class LooksAtNobody(GraphableTorch):
     """Its rows see the tokens of the next row too."""
 
-    def build_decode_metadata(self, rows: DecodeRows) -> DecodeStep:
+    def build_decode_metadata(self, rows: DecodeRows) -> DecodeMetadata:
         return super().build_decode_metadata(DecodeRows(rows.slot_mapping, rows.lengths.roll(1), rows.tables))
 
 
@@ -136,7 +136,7 @@ def test_what_cannot_be_captured_is_served_without(
 class LongerBesideNobody(GraphableTorch):
     """Its rows see one slot more where the last row is nobody's."""
 
-    def build_decode_metadata(self, rows: DecodeRows) -> DecodeStep:
+    def build_decode_metadata(self, rows: DecodeRows) -> DecodeMetadata:
         return super().build_decode_metadata(
             DecodeRows(rows.slot_mapping, rows.lengths + (rows.slot_mapping[-1] == 0), rows.tables)
         )
@@ -156,7 +156,7 @@ def test_a_backend_that_decodes_wrongly_is_found_out(
 class KeepsNothing(GraphableTorch):
     """Its graphs leave keys and values to whoever came before."""
 
-    def build_decode_metadata(self, rows: DecodeRows) -> DecodeStep:
+    def build_decode_metadata(self, rows: DecodeRows) -> DecodeMetadata:
         return super().build_decode_metadata(
             DecodeRows(torch.zeros_like(rows.slot_mapping), rows.lengths, rows.tables)
         )
@@ -174,9 +174,9 @@ class Counting(GraphableTorch):
 
     num_begun = 0
 
-    def begin(self, batch: AttentionBatch) -> AttentionStep:
+    def build_metadata(self, batch: AttentionBatch) -> AttentionMetadata:
         self.num_begun += 1
-        return super().begin(batch)
+        return super().build_metadata(batch)
 
 
 def counting(model: PreTrainedModel) -> Counting:

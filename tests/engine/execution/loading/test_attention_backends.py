@@ -225,10 +225,10 @@ def test_the_compiler_is_found_by_its_usual_names(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("dtype", native_library.DTYPES)
 def test_the_trial_of_the_library_finds_a_mistake(dtype: torch.dtype, mistake: dict[str, object]) -> None:
     class Mistaken(AttentionOperator):
-        def attend(self, dtype_of_call: torch.dtype, call: NativeCall) -> None:
+        def forward(self, dtype_of_call: torch.dtype, call: NativeCall) -> None:
             for field, value in mistake.items() if dtype_of_call == dtype else ():
                 setattr(call, field, value)
-            super().attend(dtype_of_call, call)
+            super().forward(dtype_of_call, call)
 
     with pytest.raises(CannotBuild, match=f"disagrees with torch by .* in {dtype}"):
         check_operator(Mistaken(compiled()))

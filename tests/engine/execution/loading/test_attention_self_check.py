@@ -11,7 +11,7 @@ import torch
 
 from engine.errors import UnsupportedModel
 from engine.execution.attention.interface import AttentionBatch, Backend, LayerSpec, PoolShape
-from engine.execution.attention.torch_backend import TorchAttention, TorchStep
+from engine.execution.attention.torch_backend import TorchAttention, TorchMetadata
 from engine.execution.attention.triton_backend import TritonAttention
 from engine.execution.loading.attention_backends import TORCH
 from engine.execution.loading.attention_self_check import check_attention, with_checked_attention
@@ -57,8 +57,8 @@ class Faulty(TorchAttention):
         super().__init__(given)
         self._fault = fault
 
-    def begin(self, batch: AttentionBatch) -> TorchStep:
-        return super().begin(change_batch(batch, self._fault))
+    def build_metadata(self, batch: AttentionBatch) -> TorchMetadata:
+        return super().build_metadata(change_batch(batch, self._fault))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.execution.machine import async_copy as crossing
-from engine.execution.machine.async_copy import SampledIds, host_buffer, sent
+from engine.execution.machine.async_copy import SampledIds, copy_to_device, host_buffer
 
 CPU, META, CUDA = torch.device("cpu"), torch.device("meta"), torch.device("cuda")
 IDS = torch.tensor([[3, 1], [2, 7]], dtype=torch.int32)
@@ -24,7 +24,7 @@ def test_memory_is_pinned_for_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_on_a_cpu_nothing_is_copied() -> None:
-    assert sent(IDS, CPU) is IDS
+    assert copy_to_device(IDS, CPU) is IDS
     drawn = SampledIds.of(IDS)
     assert drawn.tokens is drawn.copy is IDS
     assert drawn.on_host() == [[3, 1], [2, 7]]
@@ -38,7 +38,7 @@ def test_what_is_sent_goes_through_a_buffer_of_its_shape_and_dtype(monkeypatch: 
         return buffers[-1]
 
     monkeypatch.setattr(crossing, "host_buffer", remembered)
-    there = sent(IDS, META)
+    there = copy_to_device(IDS, META)
     assert (there.shape, there.dtype, there.device) == (IDS.shape, IDS.dtype, META)
     (buffer,) = buffers
     assert torch.equal(buffer, IDS)

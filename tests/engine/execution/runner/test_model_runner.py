@@ -5,7 +5,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import DeviceLost
-from engine.execution.attention.interface import AttentionBatch, AttentionStep
+from engine.execution.attention.interface import AttentionBatch, AttentionMetadata
 from engine.execution.runner.model_runner import ModelRunner
 from engine.execution.sampling.sampler import Sampler
 from engine.outputs import SchedulerOutputs
@@ -128,7 +128,7 @@ class Broken:
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    def begin(self, batch: AttentionBatch) -> AttentionStep:
+    def build_metadata(self, batch: AttentionBatch) -> AttentionMetadata:
         raise self._error
 
     def zero_blocks(self, blocks: tuple[int, ...]) -> None:

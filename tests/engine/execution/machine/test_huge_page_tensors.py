@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.execution.machine.huge_pages import ALIGNMENT, CHUNK, PAGE, HugePages, huge_empty
+from engine.execution.machine.memory import ALIGNMENT, CHUNK, PAGE, HugePageAllocator, huge_page_zeros
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 
@@ -27,7 +27,7 @@ def mapping_of(tensor: torch.Tensor) -> str:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_numbers", [0, 1, 1000, PAGE, 3 * PAGE + 7])
 def test_a_tensor_is_zero_and_can_be_written(num_numbers: int, dtype: torch.dtype) -> None:
-    tensor = huge_empty(num_numbers, dtype)
+    tensor = huge_page_zeros(num_numbers, dtype)
     assert tensor.shape == (num_numbers,)
     assert tensor.dtype == dtype
     assert not tensor.any()
@@ -36,7 +36,7 @@ def test_a_tensor_is_zero_and_can_be_written(num_numbers: int, dtype: torch.dtyp
 
 
 def test_large_tensors_begin_with_a_page_and_huge_pages_are_asked_for() -> None:
-    tensor = huge_empty(2 * PAGE, torch.float32)
+    tensor = huge_page_zeros(2 * PAGE, torch.float32)
     assert tensor.data_ptr() % PAGE == 0
     has_them = Path("/sys/kernel/mm/transparent_hugepage").exists()
     assert (" hg" in mapping_of(tensor)) == has_them
@@ -45,21 +45,21 @@ def test_large_tensors_begin_with_a_page_and_huge_pages_are_asked_for() -> None:
 
 
 def test_a_large_tensor_begins_as_far_behind_a_page_as_is_asked() -> None:
-    for behind in (0, 5 * ALIGNMENT, PAGE - ALIGNMENT):
-        tensor = huge_empty(PAGE, torch.float32, behind=behind)
-        assert tensor.data_ptr() % PAGE == behind
+    for offset in (0, 5 * ALIGNMENT, PAGE - ALIGNMENT):
+        tensor = huge_page_zeros(PAGE, torch.float32, offset=offset)
+        assert tensor.data_ptr() % PAGE == offset
         assert bool((tensor.fill_(3) == 3).all())
 
 
 def test_a_mapping_that_begins_within_a_page_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel may align it by itself, but not to so much."""
-    monkeypatch.setattr("engine.execution.machine.huge_pages.PAGE", 1 << 28)
-    assert huge_empty(1 << 28, torch.uint8).data_ptr() % (1 << 28) == 0
+    monkeypatch.setattr("engine.execution.machine.memory.PAGE", 1 << 28)
+    assert huge_page_zeros(1 << 28, torch.uint8).data_ptr() % (1 << 28) == 0
 
 
 def test_the_memory_lives_as_long_as_a_view_of_it() -> None:
-    view = huge_empty(PAGE, torch.float32).fill_(7)[5:9]
-    others = [huge_empty(PAGE, torch.float32).fill_(1) for _ in range(4)]
+    view = huge_page_zeros(PAGE, torch.float32).fill_(7)[5:9]
+    others = [huge_page_zeros(PAGE, torch.float32).fill_(1) for _ in range(4)]
     assert view.tolist() == [7.0] * 4
     assert len(others) == 4
 
@@ -69,22 +69,22 @@ def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.Monkey
         def madvise(self, *_: object) -> None:
             raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr("engine.execution.machine.huge_pages.mmap.mmap", Refusing)
-    tensor = huge_empty(2 * PAGE, torch.float32)
+    monkeypatch.setattr("engine.execution.machine.memory.mmap.mmap", Refusing)
+    tensor = huge_page_zeros(2 * PAGE, torch.float32)
     assert " hg" not in mapping_of(tensor)
     assert float(tensor.fill_(1).sum()) == 2 * PAGE
 
 
 def test_a_system_that_does_not_know_them_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("engine.execution.machine.huge_pages.mmap.MADV_HUGEPAGE")
-    assert float(huge_empty(PAGE, torch.float32).fill_(1).sum()) == PAGE
+    monkeypatch.delattr("engine.execution.machine.memory.mmap.MADV_HUGEPAGE")
+    assert float(huge_page_zeros(PAGE, torch.float32).fill_(1).sum()) == PAGE
 
 
 def test_pieces_do_not_overlap_and_begin_with_a_cache_line() -> None:
     """More than a chunk in all, small ones and one that is as large as a chunk."""
-    pages = HugePages()
+    pages = HugePageAllocator()
     sizes = [1, 100, PAGE // 4, 7, CHUNK // 8, CHUNK // 16, CHUNK // 4, 3, *[PAGE] * 9]
-    pieces = [pages.empty(size, dtype) for size in sizes for dtype in DTYPES]
+    pieces = [pages.zeros(size, dtype) for size in sizes for dtype in DTYPES]
     for value, piece in enumerate(pieces):
         assert piece.data_ptr() % ALIGNMENT == 0
         assert not piece.any()
@@ -95,6 +95,6 @@ def test_pieces_do_not_overlap_and_begin_with_a_cache_line() -> None:
 
 
 def test_small_pieces_share_a_chunk() -> None:
-    pages = HugePages()
-    first, second = pages.empty(1000, torch.float32), pages.empty(1000, torch.float32)
+    pages = HugePageAllocator()
+    first, second = pages.zeros(1000, torch.float32), pages.zeros(1000, torch.float32)
     assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
