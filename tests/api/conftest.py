@@ -1,7 +1,6 @@
 """The API on a real Redis, and a stand-in for the worker that calls the store as a worker does."""
 
 import contextlib
-import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -88,20 +87,6 @@ class HandWorker:
     def _write(self, task_id: str, **parts: object) -> Write:
         claimed = self.owned[task_id]
         return Write(task_id=task_id, owner=claimed.owner, first_seq=self.lengths[task_id], **parts)
-
-
-@pytest.fixture(autouse=True)
-def watchdog() -> Iterator[None]:
-    """A test that waits for what never comes fails, after a time that no busy machine needs."""
-
-    def bark(number: int, frame: object) -> None:
-        raise TimeoutError("the test waited two minutes in vain")
-
-    before = signal.signal(signal.SIGALRM, bark)
-    signal.alarm(120)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture
