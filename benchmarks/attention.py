@@ -66,7 +66,7 @@ def step_inputs(parts: list[tuple[int, int]]) -> tuple[StepInputs, int]:
     blocks = (1 + torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1))).tolist()
     items = []
     for slot, (start, end) in enumerate(parts):
-        sequence = Sequence(f"{slot}", [1] * end, SamplingParams(), arrival=0.0)
+        sequence = Sequence(f"{slot}", [1] * end, SamplingParams(), arrival_time=0.0)
         sequence.admit(slot)
         sequence.block_table = [blocks.pop() for _ in range(counts[slot])]
         items.append(ScheduledSequence(sequence, start, end - start, end - start - 1, True))

@@ -21,6 +21,7 @@ import torch
 
 from engine.execution.build import Execution, build_execution
 from engine.execution.loading.default_model import DEFAULT_MODEL
+from engine.requests.engine_request import EngineRequest
 from engine.sampling_params import SamplingParams
 
 RESULTS = Path(__file__).parent / "results" / "determinism.json"
@@ -92,7 +93,7 @@ def seconds(execution: Execution, running: int) -> float:
     params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS)
     for number in range(running):
         prompt = [100 + (number * PROMPT_TOKENS + at) * 37 % 20000 for at in range(PROMPT_TOKENS)]
-        engine.add(str(number), prompt, params, arrival=float(number))
+        engine.add(EngineRequest(str(number), prompt, params, arrival_time=float(number)))
     begun = time.process_time()
     while engine.has_work:
         engine.step()

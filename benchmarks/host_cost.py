@@ -24,6 +24,7 @@ from engine.engine import Engine
 from engine.execution.runner.inputs import InputBuilder, StepInputs
 from engine.execution.text.tokenizer import Tokenizer
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, TokenLogprobs
+from engine.requests.engine_request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.text.detokenizer import REPLACEMENT
 from tests.tiny_models import make_tokenizer
@@ -97,7 +98,11 @@ def build(tokenizer: Tokenizer, num_running: int, num_steps: int) -> Engine:
     )
     for number in range(num_running):
         prompt = [number % tokenizer.vocab_size, *range(1, PROMPT_LEN)]
-        engine.add(f"r{number}", prompt, SamplingParams(max_tokens=num_steps + 2), arrival=float(number))
+        engine.add(
+            EngineRequest(
+                f"r{number}", prompt, SamplingParams(max_tokens=num_steps + 2), arrival_time=float(number)
+            )
+        )
     engine.step()
     assert engine.num_running == num_running
     return engine

@@ -25,6 +25,7 @@ from engine.execution.machine.async_copy import SampledIds
 from engine.execution.runner.model_runner import ModelRunner
 from engine.execution.sampling.sampler import Sampler
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
+from engine.requests.engine_request import EngineRequest
 from engine.sampling_params import SamplingParams
 
 REQUESTS, PROMPT, OUTPUT = 64, 16, 32
@@ -63,7 +64,7 @@ def serve(execution: Execution) -> tuple[float, float, list[int]]:
     asked = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
     for number in range(REQUESTS):
         prompt = [3 + (number * 31 + place * 7) % 1000 for place in range(PROMPT)]
-        engine.add(f"{number:02}", prompt, asked, arrival=number)
+        engine.add(EngineRequest(f"{number:02}", prompt, asked, arrival_time=number))
     tokens: dict[str, list[int]] = {}
     started, cpu = time.perf_counter(), time.process_time()
     while engine.has_work:

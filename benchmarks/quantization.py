@@ -77,7 +77,7 @@ def logits_of(execution: Execution, token_ids: list[int]) -> torch.Tensor:
 
 def _sequence(token_ids: list[int]) -> Sequence:
     """With blocks from the pool's start, as nobody else is served."""
-    sequence = Sequence("text", token_ids, SamplingParams(), arrival=0.0)
+    sequence = Sequence("text", token_ids, SamplingParams(), arrival_time=0.0)
     sequence.admit(0)
     sequence.block_table = list(range(1, -(-len(token_ids) // BLOCK_SIZE) + 1))
     return sequence

@@ -85,7 +85,7 @@ def make_items(case: Case, random: np.random.Generator) -> tuple[ScheduledSequen
             f"{case.name} {row}",
             random.integers(0, VOCAB, PROMPT).tolist(),
             SamplingParams(seed=row, **case.base, **(case.more if row < case.num_rows else {})),
-            arrival=0.0,
+            arrival_time=0.0,
             output_token_ids=random.integers(0, VOCAB, OUTPUT).tolist(),
             constraints=Constraints(grammar=RandomGrammar(random) if case.grammar else None),
         )

@@ -57,7 +57,7 @@ def build(num_running: int, num_waiting: int, num_tenants: int, num_steps: int, 
                     f"r{number}",
                     [number, *range(1, PROMPT_LEN)],
                     SamplingParams(max_tokens=num_steps + 1),
-                    arrival=float(number),
+                    arrival_time=float(number),
                     tenant=f"tenant-{number % num_tenants}",
                 )
             )

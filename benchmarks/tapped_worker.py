@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from engine.engine import Engine, QueuePosition
 from engine.execution.build import Execution
 from engine.outputs import StepOutput
+from engine.requests.engine_request import EngineRequest
 from engine.sampling_params import SamplingParams
 from monitoring.worker import WorkerMetrics
 from tokenmill.protocol import naming
@@ -21,7 +22,7 @@ from tokenmill.protocol.messages import TaskError
 from tokenmill.protocol.records import Submission
 from tokenmill.protocol.store.task_store import TaskStore
 from worker.connections import connect
-from worker.inbox import EngineRequest, Inbox
+from worker.inbox import Inbox, PreparedTask
 from worker.leases import Leases
 from worker.loop import Loop
 from worker.ownership import OwnedTasks, Ownership
@@ -135,11 +136,11 @@ class TappedWorker:
             self._owned_tasks.take(ownership)
             self._publisher.open(Stream(ownership, num_prompt_tokens=len(prompt(number))))
             self._inbox.put(
-                EngineRequest(
-                    ownership=ownership,
-                    prompt_token_ids=prompt(number),
-                    params=params,
-                    accepted_at=task.accepted_at,
+                PreparedTask(
+                    ownership,
+                    EngineRequest(
+                        ownership.request_id, prompt(number), params, arrival_time=task.accepted_at
+                    ),
                 )
             )
 

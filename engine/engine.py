@@ -10,15 +10,14 @@ from collections.abc import Callable
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter
 from engine.outputs import SampledToken, SchedulerOutputs, SequenceOutput, StepOutput
-from engine.requests.deadline_heap import DeadlineHeap
-from engine.requests.deadlines import NO_DEADLINES, Deadlines, ResumedOutput
+from engine.requests.deadlines import DeadlineHeap
+from engine.requests.engine_request import EngineRequest
 from engine.requests.grammar_gate import GrammarCompiler, GrammarGate
 from engine.requests.input_processor import InputProcessor
 from engine.requests.parallel_outputs import ParallelOutputs
-from engine.requests.request import Output, Request, describe
-from engine.requests.request_factory import NewRequest, RequestFactory
+from engine.requests.request_factory import RequestFactory
+from engine.requests.request_state import Output, Request, describe
 from engine.requests.stop_rules import StopRules
-from engine.sampling_params import SamplingParams
 from engine.scheduling.queue_positions import QueuePosition, queue_positions
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence
@@ -89,54 +88,20 @@ class Engine:
         """The grammar of some request is being compiled, or waits for that."""
         return self._grammars.is_awaited
 
-    def add(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        arrival: float,
-        priority: int = 2,
-        tenant: str = "default",
-        cache_salt: bytes = b"",
-        deadlines: Deadlines = NO_DEADLINES,
-        resumed: tuple[ResumedOutput, ...] = (),
-        waited_seconds: float = 0.0,
-    ) -> None:
-        """Take a request, of `params.n` outputs.
-
-        `arrival` orders requests of one `priority` (lower first in both). Only requests of one `cache_salt`
-        reuse each other's computed prompts. `resumed`: what an earlier engine generated. Outputs that had
-        ended are not run again, the others go on after their tokens, and no text is told again.
-        `waited_seconds`: how long ago the request was accepted; `deadlines` and the times in reports count
-        from there.
-
-        Raises `InvalidParameter` (of which `NeverFits` is one), and takes nothing, when it cannot be served.
-        """
-        if request_id in self._requests:
-            raise InvalidParameter("id", f"{request_id} is being served already")
-        self._grammars.check(params.structured_outputs)
-        request = self._request_factory.make(
-            NewRequest(
-                request_id=request_id,
-                prompt_token_ids=prompt_token_ids,
-                params=params,
-                arrival=arrival,
-                priority=priority,
-                tenant=tenant,
-                cache_salt=cache_salt,
-                resumed=resumed,
-                waited_seconds=waited_seconds,
-            )
-        )
-        self._parallel_outputs.hold(request)
-        self._requests[request_id] = request
-        self._outputs.update((output.sequence, output) for output in request.outputs)
-        self._deadlines.add(request, request.times.accepted, deadlines)
-        if request.needs_grammar:
-            self._submit_grammar(request)
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. Raises `InvalidParameter` and changes nothing if it cannot be served."""
+        if request.request_id in self._requests:
+            raise InvalidParameter("id", f"{request.request_id} is being served already")
+        self._grammars.check(request.params.structured_outputs)
+        state = self._request_factory.make(request)
+        self._parallel_outputs.hold(state)
+        self._requests[request.request_id] = state
+        self._outputs.update((output.sequence, output) for output in state.outputs)
+        self._deadlines.add(state, state.times.queued_at, request.deadlines)
+        if state.needs_grammar:
+            self._submit_grammar(state)
         else:
-            self._parallel_outputs.start(request)
+            self._parallel_outputs.start(state)
 
     def cancel(self, request_id: str) -> bool:
         """End all outputs of a request; the next step tells it. False if it is unknown or has ended."""
@@ -212,7 +177,7 @@ class Engine:
             raise
 
     def _expire_deadlines(self) -> None:
-        for request, reason in self._deadlines.take_late(self._clock()):
+        for request, reason in self._deadlines.pop_expired(self._clock()):
             self._end(request, FinishReason.TIMEOUT, reason)
 
     def _sequences_of(self, request_id: str) -> list[Sequence]:

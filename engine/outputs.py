@@ -30,6 +30,15 @@ class WaitingReason(Enum):
     BEHIND = "behind"
 
 
+@dataclass(frozen=True, slots=True)
+class ResumedOutput:
+    """Tokens that an earlier engine generated for output `index`. With a `finish_reason` it has finished."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+
+
 class ScheduledSequence(NamedTuple):
     """A sequence's share of one step: tokens `start` to `start + num_new_tokens` of it are computed.
 

@@ -44,8 +44,8 @@ class Sequence:
     `token_ids` are all that are known (prompt, then output); the keys and values of the first
     `num_computed_tokens` of them are computed or being computed. `block_table` lists the KV blocks that hold
     them, in order; `block_end`: where the block of its newest token ends, in tokens. `slot` is its row in the
-    runner's arrays while it runs. `arrival` orders sequences of one `priority` (lower first in both); it
-    outlives preemption. `accepted`: when its waiting began, on the scheduler's clock; None: as it joins.
+    runner's arrays while it runs. `arrival_time` orders sequences of one `priority` (lower first in both); it
+    outlives preemption. `queued_at`: when its waiting began, on the scheduler's clock; None: as it joins.
     `num_cached_tokens`: prompt tokens that were found computed when it was first admitted; only sequences of
     one `cache_salt` find each other's, and the outputs of one request also where prefix caching is off.
     `num_in_flight_tokens`: the last of those that are computed belong to a step that has not ended.
@@ -61,11 +61,11 @@ class Sequence:
     """
 
     __slots__ = (
-        "accepted", "arrival", "block_digests", "block_end", "block_table", "cache_salt", "constraints",
+        "arrival_time", "block_digests", "block_end", "block_table", "cache_salt", "constraints",
         "finish_reason", "index", "is_pinned", "is_promoted", "is_verified", "num_cached_tokens",
         "num_charged_tokens", "num_computed_tokens", "num_in_flight_tokens", "num_lost_tokens",
         "num_preemptions", "num_prompt_tokens", "num_published_blocks", "order", "params", "priority",
-        "request_id", "scheduled_at", "slot", "status", "tenant", "token_ids", "waited_seconds",
+        "queued_at", "request_id", "scheduled_at", "slot", "status", "tenant", "token_ids", "waited_seconds",
         "waiting_since",
     )  # fmt: skip
 
@@ -75,11 +75,11 @@ class Sequence:
         prompt_token_ids: list[int],
         params: SamplingParams,
         *,
-        arrival: float,
+        arrival_time: float,
         index: int = 0,
         priority: int = 2,
         tenant: str = "default",
-        accepted: float | None = None,
+        queued_at: float | None = None,
         output_token_ids: list[int] | None = None,
         cache_salt: bytes = b"",
         constraints: Constraints = FREE,
@@ -87,10 +87,10 @@ class Sequence:
         self.request_id = request_id
         self.index = index
         self.tenant = tenant
-        self.accepted = accepted
+        self.queued_at = queued_at
         self.constraints = constraints
         self.params = params
-        self.arrival = arrival
+        self.arrival_time = arrival_time
         self.priority = priority
         self.num_prompt_tokens = len(prompt_token_ids)
         self.token_ids = [*prompt_token_ids, *(output_token_ids or [])]
@@ -101,7 +101,7 @@ class Sequence:
         self.num_lost_tokens = 0
         self.num_published_blocks = 0
         self.num_charged_tokens = 0
-        self.waiting_since = 0.0 if accepted is None else accepted
+        self.waiting_since = 0.0 if queued_at is None else queued_at
         self.waited_seconds = 0.0
         self.scheduled_at: float | None = None
         self.is_promoted = self.is_pinned = self.is_verified = False
@@ -113,7 +113,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         #: What comes first when not all can be served; id and index make it total.
-        self.order = (priority, arrival, request_id, index)
+        self.order = (priority, arrival_time, request_id, index)
 
     @property
     def shares_blocks(self) -> bool:

@@ -3,36 +3,25 @@
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
-from engine.requests.deadlines import NO_DEADLINES, Deadlines, ResumedOutput
-from engine.sampling_params import SamplingParams
-from tokenmill.protocol.naming import DEFAULT_TENANT
+from engine.requests.engine_request import EngineRequest
 from tokenmill.protocol.sizes import OutputLimit
 from worker.ownership import Ownership
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineRequest:
-    """A claimed request, ready for the engine.
+@dataclass(frozen=True, slots=True)
+class PreparedTask:
+    """A claimed task with the request that the engine is to run for it.
 
-    `resumed`: what earlier attempts published. `prompt_field`: how the client gave the prompt, for the errors
-    that the engine finds in it. `accepted_at`: epoch seconds; `waited_seconds` since then, and `deadlines`
-    count from then. `tenant`: as the scheduler tells tenants apart. `output_limit`, `sampling_defaults`
-    (JSON): what the task is said to be run with.
+    `prompt_field`: the field in which the client gave the prompt, for the engine's errors about it.
+    `output_limit` and `sampling_defaults` (JSON) are stored with the task.
     """
 
     ownership: Ownership
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    accepted_at: float
+    request: EngineRequest
+    _: KW_ONLY
     prompt_field: str = "prompt"
-    priority: int = 2
-    tenant: str = DEFAULT_TENANT
-    cache_salt: bytes = b""
-    deadlines: Deadlines = NO_DEADLINES
-    resumed: tuple[ResumedOutput, ...] = ()
-    waited_seconds: float = 0.0
     output_limit: OutputLimit | None = None
     sampling_defaults: str = "{}"
 
@@ -64,7 +53,7 @@ class RetryIsolated:
     """Prepare this task and step it alone. `prepare` gives None for one that ended without coming so far."""
 
     ownership: Ownership
-    prepare: Callable[[], EngineRequest | None]
+    prepare: Callable[[], PreparedTask | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +63,7 @@ class Resume:
     ownership: Ownership
 
 
-Message = EngineRequest | Cancel | Discard | Quiesce | RetryIsolated | Resume
+Message = PreparedTask | Cancel | Discard | Quiesce | RetryIsolated | Resume
 
 
 class Inbox:

@@ -16,7 +16,7 @@ from monitoring.worker import WorkerMetrics
 from tokenmill.protocol.claim_order import ClaimOrder
 from tokenmill.protocol.store.task_store import Claimed, TaskStore
 from worker.errors import RequestRefused, internal_error
-from worker.inbox import Discard, EngineRequest, Inbox
+from worker.inbox import Discard, Inbox, PreparedTask
 from worker.isolation import IsolatedRetries
 from worker.logprobs import LogprobsWriter
 from worker.loop import Load
@@ -188,40 +188,40 @@ class Intake:
                 self._admit(task)
 
     def _admit(self, task: Claimed) -> None:
-        if arrival := self._prepare(task):
-            self._inbox.put(arrival)
+        if prepared := self._prepare(task):
+            self._inbox.put(prepared)
 
-    def _prepare(self, task: Claimed) -> EngineRequest | None:
+    def _prepare(self, task: Claimed) -> PreparedTask | None:
         """Bring one claimed task on its way: what the loop is to be given, or None if it came to its end."""
         try:
-            arrival = self._preparation.arrival(task)
+            prepared = self._preparation.prepare(task)
         except RequestRefused as refusal:
             error = refusal.error
         except BaseException:  # a tokenizer's panic in Rust is no Exception
             logger.exception("%s: could not be prepared", task.task_id)
             error = internal_error()
         else:
-            return self._opened(task, arrival)
+            return self._opened(task, prepared)
         stream = self._stream(task, len(task.prompt_token_ids or ()))
         if not stream.has_ended:
             stream.fail(error)
         self._publisher.open(stream)
         return None
 
-    def _opened(self, task: Claimed, arrival: EngineRequest) -> EngineRequest | None:
+    def _opened(self, task: Claimed, prepared: PreparedTask) -> PreparedTask | None:
         """The stream first: the loop's outputs need it."""
         facts = {
-            "prompt_ids": json.dumps(arrival.prompt_token_ids),
-            "prompt_tokens": str(len(arrival.prompt_token_ids)),
+            "prompt_ids": json.dumps(prepared.request.prompt_token_ids),
+            "prompt_tokens": str(len(prepared.request.prompt_token_ids)),
             "fingerprint": self._model.fingerprint,
-            "sampling_defaults": arrival.sampling_defaults,
-            "output_limit": arrival.output_limit.to_json() if arrival.output_limit else "",
+            "sampling_defaults": prepared.sampling_defaults,
+            "output_limit": prepared.output_limit.to_json() if prepared.output_limit else "",
         }
-        stream = self._stream(task, len(arrival.prompt_token_ids))
+        stream = self._stream(task, len(prepared.request.prompt_token_ids))
         if task.prompt_token_ids is None:
             stream.note(facts)
         self._publisher.open(stream)
-        return None if stream.has_ended else arrival
+        return None if stream.has_ended else prepared
 
     def _stream(self, task: Claimed, num_prompt_tokens: int) -> Stream:
         return Stream(

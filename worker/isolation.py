@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from tokenmill.protocol.records import Claimed, TaskPhase
-from worker.inbox import EngineRequest, Inbox, Quiesce, Resume, RetryIsolated
+from worker.inbox import Inbox, PreparedTask, Quiesce, Resume, RetryIsolated
 from worker.ownership import Ownership
 
 
@@ -109,10 +109,10 @@ class IsolatedRetries:
         with self._lock:
             return self._reach(ownership, Stage.QUIET)
 
-    def begin(self, ownership: Ownership, prepare: Callable[[float], EngineRequest | None]) -> bool:
+    def begin(self, ownership: Ownership, prepare: Callable[[float], PreparedTask | None]) -> bool:
         """It is recorded: the loop prepares it and steps it alone. False if it is over before that.
 
-        `prepare` gets the seconds since its claim; None: it ended without an arrival.
+        `prepare` gets the seconds since its claim; None: it ended before it was prepared.
         """
         with self._lock:
             if not self._reach(ownership, Stage.BEGUN):

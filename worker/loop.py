@@ -15,11 +15,10 @@ from engine.config import EngineConfig
 from engine.engine import QueuePosition
 from engine.errors import InvalidParameter
 from engine.outputs import StepOutput
-from engine.requests.deadlines import NO_DEADLINES, Deadlines, ResumedOutput
-from engine.sampling_params import SamplingParams
+from engine.requests.engine_request import EngineRequest
 from tokenmill.protocol.messages import TaskError
 from worker.errors import internal_error, invalid_parameter
-from worker.inbox import Cancel, Discard, EngineRequest, Inbox, Message, Quiesce, Resume, RetryIsolated
+from worker.inbox import Cancel, Discard, Inbox, Message, PreparedTask, Quiesce, Resume, RetryIsolated
 from worker.ownership import OwnedTasks, Ownership
 from worker.watchdog import Observers, Watchdog
 
@@ -43,20 +42,7 @@ class SteppingEngine(Protocol):
     def num_waiting(self) -> int: ...
     @property
     def is_compiling(self) -> bool: ...
-    def add(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        arrival: float,
-        priority: int = 2,
-        tenant: str = "default",
-        cache_salt: bytes = b"",
-        deadlines: Deadlines = NO_DEADLINES,
-        resumed: tuple[ResumedOutput, ...] = (),
-        waited_seconds: float = 0.0,
-    ) -> None: ...
+    def add(self, request: EngineRequest) -> None: ...
     def cancel(self, request_id: str) -> bool: ...
     def discard(self, request_id: str) -> bool: ...
     def serves(self, request_id: str) -> bool: ...
@@ -145,7 +131,7 @@ class Loop:
 
     def _follow(self, message: Message) -> None:
         match message:
-            case EngineRequest():
+            case PreparedTask():
                 self._add(message)
             case Cancel(ownership):
                 self._engine.cancel(ownership.request_id)
@@ -155,8 +141,8 @@ class Loop:
                 self._quiesce = message
                 self._fall_silent()
             case RetryIsolated(ownership, prepare):
-                if ownership == self._alone and (arrival := prepare()):
-                    self._add(arrival)
+                if ownership == self._alone and (task := prepare()):
+                    self._add(task)
             case Resume(ownership):
                 self._resume(ownership)
 
@@ -177,25 +163,14 @@ class Loop:
         if self._alone == ownership:
             self._alone = None
 
-    def _add(self, arrival: EngineRequest) -> None:
-        if arrival.ownership not in self._owned_tasks:
+    def _add(self, task: PreparedTask) -> None:
+        if task.ownership not in self._owned_tasks:
             return  # lost or cancelled on its way here
-        request_id = arrival.ownership.request_id
+        request_id = task.request.request_id
         try:
-            self._engine.add(
-                request_id,
-                arrival.prompt_token_ids,
-                arrival.params,
-                arrival=arrival.accepted_at,
-                priority=arrival.priority,
-                tenant=arrival.tenant,
-                cache_salt=arrival.cache_salt,
-                deadlines=arrival.deadlines,
-                resumed=arrival.resumed,
-                waited_seconds=arrival.waited_seconds,
-            )
+            self._engine.add(task.request)
         except InvalidParameter as error:
-            param = arrival.prompt_field if error.field == "prompt" else error.field
+            param = task.prompt_field if error.field == "prompt" else error.field
             self._sink.fail(request_id, invalid_parameter(error, param))
         except Exception:  # one request's fault stays its own
             logger.exception("%s: the engine could not take the request", request_id)

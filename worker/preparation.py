@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.errors import InvalidParameter
-from engine.requests.deadlines import Deadlines, ResumedOutput
+from engine.outputs import ResumedOutput
+from engine.requests.deadlines import Deadlines
+from engine.requests.engine_request import EngineRequest
 from engine.requests.input_processor import prepare_texts
 from engine.sampling_params import SamplingParams
 from engine.sequence import FinishReason
@@ -21,7 +23,7 @@ from tokenmill.protocol.outputs import outputs_of
 from tokenmill.protocol.records import Claimed
 from tokenmill.protocol.sizes import OutputLimit, output_limit, prompt_logprobs_error, prompt_logprobs_fit
 from worker.errors import RequestRefused, invalid_value, server_error
-from worker.inbox import EngineRequest
+from worker.inbox import PreparedTask
 from worker.jobs import read_job
 from worker.ownership import Ownership
 from worker.prompts import Tokenizer, prompt_field, to_deadlines, to_sampling_params, to_token_ids
@@ -49,35 +51,40 @@ class Preparation:
     def __init__(self, model: ServedModel) -> None:
         self._model = model
 
-    def arrival(self, task: Claimed) -> EngineRequest:
+    def prepare(self, task: Claimed) -> PreparedTask:
         """Raises `RequestRefused`."""
-        request = read_job(task.data)
+        job = read_job(task.data)
         defaults = self._defaults(task)
-        params = to_sampling_params(with_defaults(request.sampling, defaults))
+        params = to_sampling_params(with_defaults(job.sampling, defaults))
         if params.n != task.num_outputs:
             raise RequestRefused(invalid_value("n", f"n: was {task.num_outputs} when the task was accepted"))
-        prompt_token_ids = self._prompt_token_ids(task, request)
+        prompt_token_ids = self._prompt_token_ids(task, job)
         _check_size(params, len(prompt_token_ids))
-        limit = self._output_limit(request.sampling, params, len(prompt_token_ids))
+        limit = self._output_limit(job.sampling, params, len(prompt_token_ids))
         params = replace(
             params, max_tokens=limit.max_tokens, min_tokens=min(params.min_tokens, limit.max_tokens)
         )
         with suppress(InvalidParameter):  # the engine says what is wrong
             prepare_texts(self._model.tokenizer, params)
+        ownership = ownership_of(task)
         resumed = tuple(_resumed(task.entries))
         tenant = naming.tenant_of(task.queue)
-        return EngineRequest(
-            ownership=ownership_of(task),
-            prompt_token_ids=prompt_token_ids,
-            params=params,
-            accepted_at=task.accepted_at,
-            prompt_field=prompt_field(request),
+        request = EngineRequest(
+            ownership.request_id,
+            prompt_token_ids,
+            params,
+            arrival_time=task.accepted_at,
             priority=task.priority,
             tenant=tenant,
-            cache_salt=scoped_salt(tenant, request.cache_salt),
-            deadlines=_left(to_deadlines(request), task, resumed),
+            cache_salt=scoped_salt(tenant, job.cache_salt),
+            deadlines=_left(to_deadlines(job), task, resumed),
             resumed=resumed,
             waited_seconds=task.waited_seconds,
+        )
+        return PreparedTask(
+            ownership,
+            request,
+            prompt_field=prompt_field(job),
             output_limit=limit,
             sampling_defaults=json.dumps(dict(defaults)),
         )

@@ -219,7 +219,7 @@ def _sequences(count: int, longest: int) -> list[Sequence]:
     blocks = (1 + torch.randperm(count * width, generator=generator)).view(count, width).tolist()
     made = []
     for slot, table in enumerate(blocks):
-        sequence = Sequence(f"{slot}", [1] * longest, SamplingParams(), arrival=0.0)
+        sequence = Sequence(f"{slot}", [1] * longest, SamplingParams(), arrival_time=0.0)
         sequence.admit(slot)
         sequence.block_table = table
         made.append(sequence)

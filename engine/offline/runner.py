@@ -12,6 +12,7 @@ from engine.engine import Engine
 from engine.errors import InvalidParameter
 from engine.offline.interrupts import interrupts_held
 from engine.outputs import SequenceOutput, TokenLogprobs
+from engine.requests.engine_request import EngineRequest
 from engine.sampling_params import SamplingParams
 
 
@@ -91,7 +92,7 @@ class OfflineRunner:
         arrival = next(self._arrivals)
         request_id = f"prompt-{arrival}"
         try:
-            self._engine.add(request_id, prompt, params, arrival=float(arrival))
+            self._engine.add(EngineRequest(request_id, prompt, params, arrival_time=float(arrival)))
         except InvalidParameter as error:
             raise type(error)(f"prompt {place}: {error.field}", error.message) from error
         return request_id

@@ -1,19 +1,29 @@
-"""What comes with a request beside its prompt and its parameters. Frozen values; knows no sequences."""
+"""Deadlines of requests, and the heap that tells which of them have passed.
 
+A step looks at the earliest deadline only. Entries of requests that finished or met a deadline are dropped
+lazily, so that they neither expire nor accumulate.
+"""
+
+import heapq
+import itertools
 from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Generic, Protocol, TypeVar
 
-from engine.sequence import FinishReason
 from engine.validation import number
 
 LONGEST_SECONDS = 366 * 86400.0
 
+_MINIMUM_STALE_ENTRIES = 64
+"""The heap is not searched for stale entries while it has fewer entries than this beyond the live ones."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """The longest that a request may take, in seconds since it was accepted; None: no limit.
+    """Time limits of a request in seconds since it was accepted; None: no limit. Raises `InvalidParameter`.
 
-    `queue_seconds`: until it is first scheduled. `ttft_seconds`: until its first token. `total_seconds`:
-    until its end. What is late ends as `timeout`, with what was generated so far. Raises `InvalidParameter`.
+    `queue_seconds` lasts until it is first scheduled, `ttft_seconds` until its first token, `total_seconds`
+    until it finishes. A request that misses one ends as `timeout` and keeps the tokens generated so far.
     """
 
     queue_seconds: float | None = None
@@ -29,10 +39,61 @@ class Deadlines:
 NO_DEADLINES = Deadlines()
 
 
-@dataclass(frozen=True, slots=True)
-class ResumedOutput:
-    """What an earlier engine generated of output `index`; with a `finish_reason` it has ended."""
+class Limit(Enum):
+    """What must happen in time. The value is the error message, with the setting's name in the HTTP API."""
 
-    index: int
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None = None
+    QUEUE = "not started within queue_timeout_seconds"
+    TTFT = "no token within ttft_timeout_seconds"
+    TOTAL = "not done within timeout_seconds"
+
+
+class Timed(Protocol):
+    """A request with deadlines."""
+
+    def is_subject_to(self, limit: Limit) -> bool:
+        """Whether the request is unfinished and has not yet reached what `limit` is for."""
+        ...
+
+
+TimedT = TypeVar("TimedT", bound=Timed)
+
+
+class DeadlineHeap(Generic[TimedT]):
+    """The deadlines of many requests, earliest first, in seconds on the engine's clock."""
+
+    def __init__(self) -> None:
+        #: Deadline, tie-breaker, request, limit, the limit's seconds.
+        self._heap: list[tuple[float, int, TimedT, Limit, float]] = []
+        self._ties = itertools.count()
+        self._compact_above = _MINIMUM_STALE_ENTRIES
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, request: TimedT, accepted: float, deadlines: Deadlines) -> None:
+        """`accepted`: the time on the engine's clock that `deadlines` count from."""
+        for limit, seconds in (
+            (Limit.QUEUE, deadlines.queue_seconds),
+            (Limit.TTFT, deadlines.ttft_seconds),
+            (Limit.TOTAL, deadlines.total_seconds),
+        ):
+            if seconds is not None and request.is_subject_to(limit):
+                entry = (accepted + seconds, next(self._ties), request, limit, seconds)
+                heapq.heappush(self._heap, entry)
+        if len(self._heap) > self._compact_above:
+            self._compact()
+
+    def pop_expired(self, now: float) -> list[tuple[TimedT, str]]:
+        """Requests with a deadline at or before `now`, each once, with the error message."""
+        expired: dict[TimedT, str] = {}
+        while self._heap and self._heap[0][0] <= now:
+            _, _, request, limit, seconds = heapq.heappop(self._heap)
+            if request.is_subject_to(limit):
+                expired.setdefault(request, f"{limit.value} ({seconds:g} s)")
+        return list(expired.items())
+
+    def _compact(self) -> None:
+        """Drop stale entries. The threshold doubles, so that the cost per added request stays constant."""
+        self._heap = [entry for entry in self._heap if entry[2].is_subject_to(entry[3])]
+        heapq.heapify(self._heap)
+        self._compact_above = 2 * len(self._heap) + _MINIMUM_STALE_ENTRIES

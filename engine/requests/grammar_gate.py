@@ -10,7 +10,7 @@ from typing import Protocol
 
 from engine.constraints import Grammar
 from engine.errors import InvalidParameter
-from engine.requests.request import Output, Request, describe
+from engine.requests.request_state import Output, Request, describe
 from engine.requests.stop_rules import StopRules
 from engine.sequence import FinishReason
 from engine.structured_outputs import FIELD, StructuredOutputs

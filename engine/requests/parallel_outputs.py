@@ -7,7 +7,7 @@ takes its place. Knows nothing of texts and times.
 from collections.abc import Iterable
 
 from engine.outputs import WaitingReason
-from engine.requests.request import Request
+from engine.requests.request_state import Request
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence
 

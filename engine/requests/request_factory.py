@@ -5,32 +5,16 @@ Law: what cannot be served is refused here, before anything is changed. Knows no
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter
-from engine.requests.deadlines import ResumedOutput
+from engine.outputs import ResumedOutput
+from engine.requests.engine_request import EngineRequest
 from engine.requests.input_processor import InputProcessor, Resolved, params_of_output
-from engine.requests.request import Output, Request, RequestTimes
+from engine.requests.request_state import Output, Request, RequestTimes
 from engine.requests.stop_rules import StopRules
-from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.text.detokenizer import Detokenizer, Tokenizer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewRequest:
-    """What was asked; see `Engine.add`."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    arrival: float
-    priority: int
-    tenant: str
-    cache_salt: bytes
-    resumed: tuple[ResumedOutput, ...]
-    waited_seconds: float
 
 
 class RequestFactory:
@@ -51,7 +35,7 @@ class RequestFactory:
         self._clock = clock
         self._serials = itertools.count()
 
-    def make(self, new: NewRequest) -> Request:
+    def make(self, new: EngineRequest) -> Request:
         """Raises `InvalidParameter`, or what the tokenizer raises."""
         params = new.params
         self._input_processor.check(new.prompt_token_ids, params)
@@ -79,7 +63,7 @@ class RequestFactory:
     def _output(
         self,
         request: Request,
-        new: NewRequest,
+        new: EngineRequest,
         resolved: Resolved,
         start: ResumedOutput,
         cache_salt: bytes,
@@ -88,11 +72,11 @@ class RequestFactory:
             new.request_id,
             new.prompt_token_ids,
             params_of_output(new.params, start.index),
-            arrival=new.arrival,
+            arrival_time=new.arrival_time,
             index=start.index,
             priority=new.priority,
             tenant=new.tenant,
-            accepted=request.times.accepted,
+            queued_at=request.times.queued_at,
             cache_salt=cache_salt,
             constraints=resolved.constraints,
         )
@@ -101,7 +85,7 @@ class RequestFactory:
         output.resume(start.token_ids, self._rules)
         return output
 
-    def _cache_salt(self, new: NewRequest) -> bytes:
+    def _cache_salt(self, new: EngineRequest) -> bytes:
         """Without prefix caching, outputs of one request find each other's blocks and nobody else's."""
         if self._config.prefix_caching or new.params.n == 1:
             return new.cache_salt

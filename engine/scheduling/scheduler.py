@@ -68,9 +68,9 @@ class Scheduler:
         Raises `NeverFits`, and changes nothing.
         """
         refuse_what_never_fits(self.config, sequence)
-        if sequence.accepted is None:
-            sequence.accepted = self._clock()
-        sequence.waiting_since = sequence.accepted
+        if sequence.queued_at is None:
+            sequence.queued_at = self._clock()
+        sequence.waiting_since = sequence.queued_at
         if held:
             self._waiting_pool.hold(sequence, held)
         else:

@@ -1,7 +1,7 @@
 """What is told of a step and of its requests: times and counts, as plain numbers. Decides nothing."""
 
 from engine.outputs import FinishedSequence, SchedulerOutputs, StepReport, Waited
-from engine.requests.request import Request, RequestTimes
+from engine.requests.request_state import Request, RequestTimes
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason
 from engine.steps.step_timer import StepTimer
@@ -35,7 +35,7 @@ class StepLog:
         """`scheduled_at`: when the step that first scheduled the request was decided."""
         times.started = scheduled_at
         if not times.resumed:
-            self._queue_seconds.append(Waited(times.priority, scheduled_at - times.accepted))
+            self._queue_seconds.append(Waited(times.priority, scheduled_at - times.queued_at))
 
     def token(self, times: RequestTimes, last_token: float | None, now: float) -> None:
         """`last_token`: when this engine drew the token before it in the same output."""
@@ -44,7 +44,7 @@ class StepLog:
             self._inter_token_seconds.append(now - last_token)
         elif times.first_token is None and not times.resumed:
             times.first_token = now
-            self._first_token_seconds.append(Waited(times.priority, now - times.accepted))
+            self._first_token_seconds.append(Waited(times.priority, now - times.queued_at))
 
     def finished(self, request: Request, now: float) -> None:
         times, outputs = request.times, request.outputs
@@ -56,8 +56,8 @@ class StepLog:
                 num_output_tokens=sum(one.sequence.num_output_tokens for one in outputs)
                 + sum(len(one.token_ids) for one in request.ended_before),
                 num_preemptions=sum(one.sequence.num_preemptions for one in outputs),
-                seconds=now - times.accepted,
-                first_token_seconds=None if first_token is None else first_token - times.accepted,
+                seconds=now - times.queued_at,
+                first_token_seconds=None if first_token is None else first_token - times.queued_at,
             )
         )
 

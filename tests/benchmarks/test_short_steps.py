@@ -47,7 +47,7 @@ def longest_step(**limits: int) -> int:
     scheduler = Scheduler(config, clock=lambda: 0.0)
     for place, length in enumerate((20, 1000, 1000, 1000, 1000)):
         params = SamplingParams(max_tokens=100)
-        scheduler.add_sequence(Sequence(str(place), list(range(length)), params, arrival=float(place)))
+        scheduler.add_sequence(Sequence(str(place), list(range(length)), params, arrival_time=float(place)))
     longest = 0
     for _ in range(100):
         outputs = scheduler.schedule()

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, TokenLogprobs
-from engine.requests.deadlines import NO_DEADLINES, Deadlines, ResumedOutput
+from engine.outputs import ResumedOutput, SampledToken, ScheduledSequence, SchedulerOutputs, TokenLogprobs
+from engine.requests.deadlines import NO_DEADLINES, Deadlines
+from engine.requests.engine_request import EngineRequest
 from engine.requests.grammar_gate import GrammarCompiler
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
@@ -229,14 +230,16 @@ def add(
     """Put a request of `prompt_len` tokens in line, after all that came before; no two begin alike."""
     arrival = next(_arrivals)
     engine.add(
-        request_id,
-        [1 + arrival % 900, *range(1, prompt_len)],
-        SamplingParams(**params),  # type: ignore[arg-type]  # tests pass what users may
-        arrival=float(arrival),
-        priority=priority,
-        deadlines=deadlines,
-        resumed=resumed,
-        waited_seconds=waited_seconds,
+        EngineRequest(
+            request_id,
+            [1 + arrival % 900, *range(1, prompt_len)],
+            SamplingParams(**params),  # type: ignore[arg-type]  # tests pass what users may
+            arrival_time=float(arrival),
+            priority=priority,
+            deadlines=deadlines,
+            resumed=resumed,
+            waited_seconds=waited_seconds,
+        )
     )
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from engine.errors import NeverFits
-from engine.outputs import StepOutput
-from engine.requests.deadlines import ResumedOutput
+from engine.outputs import ResumedOutput, StepOutput
+from engine.requests.engine_request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.engine.fakes import EOS, ScriptedRunner, add, build_engine, run, words
 
@@ -95,7 +95,9 @@ def test_preemption_changes_nothing_that_is_told() -> None:
 def test_a_resumed_request_goes_on_after_its_tokens_and_repeats_no_text() -> None:
     engine, runner = build_engine()
     params = SamplingParams(max_tokens=5)
-    engine.add("a", [1, 2, 3], params, arrival=0.0, resumed=(ResumedOutput(0, (100, 101)),))
+    engine.add(
+        EngineRequest("a", [1, 2, 3], params, arrival_time=0.0, resumed=(ResumedOutput(0, (100, 101)),))
+    )
 
     assert run(engine) == {"a": ([102, 103, 104], words([102, 103, 104]), "length")}
     assert runner.steps[0] == [("a", 0, 5)]
@@ -113,7 +115,11 @@ def test_a_resumed_request_that_was_at_its_end_only_ends(
     output: list[int], params: dict[str, object], end: str
 ) -> None:
     engine, runner = build_engine()
-    engine.add("a", [1], SamplingParams(**params), arrival=0.0, resumed=(ResumedOutput(0, tuple(output)),))  # type: ignore[arg-type]
+    engine.add(
+        EngineRequest(
+            "a", [1], SamplingParams(**params), arrival_time=0.0, resumed=(ResumedOutput(0, tuple(output)),)
+        )
+    )  # type: ignore[arg-type]
 
     assert run(engine) == {"a": ([], "", end)}
     assert runner.steps == []
@@ -122,7 +128,7 @@ def test_a_resumed_request_that_was_at_its_end_only_ends(
 def test_text_held_at_the_crash_is_told_by_the_next_engine() -> None:
     engine, _ = build_engine()
     params = SamplingParams(max_tokens=2, stop=("<100><7",))
-    engine.add("a", [1], params, arrival=0.0, resumed=(ResumedOutput(0, (100,)),))
+    engine.add(EngineRequest("a", [1], params, arrival_time=0.0, resumed=(ResumedOutput(0, (100,)),)))
 
     assert run(engine) == {"a": ([101], "<100><101>", "length")}
 
@@ -131,7 +137,11 @@ def test_more_tokens_than_this_engine_takes_end_and_repeat_no_text() -> None:
     engine, _ = build_engine(max_model_len=6)
     tokens = (100, 101, 102, 103, 104, 105, 106)
     # The fifth fills this engine; what was held there was told with the sixth.
-    engine.add("a", [1], SamplingParams(stop=("<104><9",)), arrival=0.0, resumed=(ResumedOutput(0, tokens),))
+    engine.add(
+        EngineRequest(
+            "a", [1], SamplingParams(stop=("<104><9",)), arrival_time=0.0, resumed=(ResumedOutput(0, tokens),)
+        )
+    )
 
     assert run(engine) == {"a": ([], "", "length")}
 

@@ -14,7 +14,7 @@ MOVES = {
 
 
 def at(status: SequenceStatus) -> Sequence:
-    sequence = Sequence("r", [1, 2, 3], SamplingParams(), arrival=0.0)
+    sequence = Sequence("r", [1, 2, 3], SamplingParams(), arrival_time=0.0)
     if status is not SequenceStatus.WAITING:
         sequence.admit(slot=0)
         sequence.num_computed_tokens = 3
@@ -55,7 +55,7 @@ def test_preemption_keeps_tokens_and_arrival_and_gives_up_what_was_computed() ->
     assert sequence.token_ids == [1, 2, 3, 9]
     assert (sequence.get_prompt_len(), sequence.num_output_tokens) == (3, 1)
     assert sequence.num_uncomputed_tokens == 4
-    assert sequence.arrival == 0.0
+    assert sequence.arrival_time == 0.0
 
 
 NAN, INF = float("nan"), float("inf")

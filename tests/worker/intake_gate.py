@@ -1,4 +1,4 @@
-"""An intake in one thread, against a real server: its arrivals and publishes can be looked at."""
+"""An intake in one thread, against a real server: its prepared tasks and publishes can be looked at."""
 
 import threading
 
@@ -7,7 +7,7 @@ import redis
 from tests.worker.workshop import new_metrics, served_model
 from tokenmill.protocol.claim_order import ClaimOrder
 from tokenmill.protocol.store.task_store import TaskStore
-from worker.inbox import EngineRequest, Inbox
+from worker.inbox import Inbox, PreparedTask
 from worker.intake import Intake, PrefetchLimit
 from worker.isolation import IsolatedRetries
 from worker.loop import Load
@@ -24,7 +24,7 @@ class Impatient(threading.Event):
 
 
 class Gate:
-    """An intake whose arrivals and publishes can be looked at."""
+    """An intake whose prepared tasks and publishes can be looked at."""
 
     def __init__(self, client: "redis.Redis", model: ServedModel | None = None, slots: int = 8) -> None:
         self.client = client
@@ -62,9 +62,9 @@ class Gate:
             wake=wake,
         )
 
-    def turn(self) -> list[EngineRequest]:
+    def turn(self) -> list[PreparedTask]:
         self.intake.turn()
-        return [message for message in self.inbox.take(0) if isinstance(message, EngineRequest)]
+        return [message for message in self.inbox.take(0) if isinstance(message, PreparedTask)]
 
     def hand_back(self) -> None:
         TaskStore(self.client).hand_back(self.owned_tasks.owners())

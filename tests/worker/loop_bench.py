@@ -6,9 +6,10 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.engine import QueuePosition
 from engine.outputs import SequenceOutput, StepOutput, StepReport, WaitingReason
+from engine.requests.engine_request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tokenmill.protocol.messages import TaskError
-from worker.inbox import EngineRequest, Inbox, Quiesce, RetryIsolated
+from worker.inbox import Inbox, PreparedTask, Quiesce, RetryIsolated
 from worker.loop import Loop
 from worker.ownership import OwnedTasks, Ownership
 from worker.watchdog import Observers, Watchdog
@@ -37,11 +38,11 @@ class ScriptedEngine:
     def num_running(self) -> int:
         return len(self.live)
 
-    def add(self, request_id: str, *args: Any, **options: Any) -> None:
+    def add(self, request: EngineRequest) -> None:
         if self.refusal:
             raise self.refusal
-        self.calls.append(("add", request_id))
-        self.live.append(request_id)
+        self.calls.append(("add", request.request_id))
+        self.live.append(request.request_id)
 
     def cancel(self, request_id: str) -> bool:
         self.calls.append(("cancel", request_id))
@@ -126,7 +127,7 @@ class Bench:
 
     def arrive(self, ownership: Ownership, prompt_field: str = "prompt") -> None:
         self.owned_tasks.take(ownership)
-        self.inbox.put(engine_request_of(ownership, prompt_field))
+        self.inbox.put(prepared_task(ownership, prompt_field))
 
     def quiesce(self, ownership: Ownership) -> threading.Event:
         self.owned_tasks.take(ownership)
@@ -135,18 +136,13 @@ class Bench:
         return heard
 
     def try_alone(self, ownership: Ownership) -> None:
-        self.inbox.put(RetryIsolated(ownership, lambda: engine_request_of(ownership)))
+        self.inbox.put(RetryIsolated(ownership, lambda: prepared_task(ownership)))
 
     @property
     def stepped(self) -> list[str]:
         return [who for what, who in self.engine.calls if what == "step"]
 
 
-def engine_request_of(ownership: Ownership, prompt_field: str = "prompt") -> EngineRequest:
-    return EngineRequest(
-        ownership=ownership,
-        prompt_token_ids=[1],
-        params=SamplingParams(),
-        accepted_at=1.0,
-        prompt_field=prompt_field,
-    )
+def prepared_task(ownership: Ownership, prompt_field: str = "prompt") -> PreparedTask:
+    request = EngineRequest(ownership.request_id, [1], SamplingParams(), arrival_time=1.0)
+    return PreparedTask(ownership, request, prompt_field=prompt_field)

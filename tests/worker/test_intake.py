@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import redis
 
-from engine.outputs import SequenceOutput
-from engine.requests.deadlines import NO_DEADLINES, Deadlines, ResumedOutput
+from engine.outputs import ResumedOutput, SequenceOutput
+from engine.requests.deadlines import NO_DEADLINES, Deadlines
 from engine.sequence import FinishReason
 from tests.worker.intake_gate import Gate
 from tests.worker.workshop import (
@@ -21,7 +21,7 @@ from tests.worker.workshop import (
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import FinishedEvent, LogEntry
 from tokenmill.protocol.store.task_store import TaskStore
-from worker.inbox import Discard, EngineRequest
+from worker.inbox import Discard, PreparedTask
 from worker.intake import PrefetchLimit
 from worker.loop import Load
 from worker.ownership import OwnedTasks, Ownership
@@ -126,7 +126,7 @@ def test_the_prompt_is_stored_and_never_rendered_again(redis_client: "redis.Redi
     """A template may tell the date: a resumed request goes on after the prompt that it began with."""
     task = submit(redis_client, messages=({"role": "user", "content": "four"},))
     gate = Gate(redis_client)
-    (arrival,) = gate.turn()
+    (prepared,) = gate.turn()
     gate.publisher.turn()
     gate.hand_back()
 
@@ -136,9 +136,9 @@ def test_the_prompt_is_stored_and_never_rendered_again(redis_client: "redis.Redi
 
     (again,) = Gate(redis_client, served_model(Tomorrow())).turn()
 
-    assert arrival.prompt_token_ids == again.prompt_token_ids == [1, 4, 2]
+    assert prepared.request.prompt_token_ids == again.request.prompt_token_ids == [1, 4, 2]
     assert again.ownership.task_id == task
-    assert again.ownership.owner != arrival.ownership.owner
+    assert again.ownership.owner != prepared.ownership.owner
 
 
 def test_another_model_under_the_same_name_fails_the_resume(redis_client: "redis.Redis") -> None:
@@ -163,9 +163,9 @@ def test_another_model_under_the_same_name_fails_the_resume(redis_client: "redis
 def test_a_resumed_request_brings_its_tokens(redis_client: "redis.Redis") -> None:
     submit(redis_client)
     gate = Gate(redis_client)
-    (arrival,) = gate.turn()
+    (prepared,) = gate.turn()
     gate.publisher.turn()
-    stream = Stream(arrival.ownership)
+    stream = Stream(prepared.ownership)
     for token in (7, 8):
         stream.add(SequenceOutput(request_id="", token_id=token, text=f"<{token}>"))
     TaskStore(redis_client).publish([stream.to_write()])
@@ -173,8 +173,8 @@ def test_a_resumed_request_brings_its_tokens(redis_client: "redis.Redis") -> Non
 
     (again,) = Gate(redis_client).turn()
 
-    assert again.resumed == (ResumedOutput(0, (7, 8)),)
-    assert arrival.resumed == ()
+    assert again.request.resumed == (ResumedOutput(0, (7, 8)),)
+    assert prepared.request.resumed == ()
 
 
 def test_an_ended_log_is_settled_and_not_run(redis_client: "redis.Redis") -> None:
@@ -230,7 +230,7 @@ def test_a_task_that_comes_back_unnoticed_replaces_its_earlier_attempt(redis_cli
     gate.publisher.turn()
 
     assert discard == Discard(first.ownership)
-    assert isinstance(second, EngineRequest)
+    assert isinstance(second, PreparedTask)
     assert gate.owned_tasks.owners() == dict([second.ownership])
     assert gate.publisher._streams.keys() == {second.ownership.request_id}
     assert gate.metrics._lost._value.get() == 1
@@ -271,9 +271,9 @@ def test_a_limit_that_an_earlier_attempt_kept_is_not_set_again(redis_client: "re
     left: list[Deadlines] = []
     for facts, tokens in (({}, 0), ({"scheduled": "0"}, 0), ({}, 1)):
         gate = Gate(redis_client)
-        (arrival,) = gate.turn()
-        left.append(arrival.deadlines)
-        stream = Stream(arrival.ownership)
+        (prepared,) = gate.turn()
+        left.append(prepared.request.deadlines)
+        stream = Stream(prepared.ownership)
         stream.note(facts)
         for _ in range(tokens):
             stream.add(SequenceOutput(request_id="", token_id=7, text="<7>"))
@@ -290,8 +290,8 @@ def test_a_limit_that_an_earlier_attempt_kept_is_not_set_again(redis_client: "re
 def test_a_resumed_request_brings_each_of_its_outputs(redis_client: "redis.Redis") -> None:
     submit(redis_client, sampling={"n": 4})
     gate = Gate(redis_client)
-    (arrival,) = gate.turn()
-    stream = Stream(arrival.ownership, num_outputs=4)
+    (prepared,) = gate.turn()
+    stream = Stream(prepared.ownership, num_outputs=4)
     for index, token in ((2, 7), (0, 8), (2, 9)):
         stream.add(SequenceOutput(request_id="", index=index, token_id=token, text=f"<{token}>"))
     stream.add(SequenceOutput(request_id="", index=2, finish_reason=FinishReason.LENGTH))
@@ -301,7 +301,7 @@ def test_a_resumed_request_brings_each_of_its_outputs(redis_client: "redis.Redis
 
     (again,) = Gate(redis_client).turn()
 
-    assert again.resumed == (
+    assert again.request.resumed == (
         ResumedOutput(0, (8,)),
         ResumedOutput(2, (7, 9), FinishReason.LENGTH),
         ResumedOutput(3, (), FinishReason.ERROR),

@@ -12,7 +12,7 @@ from tests.worker.workshop import die_with_all, ended, submit
 from tokenmill.protocol import keys
 from tokenmill.protocol.records import TaskPhase
 from tokenmill.protocol.store.task_store import Claimed, TaskStore
-from worker.inbox import EngineRequest, Inbox, Message, Quiesce, Resume, RetryIsolated
+from worker.inbox import Inbox, Message, PreparedTask, Quiesce, Resume, RetryIsolated
 from worker.isolation import IsolatedRetries
 from worker.ownership import Ownership
 
@@ -203,10 +203,10 @@ def trying(redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch) -> Tryi
 
 
 def test_suspects_wait_and_the_others_go_on_meanwhile(trying: Trying) -> None:
-    arrival, quiesce = trying.look()
+    prepared, quiesce = trying.look()
 
-    assert isinstance(arrival, EngineRequest)
-    assert arrival.ownership.task_id == trying.other
+    assert isinstance(prepared, PreparedTask)
+    assert prepared.ownership.task_id == trying.other
     assert isinstance(quiesce, Quiesce)
     assert quiesce.ownership.task_id == trying.suspects[0]
     assert trying.standing(trying.suspects[0]) == "untouched", "nothing is recorded yet"
@@ -222,9 +222,9 @@ def test_a_trial_is_recorded_before_it_begins(trying: Trying) -> None:
     assert trial.ownership.task_id == trying.suspects[0]
     phases = [trying.standing(one) for one in (*trying.suspects, trying.other)]
     assert phases == ["alone", "untouched", "untouched"]
-    arrival = trial.prepare()
-    assert arrival is not None
-    assert arrival.ownership == trial.ownership
+    prepared = trial.prepare()
+    assert prepared is not None
+    assert prepared.ownership == trial.ownership
 
 
 def test_nothing_is_claimed_while_one_is_tried_or_soon_will_be(trying: Trying) -> None:
@@ -238,9 +238,9 @@ def test_nothing_is_claimed_while_one_is_tried_or_soon_will_be(trying: Trying) -
     assert not trying.client.hexists(keys.run(late), "owner")
 
     trying.trials.finish(quiesce.ownership)
-    resume, arrival, again = trying.look()
+    resume, prepared, again = trying.look()
     assert resume == Resume(quiesce.ownership)
-    assert isinstance(arrival, EngineRequest), "others have a turn between two trials"
+    assert isinstance(prepared, PreparedTask), "others have a turn between two trials"
     assert isinstance(again, Quiesce)
     assert again.ownership.task_id == trying.suspects[1]
 

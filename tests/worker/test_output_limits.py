@@ -78,42 +78,43 @@ def test_an_output_ends_at_its_limit_and_the_task_says_so(
     sampling: dict[str, Any], length: int, max_tokens: int, bound_by: str
 ) -> None:
     """A task that the API took is not refused by the worker."""
-    arrival = Preparation(model_with(max_sequence_tokens=length)).arrival(claimed(sampling))
+    prepared = Preparation(model_with(max_sequence_tokens=length)).prepare(claimed(sampling))
 
-    assert arrival.output_limit is not None
-    assert json.loads(arrival.output_limit.to_json()) == {
+    assert prepared.output_limit is not None
+    assert json.loads(prepared.output_limit.to_json()) == {
         "max_tokens": max_tokens,
         "requested": sampling.get("max_tokens"),
         "bound_by": bound_by,
     }
-    assert arrival.params.max_tokens == max_tokens
-    assert arrival.params.min_tokens <= max_tokens
+    assert prepared.request.params.max_tokens == max_tokens
+    assert prepared.request.params.min_tokens <= max_tokens
 
 
 def test_log_probabilities_of_a_prompt_are_refused_beyond_the_bound() -> None:
     preparation = Preparation(model_with())
-    assert preparation.arrival(claimed({"prompt_logprobs": 20}, prompt=(1,) * 11_915))
+    assert preparation.prepare(claimed({"prompt_logprobs": 20}, prompt=(1,) * 11_915))
     with pytest.raises(RequestRefused, match="prompt_logprobs"):
-        preparation.arrival(claimed({"prompt_logprobs": 20}, prompt=(1,) * 11_916))
+        preparation.prepare(claimed({"prompt_logprobs": 20}, prompt=(1,) * 11_916))
 
 
 def test_the_models_defaults_hold_for_what_is_not_given() -> None:
     """vllm follows `generation_config.json` by default; mlx-vlm#1331: it was ignored, and nothing said so."""
     preparation = Preparation(model_with(default_sampling=DEFAULTS))
 
-    params = preparation.arrival(claimed({"seed": 7})).params
+    params = preparation.prepare(claimed({"seed": 7})).request.params
     assert (params.temperature, params.top_k, params.max_tokens, params.seed) == (0.6, 20, 50, 7)
     given = {"temperature": 1, "top_k": 0, "max_tokens": 70}
-    params = preparation.arrival(claimed(given)).params
+    params = preparation.prepare(claimed(given)).request.params
     assert (params.temperature, params.top_k, params.max_tokens) == (1, 0, 70)
-    assert preparation.arrival(claimed({"temperature": None})).params.temperature == 0.6
-    limit = preparation.arrival(claimed()).output_limit
+    assert preparation.prepare(claimed({"temperature": None})).request.params.temperature == 0.6
+    limit = preparation.prepare(claimed()).output_limit
     assert limit is not None
     assert (limit.requested, limit.bound_by) == (None, "generation_config")
 
 
 def test_a_default_makes_no_request_wrong() -> None:
-    params = Preparation(model_with(default_sampling=DEFAULTS)).arrival(claimed({"min_tokens": 60})).params
+    preparation = Preparation(model_with(default_sampling=DEFAULTS))
+    params = preparation.prepare(claimed({"min_tokens": 60})).request.params
     assert (params.min_tokens, params.max_tokens) == (60, 60)
 
 
@@ -122,6 +123,6 @@ def test_a_resumed_task_keeps_the_defaults_that_it_was_begun_with(stored: str, t
     """Whatever the worker that goes on with it would use."""
     task = claimed(prompt_token_ids=(1, 2, 3), fingerprint="f1", sampling_defaults=stored)
     for own in ({}, {"temperature": 0.1, "top_k": 3}):
-        arrival = Preparation(model_with(default_sampling=own)).arrival(task)
-        assert arrival.params.temperature == temperature
-        assert arrival.params.top_k == 0
+        prepared = Preparation(model_with(default_sampling=own)).prepare(task)
+        assert prepared.request.params.temperature == temperature
+        assert prepared.request.params.top_k == 0

@@ -36,13 +36,14 @@ class Tokenmill:
         return {"torch": torch.__version__, "attention": execution.attention}
 
     def run(self, requests: list[Request]) -> list[Served]:
+        from engine.requests.engine_request import EngineRequest
         from engine.sampling_params import SamplingParams
 
         seconds = host_seconds = 0.0
 
         def add(place: int, request: Request) -> None:
             params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True)
-            self._engine.add(str(place), request.prompt, params, arrival=float(place))
+            self._engine.add(EngineRequest(str(place), request.prompt, params, arrival_time=float(place)))
 
         def step() -> list[tuple[int, int]]:
             nonlocal seconds, host_seconds

@@ -159,7 +159,7 @@ def _parts(rows: list[tuple[int, int]]) -> list[Part]:
 def _sequence(slot: int, length: int, vocab_size: int, num_sequences: int, num_blocks: int) -> Sequence:
     """Tokens of its own; its blocks lie apart, as they do in a pool that has been in use."""
     token_ids = [1 + (slot * length + at) * 37 % (vocab_size - 1) for at in range(length)]
-    sequence = Sequence(f"trial-{slot}", token_ids, SamplingParams(), arrival=0.0)
+    sequence = Sequence(f"trial-{slot}", token_ids, SamplingParams(), arrival_time=0.0)
     sequence.admit(slot)
     sequence.block_table = list(range(1 + slot, num_blocks, num_sequences))
     return sequence

@@ -126,7 +126,7 @@ def _run(runner: ModelRunner, sequences: list[Sequence]) -> list[torch.Tensor]:
 
 
 def _sequence(slot: int, token_ids: list[int]) -> Sequence:
-    sequence = Sequence(f"trial-{slot}", token_ids, SamplingParams(), arrival=0.0)
+    sequence = Sequence(f"trial-{slot}", token_ids, SamplingParams(), arrival_time=0.0)
     sequence.admit(slot)
     # One counts up from the pool's start, one down from its end.
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)

@@ -121,7 +121,7 @@ def _batch(block_size: int, device: torch.device) -> tuple[AttentionBatch, int]:
     builder = InputBuilder(len(PARTS), max(end for _, end in PARTS), block_size)
     items, num_blocks = [], 1
     for slot, (start, end) in enumerate(PARTS):
-        sequence = Sequence(f"self-check-{slot}", [0] * end, SamplingParams(), arrival=0.0)
+        sequence = Sequence(f"self-check-{slot}", [0] * end, SamplingParams(), arrival_time=0.0)
         sequence.admit(slot)
         width = -(-end // block_size)
         # Backwards: a kernel that counts blocks up instead of reading the table is found.

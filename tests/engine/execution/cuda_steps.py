@@ -156,7 +156,7 @@ def step_of(
     items = []
     for at, (who, start, end) in enumerate(parts):
         given = SamplingParams(max_tokens=50, **params[at % len(params)])
-        sequence = Sequence(f"{who}", [1 + who] * (end - 1) or [1], given, arrival=0.0)
+        sequence = Sequence(f"{who}", [1 + who] * (end - 1) or [1], given, arrival_time=0.0)
         if constraints is not None:
             sequence.constraints = constraints
         if end - start == 1 and start:

@@ -7,8 +7,9 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import NeverFits
-from engine.outputs import SequenceOutput
-from engine.requests.deadlines import NO_DEADLINES, Deadlines, ResumedOutput
+from engine.outputs import ResumedOutput, SequenceOutput
+from engine.requests.deadlines import NO_DEADLINES, Deadlines
+from engine.requests.engine_request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.steps.pipeline import AsyncExecutor
 from tests.engine.execution.simulated_device import (
@@ -114,13 +115,15 @@ class Served:
         """Raises `NeverFits`."""
         self._num_added += 1
         self.engine.add(
-            name,
-            asked.prompt,
-            asked.params,
-            arrival=float(self._num_added),
-            priority=asked.priority,
-            deadlines=asked.deadlines,
-            resumed=resumed,
+            EngineRequest(
+                name,
+                asked.prompt,
+                asked.params,
+                arrival_time=float(self._num_added),
+                priority=asked.priority,
+                deadlines=asked.deadlines,
+                resumed=resumed,
+            )
         )
 
     def step(self, only: str | None = None) -> tuple[SequenceOutput, ...]:

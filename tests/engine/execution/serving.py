@@ -14,6 +14,7 @@ from engine.execution.runner.inputs import InputBuilder
 from engine.execution.runner.model_runner import ModelRunner
 from engine.execution.sampling.sampler import Sampler
 from engine.outputs import ScheduledSequence
+from engine.requests.engine_request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from tests.engine.execution.pools import poisoned
@@ -65,7 +66,7 @@ def serve(
     """Run all requests at once to their ends."""
     engine = Engine(config, runner, Sampler(), NumberText(), eos_token_ids=frozenset(), vocab_size=VOCAB_SIZE)
     for arrival, (name, (prompt, params)) in enumerate(requests.items()):
-        engine.add(name, prompt, params, arrival=arrival)
+        engine.add(EngineRequest(name, prompt, params, arrival_time=arrival))
     token_ids: dict[str, list[int]] = {name: [] for name in requests}
     errors: dict[str, str] = {}
     num_preempted = num_found = 0
@@ -94,7 +95,7 @@ def in_slot(
     slot: int, token_ids: list[int], block_table: list[int], params: SamplingParams = GREEDY
 ) -> Sequence:
     """A running sequence, as a scheduler would hand it to a runner."""
-    sequence = Sequence(f"slot {slot}", token_ids, params, arrival=0.0)
+    sequence = Sequence(f"slot {slot}", token_ids, params, arrival_time=0.0)
     sequence.admit(slot)
     sequence.block_table = block_table
     return sequence

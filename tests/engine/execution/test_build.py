@@ -11,6 +11,7 @@ from engine.config import EngineConfig
 from engine.errors import InvalidParameter
 from engine.execution import build
 from engine.execution.build import Execution, build_execution, default_limits, model_length
+from engine.requests.engine_request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.comparer import assert_equal_tokens, reference
 from tests.tiny_models import EOS, IM_END, VOCAB_SIZE, make_model, save_model
@@ -23,7 +24,7 @@ def test_what_is_built_serves_what_transformers_generates(tiny_llama: Path) -> N
     assert (execution.dtype, execution.device) == ("float32", "cpu")
     engine = execution.new_engine()
     prompt = execution.tokenizer.render_chat([{"role": "user", "content": "What is the capital of France?"}])
-    engine.add("r", prompt, SamplingParams(temperature=0.0, max_tokens=30), arrival=0.0)
+    engine.add(EngineRequest("r", prompt, SamplingParams(temperature=0.0, max_tokens=30), arrival_time=0.0))
     token_ids: list[int] = []
     while engine.has_work:
         token_ids += [output.token_id for output in engine.step().outputs if output.token_id is not None]
@@ -119,7 +120,11 @@ def test_steps_are_launched_ahead_where_that_was_asked_for(tiny_llama: Path) -> 
 
 def generate(execution: Execution) -> list[int | None]:
     engine = execution.new_engine()
-    engine.add("a", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True), arrival=0.0)
+    engine.add(
+        EngineRequest(
+            "a", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True), arrival_time=0.0
+        )
+    )
     tokens: list[int | None] = []
     while engine.has_work:
         tokens += [one.token_id for one in engine.step().outputs]

@@ -26,6 +26,7 @@ from engine.outputs import (
     SequenceOutput,
     TokenLogprobs,
 )
+from engine.requests.engine_request import EngineRequest
 from engine.requests.grammar_compiler import GrammarCompiler
 from engine.sampling_params import SamplingParams
 from engine.steps.pipeline import AsyncExecutor
@@ -191,10 +192,10 @@ def serve(
     while to_come or engine.has_work:
         while to_come and (rng is None or not engine.has_work or rng.random() < 0.4):
             name, asked = to_come.pop(0)
-            engine.add(
-                name, asked.prompt, asked.params, arrival=arrival, priority=asked.priority,
+            engine.add(EngineRequest(
+                name, asked.prompt, asked.params, arrival_time=arrival, priority=asked.priority,
                 tenant=asked.tenant, cache_salt=asked.salt,
-            )  # fmt: skip
+            ))  # fmt: skip
             arrival += 1
         step = engine.step()
         check_running(engine.scheduler.running_queue, config.block_size)

@@ -201,7 +201,7 @@ def in_slot(slot: int, number: int) -> Sequence:
         temperature=0.0, repetition_penalty=1.5, frequency_penalty=0.4, presence_penalty=0.3, logprobs=1
     )
     bad = Constraints(bad_token_ids=((number % 10,), (3, 4)))
-    sequence = Sequence("r", [number % 7, 2], params, arrival=0.0, constraints=bad)
+    sequence = Sequence("r", [number % 7, 2], params, arrival_time=0.0, constraints=bad)
     sequence.admit(slot)
     return sequence
 

@@ -13,8 +13,8 @@ import torch
 from engine.execution.runner.async_runner import DeviceExecutor
 from engine.execution.runner.model_runner import ModelRunner
 from engine.execution.sampling.sampler import Sampler
-from engine.outputs import SequenceOutput
-from engine.requests.deadlines import ResumedOutput
+from engine.outputs import ResumedOutput, SequenceOutput
+from engine.requests.engine_request import EngineRequest
 from engine.sequence import FinishReason
 from tests.engine.execution.serving import make_runner
 from tests.engine.execution.test_feature_fuzz import ROOMY, Asked, build_engine, draw_requests
@@ -31,10 +31,10 @@ def generate(
 ) -> list[SequenceOutput]:
     launcher = DeviceExecutor(runner, Sampler(), torch.device("cpu")) if is_asynchronous else None
     engine = build_engine(runner, ROOMY, launcher)
-    engine.add(
-        "r", asked.prompt, asked.params, arrival=0.0, priority=asked.priority, tenant=asked.tenant,
+    engine.add(EngineRequest(
+        "r", asked.prompt, asked.params, arrival_time=0.0, priority=asked.priority, tenant=asked.tenant,
         cache_salt=asked.salt, resumed=resumed,
-    )  # fmt: skip
+    ))  # fmt: skip
     outputs: list[SequenceOutput] = []
     while engine.has_work:
         outputs += engine.step().outputs

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.engine import Engine
-from engine.outputs import SequenceOutput, StepOutput
-from engine.requests.deadline_heap import DeadlineHeap, Limit
-from engine.requests.deadlines import Deadlines, ResumedOutput
+from engine.outputs import ResumedOutput, SequenceOutput, StepOutput
+from engine.requests.deadlines import DeadlineHeap, Deadlines, Limit
 from engine.sequence import FinishReason
 from tests.engine.fakes import Clock, ScriptedRunner, add, build_engine, run
 
@@ -21,7 +20,7 @@ class Asked:
     met: set[Limit] = field(default_factory=set)
     num_asked: int = 0
 
-    def awaits(self, limit: Limit) -> bool:
+    def is_subject_to(self, limit: Limit) -> bool:
         self.num_asked += 1
         return limit not in self.met
 
@@ -157,7 +156,7 @@ def test_a_step_looks_at_nobody_whose_time_has_not_come() -> None:
         heap.add(request, 0.0, Deadlines(queue_seconds=10))
     before = sum(request.num_asked for request in requests)
 
-    assert heap.take_late(9.0) == []
+    assert heap.pop_expired(9.0) == []
     assert sum(request.num_asked for request in requests) == before
     assert before < 4 * len(requests), "and few are looked at while they come"
 
@@ -189,7 +188,7 @@ def test_who_is_late_is_who_awaits_a_moment_that_is_over(
         requests.append((request, {Limit.QUEUE: queue, Limit.TTFT: ttft, Limit.TOTAL: total}))
 
     for now in sorted(moments):
-        told = [request for request, _ in heap.take_late(now)]
+        told = [request for request, _ in heap.pop_expired(now)]
         expected = [
             request
             for request, limits in requests

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import InvalidParameter
-from engine.outputs import SequenceOutput
-from engine.requests.deadlines import ResumedOutput
+from engine.outputs import ResumedOutput, SequenceOutput
+from engine.requests.engine_request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.text.detokenizer import Detokenizer, final_text
 from tests.engine.fakes import (
@@ -26,7 +26,7 @@ def told_of(
     script: list[int], tokenizer: PieceTokenizer | None = None, **params: object
 ) -> list[SequenceOutput]:
     engine, _ = build_engine(ScriptedRunner({"a": script}), tokenizer=tokenizer)
-    engine.add("a", [0], SamplingParams(**params), arrival=0.0)  # type: ignore[arg-type]
+    engine.add(EngineRequest("a", [0], SamplingParams(**params), arrival_time=0.0))  # type: ignore[arg-type]
     outputs: list[SequenceOutput] = []
     while engine.has_work:
         outputs += engine.step().outputs

@@ -4,8 +4,8 @@ import pytest
 
 from engine.engine import Engine
 from engine.errors import InvalidParameter
-from engine.outputs import WaitingReason
-from engine.requests.deadlines import Deadlines, ResumedOutput
+from engine.outputs import ResumedOutput, WaitingReason
+from engine.requests.deadlines import Deadlines
 from engine.sequence import FinishReason
 from engine.structured_outputs import StructuredOutputs
 from tests.engine.fakes import Clock, ScriptedRunner, add, build_engine, run, words

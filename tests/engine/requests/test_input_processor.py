@@ -3,6 +3,7 @@
 import pytest
 
 from engine.errors import InvalidParameter
+from engine.requests.engine_request import EngineRequest
 from engine.requests.input_processor import InputProcessor, params_of_output
 from engine.sampling_params import SamplingParams
 from tests.engine.fakes import EOS, VOCAB_SIZE, PieceTokenizer, WordTokenizer, build_engine
@@ -74,7 +75,7 @@ def test_a_request_that_names_an_unknown_token_is_refused_and_leaves_nothing(
     engine, _ = build_engine()
 
     with pytest.raises(InvalidParameter) as refused:
-        engine.add("a", prompt, SamplingParams(**params), arrival=0.0)  # type: ignore[arg-type]
+        engine.add(EngineRequest("a", prompt, SamplingParams(**params), arrival_time=0.0))  # type: ignore[arg-type]
 
     assert refused.value.field == field
     assert not engine.has_work

@@ -6,8 +6,8 @@ import pytest
 
 from engine.engine import Engine
 from engine.errors import InvalidParameter, NeverFits
-from engine.outputs import SampledToken, SchedulerOutputs, SequenceOutput, WaitingReason
-from engine.requests.deadlines import ResumedOutput
+from engine.outputs import ResumedOutput, SampledToken, SchedulerOutputs, SequenceOutput, WaitingReason
+from engine.requests.engine_request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.sequence import FinishReason, Sequence
 from tests.engine.fakes import EOS, ScriptedRunner, add, build_engine, run, words
@@ -99,9 +99,9 @@ def test_siblings_wait_for_the_prompt_and_compute_only_its_tail() -> None:
 
 def test_the_prompt_is_shared_within_a_request_also_without_prefix_caching() -> None:
     engine, runner = build_engine(prefix_caching=False)
-    engine.add("a", list(range(1, 10)), SamplingParams(max_tokens=2, n=3), arrival=0.0)
+    engine.add(EngineRequest("a", list(range(1, 10)), SamplingParams(max_tokens=2, n=3), arrival_time=0.0))
     run(engine)
-    engine.add("b", list(range(1, 10)), SamplingParams(max_tokens=2, n=2), arrival=1.0)
+    engine.add(EngineRequest("b", list(range(1, 10)), SamplingParams(max_tokens=2, n=2), arrival_time=1.0))
     run(engine)
 
     for request_id, n in (("a", 3), ("b", 2)):
@@ -297,9 +297,11 @@ def test_a_report_counts_a_request_once_and_its_tokens_all() -> None:
 def test_what_outputs_find_of_each_other_is_not_told_as_cached() -> None:
     engine, _ = build_engine()
     prompt = list(range(1, 10))
-    engine.add("first", prompt, SamplingParams(max_tokens=1), arrival=0.0)
+    engine.add(EngineRequest("first", prompt, SamplingParams(max_tokens=1), arrival_time=0.0))
     engine.step()
-    engine.add("a", [*prompt[:5], 7, 7, 7, 7], SamplingParams(max_tokens=1, n=3), arrival=1.0)
+    engine.add(
+        EngineRequest("a", [*prompt[:5], 7, 7, 7, 7], SamplingParams(max_tokens=1, n=3), arrival_time=1.0)
+    )
 
     ends = [output for output in run_all(engine) if output.finish_reason]
 

@@ -31,7 +31,7 @@ class Bench:
         prompt = [number, *range(1, prompt)] if isinstance(prompt, int) else prompt
         params = fields.pop("params", None) or SamplingParams(max_tokens=max_tokens)
         held = fields.pop("held", None)
-        fields.setdefault("arrival", float(number))
+        fields.setdefault("arrival_time", float(number))
         sequence = Sequence(f"r{number}", prompt, params, **fields)  # type: ignore[arg-type]
         self.scheduler.add_sequence(sequence, held)  # type: ignore[arg-type]
         return sequence

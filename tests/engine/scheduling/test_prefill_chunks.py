@@ -12,7 +12,7 @@ def test_what_is_left_goes_to_the_first() -> None:
     config = EngineConfig(max_model_len=128, num_kv_blocks=64, max_num_batched_tokens=32, max_chunk_tokens=4)
     shares = PrefillChunks(config, SchedulingBudget.of(config))
     params = SamplingParams(max_tokens=1)
-    sequences = [Sequence(name, [1] * 100, params, arrival=0.0) for name in ("first", "second")]
+    sequences = [Sequence(name, [1] * 100, params, arrival_time=0.0) for name in ("first", "second")]
     for sequence in sequences:
         sequence.num_computed_tokens = 16
         shares.take(sequence, shares.first_chunk(sequence, 16))

@@ -15,7 +15,7 @@ def build(**limits: int) -> Scheduler:
 
 
 def arrive(scheduler: Scheduler, name: str, prompt: list[int], salt: bytes = b"") -> Sequence:
-    sequence = Sequence(name, prompt, SamplingParams(), arrival=float(name[1:]), cache_salt=salt)
+    sequence = Sequence(name, prompt, SamplingParams(), arrival_time=float(name[1:]), cache_salt=salt)
     scheduler.add_sequence(sequence)
     return sequence
 
@@ -112,7 +112,7 @@ def test_a_preempted_sequence_finds_its_own_blocks_and_computes_the_rest() -> No
 def test_one_that_had_sampled_and_misses_one_token_is_a_decode() -> None:
     scheduler = build()
     serve(scheduler, "r0", list(range(9)))
-    resumed = Sequence("r1", list(range(8)), SamplingParams(), arrival=1.0, output_token_ids=[8])
+    resumed = Sequence("r1", list(range(8)), SamplingParams(), arrival_time=1.0, output_token_ids=[8])
     scheduler.add_sequence(resumed)
 
     assert step(scheduler).decode_sequences == [resumed]
@@ -209,7 +209,7 @@ def test_what_ends_before_a_finite_row_was_sampled_leaves_nothing_to_find(
     step(scheduler)
     assert len(cache) == 2
     if where == "preempted":
-        urgent = Sequence("r2", [50], SamplingParams(), arrival=2.0, priority=0)
+        urgent = Sequence("r2", [50], SamplingParams(), arrival_time=2.0, priority=0)
         scheduler.add_sequence(urgent)
         step(scheduler, urgent)
         assert sequence.num_preemptions == 1

@@ -16,7 +16,7 @@ def build(**limits: int) -> Scheduler:
 
 def line_up(scheduler: Scheduler, *prompt_lens: int, priority: int = 2) -> list[Sequence]:
     sequences = [
-        Sequence(f"r{n}", list(range(length)), SamplingParams(), arrival=float(n), priority=priority)
+        Sequence(f"r{n}", list(range(length)), SamplingParams(), arrival_time=float(n), priority=priority)
         for n, length in enumerate(prompt_lens)
     ]
     for sequence in sequences:

@@ -125,7 +125,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 f"r{arrival}",
                 [*[1] * (prompt - 1), last],
                 params,
-                arrival=float(arrival),
+                arrival_time=float(arrival),
                 index=index,
                 priority=priority,
                 tenant=tenant,

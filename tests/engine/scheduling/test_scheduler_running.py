@@ -207,10 +207,10 @@ def test_no_slot_is_taken_by_one_that_the_step_has_no_room_for() -> None:
 
 def test_no_slot_is_taken_while_a_promoted_one_waits() -> None:
     bench = Bench(max_num_seqs=1, max_waiting_seconds=60.0)
-    running = bench.add(4, 3, priority=4, accepted=1000.0)
+    running = bench.add(4, 3, priority=4, queued_at=1000.0)
     bench.clock.now = 1000.0
     bench.step()
-    promoted = bench.add(4, 5, priority=3, accepted=0.0)
+    promoted = bench.add(4, 5, priority=3, queued_at=0.0)
     urgent = bench.add(4, 5, priority=0)
 
     while not running.is_finished():
@@ -343,7 +343,7 @@ def group(bench: Bench, n: int) -> list[Sequence]:
             [1] * 9,
             params=params,
             index=index,
-            arrival=0.0,
+            arrival_time=0.0,
             cache_salt=b"of this request alone",
             held=WaitingReason.SIBLING if index else None,
         )

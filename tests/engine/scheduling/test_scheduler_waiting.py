@@ -13,7 +13,7 @@ from tests.engine.scheduling.harness import Bench, names
 
 def test_one_that_aged_into_a_class_goes_by_its_arrival_there() -> None:
     bench = Bench(ageing_seconds=10.0)
-    aged = bench.add(priority=2, accepted=0.0)
+    aged = bench.add(priority=2, queued_at=0.0)
     bench.clock.now = 25.0
     fresh = bench.add(priority=0)
     bench.scheduler.waiting_queue.advance(25.0)
@@ -29,9 +29,9 @@ def line(bench: Bench) -> list[str]:
 def test_a_preempted_or_resumed_sequence_takes_its_old_place_in_line() -> None:
     """vllm#41951: preempted requests lost their order in the queue."""
     bench = Bench()
-    bench.add(arrival=1.0)
-    bench.add(arrival=3.0)
-    bench.add(arrival=2.0)
+    bench.add(arrival_time=1.0)
+    bench.add(arrival_time=3.0)
+    bench.add(arrival_time=2.0)
 
     assert line(bench) == ["r0", "r2", "r1"]
 
@@ -95,9 +95,9 @@ def test_the_times_of_change_agree_with_the_standings_whatever_the_rounding() ->
 
 def test_who_waited_too_long_goes_before_all_and_the_longest_waiting_first() -> None:
     bench = Bench(ageing_seconds=None, max_waiting_seconds=60.0)
-    late = bench.add(priority=4, accepted=0.0)
-    later = bench.add(priority=3, accepted=5.0)
-    fresh = bench.add(priority=0, accepted=59.0)
+    late = bench.add(priority=4, queued_at=0.0)
+    later = bench.add(priority=3, queued_at=5.0)
+    fresh = bench.add(priority=0, queued_at=59.0)
 
     for seconds, expected in ((59.0, [fresh, later, late]), (60.0, [late, fresh, later])):
         bench.scheduler.waiting_queue.advance(seconds)
@@ -109,7 +109,7 @@ def test_who_waited_too_long_goes_before_all_and_the_longest_waiting_first() -> 
 
 def test_time_spent_elsewhere_counts_and_time_spent_running_does_not() -> None:
     bench = Bench(num_kv_blocks=2, max_waiting_seconds=60.0, max_num_seqs=2)
-    old = bench.add(4, accepted=-100.0)
+    old = bench.add(4, queued_at=-100.0)
     young = bench.add(4)
     assert bench.scheduler.waiting_queue.head is old
     bench.step()
@@ -187,7 +187,7 @@ def test_a_tenant_does_not_age_past_another_by_waiting_behind_itself() -> None:
     """All of a flood has waited long; it was served all the time."""
     bench = Bench(max_num_seqs=1, ageing_seconds=10.0, max_waiting_seconds=20.0)
     for _ in range(6):
-        bench.add(8, 1, tenant="flood", accepted=-100.0)
+        bench.add(8, 1, tenant="flood", queued_at=-100.0)
     bench.step()
     modest = bench.add(8, 1, tenant="modest")
     assert names(bench.step()) == ["r1"], "until now nobody else waited, so it had been promoted"
@@ -205,7 +205,7 @@ def test_one_that_is_not_served_ages_whoever_else_waits() -> None:
 
 
 def serve(fair: FairShare, tenant: str, num_tokens: int) -> None:
-    sequence = Sequence("r", [1] * num_tokens, SamplingParams(), arrival=0.0, tenant=tenant)
+    sequence = Sequence("r", [1] * num_tokens, SamplingParams(), arrival_time=0.0, tenant=tenant)
     fair.joins(tenant)
     fair.charge(sequence)
     fair.leaves(tenant)
@@ -214,12 +214,12 @@ def serve(fair: FairShare, tenant: str, num_tokens: int) -> None:
 def test_a_head_waits_anew_also_when_another_of_its_line_is_served() -> None:
     """As when a request is tried alone: it is taken from wherever it stands."""
     bench = Bench(ageing_seconds=3.0, max_num_seqs=1)
-    head = bench.add(priority=4, tenant="served", accepted=0.0)
+    head = bench.add(priority=4, tenant="served", queued_at=0.0)
     dear = bench.add(12, 1, priority=0, tenant="other")
     assert names(bench.step()) == [dear.request_id]
     bench.clock.now = 3.0
-    tried = bench.add(priority=4, tenant="served", accepted=3.0)
-    other = bench.add(priority=3, tenant="other", accepted=3.0)
+    tried = bench.add(priority=4, tenant="served", queued_at=3.0)
+    other = bench.add(priority=3, tenant="other", queued_at=3.0)
     bench.step(tried)
 
     assert tried.status is not SequenceStatus.WAITING

@@ -69,7 +69,7 @@ def give_up(bench: Bench, kept: set[Sequence], patience: float = PATIENCE_SECOND
     Nobody could serve in bounded time all that these streams ask for: they are to keep one out, not to wait.
     """
     line = bench.scheduler.waiting_queue
-    bench.end(*(one for one in list(line) if one not in kept and bench.clock.now - one.accepted > patience))
+    bench.end(*(one for one in list(line) if one not in kept and bench.clock.now - one.queued_at > patience))
 
 
 @pytest.mark.parametrize("policy", ["fifo", "skip_ahead"])

@@ -52,7 +52,7 @@ class Device:
 
 def asking(name: str, *, samples: bool = True, number: int | None = 0) -> ScheduledSequence:
     params = SamplingParams(prompt_logprobs=number)
-    return ScheduledSequence(Sequence(name, [1, 2, 3], params, arrival=0.0), 0, 3, 0, samples)
+    return ScheduledSequence(Sequence(name, [1, 2, 3], params, arrival_time=0.0), 0, 3, 0, samples)
 
 
 def run(device: Device, *items: ScheduledSequence) -> ExecutedStep:

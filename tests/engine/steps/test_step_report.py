@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.outputs import FinishedSequence, Waited, WaitingReason
-from engine.requests.deadlines import ResumedOutput
+from engine.outputs import FinishedSequence, ResumedOutput, Waited, WaitingReason
+from engine.requests.engine_request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.engine.fakes import Clock, add, build_engine
 
@@ -57,7 +57,11 @@ def test_a_report_counts_each_event_once() -> None:
 
 def test_a_resumed_request_waits_and_starts_only_once() -> None:
     engine, _ = build_engine()
-    engine.add("a", [1, 2], SamplingParams(max_tokens=4), arrival=0.0, resumed=(ResumedOutput(0, (100,)),))
+    engine.add(
+        EngineRequest(
+            "a", [1, 2], SamplingParams(max_tokens=4), arrival_time=0.0, resumed=(ResumedOutput(0, (100,)),)
+        )
+    )
 
     reports = []
     while engine.has_work:
@@ -79,10 +83,12 @@ def test_a_resumed_request_starts_also_where_all_its_prompt_is_found(
     engine, _ = build_engine(prefix_caching=caches)
     add(engine, "beside", 3, max_tokens=30)
     prompt = list(range(1, 9))
-    engine.add("before", prompt, SamplingParams(max_tokens=1), arrival=1.0)
+    engine.add(EngineRequest("before", prompt, SamplingParams(max_tokens=1), arrival_time=1.0))
     assert set(engine.step().started) == {"beside", "before"}
     resumed = tuple(ResumedOutput(index, (100,)) for index in range(n))
-    engine.add("a", prompt, SamplingParams(max_tokens=4, n=n), arrival=2.0, resumed=resumed)
+    engine.add(
+        EngineRequest("a", prompt, SamplingParams(max_tokens=4, n=n), arrival_time=2.0, resumed=resumed)
+    )
 
     steps = [engine.step() for _ in range(6)]
 
@@ -94,7 +100,11 @@ def test_a_resumed_request_starts_also_where_all_its_prompt_is_found(
 
 def test_time_spent_in_line_elsewhere_counts() -> None:
     engine, _ = build_engine()
-    engine.add("a", [1], SamplingParams(max_tokens=1), priority=3, arrival=0.0, waited_seconds=5.0)
+    engine.add(
+        EngineRequest(
+            "a", [1], SamplingParams(max_tokens=1), priority=3, arrival_time=0.0, waited_seconds=5.0
+        )
+    )
 
     report = engine.step().report
 

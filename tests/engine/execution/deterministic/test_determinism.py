@@ -24,6 +24,7 @@ from engine.execution.deterministic.self_check import agreeing_row_counts
 from engine.execution.runner.inputs import InputBuilder
 from engine.execution.sampling.sampler import Sampler
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
+from engine.requests.engine_request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.steps.fault_isolation import Runner
 from tests.engine.execution.pools import cpu_shape
@@ -96,7 +97,7 @@ def run(config: EngineConfig, runner: Runner, sampler: Recorder, requests: Reque
     """Returns how often a sequence was preempted, and how many tokens were found in the cache."""
     engine = Engine(config, runner, sampler, NumberText(), eos_token_ids=frozenset(), vocab_size=VOCAB_SIZE)
     for arrival, (name, (prompt, params)) in enumerate(requests.items()):
-        engine.add(name, prompt, params, arrival=arrival)
+        engine.add(EngineRequest(name, prompt, params, arrival_time=arrival))
     num_preempted = num_found = 0
     while engine.has_work:
         step = engine.step()
@@ -168,7 +169,7 @@ def test_the_rows_can_differ() -> None:
             vocab_size=VOCAB_SIZE,
         )
         for arrival, (name, (prompt, params)) in enumerate(requests.items()):
-            engine.add(name, prompt, params, arrival=arrival)
+            engine.add(EngineRequest(name, prompt, params, arrival_time=arrival))
         while engine.has_work:
             engine.step()
         return recorder.rows

@@ -11,6 +11,7 @@ from engine.errors import InvalidParameter
 from engine.execution.build import Execution, build_execution
 from engine.execution.loading import default_model as module
 from engine.execution.loading.default_model import DEFAULT_MODEL, NAME, convert, default_model, find_gguf
+from engine.requests.engine_request import EngineRequest
 from engine.sampling_params import SamplingParams
 
 
@@ -25,7 +26,7 @@ def execution(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFact
 def answer(execution: Execution, question: str) -> str:
     engine = execution.new_engine()
     prompt = execution.tokenizer.render_chat([{"role": "user", "content": question}])
-    engine.add("r", prompt, SamplingParams(temperature=0.0, max_tokens=16), arrival=0.0)
+    engine.add(EngineRequest("r", prompt, SamplingParams(temperature=0.0, max_tokens=16), arrival_time=0.0))
     text = ""
     while engine.has_work:
         for output in engine.step().outputs:

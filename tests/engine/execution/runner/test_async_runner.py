@@ -32,7 +32,7 @@ class NeverRun:
 
 def takes(device: torch.device, samples: bool = True, output: int = 1, **params: object) -> bool:
     sequence = Sequence(
-        "a", [1, 2, 3], SamplingParams(**params), arrival=0.0, output_token_ids=[4] * output  # type: ignore[arg-type]
+        "a", [1, 2, 3], SamplingParams(**params), arrival_time=0.0, output_token_ids=[4] * output  # type: ignore[arg-type]
     )  # fmt: skip
     return DeviceExecutor(NeverRun(), Sampler(), device).takes(part(sequence, 0, 3, 2, samples))
 
@@ -72,7 +72,7 @@ def test_what_needs_the_host(params: dict[str, object]) -> None:
 
 
 def test_bad_words_need_the_host() -> None:
-    sequence = Sequence("a", [1], GREEDY, arrival=0.0, constraints=Constraints(bad_token_ids=((3,),)))
+    sequence = Sequence("a", [1], GREEDY, arrival_time=0.0, constraints=Constraints(bad_token_ids=((3,),)))
     assert not DeviceExecutor(NeverRun(), Sampler(), CPU).takes(part(sequence, 0, 1, 0, samples=True))
 
 

@@ -68,7 +68,7 @@ def row(
         "r",
         prompt or [1],
         params,
-        arrival=0.0,
+        arrival_time=0.0,
         output_token_ids=[1] * index if output is None else output,
         constraints=Constraints(**constraints),
     )

@@ -167,7 +167,7 @@ def test_sampling_takes_the_last_of_the_wanted_rows() -> None:
 def test_output_tokens_are_no_part_of_a_prompt() -> None:
     """After a preemption, prompt and output are computed again together."""
     sequence = Sequence(
-        "r", [1, 2, 3], SamplingParams(prompt_logprobs=0), arrival=0.0, output_token_ids=[4, 5]
+        "r", [1, 2, 3], SamplingParams(prompt_logprobs=0), arrival_time=0.0, output_token_ids=[4, 5]
     )
     logits = random_logits(5, 20)
     item = ScheduledSequence(sequence, 0, 5, 0, True)

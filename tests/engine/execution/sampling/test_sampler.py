@@ -223,7 +223,7 @@ def test_the_global_random_state_is_left_alone() -> None:
 
 
 def test_nothing_sampled_from_nothing() -> None:
-    item = ScheduledSequence(Sequence("r", [1, 2], SamplingParams(), arrival=0.0), 0, 2, 2, False)
+    item = ScheduledSequence(Sequence("r", [1, 2], SamplingParams(), arrival_time=0.0), 0, 2, 2, False)
     assert Sampler().sample(torch.empty(0, 10), (item,)) == []
 
 

@@ -26,7 +26,7 @@ any_params = st.builds(
 
 
 def in_slot(params: SamplingParams, slot: int | None) -> Sequence:
-    sequence = Sequence("r", [1], params, arrival=0.0)
+    sequence = Sequence("r", [1], params, arrival_time=0.0)
     if slot is not None:
         sequence.admit(slot)
     return sequence

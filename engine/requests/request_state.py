@@ -6,9 +6,8 @@ nothing about other requests; knows no scheduler.
 
 from dataclasses import dataclass, field
 
-from engine.outputs import SampledToken, SequenceOutput, TokenLogprobs
-from engine.requests.deadline_heap import Limit
-from engine.requests.deadlines import ResumedOutput
+from engine.outputs import ResumedOutput, SampledToken, SequenceOutput, TokenLogprobs
+from engine.requests.deadlines import Limit
 from engine.requests.stop_rules import StopRules
 from engine.sampling_params import SamplingParams
 from engine.sequence import FinishReason, Sequence
@@ -22,7 +21,7 @@ class RequestTimes:
     `started`: when the step that first scheduled it was decided; set when that step is reported.
     """
 
-    accepted: float
+    queued_at: float
     priority: int = 2
     resumed: bool = False
     started: float | None = None
@@ -123,8 +122,8 @@ class Request:
     def needs_grammar(self) -> bool:
         return self.params.structured_outputs is not None
 
-    def awaits(self, limit: Limit) -> bool:
-        """See `engine.requests.deadline_heap.Timed`. The tokens of an earlier engine count."""
+    def is_subject_to(self, limit: Limit) -> bool:
+        """See `engine.requests.deadlines.Timed`. The tokens of an earlier engine count."""
         times = self.times
         if limit is Limit.QUEUE:
             is_met = times.resumed or any(one.sequence.scheduled_at is not None for one in self.outputs)
