@@ -88,7 +88,7 @@ class Execution:
             eos_token_ids=self.eos_token_ids,
             vocab_size=self.vocab_size,
             grammar_compiler=self.grammar_compiler,
-            launcher=self.launcher,
+            async_executor=self.launcher,
         )
 
 

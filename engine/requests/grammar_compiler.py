@@ -1,9 +1,8 @@
-"""Grammars are compiled here, off the step loop, in threads of their own.
+"""Compiles grammars in background threads.
 
-Law: a grammar that is bad, slow or never done fails the requests that asked for it, and nothing else. A
-thread inside a library cannot be stopped, so one that is over its time is written off: its requests get their
-answer, another thread takes its place, and there is a limit to all threads together. Knows no grammar
-library and no sequences.
+A grammar that is invalid, slow or never done fails only the requests that use it. A thread inside a library
+cannot be stopped, so a thread that exceeds the timeout is abandoned: its requests fail, another thread
+replaces it, and the number of all threads is limited.
 """
 
 import threading
@@ -16,35 +15,35 @@ from engine.constraints import Grammar
 from engine.structured_outputs import StructuredOutputs
 
 GrammarFactory = Callable[[], Grammar]
-"""Gives a fresh grammar, at the start of its text, for one output."""
+"""Returns a new grammar at the start of its text, for one output."""
 
 Compiled = GrammarFactory | str
-"""What became of a grammar: a factory, or what is wrong with it, in words for the user."""
+"""The result of a compilation: a factory, or an error message for the user."""
 
 _Content = tuple[str, str]
 
-BUSY = "all compilers of grammars are held up by grammars that take too long; try again later"
+BUSY = "all grammar compilers are blocked by slow grammars; try again later"
 
 
 class Backend(Protocol):
     """A grammar library with a model's tokenizer; called by several threads at once."""
 
     def check(self) -> None:
-        """Raises `InvalidParameter` where it can serve no request at all; takes no time."""
+        """Raises `InvalidParameter` if it supports no request at all; returns at once."""
         ...
 
     def compile(self, structured_outputs: StructuredOutputs) -> GrammarFactory:
-        """Raises any exception, whose text tells the user what is wrong."""
+        """Raises any exception; its text is the error message for the user."""
         ...
 
 
 class GrammarCompiler:
-    """Compiles what is submitted: each key comes out of `take_ready` once, unless it is forgotten before.
+    """Compiles what is submitted: `pop_ready` returns each key once, unless it is cancelled.
 
-    Any thread may call, and no call but `wait` takes longer than a moment. Threads run while there is work:
-    `num_threads` at most, and with those written off `max_threads`; none keeps the process alive.
-    `timeout_seconds`: the most that one grammar may take, counted from when its turn has come. `max_cached`:
-    how many results are kept, errors too; the least recently used goes first.
+    Thread-safe; no call but `wait` blocks. Up to `num_threads` threads run while there is work; together with
+    abandoned ones they are at most `max_threads`. None keeps the process alive. `timeout_seconds`: limit for
+    one compilation, without the time in the queue. `max_cached`: results kept, errors included, evicted least
+    recently used first.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class GrammarCompiler:
         self._timeout_seconds = timeout_seconds
         self._max_cached = max_cached
         self._clock = clock
-        # Guards all below; notified when something is ready.
+        # Guards everything below; notified when a result is ready.
         self._condition = threading.Condition()
         self._waiting: OrderedDict[_Content, _Job] = OrderedDict()
         self._running: list[_Job] = []
@@ -71,12 +70,12 @@ class GrammarCompiler:
         self._cache: OrderedDict[_Content, Compiled] = OrderedDict()
         self._ready: dict[str, Compiled] = {}
         self._num_working = 0
-        self._num_written_off = 0
+        self._num_abandoned = 0
 
     def submit(self, key: str, structured_outputs: StructuredOutputs) -> None:
-        """Put `key` in line; it is ready at once if the same was compiled before, or failed before.
+        """Queue a compilation for `key`; a cached result is ready at once.
 
-        Raises `InvalidParameter` where this model can have no grammars.
+        Raises `InvalidParameter` if this model supports no grammars.
         """
         self._backend.check()
         with self._condition:
@@ -93,15 +92,15 @@ class GrammarCompiler:
             self._job_of[key] = job
             self._start_thread()
 
-    def take_ready(self) -> list[tuple[str, Compiled]]:
-        """What has become of keys since the last call."""
+    def pop_ready(self) -> list[tuple[str, Compiled]]:
+        """Results since the last call, by key."""
         with self._condition:
-            self._write_off()
+            self._abandon_overdue()
             ready, self._ready = list(self._ready.items()), {}
             return ready
 
-    def forget(self, key: str) -> None:
-        """Nobody waits for `key` any more, and it will not come out. A key that is not known is fine."""
+    def cancel(self, key: str) -> None:
+        """Drop `key`: it will not be returned. Unknown keys are ignored."""
         with self._condition:
             self._ready.pop(key, None)
             job = self._job_of.pop(key, None)
@@ -112,41 +111,41 @@ class GrammarCompiler:
                 self._waiting.pop(job.content, None)
 
     def wait(self, seconds: float) -> None:
-        """Block until something is ready, for `seconds` at most; not at all if nothing is being compiled."""
+        """Block until a result is ready, at most `seconds`; returns at once if nothing is being compiled."""
         end = self._clock() + seconds
         with self._condition:
             while True:
-                self._write_off()
-                limits = [job.started + self._timeout_seconds for job in self._running]
-                left = min([end, *limits]) - self._clock()
-                if self._ready or not self._job_of or left <= 0:
+                self._abandon_overdue()
+                timeouts = [job.started + self._timeout_seconds for job in self._running]
+                remaining = min([end, *timeouts]) - self._clock()
+                if self._ready or not self._job_of or remaining <= 0:
                     return
-                self._condition.wait(left)
+                self._condition.wait(remaining)
 
     @property
     def num_threads(self) -> int:
-        """Threads that run now, those written off with them."""
+        """Threads that are running, abandoned ones included."""
         with self._condition:
-            return self._num_working + self._num_written_off
+            return self._num_working + self._num_abandoned
 
     def _find(self, content: _Content) -> "_Job | None":
         running = (job for job in self._running if job.content == content)
         return self._waiting.get(content) or next(running, None)
 
     def _start_thread(self) -> None:
-        """One more, if there is work for it and room."""
+        """Start one more thread if there is work for it and the limits allow it."""
         if (
             self._waiting
             and self._num_working < self._num_threads
-            and self._num_working + self._num_written_off < self._max_threads
+            and self._num_working + self._num_abandoned < self._max_threads
         ):
             threading.Thread(target=self._work, name="grammar", daemon=True).start()
             self._num_working += 1
 
     def _work(self) -> None:
-        """One thread's life: it ends when nothing waits, or when it comes back after it was written off."""
+        """A thread's main loop: ends when the queue is empty, or when the thread was abandoned."""
         while (job := self._next()) is not None:
-            if not self._settle(job, *self._compile(job.structured_outputs)):
+            if not self._finish(job, *self._compile(job.structured_outputs)):
                 return
 
     def _next(self) -> "_Job | None":
@@ -157,12 +156,12 @@ class GrammarCompiler:
             _, job = self._waiting.popitem(last=False)
             job.started = self._clock()
             self._running.append(job)
-            # Who waits must know of its limit.
+            # Threads in `wait` must include this job's timeout.
             self._condition.notify_all()
             return job
 
     def _compile(self, structured_outputs: StructuredOutputs) -> tuple[Compiled, bool]:
-        """What became of it, and whether the next who asks would get the same."""
+        """The result, and whether it may be cached."""
         try:
             return self._backend.compile(structured_outputs), True
         except (OSError, MemoryError) as error:
@@ -170,21 +169,21 @@ class GrammarCompiler:
         except BaseException as error:  # noqa: BLE001 - a panic inside a library derives from BaseException
             return str(error) or type(error).__name__, True
 
-    def _settle(self, job: "_Job", compiled: Compiled, is_final: bool) -> bool:
-        """Hand over a result; False if the thread that brings it was written off."""
+    def _finish(self, job: "_Job", compiled: Compiled, is_cacheable: bool) -> bool:
+        """Store a result; False if its thread was abandoned."""
         with self._condition:
-            # Also a late one: who asks again need not wait for it again.
-            if is_final:
-                self._keep(job.content, compiled)
+            # A late result is cached too, for later requests with the same grammar.
+            if is_cacheable:
+                self._cache_result(job.content, compiled)
             if job in self._running:
                 self._running.remove(job)
                 self._deliver(job, compiled)
                 return True
-            self._num_written_off -= 1
+            self._num_abandoned -= 1
             self._start_thread()
             return False
 
-    def _keep(self, content: tuple[str, str], compiled: Compiled) -> None:
+    def _cache_result(self, content: tuple[str, str], compiled: Compiled) -> None:
         self._cache[content] = compiled
         self._cache.move_to_end(content)
         while len(self._cache) > self._max_cached:
@@ -196,15 +195,15 @@ class GrammarCompiler:
             del self._job_of[key]
         self._condition.notify_all()
 
-    def _write_off(self) -> None:
-        """Answer for what is over its time, and put other threads in the place of those that are held up."""
-        over = [job for job in self._running if self._clock() - job.started >= self._timeout_seconds]
-        for job in over:
+    def _abandon_overdue(self) -> None:
+        """Fail the compilations that exceeded the timeout, and replace their threads."""
+        overdue = [job for job in self._running if self._clock() - job.started >= self._timeout_seconds]
+        for job in overdue:
             self._running.remove(job)
             self._num_working -= 1
-            self._num_written_off += 1
+            self._num_abandoned += 1
             error = f"the grammar was not compiled within {self._timeout_seconds:g} seconds; simplify it"
-            self._keep(job.content, error)
+            self._cache_result(job.content, error)
             self._deliver(job, error)
             self._start_thread()
         if not self._num_working:
@@ -213,12 +212,12 @@ class GrammarCompiler:
 
 
 class _Job:
-    """One grammar to compile, and the keys of those who wait for it."""
+    """A grammar to compile, and the keys that were submitted for it."""
 
     def __init__(self, structured_outputs: StructuredOutputs) -> None:
         self.structured_outputs = structured_outputs
         self.content = structured_outputs.content
-        # A dict for its order, and so that forgetting one of many is quick.
+        # A dict keeps the order and makes cancelling one of many fast.
         self.keys: dict[str, None] = {}
         #: On the compiler's clock, once it runs.
         self.started = 0.0

@@ -1,7 +1,4 @@
-"""Texts in a request's parameters to token ids, once, when the request is added.
-
-Law: whatever names a token that the model does not have is refused, by the field's name. Knows no sequences.
-"""
+"""Checks a request's token ids and resolves the texts in its parameters to token ids, when it is added."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -17,15 +14,15 @@ from engine.validation import shown
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
-    """What parameters come to. `end_texts`: of end tokens, the text that they leave all the same."""
+class ResolvedParams:
+    """Parameters as token ids. `end_texts`: the text of those end tokens that appear in the output."""
 
     constraints: Constraints
     end_texts: Mapping[int, str] = field(default_factory=dict)
 
 
 class InputProcessor:
-    """Knows the model's vocabulary and ends, and the tokenizer's way with texts."""
+    """Checks and resolves requests against one model's vocabulary and tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: frozenset[int], vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -42,37 +39,38 @@ class InputProcessor:
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
 
     def check_resumed(self, token_ids: Iterable[object]) -> None:
-        """Raises `InvalidParameter` for output tokens that this model cannot have generated."""
+        """Raises `InvalidParameter` for token ids outside the vocabulary."""
         self._check_ids("resumed", token_ids)
 
-    def resolve(self, params: SamplingParams) -> Resolved:
-        """Raises `InvalidParameter` where a text comes to no tokens."""
+    def resolve(self, params: SamplingParams) -> ResolvedParams:
+        """Raises `InvalidParameter` if a bad word has no tokens."""
         stops = {self._tokenizer.special_token_id(stop): stop for stop in params.stop}
         special_stops = {token_id: stop for token_id, stop in stops.items() if token_id is not None}
         ends = {*params.stop_token_ids, *special_stops}
         constraints = Constraints(
             end_token_ids=frozenset(ends if params.ignore_eos else ends | self._eos_token_ids),
-            bad_token_ids=tuple(dict.fromkeys(ids for word in params.bad_words for ids in self._spell(word))),
+            bad_token_ids=tuple(
+                dict.fromkeys(ids for word in params.bad_words for ids in self._encode(word))
+            ),
         )
-        return Resolved(constraints, special_stops if params.include_stop_str_in_output else {})
+        return ResolvedParams(constraints, special_stops if params.include_stop_str_in_output else {})
 
-    def _spell(self, word: str) -> list[tuple[int, ...]]:
-        """The tokens of `word` at the beginning of a text and after a space.
+    def _encode(self, word: str) -> list[tuple[int, ...]]:
+        """The token ids of `word` at the start of a text and after a space.
 
-        Both count, however many tokens they take: a tokenizer may have a token for the word with its space
-        alone.
+        Both are forbidden: a tokenizer may have a token only for the word with its space.
         """
         try:
-            spelled = [tuple(self._tokenizer.encode_text(text)) for text in _spellings(word)]
+            variants = [tuple(self._tokenizer.encode_text(text)) for text in _variants(word)]
         except InvalidParameter as error:
             raise InvalidParameter("bad_words", error.message) from error
-        if not any(spelled):
+        if not any(variants):
             raise InvalidParameter("bad_words", f"{word!r:.40} has no tokens")
-        return [ids for ids in spelled if ids]
+        return [ids for ids in variants if ids]
 
     def _check_ids(self, name: str, token_ids: Iterable[object]) -> None:
         ids: list[Any] = list(token_ids)
-        # All at once first: prompts and lists of allowed ids are long, and almost always right.
+        # Fast path for the whole list: prompts and lists of allowed ids are long and almost always valid.
         is_plain = set(map(type, ids)) <= {int}
         if is_plain and min(ids, default=0) >= 0 and max(ids, default=0) < self._vocab_size:
             return
@@ -84,10 +82,10 @@ class InputProcessor:
 
 
 def params_of_output(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of output `index`: a seed of its own, and no logprobs of the prompt.
+    """The parameters of output `index`: its own seed, and no prompt logprobs.
 
-    The seed of index 0 is the request's, so that it is the text of the same request with n of 1. Which output
-    computes the prompt, and with it the logprobs, is seen later: `Request.choose_head`.
+    Output 0 keeps the request's seed, so that its text is that of the same request with n=1. The leader
+    computes the prompt logprobs: see `RequestState.choose_leader`.
     """
     if index == 0:
         seed = params.seed
@@ -98,24 +96,25 @@ def params_of_output(params: SamplingParams, index: int) -> SamplingParams:
 
 
 class TextEncoder(Protocol):
-    """What `prepare_texts` needs of a model's tokenizer."""
+    """The part of a tokenizer that `prepare_texts` uses."""
 
     def encode_text(self, text: str) -> list[int]: ...
 
 
 def prepare_texts(tokenizer: TextEncoder, params: SamplingParams) -> None:
-    """Do ahead, in another thread than the step loop's, what texts in `params` cost when they are resolved.
+    """Encode the texts in `params` outside the engine's thread.
 
-    Tokenizer and automaton keep the result for a moment. Raises what the tokenizer raises.
+    The tokenizer and the automaton cache the results for `InputProcessor.resolve`. Raises any exception of
+    the tokenizer.
     """
     for word in params.bad_words:
-        for text in _spellings(word):
+        for text in _variants(word):
             tokenizer.encode_text(text)
     if params.stop:
         automaton_of(params.stop)
 
 
-def _spellings(word: str) -> tuple[str, str]:
-    """`word` at the beginning of a text and after a space, as in vLLM's `bad_words`."""
+def _variants(word: str) -> tuple[str, str]:
+    """`word` at the start of a text and after a space, as in vLLM's `bad_words`."""
     bare = word.lstrip()
     return bare, f" {bare}"

@@ -1,68 +1,89 @@
-"""Outputs of one request: one computes the prompt that they share, the others wait to find it computed.
+"""Queues the outputs of a request so that the prompt they share is computed once.
 
-Law: of each request with outputs that wait for it, exactly one leads; if it ends too early or fails, the next
-takes its place. Knows nothing of texts and times.
+One output, the leader, computes the prompt; the others are held until it is in the prefix cache. If the
+leader finishes early or fails, the next output takes its place. A request with one output goes straight into
+the queue. All outputs are held while the request's grammar is compiled.
 """
 
 from collections.abc import Iterable
 
 from engine.outputs import WaitingReason
-from engine.requests.request_state import Request
+from engine.requests.request_state import RequestState
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence
 
 
 class ParallelOutputs:
-    """Takes requests to the scheduler, and lets their outputs into the line when their time has come."""
+    """Adds requests to the scheduler, and releases held outputs when they may be scheduled."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._led: dict[Sequence, Request] = {}
+        self._leaders: dict[Sequence, RequestState] = {}
 
-    def hold(self, request: Request) -> None:
-        """Take all outputs, none into the line yet. Raises `NeverFits`, and takes none."""
-        # If any is refused it is one without tokens: these come first, while nothing has been taken.
+    @property
+    def num_leaders(self) -> int:
+        """Requests with outputs that wait for their prompt."""
+        return len(self._leaders)
+
+    def add(self, request: RequestState) -> None:
+        """Queue the leader and hold the other outputs; hold all if the request needs a grammar.
+
+        Raises `NeverFits` and adds nothing.
+        """
+        leader = None if request.needs_grammar else request.choose_leader()
+        # The scheduler only refuses outputs without tokens. They come first, before anything is added.
         for output in sorted(request.outputs, key=lambda one: one.sequence.num_output_tokens):
-            is_first = output is request.outputs[0]
-            reason = WaitingReason.GRAMMAR if is_first and request.needs_grammar else WaitingReason.SIBLING
-            self._scheduler.add_sequence(output.sequence, held=reason)
+            sequence = output.sequence
+            is_compiled_for = request.needs_grammar and output is request.outputs[0]
+            reason = WaitingReason.GRAMMAR if is_compiled_for else WaitingReason.SIBLING
+            self._scheduler.add_sequence(sequence, held=None if sequence is leader else reason)
+        if not request.needs_grammar:
+            self._finish_resumed(request)
+            self._set_leader(leader, request)
 
-    def start(self, request: Request) -> None:
-        """End what was at its end when it was resumed, and let the first of the others into the line."""
-        for output in request.outputs:
-            if output.end:
-                self._scheduler.abort(output.sequence, output.end)
-        self._lead(request)
+    def start(self, request: RequestState) -> None:
+        """The request's grammar is compiled: queue its leader."""
+        self._finish_resumed(request)
+        self._replace_leader(request)
 
-    def settle(self, touched: Iterable[Sequence]) -> None:
-        """Of sequences that were stepped or ended: let those go on who waited for them."""
-        if not self._led:
+    def release_followers(self, stepped: Iterable[Sequence]) -> None:
+        """Release the outputs that waited for one of `stepped`, which a step has computed or finished."""
+        if not self._leaders:
             return
-        for sequence in touched:
-            if (request := self._led.get(sequence)) is None:
+        for sequence in stepped:
+            if (request := self._leaders.get(sequence)) is None:
                 continue
-            if _has_shared_its_prompt(sequence):
-                del self._led[sequence]
-                self._release_all(request, but=sequence)
+            if _has_cached_its_prompt(sequence):
+                del self._leaders[sequence]
+                self._release_all(request)
             elif sequence.is_finished():
-                del self._led[sequence]
-                self._lead(request)
+                del self._leaders[sequence]
+                self._replace_leader(request)
 
-    def _lead(self, request: Request) -> None:
-        if (head := request.choose_head()) is None:
-            return
-        self._scheduler.release(head)
-        if len(request.outputs) > 1:
-            self._led[head] = request
-
-    def _release_all(self, request: Request, *, but: Sequence) -> None:
+    def _finish_resumed(self, request: RequestState) -> None:
+        """Finish outputs that were already complete when they were resumed."""
         for output in request.outputs:
-            if output.sequence is not but and not output.sequence.is_finished():
+            if output.resumed_finish_reason:
+                self._scheduler.abort(output.sequence, output.resumed_finish_reason)
+
+    def _replace_leader(self, request: RequestState) -> None:
+        leader = request.choose_leader()
+        if leader is not None:
+            self._scheduler.release(leader)
+        self._set_leader(leader, request)
+
+    def _set_leader(self, leader: Sequence | None, request: RequestState) -> None:
+        if leader is not None and len(request.outputs) > 1:
+            self._leaders[leader] = request
+
+    def _release_all(self, request: RequestState) -> None:
+        for output in request.outputs:
+            if not output.sequence.is_finished():
                 self._scheduler.release(output.sequence)
 
 
-def _has_shared_its_prompt(sequence: Sequence) -> bool:
-    """What one computed that failed is not trusted, and cannot be found."""
+def _has_cached_its_prompt(sequence: Sequence) -> bool:
+    """Blocks of a failed sequence are invalidated and cannot be found."""
     return (
         sequence.num_written_tokens >= sequence.num_prompt_tokens
         and sequence.finish_reason is not FinishReason.ERROR

@@ -1,7 +1,7 @@
-"""What the engine keeps of one request: its outputs, their texts, and its moments.
+"""State of one request in the engine: its outputs, their text and its timestamps.
 
-Law: a resumed output is folded token by token as a live one is, so both stand at the same place. Decides
-nothing about other requests; knows no scheduler.
+Tokens of a resumed output pass through the same code as newly sampled ones, so that both reach the same
+state.
 """
 
 from dataclasses import dataclass, field
@@ -14,108 +14,106 @@ from engine.sequence import FinishReason, Sequence
 from engine.text.detokenizer import Detokenizer
 
 
-@dataclass(slots=True)
-class RequestTimes:
-    """Moments of one request on the engine's clock. `resumed`: its first token came before this engine.
+@dataclass(slots=True, eq=False)
+class OutputState:
+    """One unfinished output of a request.
 
-    `started`: when the step that first scheduled it was decided; set when that step is reported.
+    `held_text`: text that the finish releases. `resumed_finish_reason`: why the output was already complete
+    when it was resumed. `last_token_at`: when its newest token was received, on the engine's clock.
     """
 
-    queued_at: float
-    priority: int = 2
-    resumed: bool = False
-    started: float | None = None
-    first_token: float | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Output:
-    """One output in flight. `end`: it was at its end when it was resumed. `last_token`: when it was drawn."""
-
     sequence: Sequence
-    text: Detokenizer
-    request: "Request"
+    detokenizer: Detokenizer
+    request: "RequestState"
     held_text: str = ""
     error: str | None = None
-    end: FinishReason | None = None
-    last_token: float | None = None
+    resumed_finish_reason: FinishReason | None = None
+    last_token_at: float | None = None
 
-    def take(self, token_id: int, rules: StopRules) -> tuple[str, FinishReason | None]:
-        """The text that one more token sets free, and the end that it brings.
+    def add_token(self, token_id: int, rules: StopRules) -> tuple[str, FinishReason | None]:
+        """Returns the text that the token releases, and the finish reason if it finishes the output.
 
-        Raises whatever tokenizer and grammar raise.
+        Raises any exception of the tokenizer or the grammar.
         """
-        sequence, text = self.sequence, self.text
+        sequence, detokenizer = self.sequence, self.detokenizer
         reason = rules.reason(sequence, token_id)
         if reason is FinishReason.STOP:
-            self.held_text = text.close(token_id)
+            self.held_text = detokenizer.close(token_id)
             return "", reason
         is_complete = sequence.constraints.grammar is not None and rules.completes_grammar(sequence, token_id)
-        piece = text.push(token_id)
-        if is_complete or text.stopped:
+        text = detokenizer.push(token_id)
+        if is_complete or detokenizer.stopped:
             reason = FinishReason.STOP
         if reason:
-            self.held_text = text.close()
-        return piece, reason
+            self.held_text = detokenizer.close()
+        return text, reason
 
     def resume(self, token_ids: tuple[int, ...], rules: StopRules) -> None:
-        """Go on after tokens of an earlier engine, whose text was told by it."""
+        """Continue after tokens of an earlier engine, which has already reported their text."""
         if not token_ids:
             return
-        # Only the last can have been the end, even where this engine's limits are lower.
+        # Only the last token can have finished the output, even if the limits of this engine are lower.
         for token_id in token_ids[:-1]:
-            self.text.push(token_id)
+            self.detokenizer.push(token_id)
             self.sequence.append(token_id)
-        _, self.end = self.take(token_ids[-1], rules)
+        _, self.resumed_finish_reason = self.add_token(token_ids[-1], rules)
         self.sequence.append(token_ids[-1])
 
     def fail(self, error: str) -> None:
         self.error = self.error or error
-        self.close()
+        self.flush()
 
-    def close(self) -> None:
-        """Set free what is held back. A tokenizer that fails at it loses that text and not the end."""
+    def flush(self) -> None:
+        """Release the text held back by the detokenizer. If the tokenizer fails, that text is lost."""
         try:
-            self.held_text = self.text.close()
-        except Exception as error:  # noqa: BLE001 - a tokenizer raises what it likes
+            self.held_text = self.detokenizer.close()
+        except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything
             self.error = self.error or describe(error)
 
-    def told(self, piece: str | None, sampled: SampledToken | None) -> SequenceOutput:
-        """What a step tells: a token and the text that it set free, or with None the end alone."""
-        sequence, request, has_token = self.sequence, self.request, piece is not None
-        # In the order of its fields: by name it takes twice the time, and there is one for each token.
+    def to_output(self, text: str | None, sampled: SampledToken | None) -> SequenceOutput:
+        """The output of a step: a token and the text it released, or with None only the finish."""
+        sequence, request, has_token = self.sequence, self.request, text is not None
+        # Positional arguments: keywords double the time, and there is one output per token.
         return SequenceOutput(
             sequence.request_id,
             sequence.index,
             sequence.token_ids[-1] if has_token else None,
-            piece or "",
+            text or "",
             self.held_text,
             sequence.finish_reason,
             self.error,
             request.num_cached_tokens,
             sampled.logprobs if has_token and sampled else None,
-            request.take_prompt_logprobs() if has_token and request.prompt_logprobs is not None else None,
+            request.pop_prompt_logprobs() if has_token and request.prompt_logprobs is not None else None,
         )
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """One request in flight. `outputs`: those that run here, by index; `ended_before`: those that do not.
+class RequestState:
+    """One request in flight. Timestamps are on the engine's clock; None: not reached.
 
-    `num_cached_tokens`: prompt tokens that were found computed when the request first started; what its
-    outputs found of each other does not count. `prompt_logprobs`: so far; None: not wanted, or told.
+    `queued_at`: when the request was accepted. `is_resumed`: an earlier engine has reported its first token.
+    `outputs`: those that run here, by index. `resumed_as_finished`: those that had finished before.
+    `scheduled_at`: time of the decision that first scheduled it; set when that step is reported.
+    `num_cached_tokens`: prompt tokens found in the prefix cache when it was first scheduled; hits among its
+    own outputs do not count. `prompt_logprobs`: those computed so far; None: not requested, or already
+    reported.
     """
 
     request_id: str
     params: SamplingParams
-    times: RequestTimes
-    outputs: list[Output] = field(default_factory=list)
-    ended_before: tuple[ResumedOutput, ...] = ()
+    queued_at: float
+    priority: int = 2
+    is_resumed: bool = False
+    resumed_as_finished: tuple[ResumedOutput, ...] = ()
+    outputs: list[OutputState] = field(default_factory=list)
+    scheduled_at: float | None = None
+    first_token_at: float | None = None
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         return all(output.sequence.is_finished() for output in self.outputs)
 
     @property
@@ -123,34 +121,41 @@ class Request:
         return self.params.structured_outputs is not None
 
     def is_subject_to(self, limit: Limit) -> bool:
-        """See `engine.requests.deadlines.Timed`. The tokens of an earlier engine count."""
-        times = self.times
+        """See `engine.requests.deadlines.Timed`. Tokens of an earlier engine count."""
+        if self.is_finished:
+            return False
         if limit is Limit.QUEUE:
-            is_met = times.resumed or any(one.sequence.scheduled_at is not None for one in self.outputs)
-        else:
-            is_met = limit is Limit.TTFT and (times.resumed or times.first_token is not None)
-        return not is_met and not self.is_over
+            was_scheduled = any(one.sequence.scheduled_at is not None for one in self.outputs)
+            return not (self.is_resumed or was_scheduled)
+        if limit is Limit.TTFT:
+            return not (self.is_resumed or self.first_token_at is not None)
+        return True
 
-    def choose_head(self) -> Sequence | None:
-        """The first output that has not ended: it computes the prompt that all share, and its logprobs."""
-        head = next((one.sequence for one in self.outputs if not one.sequence.is_finished()), None)
-        if head is not None and self.prompt_logprobs is not None:
-            head.params = head.params.for_output(
-                seed=head.params.seed, prompt_logprobs=self.params.prompt_logprobs
+    def choose_leader(self) -> Sequence | None:
+        """The first unfinished output: it computes the prompt that all share, and its logprobs."""
+        unfinished = (
+            one.sequence
+            for one in self.outputs
+            if one.resumed_finish_reason is None and not one.sequence.is_finished()
+        )
+        leader = next(unfinished, None)
+        if leader is not None and self.prompt_logprobs is not None:
+            leader.params = leader.params.for_output(
+                seed=leader.params.seed, prompt_logprobs=self.params.prompt_logprobs
             )
-        return head
+        return leader
 
-    def note_prompt_logprobs(self, start: int, logprobs: list[TokenLogprobs]) -> None:
-        """Those of the prompt tokens after place `start`; after a preemption the same ones come again."""
+    def add_prompt_logprobs(self, start: int, logprobs: list[TokenLogprobs]) -> None:
+        """Add those of the prompt tokens after position `start`; a preempted prompt computes them again."""
         if self.prompt_logprobs is not None:
             self.prompt_logprobs[start + 1 : start + 1 + len(logprobs)] = logprobs
 
-    def take_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
-        """Once: at the first token of all, which comes after the whole prompt."""
+    def pop_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """Reported once, with the first token of all outputs, which comes after the whole prompt."""
         logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         return None if logprobs is None else tuple(logprobs)
 
 
 def describe(error: Exception) -> str:
-    """What a failed request tells of the reason."""
+    """The error message of a failed request."""
     return f"{type(error).__name__}: {error}"[:500]

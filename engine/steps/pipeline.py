@@ -1,13 +1,17 @@
-"""One step decided and launched before the tokens of the one before it are on the host.
+"""Schedules and launches the next step before the tokens of the current one are on the host.
 
-Law: what each request gets is what it would get if each step ended before the next one is decided. A step
-goes ahead only if it takes nothing from anybody, and only if its tokens can be drawn without the host; what
-fails on the device is executed again from its decision, in order. Knows neither texts nor tensors.
+Each request gets what it would get if every step finished before the next one is scheduled. A step is
+launched ahead only if scheduling it can preempt no sequence and the device can sample its tokens without the
+host. A launched step that fails on the device is executed again from its decision, in order.
+
+While the next step is scheduled and launched, placeholders stand for the tokens that the current step will
+sample. At any other time a sequence has only tokens that the host knows.
 """
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.errors import DeviceLost, EngineDead
@@ -15,150 +19,201 @@ from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
 from engine.requests.stop_rules import StopRules
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.steps.fault_isolation import ExecutedStep, StepExecution
-from engine.steps.in_flight import InFlight, placeholders
-from engine.steps.step_timer import StepTimer
+from engine.steps.fault_isolation import ExecutedStep, StepExecutor
+from engine.steps.step_report import StepRecorder
 
 log = logging.getLogger(__name__)
 
 
 class AsyncExecutor(Protocol):
-    """Gives a device the whole of a step to do, and does not wait for it.
+    """Launches whole steps on a device without waiting for them.
 
-    The device does what it is given in that order. What is read of sequences is read before `launch` returns.
+    The device executes them in the order of launching. Everything of a sequence is read before `launch`
+    returns.
     """
 
     def takes(self, item: ScheduledSequence) -> bool:
-        """Whether the host is not needed between this item's forward pass and the next step's."""
+        """Whether the device can sample this item, and start the next step, without the host."""
         ...
 
     def launch(self, outputs: SchedulerOutputs, after: Any) -> Any:
-        """Compute, and draw a token for each item that samples.
+        """Launch the forward pass and the sampling of one token for each item that samples.
 
-        `after`: what this gave for the step before, None if the host knows all tokens. A token id of
-        `-1 - place` stands for the token at `place` of that step's. Raises what `Runner.execute` raises.
+        Returns a handle. `after`: the handle of the step before; None if the host knows all tokens. A token
+        id `-1 - i` is a placeholder for token `i` of that step. Raises what `Runner.execute` raises.
         """
         ...
 
     def fetch(self, launched: Any) -> list[SampledToken]:
-        """Wait for the tokens, one for each item that samples, in order. Raises what a device raises."""
+        """Wait for the tokens of a handle: one for each item that samples, in order. Raises device errors."""
         ...
 
 
+@dataclass(slots=True)
+class InFlightStep:
+    """A scheduled step that has not been returned yet.
+
+    `handle`: what `AsyncExecutor.launch` returned; None if the step was not launched. `executed`: its
+    results,
+    if fetched ahead of its turn. `is_pending`: it was scheduled ahead, in an earlier call. Only then can its
+    sequences have finished since.
+    """
+
+    outputs: SchedulerOutputs
+    handle: Any = None
+    executed: ExecutedStep | None = None
+    is_pending: bool = False
+
+    @property
+    def has_unfinished_sequences(self) -> bool:
+        return any(not item.sequence.is_finished() for item in self.outputs.scheduled)
+
+    def drop_finished(self) -> None:
+        """Remove sequences that finished after the step was scheduled."""
+        if not self.is_pending:
+            return
+        items = self.outputs.scheduled
+        kept = [item for item in items if not item.sequence.is_finished()]
+        if len(kept) < len(items):
+            self.outputs = self.outputs.only(kept, is_first=True)
+
+    def mark_pending(self) -> None:
+        """The tokens it computes are not in the KV cache yet, so that no other sequence may reuse them."""
+        self.is_pending = True
+        for item in self.outputs.scheduled:
+            item.sequence.num_in_flight_tokens = item.num_new_tokens
+
+    def mark_done(self) -> None:
+        if not self.is_pending:
+            return
+        for item in self.outputs.scheduled:
+            item.sequence.num_in_flight_tokens = 0
+
+    def placeholders(self) -> Iterator[tuple[Sequence, int]]:
+        """Each sequence that samples, with the placeholder of its token: -1 - its position among them."""
+        sampling = (item.sequence for item in self.outputs.scheduled if item.samples)
+        return ((sequence, -1 - position) for position, sequence in enumerate(sampling))
+
+
 class Pipeline:
-    """Decides, launches and finishes steps; `launcher` None: each ends before the next one is decided."""
+    """Schedules, launches and finishes steps. Without an `async_executor`, steps do not overlap."""
 
     def __init__(
-        self, scheduler: Scheduler, execution: StepExecution, rules: StopRules, launcher: AsyncExecutor | None
+        self,
+        scheduler: Scheduler,
+        executor: StepExecutor,
+        rules: StopRules,
+        async_executor: AsyncExecutor | None,
+        recorder: StepRecorder,
     ) -> None:
         self._scheduler = scheduler
-        self._execution = execution
+        self._executor = executor
         self._rules = rules
-        self._launcher = launcher
-        self._next: InFlight | None = None
+        self._async_executor = async_executor
+        self._recorder = recorder
+        self._pending: InFlightStep | None = None
 
-    def step(
-        self, taking_part: list[Sequence] | None, timer: StepTimer
-    ) -> tuple[SchedulerOutputs, ExecutedStep]:
-        """Finish the oldest step that was decided, with the one after it under way where that can be.
+    def step(self, isolated: list[Sequence] | None = None) -> tuple[SchedulerOutputs, ExecutedStep]:
+        """Finish the oldest scheduled step, and launch the one after it if possible.
 
-        `taking_part`: decide on these alone, and go no further; what is under way is finished first. Nothing
-        of sequences that have ended is in what this gives. Raises `EngineDead`.
+        `isolated`: schedule only these sequences and launch nothing ahead; a pending step is finished first.
+        The results leave out sequences that finished meanwhile. Raises `EngineDead`.
         """
-        step = self._take_next() or self._begin(taking_part, timer)
-        following = self._go_ahead(step, timer) if taking_part is None else None
-        executed = self._finish(step, following, timer)
-        step.note_ended()
-        if following:
-            following.note_under_way()
-        self._next = following
+        step = self._pop_pending() or self._schedule(isolated)
+        next_step = self._schedule_ahead(step) if isolated is None else None
+        executed = self._finish(step, next_step)
+        step.mark_done()
+        if next_step:
+            next_step.mark_pending()
+        self._pending = next_step
         return step.outputs, executed
 
-    def drain(self, timer: StepTimer) -> None:
-        """Wait for the device, so that nothing is under way; the next `step` gives what came of it.
+    def drain(self) -> None:
+        """Wait for the device, so that nothing is in flight; the next `step` returns the results.
 
         Raises `EngineDead`.
         """
-        self._next = self._take_next()
-        if self._next and self._next.executed is None:
-            self._next.executed = self._finish(self._next, None, timer)
+        self._pending = self._pop_pending()
+        if self._pending and self._pending.executed is None:
+            self._pending.executed = self._finish(self._pending, None)
 
-    def _take_next(self) -> InFlight | None:
-        """What was decided ahead, without those that have ended since; None if that leaves nobody."""
-        step, self._next = self._next, None
-        if step is None or step.is_wanted:
+    def _pop_pending(self) -> InFlightStep | None:
+        """The step that was scheduled ahead; None if there is none, or all of its sequences have finished."""
+        step, self._pending = self._pending, None
+        if step is None or step.has_unfinished_sequences:
             return step
-        if step.launched is None and step.executed is None:
+        if step.handle is None and step.executed is None:
             self._scheduler.rollback(step.outputs)
         return None
 
-    def _begin(self, taking_part: list[Sequence] | None, timer: StepTimer) -> InFlight:
-        with timer.stage("schedule"):
-            outputs = self._scheduler.schedule(taking_part)
-        return InFlight(outputs) if taking_part is not None else self._launch(outputs, None, timer)
+    def _schedule(self, isolated: list[Sequence] | None) -> InFlightStep:
+        with self._recorder.stage("schedule"):
+            outputs = self._scheduler.schedule(isolated)
+        return InFlightStep(outputs) if isolated is not None else self._launch(outputs, None)
 
-    def _go_ahead(self, step: InFlight, timer: StepTimer) -> InFlight | None:
-        if step.launched is None or step.executed is not None:
+    def _schedule_ahead(self, step: InFlightStep) -> InFlightStep | None:
+        if step.handle is None or step.executed is not None:
             return None
-        with self._assumed(step):
-            with timer.stage("schedule"):
+        with self._placeholders_of(step):
+            with self._recorder.stage("schedule"):
                 outputs = self._scheduler.schedule_ahead()
-            return self._launch(outputs, step.launched, timer) if outputs and outputs.scheduled else None
+            return self._launch(outputs, step.handle) if outputs and outputs.scheduled else None
 
     @contextmanager
-    def _assumed(self, step: InFlight) -> Iterator[None]:
-        """Each sequence that goes on after `step` has its next token, or what stands for it."""
-        step.note_under_way()
-        assumed: list[Sequence] = []
+    def _placeholders_of(self, step: InFlightStep) -> Iterator[None]:
+        """Each sequence that continues after `step` has a placeholder for its next token inside."""
+        step.mark_pending()
+        extended: list[Sequence] = []
         try:
-            for sequence, placeholder in placeholders(step.outputs.scheduled):
+            for sequence, placeholder in step.placeholders():
                 if not (sequence.is_finished() or self._rules.is_last(sequence)):
                     sequence.append(placeholder)
-                    assumed.append(sequence)
+                    extended.append(sequence)
             yield
         finally:
-            for sequence in assumed:
+            for sequence in extended:
                 sequence.token_ids.pop()
 
-    def _launch(self, outputs: SchedulerOutputs, after: Any, timer: StepTimer) -> InFlight:
-        """Launch a step if that can be. Otherwise, or if it fails, it is executed when it is finished."""
-        launcher, items = self._launcher, outputs.scheduled
-        if launcher is None or not items or not all(map(launcher.takes, items)):
-            return InFlight(outputs)
+    def _launch(self, outputs: SchedulerOutputs, after: Any) -> InFlightStep:
+        """Launch a step if the device can run it alone. If not, or on failure, `_finish` executes it."""
+        executor, items = self._async_executor, outputs.scheduled
+        if executor is None or not items or not all(map(executor.takes, items)):
+            return InFlightStep(outputs)
         try:
-            with timer.stage("execute"):
-                return InFlight(outputs, launcher.launch(outputs, after))
+            with self._recorder.stage("execute"):
+                return InFlightStep(outputs, executor.launch(outputs, after))
         except DeviceLost as error:
             raise EngineDead(f"the device is lost: {error}") from error
-        except Exception as error:  # noqa: BLE001 - models and kernels raise what they like
-            timer.num_faults += 1
-            # As text: a handler that keeps the record would keep the exception, and that the step's tensors.
+        except Exception as error:  # noqa: BLE001 - models and kernels may raise anything
+            self._recorder.record_fault()
+            # As text: a handler that keeps the record would keep the exception, and with it the step's
+            # tensors.
             log.warning("a step of %d sequences could not be launched (%s)", len(items), str(error))
-            return InFlight(outputs)
+            return InFlightStep(outputs)
 
-    def _finish(self, step: InFlight, following: InFlight | None, timer: StepTimer) -> ExecutedStep:
-        executed = self._fetch(step, timer) if step.executed is None else step.executed
-        step.drop_the_ended()
+    def _finish(self, step: InFlightStep, next_step: InFlightStep | None) -> ExecutedStep:
+        executed = self._fetch(step) if step.executed is None else step.executed
+        step.drop_finished()
         if executed is None:
-            if following:
-                # It went on from what never came: its own turn comes, with tokens that the host knows.
-                following.launched = None
-            return self._execution.run(step.outputs, timer)
-        return executed.without_the_ended()
+            if next_step:
+                # It was launched with tokens that do not exist: execute it in its own turn.
+                next_step.handle = None
+            return self._executor.execute(step.outputs)
+        return executed.without_finished()
 
-    def _fetch(self, step: InFlight, timer: StepTimer) -> ExecutedStep | None:
-        """What came of a step that was launched; None if it was not, or failed."""
-        if self._launcher is None or step.launched is None:
+    def _fetch(self, step: InFlightStep) -> ExecutedStep | None:
+        """The results of a launched step; None if it was not launched or failed."""
+        if self._async_executor is None or step.handle is None:
             return None
         try:
-            with timer.stage("execute"):
-                tokens = self._launcher.fetch(step.launched)
+            with self._recorder.stage("execute"):
+                tokens = self._async_executor.fetch(step.handle)
         except DeviceLost as error:
             raise EngineDead(f"the device is lost: {error}") from error
         except Exception as error:  # noqa: BLE001 - as above
-            timer.num_faults += 1
-            log.warning("a step that was launched failed (%s); executing it again", str(error))
-            step.launched = None
+            self._recorder.record_fault()
+            log.warning("a launched step failed (%s); executing it again", str(error))
+            step.handle = None
             return None
         sampling = [item.sequence for item in step.outputs.scheduled if item.samples]
         return ExecutedStep(dict(zip(sampling, tokens, strict=True)))

@@ -210,7 +210,7 @@ def build_engine(
         eos_token_ids=eos_token_ids,
         vocab_size=VOCAB_SIZE,
         grammar_compiler=grammar_compiler,
-        launcher=launcher,
+        async_executor=launcher,
         clock=clock or Clock(),
     )
     return engine, runner

@@ -97,7 +97,9 @@ class Mix:
                 self.ends[key] = one.finish_reason.value
         report = step.report
         assert report.num_waiting == self.engine.num_waiting == sum(n for _, n in report.waiting_reasons)
-        assert [one.position for one in self.engine.waiting()] == list(range(1, report.num_waiting + 1))
+        assert [one.position for one in self.engine.queue_positions()] == list(
+            range(1, report.num_waiting + 1)
+        )
         self.num_generated += report.num_generated_tokens
         self.num_reported.update(one.reason for one in report.finished)
 
@@ -143,8 +145,7 @@ def check_output(mix: Mix, request_id: str, index: int) -> None:
 
 def assert_empty(mix: Mix) -> None:
     engine = mix.engine
-    assert engine._requests == engine._outputs == engine._parallel_outputs._led == {}
-    assert not engine._grammars.is_awaited
+    assert engine.num_tracked == 0
     assert mix.compiler.submitted == {}
     assert (engine.num_running, engine.num_waiting) == (0, 0)
     assert engine.scheduler.block_manager.num_free_blocks == engine.config.num_kv_blocks

@@ -104,7 +104,7 @@ class Served:
             WordTokenizer(),
             eos_token_ids=frozenset({EOS}),
             vocab_size=VOCAB_SIZE,
-            launcher=launcher,
+            async_executor=launcher,
             clock=self.clock,
         )
         self.given: dict[Key, Given] = {}

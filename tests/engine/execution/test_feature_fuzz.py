@@ -173,7 +173,7 @@ def build_engine(runner: ModelRunner, config: EngineConfig, launcher: AsyncExecu
             LlguidanceBackend(TOKENIZER, vocab_size=VOCAB_SIZE, eos_token_ids=ends),
             timeout_seconds=300.0,
         ),
-        launcher=launcher,
+        async_executor=launcher,
     )
 
 

@@ -26,7 +26,7 @@ def build(runner: ScriptedRunner | None = None, **limits: int) -> tuple[OfflineR
 def assert_idle(offline: OfflineRunner) -> None:
     engine = offline._engine
     assert not engine.has_work
-    assert engine._requests == engine._outputs == {}
+    assert engine.num_tracked == 0
     assert engine.scheduler.block_manager.num_free_blocks == engine.config.num_kv_blocks
     (again,) = offline.run([[1]], [TWO])
     assert again.outputs[0].token_ids == [100, 101]

@@ -42,11 +42,11 @@ class ScriptedCompiler:
         assert key not in self.submitted
         self.submitted[key] = structured_outputs
 
-    def take_ready(self) -> list[tuple[str, MAKE | str]]:
+    def pop_ready(self) -> list[tuple[str, MAKE | str]]:
         ready, self.ready = self.ready, []
         return ready
 
-    def forget(self, key: str) -> None:
+    def cancel(self, key: str) -> None:
         self.submitted.pop(key, None)
         self.ready = [(one, compiled) for one, compiled in self.ready if one != key]
 

@@ -53,7 +53,7 @@ def take(compiler: GrammarCompiler, count: int) -> dict[str, str | GrammarFactor
     ready: dict[str, str | GrammarFactory] = {}
     while len(ready) < count:
         compiler.wait(PATIENCE)
-        new = compiler.take_ready()
+        new = compiler.pop_ready()
         assert new, "nothing came in time"
         assert not set(dict(new)) & set(ready), "two answers"
         ready.update(new)
@@ -75,7 +75,7 @@ def test_every_key_comes_out_once() -> None:
         compiler.submit(f"r{index}", regex(f"a{index}"))
     ready = take(compiler, 20)
     assert {key: factory() for key, factory in ready.items()} == {f"r{i}": f"a{i}" for i in range(20)}  # type: ignore[operator]
-    assert compiler.take_ready() == []
+    assert compiler.pop_ready() == []
 
 
 def test_a_bad_grammar_fails_alone() -> None:
@@ -98,7 +98,7 @@ def test_the_same_grammar_is_compiled_once() -> None:
     backend.gate.set()
     take(compiler, 2)
     compiler.submit("c", regex("hang"))
-    assert [key for key, _ in compiler.take_ready()] == ["c"]
+    assert [key for key, _ in compiler.pop_ready()] == ["c"]
     assert backend.compiled == ["hang"]
 
 
@@ -108,7 +108,7 @@ def test_errors_are_kept_too() -> None:
     compiler.submit("a", regex("bad"))
     take(compiler, 1)
     compiler.submit("b", regex("bad"))
-    assert compiler.take_ready() == [("b", "bad is bad")]
+    assert compiler.pop_ready() == [("b", "bad is bad")]
     assert backend.compiled == ["bad"]
 
 
@@ -127,19 +127,19 @@ def test_a_grammar_that_is_never_done_holds_up_nobody() -> None:
     compiler.submit("slow", regex("hang"))
     assert backend.entered.acquire(timeout=PATIENCE)
     compiler.submit("next", regex("next"))
-    assert compiler.take_ready() == []
+    assert compiler.pop_ready() == []
     clock.now = 10.0
-    ready = dict(compiler.take_ready())
+    ready = dict(compiler.pop_ready())
     assert ready.pop("slow") == "the grammar was not compiled within 10 seconds; simplify it"
     while not ready:
         until(lambda: len(backend.compiled) == 2)
-        ready.update(compiler.take_ready())
+        ready.update(compiler.pop_ready())
     assert callable(ready["next"])
     backend.gate.set()
     until(lambda: compiler.num_threads == 0)
     # It came late, and whoever asks again has it at once.
     compiler.submit("again", regex("hang"))
-    assert callable(dict(compiler.take_ready())["again"])
+    assert callable(dict(compiler.pop_ready())["again"])
 
 
 def test_threads_are_bounded_and_those_behind_are_told() -> None:
@@ -151,7 +151,7 @@ def test_threads_are_bounded_and_those_behind_are_told() -> None:
     for num_started in (2, 3):
         until(lambda n=num_started: len(backend.compiled) == n)  # type: ignore[misc]
         clock.now += 10.0
-        answers.update(compiler.take_ready())
+        answers.update(compiler.pop_ready())
     assert compiler.num_threads == 3
     assert [answers[f"r{index}"] for index in (3, 4)] == [BUSY, BUSY]
     assert all("not compiled within" in str(answers[f"r{index}"]) for index in range(3))
@@ -167,7 +167,7 @@ def test_a_thread_that_comes_back_makes_room() -> None:
     compiler.submit("slow", regex("hang"))
     assert backend.entered.acquire(timeout=PATIENCE)
     clock.now = 10.0
-    compiler.take_ready()
+    compiler.pop_ready()
     compiler.submit("next", regex("next"))
     backend.gate.set()
     until(lambda: compiler.num_threads == 0)
@@ -181,11 +181,11 @@ def test_what_is_forgotten_does_not_come_out(is_running: bool) -> None:
     compiler.submit("first", regex("hang"))
     assert backend.entered.acquire(timeout=PATIENCE)
     compiler.submit("second", regex("second"))
-    compiler.forget("first" if is_running else "second")
-    compiler.forget("never heard of")
+    compiler.cancel("first" if is_running else "second")
+    compiler.cancel("never heard of")
     backend.gate.set()
     until(lambda: compiler.num_threads == 0)
-    assert [key for key, _ in compiler.take_ready()] == ["second" if is_running else "first"]
+    assert [key for key, _ in compiler.pop_ready()] == ["second" if is_running else "first"]
     assert backend.compiled == (["hang", "second"] if is_running else ["hang"])
 
 
@@ -193,8 +193,8 @@ def test_what_is_ready_can_be_forgotten() -> None:
     compiler = GrammarCompiler(GatedBackend())
     compiler.submit("a", regex("a"))
     compiler.wait(PATIENCE)
-    compiler.forget("a")
-    assert compiler.take_ready() == []
+    compiler.cancel("a")
+    assert compiler.pop_ready() == []
 
 
 def test_waiting_for_nothing_returns() -> None:
@@ -210,7 +210,7 @@ def test_waiting_ends_with_its_time() -> None:
     compiler = GrammarCompiler(backend)
     compiler.submit("a", regex("hang"))
     compiler.wait(0.01)
-    assert compiler.take_ready() == []
+    assert compiler.pop_ready() == []
     backend.gate.set()
     take(compiler, 1)
 
@@ -220,7 +220,7 @@ def test_waiting_ends_when_a_grammar_is_over_its_time() -> None:
     compiler = GrammarCompiler(backend, timeout_seconds=0.05)
     compiler.submit("a", regex("hang"))
     compiler.wait(PATIENCE * 100)
-    assert "not compiled within" in str(compiler.take_ready())
+    assert "not compiled within" in str(compiler.pop_ready())
     backend.gate.set()
     until(lambda: compiler.num_threads == 0)
 

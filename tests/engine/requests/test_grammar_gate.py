@@ -27,7 +27,9 @@ def test_a_request_waits_outside_the_line_while_others_run() -> None:
 
     for _ in range(2):
         assert [one.request_id for one in engine.step().outputs] == ["b"]
-    assert [(one.request_id, one.reason) for one in engine.waiting()] == [("a", WaitingReason.GRAMMAR)]
+    assert [(one.request_id, one.reason) for one in engine.queue_positions()] == [
+        ("a", WaitingReason.GRAMMAR)
+    ]
     assert dict(engine.step().report.waiting_reasons) == {"grammar": 1}
     compiler.finish(lambda: Countdown(3))
 
@@ -183,7 +185,7 @@ def test_one_that_ends_while_it_waits_is_forgotten_and_its_id_is_free() -> None:
     assert [one.regex for one in compiler.submitted.values()] == ["third"]
     compiler.finish(lambda: Countdown(1))
     assert run(engine) == {"a": ([100], "<100>", "stop")}
-    assert not engine._grammars.is_awaited
+    assert not engine.is_compiling
 
 
 def test_a_limit_of_time_is_told_though_nothing_can_run() -> None:

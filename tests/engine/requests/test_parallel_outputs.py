@@ -82,7 +82,7 @@ def test_siblings_wait_for_the_prompt_and_compute_only_its_tail() -> None:
 
     for _ in range(2):
         engine.step()
-        line = engine.waiting()
+        line = engine.queue_positions()
         assert [(one.request_id, one.index, one.reason) for one in line] == [
             ("a", 1, WaitingReason.SIBLING),
             ("a", 2, WaitingReason.SIBLING),
@@ -200,8 +200,7 @@ def test_a_discarded_request_leaves_nothing_of_any_output(steps: int) -> None:
     told = run_all(engine)
     assert {output.request_id for output in told} == {"b"}
     assert engine.scheduler.block_manager.num_free_blocks == 16
-    assert engine._outputs == {}
-    assert engine._parallel_outputs._led == {}
+    assert engine.num_tracked == 0
     add(engine, "a", 3, n=2, max_tokens=1)
     assert set(run(engine)) == {"a", "a/1"}, "its id is free again"
 

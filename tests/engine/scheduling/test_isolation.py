@@ -43,7 +43,7 @@ def test_it_passes_those_before_it_in_line() -> None:
     engine.step("alone")
 
     assert computed(runner) == {"alone"}
-    assert engine.waiting()[0].reason is WaitingReason.BEHIND
+    assert engine.queue_positions()[0].reason is WaitingReason.BEHIND
 
 
 def test_the_last_in_order_gives_up_its_slot() -> None:
@@ -169,8 +169,8 @@ def test_a_request_that_is_not_there_steps_nobody() -> None:
     engine.step()
     num_steps = len(runner.steps)
 
-    assert not engine.serves("gone")
-    assert engine.serves("a")
+    assert not engine.has_request("gone")
+    assert engine.has_request("a")
     assert engine.step("gone").outputs == ()
     assert len(runner.steps) == num_steps
 
@@ -199,7 +199,7 @@ def test_all_its_outputs_take_part() -> None:
     indexes = [one.index for _ in range(6) for one in engine.step("alone").outputs]
 
     assert sorted(indexes) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert not engine.serves("alone")
+    assert not engine.has_request("alone")
     assert all(computed_ids == {"alone"} for computed_ids in map(as_set, runner.steps[1:]))
 
 
@@ -225,7 +225,7 @@ def test_one_whose_grammar_is_not_there_yet_waits_without_spinning() -> None:
     assert compiler.num_waits == 4
     assert computed(runner) == {"alone"}
     engine.step("alone")
-    assert not engine.serves("alone")
+    assert not engine.has_request("alone")
 
 
 @pytest.mark.parametrize("only", [None, "alone"])

@@ -27,9 +27,9 @@ from engine.requests.stop_rules import StopRules
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence, SequenceStatus
-from engine.steps.fault_isolation import StepExecution
+from engine.steps.fault_isolation import StepExecutor
 from engine.steps.pipeline import Pipeline
-from engine.steps.step_timer import StepTimer
+from engine.steps.step_report import StepRecorder
 from tests.engine.fakes import Clock
 
 BLOCK_SIZE = 4
@@ -412,8 +412,9 @@ class AsynchronousMachine(SchedulerMachine):
         self.begin(config)
         rng = random.Random(seed)
         self.device = MachineDevice(self, rng, refused)
-        execution = StepExecution(self.device, self.device)
-        self.pipeline = Pipeline(self.scheduler, execution, self.stop_rules, self.device)
+        recorder = StepRecorder(self.clock)
+        executor = StepExecutor(self.device, self.device, recorder)
+        self.pipeline = Pipeline(self.scheduler, executor, self.stop_rules, self.device, recorder)
 
     @rule(lengths=st.lists(st.integers(1, 8), min_size=2, max_size=4))
     def several_arrive(self, lengths: list[int]) -> None:
@@ -434,8 +435,8 @@ class AsynchronousMachine(SchedulerMachine):
         data: st.DataObject | None = None,
         only: list[Sequence] | None = None,
     ) -> None:
-        outputs, executed = self.pipeline.step(only, StepTimer(self.clock))
-        # `StepExecution` takes what the device raises for a fault of a request.
+        outputs, executed = self.pipeline.step(only)
+        # `StepExecutor` takes what the device raises for a fault of a request.
         assert self.device.complaint is None
         if data and outputs.scheduled and data.draw(st.booleans()):
             self.end(data.draw(st.sampled_from(outputs.scheduled)).sequence)

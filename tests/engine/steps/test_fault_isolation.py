@@ -8,8 +8,8 @@ import pytest
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.steps.fault_isolation import ExecutedStep, StepExecution
-from engine.steps.step_timer import StepTimer
+from engine.steps.fault_isolation import ExecutedStep, StepExecutor
+from engine.steps.step_report import StepRecorder
 
 
 class Device:
@@ -56,7 +56,7 @@ def asking(name: str, *, samples: bool = True, number: int | None = 0) -> Schedu
 
 
 def run(device: Device, *items: ScheduledSequence) -> ExecutedStep:
-    return StepExecution(device, device).run(SchedulerOutputs(prefill=items), StepTimer(lambda: 0.0))
+    return StepExecutor(device, device, StepRecorder(lambda: 0.0)).execute(SchedulerOutputs(prefill=items))
 
 
 @pytest.mark.parametrize("fails_in", ["execute", "sample", "prompt_logprobs"])

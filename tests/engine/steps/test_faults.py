@@ -127,7 +127,7 @@ def test_nothing_leaks_over_many_requests_of_every_fate() -> None:
 
     assert ends == 200
     assert engine.scheduler.block_manager.num_free_blocks == 16
-    assert engine._requests == {}
+    assert engine.num_tracked == 0
 
 
 def test_a_step_in_parts_zeroes_no_block_that_one_of_them_has_written() -> None:

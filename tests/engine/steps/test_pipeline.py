@@ -123,7 +123,7 @@ def test_a_request_with_a_grammar_is_served_step_by_step_and_so_are_its_mates() 
     compiler.finish(lambda: Countdown(2))
     num_launched: list[int] = []
 
-    while engine.serves("g"):
+    while engine.has_request("g"):
         engine.step()
         num_launched.append(sum(kind == "launch" for kind, _ in launcher.events))
     result = run(engine)
@@ -264,9 +264,9 @@ def test_a_drained_engine_has_nothing_under_way_and_loses_nothing() -> None:
     launched = [number for kind, number in launcher.events if kind == "launch"]
     fetched = [number for kind, number in launcher.events if kind == "fetch"]
     assert launched == fetched
-    told = [(one.request_id, one.token_id) for one in engine.step(only="b").outputs]
+    told = [(one.request_id, one.token_id) for one in engine.step(isolate_request_id="b").outputs]
     assert told == [("a", 101), ("b", 101)], "what was under way belongs to both"
-    told = [(one.request_id, one.token_id) for one in engine.step(only="b").outputs]
+    told = [(one.request_id, one.token_id) for one in engine.step(isolate_request_id="b").outputs]
     assert told == [("b", 102)]
     assert {name: tokens for name, (tokens, *_) in run(engine).items()} == {"a": [102, 103], "b": [103]}
 
@@ -328,7 +328,7 @@ def test_when_one_is_stepped_alone_what_was_under_way_is_told_and_no_more_is_lau
     engine.step()
     num_steps = len(runner.steps)
 
-    told = [{one.request_id for one in engine.step(only="b").outputs} for _ in range(3)]
+    told = [{one.request_id for one in engine.step(isolate_request_id="b").outputs} for _ in range(3)]
 
     assert told == [{"a", "b"}, {"b"}, {"b"}]
     assert [{name for name, *_ in step} for step in runner.steps[num_steps:]] == [{"b"}, {"b"}]

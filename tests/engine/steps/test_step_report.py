@@ -15,7 +15,7 @@ def test_the_line_tells_position_tokens_ahead_and_reason() -> None:
     add(engine, "c", 6, max_tokens=3)
     engine.step()
 
-    told = [(one.request_id, one.position, one.tokens_ahead, one.reason) for one in engine.waiting()]
+    told = [(one.request_id, one.position, one.tokens_ahead, one.reason) for one in engine.queue_positions()]
     assert told == [("b", 1, 9, WaitingReason.SEQ_BUDGET), ("c", 2, 17, WaitingReason.BEHIND)]
 
 

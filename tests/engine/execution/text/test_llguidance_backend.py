@@ -212,7 +212,7 @@ def test_through_the_compiler() -> None:
     ready: dict[str, Any] = {}
     while len(ready) < 2:
         compiler.wait(20.0)
-        ready.update(compiler.take_ready())
+        ready.update(compiler.pop_ready())
     assert "Invalid type: text" in ready["bad"]
     random = np.random.default_rng(0)
     for _ in range(2):
