@@ -1,19 +1,19 @@
 """`python -m api`: the API as a process, set up by environment variables."""
 
-from tokenmill.protocol.process.startup_signals import end_on_signals
+from tokenmill.process.startup_signals import exit_on_signals
 
 if __name__ == "__main__":
     # First of all: the imports below take a second.
-    end_on_signals()
+    exit_on_signals()
 
 import os
 import sys
 
 from api.server import CannotListen, serve
 from api.settings import ApiSettings, SettingError
-from tokenmill.protocol.process.holding import hold_if_asked
-from tokenmill.protocol.process.temporary import NoTemporaryDirectory, check_temporary_directory
-from tokenmill.protocol.process.variables import warnings
+from tokenmill.process.restart_loop import prevent_restart_loop
+from tokenmill.process.temporary_directory import NoTemporaryDirectory, check_temporary_directory
+from tokenmill.process.variables import warnings
 
 EXIT_FAILED = 1
 EXIT_UNUSABLE = 78
@@ -29,7 +29,7 @@ def main() -> int:
         serve(settings)
     except (SettingError, NoTemporaryDirectory) as error:
         _say(str(error))
-        hold_if_asked(os.environ, _say)
+        prevent_restart_loop(os.environ, _say)
         return EXIT_UNUSABLE
     except CannotListen as error:
         # An address that is taken today may be free at the next start.

@@ -10,8 +10,8 @@ from api.problems import Problem, bad_field, shown
 from api.schemas.requests import TaskBody
 from api.schemas.webhook_url import is_public, parse_url
 from api.settings import ApiSettings
-from tokenmill.protocol.model_card import ModelCard
-from tokenmill.protocol.sizes import prompt_logprobs_error, prompt_logprobs_fit
+from tokenmill.protocol.limits import prompt_logprobs_error, prompt_logprobs_fit
+from tokenmill.protocol.records import ModelCard
 
 
 def check_model(body: TaskBody, served: str) -> None:

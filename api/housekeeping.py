@@ -77,7 +77,7 @@ class Reaper:
         reaped = self._store.reap(
             self._settings.slug,
             max_task_seconds=self._settings.max_task_seconds,
-            take_back=now >= self._take_back_after,
+            reclaim_leases=now >= self._take_back_after,
             failed_seconds_ago=None if self._failed_at is None else now - self._failed_at,
         )
         self._failed_at = None

@@ -13,8 +13,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from tokenmill.process.redis_outages import OutageLog
 from tokenmill.protocol import redis_url
-from tokenmill.protocol.process.outage import OutageLog
 
 logger = logging.getLogger(__name__)
 

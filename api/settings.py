@@ -42,7 +42,7 @@ class ApiSettings:
     `webhook_keys`: sign what is sent to webhooks; without any, no task may have one.
     `webhook_allow_private`: they may be addresses of this machine and its networks.
     `keyring`: the API keys; without any, nobody needs one, and all are one tenant.
-    `hold_unusable`: see `tokenmill.protocol.process.holding`.
+    `hold_unusable`: see `tokenmill.process.restart_loop`.
     """
 
     redis_url: str = "redis://127.0.0.1:6379/0"

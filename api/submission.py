@@ -19,12 +19,11 @@ from api.problems import Problem, bad_field
 from api.schemas.requests import TaskBody
 from api.schemas.sampling import SAMPLING_FIELDS
 from api.settings import ApiSettings
-from tokenmill.protocol import naming, time_limits
+from tokenmill.protocol import naming
+from tokenmill.protocol.limits import TIME_LIMIT_NAMES, TimeLimits
 from tokenmill.protocol.messages import JOB_FUNCTION, GenerateRequest
-from tokenmill.protocol.model_card import ModelCard
-from tokenmill.protocol.records import IdempotencyConflict, QueueFull, Submission, Submitted
+from tokenmill.protocol.records import IdempotencyConflict, ModelCard, QueueFull, Submission, Submitted
 from tokenmill.protocol.store.task_store import TaskStore
-from tokenmill.protocol.time_limits import TimeLimits
 
 BYTES_PER_TOKEN = 4
 OUTPUT_GUESS = 256
@@ -86,7 +85,7 @@ class Submitter:
             num_outputs=body.n or 1,
             webhook=body.webhook.url if body.webhook else "",
             cancel_on_disconnect=body.on_disconnect == "cancel",
-            limits=TimeLimits(**{name: getattr(body, name) for name in time_limits.NAMES}),
+            limits=TimeLimits(**{name: getattr(body, name) for name in TIME_LIMIT_NAMES}),
         )
 
     def _job_fields(self, request: GenerateRequest, queue: str) -> dict[str, Any]:
@@ -118,13 +117,13 @@ class Submitter:
             retry_after=self._seconds_until_room(full, cost, limits["tokens"]),
             members={
                 "limit_met": full.limit_met,
-                "limit_of": full.whose,
+                "limit_of": full.limit_of,
                 "depth": full.depth,
                 "limit": limits["tasks"] or None,
                 "waiting_tokens": full.tokens,
                 "token_limit": limits["tokens"] or None,
-                "tenant_depth": full.own_depth,
-                "tenant_waiting_tokens": full.own_tokens,
+                "tenant_depth": full.tenant_depth,
+                "tenant_waiting_tokens": full.tenant_tokens,
             },
         )
 
@@ -143,10 +142,10 @@ class Submitter:
 
 def _full_detail(full: QueueFull, cost: int, limit: int) -> str:
     by_tasks = full.limit_met == "tasks"
-    waiting, own = (full.depth, full.own_depth) if by_tasks else (full.tokens, full.own_tokens)
+    waiting, own = (full.depth, full.tenant_depth) if by_tasks else (full.tokens, full.tenant_tokens)
     what = "tasks" if by_tasks else "estimated tokens"
     more = "" if by_tasks else f", and this task would add {cost}"
-    if full.whose == "all":
+    if full.limit_of == "all":
         return f"{waiting} {what} wait already{more}; the limit is {limit}; try again later"
     return (
         f"{own} {what} of this tenant wait already{more}; a tenant may have as many as are free, "
@@ -167,7 +166,7 @@ def to_request(body: TaskBody, task_id: str, model: str) -> GenerateRequest:
         sampling=sampling,
         priority=naming.DEFAULT_PRIORITY if body.priority is None else body.priority,
         cache_salt=body.cache_salt,
-        **{name: getattr(body, name) for name in time_limits.NAMES},
+        **{name: getattr(body, name) for name in TIME_LIMIT_NAMES},
     )
 
 

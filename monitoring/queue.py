@@ -14,7 +14,8 @@ from redis import RedisError
 
 from monitoring.families import PREFIX
 from tokenmill.protocol.naming import PRIORITIES
-from tokenmill.protocol.records import QueueStats, WorkerRecord, WorkerState
+from tokenmill.protocol.records import WorkerRecord, WorkerState
+from tokenmill.protocol.snapshots import QueueStats
 
 REASONS = ("stop", "length", "cancelled", "timeout", "error")
 """How a task can end."""

@@ -42,8 +42,8 @@ def test_every_folder_of_python_is_a_package() -> None:
 
 
 def test_the_scripts_of_the_protocol_are_included() -> None:
-    patterns = PROJECT["tool"]["setuptools"]["package-data"]["tokenmill.protocol"]
-    folder = ROOT / "worker" / "protocol"
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]["tokenmill.protocol.store"]
+    folder = ROOT / "tokenmill" / "protocol" / "store"
     included = {path for pattern in patterns for path in folder.glob(pattern)}
 
     assert included == {path for path in folder.rglob("*") if path.suffix == ".lua"}

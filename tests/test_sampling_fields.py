@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from api.schemas.requests import TaskBody
 from engine.requests.deadlines import LONGEST_SECONDS as ENGINES_LONGEST
 from engine.sampling_params import SamplingParams
+from tokenmill.protocol.limits import MAX_LIMIT_SECONDS, TIME_LIMIT_NAMES
 from tokenmill.protocol.messages import GenerateRequest
-from tokenmill.protocol.time_limits import LONGEST_SECONDS, NAMES
 from worker.errors import RequestRefused
 from worker.prompts import to_deadlines, to_sampling_params
 
@@ -113,10 +113,20 @@ def test_min_tokens_are_at_most_max_tokens(values: dict[str, object], good: bool
     assert refused_by_worker(lambda: to_sampling_params(values)) == expected
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TIME_LIMIT_NAMES)
 def test_time_limits_are_the_same_to_both(name: str) -> None:
-    assert LONGEST_SECONDS == ENGINES_LONGEST
-    for value in (1, 0.001, LONGEST_SECONDS, LONGEST_SECONDS + 1, -1, float("nan"), float("inf"), True, "5"):
+    assert MAX_LIMIT_SECONDS == ENGINES_LONGEST
+    for value in (
+        1,
+        0.001,
+        MAX_LIMIT_SECONDS,
+        MAX_LIMIT_SECONDS + 1,
+        -1,
+        float("nan"),
+        float("inf"),
+        True,
+        "5",
+    ):
         request = GenerateRequest(id="x", model="m", prompt="p", **{name: value})  # type: ignore[arg-type]
         by_api = refused_by_api({name: value})
         assert by_api == refused_by_worker(partial(to_deadlines, request)), value

@@ -13,8 +13,8 @@ from enum import Enum
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from tokenmill.process import variables
 from tokenmill.protocol import redis_url
-from tokenmill.protocol.process import variables
 
 DEFAULT_FILE = "tokenmill.toml"
 

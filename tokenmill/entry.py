@@ -2,11 +2,11 @@
 
 import signal
 
-from tokenmill.protocol.process.startup_signals import end_on_signals
+from tokenmill.process.startup_signals import exit_on_signals
 
 
 def main() -> None:
-    end_on_signals()
+    exit_on_signals()
     from tokenmill.cli.main import main as command
 
     # The command line ends by an exception and says in which state it leaves a task.

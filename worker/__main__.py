@@ -5,11 +5,11 @@ watchdog ended a hanging process; 70 the engine or a thread failed and what was 
 setting or the model cannot be used, so starting again is of no use; 69 no Redis while it could have loaded.
 """
 
-from tokenmill.protocol.process.startup_signals import end_on_signals
+from tokenmill.process.startup_signals import exit_on_signals
 
 if __name__ == "__main__":
     # First of all: the imports below take seconds, and loading a model minutes.
-    end_on_signals()
+    exit_on_signals()
 
 import logging
 import os
@@ -27,13 +27,13 @@ from engine.errors import InvalidParameter, UnsupportedModel
 from monitoring.engine import EngineMetrics
 from monitoring.http import serve_metrics
 from monitoring.worker import WorkerMetrics
+from tokenmill.process import variables
+from tokenmill.process.redis_outages import OutageLog
+from tokenmill.process.restart_loop import prevent_restart_loop
+from tokenmill.process.temporary_directory import NoTemporaryDirectory, check_temporary_directory
 from tokenmill.protocol import naming
-from tokenmill.protocol.model_card import ModelCard
-from tokenmill.protocol.process import variables
-from tokenmill.protocol.process.holding import hold_if_asked
-from tokenmill.protocol.process.outage import OutageLog
-from tokenmill.protocol.process.temporary import NoTemporaryDirectory, check_temporary_directory
-from tokenmill.protocol.store.task_store import TaskStore, WorkerRecord
+from tokenmill.protocol.records import ModelCard, WorkerRecord
+from tokenmill.protocol.store.task_store import TaskStore
 from worker.batch_worker import BatchWorker, new_worker_name
 from worker.cache_directory import usable_cache
 from worker.connections import connect
@@ -186,7 +186,7 @@ def _try_until(call: Callable[[], object], client: Any, seconds: float) -> bool:
 
 def _unusable(reason: str) -> int:
     logger.critical("%s", reason)
-    hold_if_asked(os.environ, logger.critical)
+    prevent_restart_loop(os.environ, logger.critical)
     return EXIT_UNUSABLE
 
 

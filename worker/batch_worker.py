@@ -23,9 +23,8 @@ from rq.worker import BaseWorker, WorkerStatus
 
 from engine.errors import EngineDead
 from tokenmill.protocol import naming
-from tokenmill.protocol.model_card import ModelCard
-from tokenmill.protocol.records import WorkerState
-from tokenmill.protocol.store.task_store import TaskStore, WorkerRecord
+from tokenmill.protocol.records import ModelCard, WorkerRecord, WorkerState
+from tokenmill.protocol.store.task_store import TaskStore
 from worker.loop import SteppingEngine
 from worker.preparation import ServedModel
 from worker.threads import WorkerContext, WorkerThreads

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
 from engine.requests.engine_request import EngineRequest
-from tokenmill.protocol.sizes import OutputLimit
+from tokenmill.protocol.limits import OutputLimit
 from worker.ownership import Ownership
 
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 from monitoring.worker import WorkerMetrics
 from tokenmill.protocol.claim_order import ClaimOrder
-from tokenmill.protocol.store.task_store import Claimed, TaskStore
+from tokenmill.protocol.records import Claimed
+from tokenmill.protocol.store.task_store import TaskStore
 from worker.errors import RequestRefused, internal_error
 from worker.inbox import Discard, Inbox, PreparedTask
 from worker.isolation import IsolatedRetries

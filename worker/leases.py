@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 import redis
 
 from monitoring.worker import WorkerMetrics
-from tokenmill.protocol.store.task_store import TaskPhase, TaskStore
+from tokenmill.protocol.records import TaskPhase
+from tokenmill.protocol.store.task_store import TaskStore
 from worker.ownership import OwnedTasks, Ownership
 from worker.watchdog import Watchdog
 
@@ -92,7 +93,7 @@ class Leases:
         reaped = self._store.reap(
             self._slug,
             max_task_seconds=self._max_task_seconds,
-            take_back=now >= self._take_back_after,
+            reclaim_leases=now >= self._take_back_after,
             failed_seconds_ago=None if self._failed_at is None else now - self._failed_at,
         )
         self._failed_at = None

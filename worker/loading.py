@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import Any
 
 from monitoring.worker import WorkerMetrics
-from tokenmill.protocol.store.task_store import TaskStore, WorkerRecord
+from tokenmill.protocol.records import WorkerRecord
+from tokenmill.protocol.store.task_store import TaskStore
 from worker.errors import SettingsError
 from worker.service import Service
 

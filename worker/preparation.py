@@ -18,10 +18,10 @@ from engine.requests.input_processor import prepare_texts
 from engine.sampling_params import SamplingParams
 from engine.sequence import FinishReason
 from tokenmill.protocol import naming
+from tokenmill.protocol.limits import OutputLimit, output_limit, prompt_logprobs_error, prompt_logprobs_fit
+from tokenmill.protocol.log import outputs_of
 from tokenmill.protocol.messages import GenerateRequest, LogEntry
-from tokenmill.protocol.outputs import outputs_of
 from tokenmill.protocol.records import Claimed
-from tokenmill.protocol.sizes import OutputLimit, output_limit, prompt_logprobs_error, prompt_logprobs_fit
 from worker.errors import RequestRefused, invalid_value, server_error
 from worker.inbox import PreparedTask
 from worker.jobs import read_job

@@ -15,7 +15,8 @@ from engine.outputs import SequenceOutput, StepOutput, WaitingReason
 from engine.sequence import FinishReason
 from monitoring.worker import WorkerMetrics
 from tokenmill.protocol.messages import TaskError
-from tokenmill.protocol.store.task_store import Accepted, Cancelled, Gap, Lost, Outcome, TaskStore, Write
+from tokenmill.protocol.records import Accepted, Cancelled, Gap, Lost, Outcome, Write
+from tokenmill.protocol.store.task_store import TaskStore
 from worker.ownership import OwnedTasks, Ownership
 from worker.stream import Stream
 

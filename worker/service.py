@@ -12,7 +12,7 @@ from typing import Any
 
 import redis
 
-from tokenmill.protocol.process.outage import OutageLog
+from tokenmill.process.redis_outages import OutageLog
 
 logger = logging.getLogger(__name__)
 

@@ -75,7 +75,7 @@ class WorkerSettings:
     `deterministic`: a request's tokens do not depend on what runs beside it, to the last bit.
     `generation_config`: one of `GENERATION_CONFIG`: whether the model's own sampling defaults are followed.
     `load_seconds`: deadline of loading the model. `metrics_port`: 0 takes any free port and logs it.
-    `hold_unusable`: see `tokenmill.protocol.process.holding`.
+    `hold_unusable`: see `tokenmill.process.restart_loop`.
     """
 
     model: str = naming.DEFAULT_MODEL

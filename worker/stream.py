@@ -10,9 +10,9 @@ from dataclasses import asdict
 
 from engine.outputs import SequenceOutput
 from engine.sequence import FinishReason
+from tokenmill.protocol.log import has_ended, num_tokens_of, outputs_of, prompt_logprobs_of
 from tokenmill.protocol.messages import LogEntry, TaskError, Usage
-from tokenmill.protocol.outputs import has_ended, members_of, num_tokens_of, outputs_of, prompt_logprobs_of
-from tokenmill.protocol.store.task_store import Settlement, Write
+from tokenmill.protocol.records import Settlement, Write
 from worker.errors import INVALID_REQUEST, engine_error
 from worker.logprobs import LogprobsWriter
 from worker.ownership import Ownership
@@ -57,7 +57,7 @@ class Stream:
         self._logprobs = logprobs
         self._facts: dict[str, str] = {}
         self._stored_facts: dict[str, str] = {}
-        ends = {int(entry.index): members_of(entry) for entry in self._entries if entry.is_end}
+        ends = {int(entry.index): entry.parse_members() for entry in self._entries if entry.is_end}
         self._reasons: dict[int, str] = {index: end["finish_reason"] for index, end in ends.items()}
         self._error = next((error for end in ends.values() if (error := end.get("error"))), None)
         self._settlement = self._settle_by_log() if has_ended(self._entries) else None
@@ -142,7 +142,7 @@ class Stream:
 
     def _settle_by_log(self) -> Settlement:
         """An earlier attempt wrote the end and could not settle."""
-        end = members_of(self._entries[-1])
+        end = self._entries[-1].parse_members()
         usage, error = end["usage"] or self._usage().to_json(), end["error"]
         return self._settle(usage, TaskError(**error) if error else None)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from monitoring.worker import WorkerMetrics
+from tokenmill.process.redis_outages import OutageLog
 from tokenmill.protocol.claim_order import ClaimOrder
-from tokenmill.protocol.process.outage import OutageLog
 from tokenmill.protocol.store.task_store import TaskStore
 from worker.connections import Connect
 from worker.inbox import Cancel, Discard, Inbox

@@ -18,8 +18,9 @@ from api.redis_clients import is_unavailable, why_unavailable
 from api.schemas.replies import PROBLEM_REPLY, Liveness, Readiness, WorkerView
 from api.settings import ApiSettings
 from monitoring.http import expose
+from tokenmill.protocol.records import WorkerRecord
 from tokenmill.protocol.store import server_state
-from tokenmill.protocol.store.task_store import TaskStore, WorkerRecord
+from tokenmill.protocol.store.task_store import TaskStore
 
 RETRY_SECONDS = 5
 _TAG = Tag(name="Service", description="Health and metrics.")

@@ -41,9 +41,10 @@ from api.submission import Submitter
 from monitoring.http import HttpMetrics
 from tokenmill.protocol import naming
 from tokenmill.protocol.messages import Event
+from tokenmill.protocol.snapshots import Reading, TaskSnapshot
 from tokenmill.protocol.store.readers import Readers
 from tokenmill.protocol.store.script_errors import LOST_ERROR
-from tokenmill.protocol.store.task_store import Reading, TaskSnapshot, TaskStore
+from tokenmill.protocol.store.task_store import TaskStore
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from api.schemas.sampling import SamplingBody, Strict, TokenId
 from api.schemas.webhook_url import MAX_CHARACTERS, parse_url
 from tokenmill.protocol import naming
-from tokenmill.protocol.time_limits import LONGEST_SECONDS
+from tokenmill.protocol.limits import MAX_LIMIT_SECONDS
 
 INPUTS = ("prompt", "messages", "prompt_token_ids")
 MAX_MESSAGES = 10_000
@@ -21,7 +21,7 @@ MAX_METADATA_BYTES = 16 * 1024
 MAX_WAIT_SECONDS = 60.0
 MAX_SALT_CHARACTERS = 256
 
-Seconds = Annotated[float, Field(gt=0, le=LONGEST_SECONDS)]
+Seconds = Annotated[float, Field(gt=0, le=MAX_LIMIT_SECONDS)]
 
 
 class Message(Strict):

@@ -15,9 +15,9 @@ from api.schemas.replies import (
     Urls,
     UsageView,
 )
+from tokenmill.protocol.log import TaskOutput, num_tokens_of, outputs_of, prompt_logprobs_of
 from tokenmill.protocol.messages import LogEntry
-from tokenmill.protocol.outputs import TaskOutput, members_of, num_tokens_of, outputs_of, prompt_logprobs_of
-from tokenmill.protocol.store.task_store import Reading, TaskSnapshot
+from tokenmill.protocol.snapshots import Reading, TaskSnapshot
 
 TERMINAL = frozenset({"completed", "failed", "cancelled"})
 
@@ -30,7 +30,7 @@ def view(reading: Reading) -> Task:
     """The task object of every reply that carries one."""
     snapshot, entries = reading
     url = task_url(snapshot.task_id)
-    last = members_of(entries[-1]) if entries else {}
+    last = entries[-1].parse_members() if entries else {}
     done = last if last.get("done") else {}
     return Task(
         id=snapshot.task_id,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import redis
 
-from tokenmill.protocol.process.outage import OutageLog
+from tokenmill.process.redis_outages import OutageLog
 
 logger = logging.getLogger(__name__)
 

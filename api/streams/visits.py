@@ -14,8 +14,8 @@ from typing import Any, Self
 import redis
 
 from api.streams.presence import Shutdown, client_is_gone
+from tokenmill.protocol.snapshots import TaskSnapshot
 from tokenmill.protocol.store.readers import Readers
-from tokenmill.protocol.store.task_store import TaskSnapshot
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,9 @@ from api.webhooks import signature as webhook_signature
 from api.webhooks.post import PostFailed
 from api.webhooks.receivers import Receivers
 from monitoring.webhooks import WebhookMetrics
+from tokenmill.protocol.snapshots import Reading
 from tokenmill.protocol.store.outbox import Outbox, Undelivered
-from tokenmill.protocol.store.task_store import Reading, TaskStore
+from tokenmill.protocol.store.task_store import TaskStore
 
 logger = logging.getLogger(__name__)
 

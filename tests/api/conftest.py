@@ -17,9 +17,9 @@ from tests.api.running_server import Server
 from tests.api.webhooks.delivering import KEY, Clock
 from tests.api.webhooks.receiver import receiving
 from tokenmill.protocol.messages import LogEntry, TaskError, Usage
-from tokenmill.protocol.model_card import ModelCard
+from tokenmill.protocol.records import Claimed, ModelCard, Settlement, WorkerRecord, Write
 from tokenmill.protocol.store.outbox import Outbox
-from tokenmill.protocol.store.task_store import Claimed, Settlement, TaskStore, WorkerRecord, Write
+from tokenmill.protocol.store.task_store import TaskStore
 
 CARD = ModelCard(
     model="SmolLM2-135M-Instruct",

@@ -13,7 +13,8 @@ from monitoring.reaper import ReapFailures
 from monitoring.redis_state import RedisStateMetrics
 from monitoring.webhooks import WebhookMetrics
 from monitoring.worker import WorkerMetrics
-from tokenmill.protocol.records import QueueStats, WorkerRecord
+from tokenmill.protocol.records import WorkerRecord
+from tokenmill.protocol.snapshots import QueueStats
 
 MODEL = "tiny"
 SLUG = "tiny-abc123"

@@ -11,7 +11,8 @@ from redis.retry import Retry
 from monitoring.http import expose
 from monitoring.queue import QueueCollector
 from tests.monitoring.exported import MODEL, SLUG
-from tokenmill.protocol.records import QueueStats, WorkerRecord, WorkerState
+from tokenmill.protocol.records import WorkerRecord, WorkerState
+from tokenmill.protocol.snapshots import QueueStats
 from tokenmill.protocol.store.task_store import TaskStore
 
 STATS = QueueStats(

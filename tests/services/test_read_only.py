@@ -63,4 +63,4 @@ def test_no_directory_for_temporary_files(run: Run, room: str) -> None:
     assert done.returncode == 78
     (line,) = done.stderr.splitlines()
     assert "No usable temporary directory found in" in line
-    assert "set TMPDIR to a directory that can be written" in line
+    assert "set TMPDIR to a writable directory" in line

@@ -10,8 +10,8 @@ import redis
 from tests.worker.intake_gate import Gate
 from tests.worker.workshop import die_with_all, ended, submit
 from tokenmill.protocol import keys
-from tokenmill.protocol.records import TaskPhase
-from tokenmill.protocol.store.task_store import Claimed, TaskStore
+from tokenmill.protocol.records import Claimed, TaskPhase
+from tokenmill.protocol.store.task_store import TaskStore
 from worker.inbox import Inbox, Message, PreparedTask, Quiesce, Resume, RetryIsolated
 from worker.isolation import IsolatedRetries
 from worker.ownership import Ownership

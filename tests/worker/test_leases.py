@@ -8,7 +8,8 @@ import redis
 
 from tests.worker.workshop import SLUG, new_metrics, submit
 from tokenmill.protocol import keys
-from tokenmill.protocol.store.task_store import TaskPhase, TaskStore
+from tokenmill.protocol.records import TaskPhase
+from tokenmill.protocol.store.task_store import TaskStore
 from worker.leases import Leases
 from worker.ownership import OwnedTasks, Ownership
 from worker.watchdog import Watchdog

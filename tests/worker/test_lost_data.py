@@ -24,7 +24,7 @@ from tests.worker.workshop import (
     undisturbed,
     until,
 )
-from tokenmill.protocol.model_card import ModelCard
+from tokenmill.protocol.records import ModelCard
 from tokenmill.protocol.store.task_store import TaskStore
 from worker.batch_worker import BatchWorker
 from worker.connections import connect

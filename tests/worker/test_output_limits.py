@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.worker.workshop import MODEL, job_data, served_model
+from tokenmill.protocol.limits import MAX_OUTPUT_VALUES, num_output_values, output_limit
 from tokenmill.protocol.messages import GenerateRequest
 from tokenmill.protocol.records import Claimed
-from tokenmill.protocol.sizes import MAX_TOLD, num_told, output_limit
 from worker.errors import RequestRefused
 from worker.preparation import Preparation, ServedModel
 
@@ -51,8 +51,10 @@ def test_what_is_produced_is_bounded(
 ) -> None:
     limit = output_limit(requested=requested, default=default, room=room, n=n, logprobs=logprobs)
 
-    assert n * num_told(limit.max_tokens, logprobs) <= MAX_TOLD
-    assert 1 <= limit.max_tokens <= min(one for one in (requested, room, MAX_TOLD) if one is not None)
+    assert n * num_output_values(limit.max_tokens, logprobs) <= MAX_OUTPUT_VALUES
+    assert (
+        1 <= limit.max_tokens <= min(one for one in (requested, room, MAX_OUTPUT_VALUES) if one is not None)
+    )
     assert limit.requested == requested
     if limit.bound_by == "max_tokens":
         assert limit.max_tokens == requested

@@ -14,7 +14,9 @@ from engine.sequence import FinishReason
 from tests.worker.workshop import SLUG, ended, log_length, new_metrics, submit, tokens_of
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import FinishedEvent, LogEntry
-from tokenmill.protocol.store.task_store import Outcome, TaskSnapshot, TaskStore, Write
+from tokenmill.protocol.records import Outcome, Write
+from tokenmill.protocol.snapshots import TaskSnapshot
+from tokenmill.protocol.store.task_store import TaskStore
 from worker.errors import invalid_value
 from worker.ownership import OwnedTasks, Ownership
 from worker.publisher import Publisher

@@ -18,7 +18,8 @@ from tests.tiny_models import save_model
 from tests.worker.workshop import job_data, log_length, tokens_of
 from tokenmill.protocol import naming
 from tokenmill.protocol.messages import Event, FinishedEvent, GenerateRequest
-from tokenmill.protocol.store.task_store import Submission, TaskStore, WorkerRecord
+from tokenmill.protocol.records import Submission, WorkerRecord
+from tokenmill.protocol.store.task_store import TaskStore
 
 ROOT = Path(__file__).parents[2]
 LONG = {"max_tokens": 400, "temperature": 0, "ignore_eos": True}

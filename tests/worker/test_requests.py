@@ -28,7 +28,8 @@ from tests.worker.workshop import (
 )
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import FinishedEvent
-from tokenmill.protocol.store.task_store import TaskStore, Write
+from tokenmill.protocol.records import Write
+from tokenmill.protocol.store.task_store import TaskStore
 
 
 def test_requests_end_with_text_and_result(redis_url: str, redis_client: "redis.Redis") -> None:

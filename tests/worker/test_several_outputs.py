@@ -26,9 +26,9 @@ from tests.worker.workshop import (
     until,
 )
 from tokenmill.protocol import keys
+from tokenmill.protocol.limits import timeout_error
 from tokenmill.protocol.messages import Event, FinishedEvent, TokenEvent
 from tokenmill.protocol.store.task_store import TaskStore
-from tokenmill.protocol.time_limits import timeout_error
 
 
 def of_index(events: list[Event], index: int) -> list[Event]:

@@ -8,9 +8,9 @@ import pytest
 
 from engine.outputs import SequenceOutput, TokenLogprobs
 from engine.sequence import FinishReason
-from tokenmill.protocol.messages import LogEntry
-from tokenmill.protocol.outputs import members_of, outputs_of, prompt_logprobs_of
-from tokenmill.protocol.store.task_store import Settlement
+from tokenmill.protocol.log import outputs_of, prompt_logprobs_of
+from tokenmill.protocol.messages import LogEntry, encode
+from tokenmill.protocol.records import Settlement
 from worker.errors import invalid_value
 from worker.logprobs import LEAST, LogprobsWriter
 from worker.ownership import Ownership
@@ -42,7 +42,7 @@ def settled(given: Stream) -> tuple[Settlement, dict[str, Any]]:
     """The settlement, and the members of the last entry."""
     write = given.to_write()
     assert write.settlement is not None
-    ends = [members_of(entry) for entry in write.entries if entry.is_end]
+    ends = [entry.parse_members() for entry in write.entries if entry.is_end]
     assert [bool(end.get("done")) for end in ends] == [False] * (len(ends) - 1) + [True]
     return write.settlement, ends[-1]
 
@@ -180,7 +180,7 @@ def test_logprobs_stand_in_the_messages_of_their_tokens() -> None:
     assert result["outputs"][0]["logprobs"] == output.logprobs
     assert result["prompt_logprobs"] == prompt_logprobs_of(entries)
     for seq, entry in enumerate(entries):
-        json.loads(entry.to_message("t", seq), parse_constant=pytest.fail)
+        json.loads(encode(entry.to_event("t", seq)), parse_constant=pytest.fail)
 
 
 def test_bytes_tell_tokens_apart_whose_texts_are_the_same() -> None:
@@ -189,7 +189,7 @@ def test_bytes_tell_tokens_apart_whose_texts_are_the_same() -> None:
     given = stream(logprobs=LETTERS)
     say(given, 0, 0xE4, logprobs=TokenLogprobs(0xE4, -1.0, top))
 
-    told = members_of(given.to_write().entries[0])["logprobs"]["top"]
+    told = given.to_write().entries[0].parse_members()["logprobs"]["top"]
 
     assert {one["token"] for one in told} == {"\ufffd"}
     assert [one["bytes"] for one in told] == [[token_id] for token_id, _ in top]

@@ -20,11 +20,12 @@ from engine.errors import InvalidParameter
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, TokenLogprobs
 from engine.sequence import Sequence as EngineSequence
 from monitoring.worker import WorkerMetrics
-from tokenmill.protocol import keys, naming, time_limits
+from tokenmill.protocol import keys, naming
+from tokenmill.protocol.limits import TIME_LIMIT_NAMES, TimeLimits
 from tokenmill.protocol.messages import JOB_FUNCTION, Event, FinishedEvent, GenerateRequest
 from tokenmill.protocol.naming import DEFAULT_TENANT, new_task_id, queue_name
-from tokenmill.protocol.store.task_store import Submission, TaskStore
-from tokenmill.protocol.time_limits import TimeLimits
+from tokenmill.protocol.records import Submission
+from tokenmill.protocol.store.task_store import TaskStore
 from worker.preparation import ServedModel
 
 MODEL = "fake"
@@ -177,7 +178,7 @@ def submit(client: "redis.Redis", data: bytes | None = None, *, priority: int = 
         },
         cost=10,
         num_outputs=int(request.get("sampling", {}).get("n", 1)),
-        limits=TimeLimits(**{name: request.get(name) for name in time_limits.NAMES}),
+        limits=TimeLimits(**{name: request.get(name) for name in TIME_LIMIT_NAMES}),
     )  # fmt: skip
     TaskStore(client).submit(submission)
     return task_id

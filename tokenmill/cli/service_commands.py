@@ -13,7 +13,7 @@ import click
 from tokenmill import config
 from tokenmill.cli.console import LinePrinter, colour_wanted
 from tokenmill.config import Part, Setting
-from tokenmill.protocol.process.startup_signals import held_signals
+from tokenmill.process.startup_signals import blocked_signals
 from tokenmill.protocol.redis_url import hide_password
 from tokenmill.serve.service import room_command
 from tokenmill.serve.service import serve as run_service
@@ -111,5 +111,5 @@ def _become(name: str, flags: Mapping[str, Any], config_file: str | None) -> Non
         settings["redis_url"] = url
     command = room_command(name)
     environment = {**os.environ, **config.to_environment(settings)}
-    with held_signals():
+    with blocked_signals():
         os.execve(command[0], command, environment)  # noqa: S606 - a fixed command; a shell is not wanted

@@ -18,7 +18,7 @@ import redis.asyncio.retry
 import redis.retry
 from redis.backoff import NoBackoff
 
-from tokenmill.protocol import event_log, keys, redis_url
+from tokenmill.protocol import keys, log, redis_url
 from tokenmill.protocol.assembler import Assembler
 from tokenmill.protocol.messages import Event, decode
 
@@ -212,7 +212,7 @@ def _heard(assembler: Assembler, message: dict[str, Any] | None, *, silent: bool
 
 def _ask(pipeline: Any, task_id: str, last: int) -> None:
     """One transaction: a task that has ended has its last message in the log of the same moment."""
-    pipeline.xrange(keys.log(task_id), min=event_log.first_id(last), count=event_log.PAGE)
+    pipeline.xrange(keys.log(task_id), min=log.first_id(last), count=log.PAGE)
     pipeline.exists(keys.log(task_id), keys.run(task_id))
     pipeline.hexists(keys.run(task_id), "terminal")
 
@@ -221,9 +221,9 @@ def _answered(task_id: str, assembler: Assembler, replies: list[Any]) -> list[Ev
     rows, known, ended = replies
     if not known:
         raise UnknownTask(task_id)
-    new = assembler.replayed(event_log.events(task_id, rows))
+    new = assembler.replayed(log.events(task_id, rows))
     # A whole page: there may be more of it.
-    assembler.must_read_log = len(rows) == event_log.PAGE
+    assembler.must_read_log = len(rows) == log.PAGE
     # Also where nothing is left after the place from which this reader wanted to go on.
     assembler.ended |= bool(ended) and not assembler.must_read_log
     return new

@@ -1,6 +1,7 @@
-"""What travels: the request that waits in Redis, and the events that its readers see. Frozen values.
+"""The wire format: the request that is queued in Redis, and the events that readers of a task receive.
 
-Text is JSON-encoded here, in Python; the scripts only concatenate. Knows neither Redis nor the engine.
+An event has one JSON form. `encode` writes it for HTTP; the script part `append.lua` writes the same bytes
+to the channel from the strings of a `LogEntry`.
 """
 
 import json
@@ -9,22 +10,22 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 JOB_FUNCTION = "worker.tasks.generate"
-"""The one function name that a worker accepts. It is a name only: nothing is imported or called."""
+"""The only function name that a worker accepts. It is a name only: nothing is imported or called."""
 
 VERSION = 1
 
 
 class ProtocolError(Exception):
-    """A stored request or event does not have the shape that this version writes."""
+    """A stored request or event does not have the format that this version writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One request as the API puts it on the queue.
+    """One request as the API queues it.
 
-    Exactly one of `prompt`, `messages` and `prompt_token_ids` is given. `sampling` holds fields of the
-    engine's SamplingParams by name, as JSON has them. The limits are seconds since the acceptance. Prompts
-    find each other's computed beginnings only under one `cache_salt`.
+    Exactly one of `prompt`, `messages` and `prompt_token_ids` is set. `sampling`: fields of the engine's
+    SamplingParams as JSON values. Timeouts: seconds since the acceptance. `cache_salt`: prompts share cached
+    prefixes only with prompts of the same salt.
     """
 
     id: str
@@ -40,12 +41,12 @@ class GenerateRequest:
     timeout_seconds: float | None = None
 
     def to_payload(self) -> dict[str, Any]:
-        """Plain JSON values; what is None is left out."""
+        """JSON values; fields that are None are left out."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
     def from_payload(cls, payload: object) -> "GenerateRequest":
-        """Raises `ProtocolError` for anything that `to_payload` does not give."""
+        """Raises `ProtocolError` for anything that `to_payload` does not return."""
         if not isinstance(payload, Mapping):
             raise ProtocolError("a request is a JSON object")
         try:
@@ -64,7 +65,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens of one task."""
+    """Token counts of one task."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -81,7 +82,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskError:
-    """Why a task failed, as HTTP errors tell it: `type` and `code` for programs, `message` for people."""
+    """Why a task failed, in the form of HTTP errors: `type` and `code` for programs, `message` for people."""
 
     type: str
     code: str
@@ -94,10 +95,10 @@ class TaskError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
-    """One token of one output of a task. `text` may be empty while characters are held back.
+    """One token of one output of a task. `text` may be empty while an incomplete character is held back.
 
-    `logprobs`, where they were asked for: `logprob`, `token` (as text), `bytes` and `top` of this token.
-    `prompt_logprobs` come once, with a first token: one for each prompt token, None for the first of them.
+    `logprobs`, if requested: `logprob`, `token` (text), `bytes` and `top` of this token. `prompt_logprobs`
+    come once, with a first token: one item for each prompt token, None for the first of them.
     """
 
     id: str
@@ -111,10 +112,10 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedEvent:
-    """The end of one output; with `done`, of the whole task, and then `usage` and `error` are the task's.
+    """The end of one output; with `done`, of the whole task.
 
-    `text` is what had been held back. Without `done`, `error` is that of this output. `token` is always None:
-    both kinds of event have the members `seq`, `index`, `token` and `text`.
+    `text`: the rest that was held back. `usage` and `error`: the task's, if `done`; otherwise `error` is the
+    output's. `token` is always None, so that both kinds of events have `seq`, `index`, `token` and `text`.
     """
 
     id: str
@@ -133,10 +134,10 @@ Event = TokenEvent | FinishedEvent
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """One message as the log stores it: compact strings.
+    """One event as the log stores it: strings from which the script builds the JSON without parsing.
 
-    `token`: the id in digits, or "" at an end. `text`: a JSON string literal. `index`: digits. `members`: ""
-    or further JSON members: of an end `"finish_reason":"stop","done":true,...`, of a token its logprobs.
+    `token`: the token id in digits, or "" for an end. `text`: a JSON string literal. `index`: digits.
+    `members`: "" or further JSON members, such as `"finish_reason":"stop","done":true` or logprobs.
     """
 
     token: str
@@ -146,7 +147,7 @@ class LogEntry:
 
     @property
     def is_end(self) -> bool:
-        """Of an output, or of the whole task."""
+        """Whether this ends an output or the whole task."""
         return not self.token
 
     @classmethod
@@ -177,7 +178,12 @@ class LogEntry:
 
     @classmethod
     def of_fields(cls, fields: Mapping[bytes, bytes]) -> "LogEntry":
-        """From a stream entry: fields `t`, `x`, and, where they are not the default, `i` and `m`."""
+        """From a stream entry: `t` (token), `x` (text), and where not the default `i` (index), `m` (members).
+
+        Raises `ProtocolError` for an entry without text.
+        """
+        if b"x" not in fields:
+            raise ProtocolError(f"not an entry of a log: {fields!r}")
         return cls(
             fields.get(b"t", b"").decode(),
             fields[b"x"].decode(),
@@ -185,42 +191,63 @@ class LogEntry:
             fields.get(b"m", b"").decode(),
         )
 
-    def to_message(self, task_id: str, seq: int) -> str:
-        """The published JSON, byte for byte as the script builds it."""
-        members = f",{self.members}" if self.members else ""
-        return (
-            f'{{"v":{VERSION},"id":"{task_id}","seq":{seq},"index":{self.index},'
-            f'"token":{self.token or "null"},"text":{self.text}{members}}}'
-        )
+    def parse_members(self) -> dict[str, Any]:
+        """The further members: `finish_reason`, `usage`, `error`, logprobs. Raises ValueError."""
+        members: dict[str, Any] = json.loads(f"{{{self.members}}}") if self.members else {}
+        return members
+
+    def to_event(self, task_id: str, seq: int) -> Event:
+        """Raises `ProtocolError` for an entry that this version does not write."""
+        try:
+            token = int(self.token) if self.token else None
+            common = {"id": task_id, "seq": seq, "index": int(self.index), "text": json.loads(self.text)}
+            return _event(token, common, self.parse_members())
+        except (ValueError, KeyError, TypeError) as error:
+            raise ProtocolError(f"not an event: {self!r}") from error
+
+
+def encode(event: Event) -> str:
+    """The JSON form of an event, byte for byte as the script publishes it."""
+    members: dict[str, Any] = {"v": VERSION, "id": event.id, "seq": event.seq, "index": event.index}
+    members |= {"token": event.token, "text": event.text}
+    if isinstance(event, TokenEvent):
+        given = {"logprobs": event.logprobs, "prompt_logprobs": event.prompt_logprobs}
+        members |= {name: value for name, value in given.items() if value is not None}
+    else:
+        members["finish_reason"] = event.finish_reason
+        if event.done:
+            members |= {"done": True, "usage": event.usage, "error": event.error}
+        elif event.error:
+            members["error"] = event.error
+    return _json(members)
 
 
 def decode(message: str | bytes) -> Event:
     """The event of a published message. Raises `ProtocolError`."""
     try:
-        fields = json.loads(message)
-        common = {name: fields[name] for name in ("id", "seq", "index", "text")}
-        if fields["token"] is not None:
-            return TokenEvent(
-                token=fields["token"],
-                logprobs=fields.get("logprobs"),
-                prompt_logprobs=fields.get("prompt_logprobs"),
-                **common,
-            )
-        return FinishedEvent(
-            finish_reason=fields["finish_reason"],
-            done=fields.get("done", False),
-            usage=fields.get("usage"),
-            error=fields.get("error"),
-            **common,
-        )
+        members = json.loads(message)
+        common = {name: members[name] for name in ("id", "seq", "index", "text")}
+        return _event(members["token"], common, members)
     except (ValueError, KeyError, TypeError) as error:
         raise ProtocolError(f"not an event: {message!r}") from error
 
 
-def entry_seq(entry_id: bytes) -> int:
-    """The `seq` of the log entry `0-(seq+1)`."""
-    return int(entry_id.split(b"-")[1]) - 1
+def _event(token: int | None, common: dict[str, Any], members: Mapping[str, Any]) -> Event:
+    if token is not None:
+        return TokenEvent(
+            token=token,
+            logprobs=members.get("logprobs"),
+            prompt_logprobs=members.get("prompt_logprobs"),
+            **common,
+        )
+    return FinishedEvent(
+        finish_reason=members["finish_reason"],
+        done=members.get("done", False),
+        usage=members.get("usage"),
+        error=members.get("error"),
+        **common,
+    )
 
 
 _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-"""Made once: `json.dumps` with options makes one at each call, and this is called for each token."""
+"""Created once: `json.dumps` with options creates an encoder at each call, and this runs for each token."""

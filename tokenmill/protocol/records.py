@@ -1,4 +1,4 @@
-"""The frozen values that go into and come out of the task store. Knows neither Redis nor RQ.
+"""The frozen values that the task store takes and returns.
 
 Times are seconds since the epoch on Redis's clock.
 """
@@ -7,13 +7,13 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from tokenmill.protocol.limits import NO_LIMITS, TimeLimits
 from tokenmill.protocol.messages import LogEntry
-from tokenmill.protocol.time_limits import NO_LIMITS, TimeLimits
 
 JOB_ID = re.compile(r"[A-Za-z0-9_-]+")
-"""What RQ takes as the id of a job; also safe in a key and in a JSON string."""
+"""Job ids that RQ accepts; they are also safe in keys and in JSON strings."""
 
 FACTS = frozenset(
     {
@@ -29,59 +29,62 @@ FACTS = frozenset(
         "cached_tokens",
     }
 )
-"""What a worker may tell of a task that it owns. An empty string takes a fact back."""
+"""The fields that an owner may set with a `Write`. An empty string clears a field."""
 
-TaskStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 WorkerState = Literal["loading", "ready", "draining", "stalled"]
+
 TaskPhase = Literal["untouched", "waiting", "seated", "alone"]
-"""How a task stands in the worker that owns it: nothing is done with it, for sure; it waits for a step to
-take it; steps take it, or it is being prepared; so it is alone, while the others are untouched."""
+"""What the owner of a task is doing with it; stored in the field `standing`.
+
+`untouched`: nothing yet. `waiting`: it waits to be scheduled. `seated`: it is being prepared, or steps run
+it. `alone`: it runs isolated, while every other task of the worker is `untouched`.
+"""
 
 
 class QueueFull(Exception):
-    """The model, or one tenant of it, has as many waiting tasks or tokens as it may have: nothing was stored.
+    """A limit of waiting tasks or tokens was met, so nothing was stored.
 
-    `limit_met`: which of the two limits; `whose`: that of all tenants together, or this tenant's share of it.
-    `depth`: waiting tasks of the model; `tokens`: their estimated tokens. `own_depth`, `own_tokens`: those of
-    the tenant.
+    `limit_met`: which limit. `limit_of`: the limit of all tenants together, or this tenant's share of it.
+    `depth`, `tokens`: waiting tasks of the model and their estimated tokens. `tenant_depth`, `tenant_tokens`:
+    those of the tenant.
     """
 
     def __init__(
         self,
         *,
         limit_met: Literal["tasks", "tokens"],
-        whose: Literal["all", "tenant"],
+        limit_of: Literal["all", "tenant"],
         depth: int,
         tokens: int,
-        own_depth: int,
-        own_tokens: int,
+        tenant_depth: int,
+        tenant_tokens: int,
     ) -> None:
-        super().__init__(f"{depth} tasks of {tokens} tokens wait, the limit of {limit_met} of {whose} is met")
+        super().__init__(f"{depth} tasks with {tokens} tokens wait: limit of {limit_met} ({limit_of}) met")
         self.limit_met = limit_met
-        self.whose = whose
+        self.limit_of = limit_of
         self.depth = depth
         self.tokens = tokens
-        self.own_depth = own_depth
-        self.own_tokens = own_tokens
+        self.tenant_depth = tenant_depth
+        self.tenant_tokens = tenant_tokens
 
 
 class IdempotencyConflict(Exception):
-    """The idempotency key was used before with another body: nothing was stored."""
+    """The idempotency key was used before with another body, so nothing was stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """One task to be queued.
+    """A task to be queued.
 
-    `job_fields`: RQ's `Job.to_dict()`. `cost`: estimated tokens, prompt and output together. `metadata`:
-    JSON text, given back as it is. `body_digest` tells the bodies of one `idempotency_key` apart.
-    `max_waiting`, `max_waiting_tokens`: limits of this model's waiting tasks and of their cost; None means
-    none. A task that would wait alone is never too large for the second. `share_limits`: a tenant may have as
-    much waiting as the limits leave free, so that none takes all; its first task is never too large.
-    `num_outputs`: texts that the task
-    gives. `limits`: the time limits that it sets for itself. `webhook`: the URL that is told of its end, ""
-    for none. `cancel_on_disconnect`: it ends as cancelled when its last reader goes away.
-    Raises ValueError where a value cannot stand in a key or a message.
+    `job_fields`: RQ's `Job.to_dict()`. `cost`: estimated tokens of prompt and outputs. `metadata`: JSON text.
+    `body_digest` distinguishes the bodies sent with one `idempotency_key`. `max_waiting`,
+    `max_waiting_tokens`: limits of the model's waiting tasks and of their cost; None means no limit. The
+    first waiting task is never too large for the token limit. `share_limits`: each tenant may use what the
+    limits leave free, so that no tenant takes all; a tenant's first task is never too large. `webhook`: URL
+    that receives the end of the task, or "". `cancel_on_disconnect`: the task is cancelled when its last
+    reader disconnects.
+
+    Raises ValueError for a value that is not valid in a key or a message.
     """
 
     task_id: str
@@ -107,18 +110,18 @@ class Submission:
         if not JOB_ID.fullmatch(self.task_id):
             raise ValueError(f"task_id: letters, digits, _ and - only, not {self.task_id!r}")
         if not self.queue.startswith(f"tm:{self.slug}:{self.priority}:"):
-            raise ValueError(f"queue: the one of this model and priority, not {self.queue!r}")
+            raise ValueError(f"queue: must belong to this model and priority, not {self.queue!r}")
         if self.num_outputs < 1:
             raise ValueError(f"num_outputs: 1 or more, not {self.num_outputs}")
         if self.cost < 0:
-            raise ValueError(f"cost: tokens, 0 or more, not {self.cost}")
+            raise ValueError(f"cost: 0 or more tokens, not {self.cost}")
         if "data" not in self.job_fields:
-            raise ValueError("job_fields: RQ's Job.to_dict() has a field `data`")
+            raise ValueError("job_fields: must have the field `data` of RQ's Job.to_dict()")
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """`replayed`: the task was there already, from an earlier submission of the same key or the same id."""
+    """`replayed`: the task already existed, from an earlier submission of the same key or id."""
 
     task_id: str
     replayed: bool
@@ -126,16 +129,14 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claimed:
-    """A task that this worker owns now, until its lease lapses and somebody else takes it.
+    """A task that a worker owns until its lease lapses and another worker claims it.
 
-    `data`: the RQ job's `data`, zlib of JSON `[function name, null, args, kwargs]`. `num_entries`: length of
-    the log that earlier attempts published; `entries`: that log, once it has been read. `prompt_token_ids`
-    and `fingerprint`: as the first attempt stored them; so are `sampling_defaults`, JSON or "", which hold
-    for this task whatever this worker's are. `waited_seconds`: from the acceptance to this claim, on
-    Redis's clock. `num_outputs`: as submitted. `has_started`: a step of an earlier attempt took it.
-    `cached_tokens`: as an earlier attempt told them. `suspect`: an earlier owner died while it had this
-    task in hand and had logged nothing of it. It is to be tried alone, and recorded so before anything else
-    is done with it, until its log has grown.
+    `owner`: random id of this attempt. `data`: RQ's job data, zlib of JSON `[function, null, args, kwargs]`.
+    `waited_seconds`: from the acceptance to this claim. `num_entries`: length of the log that earlier
+    attempts published; `entries`: that log, once read. `prompt_token_ids`, `fingerprint`,
+    `sampling_defaults` (JSON or ""): as the first attempt stored them. `has_started`: an earlier attempt ran
+    it in a step. `cached_tokens`: as an earlier attempt reported them. `suspect`: an earlier owner died while
+    working on it and logged nothing of it, so it must run isolated until its log grows.
     """
 
     task_id: str
@@ -159,11 +160,11 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settlement:
-    """How a task ended. Goes with the write that carries its terminal entry.
+    """How a task ended; sent with the write that has its last entry.
 
-    `reason`: `stop`, `length`, `timeout` or `error`; of several outputs the worst. `result`: JSON text, what
-    RQ's `return_value()` gives, partial for failed ones. `error_text`: what RQ shows as the exception of a
-    failed one. `is_client_error`: the request itself was wrong, and its client can correct it.
+    `reason`: `stop`, `length`, `timeout` or `error`; the worst of several outputs. `result`: JSON text for
+    RQ's `return_value()`, partial for a failed task. `error_text`: what RQ shows as the exception of a failed
+    task. `is_client_error`: the request was invalid, and its client can correct it.
     """
 
     status: Literal["completed", "failed"]
@@ -177,11 +178,11 @@ class Settlement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Write:
-    """What an owner adds to one task: messages, facts, and at last its settlement.
+    """What an owner adds to one task: log entries, facts, and finally its settlement.
 
-    `first_seq`: the `seq` of `entries[0]`. `facts`: names from `FACTS`; `scheduled`, how many seconds ago a
-    step first took the task, is stored as a time and takes back why and behind whom it waited. Raises
-    ValueError for another name.
+    `first_seq`: the `seq` of `entries[0]`. `facts`: values by names of `FACTS`. The fact `scheduled`, the
+    seconds since a step first ran the task, is stored as a time and clears the reasons for waiting. Raises
+    ValueError for an unknown fact.
     """
 
     task_id: str
@@ -193,27 +194,27 @@ class Write:
 
     def __post_init__(self) -> None:
         if not self.facts.keys() <= FACTS:
-            raise ValueError(f"facts: no such name: {', '.join(sorted(self.facts.keys() - FACTS))}")
+            raise ValueError(f"facts: unknown names: {', '.join(sorted(self.facts.keys() - FACTS))}")
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """All of the write is stored, now or by an earlier call whose reply was lost."""
+    """The write is stored, now or by an earlier call whose reply was lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Not the owner any more (taken over, handed back, deleted): nothing was stored. Drop the sequence."""
+    """Nothing was stored: the writer no longer owns the task (claimed by another, handed back, deleted)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The task was cancelled in this owner's hands: nothing was stored, and its end is told already."""
+    """Nothing was stored: the task was cancelled under this owner, and its end is published."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The log is shorter than `first_seq`: nothing was stored. Send again from seq `length`."""
+    """Nothing was stored: the log is shorter than `first_seq`. Send again from seq `length`."""
 
     length: int
 
@@ -223,14 +224,14 @@ Outcome = Accepted | Lost | Cancelled | Gap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renewed:
-    """Tasks that were not renewed: another's or nobody's by now, or cancelled in this owner's hands."""
+    """Tasks that were not renewed: no longer owned, or cancelled under this owner."""
 
     lost: frozenset[str] = frozenset()
     cancelled: frozenset[str] = frozenset()
 
 
 class ReapFailure(NamedTuple):
-    """A record that a duty of the reaper could not treat, and why. It is treated again later."""
+    """A record that a duty of the reaper could not process, and why. It is retried later."""
 
     duty: str
     record: str
@@ -239,10 +240,11 @@ class ReapFailure(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reaped:
-    """Task ids: put back into their queues, ended as `timeout`, as `cancelled`, and as `error`.
+    """Task ids by what became of them.
 
-    Those that are cancelled were so by RQ's own tools, or all of their readers have lapsed. The poisoned are
-    to blame for the deaths of several workers. Of the lost ones Redis had lost keys.
+    `returned`: back in their queues. `timed_out`: ended as `timeout`. `cancelled`: by RQ's own tools, or as
+    their readers lapsed. `poisoned`: failed, as they ended several workers. `lost`: failed, as Redis lost
+    keys of them.
     """
 
     returned: tuple[str, ...] = ()
@@ -255,7 +257,7 @@ class Reaped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRecord:
-    """What a worker process says of itself. `running`, `waiting`: sequences in its scheduler."""
+    """What a worker process reports. `running`, `waiting`: sequences in its scheduler."""
 
     name: str
     model: str
@@ -272,29 +274,37 @@ class WorkerRecord:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "WorkerRecord":
-        """Of a newer version too: members that this one does not know are left out."""
-        known = {one.name for one in fields(cls)}
-        return cls(**{name: value for name, value in json.loads(text).items() if name in known})
+        return cls(**_known_members(cls, text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueueStats:
-    """One model's queues at one moment.
+class ModelCard:
+    """Limits of a served model, published by its worker so that the API can check requests.
 
-    `waiting`: priority class -> tasks, every class named. `oldest_age`: seconds since the acceptance of the
-    oldest waiting task, 0 without one. `waiting_cost`: estimated tokens. `claimed`: tasks that workers own.
-    `drain_rate`: estimated tokens per second that the workers get done while tasks wait; None until measured.
-    `totals`: counters that only grow: `submitted`, `finished:<reason>`, `client_errors`, `prompt_tokens`,
-    `completion_tokens`.
-    `webhooks_due`, `webhooks_later`: to be delivered now, and tried again later; those of all models.
+    Lengths in tokens. `max_prompt_tokens`: the longest prompt that this deployment accepts; less than
+    `max_model_len`, or than the KV pool or the token budget. `max_prompt_bytes`: bytes of UTF-8 that a prompt
+    of that length can have at most; None if the tokenizer sets no bound. `default_sampling`: sampling fields
+    of the model's `generation_config.json`, used where a request has none.
     """
 
-    waiting: Mapping[int, int]
-    oldest_age: float
-    waiting_cost: int
-    claimed: int
-    drain_rate: float | None
-    num_ready_workers: int
-    totals: Mapping[str, int]
-    webhooks_due: int = 0
-    webhooks_later: int = 0
+    model: str
+    vocab_size: int
+    max_model_len: int
+    max_prompt_tokens: int
+    has_chat_template: bool
+    fingerprint: str
+    max_prompt_bytes: int | None = None
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "ModelCard":
+        return cls(**_known_members(cls, text))
+
+
+def _known_members(record: type[WorkerRecord] | type[ModelCard], text: str | bytes) -> dict[str, Any]:
+    """The members of a JSON object that `record` has; those of a newer version are left out."""
+    known = {one.name for one in fields(record)}
+    return {name: value for name, value in json.loads(text).items() if name in known}

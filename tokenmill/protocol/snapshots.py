@@ -1,29 +1,29 @@
-"""What a task is like at one moment, and how the store's replies become values. Pure functions.
+"""What the store returns about tasks and queues: consistent states of one moment.
 
-Knows the shape of the scripts' replies (bytes, as RESP gives them), not how they are asked for.
+Times are seconds since the epoch on Redis's clock.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 from tokenmill.protocol.messages import LogEntry
-from tokenmill.protocol.naming import DEFAULT_TENANT, PRIORITIES
-from tokenmill.protocol.records import QueueStats, TaskStatus
+from tokenmill.protocol.naming import DEFAULT_TENANT
+
+TaskStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSnapshot:
-    """All that Redis knows of a task at the time `now`. Times are epoch seconds on Redis's clock.
+    """All that Redis holds about a task, except its log, at the time `now`.
 
-    `claimed`: a worker owns it. `position`: tasks before it, and `tokens_ahead`: their estimated tokens.
-    While it waits in Redis these are exact with one tenant, and estimated while several wait, as
-    `standing.lua` says; only the next to be claimed has position 0. After the claim they are as the worker
-    says. `waiting_for`: `worker`, `capacity` or `behind` in Redis, the scheduler's reason after the claim, or
-    `suspect`: a worker may have died of it, and it waits to be tried alone. `drain_rate`: estimated tokens
-    per second that the workers get done while tasks wait, None until measured. `num_entries`: length of the
-    log. `cancel_on_disconnect`, `tenant`: as submitted. `output_limit`: JSON of `sizes.OutputLimit`, once a
-    worker knows the prompt's length.
+    `claimed`: a worker owns it. `position`, `tokens_ahead`: tasks before it and their estimated tokens; exact
+    with one waiting tenant, estimated with several (see `queue_positions.lua`), reported by the worker after
+    the claim. Only the next task to be claimed has position 0. `waiting_for`: before the claim `worker`,
+    `capacity` or `behind`; after it the scheduler's reason, or `suspect`: the task may have crashed a worker
+    and waits to run isolated. `drain_rate`: estimated tokens per second that the workers process while tasks
+    wait; None until measured. `num_entries`: length of the log. `output_limit`: JSON of
+    `limits.OutputLimit`, once a worker has tokenized the prompt.
     """
 
     task_id: str
@@ -53,84 +53,30 @@ class TaskSnapshot:
 
 
 class Reading(NamedTuple):
-    """A task with the messages of its log, both of the same moment."""
+    """A task with its log, both of the same moment."""
 
     snapshot: TaskSnapshot
     entries: tuple[LogEntry, ...]
 
 
-def pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
-    """`[name, value, name, value, ...]` as a dict."""
-    return dict(zip(flat[::2], flat[1::2], strict=True))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueStats:
+    """The queues of one model.
 
+    `waiting`: tasks by priority class, for every class. `oldest_age`: seconds since the acceptance of the
+    oldest waiting task, 0 without one. `waiting_cost`: estimated tokens. `claimed`: tasks that workers own.
+    `drain_rate`: estimated tokens per second that the workers process while tasks wait; None until measured.
+    `totals`: monotonic counters `submitted`, `finished:<reason>`, `client_errors`, `prompt_tokens`,
+    `completion_tokens`. `webhooks_due`, `webhooks_later`: webhooks of all models to be delivered now, and to
+    be retried later.
+    """
 
-def to_snapshot(task_id: str, reply: Sequence[Any]) -> TaskSnapshot:
-    """From the reply of `inspect`."""
-    run_hash, num_entries, now, position, tokens_ahead, drain_rate, num_ready_workers = reply
-    run = {name.decode(): value.decode() for name, value in pairs(run_hash).items() if value}
-    num_ready = int(num_ready_workers)
-    return TaskSnapshot(
-        task_id=task_id,
-        status=_status(run),
-        model=run["model"],
-        metadata=run["metadata"],
-        priority=int(run["priority"]),
-        accepted_at=int(run["accepted_us"]) / 1e6,
-        scheduled_at=_float(run.get("scheduled_at")),
-        first_token_at=_float(run.get("first_token_at")),
-        finished_at=_float(run.get("finished_at")),
-        now=float(now),
-        claimed="owner" in run,
-        position=_int(run.get("position") if position is None else position),
-        tokens_ahead=_int(run.get("tokens_ahead") if tokens_ahead is None else tokens_ahead),
-        waiting_for=run.get("waiting_for") if position is None else _waiting_for(position, num_ready),
-        drain_rate=_float(drain_rate),
-        num_ready_workers=num_ready,
-        prompt_tokens=_int(run.get("prompt_tokens")),
-        cached_tokens=int(run.get("cached_tokens", "0")),
-        num_entries=num_entries,
-        attempt=int(run.get("attempt", "0")),
-        num_outputs=int(run.get("n", "1")),
-        cancel_on_disconnect=run.get("on_disconnect") == "cancel",
-        tenant=run["tenant"],
-        output_limit=run.get("output_limit"),
-    )
-
-
-def to_queue_stats(reply: Sequence[Any]) -> QueueStats:
-    """From the reply of `queue_stats`."""
-    classes, oldest, cost, claimed, now, drain_rate, num_ready_workers, totals, ready, later = reply
-    waiting = dict.fromkeys(PRIORITIES, 0)
-    for priority, count in zip(classes[::2], classes[1::2], strict=True):
-        waiting[int(priority)] = waiting.get(int(priority), 0) + int(count)
-    return QueueStats(
-        waiting=waiting,
-        oldest_age=0.0 if oldest is None else max(0.0, float(now) - float(oldest)),
-        waiting_cost=int(cost),
-        claimed=int(claimed),
-        drain_rate=_float(drain_rate),
-        num_ready_workers=int(num_ready_workers),
-        totals={name.decode(): int(value) for name, value in pairs(totals).items()},
-        webhooks_due=int(ready),
-        webhooks_later=int(later),
-    )
-
-
-def _status(run: Mapping[str, str]) -> TaskStatus:
-    if terminal := run.get("terminal"):
-        return cast("TaskStatus", terminal)
-    return "in_progress" if "scheduled_at" in run else "queued"
-
-
-def _waiting_for(position: int, num_ready_workers: int) -> str:
-    if not num_ready_workers:
-        return "worker"
-    return "behind" if position else "capacity"
-
-
-def _int(value: Any) -> int | None:
-    return None if value is None else int(value)
-
-
-def _float(value: Any) -> float | None:
-    return None if value is None else float(value)
+    waiting: Mapping[int, int]
+    oldest_age: float
+    waiting_cost: int
+    claimed: int
+    drain_rate: float | None
+    num_ready_workers: int
+    totals: Mapping[str, int]
+    webhooks_due: int = 0
+    webhooks_later: int = 0

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from tokenmill import config
 from tokenmill.client.http import Client
-from tokenmill.protocol.process.temporary import NoTemporaryDirectory, check_temporary_directory
-from tokenmill.protocol.process.variables import unknown_variables, warnings
+from tokenmill.process.temporary_directory import NoTemporaryDirectory, check_temporary_directory
+from tokenmill.process.variables import unknown_variables, warnings
 from tokenmill.protocol.redis_url import hide_password
 from tokenmill.serve import embedded_redis
 from tokenmill.serve.devices import cuda_devices

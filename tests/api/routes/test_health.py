@@ -10,7 +10,7 @@ import pytest
 from api.app import create_app
 from api.settings import ApiSettings
 from tests.conftest import free_port, start_redis
-from tokenmill.protocol.store.task_store import WorkerRecord
+from tokenmill.protocol.records import WorkerRecord
 
 
 def test_liveness_asks_nobody():

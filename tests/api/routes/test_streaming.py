@@ -10,7 +10,7 @@ from api.settings import ApiSettings
 from api.streams import events
 from tokenmill.client.sse import Frame
 from tokenmill.client.sse import frames as parse
-from tokenmill.protocol.messages import FinishedEvent, LogEntry, TaskError, TokenEvent, Usage, decode
+from tokenmill.protocol.messages import FinishedEvent, LogEntry, TaskError, TokenEvent, Usage, decode, encode
 
 
 class Stream:
@@ -309,7 +309,7 @@ def test_frames_are_named_for_what_they_are():
     ],
 )
 def test_a_frame_carries_its_message_on_one_line(entry):
-    message = entry.to_message("a", 7)
+    message = encode(entry.to_event("a", 7))
     event = decode(message)
     assert events.message(event) == message
     frame = events.frame(event)

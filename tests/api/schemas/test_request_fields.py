@@ -8,8 +8,8 @@ from api.submission import estimate_cost
 from tests.api.conftest import CARD
 from tokenmill.client.sse import frames as parse
 from tokenmill.protocol import keys
-from tokenmill.protocol.messages import GenerateRequest, LogEntry, TaskError
-from tokenmill.protocol.store.task_store import Write
+from tokenmill.protocol.messages import GenerateRequest, LogEntry, TaskError, encode
+from tokenmill.protocol.records import Write
 
 FIELDS = {
     "n": 3, "max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1,
@@ -91,5 +91,5 @@ def test_a_stream_tells_logprobs_and_the_end_of_each_output(client, submit, work
     frames = list(parse(body.splitlines(keepends=True)))
     assert [frame.event for frame in frames] == ["token", "end", "finished"]
     for seq, entry in enumerate(entries):
-        assert json.loads(frames[seq].data) == json.loads(entry.to_message(task_id, seq))
+        assert json.loads(frames[seq].data) == json.loads(encode(entry.to_event(task_id, seq)))
     assert client.get(f"/v1/tasks/{task_id}").json["prompt_logprobs"] == prompt

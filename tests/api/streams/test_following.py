@@ -8,13 +8,13 @@ import redis
 
 from api.streams.follow import SILENCE_SECONDS, Follower
 from api.streams.hub import Arrived
-from tokenmill.protocol.messages import LogEntry, Usage, decode
+from tokenmill.protocol.messages import LogEntry, Usage, decode, encode
 
 END = LogEntry.of_end("", "stop", usage=Usage(prompt_tokens=1, completion_tokens=2))
 
 
 def message(seq, entry=None):
-    return (entry or LogEntry.of_token(seq, str(seq))).to_message("t", seq).encode()
+    return encode((entry or LogEntry.of_token(seq, str(seq))).to_event("t", seq)).encode()
 
 
 class Scripted:

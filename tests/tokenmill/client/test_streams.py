@@ -24,8 +24,9 @@ from tests.tokenmill.client.following import (
 from tests.tokenmill.protocol.store.tasks import claim_one, final_write, publish, settle, submit, tokens
 from tokenmill.client.streams import UnknownTask
 from tokenmill.protocol import keys
-from tokenmill.protocol.messages import Event
-from tokenmill.protocol.store.task_store import Claimed, TaskStore
+from tokenmill.protocol.messages import Event, encode
+from tokenmill.protocol.records import Claimed
+from tokenmill.protocol.store.task_store import TaskStore
 from tokenmill.serve import embedded_redis
 from tokenmill.serve.processes import Child
 
@@ -182,7 +183,7 @@ def test_doubled_messages_are_dropped(
     wait_until_live(redis_client, claimed.task_id, looks)
     publish(store, claimed, 0, 2)
     for seq, entry in enumerate(tokens(0, 2)):
-        redis_client.publish(keys.channel(claimed.task_id), entry.to_message(claimed.task_id, seq))
+        redis_client.publish(keys.channel(claimed.task_id), encode(entry.to_event(claimed.task_id, seq)))
     settle(store, claimed, 2)
     assert [event.seq for event in following.rest()] == [0, 1, 2]
 

@@ -4,7 +4,8 @@ import pytest
 import redis
 
 from tests.tokenmill.protocol.store.tasks import claim_one, submit
-from tokenmill.protocol.store.task_store import Claimed, TaskStore
+from tokenmill.protocol.records import Claimed
+from tokenmill.protocol.store.task_store import TaskStore
 
 
 @pytest.fixture

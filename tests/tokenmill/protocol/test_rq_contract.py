@@ -24,9 +24,9 @@ from rq.utils import utcformat
 
 from tests.tokenmill.protocol.store.tasks import claim, claim_one, fetch, publish, settle, submission
 from tokenmill.protocol import rq_keys
-from tokenmill.protocol.records import JOB_ID
+from tokenmill.protocol.records import JOB_ID, Accepted
 from tokenmill.protocol.store import scripting
-from tokenmill.protocol.store.task_store import Accepted, TaskStore
+from tokenmill.protocol.store.task_store import TaskStore
 
 
 def test_keys_are_those_of_rq(redis_client: redis.Redis) -> None:

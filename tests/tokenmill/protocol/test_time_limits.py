@@ -15,9 +15,10 @@ from tests.tokenmill.protocol.store.tasks import (
     waiting,
 )
 from tokenmill.protocol import keys
+from tokenmill.protocol.limits import TIME_LIMIT_NAMES, TimeLimits, timeout_error
 from tokenmill.protocol.messages import FinishedEvent
-from tokenmill.protocol.store.task_store import Lost, Reaped, TaskStore
-from tokenmill.protocol.time_limits import NAMES, TimeLimits, timeout_error
+from tokenmill.protocol.records import Lost, Reaped
+from tokenmill.protocol.store.task_store import TaskStore
 
 
 def passed(client: redis.Redis, task_id: str) -> None:
@@ -36,7 +37,7 @@ def nothing_is_left(client: redis.Redis) -> bool:
     return not [key for name in names for key in client.scan_iter(name)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TIME_LIMIT_NAMES)
 def test_a_waiting_task_ends_when_its_limit_passes(
     store: TaskStore, redis_client: redis.Redis, name: str
 ) -> None:

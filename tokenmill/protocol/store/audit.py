@@ -1,7 +1,7 @@
-"""Repairs the indexes in Redis from the task records: what was acknowledged is claimed and ends, whatever
-index was deleted, evicted or overwritten.
+"""Repairs the indexes in Redis from the run hashes, so that every accepted task ends although an index was
+deleted, evicted or overwritten.
 
-Reads every key of the database in pages, outside of scripts. Idempotent; any number may run at once.
+Scans the keys of the database in pages, outside of scripts. Idempotent; audits may run concurrently.
 """
 
 from typing import Any, Protocol
@@ -11,11 +11,11 @@ from tokenmill.protocol.store.scripting import RedisClient, Scripts
 
 PAGE = 500
 LEASE_SECONDS = 10.0
-"""Lease of a claimed task that has none: its worker renews it sooner, if it lives."""
+"""Lease given to a claimed task without one; a living worker renews it before it lapses."""
 
 
 class ScanningClient(RedisClient, Protocol):
-    """The commands of redis-py's `Redis` that an audit uses beside scripts."""
+    """The commands of redis-py's `Redis` that an audit calls besides scripts."""
 
     def scan(self, cursor: int = ..., match: str = ..., count: int = ...) -> Any: ...
     def exists(self, *names: str) -> Any: ...
@@ -25,34 +25,34 @@ class ScanningClient(RedisClient, Protocol):
 
 
 class Audit:
-    """The indexes of all models in one database. Every method may raise the client's connection errors."""
+    """Audits all models in one database. Every method may raise the client's connection errors."""
 
     def __init__(self, client: ScanningClient, *, retention_seconds: float = 3600) -> None:
         self._client = client
         self._scripts = Scripts(client, retention_seconds=retention_seconds)
 
     def is_due(self, period_seconds: float) -> bool:
-        """True once in each period for all processes together, and while damage is noted."""
+        """True once per period across all processes, and while a script has reported damage."""
         due = self._client.set(keys.AUDITED, "1", nx=True, px=round(period_seconds * 1000))
         return bool(due) or bool(self._client.exists(keys.DAMAGED))
 
     def run(self) -> int:
-        """Check every task once. Returns how many tasks and models were repaired."""
+        """Check every task. Returns the number of tasks and models that were repaired."""
         is_outbox_lost = int(self._client.type(keys.OUTBOX) != b"stream")
-        num_mended, cursor, slugs = 0, 0, set()
+        num_repaired, cursor, slugs = 0, 0, set()
         prefix = keys.run("")
         while True:
             cursor, names = self._client.scan(cursor, match=f"{prefix}*", count=PAGE)
             ids = [name.decode().removeprefix(prefix) for name in names]
             if ids:
-                mended, live = self._scripts.run("audit", LEASE_SECONDS, is_outbox_lost, *ids)
-                num_mended += int(mended)
+                repaired, live = self._scripts.run("audit/tasks", LEASE_SECONDS, is_outbox_lost, *ids)
+                num_repaired += int(repaired)
                 slugs.update(live)
             if not cursor:
                 break
         for slug in slugs | self._damaged():
-            num_mended += int(self._scripts.run("audit_model", slug))
-        return num_mended
+            num_repaired += int(self._scripts.run("audit/model", slug))
+        return num_repaired
 
     def _damaged(self) -> set[bytes]:
         return set(self._client.smembers(keys.DAMAGED))

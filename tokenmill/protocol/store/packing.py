@@ -1,6 +1,5 @@
-"""Writes as one string for `publish.lua`: hundreds of arguments would cost the client more than all the rest.
-
-Pure functions. Knows neither Redis nor what becomes of a write.
+"""Packs writes into one string for `publish.lua`: hundreds of script arguments would dominate the client's
+cost.
 """
 
 import zlib
@@ -12,16 +11,16 @@ from tokenmill.protocol import rq_keys
 from tokenmill.protocol.records import Settlement, Write
 
 _SEPARATOR = "\x1f"
-"""Stands in no JSON text, where control characters are escaped."""
+"""Does not occur in JSON text, where control characters are escaped."""
 
 
 def packed(writes: Sequence[Write]) -> bytes:
-    """As `publish.lua` reads them. Raises ValueError for a value that holds the separator."""
+    """The argument of `publish.lua`. Raises ValueError for a value that contains the separator."""
     fields = list(chain.from_iterable(map(_write_fields, writes)))
     packed = _SEPARATOR.join((*fields, ""))
     if packed.count(_SEPARATOR) != len(fields):
-        raise ValueError("entries hold JSON text, and no fact holds a control character")
-    # A lone surrogate must not keep the other writes from being stored.
+        raise ValueError("an entry or a fact contains the separator, a control character")
+    # A lone surrogate must not prevent the other writes.
     return packed.encode(errors="replace")
 
 
@@ -52,5 +51,5 @@ def _settlement_fields(settlement: Settlement) -> Iterable[str]:
 
 
 def compressed(text: str) -> str:
-    """As RQ keeps the text of an exception."""
+    """The form in which RQ stores the text of an exception."""
     return b64encode(zlib.compress(text.encode(errors="replace"))).decode()

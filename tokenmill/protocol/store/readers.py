@@ -1,24 +1,24 @@
-"""The door to who reads the tasks that end with their last reader: each method is one script.
+"""The readers of tasks that are cancelled when their last reader disconnects. Each method runs one script.
 
-Law: a task is ended only where its last reader's client went away, or where the reader has lapsed without a
-word, as the readers of a process that died. Of other tasks nothing is remembered.
+Invariant: such a task is cancelled only after the client of its last reader disconnected, or after that
+reader lapsed, as it does when its process dies. Readers of other tasks are not stored.
 """
 
 from tokenmill.protocol.store.scripting import RedisClient, Scripts
 
 
 class Readers:
-    """Readers of one Redis database. `client` and `retention_seconds`: as the task store's."""
+    """Readers in one Redis database. `client`, `retention_seconds`: as for the task store."""
 
     def __init__(self, client: RedisClient, *, retention_seconds: float = 3600) -> None:
         self._scripts = Scripts(client, retention_seconds=retention_seconds)
 
     def read(self, task_id: str, reader: str, seconds: float) -> None:
-        """`reader` (any text of its own) is there; it lapses after `seconds` unless told again."""
-        self._scripts.run("read", task_id, reader, seconds)
+        """Register `reader` (any unique text), or extend it; it lapses after `seconds`."""
+        self._scripts.run("readers/add", task_id, reader, seconds)
 
     def leave(self, task_id: str, reader: str, *, gone: bool) -> bool:
-        """`reader` is not there any more. `gone`: its client went away, and the task ends as cancelled if no
-        other reader is left. Gives whether it did.
+        """Remove `reader`. `gone`: its client disconnected, so the task is cancelled if no reader is left.
+        Returns whether it was.
         """
-        return bool(self._scripts.run("leave", task_id, reader, int(gone)))
+        return bool(self._scripts.run("readers/remove", task_id, reader, int(gone)))

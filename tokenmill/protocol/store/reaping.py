@@ -1,34 +1,31 @@
-"""Takes back and ends what no worker will: each duty is a script of its own, and each record is treated
-alone.
+"""Requeues or ends tasks that no worker will finish, and repairs what RQ's own tools changed.
 
-A record that cannot be treated is reported and set aside for a minute; neither the other records nor the
-other duties wait for it. Knows no policy: when to reap is decided by the callers.
+Each duty is one script, and each script processes its records one by one. A record that fails is reported,
+set aside for a minute and then retried; neither other records nor other duties wait for it.
 """
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
 from tokenmill.protocol import rq_keys
-from tokenmill.protocol.records import Reaped, ReapFailure
+from tokenmill.protocol.records import Reaped
 from tokenmill.protocol.store import script_errors
+from tokenmill.protocol.store.replies import texts, to_failures
 from tokenmill.protocol.store.scripting import Scripts
 
-logger = logging.getLogger(__name__)
-
-_TREATED_AT_ONCE = 100
-"""Records that one script treats at most: Redis serves no other client meanwhile."""
+MAX_RECORDS = 100
+"""Records that one script processes at most: Redis serves no other client meanwhile."""
 
 _IN_SCRIPT = "@user_script"
-"""Part of the error of a script that had begun."""
+"""Part of every error that is raised inside a script."""
 
 _Result = dict[str, Iterable[bytes]]
 """Field of `Reaped` -> ids; `failures`: record and reason in turn."""
 
 
 class Reaping:
-    """`scripts`: those of one client. Raises its connection errors, after which calling it again is safe."""
+    """The duties of the reaper. `scripts`: those of one client."""
 
     def __init__(self, scripts: Scripts) -> None:
         self._scripts = scripts
@@ -38,77 +35,70 @@ class Reaping:
         slug: str,
         *,
         max_task_seconds: float,
-        take_back: bool = True,
+        reclaim_leases: bool = True,
         failed_seconds_ago: float | None = None,
     ) -> Reaped:
-        """Put back what has a lapsed lease, of any model; end what waits longer than `max_task_seconds` or
-        than its own limits allow, or is to blame for the deaths of several workers.
+        """Run every duty once, each for at most `MAX_RECORDS` records. Raises the client's connection errors.
 
-        Also ends what was cancelled or deleted with RQ's own tools, drops expired ids from RQ's registries,
-        and finds claims and workers without a valid lease. Each duty treats a hundred records at most.
-        `take_back`: without it no lease counts as lapsed. `failed_seconds_ago`: when Redis last failed the
-        caller, if it has since the last call: what lapsed meanwhile is nobody's crash.
+        - `leases`: requeue tasks of any model whose lease has lapsed; end those that crashed several workers.
+        - `unread`: cancel tasks whose last reader has lapsed.
+        - `moved`: apply what RQ's tools did to waiting tasks.
+        - `overdue`: end tasks that have waited for `max_task_seconds` or for a limit of their own.
+        - `registries`: drop expired ids from RQ's registries.
+        - `strays`: find claims and workers without a valid lease.
+
+        `reclaim_leases`: False keeps lapsed leases. `failed_seconds_ago`: how long ago a call of the caller
+        to Redis failed, if one has since the last reaping; leases that lapsed in an outage are no crashes.
         """
         duties: dict[str, Callable[[], _Result]] = {
-            "leases": lambda: self._leases(take_back, failed_seconds_ago),
-            "unread": lambda: self._named("reap_unread", ("cancelled", "failures"), _TREATED_AT_ONCE),
-            "moved": lambda: self._named(
-                "reap_moved", ("cancelled", "lost", "failures"), slug, _TREATED_AT_ONCE
-            ),
-            "overdue": lambda: self._named(
-                "reap_overdue",
+            "leases": lambda: self._leases(reclaim_leases, failed_seconds_ago),
+            "unread": lambda: self._run("unread_tasks", ("cancelled", "failures"), MAX_RECORDS),
+            "moved": lambda: self._run("rq_changes", ("cancelled", "lost", "failures"), slug, MAX_RECORDS),
+            "overdue": lambda: self._run(
+                "overdue_tasks",
                 ("timed_out", "failures"),
                 slug,
                 round(max_task_seconds * 1e6),
                 rq_keys.RESULT_FAILED,
-                _TREATED_AT_ONCE,
-                *script_errors.NAMED,
+                MAX_RECORDS,
+                *script_errors.TIMEOUTS,
             ),
-            "registries": lambda: {"failures": self._scripts.run("reap_registries", slug)},
-            "strays": lambda: self._named("reap_strays", ("lost", "failures"), slug, _TREATED_AT_ONCE),
+            "registries": lambda: {"failures": self._scripts.run("reaping/rq_registries", slug)},
+            "strays": lambda: self._run("orphaned_claims", ("lost", "failures"), slug, MAX_RECORDS),
         }
         total: dict[str, list[Any]] = {one.name: [] for one in fields(Reaped)}
         for duty, call in duties.items():
             for name, items in self._isolated(duty, call).items():
-                total[name] += failures_of(duty, items) if name == "failures" else decoded(items)
-        # Two duties may meet the rests of one task.
+                total[name] += to_failures(duty, items) if name == "failures" else texts(items)
+        # Two duties may find remains of the same task.
         return Reaped(**{name: tuple(dict.fromkeys(items)) for name, items in total.items()})
 
+    def _leases(self, reclaim_leases: bool, failed_seconds_ago: float | None) -> _Result:
+        failed = "" if failed_seconds_ago is None else failed_seconds_ago
+        limit = MAX_RECORDS if reclaim_leases else 0
+        names = ("returned", "cancelled", "poisoned", "lost", "failures")
+        # Not repeated: if the call is late, Redis was away or its clock was set, and lapsed leases mean
+        # nothing.
+        return self._run(
+            "lapsed_leases",
+            names,
+            limit,
+            failed,
+            *script_errors.POISON,
+            rq_keys.RESULT_FAILED,
+            repeat=False,
+        )
+
+    def _run(self, script: str, names: Sequence[str], *arguments: Any, repeat: bool = True) -> _Result:
+        reply = self._scripts.run(f"reaping/{script}", *arguments, repeat=repeat)
+        return dict(zip(names, reply, strict=True))
+
     def _isolated(self, duty: str, call: Callable[[], _Result]) -> _Result:
-        """What `call` returns. An error within the script is a failure of this duty alone."""
+        """The result of `call`. An error inside the script is a failure of this duty alone."""
         try:
             return call()
         except Exception as error:
-            # Errors of the connection, and of the state of the server, do not name a script.
+            # Errors of the connection or of the server's state do not name a script.
             if _IN_SCRIPT not in str(error):
                 raise
             return {"failures": (duty.encode(), str(error).encode())}
-
-    def _leases(self, take_back: bool, failed_seconds_ago: float | None) -> _Result:
-        failed = "" if failed_seconds_ago is None else failed_seconds_ago
-        limit = _TREATED_AT_ONCE if take_back else 0
-        names = ("returned", "cancelled", "poisoned", "lost", "failures")
-        # Never repeated: where it came too late, Redis was away or its clock was set, and leases mean
-        # nothing.
-        return self._named(
-            "reap_leases", names, limit, failed, *script_errors.POISON, rq_keys.RESULT_FAILED, repeat=False
-        )
-
-    def _named(self, script: str, names: Sequence[str], *arguments: Any, repeat: bool = True) -> _Result:
-        return dict(zip(names, self._scripts.run(script, *arguments, repeat=repeat), strict=True))
-
-
-def failures_of(duty: str, items: Iterable[bytes]) -> Iterator[ReapFailure]:
-    """`items`: record and reason in turn."""
-    texts = iter(decoded(items))
-    return (ReapFailure(duty, record, reason) for record, reason in zip(texts, texts, strict=True))
-
-
-def log_failures(what: str, items: Iterable[bytes]) -> None:
-    """One line for each record that a script could not treat."""
-    for failure in failures_of(what, items):
-        logger.error("%s: %s: %s", failure.record, what, failure.reason)
-
-
-def decoded(ids: Iterable[bytes]) -> tuple[str, ...]:
-    return tuple(task_id.decode(errors="replace") for task_id in ids)

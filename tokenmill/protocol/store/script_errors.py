@@ -1,12 +1,12 @@
-"""The errors of tasks that a script ends while no worker has them, as the scripts write them down.
+"""The errors of tasks that a script ends without a worker.
 
-Law: Lua makes no text; it puts seconds into what is made here. Knows no Redis.
+Scripts compose no text: they only insert the seconds into messages made here.
 """
 
 import json
 from collections.abc import Iterator
 
-from tokenmill.protocol import time_limits
+from tokenmill.protocol.limits import SECONDS_PLACEHOLDER, TIME_LIMIT_NAMES, timeout_error
 from tokenmill.protocol.messages import TaskError
 from tokenmill.protocol.store.packing import compressed
 
@@ -15,41 +15,39 @@ MAX_WAIT_ERROR = TaskError(
     code="queue_timeout",
     message="the task waited longer than TOKENMILL_MAX_TASK_SECONDS without being finished",
 )
-"""Why a task ended that no worker took in time."""
+"""No worker finished the task in time."""
 
 POISON_ERROR = TaskError(
     type="server_error",
     code="poison",
-    message="this request ended its worker three times while it ran alone there; it is not tried again",
+    message="this request crashed its worker three times while it ran in isolation; it is not retried",
 )
-"""Why a task ended that is to blame for the deaths of several workers."""
+"""The task crashed several workers."""
 
 LOST_ERROR = TaskError(
     type="server_error",
     code="lost",
     message="Redis lost the data of this task (evicted or deleted); submit it again",
 )
-"""Why a task ended whose keys vanished."""
+"""Keys of the task are missing."""
 
 
-def _told(error: TaskError) -> tuple[str, str]:
-    """For readers as JSON, and for RQ as the text of an exception."""
-    text = error.message.replace(time_limits.PLACE, "so many")
+def _forms(error: TaskError) -> tuple[str, str]:
+    """JSON for readers, and the text of an exception for RQ."""
+    text = error.message.replace(f" ({SECONDS_PLACEHOLDER} s)", "")
     return json.dumps(error.to_json(), separators=(",", ":")), compressed(text)
 
 
-def _named() -> Iterator[str]:
-    errors = {"": MAX_WAIT_ERROR, **{name: time_limits.timeout_error(name) for name in time_limits.NAMES}}
+def _timeouts() -> Iterator[str]:
+    errors = {"": MAX_WAIT_ERROR, **{name: timeout_error(name) for name in TIME_LIMIT_NAMES}}
     for name, error in errors.items():
-        yield from (name, *_told(error))
+        yield from (name, *_forms(error))
 
 
 NO_ERROR = ("", "")
-POISON = _told(POISON_ERROR)
-"""As `hand_back.lua` takes it."""
-LOST = _told(LOST_ERROR)
-"""As `vanished.lua` writes it."""
-NAMED = tuple(_named())
-"""As `reap_overdue.lua` takes them: the name of the limit that has passed ("": waited too long), and its
-error.
-"""
+POISON = _forms(POISON_ERROR)
+"""Arguments of `hand_back.lua` and `lapsed_leases.lua`."""
+LOST = _forms(LOST_ERROR)
+"""Constants of `lost_tasks.lua`."""
+TIMEOUTS = tuple(_timeouts())
+"""Arguments of `overdue_tasks.lua`: for each limit its name ("" for the maximum wait) and its error."""

@@ -1,7 +1,7 @@
-"""Builds the Lua scripts from their files: flags, key names, shared parts, then the script itself; and calls
-them.
+"""Builds the Lua scripts and calls them.
 
-Key names come from `keys` and `rq_keys`, so that each is written down once. Knows no task.
+The text of a script is its flags, the names of keys (from `keys` and `rq_keys`), the shared parts from
+`scripts/parts/`, and its own file.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,64 +14,48 @@ from tokenmill.protocol.naming import PRIORITIES
 from tokenmill.protocol.store import script_errors
 from tokenmill.protocol.store.server_clock import ServerClock
 
-_ORDER = ("clock", "sound", "deadlines", "lines", "turns", "sums", "order")
-_ENDING = (*_ORDER, "served", "outbox", "ending", "vanished", "crashes")
-_REAPING = (*_ENDING, "checks", "isolated")
-_PARTS = {
-    "submit": _ORDER,
-    "claim": _ENDING,
-    "publish": (*_ENDING, "isolated"),
-    "renew": _REAPING,
-    "hand_back": _REAPING,
-    "cancel": _ENDING,
-    "reap_leases": _REAPING,
-    "reap_strays": (*_REAPING, "worker_records"),
-    "reap_unread": (*_REAPING, "readers"),
-    "reap_moved": _REAPING,
-    "reap_overdue": _REAPING,
-    "reap_registries": _REAPING,
-    "read": ("clock",),
-    "leave": (*_ENDING, "readers"),
-    "outbox_take": ("clock", "outbox"),
-    "outbox_renew": ("clock", "outbox"),
-    "outbox_done": _ENDING,
-    "outbox_retry": ("clock", "outbox"),
-    "inspect": (*_ORDER, "served", "standing"),
-    "queue_stats": (*_ORDER, "served"),
-    "audit": _ENDING,
-    "audit_model": _ORDER,
-    "put_worker": ("clock",),
-    "drop_worker": ("clock",),
-    "workers": ("clock", "worker_records"),
-}
+_QUEUE = ("clock", "key_types", "deadlines", "queue_index", "claim_order", "cost_sums", "waiting_tasks")
+_END = (*_QUEUE, "drain_rate", "outbox", "append", "task_end", "lost_tasks", "poison")
+_REAPING = (*_END, "record_checks", "failures")
 
-_FLAGS = {
-    # Readers: allowed on a replica and when the memory is full.
-    "inspect": "no-writes",
-    "queue_stats": "no-writes",
-    "workers": "no-writes",
-    # These free memory or keep what is there: they must work when it is full.
-    "renew": "allow-oom",
-    "hand_back": "allow-oom",
-    "cancel": "allow-oom",
-    "reap_leases": "allow-oom",
-    "reap_strays": "allow-oom",
-    "reap_unread": "allow-oom",
-    "reap_moved": "allow-oom",
-    "reap_overdue": "allow-oom",
-    "reap_registries": "allow-oom",
-    "drop_worker": "allow-oom",
-    "audit": "allow-oom",
-    "audit_model": "allow-oom",
-    "leave": "allow-oom",
-    "outbox_take": "allow-oom",
-    "outbox_renew": "allow-oom",
-    "outbox_done": "allow-oom",
-    "outbox_retry": "allow-oom",
+_WRITES: str | None = None
+"""Refused on a replica and when the memory is full."""
+_READS = "no-writes"
+"""Allowed on a replica and when the memory is full."""
+_FREES = "allow-oom"
+"""Allowed when the memory is full: it frees memory or preserves tasks."""
+
+_SCRIPTS: dict[str, tuple[str | None, tuple[str, ...]]] = {
+    # The file below scripts/: its flags, its parts from scripts/parts/.
+    "tasks/submit": (_WRITES, _QUEUE),
+    "tasks/claim": (_WRITES, _END),
+    "tasks/publish": (_WRITES, (*_END, "failures")),
+    "tasks/renew": (_FREES, _REAPING),
+    "tasks/hand_back": (_FREES, _REAPING),
+    "tasks/cancel": (_FREES, _END),
+    "tasks/inspect": (_READS, (*_QUEUE, "drain_rate", "queue_positions")),
+    "tasks/queue_stats": (_READS, (*_QUEUE, "drain_rate")),
+    "reaping/lapsed_leases": (_FREES, _REAPING),
+    "reaping/orphaned_claims": (_FREES, (*_REAPING, "worker_records")),
+    "reaping/unread_tasks": (_FREES, (*_REAPING, "readers")),
+    "reaping/rq_changes": (_FREES, _REAPING),
+    "reaping/overdue_tasks": (_FREES, _REAPING),
+    "reaping/rq_registries": (_FREES, _REAPING),
+    "readers/add": (_WRITES, ("clock",)),
+    "readers/remove": (_FREES, (*_END, "readers")),
+    "outbox/take": (_FREES, ("clock", "outbox")),
+    "outbox/renew": (_FREES, ("clock", "outbox")),
+    "outbox/done": (_FREES, _END),
+    "outbox/retry": (_FREES, ("clock", "outbox")),
+    "audit/tasks": (_FREES, _END),
+    "audit/model": (_FREES, _QUEUE),
+    "workers/put_worker": (_WRITES, ("clock",)),
+    "workers/drop_worker": (_FREES, ("clock",)),
+    "workers/list_workers": (_READS, ("clock", "worker_records")),
 }
 
 _TOO_LATE = b"TOOLATE"
-"""Reply to a call that arrived when its caller no longer waited for it; as an error, its code."""
+"""Reply to a call that arrived after its caller had timed out; as an error, its code."""
 
 _PREFIXES: dict[str, Callable[[str], str]] = {
     "run": keys.run,
@@ -110,13 +94,13 @@ _PREFIXES: dict[str, Callable[[str], str]] = {
 
 
 class Script(Protocol):
-    """A registered script, as redis-py gives it."""
+    """A script registered with redis-py."""
 
     def __call__(self, keys: Sequence[str] = ..., args: Sequence[Any] = ...) -> Any: ...
 
 
 class RedisClient(Protocol):
-    """What the store asks of a client: redis-py's `Redis` with `decode_responses=False`."""
+    """The commands that the store calls: redis-py's `Redis` with `decode_responses=False`."""
 
     def register_script(self, script: Any, /) -> Any: ...
     def get(self, name: str, /) -> Any: ...
@@ -129,21 +113,21 @@ class RedisClient(Protocol):
 class Scripts:
     """All scripts, called through `client`. Nothing is sent before the first call.
 
-    A call carries the time until which its caller waits for the reply, so that Redis does not run it later:
-    the server reads what it received while it was stopped also after the client has given up. That time is
-    the socket timeout of `client`; without one, calls carry none.
+    Each call carries the time at which its caller times out, from the socket timeout of `client`. A server
+    that was stopped reads pending calls after their callers have given up; the scripts then change nothing.
+    Without a socket timeout calls carry no time.
     """
 
     def __init__(self, client: RedisClient, *, retention_seconds: float) -> None:
         self._retention_ms = max(1, round(retention_seconds * 1000))
         self._clock = ServerClock(client)
-        self._scripts = {name: client.register_script(source(name)) for name in _PARTS}
+        self._scripts = {name: client.register_script(source(name)) for name in _SCRIPTS}
 
     def run(self, name: str, *arguments: Any, repeat: bool = True) -> Any:
-        """What the script `name` returns. Raises the client's errors.
+        """Call the script `name`, its path below scripts/. Raises the client's errors.
 
-        `repeat`: a call that arrived too late is made once more, as the clock of Redis may have been set.
-        Without it, and the second time, that is an error of the client with the code TOOLATE.
+        `repeat`: a call that arrived too late is repeated once, as Redis's clock may have been set. Otherwise
+        it raises the client's error with the code TOOLATE.
         """
         reply = self._call(name, arguments, late_is_error=not repeat)
         if repeat and reply == _TOO_LATE:
@@ -152,14 +136,14 @@ class Scripts:
         return reply
 
     def _call(self, name: str, arguments: Sequence[Any], *, late_is_error: bool) -> Any:
-        until = self._clock.give_up_at()
+        until = self._clock.timeout_at()
         head = str(self._retention_ms)
         if until is not None:
             head += f":{until}" + ("!" if late_is_error else "")
         try:
             return self._scripts[name](args=(head, *arguments))
         except Exception:
-            # Perhaps another server answers next, with a clock of its own.
+            # The next call may reach another server with another clock.
             self._clock.forget()
             raise
 
@@ -169,14 +153,14 @@ _LOST = f"local LOST = {{ error_json = '{script_errors.LOST[0]}', exc_string = '
 
 @cache
 def source(name: str) -> str:
-    """The whole text of a script. The first line needs Redis 7 or Valkey."""
-    flags = _FLAGS.get(name)
+    """The whole text of a script. Its first line needs Redis 7 or Valkey."""
+    flags, parts = _SCRIPTS[name]
     head = f"#!lua flags={flags}" if flags else "#!lua"
-    return "\n".join([head, _key_names(), _LOST, *map(_read, (*_PARTS[name], name))])
+    return "\n".join([head, _key_names(), _LOST, *(_read(f"parts/{part}") for part in parts), _read(name)])
 
 
-def _read(name: str) -> str:
-    return (files("tokenmill.protocol.store") / "scripts" / f"{name}.lua").read_text("utf-8")
+def _read(path: str) -> str:
+    return (files("tokenmill.protocol.store") / "scripts" / f"{path}.lua").read_text("utf-8")
 
 
 def _key_names() -> str:

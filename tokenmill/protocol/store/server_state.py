@@ -1,7 +1,6 @@
-"""Whether a Redis server keeps what it is given: its eviction policy, its append-only file, its last write
-to disk.
+"""Checks whether a Redis server keeps its data: eviction policy, append-only file, last write to disk.
 
-Reads INFO, which managed servers answer too; CONFIG only where INFO does not name the policy.
+Reads INFO, which managed servers allow, and CONFIG only if INFO does not report the policy.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,17 +9,17 @@ from typing import Any, Literal, Protocol
 Fault = Literal["evicts", "not_persistent", "write_failed", "unknown"]
 
 FAULTS: Mapping[Fault, str] = {
-    "evicts": "Redis may evict keys (maxmemory-policy {}): accepted tasks get lost; set it to noeviction",
+    "evicts": "Redis may evict keys (maxmemory-policy {}): accepted tasks may be lost; set it to noeviction",
     "not_persistent": "Redis has no append-only file: a restart loses accepted tasks; set appendonly yes",
     "write_failed": "Redis failed to write to its disk: it refuses writes until there is room",
     "unknown": "the eviction policy of Redis cannot be read: make sure that it is noeviction",
 }
 PROBE = "tokenmill:probe"
-"""A key that never exists."""
+"""A key that is never created."""
 
 
 class Server(Protocol):
-    """What is needed of redis-py's client."""
+    """The commands of redis-py's client that are called here."""
 
     def info(self, section: str, /) -> Any: ...
     def config_get(self, pattern: str, /) -> Any: ...
@@ -28,16 +27,15 @@ class Server(Protocol):
 
 
 def faults(server: Server, is_refusal: Callable[[Exception], bool]) -> dict[Fault, str]:
-    """What is wrong, each with a sentence for people. Raises the client's errors, but for a refusal of a
-    command.
+    """The faults found, each with a message. Raises the client's errors, except for refused commands.
 
-    `is_refusal`: whether an error is that of a command that this client may not call.
+    `is_refusal`: whether an error says that this client may not call a command.
     """
-    memory = _asked(lambda: server.info("memory"), is_refusal)
-    persistence = _asked(lambda: server.info("persistence"), is_refusal)
+    memory = _ask_or_empty(lambda: server.info("memory"), is_refusal)
+    persistence = _ask_or_empty(lambda: server.info("persistence"), is_refusal)
     policy = memory.get("maxmemory_policy")
     if policy is None:
-        policy = _text(_asked(lambda: server.config_get("maxmemory-policy"), is_refusal))
+        policy = _text(_ask_or_empty(lambda: server.config_get("maxmemory-policy"), is_refusal))
     found: dict[Fault, str] = {}
     if policy is None:
         found["unknown"] = FAULTS["unknown"]
@@ -51,11 +49,11 @@ def faults(server: Server, is_refusal: Callable[[Exception], bool]) -> dict[Faul
 
 
 def probe_write(server: Server) -> None:
-    """Raises the error that a write of a new task would meet. Changes nothing."""
+    """Raises the error that a write would raise now. Changes nothing."""
     server.setrange(PROBE, 0, "")
 
 
-def _asked(ask: Callable[[], Any], is_refusal: Callable[[Exception], bool]) -> Mapping[Any, Any]:
+def _ask_or_empty(ask: Callable[[], Any], is_refusal: Callable[[Exception], bool]) -> Mapping[Any, Any]:
     try:
         answer: Mapping[Any, Any] = ask()
     except Exception as error:
@@ -66,6 +64,6 @@ def _asked(ask: Callable[[], Any], is_refusal: Callable[[Exception], bool]) -> M
 
 
 def _text(config: Mapping[Any, Any]) -> str | None:
-    """The value of a reply with one setting; its text is bytes unless the client decodes."""
+    """The value in a CONFIG GET reply; bytes unless the client decodes replies."""
     value = next(iter(config.values()), None)
     return value.decode() if isinstance(value, bytes) else value

@@ -1,83 +1,54 @@
-"""The one door to the tasks in Redis: each method is one script, so each change is whole or not at all.
-
-Knows no policy: who may submit, what to claim next on a worker and when to reap is decided by the callers.
+"""The only interface to the tasks in Redis. Each method that changes a task runs one script, so the change is
+atomic.
 """
 
 import hashlib
-import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import chain
-from typing import Any, Literal, cast
+from typing import Any
 
-from tokenmill.protocol import event_log, keys, rq_keys
+from tokenmill.protocol import keys, log, rq_keys
 from tokenmill.protocol.claim_order import DEFAULT_ORDER, ClaimOrder
-from tokenmill.protocol.messages import Event, LogEntry, entry_seq
-from tokenmill.protocol.model_card import ModelCard
+from tokenmill.protocol.messages import Event, LogEntry
 from tokenmill.protocol.naming import tenant_hash
 from tokenmill.protocol.records import (
-    Accepted,
-    Cancelled,
     Claimed,
-    Gap,
     IdempotencyConflict,
-    Lost,
+    ModelCard,
     Outcome,
-    QueueFull,
-    QueueStats,
-    Reaped,
     Renewed,
-    Settlement,
     Submission,
     Submitted,
     TaskPhase,
     WorkerRecord,
     Write,
 )
-from tokenmill.protocol.snapshots import Reading, TaskSnapshot, to_queue_stats, to_snapshot
+from tokenmill.protocol.snapshots import QueueStats, Reading, TaskSnapshot
 from tokenmill.protocol.store import script_errors
 from tokenmill.protocol.store.packing import packed
-from tokenmill.protocol.store.reaping import Reaping, decoded, log_failures
+from tokenmill.protocol.store.reaping import MAX_RECORDS, Reaping
+from tokenmill.protocol.store.replies import (
+    log_failures,
+    texts,
+    to_claimed,
+    to_outcome,
+    to_queue_full,
+    to_queue_stats,
+    to_snapshot,
+)
 from tokenmill.protocol.store.scripting import RedisClient, Scripts
 
-__all__ = [
-    "Accepted",
-    "Cancelled",
-    "Claimed",
-    "Gap",
-    "IdempotencyConflict",
-    "Lost",
-    "Outcome",
-    "QueueFull",
-    "QueueStats",
-    "Reading",
-    "Reaped",
-    "Renewed",
-    "Settlement",
-    "Submission",
-    "Submitted",
-    "TaskPhase",
-    "TaskSnapshot",
-    "TaskStore",
-    "WorkerRecord",
-    "Write",
-]
-
-
-_OUTCOMES: Mapping[int, Outcome] = {-1: Accepted(), -2: Lost(), -3: Cancelled()}
-"""As `publish.lua` numbers them; any other number is the length of a log."""
-
-_TREATED_AT_ONCE = 100
-"""One script treats so many that lapsed, waited too long or were moved by others: Redis does nothing else."""
 _WORKER_INDEX_SECONDS = 480
-"""RQ keeps a worker's index of executions so long after its last heartbeat."""
+"""RQ keeps a worker's index of executions for this time after its last heartbeat."""
 
 
 class TaskStore:
     """Tasks in one Redis database. `client`: redis-py's, with `decode_responses=False`.
 
-    `retention_seconds`: how long all of a task is kept after its end. Every method may raise the client's
-    connection errors; calling it again with the same arguments is safe then.
+    `retention_seconds`: how long the keys of a task are kept after its end. Every method may raise the
+    client's connection errors and can then be called again with the same arguments.
     """
 
     def __init__(self, client: RedisClient, *, retention_seconds: float = 3600) -> None:
@@ -86,35 +57,23 @@ class TaskStore:
         self.reap = Reaping(self._scripts).reap
 
     def submit(self, submission: Submission) -> Submitted:
-        """Store and queue a task. Raises `QueueFull`, `IdempotencyConflict`; then nothing is stored."""
-        record = ""
-        if submission.idempotency_key is not None:
-            record = keys.idempotency(tenant_hash(submission.tenant), _digest(submission.idempotency_key))
+        """Store and queue a task. Raises `QueueFull` or `IdempotencyConflict`; then nothing is stored."""
+        run = _run_fields(submission)
         outcome, *details = self._run(
-            "submit",
+            "tasks/submit",
             submission.task_id,
-            submission.queue,
-            submission.slug,
-            submission.model,
-            submission.priority,
-            submission.tenant,
-            submission.cost,
-            submission.metadata,
-            record,
             submission.body_digest,
             "" if submission.max_waiting is None else submission.max_waiting,
             "" if submission.max_waiting_tokens is None else submission.max_waiting_tokens,
             int(submission.share_limits),
-            submission.num_outputs,
-            *map(_seconds, submission.limits),
-            submission.webhook,
-            "cancel" if submission.cancel_on_disconnect else "",
+            len(run),
+            *chain.from_iterable(run.items()),
             *chain.from_iterable(submission.job_fields.items()),
         )
         if outcome == b"conflict":
             raise IdempotencyConflict
         if outcome == b"full":
-            raise _queue_full(*details)
+            raise to_queue_full(details)
         return Submitted(details[0].decode(), replayed=outcome == b"replayed")
 
     def claim(
@@ -126,88 +85,88 @@ class TaskStore:
         lease_seconds: float,
         order: ClaimOrder = DEFAULT_ORDER,
     ) -> list[Claimed]:
-        """Take up to `max_tasks` waiting tasks of a model, the most urgent first; see `turns.lua`.
+        """Claim up to `max_tasks` waiting tasks of a model, the most urgent first (see `claim_order.lua`).
 
-        `order` is stored, so that the positions of `inspect` follow from it until another claim changes it.
-        What was claimed by a call whose reply was lost comes back when its lease lapses. A call that meets
-        more than a hundred tasks which RQ's own tools ended may give fewer than wait; the next goes on.
+        `order` is stored, and the positions of `inspect` follow it until another claim changes it. Tasks
+        claimed by a call whose reply was lost return to the queue when their lease lapses. A call ends at
+        most `MAX_RECORDS` tasks that RQ's own tools removed; past that it returns fewer tasks than wait.
         """
         owners = (secrets.token_hex(16) for _ in range(max_tasks))
-        rows = self._run(
-            "claim",
+        replies = self._run(
+            "tasks/claim",
             slug,
             worker,
             lease_seconds,
             _WORKER_INDEX_SECONDS,
-            _TREATED_AT_ONCE,
+            MAX_RECORDS,
             order.to_text(),
             *owners,
         )
-        return [_claimed(*row) for row in rows]
+        return [to_claimed(reply) for reply in replies]
 
     def publish(self, writes: Sequence[Write]) -> list[Outcome]:
-        """Add messages, facts and settlements, all in one change; one outcome for each write."""
+        """Add entries, facts and settlements in one atomic change; one outcome for each write."""
         if not writes:
             return []
-        outcomes = self._run("publish", packed(writes))
-        return [_outcome(write, code) for write, code in zip(writes, outcomes, strict=True)]
+        codes = self._run("tasks/publish", packed(writes))
+        return [to_outcome(write, code) for write, code in zip(writes, codes, strict=True)]
 
     def renew(
-        self, owned: Mapping[str, str], lease_seconds: float, standings: Mapping[str, TaskPhase] | None = None
+        self,
+        owned: Mapping[str, str],
+        lease_seconds: float,
+        phases: Mapping[str, TaskPhase] | None = None,
     ) -> Renewed:
-        """Let the leases of `owned` (task -> owner) lapse that much later; tells which are not owned.
+        """Extend the leases of `owned` (task -> owner).
 
-        `standings`: how each task stands in its worker, for whoever asks after a crash; `seated` if not said.
-        An owner that was taken for dead, and is not, takes back by this what was counted on its account.
+        `phases`: what the worker is doing with each task, recorded in case it crashes; `seated` by default. A
+        crash that was recorded for an owner which renews after all is retracted.
         """
         if not owned:
             return Renewed()
-        said = standings or {}
-        rows = ((task_id, owner, said.get(task_id, "seated")) for task_id, owner in owned.items())
-        lost, cancelled, failures = self._run("renew", lease_seconds, *chain.from_iterable(rows))
+        phases = phases or {}
+        rows = ((task_id, owner, phases.get(task_id, "seated")) for task_id, owner in owned.items())
+        lost, cancelled, failures = self._run("tasks/renew", lease_seconds, *chain.from_iterable(rows))
         log_failures("not renewed", failures)
-        return Renewed(lost=frozenset(decoded(lost)), cancelled=frozenset(decoded(cancelled)))
+        return Renewed(lost=frozenset(texts(lost)), cancelled=frozenset(texts(cancelled)))
 
     def hand_back(self, owned: Mapping[str, str], *, crashed: bool = False) -> int:
-        """Put `owned` (task -> owner) back to the front in order of acceptance. Gives how many.
+        """Return `owned` (task -> owner) to the front of their queues, in order of acceptance.
 
-        `crashed`: the worker ends for what may be the fault of one of them, which counts as if it had died.
-        One that is to blame for that then ends as poisoned.
+        `crashed`: the worker ends because of an error that one of them may have caused; a crash is recorded
+        for each, and a task with too many of them ends as poisoned. Returns the number of tasks requeued.
         """
         if not owned:
             return 0
-        how = script_errors.POISON if crashed else script_errors.NO_ERROR
+        error = script_errors.POISON if crashed else script_errors.NO_ERROR
         pairs = chain.from_iterable(owned.items())
-        returned, failures = self._run("hand_back", *how, rq_keys.RESULT_FAILED, *pairs)
+        returned, failures = self._run("tasks/hand_back", *error, rq_keys.RESULT_FAILED, *pairs)
         log_failures("not handed back", failures)
         return int(returned)
 
     def cancel(self, task_id: str) -> str | None:
-        """End a task as cancelled, whatever its state. None: no such task; else the status it has ended in:
-        `cancelled`, or `completed` or `failed` if that came first.
+        """End a task as cancelled. Returns its final status: `cancelled`, or `completed` or `failed` if it
+        had ended before; None if there is no such task.
         """
-        status = self._run("cancel", task_id)
+        status = self._run("tasks/cancel", task_id)
         return None if status is None else str(status.decode())
 
     def inspect(self, task_id: str, tenant: str | None = None) -> TaskSnapshot | None:
-        """All that is known of a task at one moment, but for its log.
-
-        None: no such task, or with a `tenant` none of its own.
-        """
-        reply = self._run("inspect", task_id)
+        """The state of a task, without its log. None if there is no such task, or it is not `tenant`'s."""
+        reply = self._run("tasks/inspect", task_id)
         snapshot = None if reply is None else to_snapshot(task_id, reply)
         return snapshot if snapshot and tenant in (None, snapshot.tenant) else None
 
     def is_lost(self, task_id: str, tenant: str | None = None) -> bool:
-        """Whether a part of a task that nothing else is known of is still here: Redis lost the rest."""
+        """Whether the RQ job of a task without a run hash still exists: Redis lost the rest."""
         origin = self._client.hget(rq_keys.job(task_id), "origin")
         return bool(origin) and (tenant is None or origin.decode().endswith(f":{tenant_hash(tenant)}"))
 
     def read(self, task_id: str, tenant: str | None = None) -> Reading | None:
-        """A task with its log of the same moment. None: no such task, or with a `tenant` none of its own.
+        """The state of a task with its log. None if there is no such task, or it is not `tenant`'s.
 
-        The log only grows, so its first entries are those of the moment. One that has become shorter expired
-        or lost its end with its host meanwhile: that is another moment, so all is looked at again.
+        The log only grows, so its first entries are those of the snapshot. A log that has become shorter has
+        expired or lost entries in a failover; then all is read again.
         """
         while snapshot := self.inspect(task_id, tenant):
             entries = self.log_entries(task_id, snapshot.num_entries)
@@ -216,121 +175,81 @@ class TaskStore:
         return None
 
     def log_entries(self, task_id: str, count: int) -> tuple[LogEntry, ...]:
-        """The first `count` entries of a log; fewer where it has fewer by now."""
+        """The first `count` entries of a log, or all if it has fewer."""
         return tuple(LogEntry.of_fields(fields) for _, fields in self._rows(task_id, -1, count))
 
-    def read_log(self, task_id: str, after: int = -1, count: int = event_log.MAX_SEQ) -> list[Event]:
-        """Up to `count` messages with a `seq` greater than `after`, in order; empty where there are none."""
-        return event_log.events(task_id, self._rows(task_id, after, count))
+    def read_log(self, task_id: str, after: int = -1, count: int = log.MAX_SEQ) -> list[Event]:
+        """Up to `count` events with a `seq` greater than `after`, in order."""
+        return log.to_events(task_id, self._rows(task_id, after, count))
 
     def put_worker(self, record: WorkerRecord, ttl_seconds: float) -> None:
-        """Tell what a worker does; forgotten after `ttl_seconds` unless told again."""
+        """Store a worker's record, which expires after `ttl_seconds`."""
         ready = int(record.state == "ready")
         ttl_ms = max(1, round(ttl_seconds * 1000))
-        self._run("put_worker", record.name, record.slug, ready, record.to_json(), ttl_ms)
+        self._run("workers/put_worker", record.name, record.slug, ready, record.to_json(), ttl_ms)
 
     def drop_worker(self, name: str) -> None:
-        self._run("drop_worker", name)
+        self._run("workers/drop_worker", name)
 
     def workers(self) -> list[WorkerRecord]:
-        """The workers of all models that have reported lately."""
-        return [WorkerRecord.from_json(record) for record in self._run("workers")]
+        """The unexpired records of the workers of all models."""
+        return [WorkerRecord.from_json(record) for record in self._run("workers/list_workers")]
 
     def put_model_card(self, slug: str, card: ModelCard) -> None:
         self._client.set(keys.model_card(slug), card.to_json())
 
     def restore_model_card(self, slug: str, card: ModelCard) -> None:
-        """Write the card where none is, as after a loss of data; one that another worker wrote stays."""
+        """Store the card if there is none, as after a loss of data; another worker's card is kept."""
         self._client.set(keys.model_card(slug), card.to_json(), nx=True)
 
     def model_card(self, slug: str) -> ModelCard | None:
-        """None: no worker has ever served this model here."""
+        """None if no worker has ever served this model here."""
         card = self._client.get(keys.model_card(slug))
         return None if card is None else ModelCard.from_json(card)
 
     def queue_stats(self, slug: str) -> QueueStats:
-        """Numbers of a model's queues; costs nothing for each waiting task."""
-        return to_queue_stats(self._run("queue_stats", slug))
+        """Statistics of a model's queues. The cost does not grow with the waiting tasks."""
+        return to_queue_stats(self._run("tasks/queue_stats", slug))
 
     def _run(self, script: str, *arguments: Any) -> Any:
         return self._scripts.run(script, *arguments)
 
-    def _rows(self, task_id: str, after: int, count: int) -> Iterator[event_log.Row]:
-        """Up to `count` rows of a log, in pages and outside of scripts: Redis serves others in between."""
+    def _rows(self, task_id: str, after: int, count: int) -> Iterator[log.Row]:
+        """Up to `count` rows of a log, in pages: Redis serves other clients in between."""
         while count > 0:
-            asked = min(count, event_log.PAGE)
-            rows = self._client.xrange(keys.log(task_id), min=event_log.first_id(after), count=asked)
+            page = min(count, log.PAGE)
+            rows = self._client.xrange(keys.log(task_id), min=log.first_id(after), count=page)
             yield from rows
-            if len(rows) < asked:
+            if len(rows) < page:
                 return
-            after, count = entry_seq(rows[-1][0]), count - asked
+            after, count = log.entry_seq(rows[-1][0]), count - page
 
 
-def _claimed(
-    task_id: bytes,
-    owner: bytes,
-    attempt: int,
-    queue: bytes,
-    priority: bytes,
-    accepted_us: bytes,
-    waited_seconds: bytes,
-    data: bytes,
-    prompt_ids: bytes,
-    fingerprint: bytes,
-    num_outputs: bytes,
-    has_started: bytes,
-    cached_tokens: bytes,
-    suspect: bytes,
-    num_entries: int,
-    sampling_defaults: bytes,
-) -> Claimed:
-    return Claimed(
-        task_id=task_id.decode(),
-        owner=owner.decode(),
-        attempt=attempt,
-        queue=queue.decode(),
-        priority=int(priority),
-        accepted_at=int(accepted_us) / 1e6,
-        data=data,
-        waited_seconds=float(waited_seconds),
-        num_entries=num_entries,
-        prompt_token_ids=tuple(json.loads(prompt_ids)) if prompt_ids else None,
-        fingerprint=fingerprint.decode() or None,
-        sampling_defaults=sampling_defaults.decode(),
-        num_outputs=int(num_outputs),
-        has_started=bool(has_started),
-        cached_tokens=int(cached_tokens),
-        suspect=bool(suspect),
-    )
-
-
-def _queue_full(
-    limit_met: bytes, depth: int, tokens: bytes, whose: bytes, own_depth: int, own_tokens: bytes
-) -> QueueFull:
-    return QueueFull(
-        limit_met=cast("Literal['tasks', 'tokens']", limit_met.decode()),
-        whose=cast("Literal['all', 'tenant']", whose.decode()),
-        depth=depth,
-        tokens=int(tokens),
-        own_depth=own_depth,
-        own_tokens=int(own_tokens),
-    )
-
-
-def _outcome(write: Write, code: int | bytes) -> Outcome:
-    """A write that failed is given up by its owner, as one that was lost; its task comes back later."""
-    if isinstance(code, bytes):
-        log_failures("not stored", (write.task_id.encode(), code))
-        return Lost()
-    return _OUTCOMES[code] if code in _OUTCOMES else Gap(code)
+def _run_fields(submission: Submission) -> dict[str, str | int]:
+    """The fields of the run hash that a submission sets; empty ones are left out."""
+    idempotency = ""
+    if submission.idempotency_key is not None:
+        digest = hashlib.sha256(submission.idempotency_key.encode(errors="surrogatepass")).hexdigest()
+        idempotency = keys.idempotency(tenant_hash(submission.tenant), digest)
+    fields: dict[str, str | int] = {
+        "queue": submission.queue,
+        "slug": submission.slug,
+        "model": submission.model,
+        "priority": submission.priority,
+        "tenant": submission.tenant,
+        "cost": submission.cost,
+        "metadata": submission.metadata,
+        "n": submission.num_outputs,
+        **{name: _seconds(limit) for name, limit in asdict(submission.limits).items()},
+        "idempotency": idempotency,
+        "webhook": submission.webhook,
+        "on_disconnect": "cancel" if submission.cancel_on_disconnect else "",
+    }
+    return {name: value for name, value in fields.items() if value != ""}
 
 
 def _seconds(limit: float | None) -> str:
-    """As a script reads it and a message shows it."""
+    """In the form that error messages show."""
     if limit is None:
         return ""
     return str(int(limit)) if limit == int(limit) else repr(limit)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

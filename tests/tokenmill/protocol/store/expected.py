@@ -10,15 +10,8 @@ import redis
 from tests.tokenmill.protocol.store.fair_model import FairModel, Waiting
 from tests.tokenmill.protocol.store.tasks import SLUG
 from tokenmill.protocol.naming import queue_name
-from tokenmill.protocol.store.task_store import (
-    Accepted,
-    Cancelled,
-    Claimed,
-    Lost,
-    TaskPhase,
-    TaskStore,
-    Write,
-)
+from tokenmill.protocol.records import Accepted, Cancelled, Claimed, Lost, TaskPhase, Write
+from tokenmill.protocol.store.task_store import TaskStore
 
 
 @dataclass

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import redis
 
 from tests.tokenmill.protocol.store.tasks import SLUG, fetch, settle, submit
+from tokenmill.protocol.records import Claimed
 from tokenmill.protocol.store.readers import Readers
-from tokenmill.protocol.store.task_store import Claimed, TaskStore
+from tokenmill.protocol.store.task_store import TaskStore
 
 BATCH = 100
 NUM_TENANTS = 50

@@ -13,15 +13,8 @@ from rq.serializers import JSONSerializer
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import JOB_FUNCTION, LogEntry, Usage
 from tokenmill.protocol.naming import model_slug, new_task_id, queue_name
-from tokenmill.protocol.store.task_store import (
-    Claimed,
-    Outcome,
-    Reaped,
-    Settlement,
-    Submission,
-    TaskStore,
-    Write,
-)
+from tokenmill.protocol.records import Claimed, Outcome, Reaped, Settlement, Submission, Write
+from tokenmill.protocol.store.task_store import TaskStore
 
 MODEL = "tiny/model"
 SLUG = model_slug(MODEL)

@@ -21,8 +21,9 @@ from tests.tokenmill.protocol.store.tasks import (
     unchanged,
 )
 from tokenmill.protocol import keys
-from tokenmill.protocol.messages import FinishedEvent, LogEntry, Usage
-from tokenmill.protocol.store.task_store import Cancelled, Lost, Renewed, TaskStore, Write
+from tokenmill.protocol.messages import FinishedEvent, LogEntry, Usage, encode
+from tokenmill.protocol.records import Cancelled, Lost, Renewed, Write
+from tokenmill.protocol.store.task_store import TaskStore
 
 
 def the_end(store: TaskStore, task_id: str) -> FinishedEvent:
@@ -104,7 +105,7 @@ def test_the_message_is_the_one_that_a_worker_would_write(
         store.cancel(task_id)
         heard = pubsub.get_message(timeout=60)["data"]
     entry = LogEntry.of_end("", "cancelled", usage=Usage(prompt_tokens=7, completion_tokens=2))
-    assert heard == entry.to_message(task_id, 2).encode()
+    assert heard == encode(entry.to_event(task_id, 2)).encode()
     assert log_of(store, task_id)[2] == entry
 
 

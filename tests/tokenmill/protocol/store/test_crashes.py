@@ -21,8 +21,9 @@ from tests.tokenmill.protocol.store.tasks import (
 )
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import FinishedEvent
+from tokenmill.protocol.records import Accepted, Claimed, Lost, Reaped, TaskPhase
 from tokenmill.protocol.store.script_errors import POISON_ERROR
-from tokenmill.protocol.store.task_store import Accepted, Claimed, Lost, Reaped, TaskPhase, TaskStore
+from tokenmill.protocol.store.task_store import TaskStore
 
 MANY = 50
 
@@ -333,7 +334,7 @@ def test_a_lapse_during_an_outage_of_redis_is_no_crash(store: TaskStore, redis_c
         assert not held.suspect
         store.renew(owned([held]), -1)
         # Some process was failed after that renewal; it waits, and another takes the task back.
-        outage = store.reap(SLUG, max_task_seconds=3600, take_back=False, failed_seconds_ago=0.0)
+        outage = store.reap(SLUG, max_task_seconds=3600, reclaim_leases=False, failed_seconds_ago=0.0)
         assert outage.returned == ()
         assert reap(store).returned == (held.task_id,)
 
@@ -363,6 +364,6 @@ def test_a_lapse_over_a_restart_of_redis_is_no_crash(tmp_path: Path) -> None:
 def test_a_death_after_an_outage_counts(store: TaskStore, redis_client: redis.Redis) -> None:
     submit(store, redis_client)
     held = claim_one(store)
-    store.reap(SLUG, max_task_seconds=3600, take_back=False, failed_seconds_ago=1.0)
+    store.reap(SLUG, max_task_seconds=3600, reclaim_leases=False, failed_seconds_ago=1.0)
     die(store, held, "seated")
     assert claim_one(store).suspect

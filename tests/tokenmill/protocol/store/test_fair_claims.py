@@ -25,7 +25,8 @@ from tests.tokenmill.protocol.store.tasks import (
 from tokenmill.protocol import keys
 from tokenmill.protocol.claim_order import ClaimOrder
 from tokenmill.protocol.naming import new_task_id, tenant_hash, tenant_of
-from tokenmill.protocol.store.task_store import Claimed, TaskStore
+from tokenmill.protocol.records import Claimed
+from tokenmill.protocol.store.task_store import TaskStore
 
 FLOOD = 1000
 

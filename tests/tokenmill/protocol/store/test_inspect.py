@@ -21,7 +21,9 @@ from tests.tokenmill.protocol.store.tasks import (
     unchanged,
 )
 from tokenmill.protocol import keys
-from tokenmill.protocol.store.task_store import TaskSnapshot, TaskStore, WorkerRecord
+from tokenmill.protocol.records import WorkerRecord
+from tokenmill.protocol.snapshots import TaskSnapshot
+from tokenmill.protocol.store.task_store import TaskStore
 
 
 def inspect(store: TaskStore, task_id: str) -> TaskSnapshot:

@@ -28,7 +28,7 @@ from tests.tokenmill.protocol.store.expected import Expected, Holder, World
 from tests.tokenmill.protocol.store.fair_model import Waiting
 from tests.tokenmill.protocol.store.tasks import SLUG, fetch, final_write, owned, submission, tokens
 from tokenmill.protocol import keys
-from tokenmill.protocol.store.task_store import (
+from tokenmill.protocol.records import (
     Accepted,
     Cancelled,
     Gap,

@@ -19,8 +19,9 @@ from tests.tokenmill.protocol.store.tasks import (
     submit,
 )
 from tokenmill.protocol import keys
-from tokenmill.protocol.store.task_store import Accepted, Lost, TaskStore
-from tokenmill.protocol.time_limits import TimeLimits
+from tokenmill.protocol.limits import TimeLimits
+from tokenmill.protocol.records import Accepted, Lost
+from tokenmill.protocol.store.task_store import TaskStore
 
 Spoil = Callable[[redis.Redis, str], object]
 

@@ -15,11 +15,12 @@ from tests.conftest import RedisServer, free_port, start_redis
 from tests.tokenmill.protocol.store.tasks import SLUG, claim, claim_one, dump, owned, reap, submit
 from tokenmill.protocol import keys
 from tokenmill.protocol.claim_order import DEFAULT_ORDER
+from tokenmill.protocol.records import WorkerRecord
 from tokenmill.protocol.store import scripting, server_clock
 from tokenmill.protocol.store.outbox import Outbox
 from tokenmill.protocol.store.readers import Readers
 from tokenmill.protocol.store.server_clock import ServerClock
-from tokenmill.protocol.store.task_store import TaskStore, WorkerRecord
+from tokenmill.protocol.store.task_store import TaskStore
 
 TIMEOUT_SECONDS = 0.2
 
@@ -130,14 +131,14 @@ def test_leases_mean_nothing_when_the_clock_was_set(redis_client: redis.Redis) -
 def test_the_estimate_is_never_ahead_and_is_learned_again(redis_client: redis.Redis) -> None:
     late = Late()
     clock = ServerClock(redis_client, late)
-    first = clock.give_up_at()
+    first = clock.timeout_at()
     seconds, microseconds = redis_client.time()
     assert first is not None
     assert first <= seconds * 10**6 + microseconds + 5 * 10**6, "the library's timeout is 5 s"
-    late.now += server_clock.LEARN_AGAIN_SECONDS + 1
-    again = clock.give_up_at()
+    late.now += server_clock.MAX_ESTIMATE_AGE_SECONDS + 1
+    again = clock.timeout_at()
     assert again is not None
-    assert again - first < server_clock.LEARN_AGAIN_SECONDS * 1e6, "by TIME, not by the local clock"
+    assert again - first < server_clock.MAX_ESTIMATE_AGE_SECONDS * 1e6, "by TIME, not by the local clock"
 
 
 def test_a_client_that_waits_for_ever_sets_no_limit(redis_client: redis.Redis) -> None:
@@ -147,12 +148,12 @@ def test_a_client_that_waits_for_ever_sets_no_limit(redis_client: redis.Redis) -
         def time(self) -> Any:
             raise AssertionError("not needed")
 
-    assert ServerClock(Patient()).give_up_at() is None
+    assert ServerClock(Patient()).timeout_at() is None
 
 
 def test_the_other_doors_carry_the_limit_too(redis_client: redis.Redis) -> None:
-    assert Outbox(redis_client)._scripts._clock.give_up_at() is not None
-    assert Readers(redis_client)._scripts._clock.give_up_at() is not None
+    assert Outbox(redis_client)._scripts._clock.timeout_at() is not None
+    assert Readers(redis_client)._scripts._clock.timeout_at() is not None
 
 
 def test_a_lost_reply_of_a_claim_is_no_crash(redis_server: RedisServer, redis_client: redis.Redis) -> None:
@@ -160,7 +161,7 @@ def test_a_lost_reply_of_a_claim_is_no_crash(redis_server: RedisServer, redis_cl
     store = TaskStore(redis_client)
     submit(store, redis_client)
     for _ in range(12):
-        script = scripting.source("claim")
+        script = scripting.source("tasks/claim")
         arguments = ["1000", SLUG, "w", "-1", "480", "100", DEFAULT_ORDER.to_text(), "owner"]
         call = ["EVAL", script, "0", *arguments]
         packed = f"*{len(call)}\r\n".encode() + b"".join(

@@ -22,7 +22,8 @@ from tests.tokenmill.protocol.store.tasks import (
 )
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import LogEntry, Usage
-from tokenmill.protocol.store.task_store import Reaped, Renewed, Settlement, TaskStore, Write
+from tokenmill.protocol.records import Reaped, Renewed, Settlement, Write
+from tokenmill.protocol.store.task_store import TaskStore
 
 WATCHDOG_SECONDS = 60
 

@@ -20,7 +20,8 @@ from tests.tokenmill.protocol.store.naive_order import by_age, counts_as, next_t
 from tests.tokenmill.protocol.store.passing_time import let_pass
 from tests.tokenmill.protocol.store.tasks import SLUG, settle, submit
 from tokenmill.protocol.claim_order import ClaimOrder
-from tokenmill.protocol.store.task_store import Claimed, TaskStore
+from tokenmill.protocol.records import Claimed
+from tokenmill.protocol.store.task_store import TaskStore
 
 STEP_SECONDS = 330
 ORDERS = (

@@ -7,9 +7,11 @@ import redis
 
 from tests.tokenmill.protocol.store.tasks import SLUG, claim, claim_one, log_of, reap, submit, unchanged
 from tokenmill.protocol import keys
-from tokenmill.protocol.messages import Event, FinishedEvent, LogEntry, TaskError, TokenEvent, Usage
-from tokenmill.protocol.store.task_store import Accepted, Claimed, TaskSnapshot, TaskStore, Write
-from tokenmill.protocol.time_limits import TimeLimits
+from tokenmill.protocol.limits import TimeLimits
+from tokenmill.protocol.messages import Event, FinishedEvent, LogEntry, TaskError, TokenEvent, Usage, encode
+from tokenmill.protocol.records import Accepted, Claimed, Write
+from tokenmill.protocol.snapshots import TaskSnapshot
+from tokenmill.protocol.store.task_store import TaskStore
 
 ERROR = TaskError(type="server_error", code="engine_error", message="a row was not finite")
 
@@ -85,7 +87,7 @@ def test_what_is_heard_is_what_is_read(store: TaskStore, redis_client: redis.Red
         LogEntry.of_end("", "cancelled", index=0, done=False),
         LogEntry.of_end("", "cancelled", index=2, usage=Usage(prompt_tokens=0, completion_tokens=3)),
     ]
-    assert heard == [end.to_message(task_id, 4 + n).encode() for n, end in enumerate(ends)]
+    assert heard == [encode(end.to_event(task_id, 4 + n)).encode() for n, end in enumerate(ends)]
     assert list(log_of(store, task_id)[4:]) == ends
 
 
@@ -149,7 +151,9 @@ def test_tokens_keep_their_logprobs(store: TaskStore, redis_client: redis.Redis)
         write(store, claimed, 0, *entries)
         heard = [pubsub.get_message(timeout=60)["data"] for _ in entries]
 
-    assert heard == [entry.to_message(claimed.task_id, seq).encode() for seq, entry in enumerate(entries)]
+    assert heard == [
+        encode(entry.to_event(claimed.task_id, seq)).encode() for seq, entry in enumerate(entries)
+    ]
     assert list(log_of(store, claimed.task_id)) == entries
     assert [event.logprobs for event in store.read_log(claimed.task_id)] == [logprobs] * 2  # type: ignore[union-attr]
     store.cancel(claimed.task_id)

@@ -19,8 +19,9 @@ from tests.tokenmill.protocol.store.tasks import (
     unchanged,
 )
 from tokenmill.protocol import keys
-from tokenmill.protocol.messages import LogEntry, TokenEvent
-from tokenmill.protocol.store.task_store import Accepted, Claimed, Gap, Lost, TaskStore, Write
+from tokenmill.protocol.messages import LogEntry, TokenEvent, encode
+from tokenmill.protocol.records import Accepted, Claimed, Gap, Lost, Write
+from tokenmill.protocol.store.task_store import TaskStore
 
 
 def taken_over(store: TaskStore, lapsed: Claimed) -> Claimed:
@@ -38,7 +39,9 @@ def test_log_and_channel_say_the_same(store: TaskStore, redis_client: redis.Redi
         write = Write(task_id=claimed.task_id, owner=claimed.owner, entries=tuple(entries))
         assert store.publish([write]) == [Accepted()]
         heard = [pubsub.get_message(timeout=60)["data"] for _ in entries]
-    assert heard == [entry.to_message(claimed.task_id, seq).encode() for seq, entry in enumerate(entries)]
+    assert heard == [
+        encode(entry.to_event(claimed.task_id, seq)).encode() for seq, entry in enumerate(entries)
+    ]
     assert store.read_log(claimed.task_id) == [
         TokenEvent(id=claimed.task_id, seq=seq, token=int(entry.token), text=text, index=int(entry.index))
         for seq, (entry, text) in enumerate(zip(entries, [*HARD_TEXTS, "other output"], strict=True))

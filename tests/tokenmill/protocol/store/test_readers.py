@@ -7,8 +7,9 @@ import redis
 
 from tests.tokenmill.protocol.store.tasks import claim_one, publish, reap, settle, submit, unchanged
 from tokenmill.protocol import keys
+from tokenmill.protocol.records import Cancelled
 from tokenmill.protocol.store.readers import Readers
-from tokenmill.protocol.store.task_store import Cancelled, TaskStore
+from tokenmill.protocol.store.task_store import TaskStore
 
 
 @pytest.fixture

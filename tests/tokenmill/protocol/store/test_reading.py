@@ -7,14 +7,15 @@ import pytest
 import redis
 
 from tests.tokenmill.protocol.store.tasks import claim_one, publish, settle, submit, tokens
-from tokenmill.protocol import event_log, keys
+from tokenmill.protocol import keys, log
 from tokenmill.protocol.messages import FinishedEvent
-from tokenmill.protocol.store.task_store import Claimed, TaskStore
+from tokenmill.protocol.records import Claimed
+from tokenmill.protocol.store.task_store import TaskStore
 
 
 @pytest.fixture(autouse=True)
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_log, "PAGE", 3)
+    monkeypatch.setattr(log, "PAGE", 3)
 
 
 class Meddled:

@@ -28,8 +28,9 @@ from tests.tokenmill.protocol.store.tasks import (
 )
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import FinishedEvent, Usage
+from tokenmill.protocol.records import Reaped
 from tokenmill.protocol.store.script_errors import MAX_WAIT_ERROR
-from tokenmill.protocol.store.task_store import Reaped, TaskStore
+from tokenmill.protocol.store.task_store import TaskStore
 
 WATCHDOG_SECONDS = 60
 

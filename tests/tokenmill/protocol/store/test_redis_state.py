@@ -21,10 +21,11 @@ from tests.tokenmill.protocol.store.tasks import (
     submit,
 )
 from tokenmill.protocol import keys
+from tokenmill.protocol.limits import TimeLimits
+from tokenmill.protocol.records import Renewed, WorkerRecord
 from tokenmill.protocol.store.outbox import Outbox
 from tokenmill.protocol.store.readers import Readers
-from tokenmill.protocol.store.task_store import Renewed, TaskStore, WorkerRecord
-from tokenmill.protocol.time_limits import TimeLimits
+from tokenmill.protocol.store.task_store import TaskStore
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "redis-keys.md"
 

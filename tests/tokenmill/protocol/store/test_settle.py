@@ -26,7 +26,8 @@ from tests.tokenmill.protocol.store.tasks import (
     unchanged,
 )
 from tokenmill.protocol import keys
-from tokenmill.protocol.store.task_store import Accepted, Cancelled, Claimed, Lost, TaskStore
+from tokenmill.protocol.records import Accepted, Cancelled, Claimed, Lost
+from tokenmill.protocol.store.task_store import TaskStore
 
 
 def test_settling_ends_it_for_everybody(

@@ -4,7 +4,8 @@ import redis
 
 from tests.tokenmill.protocol.store.tasks import SLUG, claim, claim_one, owned, publish, reap, submit
 from tokenmill.protocol import keys
-from tokenmill.protocol.store.task_store import Lost, TaskStore, WorkerRecord
+from tokenmill.protocol.records import Lost, WorkerRecord
+from tokenmill.protocol.store.task_store import TaskStore
 
 HOUR = 3600.0
 

@@ -20,13 +20,8 @@ from tests.tokenmill.protocol.store.tasks import (
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import JOB_FUNCTION
 from tokenmill.protocol.naming import queue_name
-from tokenmill.protocol.store.task_store import (
-    IdempotencyConflict,
-    QueueFull,
-    Submission,
-    Submitted,
-    TaskStore,
-)
+from tokenmill.protocol.records import IdempotencyConflict, QueueFull, Submission, Submitted
+from tokenmill.protocol.store.task_store import TaskStore
 
 
 def test_the_job_is_what_rq_reads(store: TaskStore, redis_client: redis.Redis) -> None:
@@ -194,11 +189,11 @@ def test_no_tenant_takes_all_of_the_limits(store: TaskStore, redis_client: redis
         return full.value
 
     full = fill("a")
-    assert (full.limit_met, full.whose, full.own_depth, full.depth) == ("tasks", "tenant", 5, 5)
+    assert (full.limit_met, full.limit_of, full.tenant_depth, full.depth) == ("tasks", "tenant", 5, 5)
     full = fill("b")
-    assert (full.whose, full.own_depth, full.depth) == ("tenant", 3, 8)
-    assert fill("c").own_depth == 1
-    assert fill("d").whose == "all"
+    assert (full.limit_of, full.tenant_depth, full.depth) == ("tenant", 3, 8)
+    assert fill("c").tenant_depth == 1
+    assert fill("d").limit_of == "all"
     # What is claimed makes room again.
     assert len(claim(store, 3)) == 3
     submit(store, redis_client, tenant="e", **limits)
@@ -210,9 +205,9 @@ def test_no_tenant_takes_all_of_the_tokens(store: TaskStore, redis_client: redis
         submit(store, redis_client, tenant="a", cost=100, **limits)
     with pytest.raises(QueueFull) as full:
         submit(store, redis_client, tenant="a", cost=100, **limits)
-    assert (full.value.limit_met, full.value.whose, full.value.own_tokens) == ("tokens", "tenant", 500)
+    assert (full.value.limit_met, full.value.limit_of, full.value.tenant_tokens) == ("tokens", "tenant", 500)
     # The first task of a tenant is taken whatever its size, or a large one never would be.
     submit(store, redis_client, tenant="b", cost=900, **limits)
     with pytest.raises(QueueFull) as full:
         submit(store, redis_client, tenant="b", cost=1, **limits)
-    assert (full.value.limit_met, full.value.whose) == ("tokens", "all")
+    assert (full.value.limit_met, full.value.limit_of) == ("tokens", "all")

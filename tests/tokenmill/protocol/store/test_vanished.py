@@ -7,7 +7,8 @@ import redis
 
 from tests.tokenmill.protocol.store.tasks import claim, claim_one, owned, publish, reap, settle, submit
 from tokenmill.protocol import keys
-from tokenmill.protocol.store.task_store import Lost, TaskStore
+from tokenmill.protocol.records import Lost
+from tokenmill.protocol.store.task_store import TaskStore
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import redis
 
 from tests.tokenmill.protocol.store.tasks import SLUG
 from tokenmill.protocol import keys
-from tokenmill.protocol.model_card import ModelCard
-from tokenmill.protocol.store.task_store import TaskStore, WorkerRecord
+from tokenmill.protocol.records import ModelCard, WorkerRecord
+from tokenmill.protocol.store.task_store import TaskStore
 
 RECORD = WorkerRecord(
     name="host-1", model="m", slug=SLUG, state="ready", started_at=1.5, detail="é", running=3, waiting=2

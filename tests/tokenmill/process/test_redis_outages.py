@@ -1,0 +1,51 @@
+"""One line when an redis_outages begins, and one when it is over."""
+
+import logging
+
+import pytest
+
+from tokenmill.process import redis_outages
+from tokenmill.process.redis_outages import OutageLog
+
+logger = logging.getLogger("redis_outages")
+
+
+class Clock:
+    """Seconds that the test lets pass."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_any_number_of_failed_calls_are_two_lines(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """5,800 warnings in 13 s."""
+    log = OutageLog(logger, "API", clock)
+    log.worked()
+    for number in range(5800):
+        clock.now = number / 500
+        log.failed(ConnectionError("gone"))
+        # Some calls work meanwhile, as reads do while a full disk refuses writes.
+        log.worked()
+    assert len(caplog.records) == 1
+    clock.now += redis_outages.QUIET_SECONDS + 1
+    for _ in range(100):
+        log.worked()
+    assert len(caplog.records) == 2
+    assert "5800 calls" in caplog.text
+
+
+def test_the_next_outage_has_its_own_lines(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    log = OutageLog(logger, "API", clock)
+    for _ in range(3):
+        log.failed(ConnectionError("gone"))
+        clock.now += redis_outages.QUIET_SECONDS + 1
+        log.worked()
+    assert len(caplog.records) == 6

@@ -1,0 +1,43 @@
+"""A process whose settings cannot be used ends with 78, or stays up where what ends is restarted."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.live_service import wait_for
+
+ROOT = Path(__file__).parents[4]
+UNUSABLE = {"REDIS_URL": "http://h"}
+
+
+def start(room: str, hold: str, log: Path) -> "subprocess.Popen[bytes]":
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", room],
+            cwd=ROOT,
+            env={**os.environ, **UNUSABLE, "TOKENMILL_HOLD_UNUSABLE": hold},
+            stderr=output,
+        )
+
+
+@pytest.mark.parametrize("room", ["worker", "api"])
+def test_it_stays_until_it_is_told_to_stop(room: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    process = start(room, "true", log)
+    wait_for(lambda: "waiting, to prevent a restart loop" in log.read_text(), "it says that it is held")
+    assert "REDIS_URL must be an address" in log.read_text()
+    assert process.poll() is None
+
+    process.terminate()
+
+    assert process.wait(60) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("room", ["worker", "api"])
+@pytest.mark.parametrize("hold", ["", "false"])
+def test_elsewhere_it_ends(room: str, hold: str, tmp_path: Path) -> None:
+    assert start(room, hold, tmp_path / "log").wait(60) == 78

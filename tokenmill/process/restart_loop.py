@@ -1,0 +1,25 @@
+"""Prevents a restart loop: if so configured, a process with unusable settings or model waits instead of
+exiting.
+
+A supervisor that restarts every process that exits, as Docker's `unless-stopped` does, would restart it for
+ever. Docker's `on-failure:N` is no alternative: it gives up a worker after N crashes in its lifetime, and
+starts none after a reboot of the host.
+"""
+
+import faulthandler
+import signal
+from collections.abc import Callable, Mapping
+
+VARIABLE = "TOKENMILL_HOLD_UNUSABLE"
+_TRUE = frozenset({"1", "true", "yes", "on"})
+
+
+def prevent_restart_loop(environ: Mapping[str, str], log: Callable[[str], None]) -> None:
+    """If `VARIABLE` is true, wait until a signal ends the process; otherwise return. Main thread only."""
+    if environ.get(VARIABLE, "").strip().lower() not in _TRUE:
+        return
+    log(f"waiting, to prevent a restart loop: change the settings and start again ({VARIABLE})")
+    # The deadline for loading the model no longer applies.
+    faulthandler.cancel_dump_traceback_later()
+    while True:
+        signal.pause()

@@ -1,1 +1,0 @@
-"""What every process of the service does when it starts."""
