@@ -13,7 +13,7 @@ from engine.sampling_params import SamplingParams
 from tokenmill.protocol.limits import MAX_LIMIT_SECONDS, TIME_LIMIT_NAMES
 from tokenmill.protocol.messages import GenerateRequest
 from worker.errors import RequestRefused
-from worker.prompts import to_deadlines, to_sampling_params
+from worker.request_fields import to_deadlines, to_sampling_params
 
 NUMBERS = [
     -(2**63) - 1, -(2**63), -1, 0, 1, 2, 10**9, 2**64 - 1, 2**64, 10**400, True, -0.1, 0.0, 1e-9, 0.5, 1.0,

@@ -1,4 +1,4 @@
-"""What other threads tell the loop, in the order in which they told it. In-process only."""
+"""Messages from the worker's other threads to the loop, in order."""
 
 import queue
 import threading
@@ -28,21 +28,24 @@ class PreparedTask:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The task was cancelled, and its readers have been told."""
+    """The task was cancelled; its event stream has ended already."""
 
     ownership: Ownership
 
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """The task is somebody else's now."""
+    """Another worker owns the task now."""
 
     ownership: Ownership
 
 
 @dataclass(frozen=True, slots=True)
 class Quiesce:
-    """Touch nobody, until this task was tried. `heard` is set when nobody is, by a step or another thread."""
+    """Stop stepping requests until this task has been retried alone.
+
+    `heard` is set once no request is being stepped, on the device or in a thread that compiles grammars.
+    """
 
     ownership: Ownership
     heard: threading.Event
@@ -50,7 +53,7 @@ class Quiesce:
 
 @dataclass(frozen=True, slots=True)
 class RetryIsolated:
-    """Prepare this task and step it alone. `prepare` gives None for one that ended without coming so far."""
+    """Prepare this task and step it alone. `prepare` returns None if the task ends before it is prepared."""
 
     ownership: Ownership
     prepare: Callable[[], PreparedTask | None]
@@ -58,7 +61,7 @@ class RetryIsolated:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """The trial of this task is over: all are stepped again."""
+    """The isolated retry of this task is over: step all requests again."""
 
     ownership: Ownership
 
@@ -67,7 +70,7 @@ Message = PreparedTask | Cancel | Discard | Quiesce | RetryIsolated | Resume
 
 
 class Inbox:
-    """Many threads put, the loop takes."""
+    """A queue of messages from several threads to the loop."""
 
     def __init__(self) -> None:
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -76,7 +79,7 @@ class Inbox:
         self._messages.put(message)
 
     def take(self, wait_seconds: float) -> list[Message]:
-        """All that is there; waits for a first message up to `wait_seconds` (0: not at all)."""
+        """All messages in the queue; waits up to `wait_seconds` for the first one (0: does not wait)."""
         taken: list[Message] = []
         try:
             if wait_seconds:

@@ -1,6 +1,6 @@
-"""What an RQ job asks for, read without RQ.
+"""Reads the request from an RQ job without RQ.
 
-Law: nothing that a job names is imported or called. One function name is known, and it is only compared.
+Invariant: a function named by a job is never imported or called, only compared with the known one.
 """
 
 import json
@@ -20,7 +20,7 @@ def read_job(data: bytes) -> GenerateRequest:
         raise RequestRefused(
             invalid_request(
                 "unknown_function",
-                f"this queue takes jobs of {JOB_FUNCTION} only, not {function!r}; nothing was called",
+                f"this queue accepts only jobs of {JOB_FUNCTION}, not {function!r}; nothing was called",
             )
         )
     try:
@@ -31,11 +31,13 @@ def read_job(data: bytes) -> GenerateRequest:
 
 def _read_call(data: bytes) -> tuple[object, object]:
     try:
-        # Like RQ, which stores the bytes as they are where they were not compressed.
+        # RQ also accepts data that is not compressed.
         plain = zlib.decompress(data) if data[:1] == b"\x78" else data
         function, _, args, _ = json.loads(plain)
         return function, args[0] if isinstance(args, list) and len(args) == 1 else None
     except (ValueError, TypeError, zlib.error) as error:
         raise RequestRefused(
-            invalid_request("unreadable_request", "the job's data is not a call in JSON; see JSONSerializer")
+            invalid_request(
+                "unreadable_request", "the job's data is not a JSON call; see rq.serializers.JSONSerializer"
+            )
         ) from error

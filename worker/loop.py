@@ -1,8 +1,6 @@
-"""The loop: take what came in, step the engine, hand on what came out.
+"""The loop thread: takes messages, steps the engine, passes the results on.
 
-Law: a turn touches in-process queues only, and no request, observer or slow Redis can break it; `EngineDead`
-alone ends it. While a request is tried alone nobody else is stepped, and it is prepared here, so that what
-hangs in it stops the ticks. Knows neither Redis nor RQ nor a tokenizer.
+A turn uses in-process queues only. No request, observer or slow Redis can end it; only `EngineDead` does.
 """
 
 import logging
@@ -25,12 +23,13 @@ from worker.watchdog import Observers, Watchdog
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.25
-"""An idle loop ticks so often; what comes in wakes it at once."""
-TELL_WAITING_SECONDS = 0.5
+"""Longest wait of an idle turn; a message ends it at once."""
+POSITIONS_SECONDS = 0.5
+"""Interval at which queue positions are reported."""
 
 
 class SteppingEngine(Protocol):
-    """What the loop needs of `engine.Engine`."""
+    """The part of `engine.engine.Engine` that the loop uses."""
 
     config: EngineConfig
 
@@ -45,14 +44,14 @@ class SteppingEngine(Protocol):
     def add(self, request: EngineRequest) -> None: ...
     def cancel(self, request_id: str) -> bool: ...
     def discard(self, request_id: str) -> bool: ...
-    def serves(self, request_id: str) -> bool: ...
-    def step(self, only: str | None = None) -> StepOutput: ...
+    def has_request(self, request_id: str) -> bool: ...
+    def step(self, isolate_request_id: str | None = None) -> StepOutput: ...
     def drain(self) -> None: ...
-    def waiting(self) -> list[QueuePosition]: ...
+    def queue_positions(self) -> list[QueuePosition]: ...
 
 
 class OutputSink(Protocol):
-    """Where a step's results go; calls return at once."""
+    """Receives the results of steps. Calls return at once, except `wait_for_room`."""
 
     @property
     def is_full(self) -> bool: ...
@@ -64,15 +63,64 @@ class OutputSink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Sequences in the scheduler after a turn."""
+    """Number of sequences in the scheduler after a step."""
 
     num_running: int = 0
     num_waiting: int = 0
 
 
-class Loop:
-    """Turns, until told to stop. `load` is a value that other threads may read at any time."""
+class IsolatedMode:
+    """The loop's side of an isolated retry: which requests it may step.
 
+    Normal: all. Quiescing: all, until no grammar is being compiled. Isolated: only the suspect, from
+    `Quiesce` to `Resume`. Compilations are awaited, and the device is drained, because a crash in either
+    would be blamed on the suspect.
+    """
+
+    def __init__(self, engine: SteppingEngine) -> None:
+        self._engine = engine
+        self._quiesce: Quiesce | None = None
+        self._suspect: Ownership | None = None
+
+    @property
+    def request_id(self) -> str | None:
+        """The only request that may be stepped; None: all may."""
+        return None if self._suspect is None else self._suspect.request_id
+
+    @property
+    def has_work(self) -> bool:
+        """A request that may be stepped is unfinished."""
+        if self._suspect is not None:
+            return self._engine.has_request(self._suspect.request_id)
+        return self._engine.has_work
+
+    def isolates(self, ownership: Ownership) -> bool:
+        return ownership == self._suspect
+
+    def request(self, quiesce: Quiesce) -> None:
+        self._quiesce = quiesce
+        self.advance()
+
+    def advance(self) -> None:
+        """Change from quiescing to isolated if no grammar is being compiled."""
+        if self._quiesce and not self._engine.is_compiling:
+            self._engine.drain()
+            self._suspect = self._quiesce.ownership
+            self._quiesce.heard.set()
+            self._quiesce = None
+
+    def resume(self, ownership: Ownership) -> None:
+        """Return to normal. A `Resume` for another task is ignored."""
+        if self._quiesce and self._quiesce.ownership == ownership:
+            self._quiesce = None
+        if self._suspect == ownership:
+            self._suspect = None
+
+
+class Loop:
+    """`turn` belongs to one thread. `load` may be read by any thread at any time."""
+
+    # One parameter for each part of the worker that a turn uses.
     def __init__(
         self,
         engine: SteppingEngine,
@@ -94,42 +142,35 @@ class Loop:
         self._watchdog = watchdog
         self._clock = clock
         self._wake = wake
-        self._next_telling = 0.0
-        self._has_told_a_line = False
-        # The one that is to be tried, while others are still touched; and the one that is tried.
-        self._quiesce: Quiesce | None = None
-        self._alone: Ownership | None = None
+        self._isolated_mode = IsolatedMode(engine)
+        self._next_positions_at = 0.0
+        self._has_reported_positions = False
 
     def turn(self) -> None:
-        """One turn. Raises `EngineDead`; waits only when there is nothing to do or nowhere to put it."""
+        """Handle messages and run one step. Waits only if there is nothing to do, or no room for results.
+
+        Raises `EngineDead`.
+        """
         self._watchdog.tick()
-        self._take_messages()
-        self._fall_silent()
+        self._handle_messages()
+        self._isolated_mode.advance()
         if self._sink.is_full:
             self._sink.wait_for_room(IDLE_SECONDS)
-        elif self._has_work or (self._alone is None and self.load != Load()):
-            # Once more when all work was discarded, so that observers see an idle engine.
+        elif self._has_work:
             self._step()
 
     @property
     def _has_work(self) -> bool:
-        """Of those who may be stepped."""
-        if self._alone is not None:
-            return self._engine.serves(self._alone.request_id)
-        return self._engine.has_work
+        if self._isolated_mode.has_work:
+            return True
+        # If everything was discarded, one more step shows observers an idle engine.
+        return self._isolated_mode.request_id is None and self.load != Load()
 
-    def _step(self) -> None:
-        output = self._engine.step(None if self._alone is None else self._alone.request_id)
-        self._sink.hand(output)
-        self._tell_waiting()
-        self._observers.observe(output.report)
-        self._note_load(output)
-
-    def _take_messages(self) -> None:
+    def _handle_messages(self) -> None:
         for message in self._inbox.take(0.0 if self._has_work else IDLE_SECONDS):
-            self._follow(message)
+            self._handle(message)
 
-    def _follow(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         match message:
             case PreparedTask():
                 self._add(message)
@@ -138,55 +179,42 @@ class Loop:
             case Discard(ownership):
                 self._engine.discard(ownership.request_id)
             case Quiesce():
-                self._quiesce = message
-                self._fall_silent()
+                self._isolated_mode.request(message)
             case RetryIsolated(ownership, prepare):
-                if ownership == self._alone and (task := prepare()):
+                # Prepared in this thread, so that the watchdog notices a preparation that hangs.
+                if self._isolated_mode.isolates(ownership) and (task := prepare()):
                     self._add(task)
             case Resume(ownership):
-                self._resume(ownership)
-
-    def _fall_silent(self) -> None:
-        """As was asked; but grammars of others, which are compiled in threads of their own, come first.
-
-        What the device was given before is done by then: it would be taken for the work of the one tried.
-        """
-        if self._quiesce and not self._engine.is_compiling:
-            self._engine.drain()
-            self._alone = self._quiesce.ownership
-            self._quiesce.heard.set()
-            self._quiesce = None
-
-    def _resume(self, ownership: Ownership) -> None:
-        if self._quiesce and self._quiesce.ownership == ownership:
-            self._quiesce = None
-        if self._alone == ownership:
-            self._alone = None
+                self._isolated_mode.resume(ownership)
 
     def _add(self, task: PreparedTask) -> None:
         if task.ownership not in self._owned_tasks:
-            return  # lost or cancelled on its way here
+            return  # The task was lost or cancelled since it was put in the inbox.
         request_id = task.request.request_id
         try:
             self._engine.add(task.request)
         except InvalidParameter as error:
             param = task.prompt_field if error.field == "prompt" else error.field
             self._sink.fail(request_id, invalid_parameter(error, param))
-        except Exception:  # one request's fault stays its own
-            logger.exception("%s: the engine could not take the request", request_id)
+        except Exception:  # the fault of one request
+            logger.exception("%s: the engine could not add the request", request_id)
             self._engine.discard(request_id)
             self._sink.fail(request_id, internal_error())
 
-    def _tell_waiting(self) -> None:
-        now = self._clock()
-        # Once more when nobody waits any longer: who was told to wait is told that it does not.
-        if now >= self._next_telling and (self._engine.num_waiting or self._has_told_a_line):
-            self._next_telling = now + TELL_WAITING_SECONDS
-            line = self._engine.waiting()
-            self._sink.tell_waiting(line)
-            self._has_told_a_line = bool(line)
-
-    def _note_load(self, output: StepOutput) -> None:
+    def _step(self) -> None:
+        output = self._engine.step(self._isolated_mode.request_id)
+        self._sink.hand(output)
+        self._report_positions()
+        self._observers.observe(output.report)
         self.load = Load(self._engine.num_running, self._engine.num_waiting)
         if output.started:
-            self._wake.set()  # the line is shorter: more may be claimed
+            self._wake.set()  # The queue is shorter: more tasks may be claimed.
+
+    def _report_positions(self) -> None:
+        now = self._clock()
+        # An empty list is reported once, for the requests that no longer wait.
+        if now >= self._next_positions_at and (self._engine.num_waiting or self._has_reported_positions):
+            self._next_positions_at = now + POSITIONS_SECONDS
+            positions = self._engine.queue_positions()
+            self._sink.tell_waiting(positions)
+            self._has_reported_positions = bool(positions)

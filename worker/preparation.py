@@ -1,7 +1,6 @@
-"""A claimed task becomes an arrival: token ids, parameters, limits, and what earlier attempts have done.
+"""Prepares a claimed task for the engine: token ids, parameters, limits, and results of earlier attempts.
 
-Law: raises `RequestRefused`, or gives what the engine takes. Renders and tokenizes a prompt once in its life.
-Knows neither Redis nor threads.
+A prompt is rendered and tokenized only in the first attempt.
 """
 
 import json
@@ -26,15 +25,16 @@ from worker.errors import RequestRefused, invalid_value, server_error
 from worker.inbox import PreparedTask
 from worker.jobs import read_job
 from worker.ownership import Ownership
-from worker.prompts import Tokenizer, prompt_field, to_deadlines, to_sampling_params, to_token_ids
+from worker.request_fields import Tokenizer, prompt_field, to_deadlines, to_sampling_params, to_token_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What a worker serves. `fingerprint` tells checkpoints apart whose token ids must not be mixed.
+    """The model of this worker.
 
-    `default_sampling`: fields of `SamplingParams` that hold where a request does not give them.
-    `max_sequence_tokens`: the most tokens of prompt and output together; None: not known.
+    `fingerprint` identifies the checkpoint: token ids of another one cannot be reused. `default_sampling`:
+    fields of `SamplingParams` for requests that do not set them. `max_sequence_tokens`: maximum of prompt and
+    output tokens together; None: unknown.
     """
 
     name: str
@@ -46,7 +46,7 @@ class ServedModel:
 
 
 class Preparation:
-    """Makes arrivals of tasks of `model`."""
+    """Prepares tasks of `model`."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
@@ -64,33 +64,18 @@ class Preparation:
         params = replace(
             params, max_tokens=limit.max_tokens, min_tokens=min(params.min_tokens, limit.max_tokens)
         )
-        with suppress(InvalidParameter):  # the engine says what is wrong
+        with suppress(InvalidParameter):  # `Engine.add` raises it again.
             prepare_texts(self._model.tokenizer, params)
-        ownership = ownership_of(task)
-        resumed = tuple(_resumed(task.entries))
-        tenant = naming.tenant_of(task.queue)
-        request = EngineRequest(
-            ownership.request_id,
-            prompt_token_ids,
-            params,
-            arrival_time=task.accepted_at,
-            priority=task.priority,
-            tenant=tenant,
-            cache_salt=scoped_salt(tenant, job.cache_salt),
-            deadlines=_left(to_deadlines(job), task, resumed),
-            resumed=resumed,
-            waited_seconds=task.waited_seconds,
-        )
         return PreparedTask(
-            ownership,
-            request,
+            ownership_of(task),
+            _to_engine_request(task, job, prompt_token_ids, params),
             prompt_field=prompt_field(job),
             output_limit=limit,
             sampling_defaults=json.dumps(dict(defaults)),
         )
 
     def _defaults(self, task: Claimed) -> Mapping[str, Any]:
-        """Those of the first attempt, also where this worker has others."""
+        """Sampling defaults of the first attempt, which may have had another worker."""
         if task.prompt_token_ids is None:
             return self._model.default_sampling
         stored: dict[str, Any] = json.loads(task.sampling_defaults or "{}")
@@ -98,24 +83,24 @@ class Preparation:
 
     def _output_limit(self, sampling: object, params: SamplingParams, num_prompt_tokens: int) -> OutputLimit:
         requested = sampling.get("max_tokens") if isinstance(sampling, Mapping) else None
-        most = self._model.max_sequence_tokens
+        maximum = self._model.max_sequence_tokens
         return output_limit(
             requested=requested,
             default=params.max_tokens if requested is None else None,
-            room=None if most is None else most - num_prompt_tokens,
+            room=None if maximum is None else maximum - num_prompt_tokens,
             n=params.n,
             logprobs=params.logprobs,
         )
 
-    def _prompt_token_ids(self, task: Claimed, request: GenerateRequest) -> list[int]:
-        """Those of the first attempt, so that a template which tells the date gives one prompt."""
+    def _prompt_token_ids(self, task: Claimed, job: GenerateRequest) -> list[int]:
+        """Those of the first attempt, if any: a template may insert the date, and the prompt must stay."""
         if task.prompt_token_ids is None:
-            return to_token_ids(request, self._model.tokenizer)
+            return to_token_ids(job, self._model.tokenizer)
         if task.fingerprint != self._model.fingerprint:
             raise RequestRefused(
                 server_error(
                     "model_changed",
-                    "the model behind this name changed after the request had begun; send it again",
+                    "the model behind this name changed after the request was started; send it again",
                 )
             )
         return list(task.prompt_token_ids)
@@ -126,43 +111,65 @@ def ownership_of(task: Claimed) -> Ownership:
 
 
 def with_defaults(sampling: object, defaults: Mapping[str, Any]) -> object:
-    """What a request gives, and the model's defaults for the rest. Null is not given."""
+    """The request's sampling fields, completed by the model's defaults. A null counts as not set."""
     if not isinstance(sampling, Mapping) or not defaults:
         return sampling
-    given = {name: value for name, value in sampling.items() if value is not None or name not in defaults}
-    merged = {**defaults, **given}
-    least = given.get("min_tokens")
-    if "max_tokens" not in given and "max_tokens" in merged and type(least) is int:
-        # A default does not make a request wrong.
-        merged["max_tokens"] = max(merged["max_tokens"], least)
+    requested = {name: value for name, value in sampling.items() if value is not None or name not in defaults}
+    merged = {**defaults, **requested}
+    min_tokens = requested.get("min_tokens")
+    if "max_tokens" not in requested and "max_tokens" in merged and type(min_tokens) is int:
+        # A default must not make a valid request invalid.
+        merged["max_tokens"] = max(merged["max_tokens"], min_tokens)
     return merged
 
 
+def _to_engine_request(
+    task: Claimed, job: GenerateRequest, prompt_token_ids: list[int], params: SamplingParams
+) -> EngineRequest:
+    resumed = tuple(_resumed(task.entries))
+    tenant = naming.tenant_of(task.queue)
+    return EngineRequest(
+        ownership_of(task).request_id,
+        prompt_token_ids,
+        params,
+        arrival_time=task.accepted_at,
+        priority=task.priority,
+        tenant=tenant,
+        cache_salt=scoped_salt(tenant, job.cache_salt),
+        deadlines=_remaining(to_deadlines(job), task, resumed),
+        resumed=resumed,
+        waited_seconds=task.waited_seconds,
+    )
+
+
 def _check_size(params: SamplingParams, num_prompt_tokens: int) -> None:
-    """What the API could not know. Raises `RequestRefused`."""
+    """Checks what depends on the number of prompt tokens, which the API does not know.
+
+    Raises `RequestRefused`.
+    """
     if not prompt_logprobs_fit(num_prompt_tokens, params.prompt_logprobs):
         message = f"prompt_logprobs: {prompt_logprobs_error(num_prompt_tokens)}"
         raise RequestRefused(invalid_value("prompt_logprobs", message))
 
 
 def scoped_salt(tenant: str, cache_salt: str | None) -> bytes:
-    """One salt of two tenants is two: whether a prompt was seen before is told to its own tenant only."""
+    """Makes a salt the tenant's own, so that no tenant can find out whether another sent a prompt before."""
     return f"{tenant}\0{cache_salt or ''}".encode()
 
 
 def _resumed(entries: tuple[LogEntry, ...]) -> Iterator[ResumedOutput]:
-    """What earlier attempts published of each output that has begun."""
+    """The outputs that earlier attempts published, as far as they have begun."""
     for output in outputs_of(entries):
         reason = FinishReason(output.finish_reason) if output.finish_reason else None
         if output.token_ids or reason:
             yield ResumedOutput(output.index, tuple(output.token_ids), reason)
 
 
-def _left(given: Deadlines, task: Claimed, resumed: tuple[ResumedOutput, ...]) -> Deadlines:
-    """Without those that an earlier attempt has kept."""
+def _remaining(deadlines: Deadlines, task: Claimed, resumed: tuple[ResumedOutput, ...]) -> Deadlines:
+    """Without the deadlines that an earlier attempt has met."""
     has_token = any(output.token_ids for output in resumed)
     return Deadlines(
-        queue_seconds=None if task.has_started else given.queue_seconds,
-        ttft_seconds=None if has_token else given.ttft_seconds,
-        total_seconds=given.total_seconds,
+        queue_timeout_seconds=None if task.has_started else deadlines.queue_timeout_seconds,
+        ttft_timeout_seconds=None if has_token else deadlines.ttft_timeout_seconds,
+        timeout_seconds=deadlines.timeout_seconds,
     )

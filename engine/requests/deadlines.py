@@ -22,13 +22,13 @@ _MINIMUM_STALE_ENTRIES = 64
 class Deadlines:
     """Time limits of a request in seconds since it was accepted; None: no limit. Raises `InvalidParameter`.
 
-    `queue_seconds` lasts until it is first scheduled, `ttft_seconds` until its first token, `total_seconds`
-    until it finishes. A request that misses one ends as `timeout` and keeps the tokens generated so far.
+    `queue_timeout_seconds` ends when it is first scheduled, `ttft_timeout_seconds` at its first token,
+    `timeout_seconds` when it finishes. A request that misses one ends as `timeout` and keeps its tokens.
     """
 
-    queue_seconds: float | None = None
-    ttft_seconds: float | None = None
-    total_seconds: float | None = None
+    queue_timeout_seconds: float | None = None
+    ttft_timeout_seconds: float | None = None
+    timeout_seconds: float | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -73,9 +73,9 @@ class DeadlineHeap(Generic[TimedT]):
     def add(self, request: TimedT, accepted: float, deadlines: Deadlines) -> None:
         """`accepted`: the time on the engine's clock that `deadlines` count from."""
         for limit, seconds in (
-            (Limit.QUEUE, deadlines.queue_seconds),
-            (Limit.TTFT, deadlines.ttft_seconds),
-            (Limit.TOTAL, deadlines.total_seconds),
+            (Limit.QUEUE, deadlines.queue_timeout_seconds),
+            (Limit.TTFT, deadlines.ttft_timeout_seconds),
+            (Limit.TOTAL, deadlines.timeout_seconds),
         ):
             if seconds is not None and request.is_subject_to(limit):
                 entry = (accepted + seconds, next(self._ties), request, limit, seconds)

@@ -27,7 +27,9 @@ REQUESTS = st.fixed_dictionaries(
         "n": st.integers(1, 4),
         "max_tokens": st.integers(1, 6),
         "is_structured": st.booleans(),
-        "limit": st.sampled_from((None, None, "queue_seconds", "ttft_seconds", "total_seconds")),
+        "limit": st.sampled_from(
+            (None, None, "queue_timeout_seconds", "ttft_timeout_seconds", "timeout_seconds")
+        ),
     }
 )
 ACTIONS = st.one_of(

@@ -57,13 +57,13 @@ class ScriptedEngine:
         self.live = [one for one in self.live if one != request_id]
         return found
 
-    def serves(self, request_id: str) -> bool:
+    def has_request(self, request_id: str) -> bool:
         return request_id in self.live
 
-    def step(self, only: str | None = None) -> StepOutput:
+    def step(self, isolate_request_id: str | None = None) -> StepOutput:
         if self.fault:
             raise self.fault
-        stepped = [one for one in self.live if only in (None, one)]
+        stepped = [one for one in self.live if isolate_request_id in (None, one)]
         self.calls.append(("step", ",".join(stepped)))
         outputs = tuple(SequenceOutput(request_id=one, token_id=1) for one in stepped)
         return StepOutput(outputs=outputs, started=tuple(stepped), report=StepReport(step=len(self.calls)))
@@ -71,7 +71,7 @@ class ScriptedEngine:
     def drain(self) -> None:
         self.calls.append(("drain", ""))
 
-    def waiting(self) -> list[QueuePosition]:
+    def queue_positions(self) -> list[QueuePosition]:
         one = QueuePosition(request_id="w", position=1, tokens_ahead=3, reason=WaitingReason.TOKEN_BUDGET)
         return [one] * self.num_waiting
 

@@ -254,10 +254,10 @@ def test_a_request_brings_its_tenant_salt_and_limits(redis_client: "redis.Redis"
 
     salted, plain = Gate(redis_client).turn()
 
-    assert (salted.tenant, plain.tenant) == ("default", "default")
-    assert salted.deadlines == Deadlines(queue_seconds=5, ttft_seconds=6.5, total_seconds=7)
-    assert plain.deadlines == NO_DEADLINES
-    assert salted.cache_salt != plain.cache_salt
+    assert (salted.request.tenant, plain.request.tenant) == ("default", "default")
+    assert salted.request.deadlines == Deadlines(**limits)
+    assert plain.request.deadlines == NO_DEADLINES
+    assert salted.request.cache_salt != plain.request.cache_salt
 
 
 def test_a_salt_is_its_tenants_own() -> None:
@@ -281,10 +281,10 @@ def test_a_limit_that_an_earlier_attempt_kept_is_not_set_again(redis_client: "re
         gate.hand_back()
     (last,) = Gate(redis_client).turn()
 
-    assert left[0] == Deadlines(queue_seconds=5, ttft_seconds=6, total_seconds=7)
+    assert left[0] == Deadlines(queue_timeout_seconds=5, ttft_timeout_seconds=6, timeout_seconds=7)
     assert left[1] == left[0], "it was claimed and not started"
-    assert left[2] == Deadlines(ttft_seconds=6, total_seconds=7)
-    assert last.deadlines == Deadlines(total_seconds=7)
+    assert left[2] == Deadlines(ttft_timeout_seconds=6, timeout_seconds=7)
+    assert last.request.deadlines == Deadlines(timeout_seconds=7)
 
 
 def test_a_resumed_request_brings_each_of_its_outputs(redis_client: "redis.Redis") -> None:

@@ -87,7 +87,7 @@ def _draw_request(rng: random.Random, shared: list[int], longest: int) -> Asked:
         prompt_logprobs=0 if rng.random() < 0.05 else None,
         stop=(f"<{1 + rng.randrange(NUM_TOKENS)}>",) if rng.random() < 0.1 else (),
     )
-    limit = rng.choice([None] * 12 + ["queue_seconds", "ttft_seconds", "total_seconds"])
+    limit = rng.choice([None] * 12 + ["queue_timeout_seconds", "ttft_timeout_seconds", "timeout_seconds"])
     deadlines = Deadlines(**{limit: rng.uniform(1.0, 40.0)}) if limit else NO_DEADLINES
     return Asked(prompt, params, rng.choice([2, 2, 2, 2, rng.randrange(5)]), deadlines)
 

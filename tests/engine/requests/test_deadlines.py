@@ -41,7 +41,7 @@ def step_at(engine: Engine, clock: Clock, now: float) -> StepOutput:
 def test_one_that_is_not_started_in_time_ends_and_the_running_one_goes_on() -> None:
     clock = Clock()
     engine, runner = build_engine(clock=clock, max_num_seqs=1)
-    limits = Deadlines(queue_seconds=5)
+    limits = Deadlines(queue_timeout_seconds=5)
     add(engine, "runs", 3, max_tokens=9, deadlines=limits)
     add(engine, "waits", 3, deadlines=limits)
     engine.step()
@@ -58,7 +58,7 @@ def test_one_that_is_not_started_in_time_ends_and_the_running_one_goes_on() -> N
 def test_a_prompt_that_takes_too_long_has_no_first_token_in_time() -> None:
     clock = Clock()
     engine, _ = build_engine(clock=clock, max_num_batched_tokens=4)
-    add(engine, "a", 40, max_tokens=3, deadlines=Deadlines(queue_seconds=1, ttft_seconds=2.5))
+    add(engine, "a", 40, max_tokens=3, deadlines=Deadlines(queue_timeout_seconds=1, ttft_timeout_seconds=2.5))
     engine.step()
 
     assert late(step_at(engine, clock, 2.0)) == []
@@ -70,7 +70,7 @@ def test_a_prompt_that_takes_too_long_has_no_first_token_in_time() -> None:
 def test_what_was_generated_is_told_with_the_text_that_was_held() -> None:
     clock = Clock()
     engine, _ = build_engine(clock=clock)
-    limits = Deadlines(ttft_seconds=1, total_seconds=3)
+    limits = Deadlines(ttft_timeout_seconds=1, timeout_seconds=3)
     add(engine, "a", 3, stop=("<101><9",), deadlines=limits)
     first = engine.step().outputs + engine.step().outputs
 
@@ -87,8 +87,8 @@ def test_what_was_generated_is_told_with_the_text_that_was_held() -> None:
 
 def test_one_that_was_late_when_it_came_ends_at_the_next_step_and_computes_nothing() -> None:
     engine, runner = build_engine()
-    add(engine, "a", 3, deadlines=Deadlines(queue_seconds=5), waited_seconds=5)
-    add(engine, "b", 3, deadlines=Deadlines(total_seconds=0))
+    add(engine, "a", 3, deadlines=Deadlines(queue_timeout_seconds=5), waited_seconds=5)
+    add(engine, "b", 3, deadlines=Deadlines(timeout_seconds=0))
 
     assert engine.has_work
     assert [who for who, _, _ in late(engine.step())] == ["a", "b"]
@@ -98,7 +98,7 @@ def test_one_that_was_late_when_it_came_ends_at_the_next_step_and_computes_nothi
 def test_limits_count_from_acceptance() -> None:
     clock = Clock()
     engine, _ = build_engine(clock=clock)
-    add(engine, "a", 3, deadlines=Deadlines(total_seconds=60), waited_seconds=50)
+    add(engine, "a", 3, deadlines=Deadlines(timeout_seconds=60), waited_seconds=50)
     engine.step()
 
     assert late(step_at(engine, clock, 9.0)) == []
@@ -108,7 +108,7 @@ def test_limits_count_from_acceptance() -> None:
 def test_a_late_request_ends_in_each_of_its_outputs_and_is_counted_once() -> None:
     clock = Clock()
     engine, _ = build_engine(ScriptedRunner({"a/0": [999]}), clock, max_num_seqs=2)
-    add(engine, "a", 3, n=4, deadlines=Deadlines(total_seconds=2))
+    add(engine, "a", 3, n=4, deadlines=Deadlines(timeout_seconds=2))
     engine.step()
     engine.step()
 
@@ -121,7 +121,7 @@ def test_a_late_request_ends_in_each_of_its_outputs_and_is_counted_once() -> Non
 def test_a_resumed_request_has_started_and_had_its_first_token() -> None:
     clock = Clock()
     engine, _ = build_engine(clock=clock, max_num_seqs=1)
-    limits = Deadlines(queue_seconds=5, ttft_seconds=5, total_seconds=100)
+    limits = Deadlines(queue_timeout_seconds=5, ttft_timeout_seconds=5, timeout_seconds=100)
     add(engine, "a", 3, deadlines=limits, resumed=(ResumedOutput(0, (100,)),), waited_seconds=50)
 
     assert late(engine.step()) == []
@@ -132,7 +132,7 @@ def test_a_preempted_request_has_started() -> None:
     clock = Clock()
     engine, _ = build_engine(clock=clock, num_kv_blocks=3, prefix_caching=False)
     add(engine, "old", 4, max_tokens=5)
-    add(engine, "young", 3, max_tokens=5, deadlines=Deadlines(queue_seconds=5))
+    add(engine, "young", 3, max_tokens=5, deadlines=Deadlines(queue_timeout_seconds=5))
     while not engine.step().report.num_preempted:
         pass
 
@@ -144,7 +144,12 @@ def test_a_preempted_request_has_started() -> None:
 def test_of_several_limits_that_are_over_the_first_is_named() -> None:
     clock = Clock()
     engine, _ = build_engine(clock=clock)
-    add(engine, "a", 3, deadlines=Deadlines(queue_seconds=3, ttft_seconds=2, total_seconds=1))
+    add(
+        engine,
+        "a",
+        3,
+        deadlines=Deadlines(queue_timeout_seconds=3, ttft_timeout_seconds=2, timeout_seconds=1),
+    )
 
     assert late(step_at(engine, clock, 9.0)) == [("a", 0, "not done within timeout_seconds (1 s)")]
 
@@ -153,7 +158,7 @@ def test_a_step_looks_at_nobody_whose_time_has_not_come() -> None:
     heap = DeadlineHeap[Asked]()
     requests = [Asked() for _ in range(100_000)]
     for request in requests:
-        heap.add(request, 0.0, Deadlines(queue_seconds=10))
+        heap.add(request, 0.0, Deadlines(queue_timeout_seconds=10))
     before = sum(request.num_asked for request in requests)
 
     assert heap.pop_expired(9.0) == []
@@ -165,7 +170,7 @@ def test_requests_that_ended_do_not_stay_in_memory() -> None:
     heap = DeadlineHeap[Asked]()
     for _ in range(5_000):
         request = Asked()
-        heap.add(request, 0.0, Deadlines(total_seconds=86400))
+        heap.add(request, 0.0, Deadlines(timeout_seconds=86400))
         request.met.add(Limit.TOTAL)
 
     assert len(heap) < 200
@@ -182,7 +187,7 @@ def test_who_is_late_is_who_awaits_a_moment_that_is_over(
     requests: list[tuple[Asked, dict[Limit, int | None]]] = []
     for queue, ttft, total, met in asked:
         request = Asked()
-        limits = Deadlines(queue_seconds=queue, ttft_seconds=ttft, total_seconds=total)
+        limits = Deadlines(queue_timeout_seconds=queue, ttft_timeout_seconds=ttft, timeout_seconds=total)
         heap.add(request, 0.0, limits)
         request.met = met
         requests.append((request, {Limit.QUEUE: queue, Limit.TTFT: ttft, Limit.TOTAL: total}))
@@ -201,7 +206,7 @@ def test_who_is_late_is_who_awaits_a_moment_that_is_over(
             request.met = set(Limit)
 
 
-@pytest.mark.parametrize("name", ["queue_seconds", "ttft_seconds", "total_seconds"])
+@pytest.mark.parametrize("name", ["queue_timeout_seconds", "ttft_timeout_seconds", "timeout_seconds"])
 def test_no_limit_is_no_limit(name: str) -> None:
     clock = Clock()
     engine, _ = build_engine(clock=clock)

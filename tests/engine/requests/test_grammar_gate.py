@@ -191,7 +191,7 @@ def test_one_that_ends_while_it_waits_is_forgotten_and_its_id_is_free() -> None:
 def test_a_limit_of_time_is_told_though_nothing_can_run() -> None:
     clock = Clock()
     engine, compiler = build(clock=clock)
-    add(engine, "a", 3, structured_outputs=ONE_WORD, deadlines=Deadlines(queue_seconds=5))
+    add(engine, "a", 3, structured_outputs=ONE_WORD, deadlines=Deadlines(queue_timeout_seconds=5))
 
     assert engine.step().outputs == ()
     assert engine.has_work

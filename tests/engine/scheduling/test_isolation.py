@@ -179,7 +179,7 @@ def test_ends_of_others_are_told_and_their_time_runs() -> None:
     clock = Clock()
     engine, runner = build_engine(clock=clock)
     add(engine, "a", 4, max_tokens=8)
-    add(engine, "late", 4, max_tokens=8, deadlines=Deadlines(total_seconds=5.0))
+    add(engine, "late", 4, max_tokens=8, deadlines=Deadlines(timeout_seconds=5.0))
     engine.step()
     add(engine, "alone", 4, max_tokens=8)
     engine.cancel("a")

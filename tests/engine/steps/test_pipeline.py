@@ -362,7 +362,7 @@ def test_the_wait_in_the_queue_ends_when_the_step_is_decided_and_not_when_it_is_
     reports = [engine.step().report]
     clock.now = 6.0
     # Accepted at 6, decided at 6 while a's second step is computed until 11, reported at 16.
-    add(engine, "b", 3, max_tokens=1, waited_seconds=1.0, deadlines=Deadlines(queue_seconds=2.0))
+    add(engine, "b", 3, max_tokens=1, waited_seconds=1.0, deadlines=Deadlines(queue_timeout_seconds=2.0))
     steps = [engine.step(), engine.step()]
     reports += [one.report for one in steps]
 

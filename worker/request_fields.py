@@ -1,7 +1,6 @@
-"""A request's prompt as token ids, its sampling fields as `SamplingParams`, its limits as `Deadlines`.
+"""Converts a client's request into token ids, `SamplingParams` and `Deadlines`.
 
-Law: what cannot be used is refused with the field named as the client wrote it. Knows no Redis; limits of the
-model are the engine's to check.
+An invalid value is refused under the field's name in the HTTP API. The engine checks the limits of the model.
 """
 
 import re
@@ -19,16 +18,12 @@ from worker.errors import RequestRefused, invalid_parameter, invalid_value
 
 _SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
 _DIGITS = re.compile("0|[1-9][0-9]{0,18}")
-_DEADLINES = {
-    "queue_timeout_seconds": "queue_seconds",
-    "ttft_timeout_seconds": "ttft_seconds",
-    "timeout_seconds": "total_seconds",
-}
-"""A request's names and the engine's."""
+_DEADLINES = tuple(field.name for field in fields(Deadlines))
+"""The fields have the same names in `GenerateRequest`."""
 
 
 class Tokenizer(Protocol):
-    """What preparing a request needs of the model's tokenizer. Those that encode raise `InvalidParameter`."""
+    """The part of the model's tokenizer that the worker uses. Encoding raises `InvalidParameter`."""
 
     def encode(self, text: str) -> list[int]: ...
     def encode_text(self, text: str) -> list[int]: ...
@@ -37,7 +32,7 @@ class Tokenizer(Protocol):
 
 
 def prompt_field(request: GenerateRequest) -> str:
-    """Which of the three ways to give a prompt the client took."""
+    """The field in which the client gave the prompt."""
     if request.messages is not None:
         return "messages"
     return "prompt" if request.prompt is not None else "prompt_token_ids"
@@ -53,9 +48,9 @@ def to_token_ids(request: GenerateRequest, tokenizer: Tokenizer) -> list[int]:
     except InvalidParameter as error:
         raise RequestRefused(invalid_parameter(error, error.field)) from error
     token_ids = request.prompt_token_ids or ()
-    # True is an int to Python, and 1.5 would pass every comparison of ranges.
+    # `isinstance` would accept True, and comparisons of ranges would accept 1.5.
     if not all(type(token_id) is int for token_id in token_ids):
-        raise _refused("prompt_token_ids", "must be a list of whole numbers")
+        raise _refused("prompt_token_ids", "must be a list of integers")
     return list(token_ids)
 
 
@@ -65,9 +60,9 @@ def to_sampling_params(sampling: object) -> SamplingParams:
         raise _refused("sampling", "must be an object")
     for name in sampling:
         if name not in _SAMPLING_FIELDS:
-            raise _refused(str(name), "is not known to this worker")
+            raise _refused(str(name), "is not supported by this worker")
     try:
-        values = {name: _as_engine_has_it(name, value) for name, value in sampling.items()}
+        values = {name: _to_engine_value(name, value) for name, value in sampling.items()}
     except InvalidParameter as error:
         raise RequestRefused(invalid_parameter(error, error.field)) from error
     for field in ("stop", "bad_words"):
@@ -81,16 +76,14 @@ def to_sampling_params(sampling: object) -> SamplingParams:
 
 def to_deadlines(request: GenerateRequest) -> Deadlines:
     """Raises `RequestRefused`."""
-    given = {name: getattr(request, name) for name in _DEADLINES}
     try:
-        return Deadlines(**{_DEADLINES[name]: seconds for name, seconds in given.items()})
+        return Deadlines(**{name: getattr(request, name) for name in _DEADLINES})
     except InvalidParameter as error:
-        field = next(name for name, inner in _DEADLINES.items() if inner == error.field)
-        raise RequestRefused(invalid_parameter(error, field)) from error
+        raise RequestRefused(invalid_parameter(error, error.field)) from error
 
 
-def _as_engine_has_it(name: str, value: object) -> Any:
-    """A value of JSON, which has neither tuples nor numbers as names. Raises `InvalidParameter`."""
+def _to_engine_value(name: str, value: object) -> Any:
+    """Converts a JSON value: lists to tuples, keys of `logit_bias` to integers. Raises `InvalidParameter`."""
     if name == STRUCTURED_OUTPUTS and value is not None:
         return StructuredOutputs.from_json(value)
     if name == "logit_bias" and isinstance(value, Mapping):
@@ -99,7 +92,7 @@ def _as_engine_has_it(name: str, value: object) -> Any:
 
 
 def _token_id(key: object) -> object:
-    # A name that is no token id is refused as what it is.
+    # Any other key is refused by `SamplingParams`, unchanged.
     return int(key) if isinstance(key, str) and _DIGITS.fullmatch(key) else key
 
 
@@ -109,19 +102,19 @@ def _checked_messages(messages: Sequence[object]) -> list[Mapping[str, str]]:
     checked: list[Mapping[str, str]] = []
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise _refused("messages", "each message is an object with `role` and `content`")
+            raise _refused("messages", "each message must be an object with `role` and `content`")
         checked.append({name: _checked_text("messages", text) for name, text in message.items()})
     return checked
 
 
 def _checked_text(field: str, text: object) -> str:
-    """JSON can hold half of a surrogate pair, which is no character and cannot be encoded."""
+    """Refuses an unpaired surrogate: JSON can hold one, but it is not a character and cannot be encoded."""
     if not isinstance(text, str):
-        raise _refused(field, "must be text")
+        raise _refused(field, "must be a string")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise _refused(field, "has half of a surrogate pair, which is not a character") from error
+        raise _refused(field, "contains an unpaired surrogate") from error
     return text
 
 
