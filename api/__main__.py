@@ -1,9 +1,9 @@
-"""`python -m api`: the API as a process, set up by environment variables."""
+"""`python -m api`: runs the API, configured by environment variables."""
 
 from tokenmill.process.startup_signals import exit_on_signals
 
 if __name__ == "__main__":
-    # First of all: the imports below take a second.
+    # Before the imports below, which take a second.
     exit_on_signals()
 
 import os
@@ -17,7 +17,7 @@ from tokenmill.process.variables import warnings
 
 EXIT_FAILED = 1
 EXIT_UNUSABLE = 78
-"""A setting cannot be used: starting again is of no use. Of sysexits.h, as the worker's."""
+"""EX_CONFIG of sysexits.h: a setting is invalid, so a restart does not help. The worker uses the same."""
 
 
 def main() -> int:
@@ -32,7 +32,7 @@ def main() -> int:
         prevent_restart_loop(os.environ, _say)
         return EXIT_UNUSABLE
     except CannotListen as error:
-        # An address that is taken today may be free at the next start.
+        # The address may be free at the next start.
         _say(str(error))
         return EXIT_FAILED
     return 0

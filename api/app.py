@@ -1,6 +1,8 @@
-"""The application factory: wires the rooms' parts together. Holds no rule of its own."""
+"""The application factory: builds the Flask application from its parts."""
 
 import time
+from dataclasses import dataclass
+from http import HTTPStatus
 from typing import NoReturn
 from urllib.parse import urlsplit, urlunsplit
 
@@ -10,19 +12,20 @@ from flask_openapi3.openapi import OpenAPI
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from api import authentication, problems
+from api import authentication, error_handlers, problems
+from api.background.redis_checks import RedisChecks
 from api.json_body import JsonRequest
-from api.redis_checks import RedisChecks
 from api.redis_clients import connect, connect_subscriber
-from api.reply_slots import ReplySlots
 from api.routes.health import Redis, health_routes
-from api.routes.tasks import TaskServices, task_routes
+from api.routes.task_services import REPLY_SLOTS, REPLY_WAIT_SECONDS, TaskServices
+from api.routes.tasks import task_routes
 from api.schemas.replies import ProblemView
 from api.settings import ApiSettings
-from api.streams.follow import Follower
-from api.streams.hub import Hub
-from api.streams.presence import Places, Shutdown
+from api.shutdown import Shutdown
+from api.streams.pubsub_hub import PubSubHub
+from api.streams.task_events import TaskEventReader
 from api.submission import Submitter
+from api.tenant_slots import TenantSlots
 from monitoring.http import HttpMetrics
 from monitoring.queue import QueueCollector
 from monitoring.reaper import ReapFailures
@@ -33,62 +36,84 @@ from tokenmill.protocol.store.task_store import TaskStore
 
 DOCS_PREFIX = "/docs"
 SPARE_CONNECTIONS = 16
-"""Connections to Redis of threads that answer no call."""
+"""Redis connections for the threads beside the HTTP threads."""
 _TO_SWAGGER = '<meta http-equiv="refresh" content="0; url=swagger"><a href="swagger">The API</a>'
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppParts:
+    """The parts of the application that the process around it uses."""
+
+    hub: PubSubHub
+    reply_slots: TenantSlots
+    shutdown: Shutdown
+    reap_failures: ReapFailures
+    redis_checks: RedisChecks
+    webhook_metrics: WebhookMetrics
+
+
 class ApiApp(OpenAPI):
-    """Flask with OpenAPI 3.1, whose JSON bodies are checked before a schema sees them."""
+    """Flask with OpenAPI 3.1 and the JSON parser of `json_body`."""
 
     request_class = JsonRequest
+    parts: AppParts
 
 
 def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiApp:
-    """The WSGI application. Opens no connection and starts no thread before the first call.
+    """The WSGI application. It opens no connection and starts no thread before the first call.
 
-    `shutdown`: set by the server when it wants open streams to end.
+    `shutdown`: set by the server to end open streams.
     """
     client = connect(settings.redis_url, settings.http_threads + SPARE_CONNECTIONS)
     store = TaskStore(client, retention_seconds=settings.retention_seconds)
-    hub = Hub(lambda: connect_subscriber(settings.redis_url), lambda name: client.publish(name, b""))
     registry = CollectorRegistry()
     registry.register(QueueCollector(store, settings.slug, settings.public_model))
     metrics = HttpMetrics(registry)
+    is_shared = settings.keyring.has_several_tenants
+    parts = AppParts(
+        hub=PubSubHub(
+            lambda: connect_subscriber(settings.redis_url), lambda channel: client.publish(channel, b"")
+        ),
+        reply_slots=TenantSlots(REPLY_SLOTS, is_shared=is_shared, wait_seconds=REPLY_WAIT_SECONDS),
+        shutdown=shutdown or Shutdown(),
+        reap_failures=ReapFailures(registry, by_api=True),
+        redis_checks=RedisChecks(client, RedisStateMetrics(registry)),
+        webhook_metrics=WebhookMetrics(registry),
+    )
     services = TaskServices(
         settings=settings,
         store=store,
         readers=Readers(client, retention_seconds=settings.retention_seconds),
         submitter=Submitter(settings, client, store),
-        follower=Follower(hub, store),
-        places=Places(settings.max_streams, is_shared=settings.keyring.has_several_tenants),
-        reply_slots=ReplySlots(is_shared=settings.keyring.has_several_tenants),
+        event_reader=TaskEventReader(parts.hub, store),
+        stream_slots=TenantSlots(settings.max_streams, is_shared=is_shared),
+        reply_slots=parts.reply_slots,
         metrics=metrics,
-        shutdown=shutdown or Shutdown(),
+        shutdown=parts.shutdown,
     )
     app = _bare_app(settings)
-    problems.install(app)
-    _observe(app, metrics)
-    _redirect_by_path(app)
-    authentication.install(app, settings.keyring)
+    app.parts = parts
+    _install_hooks(app, settings, metrics)
     app.register_api(task_routes(services))
-    checks = RedisChecks(client, RedisStateMetrics(registry))
-    app.register_api(health_routes(settings, store, registry, Redis(client, checks)))
-    app.extensions["hub"] = hub
-    app.extensions["reply_slots"] = services.reply_slots
-    app.extensions["shutdown"] = services.shutdown
-    app.extensions["webhook_metrics"] = WebhookMetrics(registry)
-    app.extensions["reap_failures"] = ReapFailures(registry, by_api=True)
-    app.extensions["redis_checks"] = checks
+    app.register_api(health_routes(settings, store, registry, Redis(client, parts.redis_checks)))
     return app
+
+
+def _install_hooks(app: ApiApp, settings: ApiSettings, metrics: HttpMetrics) -> None:
+    error_handlers.install(app)
+    _count_requests(app, metrics)
+    _redirect_by_path(app)
+    _omit_empty_content_type(app)
+    authentication.install(app, settings.keyring)
 
 
 def _bare_app(settings: ApiSettings) -> ApiApp:
     app = ApiApp(
         __name__,
         info=Info(title="Tokenmill", version="1", description=_DESCRIPTION),
-        # Left out, it would be written as null, which is no valid OpenAPI.
+        # Without it flask-openapi3 writes null, which is not valid OpenAPI.
         security_schemes=authentication.schemes(settings.keyring),
-        # Every operation describes its errors as `default`, so that no separate one is added for bodies.
+        # Every operation documents its errors as `default`; the framework shall add no other entry.
         validation_error_status="default",
         validation_error_model=ProblemView,
         validation_error_callback=_refuse,
@@ -104,7 +129,7 @@ def _refuse(error: ValidationError) -> NoReturn:
     raise problems.from_validation(error) from error
 
 
-def _observe(app: ApiApp, metrics: HttpMetrics) -> None:
+def _count_requests(app: ApiApp, metrics: HttpMetrics) -> None:
     @app.before_request
     def start() -> None:
         g.started = time.monotonic()
@@ -118,17 +143,28 @@ def _observe(app: ApiApp, metrics: HttpMetrics) -> None:
 
 
 def _redirect_by_path(app: ApiApp) -> None:
-    """Redirects keep the scheme and host that the client used, which a proxy in front may have changed."""
+    """Redirect to a path without scheme and host: a proxy may have changed those that the client used."""
 
     @app.after_request
     def relative(response: Response) -> Response:
         if 300 <= response.status_code < 400 and response.location:
             target = urlsplit(response.location)
-            # One slash: two would begin the name of another host.
+            # Two slashes at the start would name another host.
             path = "/" + target.path.lstrip("/")
             response.location = urlunsplit(("", "", path, target.query, ""))
             response.data = b""
         return response
 
 
-_DESCRIPTION = "Submit requests for text, then poll them or follow their tokens."
+def _omit_empty_content_type(app: ApiApp) -> None:
+    """Flask declares `text/html` also for replies that have no body: status 204 and OPTIONS."""
+
+    @app.after_request
+    def omit(response: Response) -> Response:
+        is_empty = request.method == "OPTIONS" and not response.get_data()
+        if is_empty or response.status_code == HTTPStatus.NO_CONTENT:
+            response.headers.pop("Content-Type", None)
+        return response
+
+
+_DESCRIPTION = "Submit requests for text, then poll the tasks or follow their tokens."

@@ -1,7 +1,7 @@
-"""Whose call it is: the tenant of the API key that it shows.
+"""Authenticates calls: maps the API key of a call to its tenant.
 
-Law: where keys are set, no call of `/v1/` gets past here without one; nobody has looked at its body then, and
-Redis has not been asked. Knows no task: what a tenant may see is decided where it is looked up.
+Where API keys are set, a call of `/v1/` without a valid one is refused before its body is read and before
+Redis is asked.
 """
 
 from typing import Any
@@ -13,45 +13,46 @@ from api.keyring import Keyring
 from api.problems import Problem
 from tokenmill.protocol.naming import DEFAULT_TENANT
 
-PROTECTED = "/v1/"
+PROTECTED_PREFIX = "/v1/"
 SCHEME_NAME = "apiKey"
 _DESCRIPTION = "An API key of this service: `Authorization: Bearer <key>`."
 
 
 def schemes(keyring: Keyring) -> dict[str, SecurityScheme | dict[str, Any]]:
-    """As OpenAPI describes them."""
+    """The OpenAPI description of the authentication; empty without keys."""
     if not keyring:
         return {}
     return {SCHEME_NAME: {"type": "http", "scheme": "bearer", "description": _DESCRIPTION}}
 
 
 def install(app: Flask, keyring: Keyring) -> None:
-    """Have every call of `app` looked at before anything else is done for it."""
+    """Authenticate every call of `app` before anything else is done for it."""
 
     @app.before_request
     def authenticate() -> None:
-        # The rule, where there is one: it is what will answer, however the path is spelled.
+        # The matched rule is what will answer, however the client spelled the path.
         path = request.url_rule.rule if request.url_rule else request.path
-        if keyring and path.startswith(PROTECTED):
-            g.tenant = _tenant(keyring, request.headers.get("Authorization", ""))
+        if keyring and path.startswith(PROTECTED_PREFIX):
+            g.tenant = _authenticate(keyring, request.headers.get("Authorization", ""))
 
 
-def tenant() -> str:
-    """Of the call in progress; `default` where no keys are set."""
+def current_tenant() -> str:
+    """The tenant of the current call; `default` without keys."""
     return str(g.get("tenant", DEFAULT_TENANT))
 
 
-def _tenant(keyring: Keyring, header: str) -> str:
-    """Raises `Problem` (401)."""
+def _authenticate(keyring: Keyring, header: str) -> str:
+    """Return the tenant. Raises `Problem` (401)."""
     scheme, _, key = header.strip().partition(" ")
     if scheme.lower() != "bearer" or not key:
-        raise _refusal("missing_api_key", "send an API key of this service as `Authorization: Bearer <key>`")
-    found = keyring.tenant_of(key.strip())
-    if found is None:
-        raise _refusal("invalid_api_key", "this is not an API key of this service")
-    return found
+        detail = "send an API key of this service as `Authorization: Bearer <key>`"
+        raise _unauthorized("missing_api_key", detail)
+    tenant = keyring.tenant_of(key.strip())
+    if tenant is None:
+        raise _unauthorized("invalid_api_key", "this is not an API key of this service")
+    return tenant
 
 
-def _refusal(code: str, detail: str) -> Problem:
+def _unauthorized(code: str, detail: str) -> Problem:
     headers = {"WWW-Authenticate": "Bearer"}
     return Problem(401, code, detail, param="Authorization", headers=headers)

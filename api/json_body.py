@@ -1,7 +1,7 @@
-"""Bytes of a body to plain JSON values, or a problem.
+"""Parses the JSON body of a request into plain values.
 
-Law: what comes out can be stored, hashed and printed as UTF-8 JSON again: no NaN, no infinity, no lone
-surrogate, no duplicate name, no nesting that a recursive encoder could fall over. Knows no field.
+Invariants: the result can be stored, hashed and printed as UTF-8 JSON again. It has no NaN, infinity, lone
+surrogate or duplicate name, and no nesting that would overflow a recursive encoder.
 """
 
 import json
@@ -12,29 +12,29 @@ from typing import Any, NoReturn
 from flask import Request
 from werkzeug.exceptions import RequestEntityTooLarge
 
-from api.problems import Problem, shown
+from api.problems import Problem, excerpt
 
 MAX_DEPTH = 104
-"""Of one field. A JSON schema may be nested 100 deep, as its text may be."""
-MAX_NAMES = 256
-"""Fields of the body itself; each unknown one would otherwise cost an error of its own."""
-
+"""Nesting of one field. `structured_outputs` allows a JSON schema 100 levels deep."""
+MAX_FIELDS = 256
+"""Fields of the body itself: each unknown one would cost a validation error of its own."""
 
 _CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")
-_NOT_UTF8 = (
+_OTHER_ENCODINGS = (
     (b"\x1f\x8b", "compressed (gzip)"),
     (b"\xff\xfe\0\0", "UTF-32"),
     (b"\0\0\xfe\xff", "UTF-32"),
     (b"\xff\xfe", "UTF-16"),
     (b"\xfe\xff", "UTF-16"),
 )
+"""First bytes of bodies that are not UTF-8."""
 
 
 class JsonRequest(Request):
-    """A request whose JSON is an object that keeps the law above."""
+    """A Flask request whose body is parsed by `parse_object`."""
 
     def get_json(self, force: bool = False, silent: bool = False, cache: bool = True) -> dict[str, Any]:  # noqa: ARG002 - the base class's signature
-        """The body. Raises `Problem` whatever `silent` says: a bad body is never taken for an absent one."""
+        """Parse the body. Raises `Problem` even if `silent`: a bad body is never treated as a missing one."""
         if not self.is_json:
             raise Problem(415, "unsupported_media_type", "send the body as `Content-Type: application/json`")
         self._check_encoding()
@@ -54,104 +54,104 @@ class JsonRequest(Request):
     def _check_encoding(self) -> None:
         encoding = self.headers.get("Content-Encoding", "").strip()
         if encoding.lower() not in ("", "identity"):
-            detail = f"Content-Encoding {shown(encoding)} is not supported; send the body uncompressed"
+            detail = f"Content-Encoding {excerpt(encoding)} is not supported; send the body uncompressed"
             headers = {"Accept-Encoding": "identity"}
             raise Problem(415, "unsupported_encoding", detail, param="Content-Encoding", headers=headers)
         charset = self.mimetype_params.get("charset", "utf-8")
         if charset.lower() not in _CHARSETS:
-            detail = f"charset {shown(charset)} is not supported; send the body as UTF-8"
+            detail = f"charset {excerpt(charset)} is not supported; send the body as UTF-8"
             raise Problem(415, "unsupported_charset", detail, param="Content-Type")
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Raises `Problem` (400)."""
+    """Parse a JSON object. Raises `Problem` (400)."""
     try:
         value = json.loads(
-            _text(body),
-            object_pairs_hook=_object,
-            parse_constant=_no_constant,
-            parse_float=_float,
-            parse_int=_integer,
+            _decode(body),
+            object_pairs_hook=_to_dict,
+            parse_constant=_refuse_constant,
+            parse_float=_to_float,
+            parse_int=_to_int,
         )
     except RecursionError:
-        raise _bad(f"the body is nested deeper than {MAX_DEPTH} levels") from None
+        raise _invalid(f"the body is nested deeper than {MAX_DEPTH} levels") from None
     except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise _bad(f"the body is not valid JSON: {place}") from None
+        position = f"line {error.lineno}, column {error.colno}"
+        raise _invalid(f"the body is not valid JSON: {position}") from None
     if not isinstance(value, dict):
-        raise _bad("the body must be a JSON object")
-    if len(value) > MAX_NAMES:
-        raise _bad(f"the body has more than {MAX_NAMES} fields")
-    _check(value)
+        raise _invalid("the body must be a JSON object")
+    if len(value) > MAX_FIELDS:
+        raise _invalid(f"the body has more than {MAX_FIELDS} fields")
+    _check_values(value)
     return value
 
 
-def _text(body: bytes) -> str:
-    """The body as text; a byte order mark of UTF-8 is skipped, as RFC 8259 allows. Raises `Problem` (400)."""
-    other = next((name for start, name in _NOT_UTF8 if body.startswith(start)), None)
-    # JSON begins with two ASCII characters: in UTF-16 and UTF-32 a zero byte is among their first bytes.
+def _decode(body: bytes) -> str:
+    """The body as text. A UTF-8 byte order mark is skipped, as RFC 8259 allows. Raises `Problem` (400)."""
+    other = next((name for start, name in _OTHER_ENCODINGS if body.startswith(start)), None)
+    # JSON begins with two ASCII characters, so UTF-16 and UTF-32 have a zero byte among the first four.
     if other is None and b"\0" in body[:4]:
         other = "UTF-16 or UTF-32"
     if other is not None:
-        raise _bad(f"the body is {other}; send JSON as UTF-8 text")
+        raise _invalid(f"the body is {other}; send JSON as UTF-8 text")
     try:
         return body.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise _bad(f"the body is not UTF-8 (byte {error.start})") from None
+        raise _invalid(f"the body is not UTF-8 (byte {error.start})") from None
 
 
-def _bad(detail: str) -> Problem:
+def _invalid(detail: str) -> Problem:
     return Problem(400, "invalid_json", detail)
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
-        twice = _printable(_first_repeated(name for name, _ in pairs))
-        raise Problem(400, "invalid_json", f"{twice} is given twice", param=twice)
+        name = _printable(_first_duplicate(name for name, _ in pairs))
+        raise Problem(400, "invalid_json", f"{name} appears twice", param=name)
     return values
 
 
-def _first_repeated(names: Iterable[str]) -> str:
+def _first_duplicate(names: Iterable[str]) -> str:
     seen: set[str] = set()
-    # `add` gives None, so the test remembers each name that it lets pass.
+    # `add` returns None, so the condition records each new name.
     return next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise _bad(f"{name} is no JSON number")
+def _refuse_constant(name: str) -> NoReturn:
+    raise _invalid(f"{name} is not a JSON number")
 
 
-def _integer(digits: str) -> int:
+def _to_int(digits: str) -> int:
     try:
         return int(digits)
     except ValueError:
-        # Python converts no more than some thousand digits.
-        raise _bad(f"{shown(digits)} is too large a number") from None
+        # Python converts at most a few thousand digits.
+        raise _invalid(f"{excerpt(digits)} is too large a number") from None
 
 
-def _float(digits: str) -> float:
+def _to_float(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
-        raise _bad(f"{shown(digits)} is too large a number")
+        raise _invalid(f"{excerpt(digits)} is too large a number")
     return value
 
 
-def _check(body: dict[str, Any]) -> None:
-    """Strings and depth, field by field, without recursion."""
+def _check_values(body: dict[str, Any]) -> None:
+    """Check text and depth of each field, level by level: recursion could overflow the stack."""
     for name, value in body.items():
         _check_text(name, name)
         level = [value]
         for _ in range(MAX_DEPTH):
-            level = _inner(level, name)
+            level = _next_level(level, name)
             if not level:
                 break
         else:
             raise Problem(400, "invalid_json", f"{name} is nested deeper than {MAX_DEPTH} levels", param=name)
 
 
-def _inner(level: list[Any], field: str) -> list[Any]:
-    """Check the texts of one level of nesting, and give the values of the next."""
+def _next_level(level: list[Any], field: str) -> list[Any]:
+    """Check the texts of one level of nesting and return the values of the next."""
     below: list[Any] = []
     for value in level:
         if isinstance(value, str):
@@ -169,9 +169,9 @@ def _check_text(text: str, field: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError:
         param = _printable(field)
-        detail = f"{param}: half of a surrogate pair stands alone; it is no text"
+        detail = f"{param}: the text has a lone surrogate, which UTF-8 cannot encode"
         raise Problem(400, "invalid_value", detail, param=param) from None
 
 
 def _printable(name: str) -> str:
-    return shown(name).encode("utf-8", "backslashreplace").decode()
+    return excerpt(name).encode("utf-8", "backslashreplace").decode()

@@ -1,7 +1,7 @@
-"""The API keys that this service knows, and whose they are. Pure.
+"""The API keys of this service and their tenants.
 
-Law: no key is kept, shown or told as it was given. What is kept are digests, and each call's key is compared
-with all of them, so that the time of an answer tells nothing about any. Knows no request.
+Keys are kept only as digests, and are neither logged nor shown. A call's key is compared with all of them in
+constant time.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ _KEY = re.compile(r"[\x21-\x7e]{1,512}")
 
 @dataclass(frozen=True, slots=True)
 class Keyring:
-    """Digests of keys, each with its tenant; a tenant may have several. Empty: nobody needs a key."""
+    """Pairs of a key's digest and its tenant. A tenant may have several keys. Empty: no call needs a key."""
 
     entries: Sequence[tuple[bytes, str]] = field(default=(), repr=False)
 
@@ -29,10 +29,10 @@ class Keyring:
         return len({tenant for _, tenant in self.entries}) > 1
 
     def tenant_of(self, key: str) -> str | None:
-        """None: not a key of this service."""
-        shown, found = _digest(key), None
-        for digest, tenant in self.entries:
-            if hmac.compare_digest(digest, shown):
+        """The tenant of a key; None if the key is unknown."""
+        digest, found = _digest(key), None
+        for known, tenant in self.entries:
+            if hmac.compare_digest(known, digest):
                 found = tenant
         return found
 
@@ -41,18 +41,20 @@ NO_KEYS = Keyring()
 
 
 def parse_keys(text: str, known: Keyring = NO_KEYS) -> Keyring:
-    """Those of `text` and the `known` ones. Raises ValueError, which says which entry is wrong and repeats
-    none. A text without entries is wrong: the service would stand open.
+    """The keys of `text` and those of `known`.
+
+    Raises ValueError, which names the number of the bad entry and repeats none of them. A text without
+    entries is an error: the service would be open to everyone.
     """
     tenants, number = dict(known.entries), 0
     for number, entry in enumerate(_entries(text), 1):
         tenant, _, key = entry.partition(":")
         if not _TENANT.fullmatch(tenant) or not _KEY.fullmatch(key):
-            raise ValueError(f"{WANTED}; entry {number} is none")
+            raise ValueError(f"{WANTED}; entry {number} is malformed")
         if tenants.setdefault(_digest(key), tenant) != tenant:
-            raise ValueError(f"{WANTED}; the key of entry {number} is another tenant's too")
+            raise ValueError(f"{WANTED}; the key of entry {number} belongs to another tenant too")
     if not number:
-        raise ValueError(f"{WANTED}; there is none")
+        raise ValueError(f"{WANTED}; there are no entries")
     return Keyring(tuple(tenants.items()))
 
 
@@ -63,5 +65,5 @@ def _entries(text: str) -> Iterator[str]:
 
 
 def _digest(key: str) -> bytes:
-    """Keys are long and random, so that nothing slower is needed to keep them from being guessed."""
+    """A fast hash is enough: keys are long and random, so they cannot be guessed from their digests."""
     return hashlib.sha256(key.encode()).digest()

@@ -1,7 +1,7 @@
-"""Connections to Redis with explicit limits: a call fails within seconds or works, and is never sent twice.
+"""Redis clients with explicit timeouts: a command succeeds or fails within seconds, and is never sent twice.
 
-The library's defaults retry ten times in silence, which would hold an HTTP thread for a minute. After a
-failover no connection stays with a server that only reads.
+The library's defaults retry ten times in silence, which could block an HTTP thread for a minute. After a
+failover no connection to the demoted server is kept.
 """
 
 import logging
@@ -29,22 +29,21 @@ _UNAVAILABLE = (
     redis.exceptions.OutOfMemoryError,
     redis.exceptions.ClusterDownError,
 )
-# Errors that the library knows no class for; it leaves their code in the text.
+# Errors without a class in redis-py: their text begins with the code.
 _UNAVAILABLE_CODES = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY", "TOOLATE")
 
 _REASONS: tuple[tuple[Callable[[redis.RedisError], bool], str], ...] = (
     (lambda error: isinstance(error, redis.exceptions.OutOfMemoryError), "its memory is full"),
     (lambda error: str(error).startswith("MISCONF"), "it cannot write to its disk, which may be full"),
-    (lambda error: isinstance(error, redis.exceptions.ReadOnlyError), "it is a replica that only reads"),
-    (lambda error: str(error).startswith("NOREPLICAS"), "too few of its replicas are in reach"),
-    (lambda error: isinstance(error, redis.exceptions.BusyLoadingError), "it loads its data"),
+    (lambda error: isinstance(error, redis.exceptions.ReadOnlyError), "it is a read-only replica"),
+    (lambda error: str(error).startswith("NOREPLICAS"), "too few of its replicas are reachable"),
+    (lambda error: isinstance(error, redis.exceptions.BusyLoadingError), "it is loading its data"),
 )
 
 
 class _Client(redis.Redis):
-    """A name may lead to another server by now, while a connection lives on to the one that was demoted.
-
-    An outage is logged here, once, for all that call.
+    """Drops its connections when the server turns out to be a replica: after a failover the name may resolve
+    to another server. Logs each outage once for all callers.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -65,19 +64,21 @@ class _Client(redis.Redis):
 
 
 class _Sentinels(redis.Sentinel):
-    """The library moves the one that answered to the front: of two threads at once, one is lost for good."""
+    """Serializes discovery: the library reorders its list of sentinels without a lock, so that two threads at
+    once can lose one of them.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)  # type: ignore[no-untyped-call] # redis-py's
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     def discover_master(self, service_name: str) -> Any:
-        with self._turn:
+        with self._lock:
             return super().discover_master(service_name)  # type: ignore[no-untyped-call]
 
 
 class _Library:
-    """redis-py as this room uses it."""
+    """The names of redis-py that `redis_url.client` uses, with the classes above."""
 
     Redis = _Client
     Sentinel = _Sentinels
@@ -88,10 +89,10 @@ class _Library:
 
 
 def connect(url: str, max_threads: int = 128) -> redis.Redis:
-    """The client for commands of at most `max_threads` threads at a time.
+    """A client for commands of up to `max_threads` threads at once.
 
-    Each of them holds one connection while it calls. The library's own limit is 100 connections, beyond which
-    it raises as if Redis were away.
+    Each thread holds one connection during a command. By default the library allows 100 connections and
+    raises a connection error beyond that.
     """
     options = {"max_connections": max_threads, **_options(ANSWER_SECONDS)}
     client: redis.Redis = redis_url.client(_Library, url, **options)
@@ -99,19 +100,19 @@ def connect(url: str, max_threads: int = 128) -> redis.Redis:
 
 
 def connect_subscriber(url: str) -> redis.Redis:
-    """The client of one subscription: reads as long as nothing comes, and asks now and then if it lives."""
+    """A client for one subscription, with health checks while no message arrives."""
     options = {"health_check_interval": HEALTH_CHECK_SECONDS, **_options(ANSWER_SECONDS)}
     client: redis.Redis = redis_url.client(redis, url, **options)
     return client
 
 
 def is_unavailable(error: redis.RedisError) -> bool:
-    """Whether Redis cannot serve just now (away, loading, full, a replica), rather than a fault of ours."""
+    """Whether Redis cannot serve at the moment (down, loading, full, a replica). Other errors are bugs."""
     return isinstance(error, _UNAVAILABLE) or str(error).startswith(_UNAVAILABLE_CODES)
 
 
 def why_unavailable(error: redis.RedisError) -> str:
-    """The reason for people, of an error that `is_unavailable`."""
+    """The reason in words, for an error that `is_unavailable`."""
     return next((text for holds, text in _REASONS if holds(error)), "it does not answer")
 
 

@@ -1,6 +1,6 @@
-"""The API as a process: its socket, its signals and the threads beside the HTTP server.
+"""Runs the API as a process: its socket, its signals, the HTTP server and the background threads.
 
-Invariant: a stop is answered in time. Open streams and waits are ended at once, and their clients reconnect.
+A stop ends open streams and waits at once; their clients reconnect.
 """
 
 import errno
@@ -13,17 +13,19 @@ from collections.abc import Callable
 from types import FrameType
 
 from api.app import create_app
-from api.auditor import start_auditor
-from api.housekeeping import start_checks, start_deliverer, start_reaper
+from api.background.index_audit import start_index_audit
+from api.background.reaper import start_reaper
+from api.background.redis_checks import start_redis_checks
+from api.background.webhook_delivery import start_webhook_delivery
 from api.http.server import PROBE_CONNECTIONS, HttpServer, quiet_waitress
 from api.settings import ApiSettings
-from api.streams.presence import Shutdown
+from api.shutdown import Shutdown
 
 BACKLOG = 2048
 CONNECTIONS_PER_THREAD = 4
-"""Idle connections that are kept alive take no thread."""
+"""Idle keep-alive connections occupy no thread."""
 SPARE_FILES = 64
-"""Open files beside connections to clients and to Redis."""
+"""Open files beside the connections to clients and Redis."""
 EXIT_AT_ONCE = 1
 LOG_FORMAT = "%(asctime)s [%(process)d] [%(levelname)s] %(name)s: %(message)s"
 LOG_DATES = "[%Y-%m-%d %H:%M:%S %z]"
@@ -32,32 +34,32 @@ logger = logging.getLogger(__name__)
 
 
 class CannotListen(Exception):
-    """The address cannot be had; the message names the settings."""
+    """The address cannot be bound. The message names the settings to change."""
 
 
 def listen(settings: ApiSettings) -> socket.socket:
-    """A bound socket; port 0 takes any free one. Raises `CannotListen`."""
+    """A listening socket; port 0 chooses a free port. Raises `CannotListen`."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
         return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
-    # UnicodeError: of a name that cannot be one, as `a..b`.
+    # UnicodeError: the name cannot be encoded, such as `a..b`.
     except (OSError, UnicodeError) as error:
-        raise CannotListen(_why_not(settings, error)) from error
+        raise CannotListen(_reason(settings, error)) from error
 
 
-def _why_not(settings: ApiSettings, error: OSError | UnicodeError) -> str:
-    where = f"cannot listen on {settings.host} port {settings.port}"
+def _reason(settings: ApiSettings, error: OSError | UnicodeError) -> str:
+    failure = f"cannot listen on {settings.host} port {settings.port}"
     number = getattr(error, "errno", None)
     if number == errno.EADDRINUSE:
-        return f"{where}: it is taken; set TOKENMILL_PORT to one that is free"
+        return f"{failure}: the port is in use; set TOKENMILL_PORT to a free one"
     if number == errno.EACCES:
-        return f"{where}: that is not allowed; set TOKENMILL_PORT to one above 1023"
+        return f"{failure}: permission denied; set TOKENMILL_PORT to a port above 1023"
     reason = getattr(error, "strerror", None) or error
-    return f"{where}: {reason}; set TOKENMILL_HOST to an address of this machine"
+    return f"{failure}: {reason}; set TOKENMILL_HOST to an address of this machine"
 
 
 def serve(settings: ApiSettings) -> None:
-    """Answer calls until SIGTERM or SIGINT ends it. Raises `CannotListen`."""
+    """Serve until SIGTERM or SIGINT. Raises `CannotListen`."""
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, datefmt=LOG_DATES)
     quiet_waitress()
     listener = listen(settings)
@@ -66,17 +68,17 @@ def serve(settings: ApiSettings) -> None:
     limit = _connection_limit(settings)
     server = HttpServer(app, settings, listener, shutdown, connection_limit=limit)
     stop_on_signals(server.wake, shutdown)
-    start_reaper(settings, app.extensions["reap_failures"])
-    start_checks(app.extensions["redis_checks"])
-    start_auditor(settings)
-    start_deliverer(settings, app.extensions["webhook_metrics"], shutdown)
+    start_reaper(settings, app.parts.reap_failures)
+    start_redis_checks(app.parts.redis_checks)
+    start_index_audit(settings)
+    start_webhook_delivery(settings, app.parts.webhook_metrics, shutdown)
     logger.info("Listening at: %s (%d)", _url(listener), os.getpid())
     server.run()
     logger.info("Stopped")
 
 
 def _connection_limit(settings: ApiSettings) -> int:
-    """Connections that may be open at once: as many as are useful, and as files may be open."""
+    """The limit on open connections. Raises the limit on open files where that is possible and needed."""
     wanted = settings.http_threads * CONNECTIONS_PER_THREAD
     needed = wanted + PROBE_CONNECTIONS + settings.http_threads + SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -85,12 +87,12 @@ def _connection_limit(settings: ApiSettings) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     possible = wanted if soft == resource.RLIM_INFINITY else soft - (needed - wanted)
     if possible < wanted:
-        logger.warning("connections are limited to %d by the limit on open files (%d)", possible, soft)
+        logger.warning("the limit on open files (%d) allows only %d connections", soft, possible)
     return max(1, min(wanted, possible))
 
 
 def stop_on_signals(wake: Callable[[], None], shutdown: Shutdown) -> None:
-    """The first signal asks open calls to end; a second one ends the process at once."""
+    """Have the first signal end open calls, and a second one the process at once."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         if shutdown.requested:

@@ -1,6 +1,6 @@
-"""A validated body becomes a request, the request an RQ job, the job one atomic submission.
+"""Turns a checked body into a request for the worker, an RQ job, and one atomic submission to Redis.
 
-Law: nothing is left in Redis of a submission that was refused. Imports of RQ only what forms a job.
+A refused submission leaves nothing in Redis.
 """
 
 import hashlib
@@ -14,7 +14,6 @@ from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 from rq.utils import now
 
-from api.admission import check_card, check_model, check_webhook
 from api.problems import Problem, bad_field
 from api.schemas.requests import TaskBody
 from api.schemas.sampling import SAMPLING_FIELDS
@@ -26,44 +25,40 @@ from tokenmill.protocol.records import IdempotencyConflict, ModelCard, QueueFull
 from tokenmill.protocol.store.task_store import TaskStore
 
 BYTES_PER_TOKEN = 4
-OUTPUT_GUESS = 256
-"""Tokens that a task is taken to need where it names no `max_tokens`."""
-COST_CEILING = 2**17
-"""The most that a task is taken to need before a worker told its model's length."""
+DEFAULT_OUTPUT_TOKENS = 256
+"""Estimated length of an output without `max_tokens`."""
+MAX_COST = 2**17
+"""Largest estimate before a worker has published the length of its model."""
 QUEUE_FULL_SECONDS = 10
-"""Retry-After of a full queue whose rate nobody knows."""
+"""Retry-After of a full queue whose rate is unknown."""
 MAX_KEY_CHARACTERS = 255
-NO_TIMEOUT = -1
-"""RQ's word for it: how long a task may run is not RQ's to decide."""
+RQ_NO_TIMEOUT = -1
+"""Tasks have their own time limits."""
 _KEY = re.compile(r"[\x20-\x7e]+")
 
 
 class Submitter:
-    """Takes tasks for the one model of this service."""
+    """Submits tasks for the one model of this service."""
 
     def __init__(self, settings: ApiSettings, client: redis.Redis, store: TaskStore) -> None:
         self._settings = settings
         self._client = client
         self._store = store
 
-    def submit(self, body: TaskBody, idempotency_key: str | None, tenant: str) -> Submitted:
-        """Queue a task of `tenant`. Raises `Problem`: 400, 404, 422 or 429."""
-        key = None if idempotency_key is None else parse_key(idempotency_key)
-        check_model(body, self._settings.public_model)
-        check_webhook(body, self._settings)
-        card = self._store.model_card(self._settings.slug)
-        if card is not None:
-            check_card(body, card)
-        submission = self._submission(body, key, card, tenant)
+    def submit(
+        self, body: TaskBody, idempotency_key: str | None, tenant: str, card: ModelCard | None
+    ) -> Submitted:
+        """Queue a task of `tenant`. Raises `Problem`: 422 for a reused key, 429 for a full queue."""
+        submission = self._submission(body, idempotency_key, tenant, card)
         try:
             return self._store.submit(submission)
         except QueueFull as full:
             raise self._queue_full(full, submission.cost) from full
         except IdempotencyConflict:
-            detail = "this Idempotency-Key was used with another body; take a new key"
+            detail = "this Idempotency-Key was used with another body; use a new key"
             raise Problem(422, "idempotency_key_reused", detail, param="Idempotency-Key") from None
 
-    def _submission(self, body: TaskBody, key: str | None, card: ModelCard | None, tenant: str) -> Submission:
+    def _submission(self, body: TaskBody, key: str | None, tenant: str, card: ModelCard | None) -> Submission:
         settings = self._settings
         request = to_request(body, naming.new_task_id(), settings.public_model)
         queue = naming.queue_name(settings.slug, request.priority, tenant)
@@ -89,7 +84,7 @@ class Submitter:
         )
 
     def _job_fields(self, request: GenerateRequest, queue: str) -> dict[str, Any]:
-        """What RQ would write, so that its tools show the task."""
+        """The fields that RQ itself would write, so that RQ's tools show the task."""
         lifetime = round(self._settings.retention_seconds)
         job = Job.create(
             JOB_FUNCTION,
@@ -99,9 +94,9 @@ class Submitter:
             id=request.id,
             origin=queue,
             status=JobStatus.QUEUED,
-            # RQ's own description would repeat the prompt in logs and dashboards.
+            # RQ's default description would repeat the prompt in logs and dashboards.
             description="generate",
-            timeout=NO_TIMEOUT,
+            timeout=RQ_NO_TIMEOUT,
             result_ttl=lifetime,
             failure_ttl=lifetime,
         )
@@ -113,7 +108,7 @@ class Submitter:
         return Problem(
             429,
             "queue_full",
-            _full_detail(full, cost, limits[full.limit_met]),
+            _queue_full_detail(full, cost, limits[full.limit_met]),
             retry_after=self._seconds_until_room(full, cost, limits["tokens"]),
             members={
                 "limit_met": full.limit_met,
@@ -128,33 +123,35 @@ class Submitter:
         )
 
     def _seconds_until_room(self, full: QueueFull, cost: int, token_limit: int) -> float:
-        """As the last minute went. One task's share of the waiting work is done, and there is room for one;
-        of tokens all that are too many must go.
+        """Estimate from the rate of the last minute: the time of one average task where the limit on tasks is
+        met, and of the excess tokens where the limit on tokens is.
         """
         drain_rate = self._store.queue_stats(self._settings.slug).drain_rate
         if not drain_rate:
             return QUEUE_FULL_SECONDS
         if full.limit_met == "tasks":
             return full.tokens / max(full.depth, 1) / drain_rate
-        # What is larger than the limit is taken when nothing else waits.
+        # A task that is larger than the limit is accepted when the queue is empty.
         return min(full.tokens, full.tokens + cost - token_limit) / drain_rate
 
 
-def _full_detail(full: QueueFull, cost: int, limit: int) -> str:
+def _queue_full_detail(full: QueueFull, cost: int, limit: int) -> str:
     by_tasks = full.limit_met == "tasks"
     waiting, own = (full.depth, full.tenant_depth) if by_tasks else (full.tokens, full.tenant_tokens)
-    what = "tasks" if by_tasks else "estimated tokens"
-    more = "" if by_tasks else f", and this task would add {cost}"
+    unit = "tasks" if by_tasks else "estimated tokens"
+    added = "" if by_tasks else f", and this task would add {cost}"
     if full.limit_of == "all":
-        return f"{waiting} {what} wait already{more}; the limit is {limit}; try again later"
+        return (
+            f"the queue is full: {waiting} {unit} are waiting{added}; the limit is {limit}; try again later"
+        )
     return (
-        f"{own} {what} of this tenant wait already{more}; a tenant may have as many as are free, "
-        f"and of {limit} {max(0, limit - waiting)} are; try again later"
+        f"this tenant's share of the queue is full: {own} of its {unit} wait{added}; a tenant may have "
+        f"as many as are free, which is {max(0, limit - waiting)} of {limit}; try again later"
     )
 
 
 def to_request(body: TaskBody, task_id: str, model: str) -> GenerateRequest:
-    """What the worker gets: the body's own values, a seed, and no defaults."""
+    """The request for the worker: the values of the body, a seed, and no defaults."""
     sampling = body.model_dump(include=set(SAMPLING_FIELDS), exclude_none=True, by_alias=True)
     sampling.setdefault("seed", secrets.randbits(63))
     return GenerateRequest(
@@ -171,26 +168,30 @@ def to_request(body: TaskBody, task_id: str, model: str) -> GenerateRequest:
 
 
 def body_digest(body: TaskBody) -> str:
-    """Tells bodies apart by what they say, not by spelling, order or null fields; before any default."""
+    """Digest of the values of a body, independent of spelling, order and null fields. Defaults are not
+    filled in.
+    """
     values = body.model_dump(exclude_none=True)
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def estimate_cost(body: TaskBody, card: ModelCard | None) -> int:
-    """Prompt and outputs in tokens, as far as they can be told without a tokenizer. They share the prompt."""
+    """Tokens of the prompt and of all outputs, estimated without a tokenizer. Outputs share the prompt."""
     if body.prompt_token_ids is not None:
         prompt = len(body.prompt_token_ids)
     else:
         text = body.prompt or "".join(turn.content for turn in body.messages or ())
         prompt = len(text.encode()) // BYTES_PER_TOKEN + 1
-    ceiling = card.max_model_len if card else COST_CEILING
-    prompt = min(prompt, ceiling)
-    output = min(body.max_tokens or OUTPUT_GUESS, ceiling - prompt)
+    maximum = card.max_model_len if card else MAX_COST
+    prompt = min(prompt, maximum)
+    output = min(body.max_tokens or DEFAULT_OUTPUT_TOKENS, maximum - prompt)
     return prompt + (body.n or 1) * output
 
 
-def parse_key(header: str) -> str:
-    """An Idempotency-Key, quoted as the draft standard has it or bare. Raises `Problem` (400)."""
+def parse_idempotency_key(header: str | None) -> str | None:
+    """An Idempotency-Key, quoted as the IETF draft has it or bare. Raises `Problem` (400)."""
+    if header is None:
+        return None
     key = header.strip()
     if len(key) >= 2 and key[0] == key[-1] == '"':
         key = key[1:-1].replace('\\"', '"').replace("\\\\", "\\")

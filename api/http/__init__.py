@@ -1,1 +1,1 @@
-"""Speaks HTTP: connections, request heads, deadlines."""
+"""The HTTP server: connections, request parsing, deadlines and limits. It knows no route."""

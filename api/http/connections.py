@@ -1,8 +1,8 @@
-"""One connection of the HTTP server: requests in, replies out, each within a deadline.
+"""One connection of the HTTP server: reads requests and writes replies, each within a deadline.
 
-Invariants: the I/O thread never waits for a client and no thread of the application waits for a request. A
-connection that is closed after a reply is closed in two steps, so that the reply is not lost with what the
-client still sends. Knows nothing of routes.
+Invariants: the I/O thread never waits for a client, and no application thread waits for a request. A
+connection that is closed after a reply first discards what the client still sends, so that the reply is not
+lost.
 """
 
 import contextlib
@@ -26,22 +26,23 @@ if TYPE_CHECKING:
     from api.http.server import HttpServer
 
 KEEP_ALIVE_SECONDS = 75.0
-"""Idle connections are kept this long. Longer than proxies keep theirs (nginx: 60), which then never meet a
-connection that is just being closed."""
+"""Idle connections are kept this long. It exceeds the time that proxies keep theirs (nginx: 60), so a proxy
+never sends a request on a connection that is being closed."""
 LINGER_SILENCE_SECONDS = 2.0
 LINGER_SECONDS = 30.0
 LINGER_BYTES = 64 * 1024 * 1024
-"""What a client still sends after the last reply is discarded within these limits."""
+"""Limits on what is discarded after the last reply: time without data, time in all, bytes."""
 SEND_BYTES = 128 * 1024
 _NO_LINGER = struct.pack("ii", 1, 0)
 MIN_BODY_BYTES_PER_SECOND = 4096
-"""A body that arrives faster than this has more time than the deadline of a head."""
+"""A body that arrives at this rate or faster may take longer than the read deadline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """`read_seconds` for the head of a request, and for its body beyond what the minimum rate allows;
-    `write_seconds` without progress while a reply waits to be read.
+    """`read_seconds`: for the head of a request, and for its body beyond what the minimum rate allows.
+
+    `write_seconds`: without progress while a client reads a reply.
     """
 
     read_seconds: float
@@ -53,18 +54,18 @@ class ReplyTask(WSGITask):  # type: ignore[misc]  # Waitress ships no types
 
     def finish(self) -> None:
         if self.request.command == "HEAD":
-            # A reply to HEAD has no body, so nothing that ends one either.
+            # A reply to HEAD has no body and thus no final chunk.
             self.chunked_response = False
         super().finish()
 
 
-class RefusalTask(ErrorTask):  # type: ignore[misc]  # Waitress ships no types
-    """Answers a faulty request with problem details (RFC 9457), and closes the connection."""
+class ErrorReplyTask(ErrorTask):  # type: ignore[misc]  # Waitress ships no types
+    """Answers an invalid request with problem details (RFC 9457) and closes the connection."""
 
     def execute(self) -> None:
         error = self.request.error
         if not isinstance(error, RequestError):
-            error = RequestError(500, "internal_error", "a fault of this service")
+            error = RequestError(500, "internal_error", "internal error of this service")
         problem = Problem(error.status, error.code, error.detail, param=error.param)
         request_id = uuid.uuid4().hex
         body = json.dumps(problem.to_json(request_id)).encode()
@@ -79,10 +80,10 @@ class RefusalTask(ErrorTask):  # type: ignore[misc]  # Waitress ships no types
 
 
 class Connection(HTTPChannel):  # type: ignore[misc]  # Waitress ships no types
-    """A client's connection. The I/O thread calls all but `service` and `write_soon`."""
+    """A client's connection. The I/O thread calls every method but `service` and `write_soon`."""
 
     task_class = ReplyTask
-    error_task_class = RefusalTask
+    error_task_class = ErrorReplyTask
     parser_class = RequestParser
     server: "HttpServer"
     request: RequestParser | None
@@ -96,7 +97,7 @@ class Connection(HTTPChannel):  # type: ignore[misc]  # Waitress ships no types
         map: Mapping[int, Any] | None = None,
     ) -> None:
         super().__init__(server, sock, addr, adj, map=map)
-        # Each attempt to send copies this much.
+        # Bytes that each attempt to send copies.
         self.sendbuf_len = SEND_BYTES
         self._reading_since = self.last_progress = time.monotonic()
         self._has_served = False
@@ -104,29 +105,29 @@ class Connection(HTTPChannel):  # type: ignore[misc]  # Waitress ships no types
         self._linger_until: float | None = None
         self._lingered_bytes = 0
         self.ended_by_client = False
-        """The client has closed its side, perhaps only for sending: `shutdown(SHUT_WR)`."""
+        """The client has closed its side, perhaps for sending only: `shutdown(SHUT_WR)`."""
         self.probes_only = False
-        """Beyond the limits on connections: only liveness is answered."""
+        """The connection exceeds a limit: only liveness is answered on it."""
         self.network = ""
-        """What counts as one client, set by the server: an address, or a network."""
+        """Set by the server: the address or network that counts as one client."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is being answered, or its reply is being read."""
+        """Whether a request is being answered or its reply is being read."""
         return bool(self.requests or self.total_outbufs_len)
 
     @property
     def buffered_bytes(self) -> int:
-        """Of requests that are not answered yet, and of replies that are not read yet."""
+        """Bytes of unanswered requests and unread replies."""
         requests = [*self.requests, *([self.request] if self.request is not None else [])]
         return int(self.total_outbufs_len + sum(request.buffered_bytes for request in requests))
 
     def check_client_disconnected(self) -> bool:
-        """Whether the client of the call in progress has gone away; any thread may ask."""
+        """Whether the client of the current call has disconnected. Any thread may call this."""
         return self.ended_by_client or not self.connected
 
     def stalls(self, now: float, seconds: float) -> bool:
-        """Whether it is the client that has been waited for, for so long."""
+        """Whether the client has made no progress for `seconds` although it could."""
         is_due = now - self.last_progress >= seconds
         return is_due and bool(self.total_outbufs_len or not self.requests)
 
@@ -137,14 +138,14 @@ class Connection(HTTPChannel):  # type: ignore[misc]  # Waitress ships no types
             return True
         if self.will_close or self.close_when_flushed or self.ended_by_client:
             return False
-        # While a call is in progress, one more request may come: so the end of the connection is seen.
+        # Read on during a call, up to one more request, to notice that the client disconnects.
         if self.requests:
             return len(self.requests) <= int(self.adj.channel_request_lookahead)
         return not self.total_outbufs_len
 
     def handle_read(self) -> None:
         try:
-            # Not the base class's `recv`, which closes the connection when its client ends its side.
+            # The base class's `recv` would close the connection when the client ends its side.
             data = self.socket.recv(self.adj.recv_bytes)
         except BlockingIOError:
             return
@@ -154,11 +155,11 @@ class Connection(HTTPChannel):  # type: ignore[misc]  # Waitress ships no types
         if self._linger_until is not None:
             self._discard(data)
         elif data:
-            self._take(data)
+            self._parse(data)
         else:
             self._end_of_input()
 
-    def _take(self, data: bytes) -> None:
+    def _parse(self, data: bytes) -> None:
         now = time.monotonic()
         self.last_progress = now
         if self.request is None:
@@ -168,12 +169,12 @@ class Connection(HTTPChannel):  # type: ignore[misc]  # Waitress ships no types
     def _end_of_input(self) -> None:
         self.ended_by_client = True
         if self.request is not None and self.request.has_begun and not self.is_busy:
-            self.refuse(RequestError(400, "incomplete_request", "the request ends too early"))
+            self.refuse(RequestError(400, "incomplete_request", "the request is incomplete"))
         elif not self.is_busy:
             self.handle_close()
 
     def refuse(self, error: RequestError) -> None:
-        """Answer what has come of a request with `error`."""
+        """Answer the request, of which only a part may have arrived, with `error`."""
         with self.requests_lock:
             request, self.request = self.request or RequestParser(self.adj), None
             request.fail(error)
@@ -184,7 +185,7 @@ class Connection(HTTPChannel):  # type: ignore[misc]  # Waitress ships no types
     # Writing.
 
     def service(self) -> None:
-        """Answer one request. Called by a thread of the application."""
+        """Answer one request. Called by an application thread."""
         self._has_served = True
         self.server.serving.connection = self
         super().service()
@@ -193,7 +194,7 @@ class Connection(HTTPChannel):  # type: ignore[misc]  # Waitress ships no types
             self.server.pull_trigger()
 
     def send(self, data: bytes, do_close: bool = True) -> int:
-        """Called by whichever thread holds the lock of the output."""
+        """Called by the thread that holds the output lock."""
         sent = int(super().send(data, do_close=do_close))
         if sent:
             self.last_progress = time.monotonic()
@@ -204,7 +205,7 @@ class Connection(HTTPChannel):  # type: ignore[misc]  # Waitress ships no types
             return
         self._flush_exception(self._flush_some_if_lockable)
         if self.socket is None:
-            # The client has reset the connection, and the flush has closed it.
+            # The client had reset the connection, so the flush closed it.
             return
         if self.will_close:
             self.handle_close()
@@ -219,8 +220,8 @@ class Connection(HTTPChannel):  # type: ignore[misc]  # Waitress ships no types
     # Closing.
 
     def _linger(self) -> None:
-        """Say that no more will come, and read on: a close with unread bytes would reset the connection, and
-        the client might lose the reply.
+        """Close the sending side and read on: closing with unread bytes would reset the connection, and the
+        client could lose the reply.
         """
         if self.ended_by_client:
             self.handle_close()
@@ -241,11 +242,11 @@ class Connection(HTTPChannel):  # type: ignore[misc]  # Waitress ships no types
 
     def handle_close(self) -> None:
         if self.socket is not None:
-            self.server.poller.forget(self._fileno)
+            self.server.poller.unregister(self._fileno)
             super().handle_close()
 
     def abort(self) -> None:
-        """Close at once. Without a reset the system would keep what the client does not read."""
+        """Close with a reset. Otherwise the system would keep the bytes that the client does not read."""
         if self.socket is not None:
             with contextlib.suppress(OSError):
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
@@ -259,7 +260,7 @@ class Connection(HTTPChannel):  # type: ignore[misc]  # Waitress ships no types
             if now >= self._linger_until or now - self.last_progress >= LINGER_SILENCE_SECONDS:
                 self.handle_close()
         elif self.is_busy:
-            # A request that began meanwhile has its time from the end of this one on.
+            # The deadline of the next request starts when this one has ended.
             self._reading_since = now
             self._check_writing(now, deadlines.write_seconds)
         elif self.ended_by_client:
@@ -271,7 +272,7 @@ class Connection(HTTPChannel):  # type: ignore[misc]  # Waitress ships no types
         if not self.total_outbufs_len:
             self._waiting_to_write = False
         elif not self._waiting_to_write:
-            # Until now there was nothing that the client could have read.
+            # Until now there was nothing to read.
             self._waiting_to_write = True
             self.last_progress = now
         elif now - self.last_progress >= seconds:

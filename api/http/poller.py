@@ -1,7 +1,7 @@
-"""Waits for sockets, at a cost for each idle connection that is the system's alone.
+"""Waits for sockets without work for idle connections.
 
-Waitress's own loop asks every connection before each wait. Here a dispatcher is asked again after each of its
-events, and when it was named to `changed`.
+Waitress's own loop asks every connection before each wait. This one asks a dispatcher again only after one of
+its events or a call of `changed`.
 """
 
 import select
@@ -13,7 +13,7 @@ from waitress import wasyncore
 
 
 class Poller:
-    """`dispatchers`: those of Waitress by file descriptor, as its servers and connections keep them."""
+    """`dispatchers`: Waitress's servers and connections by file descriptor, maintained by Waitress."""
 
     def __init__(self, dispatchers: Mapping[int, Any]) -> None:
         self._dispatchers = dispatchers
@@ -22,11 +22,11 @@ class Poller:
         self._changed: deque[Any] = deque()
 
     def changed(self, dispatcher: Any) -> None:
-        """What `dispatcher` waits for may be something else now. Called by any thread."""
+        """Ask `dispatcher` again which events it waits for. Any thread may call this."""
         self._changed.append(dispatcher)
 
-    def forget(self, fileno: int) -> None:
-        """The descriptor is about to be closed. Called by the thread that polls."""
+    def unregister(self, fileno: int) -> None:
+        """Unregister a descriptor that is about to be closed. Called by the polling thread."""
         if self._registered.pop(fileno, None) is not None:
             self._poll.unregister(fileno)
 
@@ -35,11 +35,11 @@ class Poller:
             self._update(dispatcher)
 
     def poll(self, seconds: float) -> None:
-        """Handle what is ready; waits up to `seconds` for something."""
+        """Handle the sockets that are ready; wait up to `seconds` for one."""
         while self._changed:
             self._update(self._changed.popleft())
         ready = self._poll.poll(seconds * 1000)
-        # One of them may close another, and a new connection then gets its descriptor, but not its event.
+        # An event handler may close another socket, whose descriptor a new connection may then reuse.
         owners = [self._dispatchers.get(fileno) for fileno, _ in ready]
         for (fileno, flags), dispatcher in zip(ready, owners, strict=True):
             if dispatcher is not None and self._dispatchers.get(fileno) is dispatcher:
@@ -49,7 +49,7 @@ class Poller:
     def _update(self, dispatcher: Any) -> None:
         fileno: int | None = dispatcher._fileno
         if fileno is None or self._dispatchers.get(fileno) != dispatcher:
-            # It was closed meanwhile.
+            # It has been closed.
             return
         wanted = select.POLLIN | select.POLLPRI if dispatcher.readable() else 0
         if dispatcher.writable() and not dispatcher.accepting:

@@ -1,7 +1,8 @@
-"""HTTP/1 requests read from a connection: stricter than Waitress, with an error of its own for each fault.
+"""Parses HTTP/1 requests more strictly than Waitress, with a separate error for each fault.
 
-Invariants: a request is passed on only when it is complete and within every limit; what two parsers could
-frame differently (request smuggling, RFC 9112 section 11.2) is refused. Messages repeat nothing of the input.
+Invariants: a request is passed on only when it is complete and within all limits. Requests that two parsers
+could frame differently (request smuggling, RFC 9112 section 11.2) are refused. Error messages do not repeat
+the input.
 """
 
 import re
@@ -14,25 +15,25 @@ from waitress.receiver import ChunkedReceiver
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_LINE_BYTES = 16 * 1024
-"""Of the request line, which holds the URL."""
+"""Limit on the request line, which contains the URL."""
 MAX_HEADERS = 100
 MAX_TRAILER_BYTES = 16 * 1024
 MAX_CHUNK_LINE_BYTES = 1024
 FRAMING_FACTOR = 8
-"""A chunked body may take this many times its own size on the wire: chunks of one byte take six."""
+"""A chunked body may take this many times its size on the wire. One-byte chunks take six times."""
 
 _HOST = re.compile(r"[A-Za-z0-9._~%!$&'()*+;=:\[\]-]*")
 _CONTENT_LENGTH = re.compile(r"[0-9]{1,18}")
 _METHOD_BYTES = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789!#$%&'*+-.^_`|~")
-_TEXTS: Mapping[int, tuple[str, str]] = {
+_ERRORS: Mapping[int, tuple[str, str]] = {
     400: ("bad_request", "the request is not valid HTTP/1.1"),
-    501: ("not_implemented", "the only Transfer-Encoding of a request that is supported is `chunked`"),
+    501: ("not_implemented", "the only supported Transfer-Encoding of a request is `chunked`"),
 }
 _NO_VERSION = "this port speaks HTTP/1.1 and HTTP/1.0, without TLS"
 
 
 class RequestError(Exception):
-    """A fault of a request that the server answers itself, before any route is chosen."""
+    """An error that the server answers itself, before a route is chosen."""
 
     def __init__(self, status: int, code: str, detail: str, param: str | None = None) -> None:
         super().__init__(detail)
@@ -43,10 +44,10 @@ class RequestError(Exception):
 
 
 class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships no types
-    """Collects one request. `error` is None or a `RequestError`.
+    """Parses one request. `error` is None or a `RequestError`.
 
-    The adjustments' `max_request_body_size` is the first size that is refused. It counts the bytes of the
-    body itself, not those of its chunks' frames.
+    `adj.max_request_body_size` is the smallest size that is refused. It counts the body without the framing
+    of its chunks.
     """
 
     error: RequestError | None
@@ -60,7 +61,7 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything of a request has arrived."""
+        """Whether a part of a request has arrived."""
         return bool(self.header_plus.strip(b"\r\n")) or self.headers_finished
 
     @property
@@ -68,7 +69,7 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
         return len(self.header_plus) + (len(self.body_rcv) if self.body_rcv is not None else 0)
 
     def received(self, data: bytes) -> int:
-        """Take what belongs to this request; returns the number of bytes taken."""
+        """Consume the bytes of this request and return their number."""
         if self.completed:
             return 0
         try:
@@ -76,12 +77,12 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
         except RequestError as error:
             self.fail(error)
         except ValueError:
-            # Of a URL as `http://[`, or of a number of thousands of digits.
+            # For example the URL `http://[`, or a number of thousands of digits.
             self.fail(RequestError(400, "bad_request", "the URL or a header of the request is not valid"))
         return len(data)
 
     def fail(self, error: RequestError) -> None:
-        """The request ends here; what follows on its connection cannot be told from it."""
+        """End the request with an error. What follows on its connection cannot be parsed."""
         self.error = error
         self.completed = True
         self.expect_continue = False
@@ -93,12 +94,12 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
         if self.error is not None:
             raise _translated(self.error)
         if self.headers_finished and self.body_rcv is None:
-            # There is nothing to wait for.
+            # There is no body to wait for.
             self.expect_continue = False
         return taken
 
     def parse_header(self, header_plus: bytes) -> None:
-        """Called by the base class with a whole head. Raises `RequestError`."""
+        """Called by the base class with a complete head. Raises `RequestError`."""
         if header_plus.count(b"\r\n") > MAX_HEADERS + 2:
             raise RequestError(431, "too_many_headers", f"a request may have at most {MAX_HEADERS} headers")
         super().parse_header(header_plus)
@@ -107,7 +108,7 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
         _check_host(self.version, self.headers.get("HOST"))
         expected = self.headers.get("EXPECT", "").lower()
         if self.version == "1.1" and expected not in ("", "100-continue"):
-            raise RequestError(417, "expectation_failed", "the only Expect that is supported is 100-continue")
+            raise RequestError(417, "expectation_failed", "the only supported Expect is 100-continue")
         if self.content_length >= self.adj.max_request_body_size:
             raise self._too_large()
 
@@ -116,12 +117,12 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
         taken: int = receiver.received(data)
         self.wire_bytes += taken
         if receiver.error:
-            raise RequestError(400, "bad_chunk", "the chunks of the body are not valid")
+            raise RequestError(400, "bad_chunk", "the chunked encoding of the body is not valid")
         if isinstance(receiver, ChunkedReceiver):
             self._check_chunks(receiver)
         if receiver.completed:
             self.completed = True
-            # The application sees a body of known length, whatever its transfer encoding was.
+            # The application sees a body of known length also if it was chunked.
             self.headers["CONTENT_LENGTH"] = str(len(receiver))
         return taken
 
@@ -130,9 +131,9 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
         if len(receiver) + receiver.chunk_remainder >= limit or self.wire_bytes > FRAMING_FACTOR * limit:
             raise self._too_large()
         if len(receiver.control_line) > MAX_CHUNK_LINE_BYTES:
-            raise RequestError(400, "bad_chunk", "the size of a chunk does not end")
+            raise RequestError(400, "bad_chunk", "the size line of a chunk is too long")
         if len(receiver.trailer) > MAX_TRAILER_BYTES:
-            raise RequestError(431, "head_too_large", "the headers behind the body are too long")
+            raise RequestError(431, "head_too_large", "the trailers of the body are too long")
 
     def _too_large(self) -> RequestError:
         limit = self.adj.max_request_body_size - 1
@@ -140,7 +141,7 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
 
 
 def _check_begin(begin: bytes) -> None:
-    """Of the first bytes of a head: answer at once what can never become a request."""
+    """Refuse at once what cannot become a request, given the first bytes of the head."""
     line, end, _ = begin.partition(b"\n")
     if begin and begin[0] not in _METHOD_BYTES:
         raise RequestError(400, "bad_request", f"the request is not HTTP; {_NO_VERSION}")
@@ -167,31 +168,31 @@ def _check_version(version: str) -> None:
 
 
 def _check_framing(version: str, head: bytes, headers: Mapping[str, Any], *, chunked: bool) -> None:
-    """Where the body ends must not be open to two readings."""
+    """Refuse a request whose body could end at two places."""
     length = headers.get("CONTENT_LENGTH")
     encodings = len(re.findall(rb"(?im)^transfer-encoding[ \t]*:", head))
     if encodings and version == "1.0":
         raise RequestError(400, "bad_framing", "HTTP/1.0 has no Transfer-Encoding")
     if encodings > 1 or (encodings and not chunked):
-        raise RequestError(400, "bad_framing", "give one Transfer-Encoding, `chunked`")
+        raise RequestError(400, "bad_framing", "the only supported Transfer-Encoding is a single `chunked`")
     if encodings and length is not None:
         raise RequestError(400, "bad_framing", "give either Content-Length or Transfer-Encoding, not both")
     if length is not None and not _CONTENT_LENGTH.fullmatch(length):
-        raise RequestError(400, "bad_framing", "Content-Length must be one whole number")
+        raise RequestError(400, "bad_framing", "Content-Length must be a single integer")
 
 
 def _check_host(version: str, host: str | None) -> None:
     if host is None and version == "1.1":
         raise RequestError(400, "missing_host", "HTTP/1.1 requires a Host header")
     if host is not None and not _HOST.fullmatch(host):
-        raise RequestError(400, "bad_host", "Host must be one host name or address, with or without a port")
+        raise RequestError(400, "bad_host", "Host must be one host name or address, with an optional port")
 
 
 def _translated(error: Any) -> RequestError:
-    """Waitress's own errors name parts of the input, and its classes."""
+    """Replace Waitress's own errors: their messages contain input and class names."""
     if isinstance(error, RequestError):
         return error
     if error.code == 431:
         return RequestError(431, "head_too_large", f"a request head may have at most {MAX_HEAD_BYTES} bytes")
-    code, detail = _TEXTS.get(error.code, _TEXTS[400])
-    return RequestError(error.code if error.code in _TEXTS else 400, code, detail)
+    status = error.code if error.code in _ERRORS else 400
+    return RequestError(status, *_ERRORS[status])

@@ -1,11 +1,10 @@
-"""The HTTP server: Waitress, whose I/O thread reads requests and writes replies while threads only run the
-application, with limits that hold against clients of any kind.
+"""The HTTP server: Waitress with limits that protect it from slow and hostile clients.
 
-Invariants: liveness is answered by a thread of its own, whatever the other threads and connections do. A new
-connection is always accepted: one that is idle, or that has not sent a whole request, makes room for it.
+One I/O thread reads requests and writes replies; a pool of threads runs the application. Invariants: a
+separate thread answers liveness, whatever the others do. A new connection is always accepted: if necessary, a
+connection that is idle or has not sent a complete request is closed for it.
 """
 
-import ipaddress
 import logging
 import socket
 import threading
@@ -21,27 +20,28 @@ from waitress.task import ThreadedTaskDispatcher
 from api.http.connections import Connection, Deadlines
 from api.http.poller import Poller
 from api.http.requests import MAX_HEAD_BYTES, RequestError, RequestParser
+from api.networks import network_of
 from api.settings import ApiSettings
-from api.streams.presence import Shutdown
+from api.shutdown import Shutdown
 
 logger = logging.getLogger(__name__)
 
 PROBE_PATH = "/livez"
 PROBE_CONNECTIONS = 64
-"""Connections beyond the limit; they are answered on `PROBE_PATH` alone."""
+"""Connections accepted beyond the limit. They are answered on `PROBE_PATH` only."""
 TICK_SECONDS = 0.25
 KEEP_ALIVE_IDLE_SECONDS = 15
 ACCEPTS_AT_ONCE = 64
 RECEIVE_BYTES = 64 * 1024
 REPLY_BYTES = 256 * 1024
-"""Unread bytes of a connection at which the thread that produces more of a reply waits."""
+"""Unread bytes of a connection at which the thread that writes its reply waits."""
 BUFFERED_BYTES = 256 * 1024 * 1024
-"""Unanswered requests and unread replies of all connections. Beyond it, those that stall are closed."""
+"""Limit on unanswered requests and unread replies in all. Beyond it, stalled connections are closed."""
 STALLED_SECONDS = 1.0
 
 
 def adjustments(settings: ApiSettings, listener: socket.socket) -> Adjustments:
-    """Waitress's own settings. Nothing is written to temporary files: there may be no room for them."""
+    """Waitress's settings. Nothing is buffered in temporary files: the disk may be full."""
     return Adjustments(
         sockets=[listener],
         threads=settings.http_threads,
@@ -51,19 +51,19 @@ def adjustments(settings: ApiSettings, listener: socket.socket) -> Adjustments:
         outbuf_overflow=1 << 40,
         inbuf_overflow=1 << 40,
         max_request_header_size=MAX_HEAD_BYTES,
-        # The first length that is refused.
+        # The smallest size that is refused.
         max_request_body_size=settings.max_body_bytes + 1,
-        # So that a client that goes away is noticed while its call is in progress.
+        # Reading on during a call is how a disconnect is noticed.
         channel_request_lookahead=1,
         log_socket_errors=False,
     )
 
 
 class HttpServer(TcpWSGIServer):  # type: ignore[misc]  # Waitress ships no types
-    """Answers calls on a bound socket until `shutdown` is requested.
+    """Serves a bound socket until `shutdown` is requested.
 
-    `connection_limit`: connections in all. One beyond it, or beyond the settings' limit for its address, is
-    answered on `PROBE_PATH` and otherwise refused with 503, unless an idle one can be closed for it.
+    `connection_limit`: connections in all. A connection beyond it, or beyond the limit for its address,
+    replaces an idle one. If there is none, it is answered on `PROBE_PATH` and refused with 503 elsewhere.
     """
 
     channel_class = Connection
@@ -88,7 +88,7 @@ class HttpServer(TcpWSGIServer):  # type: ignore[misc]  # Waitress ships no type
         dispatchers: dict[int, Any] = {}
         self.poller = Poller(dispatchers)
         self.serving = threading.local()
-        """`connection`: the one that this thread serves."""
+        """`connection`: the one that the current thread serves."""
         self._accepts_from = 0.0
         self._is_full = False
         super().__init__(
@@ -105,7 +105,7 @@ class HttpServer(TcpWSGIServer):  # type: ignore[misc]  # Waitress ships no type
         return list(self.active_channels.values())
 
     def run(self) -> None:
-        """Until a stop was requested and the calls in progress have ended, or their grace is over."""
+        """Serve until a stop is requested, then finish the calls in progress within the grace period."""
         self.poller.update_all()
         while not self._shutdown.requested:
             self._turn()
@@ -115,7 +115,7 @@ class HttpServer(TcpWSGIServer):  # type: ignore[misc]  # Waitress ships no type
             self._turn()
 
     def pull_trigger(self) -> None:
-        """Called by Waitress in a thread that serves a connection whose state has changed."""
+        """Called by Waitress in a thread that has changed the state of the connection it serves."""
         connection = getattr(self.serving, "connection", None)
         if connection is not None:
             self.poller.changed(connection)
@@ -123,12 +123,12 @@ class HttpServer(TcpWSGIServer):  # type: ignore[misc]  # Waitress ships no type
 
     def _stop_listening(self) -> None:
         self.accepting = False
-        self.poller.forget(self._fileno)
+        self.poller.unregister(self._fileno)
         self.del_channel()
         self.socket.close()
 
     def wake(self) -> None:
-        """Have `run` look at `shutdown` now. May be called from a signal handler."""
+        """Make `run` check `shutdown` now. A signal handler may call this."""
         self.pull_trigger()
 
     def _turn(self) -> None:
@@ -145,19 +145,19 @@ class HttpServer(TcpWSGIServer):  # type: ignore[misc]  # Waitress ships no type
         try:
             connection.check_deadlines(now, self._deadlines)
         except Exception:
-            # A fault with one connection ends no other.
-            logger.exception("a connection is closed")
+            # An error of one connection must not end the others.
+            logger.exception("closing a connection after an internal error")
             connection.abort()
 
-    # Who is answered by which thread.
+    # Choice of the thread.
 
     def add_task(self, task: Connection) -> None:
-        """A request of this connection is complete: have it answered. Called by any thread."""
+        """Queue a connection whose request is complete. Any thread may call this."""
         request = task.requests[0]
         is_probe = request.path == PROBE_PATH
         if request.error is None and not is_probe:
             self._refuse_beyond_limits(task, request)
-        # Refusals are as cheap, and must not wait for threads that wait for Redis.
+        # Refusals are as cheap as probes and must not wait for threads that wait for Redis.
         is_short = is_probe or request.error is not None
         (self._probes if is_short else self.task_dispatcher).add_task(task)
 
@@ -168,20 +168,20 @@ class HttpServer(TcpWSGIServer):  # type: ignore[misc]  # Waitress ships no type
         elif self._is_full and request.buffered_bytes:
             request.fail(RequestError(503, "busy", "too many large requests are in progress; try again"))
 
-    # Who may connect.
+    # Limits on connections.
 
     def set_socket_options(self, conn: socket.socket) -> None:
-        """Let the system notice clients that vanish without a word, also while nothing is sent to them."""
+        """Make the system detect clients that vanish without closing their connection, also an idle one."""
         super().set_socket_options(conn)
         conn.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         options = {
             "TCP_KEEPIDLE": KEEP_ALIVE_IDLE_SECONDS,
             "TCP_KEEPINTVL": KEEP_ALIVE_IDLE_SECONDS,
-            # Later than this server's own deadline, which tells the client of it by a reset.
+            # Later than this server's own deadline, which resets the connection.
             "TCP_USER_TIMEOUT": min(round(self._deadlines.write_seconds * 2000), 2**31 - 1),
         }
         for name, value in options.items():
-            # Not every system has all of them.
+            # Not every platform has all of them.
             if hasattr(socket, name):
                 conn.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
@@ -193,9 +193,9 @@ class HttpServer(TcpWSGIServer):  # type: ignore[misc]  # Waitress ships no type
             try:
                 accepted = self.accept()
             except OSError as error:
-                # Most likely too many files are open.
+                # Most likely the process has too many open files.
                 if not self._make_room(self.connections):
-                    logger.warning("a connection cannot be accepted: %s", error)
+                    logger.warning("cannot accept a connection: %s", error)
                     self._accepts_from = time.monotonic() + TICK_SECONDS
                 return
             if accepted is None:
@@ -206,31 +206,31 @@ class HttpServer(TcpWSGIServer):  # type: ignore[misc]  # Waitress ships no type
         try:
             self.set_socket_options(client)
         except OSError:
-            # It is closed already.
+            # The client has closed it already.
             client.close()
             return
-        probes_only = self._is_over_limit(network(address[0]))
+        probes_only = self._is_over_limit(network_of(address[0]))
         if probes_only and len(self.active_channels) >= self._connection_limit + PROBE_CONNECTIONS:
             client.close()
             return
         connection = self.channel_class(self, client, address, self.adj, map=self._map)
-        connection.network = network(address[0])
+        connection.network = network_of(address[0])
         connection.probes_only = probes_only
         self.poller.changed(connection)
 
-    def _is_over_limit(self, place: str) -> bool:
-        """Whether a connection from `place` is one too many, after room was made where that is possible."""
-        own = [connection for connection in self.connections if connection.network == place]
+    def _is_over_limit(self, network: str) -> bool:
+        """Whether one more connection from `network` exceeds a limit, after closing idle ones for it."""
+        own = [connection for connection in self.connections if connection.network == network]
         if self._address_limit and not self._reduce(own, self._address_limit):
             return True
         return not self._reduce(self.connections, self._connection_limit)
 
     def _reduce(self, connections: list[Connection], limit: int) -> bool:
-        """Whether fewer than `limit` of them are open, after those that are not busy made room."""
+        """Close idle `connections` until fewer than `limit` are open. Returns whether that succeeded."""
         return all(self._make_room(connections) for _ in range(len(connections) - limit + 1))
 
     def _make_room(self, connections: list[Connection]) -> bool:
-        """Close one of them that is not busy: of the address with most of those, the one silent longest."""
+        """Close one idle connection: of the network with the most idle ones, the one idle longest."""
         idle = [one for one in connections if one.connected and not one.is_busy]
         if not idle:
             return False
@@ -244,23 +244,13 @@ class HttpServer(TcpWSGIServer):  # type: ignore[misc]  # Waitress ships no type
         if total > BUFFERED_BYTES:
             for connection in sorted(sizes, key=lambda connection: connection.last_progress):
                 if total > BUFFERED_BYTES and sizes[connection] and connection.stalls(now, STALLED_SECONDS):
-                    logger.warning("a client that stalls with %d bytes is closed", sizes[connection])
+                    logger.warning("closing a stalled connection with %d buffered bytes", sizes[connection])
                     total -= sizes[connection]
                     connection.abort()
         self._is_full = total > BUFFERED_BYTES
 
 
-def network(address: str) -> str:
-    """What one client holds: an IPv4 address, or the IPv6 network of 64 bits that its address is in."""
-    if ":" not in address:
-        return address
-    parsed = ipaddress.IPv6Address(address.partition("%")[0])
-    if parsed.ipv4_mapped:
-        return str(parsed.ipv4_mapped)
-    return str(ipaddress.IPv6Network((parsed, 64), strict=False))
-
-
 def quiet_waitress() -> None:
-    """Its warnings come once for each call when threads are short, and repeat paths as clients sent them."""
+    """Silence its warnings: they come once for each call when threads are short, and contain raw paths."""
     logging.getLogger("waitress.queue").setLevel(logging.CRITICAL)
     logging.getLogger("waitress").setLevel(logging.ERROR)

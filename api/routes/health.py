@@ -1,6 +1,7 @@
-"""Is the process alive, would a task be worked on, and the numbers.
+"""The routes `/livez`, `/readyz` and `/metrics`.
 
-Law: liveness asks nobody. Readiness is what Redis says at this moment, and says why not.
+Liveness depends on this process alone. Readiness asks Redis at each call, and says why the service is not
+ready.
 """
 
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from flask_openapi3.blueprint import APIBlueprint
 from flask_openapi3.models.tag import Tag
 from prometheus_client import CollectorRegistry
 
+from api.background.redis_checks import RedisChecks
 from api.problems import Problem
-from api.redis_checks import RedisChecks
 from api.redis_clients import is_unavailable, why_unavailable
 from api.schemas.replies import PROBLEM_REPLY, Liveness, Readiness, WorkerView
 from api.settings import ApiSettings
@@ -24,11 +25,12 @@ from tokenmill.protocol.store.task_store import TaskStore
 
 RETRY_SECONDS = 5
 _TAG = Tag(name="Service", description="Health and metrics.")
+_TEXT = {"content": {"text/plain": {"schema": {"type": "string"}}}}
 
 
 @dataclass(frozen=True, slots=True)
 class Redis:
-    """Where tasks are stored, and what is known of how it is set up."""
+    """The Redis server of this service, and the checks of its configuration."""
 
     client: redis.Redis
     checks: RedisChecks
@@ -39,14 +41,17 @@ def health_routes(
 ) -> APIBlueprint:
     routes = APIBlueprint("health", __name__, abp_tags=[_TAG], abp_responses={"default": PROBLEM_REPLY})
 
-    @routes.get("/livez", summary="This process answers", responses={HTTPStatus.OK: Liveness})
+    @routes.get("/livez", summary="Liveness", responses={HTTPStatus.OK: Liveness})
     def livez() -> Response:
+        """200 while this process answers."""
         return _json(Liveness())
 
-    @routes.get("/readyz", summary="A worker is ready", responses={HTTPStatus.OK: Readiness})
+    @routes.get("/readyz", summary="Readiness", responses={HTTPStatus.OK: Readiness})
     def readyz() -> Response:
-        """503 while no worker is ready, or Redis refuses new tasks; `workers` then tells what they do, and
-        how far they have loaded. `warnings`: what makes Redis lose accepted tasks.
+        """200 if a worker is ready. 503 otherwise, or if Redis refuses new tasks.
+
+        `workers`: the state of each, and how far it has loaded. `warnings`: settings of Redis that may lose
+        accepted tasks.
         """
         workers, warnings = _workers(settings, store, server), server.checks.warnings
         if all(worker.state != "ready" for worker in workers):
@@ -63,10 +68,8 @@ def health_routes(
     return routes
 
 
-_TEXT = {"content": {"text/plain": {"schema": {"type": "string"}}}}
-
-
 def _workers(settings: ApiSettings, store: TaskStore, server: Redis) -> list[WorkerView]:
+    """The workers of this service's model. Raises `Problem` (503) if Redis is unavailable."""
     try:
         records = store.workers()
         server_state.probe_write(server.client)
@@ -97,11 +100,14 @@ def _not_ready(state: str, workers: list[WorkerView], warnings: list[str]) -> Pr
     details = {
         "no_redis": "Redis does not answer",
         "redis_refuses": warnings[0] if warnings else "",
-        "no_worker": "no worker serves this model; tasks are accepted and wait",
+        "no_worker": "no worker is running for this model; tasks are accepted and wait",
     }
     detail = details.get(state, f"no worker is ready; one is {state}; tasks are accepted and wait")
-    shown = [worker.model_dump() for worker in workers]
-    members = {"state": state, "workers": shown, "warnings": warnings}
+    members = {
+        "state": state,
+        "workers": [worker.model_dump() for worker in workers],
+        "warnings": warnings,
+    }
     return Problem(503, "not_ready", detail, retry_after=RETRY_SECONDS, members=members)
 
 

@@ -1,26 +1,25 @@
 """The routes of tasks: submit, poll, follow, cancel.
 
-Law: a reply is written from one consistent snapshot. Nothing here waits without a place among the waiting,
-a limit in time, and an eye on whether the client is still there.
+Invariants: a reply is built from one consistent snapshot. A call that waits occupies a slot, has a time limit
+and notices when its client disconnects.
 """
 
-import logging
 import re
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any
 
-import redis
 from flask import Response, request
 from flask_openapi3.blueprint import APIBlueprint
 from flask_openapi3.models.tag import Tag
 
-from api.authentication import SCHEME_NAME, tenant
+from api.authentication import SCHEME_NAME, current_tenant
 from api.problems import Problem, bad_field, retry_seconds
-from api.reply_slots import ReplySlots
+from api.request_checks import check_request
+from api.routes.event_streams import EventStreams
+from api.routes.task_lookup import TaskLookup
+from api.routes.task_services import TaskServices
 from api.schemas.replies import PROBLEM_REPLY, Task
 from api.schemas.requests import (
     MAX_WAIT_SECONDS,
@@ -32,58 +31,32 @@ from api.schemas.requests import (
     WaitQuery,
 )
 from api.schemas.task_view import TERMINAL, eta_seconds, task_url, view
-from api.settings import ApiSettings
-from api.streams import events
-from api.streams.follow import LOG_PAGE, Follower
-from api.streams.presence import Places, Shutdown, client_is_gone
-from api.streams.visits import Visit
-from api.submission import Submitter
-from monitoring.http import HttpMetrics
-from tokenmill.protocol import naming
-from tokenmill.protocol.messages import Event
-from tokenmill.protocol.snapshots import Reading, TaskSnapshot
-from tokenmill.protocol.store.readers import Readers
-from tokenmill.protocol.store.script_errors import LOST_ERROR
-from tokenmill.protocol.store.task_store import TaskStore
+from api.streams.reader_lease import ReaderLease
+from api.submission import parse_idempotency_key
+from tokenmill.protocol.snapshots import Reading
 
-logger = logging.getLogger(__name__)
-
-Found = TypeVar("Found")
 POLL_SECONDS = 1
-LONGEST_POLL_SECONDS = 10
-"""A task that waits long need not be asked for each second, but its start should be seen."""
+MAX_POLL_SECONDS = 10
+"""Retry-After of a task that has not ended, at least and at most: clients should see it start."""
 BUSY_SECONDS = 5
+"""Retry-After where no slot is free."""
 WAIT_HEADER = "Tokenmill-Wait"
-"""`skipped`: the call asked to wait, and all places for waiting calls were taken."""
-_TAG = Tag(name="Tasks", description="Requests for text: submit, then poll or follow.")
+"""`skipped`: the call asked to wait, but no slot for waiting calls was free."""
+_TAG = Tag(name="Tasks", description="Submit a request for text, then poll it or follow its tokens.")
 _WAIT = re.compile(r"(?:^|[,;])\s*wait\s*=\s*(\d{1,6})\s*(?:$|[,;])", re.IGNORECASE)
 _STREAM: dict[str | int | HTTPStatus, Any] = {
     HTTPStatus.OK: {
-        "description": "The events, replayed and then live.",
+        "description": "The past events, then the live ones.",
         "content": {"text/event-stream": {}},
     },
-    HTTPStatus.NO_CONTENT: {"description": "The task has ended, and nothing is behind the given place."},
+    HTTPStatus.NO_CONTENT: {"description": "The task has ended and has no event after the given one."},
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskServices:
-    """What the routes work with."""
-
-    settings: ApiSettings
-    store: TaskStore
-    readers: Readers
-    submitter: Submitter
-    follower: Follower
-    places: Places
-    reply_slots: ReplySlots
-    metrics: HttpMetrics
-    shutdown: Shutdown
 
 
 def task_routes(services: TaskServices) -> APIBlueprint:
     """The blueprint of `/v1/tasks`."""
-    calls = _Calls(services)
+    lookup = TaskLookup(services.settings, services.store)
+    tasks, streams = _Tasks(services, lookup), EventStreams(services, lookup)
     routes = APIBlueprint(
         "tasks",
         __name__,
@@ -95,172 +68,123 @@ def task_routes(services: TaskServices) -> APIBlueprint:
 
     @routes.post("", summary="Submit a task", responses={HTTPStatus.ACCEPTED: Task, HTTPStatus.OK: Task})
     def submit(header: SubmitHeaders, body: TaskBody) -> Response:
-        """Accepted (202) also while no worker is up. With `Prefer: wait=n`: 200 if it ended in that time."""
-        return calls.submit(header, body)
+        """Queues the task, also while no worker is running, and returns 202.
 
-    @routes.get("/<task_id>", summary="Look at a task", responses={HTTPStatus.OK: Task})
+        With `Prefer: wait=n` the status is 200 if the task ended within n seconds.
+        """
+        return tasks.submit(header, body)
+
+    @routes.get("/<task_id>", summary="Get a task", responses={HTTPStatus.OK: Task})
     def poll(path: TaskPath, query: WaitQuery) -> Response:
-        """What there is of it so far. 404: never heard of; 410: it ended too long ago."""
-        return calls.poll(path.task_id, query.wait)
+        """Returns the task with the output so far. 404: unknown task; 410: the task ended too long ago."""
+        return tasks.poll(path.task_id, query.wait)
 
     @routes.get("/<task_id>/events", summary="Follow a task", responses=_STREAM)
     def follow(path: TaskPath, query: EventsQuery, header: EventsHeaders) -> Response:
-        """Server-sent events: `token`, `end`, and last one `finished`; the `id` is the event's `seq`."""
-        return calls.follow(path.task_id, _after(query, header))
+        """Server-sent events: `token`, `end` of one output, and `finished` as the last.
+
+        The `id` of each is the event's `seq`.
+        """
+        return streams.follow(path.task_id, _after(query, header))
 
     @routes.post("/<task_id>/cancel", summary="Cancel a task", responses={HTTPStatus.OK: Task})
     def cancel(path: TaskPath) -> Response:
-        """Ends it where it stands. A task that has ended already is left as it was."""
-        return calls.cancel(path.task_id)
+        """Ends the task and keeps its output so far. A task that has ended is not changed."""
+        return tasks.cancel(path.task_id)
 
     @routes.delete("/<task_id>", summary="Cancel a task", responses={HTTPStatus.OK: Task})
     def delete(path: TaskPath) -> Response:
-        """The same as cancel: what was generated can still be read until it expires."""
-        return calls.cancel(path.task_id)
+        """The same as cancel: the task and its output can be read until they expire."""
+        return tasks.cancel(path.task_id)
 
     return routes
 
 
-class _Calls:
-    """What the routes do, one method for each."""
+class _Tasks:
+    """The handlers of `task_routes`, but for event streams."""
 
-    def __init__(self, services: TaskServices) -> None:
+    def __init__(self, services: TaskServices, lookup: TaskLookup) -> None:
         self._services = services
+        self._lookup = lookup
 
     def submit(self, header: SubmitHeaders, body: TaskBody) -> Response:
-        submitted = self._services.submitter.submit(body, header.idempotency_key, tenant())
-        seconds = preferred_wait(header.prefer)
-        waited = self._wait(submitted.task_id, seconds)
-        if not (seconds or submitted.replayed):
-            # It is accepted, whatever else is in progress, and its log is short.
-            response, finished = _reply(self._reading(submitted.task_id), HTTPStatus.ACCEPTED), False
-        else:
-            response, finished = self._submitted(submitted.task_id, seconds, waited=waited)
+        """By now `authentication` has checked the API key, `json_body` has parsed the body, and `TaskBody`
+        has checked its fields.
+        """
+        services = self._services
+        key = parse_idempotency_key(header.idempotency_key)
+        wait_seconds = preferred_wait(header.prefer)
+        card = check_request(body, services.settings, services.store)
+        submitted = services.submitter.submit(body, key, current_tenant(), card)
+        waited = self._wait(submitted.task_id, wait_seconds)
+        # The log of a new task is short, so its reply takes no slot and is never refused.
+        may_be_long = wait_seconds > 0 or submitted.replayed
+        with self._reply_slot() if may_be_long else nullcontext():
+            reading = self._lookup.read(submitted.task_id)
+            has_ended = wait_seconds > 0 and reading.snapshot.status in TERMINAL
+            status = HTTPStatus.OK if has_ended else HTTPStatus.ACCEPTED
+            response = _task_reply(reading, status, waited=waited)
         response.headers["Location"] = task_url(submitted.task_id)
-        if finished:
-            response.headers["Preference-Applied"] = f"wait={seconds:.0f}"
+        if has_ended:
+            response.headers["Preference-Applied"] = f"wait={wait_seconds:.0f}"
         if submitted.replayed:
             response.headers["Idempotent-Replayed"] = "true"
         return response
 
-    def _submitted(self, task_id: str, seconds: float, *, waited: bool) -> tuple[Response, bool]:
-        """The reply, and whether the task has ended in the time for which the call was to wait."""
-        with self._services.reply_slots.take(tenant()):
-            reading = self._reading(task_id)
-            finished = seconds > 0 and reading.snapshot.status in TERMINAL
-            status = HTTPStatus.OK if finished else HTTPStatus.ACCEPTED
-            return _reply(reading, status, waited=waited), finished
-
-    def poll(self, task_id: str, seconds: float) -> Response:
-        waited = self._wait(task_id, min(seconds, MAX_WAIT_SECONDS))
-        with self._services.reply_slots.take(tenant()):
-            return _reply(self._reading(task_id), waited=waited)
+    def poll(self, task_id: str, wait_seconds: float) -> Response:
+        waited = self._wait(task_id, min(wait_seconds, MAX_WAIT_SECONDS))
+        with self._reply_slot():
+            return _task_reply(self._lookup.read(task_id), waited=waited)
 
     def cancel(self, task_id: str) -> Response:
-        # First whose it is, which never changes.
-        self._look(self._services.store.inspect, task_id)
+        # Raises for a task of another tenant.
+        self._lookup.inspect(task_id)
         self._services.store.cancel(task_id)
-        with self._services.reply_slots.take(tenant()):
-            return _reply(self._reading(task_id))
-
-    def follow(self, task_id: str, after: int) -> Response:
-        snapshot = self._look(self._services.store.inspect, task_id)
-        if snapshot.status in TERMINAL:
-            return self._replay(task_id, after)
-        if request.method == "HEAD":
-            # Its body is never begun, so nothing would ever give the place back.
-            return _stream_reply([])
-        return self._live(snapshot, after)
-
-    def _replay(self, task_id: str, after: int) -> Response:
-        """The events of a task that has ended. 204 tells an event source not to come again."""
-        services = self._services
-        page = services.store.read_log(task_id, after, LOG_PAGE)
-        if not page:
-            return Response(status=HTTPStatus.NO_CONTENT)
-        if request.method == "HEAD":
-            return _stream_reply([])
-        environ = request.environ
-
-        def is_over() -> bool:
-            return services.shutdown.requested or client_is_gone(environ)
-
-        with self._place() as stack:
-            response = _stream_reply(_replayed(services.store, task_id, page, is_over))
-            response.call_on_close(stack.pop_all().close)
-        return response
-
-    def _live(self, snapshot: TaskSnapshot, after: int) -> Response:
-        services = self._services
-        with self._place() as stack:
-            visit = stack.enter_context(self._visit(snapshot))
-            batches = services.follower.batches(snapshot.task_id, after, stop=visit.is_over)
-            heartbeat = services.settings.heartbeat_seconds
-            response = _stream_reply(_frames(batches, heartbeat, services.shutdown, visit))
-            # Not in the generator: one that is never started runs no clean-up.
-            response.call_on_close(stack.pop_all().close)
-        return response
-
-    @contextmanager
-    def _place(self) -> Iterator[ExitStack]:
-        """A place for a stream, held until the stack is closed. Raises `Problem` (503)."""
-        services = self._services
-        with ExitStack() as stack:
-            if not stack.enter_context(services.places.take(tenant())):
-                detail = "as many streams are open as this process may have; try again, or poll"
-                raise Problem(503, "too_many_streams", detail, retry_after=BUSY_SECONDS)
-            services.metrics.stream_opened()
-            stack.callback(services.metrics.stream_closed)
-            yield stack
+        with self._reply_slot():
+            return _task_reply(self._lookup.read(task_id))
 
     def _wait(self, task_id: str, seconds: float) -> bool:
-        """Until the task has ended, at most for `seconds`. False: no place was free, so it did not wait.
+        """Wait until the task has ended, for at most `seconds`. False: no slot was free, so it did not wait.
 
-        What comes meanwhile is read as it comes; the log as a whole is read once, for the reply.
+        Only new events are read meanwhile; the reply reads the whole log once.
         """
         if seconds <= 0:
             return True
         services = self._services
-        snapshot = self._look(services.store.inspect, task_id)
+        snapshot = self._lookup.inspect(task_id)
         if snapshot.status in TERMINAL:
             return True
-        with services.places.take(tenant()) as taken:
-            if taken:
-                with self._visit(snapshot) as visit:
+        with services.stream_slots.acquire(current_tenant()) as acquired:
+            if acquired:
+                with ReaderLease(services.readers, snapshot, request.environ, services.shutdown) as lease:
                     last = snapshot.num_entries - 1
-                    services.follower.wait_for_end(task_id, last, seconds, stop=visit.is_over)
-        return taken
+                    services.event_reader.wait_for_end(task_id, last, seconds, stop=lease.is_over)
+        return acquired
 
-    def _visit(self, snapshot: TaskSnapshot) -> Visit:
-        services = self._services
-        return Visit(services.readers, snapshot, request.environ, services.shutdown)
-
-    def _reading(self, task_id: str) -> Reading:
-        return self._look(self._services.store.read, task_id)
-
-    def _look(self, look: Callable[[str, str | None], Found | None], task_id: str) -> Found:
-        """Raises `Problem`: 404 or 410. Another tenant's task is answered as one that never was."""
-        known = naming.TASK_ID.fullmatch(task_id)
-        whose = tenant() if self._services.settings.keyring else None
-        found = look(task_id, whose) if known else None
-        if found is not None:
-            return found
-        oldest = time.time() - self._services.settings.retention_seconds
-        if known and naming.EARLIEST_TASK_TIME <= naming.task_id_time(task_id) < oldest:
-            raise Problem(410, "task_expired", "this task ended too long ago; it is no longer kept")
-        if known and self._services.store.is_lost(task_id, whose):
-            raise Problem(404, "lost", LOST_ERROR.message, param="task_id")
-        raise Problem(404, "task_not_found", "there is no such task", param="task_id")
+    @contextmanager
+    def _reply_slot(self) -> Iterator[None]:
+        """Raises `Problem` (503) if no slot becomes free in time."""
+        with self._services.reply_slots.acquire(current_tenant()) as acquired:
+            if not acquired:
+                detail = "too many replies are being built; try again"
+                raise Problem(503, "busy", detail, retry_after=BUSY_SECONDS)
+            yield
 
 
 def preferred_wait(prefer: str | None) -> float:
-    """The seconds of `Prefer: wait=n` (RFC 7240), at most what is allowed; anything else is ignored."""
+    """The seconds of `Prefer: wait=n`, at most `MAX_WAIT_SECONDS`.
+
+    0 for anything else: RFC 7240 has servers ignore preferences that they do not understand, so a value such
+    as `wait=abc` is no error.
+    """
     found = _WAIT.search(prefer or "")
     return min(float(found[1]), MAX_WAIT_SECONDS) if found else 0.0
 
 
 def _after(query: EventsQuery, header: EventsHeaders) -> int:
-    """Where the client stopped. A source that reconnects repeats its URL, so the header is the newer one."""
+    """The `seq` of the last event that the client has. A reconnecting EventSource repeats its URL, so the
+    header is newer than the query.
+    """
     last = header.last_event_id
     if not last:
         return -1 if query.after is None else query.after
@@ -269,59 +193,12 @@ def _after(query: EventsQuery, header: EventsHeaders) -> int:
     return int(last)
 
 
-def _replayed(
-    store: TaskStore, task_id: str, page: list[Event], is_over: Callable[[], bool]
-) -> Iterator[bytes]:
-    """The log from `page` on. A client reads it as slowly as it likes: one page is held at a time."""
-    try:
-        while page:
-            yield events.frames(page)
-            if len(page) < LOG_PAGE or is_over():
-                return
-            page = store.read_log(task_id, page[-1].seq, LOG_PAGE)
-    except redis.RedisError as error:
-        # Without its last event the stream is not complete: the client comes back for the rest.
-        logger.warning("task %s: a replay ends early: %s", task_id, error)
-
-
-def _frames(
-    batches: Iterator[list[Event]], heartbeat: float, shutdown: Shutdown, visit: Visit
-) -> Iterator[bytes]:
-    try:
-        yield events.RETRY
-        yield from _live_frames(batches, heartbeat)
-        if shutdown.requested:
-            visit.cut_short = True
-            yield events.GOODBYE
-    except GeneratorExit:
-        # A server gives a stream up when it cannot write to its client; some show no socket to look at.
-        visit.gone = True
-        raise
-
-
-def _live_frames(batches: Iterator[list[Event]], heartbeat: float) -> Iterator[bytes]:
-    last_sent = time.monotonic()
-    for batch in batches:
-        if batch:
-            yield events.frames(batch)
-        elif time.monotonic() - last_sent >= heartbeat:
-            yield events.HEARTBEAT
-        else:
-            continue
-        last_sent = time.monotonic()
-
-
-def _stream_reply(chunks: Iterator[bytes] | list[bytes]) -> Response:
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return Response(chunks, content_type="text/event-stream; charset=utf-8", headers=headers)
-
-
-def _reply(reading: Reading, status: HTTPStatus = HTTPStatus.OK, *, waited: bool = True) -> Response:
+def _task_reply(reading: Reading, status: HTTPStatus = HTTPStatus.OK, *, waited: bool = True) -> Response:
     snapshot = reading.snapshot
     response = Response(view(reading).model_dump_json(), status, content_type="application/json")
     response.headers["Cache-Control"] = "no-store"
     if snapshot.status not in TERMINAL:
-        pause = min(eta_seconds(snapshot) or POLL_SECONDS, LONGEST_POLL_SECONDS)
+        pause = min(eta_seconds(snapshot) or POLL_SECONDS, MAX_POLL_SECONDS)
         response.headers["Retry-After"] = str(retry_seconds(pause))
         if not waited:
             response.headers[WAIT_HEADER] = "skipped"

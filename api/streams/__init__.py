@@ -1,1 +1,1 @@
-"""Sends live events to the clients that follow them."""
+"""Reads the events of tasks, live or from the log, and formats them as server-sent events."""

@@ -1,1 +1,1 @@
-"""Delivers signed webhooks."""
+"""Delivers signed webhooks when tasks end."""

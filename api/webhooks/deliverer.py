@@ -1,7 +1,7 @@
-"""Delivers webhooks: takes those that wait in Redis, tells their receivers, and keeps or drops what is left.
+"""Delivers webhooks: takes due ones from the outbox in Redis, posts them, and retries those that failed.
 
-Law: a webhook leaves the outbox once it was received or `MAX_TRIES` tries have failed. A deliverer that dies
-in between leaves it to another, so a receiver may hear twice, with the same `webhook-id` and the same body.
+A webhook leaves the outbox when it has been delivered or `MAX_TRIES` tries have failed. If a deliverer dies
+in between, another one takes over, so a receiver may get a webhook twice, with the same id and body.
 """
 
 import logging
@@ -17,9 +17,9 @@ import redis
 
 from api.schemas.task_view import view
 from api.schemas.webhook_url import Target, parse_url
-from api.webhooks import signature as webhook_signature
-from api.webhooks.post import PostFailed
-from api.webhooks.receivers import Receivers
+from api.webhooks import signature
+from api.webhooks.http_post import PostFailed
+from api.webhooks.receiver_limits import ReceiverLimits
 from monitoring.webhooks import WebhookMetrics
 from tokenmill.protocol.snapshots import Reading
 from tokenmill.protocol.store.outbox import Outbox, Undelivered
@@ -27,24 +27,25 @@ from tokenmill.protocol.store.task_store import TaskStore
 
 logger = logging.getLogger(__name__)
 
-DELAYS = (5.0, 60.0, 600.0, 3600.0, 10_800.0, 28_800.0, 43_200.0)
-"""Seconds after each failed try: the last of eight is made about a day after the first."""
-MAX_TRIES = len(DELAYS) + 1
+RETRY_DELAYS = (5.0, 60.0, 600.0, 3600.0, 10_800.0, 28_800.0, 43_200.0)
+"""Seconds after each failed try. The last of eight tries is made about a day after the first."""
+MAX_TRIES = len(RETRY_DELAYS) + 1
 JITTER = 0.1
-"""Delays are longer by up to this share, so that what failed together does not come back together."""
+"""Delays are lengthened by up to this share, so that webhooks that failed together do not return together."""
 BUSY_SECONDS = 1.0
-"""A webhook whose receiver or tenant occupies enough deliveries is looked at again after this time."""
+"""Delay of a webhook whose receiver or tenant is at its limit."""
 SILENT_SECONDS = 5.0
 """The same where the receiver did not answer its last call."""
-MAX_AT_ONCE = 16
-SILENCE_SECONDS = 10.0
-"""Lease of a webhook in a deliverer's hands: without a renewal in this time another takes it over."""
+MAX_CONCURRENT = 16
+"""Deliveries in progress at once."""
+LEASE_SECONDS = 10.0
+"""Lease of a webhook that is being delivered. Another deliverer takes over one that is not renewed."""
 RENEW_SECONDS = 2.0
-"""Between two renewals of the leases: three may fail."""
+"""Interval between renewals: three may fail in a row."""
 
 
 class Sender(Protocol):
-    """What is asked of a `Poster`."""
+    """The methods of `Poster` that are used here."""
 
     def addresses(self, target: Target) -> Sequence[str]: ...
 
@@ -54,12 +55,13 @@ class Sender(Protocol):
 
 
 class Deliverer:
-    """Delivers what is due, several at a time.
+    """Delivers due webhooks, up to `MAX_CONCURRENT` at once, each in its own thread.
 
-    `max_per_tenant`: deliveries of one tenant at once. `jitter`: gives a number from 0 to 1. `now`: seconds
-    since the epoch, as receivers have them.
+    `max_per_tenant`: concurrent deliveries of one tenant. `jitter`: returns a number from 0 to 1. `now`:
+    seconds since the epoch, by the clock that receivers compare with.
     """
 
+    # More parameters than usual: tests replace each of these parts.
     def __init__(
         self,
         outbox: Outbox,
@@ -68,7 +70,7 @@ class Deliverer:
         keys: Sequence[bytes],
         metrics: WebhookMetrics,
         *,
-        max_per_tenant: int = MAX_AT_ONCE,
+        max_per_tenant: int = MAX_CONCURRENT,
         jitter: Callable[[], float] = random.random,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -79,68 +81,81 @@ class Deliverer:
         self._metrics = metrics
         self._jitter = jitter
         self._now = now
-        self._places = threading.Semaphore(MAX_AT_ONCE)
-        self._receivers = Receivers(max_per_tenant)
-        self._held: dict[str, Undelivered] = {}
+        self._slots = threading.Semaphore(MAX_CONCURRENT)
+        self._limits = ReceiverLimits(max_per_tenant)
+        self._leased: dict[str, Undelivered] = {}
 
     def deliver_due(self) -> int:
-        """Begin to deliver what is due, as far as there is room, each in a thread of its own; gives how many
-        were looked at. Waits for room for one at least. Raises Redis's errors.
+        """Start delivering what is due. Returns the number of webhooks that were looked at.
+
+        Waits until at least one more delivery may start. Raises Redis errors.
         """
-        places = self._take_places()
+        num_slots = self._acquire_slots()
         try:
-            due = self._outbox.take(places, silence_seconds=SILENCE_SECONDS)
-            self._held.update({webhook.entry_id: webhook for webhook in due})
+            due = self._outbox.take(num_slots, silence_seconds=LEASE_SECONDS)
+            self._leased.update({webhook.entry_id: webhook for webhook in due})
             for webhook in due:
-                if self._begin(webhook):
-                    # Given back by that thread.
-                    places -= 1
+                if self._start(webhook):
+                    # Its thread releases the slot.
+                    num_slots -= 1
         finally:
-            if places:
-                self._places.release(places)
+            if num_slots:
+                self._slots.release(num_slots)
         return len(due)
 
-    def _take_places(self) -> int:
-        self._places.acquire()
-        places = 1
-        while places < MAX_AT_ONCE and self._places.acquire(blocking=False):
-            places += 1
-        return places
+    def _acquire_slots(self) -> int:
+        self._slots.acquire()
+        num_slots = 1
+        while num_slots < MAX_CONCURRENT and self._slots.acquire(blocking=False):
+            num_slots += 1
+        return num_slots
 
-    def renew_held(self) -> None:
-        """Renew the leases of all webhooks in hand; call each `RENEW_SECONDS`. Raises Redis's errors."""
-        self._outbox.renew(list(self._held))
+    def renew_leases(self) -> None:
+        """Renew the leases of all webhooks in delivery, every `RENEW_SECONDS`. Raises Redis errors."""
+        self._outbox.renew(list(self._leased))
 
-    def _begin(self, webhook: Undelivered) -> bool:
-        if not self._receivers.enter_tenant(webhook.tenant):
-            self._put_off(webhook, BUSY_SECONDS)
+    def wait_idle(self) -> None:
+        """Wait until no delivery is in progress. Do not call it beside `deliver_due`."""
+        for _ in range(MAX_CONCURRENT):
+            self._slots.acquire()
+        self._slots.release(MAX_CONCURRENT)
+
+    @property
+    def num_leased(self) -> int:
+        """Webhooks in delivery."""
+        return len(self._leased)
+
+    def _start(self, webhook: Undelivered) -> bool:
+        if not self._limits.enter_tenant(webhook.tenant):
+            self._postpone(webhook, BUSY_SECONDS)
             return False
         threading.Thread(target=self._run, args=(webhook,), name="webhook", daemon=True).start()
         return True
 
-    def _put_off(self, webhook: Undelivered, seconds: float) -> None:
-        self._held.pop(webhook.entry_id, None)
-        self._outbox.retry(webhook, self._spread(seconds), counted=False)
+    def _postpone(self, webhook: Undelivered, seconds: float) -> None:
+        """Return a webhook to the outbox without counting a try."""
+        self._leased.pop(webhook.entry_id, None)
+        self._outbox.retry(webhook, self._with_jitter(seconds), counted=False)
 
     def _run(self, webhook: Undelivered) -> None:
         try:
             self.deliver(webhook)
         except redis.RedisError as error:
-            logger.warning("webhook of task %s: how it went cannot be kept: %s", webhook.task_id, error)
+            logger.warning("webhook of task %s: cannot store the outcome: %s", webhook.task_id, error)
         except Exception:
-            # It stays taken, and comes back when nothing was heard of it for long enough.
-            logger.exception("webhook of task %s: a fault of this service", webhook.task_id)
+            # The webhook stays leased, and returns when its lease expires.
+            logger.exception("webhook of task %s: internal error", webhook.task_id)
         finally:
-            self._held.pop(webhook.entry_id, None)
-            self._receivers.leave_tenant(webhook.tenant)
-            self._places.release()
+            self._leased.pop(webhook.entry_id, None)
+            self._limits.leave_tenant(webhook.tenant)
+            self._slots.release()
 
     def deliver(self, webhook: Undelivered) -> None:
-        """Try once and tell Redis how that went. After an error of Redis's the webhook comes back."""
+        """Try once and store the outcome. After a Redis error the webhook returns to the outbox."""
         target = parse_url(webhook.url)
         reading = self._store.read(webhook.task_id)
         if reading is None:
-            # Deleted by hand.
+            # The task was deleted by other tools.
             self._outbox.done(webhook)
             return
         try:
@@ -148,17 +163,16 @@ class Deliverer:
         except PostFailed as error:
             self._fail(webhook, target, _Failure(str(error)))
             return
-        if not self._receivers.enter(addresses):
-            is_silent = self._receivers.is_silent(addresses)
-            self._put_off(webhook, SILENT_SECONDS if is_silent else BUSY_SECONDS)
+        if not self._limits.enter(addresses):
+            is_silent = self._limits.is_silent(addresses)
+            self._postpone(webhook, SILENT_SECONDS if is_silent else BUSY_SECONDS)
             return
-        # Only a receiver that was called and did not answer is one that does not answer.
         answered = False
         try:
             failure = self._try(reading, target, addresses)
             answered = failure is None or failure.answered
         finally:
-            self._receivers.leave(addresses, answered=answered)
+            self._limits.leave(addresses, answered=answered)
         if failure is None:
             self._outbox.done(webhook)
             self._metrics.delivered()
@@ -167,9 +181,7 @@ class Deliverer:
 
     def _try(self, reading: Reading, target: Target, addresses: Sequence[str]) -> "_Failure | None":
         body = event(reading)
-        signed = webhook_signature.headers(
-            self._keys, f"msg_{reading.snapshot.task_id}", int(self._now()), body
-        )
+        signed = signature.headers(self._keys, f"msg_{reading.snapshot.task_id}", int(self._now()), body)
         headers = {"Content-Type": "application/json", "User-Agent": "Tokenmill", **signed}
         try:
             status = self._sender.post(target, headers, body, addresses)
@@ -177,43 +189,43 @@ class Deliverer:
             return _Failure(str(error))
         if 200 <= status < 300:
             return None
-        # 410 is how a receiver says that it wants no more.
-        return _Failure(f"it answered {status}", answered=True, for_good=status == HTTPStatus.GONE)
+        # Standard Webhooks: 410 asks the sender to stop.
+        return _Failure(f"status {status}", answered=True, is_final=status == HTTPStatus.GONE)
 
     def _fail(self, webhook: Undelivered, target: Target, failure: "_Failure") -> None:
-        # Of the URL only the host is told: the rest may hold a secret.
-        if failure.for_good or webhook.tries + 1 >= MAX_TRIES:
+        # Logs name only the host of the URL: the rest may hold a secret.
+        if failure.is_final or webhook.tries + 1 >= MAX_TRIES:
             self._outbox.done(webhook)
             self._metrics.given_up()
             logger.warning(
-                "webhook of task %s to %s is given up: %s", webhook.task_id, target.host, failure.reason
+                "webhook of task %s to %s given up: %s", webhook.task_id, target.host, failure.reason
             )
             return
-        delay = self._spread(DELAYS[webhook.tries])
+        delay = self._with_jitter(RETRY_DELAYS[webhook.tries])
         self._outbox.retry(webhook, delay)
         self._metrics.failed()
         logger.info(
-            "webhook of task %s to %s failed, again in %.0f s: %s",
+            "webhook of task %s to %s failed, next try in %.0f s: %s",
             webhook.task_id,
             target.host,
             delay,
             failure.reason,
         )
 
-    def _spread(self, seconds: float) -> float:
+    def _with_jitter(self, seconds: float) -> float:
         return seconds * (1 + JITTER * self._jitter())
 
 
 class _Failure(NamedTuple):
-    """`answered`: with a status. `for_good`: it need not be tried again."""
+    """Why a try failed. `answered`: the receiver sent a status. `is_final`: no retry is wanted."""
 
     reason: str
     answered: bool = False
-    for_good: bool = False
+    is_final: bool = False
 
 
 def event(reading: Reading) -> bytes:
-    """The body that tells of a task's end, the same at each try. `data` is the task as polling shows it."""
+    """The body of a webhook, the same at each try. `data` is the task as a poll returns it."""
     snapshot = reading.snapshot
     ended_at = datetime.fromtimestamp(snapshot.finished_at or snapshot.now, UTC)
     timestamp = ended_at.isoformat(timespec="milliseconds").replace("+00:00", "Z")

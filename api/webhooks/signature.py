@@ -1,7 +1,6 @@
-"""Standard Webhooks (standardwebhooks.com, version 1.0): how a delivery shows whose it is. Pure.
+"""Signs webhooks as Standard Webhooks 1.0 (standardwebhooks.com) defines it.
 
-Law: the id, the time of the try and the bytes of the body are signed together, so that none of them can be
-changed and an old delivery cannot be sent again for a new one.
+The id, the time of the try and the body are signed together, so a receiver detects a changed or replayed one.
 """
 
 import base64
@@ -16,14 +15,15 @@ WANTED = f"{PREFIX} and the base64 of {KEY_BYTES[0]} to {KEY_BYTES[-1]} bytes; s
 
 
 def parse_secrets(text: str) -> tuple[bytes, ...]:
-    """The keys of `whsec_...`, or of several with spaces between them. Raises ValueError."""
+    """The keys of one `whsec_...` secret, or of several separated by spaces. Raises ValueError."""
     return tuple(_key(secret) for secret in text.split())
 
 
 def headers(keys: Sequence[bytes], message_id: str, timestamp: int, body: bytes) -> dict[str, str]:
-    """The three headers of one try. Each key signs, so that a receiver may change from one to the next.
+    """The three headers of one try. Every key signs, so that receivers can migrate from one to the next.
 
-    `message_id`: the same for each try of one message. `timestamp`: seconds since the epoch, of this try.
+    `message_id`: the same for each try of one message. `timestamp`: time of this try, in seconds since the
+    epoch.
     """
     signed = f"{message_id}.{timestamp}.".encode() + body
     digests = (hmac.new(key, signed, hashlib.sha256).digest() for key in keys)

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from api.app import ApiApp, create_app
 from api.settings import ApiSettings
 from api.webhooks.deliverer import Deliverer
-from api.webhooks.post import Poster
+from api.webhooks.http_post import Poster
 from monitoring.webhooks import OUTCOMES, WebhookMetrics
 from tests.api.running_server import Server
 from tests.api.webhooks.delivering import KEY, Clock
@@ -29,6 +29,9 @@ CARD = ModelCard(
     has_chat_template=True,
     fingerprint="f",
 )
+
+
+Submit = Callable[..., str]
 
 
 class HandWorker:
@@ -105,7 +108,7 @@ def make_app() -> Iterator[Callable[[ApiSettings], ApiApp]]:
 
     yield make
     for app in apps:
-        app.extensions["hub"].close()
+        app.parts.hub.close()
 
 
 @pytest.fixture
@@ -135,13 +138,13 @@ def card(store: TaskStore, settings: ApiSettings) -> ModelCard:
 
 
 @pytest.fixture
-def submit(client: FlaskClient):
-    """Submit a task; gives its id."""
+def submit(client: FlaskClient) -> Submit:
+    """Submits a task and returns its id."""
 
     def post(**fields: object) -> str:
         reply = client.post("/v1/tasks", json={"prompt": "hello", **fields})
         assert reply.status_code == 202, reply.text
-        return reply.json["id"]
+        return str(reply.json["id"])
 
     return post
 

@@ -183,8 +183,8 @@ def test_keys_come_from_variable_and_file(tmp_path):
         (":topsecret", "entry 1"),
         ("a b:topsecret", "entry 1"),
         ("a:topsecret,b:topsecret", "another tenant"),
-        ("# a:topsecret", "there is none"),
-        (",", "there is none"),
+        ("# a:topsecret", "there are no entries"),
+        (",", "there are no entries"),
         ("a:t\xf6psecret", "entry 1"),
     ],
 )

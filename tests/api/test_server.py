@@ -12,7 +12,7 @@ import time
 import pytest
 
 from api.server import stop_on_signals
-from api.streams.presence import Shutdown
+from api.shutdown import Shutdown
 from tests.api.running_server import read_all
 
 
@@ -107,7 +107,7 @@ def test_a_stop_ends_in_time_with_streams_open(start, sig):
     assert time.monotonic() - began < 25
     if sig is signal.SIGTERM:
         for connection in streams:
-            assert b": the server stops" in read_all(connection)
+            assert b": the server is stopping" in read_all(connection)
     for connection in (*streams, poll):
         connection.close()
 
@@ -230,4 +230,4 @@ def test_a_port_that_is_taken_is_named_and_may_be_free_later(server):
     port = str(server.address[1])
     process = run_to_its_end(TOKENMILL_PORT=port)
     assert process.returncode == 1
-    assert f"port {port}: it is taken; set TOKENMILL_PORT to one that is free" in process.stderr
+    assert f"port {port}: the port is in use; set TOKENMILL_PORT to a free one" in process.stderr

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 import redis
 
-from api.streams.visits import READER_SECONDS, RENEW_SECONDS
+from api.streams.reader_lease import READER_SECONDS, RENEW_SECONDS
 from tests.api.webhooks.receiver import receiving
 from tests.live_service import LiveService, http, wait_for
 from tests.tiny_models import save_model

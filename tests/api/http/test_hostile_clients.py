@@ -14,7 +14,7 @@ import threading
 
 import pytest
 
-from api.http.server import network
+from api.networks import network_of
 from tests.api.running_server import read_all, resident_bytes, unread
 
 TINY = {
@@ -313,7 +313,7 @@ class TestClientsThatNeverRead:
     ],
 )
 def test_addresses_that_one_client_can_choose_among_are_one(address, client):
-    assert network(address) == client
+    assert network_of(address) == client
 
 
 def test_as_many_long_polls_as_places_and_no_false_refusal(start, submit, worker):

@@ -177,7 +177,7 @@ class TestRedisAway:
             client.delete(f"/v1/tasks/{task_id}")
             events = b"".join(chunks)
         finally:
-            app.extensions["hub"].close()
+            app.parts.hub.close()
             server.process.kill()
             server.process.wait()
         data = json.loads(events.split(b"data: ")[1].split(b"\n")[0])

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from api.settings import ApiSettings
-from api.streams import events
+from api.streams import sse
 from tokenmill.client.sse import Frame
 from tokenmill.client.sse import frames as parse
 from tokenmill.protocol.messages import FinishedEvent, LogEntry, TaskError, TokenEvent, Usage, decode, encode
@@ -234,7 +234,7 @@ class TestFaults:
         assert (reply.status_code, reply.content_type) == (404, "application/problem+json")
 
 
-class TestPlaces:
+class TestSlots:
     @pytest.fixture
     def settings(self, redis_url):
         return ApiSettings(redis_url=redis_url, max_streams=2)
@@ -296,7 +296,7 @@ def test_frames_are_named_for_what_they_are():
     token = TokenEvent(id="a", seq=0, token=5, text="x")
     end = FinishedEvent(id="a", seq=1, text="", finish_reason="stop", index=1)
     done = FinishedEvent(id="a", seq=2, text="", finish_reason="stop", done=True, usage={"prompt_tokens": 1})
-    names = [frame.event for frame in parse(events.frames([token, end, done]).splitlines(keepends=True))]
+    names = [frame.event for frame in parse(sse.frames([token, end, done]).splitlines(keepends=True))]
     assert names == ["token", "end", "finished"]
 
 
@@ -311,8 +311,8 @@ def test_frames_are_named_for_what_they_are():
 def test_a_frame_carries_its_message_on_one_line(entry):
     message = encode(entry.to_event("a", 7))
     event = decode(message)
-    assert events.message(event) == message
-    frame = events.frame(event)
+    assert sse.message(event) == message
+    frame = sse.frame(event)
     assert all(before != after for before, after in pairwise(frame.splitlines()))
     assert len(frame.split(b"\n")) == 5
     assert b"\r" not in frame

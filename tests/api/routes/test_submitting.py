@@ -11,7 +11,7 @@ from rq.serializers import JSONSerializer
 from api.routes.tasks import preferred_wait
 from api.schemas.requests import TaskBody
 from api.settings import ApiSettings
-from api.submission import body_digest, estimate_cost, parse_key
+from api.submission import body_digest, estimate_cost, parse_idempotency_key
 from tokenmill.protocol import naming
 from tokenmill.protocol.messages import JOB_FUNCTION, GenerateRequest
 
@@ -140,7 +140,7 @@ class TestIdempotency:
         ("header", "key"), [('"a"', "a"), ("a", "a"), (' "a b" ', "a b"), (r'"a\"\\b"', 'a"\\b'), ('"', '"')]
     )
     def test_quoted_or_bare(self, header, key):
-        assert parse_key(header) == key
+        assert parse_idempotency_key(header) == key
 
 
 class TestFullQueue:

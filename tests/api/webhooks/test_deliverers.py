@@ -5,12 +5,12 @@ import threading
 import pytest
 import redis
 
-from api import housekeeping
+from api.background.webhook_delivery import RETRY_SECONDS, deliver_due
 from api.redis_clients import connect
 from api.settings import ApiSettings
-from api.webhooks.deliverer import MAX_AT_ONCE, RENEW_SECONDS, SILENCE_SECONDS
-from api.webhooks.post import Poster, PostFailed
-from api.webhooks.receivers import MAX_IN_VAIN
+from api.webhooks.deliverer import LEASE_SECONDS, MAX_CONCURRENT, RENEW_SECONDS
+from api.webhooks.http_post import Poster, PostFailed
+from api.webhooks.receiver_limits import MAX_UNPROVEN
 from api.webhooks.signature import parse_secrets
 from tests.api.webhooks.delivering import SECRET
 from tests.api.webhooks.receiver import say
@@ -63,18 +63,18 @@ class TestDeaths:
         submit(webhook={"url": receiver.url()})
         worker.run("a")
         deliverer = make_deliverer(Faulty())
-        (webhook,) = outbox.take(1, silence_seconds=3600)
-        deliverer._places.acquire()
-        assert deliverer._receivers.enter_tenant(webhook.tenant)
-        deliverer._run(webhook)
-        assert "a fault of this service" in caplog.text
-        assert outbox.take(1, silence_seconds=0) == [webhook]
+        assert deliverer.deliver_due() == 1
+        deliverer.wait_idle()
+        assert "internal error" in caplog.text
+        assert deliverer.num_leased == 0
+        (webhook,) = outbox.take(1, silence_seconds=0)
+        assert webhook.tries == 0
 
     def test_redis_is_away(self, make_deliverer, store):
         gone = Outbox(connect("redis://127.0.0.1:1/0"))
         deliverer = make_deliverer(outbox=gone)
-        for _ in range(2 * MAX_AT_ONCE):
-            assert housekeeping.deliver(deliverer) == housekeeping.WEBHOOK_PAUSE_SECONDS
+        for _ in range(2 * MAX_CONCURRENT):
+            assert deliver_due(deliverer) == RETRY_SECONDS
 
 
 class TestLeases:
@@ -102,16 +102,15 @@ class TestLeases:
         (held,) = redis_client.xpending_range(*group, "-", "+", 10)
         # As if it had been held for longer than a lease.
         redis_client.xclaim(*group, "api", 0, [held["message_id"]], idle=60_000, justid=True)
-        deliverer.renew_held()
-        assert outbox.take(1, silence_seconds=SILENCE_SECONDS) == []
+        deliverer.renew_leases()
+        assert outbox.take(1, silence_seconds=LEASE_SECONDS) == []
         redis_client.xclaim(*group, "api", 0, [held["message_id"]], idle=60_000, justid=True)
-        (taken,) = outbox.take(1, silence_seconds=SILENCE_SECONDS)
+        (taken,) = outbox.take(1, silence_seconds=LEASE_SECONDS)
         assert taken.entry_id == held["message_id"].decode()
         over.set()
-        for _ in range(MAX_AT_ONCE):
-            deliverer._places.acquire()
-        assert not deliverer._held
-        deliverer.renew_held()
+        deliverer.wait_idle()
+        assert deliverer.num_leased == 0
+        deliverer.renew_leases()
 
     def test_a_renewal_brings_nothing_back(self, submit, worker, outbox, redis_client):
         submit(webhook={"url": "http://h.example/"})
@@ -123,7 +122,7 @@ class TestLeases:
 
     def test_several_renewals_fit_into_a_lease(self):
         """Of a killed deliverer the bound in the README is the lease and one look at the outbox."""
-        assert 3 * RENEW_SECONDS < SILENCE_SECONDS <= 10
+        assert 3 * RENEW_SECONDS < LEASE_SECONDS <= 10
 
 
 class TestManyAtOnce:
@@ -168,21 +167,20 @@ class TestManyAtOnce:
         first = ended("dead.example")
         (webhook,) = outbox.take(1, silence_seconds=3600)
         deliverer.deliver(webhook)
-        dead = [ended("dead.example") for _ in range(MAX_AT_ONCE)]
+        dead = [ended("dead.example") for _ in range(MAX_CONCURRENT)]
         ended("alive.example")
         while not told.is_set():
             deliverer.deliver_due()
-        num_later = 1 + MAX_AT_ONCE - MAX_IN_VAIN
+        num_later = 1 + MAX_CONCURRENT - MAX_UNPROVEN
         wait_for(lambda: redis_client.zcard(keys.OUTBOX_DUE) == num_later, "the rest is put off")
         over.set()
-        for _ in range(MAX_AT_ONCE):
-            deliverer._places.acquire()
-        assert len(waiting) == 1 + MAX_IN_VAIN
+        deliverer.wait_idle()
+        assert len(waiting) == 1 + MAX_UNPROVEN
         # Those that were put off have not been tried.
         tries = [redis_client.hget(keys.run(task_id), "webhook_tries") for task_id in (first, *dead)]
-        assert tries.count(b"1") == 1 + MAX_IN_VAIN
-        assert tries.count(None) == MAX_AT_ONCE - MAX_IN_VAIN
-        assert redis_client.zcard(keys.OUTBOX_DUE) == 1 + MAX_AT_ONCE
+        assert tries.count(b"1") == 1 + MAX_UNPROVEN
+        assert tries.count(None) == MAX_CONCURRENT - MAX_UNPROVEN
+        assert redis_client.zcard(keys.OUTBOX_DUE) == 1 + MAX_CONCURRENT
 
     def test_a_slow_one_is_given_up_in_time(self, submit, worker, receiver, outbox, make_deliverer, outcomes):
         receiver.will(say())

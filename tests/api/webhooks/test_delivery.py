@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 
 from api.settings import ApiSettings
-from api.webhooks.deliverer import DELAYS, JITTER, MAX_TRIES
-from api.webhooks.post import Poster
+from api.webhooks.deliverer import JITTER, MAX_TRIES, RETRY_DELAYS
+from api.webhooks.http_post import Poster
 from api.webhooks.signature import parse_secrets
 from tests.api.webhooks.delivering import SECRET, verified
 from tests.api.webhooks.receiver import answer, close
@@ -66,7 +66,7 @@ class TestTries:
         receiver.will(answer(500), close, answer(302, "Location: /elsewhere"), answer(200))
         task_id = submit(webhook={"url": receiver.url()})
         worker.run("a")
-        for delay in DELAYS[:3]:
+        for delay in RETRY_DELAYS[:3]:
             assert deliver() == 1
             assert deliver(silence_seconds=0) == 0
             clock.turn(delay)
@@ -75,7 +75,7 @@ class TestTries:
         assert len({call.body for call in calls}) == 1
         assert {call.headers["webhook-id"] for call in calls} == {f"msg_{task_id}"}
         times = [int(call.headers["webhook-timestamp"]) for call in calls]
-        assert [later - earlier for earlier, later in pairwise(times)] == list(DELAYS[:3])
+        assert [later - earlier for earlier, later in pairwise(times)] == list(RETRY_DELAYS[:3])
         for call in calls:
             verified(call)
         assert outcomes() == (1, 3, 0)
@@ -86,7 +86,7 @@ class TestTries:
         task_id = submit(webhook={"url": receiver.url()})
         worker.run("a")
         began = clock.now
-        for delay in DELAYS:
+        for delay in RETRY_DELAYS:
             assert deliver() == 1
             assert clock.waits() == [pytest.approx(delay, abs=60)]
             # A minute more than that: Redis's own clock has gone on too.
@@ -112,7 +112,7 @@ class TestTries:
         for webhook in outbox.take(2, silence_seconds=3600):
             deliverer.deliver(webhook)
         first, second = sorted(clock.waits())
-        assert second - first > DELAYS[0] * JITTER / 2
+        assert second - first > RETRY_DELAYS[0] * JITTER / 2
 
     def test_a_receiver_may_say_that_it_wants_no_more(self, submit, worker, receiver, deliver, outcomes):
         receiver.will(answer(410))

@@ -1,6 +1,6 @@
-"""Events as server-sent events (WHATWG HTML, "Server-sent events"). Pure.
+"""Formats events as server-sent events (WHATWG HTML, "Server-sent events").
 
-Law: the `id` of a frame is the `seq` of its event, so that a client that reconnects goes on behind it.
+The `id` of a frame is the `seq` of its event, so a client that reconnects resumes after it.
 """
 
 from collections.abc import Iterable
@@ -9,8 +9,8 @@ from tokenmill.protocol.messages import Event, TokenEvent, encode
 
 HEARTBEAT = b": \n\n"
 RETRY = b"retry: 1000\n\n"
-"""Milliseconds after which a client reconnects; sent first."""
-GOODBYE = b": the server stops; reconnect to go on\n\n"
+"""Milliseconds before a client reconnects. Sent first."""
+SHUTDOWN_COMMENT = b": the server is stopping; reconnect to resume\n\n"
 
 
 def frames(events: Iterable[Event]) -> bytes:
@@ -18,7 +18,7 @@ def frames(events: Iterable[Event]) -> bytes:
 
 
 def frame(event: Event) -> bytes:
-    """`event: token`, `event: end` for the end of one output, `event: finished` for the end of the task."""
+    """`event: token`; `event: end` when one output ends; `event: finished` when the task ends."""
     return f"id: {event.seq}\nevent: {_name(event)}\ndata: {encode(event)}\n\n".encode()
 
 

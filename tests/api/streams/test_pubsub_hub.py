@@ -6,12 +6,12 @@ import pytest
 import redis
 
 from api.redis_clients import connect, connect_subscriber
-from api.streams.hub import MAX_PENDING, Hub, Subscription
+from api.streams.pubsub_hub import MAX_PENDING, PubSubHub, Subscription
 
 
 @pytest.fixture
 def hub(redis_url, redis_client):
-    hub = Hub(lambda: connect_subscriber(redis_url), lambda name: redis_client.publish(name, b""))
+    hub = PubSubHub(lambda: connect_subscriber(redis_url), lambda name: redis_client.publish(name, b""))
     yield hub
     hub.close()
 
@@ -135,7 +135,7 @@ def test_redis_may_be_away_when_the_first_one_comes(redis_url, redis_client):
                 self.client = next(clients)
             return pubsub
 
-    hub = Hub(Flaky, lambda name: redis_client.publish(name, b""))
+    hub = PubSubHub(Flaky, lambda name: redis_client.publish(name, b""))
     with hub.subscribe("c") as subscription:
         assert refused.wait(30)
         live(subscription)
@@ -146,7 +146,7 @@ def test_redis_may_be_away_when_the_first_one_comes(redis_url, redis_client):
 
 def test_no_thread_before_the_first_subscription(hub):
     """A server forks after the application was made: a thread from before would not live in the child."""
-    assert hub._thread is None
+    assert not hub.is_running
     hub.close()
 
 

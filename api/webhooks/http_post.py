@@ -1,8 +1,8 @@
-"""One HTTP POST to a place that somebody else has named, and the status that came back.
+"""Sends one HTTP POST to a URL that a user supplied, and returns the status of the response.
 
-Law: the address that is connected to is the one that was checked; nothing is looked up twice, so no name can
-change its meaning in between. No redirect is followed, no proxy asked, and all of it ends in time and in a
-bounded number of bytes, whatever the other side does. Knows no task.
+Invariants: the address that was checked is the one that is connected to; no name is resolved twice, so DNS
+rebinding cannot change it. No redirect is followed and no proxy used. The whole exchange is bounded in time
+and bytes, whatever the other side does.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from typing import Any
 from api.schemas.webhook_url import Target, is_public
 
 POST_SECONDS = 15.0
-"""From the connection to the end of the answer; looking up the name has limits of its own."""
+"""Limit from the connection to the end of the response. The resolver has time limits of its own."""
 CONNECT_SECONDS = 5.0
 DISCARD_SECONDS = 1.0
-"""The status is all that is asked for. A server that is cut off in what follows would count an error."""
-MAX_ANSWER_BYTES = 64 * 1024
+"""Only the status is needed. The body is read for this long: some servers log an error if it is cut off."""
+MAX_RESPONSE_BYTES = 64 * 1024
 _CHUNK = 16 * 1024
 
 Resolve = Callable[..., list[Any]]
@@ -29,13 +29,14 @@ Resolve = Callable[..., list[Any]]
 
 
 class PostFailed(Exception):
-    """No status came back; the message says why, and does not repeat the URL, which may hold a secret."""
+    """No status was received. The message says why and does not contain the URL, which may hold a secret."""
 
 
 class Poster:
-    """POSTs for any number of threads. `allow_private`: any address may be called.
+    """Sends POSTs for any number of threads.
 
-    `tls`: certificates are checked as it says; by default against those that the system trusts.
+    `allow_private`: permit addresses that are not public. `tls`: how certificates are checked; by default
+    against those that the system trusts.
     """
 
     def __init__(
@@ -58,8 +59,9 @@ class Poster:
         body: bytes,
         addresses: Sequence[str] | None = None,
     ) -> int:
-        """The status of the answer. `addresses`: those of `target` as `addresses` returned them; None looks
-        them up. Raises `PostFailed`.
+        """Return the status of the response. Raises `PostFailed`.
+
+        `addresses`: the result of `addresses(target)`; None resolves the name here.
         """
         if addresses is None:
             addresses = self.addresses(target)
@@ -72,12 +74,12 @@ class Poster:
             raise PostFailed(_reason(error)) from error
 
     def addresses(self, target: Target) -> list[str]:
-        """Those that the name resolves to. Raises `PostFailed`, also if one must not be called."""
+        """Resolve the name. Raises `PostFailed`, also if one of its addresses is not permitted."""
         try:
             found = self._resolve(target.host, target.port, type=socket.SOCK_STREAM)
-        # UnicodeError: of a name that cannot be one.
+        # UnicodeError: the name cannot be encoded.
         except (OSError, UnicodeError) as error:
-            raise PostFailed(f"the name cannot be looked up: {_reason(error)}") from error
+            raise PostFailed(f"cannot resolve the name: {_reason(error)}") from error
         addresses = [str(address[0]) for *_, address in found]
         for address in addresses:
             if not self._allow_private and not is_public(address):
@@ -85,20 +87,21 @@ class Poster:
         return addresses
 
     def _connect(self, target: Target, addresses: Sequence[str], deadline: float) -> socket.socket:
-        connection = _first_that_answers(addresses, target.port, deadline)
+        connection = _connect_to_first(addresses, target.port, deadline)
         if not target.secure:
             return connection
         connection.settimeout(_left(deadline))
         try:
-            # The name, not the address: the certificate has to be for it.
+            # The certificate must be for the name, not for the address.
             return self._tls.wrap_socket(connection, server_hostname=target.host)
         except BaseException:
             connection.close()
             raise
 
 
-def _first_that_answers(addresses: Sequence[str], port: int, deadline: float) -> socket.socket:
-    failed: OSError = OSError("the name stands for no address")
+def _connect_to_first(addresses: Sequence[str], port: int, deadline: float) -> socket.socket:
+    """Connect to the first address that accepts."""
+    failed: OSError = OSError("the name has no address")
     for address in addresses:
         try:
             return socket.create_connection((address, port), min(CONNECT_SECONDS, _left(deadline)))
@@ -114,7 +117,7 @@ def _request(target: Target, headers: Mapping[str, str], body: bytes) -> bytes:
 
 
 def _send(connection: socket.socket, deadline: float, request: bytes) -> None:
-    # In pieces: one call for all would take its time anew for each of them.
+    # In chunks: the timeout of a socket restarts with every piece that `sendall` sends.
     rest = memoryview(request)
     while rest:
         connection.settimeout(_left(deadline))
@@ -122,19 +125,19 @@ def _send(connection: socket.socket, deadline: float, request: bytes) -> None:
 
 
 def _status(connection: socket.socket, deadline: float) -> int:
-    answer = _Answer(connection, deadline)
-    response = http.client.HTTPResponse(answer, method="POST")  # type: ignore[arg-type]  # asked for `makefile` alone
+    stream = _ResponseStream(connection, deadline)
+    response = http.client.HTTPResponse(stream, method="POST")  # type: ignore[arg-type]  # it calls only `makefile`
     with contextlib.closing(response):
         response.begin()
-        answer.deadline = min(deadline, time.monotonic() + DISCARD_SECONDS)
+        stream.deadline = min(deadline, time.monotonic() + DISCARD_SECONDS)
         with contextlib.suppress(OSError, http.client.HTTPException):
             while response.read(_CHUNK):
                 pass
         return response.status
 
 
-class _Answer(io.RawIOBase):
-    """What a connection brings until the deadline, and no more than is sensible."""
+class _ResponseStream(io.RawIOBase):
+    """Reads from a connection until the deadline, and at most `MAX_RESPONSE_BYTES`."""
 
     def __init__(self, connection: socket.socket, deadline: float) -> None:
         self._connection = connection
@@ -152,15 +155,15 @@ class _Answer(io.RawIOBase):
         self._connection.settimeout(_left(self.deadline))
         count = self._connection.recv_into(buffer)
         self._num_bytes += count
-        if self._num_bytes > MAX_ANSWER_BYTES:
-            raise OSError(f"the answer has more than {MAX_ANSWER_BYTES} bytes")
+        if self._num_bytes > MAX_RESPONSE_BYTES:
+            raise OSError(f"the response has more than {MAX_RESPONSE_BYTES} bytes")
         return count
 
 
 def _left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise TimeoutError("timed out")  # in the words of a socket that notices it first
+        raise TimeoutError("timed out")  # as the socket module words it
     return left
 
 

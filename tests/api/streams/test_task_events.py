@@ -6,8 +6,8 @@ from itertools import islice
 import pytest
 import redis
 
-from api.streams.follow import SILENCE_SECONDS, Follower
-from api.streams.hub import Arrived
+from api.streams.pubsub_hub import Arrived
+from api.streams.task_events import SILENCE_SECONDS, TaskEventReader
 from tokenmill.protocol.messages import LogEntry, Usage, decode, encode
 
 END = LogEntry.of_end("", "stop", usage=Usage(prompt_tokens=1, completion_tokens=2))
@@ -49,8 +49,8 @@ class Scripted:
         return self if self.known else None
 
     def follow(self, after=-1, turns=30, **options):
-        follower = Follower(self, self, clock=lambda: self.now)
-        batches = follower.batches("t", after, stop=options.pop("stop", lambda: False), **options)
+        reader = TaskEventReader(self, self, clock=lambda: self.now)
+        batches = reader.batches("t", after, stop=options.pop("stop", lambda: False), **options)
         return [[event.seq for event in batch] for batch in islice(batches, turns)]
 
 
@@ -71,7 +71,7 @@ def test_a_gap_is_filled_from_the_log():
         log=[message(0), message(1), message(2)],
     )
     script.log = [message(0)]
-    batches = Follower(script, script, clock=lambda: script.now).batches("t", -1, stop=lambda: False)
+    batches = TaskEventReader(script, script, clock=lambda: script.now).batches("t", -1, stop=lambda: False)
     assert [event.seq for event in next(batches)] == [0]
     script.log = [message(0), message(1), message(2)]
     assert [event.seq for event in next(batches)] == [1, 2, 3]
@@ -89,7 +89,7 @@ def test_what_was_seen_is_not_seen_again():
 
 def test_a_lost_message_is_found_after_a_silence():
     script = Scripted(Arrived(True, []), log=[message(0)])
-    batches = Follower(script, script, clock=lambda: script.now).batches("t", -1, stop=lambda: False)
+    batches = TaskEventReader(script, script, clock=lambda: script.now).batches("t", -1, stop=lambda: False)
     assert [event.seq for event in next(batches)] == [0]
     script.log.append(message(1, END))
     assert [len(batch) for batch in batches] == [0] * (int(SILENCE_SECONDS) - 1) + [1]
@@ -98,7 +98,7 @@ def test_a_lost_message_is_found_after_a_silence():
 def test_a_task_that_vanished_ends_the_stream():
     """Deleted by other tools, or its time was over: no message tells of that."""
     script = Scripted(Arrived(True, []))
-    batches = Follower(script, script, clock=lambda: script.now).batches("t", -1, stop=lambda: False)
+    batches = TaskEventReader(script, script, clock=lambda: script.now).batches("t", -1, stop=lambda: False)
     assert next(batches) == []
     script.known = False
     assert len(list(batches)) == SILENCE_SECONDS - 1

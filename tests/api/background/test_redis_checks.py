@@ -6,7 +6,7 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
-from api.redis_checks import PERIOD_SECONDS, RETRY_SECONDS, RedisChecks
+from api.background.redis_checks import PERIOD_SECONDS, RETRY_SECONDS, RedisChecks
 from api.redis_clients import connect
 from monitoring.redis_state import FAULTS, RedisStateMetrics
 from tests.conftest import free_port
@@ -40,7 +40,7 @@ def test_a_policy_that_evicts(redis_url, redis_client, registry, policy, caplog)
     assert len([one for one in caplog.records if policy in one.message]) == 1, "one line"
     checks.check()
     assert (checks.warnings, present(registry)) == ([], set())
-    assert "no longer" in caplog.text
+    assert "resolved" in caplog.text
 
 
 def test_a_server_without_an_append_only_file(redis_url, redis_client, registry):

@@ -1,8 +1,7 @@
-"""One subscription to Redis for all streams of a process, fanned out through a bounded queue for each.
+"""One Redis subscription for all streams of a process, with a bounded queue for each stream.
 
-Law: the hub thread never waits for a client. Who does not keep up, or may have missed something, is told to
-replay from the log, which is the truth; the hub itself reads no message. Only the hub thread touches the
-connection. Knows neither tasks nor HTTP.
+Invariants: the hub thread never waits for a client. A client that is too slow, or may have missed a message,
+is made to replay from the log, which is complete. Only the hub thread uses the connection.
 """
 
 import contextlib
@@ -21,22 +20,22 @@ from tokenmill.process.redis_outages import OutageLog
 logger = logging.getLogger(__name__)
 
 MAX_PENDING = 1024
-"""Messages that wait for one client before it is sent to the log instead."""
+"""Messages queued for one client. One more discards them all and makes the client replay from the log."""
 TICK_SECONDS = 1.0
 RETRY_SECONDS = 0.5
 MAX_UNANSWERED = 3
-"""Health checks without an answer, one a tick, after which the connection is given up."""
+"""Unanswered health checks, one a tick, after which the connection is given up."""
 
 
 class Arrived(NamedTuple):
-    """What came for one client: `replay` says that the log must be read before `messages`."""
+    """What one client received. `replay`: the log must be read before `messages`."""
 
     replay: bool
     messages: list[bytes]
 
 
 class Subscription:
-    """One client's end. Made by `Hub.subscribe`."""
+    """One client's queue. Created by `PubSubHub.subscribe`."""
 
     def __init__(self, channel: str) -> None:
         self.channel = channel
@@ -45,7 +44,7 @@ class Subscription:
         self._replay = False
 
     def wait(self, seconds: float) -> Arrived:
-        """All that came since the last call; waits up to `seconds` for something."""
+        """Return everything since the last call; wait up to `seconds` if there is nothing."""
         with self._changed:
             self._changed.wait_for(lambda: self._replay or self._messages, seconds)
             arrived = Arrived(self._replay, list(self._messages))
@@ -54,7 +53,7 @@ class Subscription:
             return arrived
 
     def put(self, message: bytes) -> None:
-        """A message of the channel. One too many drops all that wait: they stand in the log."""
+        """Queue a message of the channel. A full queue is discarded: the log has its messages."""
         with self._changed:
             if len(self._messages) >= MAX_PENDING:
                 self._messages.clear()
@@ -63,45 +62,50 @@ class Subscription:
             self._changed.notify()
 
     def must_replay(self) -> None:
-        """From here on the channel is live; what was before must be read from the log."""
+        """The channel is live from now on. Earlier messages must be read from the log."""
         with self._changed:
-            # What waits is in the log too, and the log is read first.
+            # The log holds the queued messages too, and is read first.
             self._messages.clear()
             self._replay = True
             self._changed.notify()
 
 
-class Hub:
-    """Subscriptions to channels, for any number of threads. The thread starts with the first of them.
+class PubSubHub:
+    """Subscriptions to channels, for any number of threads. The hub thread starts with the first one.
 
-    `connect` gives the client whose one connection the hub listens on. `wake` publishes on a channel, by
-    another client: the hub hears its own name and looks at what was asked of it.
+    `connect` returns the client whose one connection the hub listens on. `publish` sends an empty message on
+    a channel through another client: it wakes the hub thread, which listens on a channel of its own.
     """
 
-    def __init__(self, connect: Callable[[], redis.Redis], wake: Callable[[str], object]) -> None:
+    def __init__(self, connect: Callable[[], redis.Redis], publish: Callable[[str], object]) -> None:
         self._connect = connect
-        self._publish = wake
+        self._publish = publish
         self._name = f"tokenmill:hub:{secrets.token_hex(8)}"
-        self._asked: SimpleQueue[tuple[bool, Subscription]] = SimpleQueue()
-        self._listeners: dict[bytes, _Channel] = {}
+        self._requests: SimpleQueue[tuple[bool, Subscription]] = SimpleQueue()
+        self._channels: dict[bytes, _Channel] = {}
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._outages = OutageLog(logger, "event hub")
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the hub thread was started."""
+        return self._thread is not None
+
     @contextlib.contextmanager
     def subscribe(self, channel: str) -> Iterator[Subscription]:
-        """A live subscription. Its first `replay` comes once Redis has confirmed the channel."""
+        """Subscribe for the length of the block. `replay` is first set when Redis confirms the channel."""
         self._start()
         subscription = Subscription(channel)
-        self._ask(True, subscription)
+        self._request(True, subscription)
         try:
             yield subscription
         finally:
-            self._ask(False, subscription)
+            self._request(False, subscription)
 
     def close(self) -> None:
-        """Stop the thread, if one was started."""
+        """Stop the hub thread if it was started."""
         self._closing.set()
         self._wake()
         if self._thread:
@@ -113,16 +117,16 @@ class Hub:
                 self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
                 self._thread.start()
 
-    def _ask(self, join: bool, subscription: Subscription) -> None:
-        self._asked.put((join, subscription))
+    def _request(self, join: bool, subscription: Subscription) -> None:
+        self._requests.put((join, subscription))
         self._wake()
 
     def _wake(self) -> None:
-        # A lost wake-up costs a tick, no more.
+        # A lost wake-up delays the request by one tick.
         with contextlib.suppress(redis.RedisError):
             self._publish(self._name)
 
-    # The hub thread from here on.
+    # Called by the hub thread only.
 
     def _run(self) -> None:
         with self._connect() as client:
@@ -133,15 +137,15 @@ class Hub:
                 except redis.RedisError as error:
                     self._outages.failed(error)
                 except Exception:
-                    # Without this thread every stream would limp along on the log, and nobody would know.
-                    logger.exception("the event hub failed and starts anew")
+                    # Without this thread every stream would silently fall back to polling the log.
+                    logger.exception("the event hub failed and restarts")
                 self._closing.wait(RETRY_SECONDS)
 
     def _listen(self, pubsub: Any) -> None:
-        """Until closed or cut off for longer than the library's own, silent reconnection can mend."""
-        pubsub.subscribe(self._name, *self._listeners)
+        """Route messages until closed. Raises Redis errors; redis-py itself mends short outages silently."""
+        pubsub.subscribe(self._name, *self._channels)
         while not self._closing.is_set():
-            self._take_requests(pubsub)
+            self._handle_requests(pubsub)
             message = pubsub.get_message(timeout=TICK_SECONDS)
             if message is not None:
                 self._outages.worked()
@@ -149,10 +153,10 @@ class Hub:
             elif pubsub.health_check_response_counter > MAX_UNANSWERED:
                 raise redis.TimeoutError("the subscription's connection is dead")
 
-    def _take_requests(self, pubsub: Any) -> None:
+    def _handle_requests(self, pubsub: Any) -> None:
         while True:
             try:
-                join, subscription = self._asked.get_nowait()
+                join, subscription = self._requests.get_nowait()
             except Empty:
                 return
             name = subscription.channel.encode()
@@ -162,9 +166,9 @@ class Hub:
                 self._leave(pubsub, name, subscription)
 
     def _join(self, pubsub: Any, name: bytes, subscription: Subscription) -> None:
-        channel = self._listeners.get(name)
+        channel = self._channels.get(name)
         if channel is None:
-            channel = self._listeners[name] = _Channel()
+            channel = self._channels[name] = _Channel()
             channel.members.append(subscription)
             pubsub.subscribe(name)
         else:
@@ -173,28 +177,28 @@ class Hub:
                 subscription.must_replay()
 
     def _leave(self, pubsub: Any, name: bytes, subscription: Subscription) -> None:
-        channel = self._listeners[name]
+        channel = self._channels[name]
         channel.members.remove(subscription)
         if not channel.members:
-            del self._listeners[name]
+            del self._channels[name]
             pubsub.unsubscribe(name)
 
     def _route(self, message: dict[str, Any]) -> None:
-        channel = self._listeners.get(message["channel"])
+        channel = self._channels.get(message["channel"])
         if channel is None:
             return
         if message["type"] == "message":
             for member in channel.members:
                 member.put(message["data"])
         elif message["type"] == "subscribe":
-            # The first one, or the sign of a silent reconnection with a hole before it.
+            # The first confirmation, or one after a silent reconnection, before which messages may be lost.
             channel.confirmed = True
             for member in channel.members:
                 member.must_replay()
 
 
 class _Channel:
-    """Who listens to one channel, and whether Redis has said that it is live."""
+    """The subscriptions to one channel, and whether Redis has confirmed it."""
 
     def __init__(self) -> None:
         self.members: list[Subscription] = []

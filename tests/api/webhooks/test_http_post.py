@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from api.schemas.webhook_url import parse_url
-from api.webhooks import post as webhook_post
-from api.webhooks.post import Poster, PostFailed
+from api.webhooks import http_post
+from api.webhooks.http_post import Poster, PostFailed
 from tests.api.webhooks.receiver import Receiver, answer, close, receiving, say
 
 PATIENCE = 0.3
@@ -182,7 +182,7 @@ class TestEnds:
         ids=["too-short", "huge", "broken", "endless"],
     )
     def test_the_status_stands_whatever_follows_it(self, receiver, rest, monkeypatch):
-        monkeypatch.setattr(webhook_post, "DISCARD_SECONDS", 0.1)
+        monkeypatch.setattr(http_post, "DISCARD_SECONDS", 0.1)
         receiver.will(say(b"HTTP/1.1 201 Created\r\n", *rest))
         assert post(receiver.url()) == 201
 

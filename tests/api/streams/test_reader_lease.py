@@ -3,10 +3,10 @@
 import threading
 
 import pytest
+import redis
 
-from api.redis_clients import connect
-from api.streams.presence import Shutdown
-from api.streams.visits import RENEW_SECONDS, Visit
+from api.shutdown import Shutdown
+from api.streams.reader_lease import RENEW_SECONDS, ReaderLease, client_disconnected
 from tokenmill.protocol import keys
 from tokenmill.protocol.store.readers import Readers
 
@@ -90,8 +90,8 @@ class TestStreams:
     def test_a_server_that_stops_ends_no_task(self, watched, app, client, redis_client):
         """Its client comes back, to another server; if not, it lapses."""
         reply, chunks = stream(client, watched)
-        app.extensions["shutdown"].requested = True
-        assert list(chunks) == [b": the server stops; reconnect to go on\n\n"]
+        app.parts.shutdown.requested = True
+        assert list(chunks) == [b": the server is stopping; reconnect to resume\n\n"]
         reply.close()
         assert status(client, watched) == "queued"
         assert redis_client.exists(keys.readers(watched))
@@ -100,7 +100,7 @@ class TestStreams:
         """Not what was left since their reader was noted last."""
         reply, chunks = stream(client, watched)
         (before,) = redis_client.zrange(keys.readers(watched), 0, -1, withscores=True)
-        app.extensions["shutdown"].requested = True
+        app.parts.shutdown.requested = True
         assert len(list(chunks)) == 1
         reply.close()
         (after,) = redis_client.zrange(keys.readers(watched), 0, -1, withscores=True)
@@ -137,53 +137,82 @@ class TestWaits:
         assert status(client, watched) == "cancelled"
 
 
-class TestVisit:
+class FlakyReaders(Readers):
+    """Readers whose Redis can be made unavailable."""
+
+    is_down = False
+
+    def read(self, task_id, reader, seconds):
+        self._check()
+        super().read(task_id, reader, seconds)
+
+    def leave(self, task_id, reader, *, gone):
+        self._check()
+        return super().leave(task_id, reader, gone=gone)
+
+    def _check(self):
+        if self.is_down:
+            raise redis.ConnectionError("down")
+
+
+class TestReaderLease:
     @pytest.fixture
     def clock(self):
         return Clock()
 
     @pytest.fixture
-    def visit(self, store, watched, redis_client, clock):
-        return Visit(Readers(redis_client), store.inspect(watched), {}, Shutdown(), clock)
+    def readers(self, redis_client):
+        return FlakyReaders(redis_client)
 
-    def test_it_says_that_it_is_there_while_it_is(self, visit, watched, redis_client, clock):
-        with visit:
+    @pytest.fixture
+    def lease(self, store, watched, readers, clock):
+        return ReaderLease(readers, store.inspect(watched), {}, Shutdown(), clock)
+
+    def test_it_is_renewed_while_the_client_is_connected(self, lease, watched, redis_client, clock):
+        with lease:
             redis_client.delete(keys.readers(watched))
             clock.now = RENEW_SECONDS - 0.1
-            assert not visit.is_over()
+            assert not lease.is_over()
             assert not redis_client.exists(keys.readers(watched))
             clock.now = RENEW_SECONDS
-            assert not visit.is_over()
+            assert not lease.is_over()
             assert redis_client.exists(keys.readers(watched))
         assert not redis_client.exists(keys.readers(watched))
 
-    def test_redis_being_away_for_a_moment_ends_nothing(self, store, watched, redis_url, clock, caplog):
+    def test_a_short_outage_of_redis_does_not_end_it(self, lease, readers, clock, caplog):
         caplog.set_level("DEBUG")
-        readers = Readers(connect(redis_url))
-        visit = Visit(readers, store.inspect(watched), {}, Shutdown(), clock)
-        with visit:
-            visit._readers = Readers(connect("redis://127.0.0.1:1/0"))
+        with lease:
+            readers.is_down = True
             clock.now = RENEW_SECONDS
-            assert not visit.is_over()
-            visit._readers = readers
-            assert not visit.is_over()
-        assert "trying again" in caplog.text
+            assert not lease.is_over()
+            readers.is_down = False
+            assert not lease.is_over()
+        assert "will retry" in caplog.text
 
-    def test_who_left_while_redis_was_away_lapses(self, store, watched, redis_client, clock, settings):
-        """Nobody waits for Redis; the reaper does it."""
-        visit = Visit(Readers(redis_client), store.inspect(watched), {}, Shutdown(), clock)
-        with visit:
-            visit.gone = True
-            visit._readers = Readers(connect("redis://127.0.0.1:1/0"))
+    def test_a_disconnect_during_an_outage_is_left_to_the_reaper(
+        self, lease, readers, store, watched, redis_client, settings
+    ):
+        with lease:
+            lease.disconnected = True
+            readers.is_down = True
         assert store.inspect(watched).status == "queued"
         redis_client.delete(keys.readers(watched))
         redis_client.zadd(keys.WATCHED, {watched: 1})
         assert store.reap(settings.slug, max_task_seconds=60).cancelled == (watched,)
 
-    def test_for_other_tasks_redis_is_not_asked(self, store, submit):
-        task = store.inspect(submit())
-        with Visit(Readers(connect("redis://127.0.0.1:1/0")), task, {}, Shutdown()) as visit:
-            assert not visit.is_over()
+    def test_redis_is_not_called_for_other_tasks(self, readers, store, submit):
+        readers.is_down = True
+        with ReaderLease(readers, store.inspect(submit()), {}, Shutdown()) as lease:
+            assert not lease.is_over()
+
+
+class TestClientDisconnected:
+    @pytest.mark.parametrize("gone", [False, True])
+    def test_the_server_is_asked(self, gone):
+        assert client_disconnected({"waitress.client_disconnected": lambda: gone}) is gone
+
+    def test_a_server_that_cannot_tell_counts_as_connected(self):
+        assert not client_disconnected({})
 
 
 @pytest.mark.parametrize("value", ["Cancel", "", True, 5, "stop", {}])

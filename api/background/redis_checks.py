@@ -1,6 +1,6 @@
-"""Checks once a minute that Redis keeps what it is given: eviction policy, append-only file, disk.
+"""Checks every minute that Redis keeps what is written: eviction policy, append-only file, disk.
 
-A fault is logged when it appears and when it is gone, is a metric, and stands in the reply of readiness.
+A fault is logged when it appears and when it is gone. `/metrics` and `/readyz` report the present ones.
 """
 
 import logging
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import redis
 
+from api.background.periodic import start_periodic
 from monitoring.redis_state import RedisStateMetrics
 from tokenmill.protocol.store import server_state
 from tokenmill.protocol.store.server_state import Fault
@@ -16,42 +17,47 @@ logger = logging.getLogger(__name__)
 
 PERIOD_SECONDS = 60.0
 RETRY_SECONDS = 5.0
-"""After a check that Redis did not answer."""
+"""Interval after a check that Redis did not answer."""
 
 
 class RedisChecks:
-    """`check` belongs to one thread; `warnings` may be read by any."""
+    """One thread calls `check`; any thread may read `warnings`."""
 
     def __init__(self, client: redis.Redis, metrics: RedisStateMetrics) -> None:
         self._client = client
         self._metrics = metrics
-        # Replaced, never changed.
+        # Replaced as a whole, so that other threads can read it without a lock.
         self._faults: Mapping[Fault, str] = {}
 
     @property
     def warnings(self) -> list[str]:
-        """A sentence for each present fault."""
+        """One sentence for each present fault."""
         return list(self._faults.values())
 
     def check(self) -> float:
-        """Look once; returns the seconds until the next time."""
+        """Check once. Returns the seconds until the next check."""
         try:
             found = server_state.faults(self._client, _is_refusal)
         except redis.RedisError:
-            # An outage has its own line.
+            # The client has logged the outage.
             return RETRY_SECONDS
         for name, text in found.items():
             if self._faults.get(name) != text:
                 logger.error("%s", text)
         for name in self._faults.keys() - found.keys():
-            logger.warning("no longer: %s", self._faults[name])
+            logger.warning("resolved: %s", self._faults[name])
         self._faults = found
         self._metrics.faults(found)
         return PERIOD_SECONDS
 
 
+def start_redis_checks(checks: RedisChecks) -> None:
+    """Start the thread. It ends with the process."""
+    start_periodic("redis-checks", checks.check)
+
+
 def _is_refusal(error: Exception) -> bool:
-    """The command is unknown there, or not allowed to this user."""
+    """Whether the server does not know the command, or does not allow it to this user."""
     text = str(error).lower()
     return isinstance(error, redis.exceptions.NoPermissionError) or (
         isinstance(error, redis.ResponseError) and ("unknown command" in text or "not allowed" in text)

@@ -1,0 +1,1 @@
+"""Threads that run beside the HTTP server: reaper, index audit, Redis checks, webhook delivery."""

@@ -1,0 +1,132 @@
+"""Streams the events of a task: `GET /v1/tasks/{task_id}/events`."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from http import HTTPStatus
+
+import redis
+from flask import Response, request
+
+from api.authentication import current_tenant
+from api.problems import Problem
+from api.routes.task_lookup import TaskLookup
+from api.routes.task_services import TaskServices
+from api.schemas.task_view import TERMINAL
+from api.shutdown import Shutdown
+from api.streams import sse
+from api.streams.reader_lease import ReaderLease, client_disconnected
+from api.streams.task_events import LOG_PAGE
+from tokenmill.protocol.messages import Event
+from tokenmill.protocol.snapshots import TaskSnapshot
+from tokenmill.protocol.store.task_store import TaskStore
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 5
+"""Retry-After where no stream may be opened."""
+
+
+class EventStreams:
+    """Live streams of running tasks, and replays of tasks that have ended. Both occupy a stream slot."""
+
+    def __init__(self, services: TaskServices, lookup: TaskLookup) -> None:
+        self._services = services
+        self._lookup = lookup
+
+    def follow(self, task_id: str, after: int) -> Response:
+        """The events whose `seq` is greater than `after`."""
+        snapshot = self._lookup.inspect(task_id)
+        if snapshot.status in TERMINAL:
+            return self._replay(task_id, after)
+        if request.method == "HEAD":
+            # The body of a reply to HEAD is never iterated, so nothing would release a slot.
+            return _stream_reply([])
+        return self._live(snapshot, after)
+
+    def _replay(self, task_id: str, after: int) -> Response:
+        """The log of an ended task. Without events the status is 204, which stops an EventSource."""
+        services = self._services
+        page = services.store.read_log(task_id, after, LOG_PAGE)
+        if not page:
+            return Response(status=HTTPStatus.NO_CONTENT)
+        if request.method == "HEAD":
+            return _stream_reply([])
+        environ = request.environ
+
+        def stop() -> bool:
+            return services.shutdown.requested or client_disconnected(environ)
+
+        with self._slot() as stack:
+            response = _stream_reply(_replayed_frames(services.store, task_id, page, stop))
+            response.call_on_close(stack.pop_all().close)
+        return response
+
+    def _live(self, snapshot: TaskSnapshot, after: int) -> Response:
+        services = self._services
+        with self._slot() as stack:
+            lease = ReaderLease(services.readers, snapshot, request.environ, services.shutdown)
+            stack.enter_context(lease)
+            batches = services.event_reader.batches(snapshot.task_id, after, stop=lease.is_over)
+            heartbeat = services.settings.heartbeat_seconds
+            response = _stream_reply(_live_frames(batches, heartbeat, services.shutdown, lease))
+            # Not in the generator: one that is never started runs no clean-up.
+            response.call_on_close(stack.pop_all().close)
+        return response
+
+    @contextmanager
+    def _slot(self) -> Iterator[ExitStack]:
+        """Hold a stream slot until the stack is closed. Raises `Problem` (503)."""
+        services = self._services
+        with ExitStack() as stack:
+            if not stack.enter_context(services.stream_slots.acquire(current_tenant())):
+                detail = "this process has as many open streams as it allows; try again, or poll the task"
+                raise Problem(503, "too_many_streams", detail, retry_after=RETRY_SECONDS)
+            services.metrics.stream_opened()
+            stack.callback(services.metrics.stream_closed)
+            yield stack
+
+
+def _stream_reply(chunks: Iterator[bytes] | list[bytes]) -> Response:
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return Response(chunks, content_type="text/event-stream; charset=utf-8", headers=headers)
+
+
+def _replayed_frames(
+    store: TaskStore, task_id: str, page: list[Event], stop: Callable[[], bool]
+) -> Iterator[bytes]:
+    """The log from `page` on. However slowly the client reads, one page is held at a time."""
+    try:
+        while page:
+            yield sse.frames(page)
+            if len(page) < LOG_PAGE or stop():
+                return
+            page = store.read_log(task_id, page[-1].seq, LOG_PAGE)
+    except redis.RedisError as error:
+        # The stream ends without its `finished` event, so the client reconnects for the rest.
+        logger.warning("task %s: a replay was cut short: %s", task_id, error)
+
+
+def _live_frames(
+    batches: Iterator[list[Event]], heartbeat: float, shutdown: Shutdown, lease: ReaderLease
+) -> Iterator[bytes]:
+    """`heartbeat`: seconds without a byte after which a comment is sent."""
+    try:
+        yield sse.RETRY
+        last_sent = time.monotonic()
+        for batch in batches:
+            if batch:
+                yield sse.frames(batch)
+            elif time.monotonic() - last_sent >= heartbeat:
+                yield sse.HEARTBEAT
+            else:
+                continue
+            last_sent = time.monotonic()
+        if shutdown.requested:
+            lease.keep = True
+            yield sse.SHUTDOWN_COMMENT
+    except GeneratorExit:
+        # The server closes a stream that it cannot write. Not every server offers a check for the client.
+        lease.disconnected = True
+        raise

@@ -1,0 +1,62 @@
+"""One receiver or one tenant occupies a bounded number of deliveries."""
+
+from api.webhooks.receiver_limits import MAX_ANSWERING, MAX_UNPROVEN, ReceiverLimits
+
+DEAD, ALIVE = ["203.0.113.1"], ["198.51.100.1"]
+
+
+def entered(limits, addresses, tries=100):
+    return sum(limits.enter(addresses) for _ in range(tries))
+
+
+def test_one_that_has_not_answered_yet_occupies_few():
+    assert entered(ReceiverLimits(16), DEAD) == MAX_UNPROVEN
+
+
+def test_one_that_answers_occupies_more_until_it_does_not():
+    limits = ReceiverLimits(16)
+    assert limits.enter(DEAD)
+    limits.leave(DEAD, answered=True)
+    assert entered(limits, DEAD) == MAX_ANSWERING
+    assert limits.enter(ALIVE)
+    for _ in range(MAX_ANSWERING):
+        limits.leave(DEAD, answered=False)
+    assert limits.is_silent(DEAD)
+    assert not limits.is_silent(ALIVE)
+    assert entered(limits, DEAD) == MAX_UNPROVEN
+
+
+def test_all_names_of_one_address_count_as_one():
+    limits = ReceiverLimits(16)
+    assert entered(limits, ["203.0.113.1", "203.0.113.2"]) == MAX_UNPROVEN
+    for addresses in (["203.0.113.2"], ["::ffff:203.0.113.1"], ["203.0.113.9", "203.0.113.1"]):
+        assert not limits.enter(addresses)
+    # Nothing is counted of one that was refused.
+    assert entered(limits, ["203.0.113.9"]) == MAX_UNPROVEN
+
+
+def test_a_network_of_one_ipv6_host_counts_as_one():
+    limits = ReceiverLimits(16)
+    assert sum(limits.enter([f"2001:db8::{n:x}"]) for n in range(1, 50)) == MAX_UNPROVEN
+    assert limits.enter(["2001:db8:0:1::1"])
+
+
+def test_a_tenant_occupies_its_limit():
+    limits = ReceiverLimits(8)
+    assert sum(limits.enter_tenant("a") for _ in range(20)) == 8
+    assert limits.enter_tenant("b")
+    limits.leave_tenant("a")
+    assert limits.enter_tenant("a")
+    assert not limits.enter_tenant("a")
+
+
+def test_nothing_is_kept_of_calls_that_are_over():
+    limits = ReceiverLimits(8)
+    for addresses in (DEAD, ALIVE):
+        limits.enter_tenant("a")
+        limits.enter(addresses)
+        limits.leave(addresses, answered=False)
+        limits.leave_tenant("a")
+    assert limits.num_in_progress == 0
+    assert [limits.is_silent(one) for one in (DEAD, ALIVE)] == [True, True]
+    assert entered(limits, DEAD) == MAX_UNPROVEN
