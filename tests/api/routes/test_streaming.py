@@ -311,7 +311,7 @@ def test_frames_are_named_for_what_they_are():
 def test_a_frame_carries_its_message_on_one_line(entry):
     message = encode(entry.to_event("a", 7))
     event = decode(message)
-    assert sse.message(event) == message
+    assert encode(event) == message
     frame = sse.frame(event)
     assert all(before != after for before, after in pairwise(frame.splitlines()))
     assert len(frame.split(b"\n")) == 5
