@@ -10,10 +10,11 @@ import os
 import sys
 
 from api.server import CannotListen, serve
-from api.settings import ApiSettings, SettingError
 from tokenmill.process.restart_loop import prevent_restart_loop
 from tokenmill.process.temporary_directory import NoTemporaryDirectory, check_temporary_directory
-from tokenmill.process.variables import warnings
+from tokenmill.settings.errors import SettingError
+from tokenmill.settings.processes import VARIABLES, ApiSettings
+from tokenmill.settings.unknown import warnings
 
 EXIT_FAILED = 1
 EXIT_UNUSABLE = 78
@@ -21,10 +22,11 @@ EXIT_UNUSABLE = 78
 
 
 def main() -> int:
-    for line in warnings(os.environ):
+    for line in warnings(os.environ, VARIABLES):
         _say(line)
     try:
-        settings = ApiSettings.from_env(os.environ)
+        settings = ApiSettings.load(os.environ)
+        settings.check_files()
         check_temporary_directory()
         serve(settings)
     except (SettingError, NoTemporaryDirectory) as error:

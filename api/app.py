@@ -20,7 +20,6 @@ from api.routes.health import Redis, health_routes
 from api.routes.task_services import REPLY_SLOTS, REPLY_WAIT_SECONDS, TaskServices
 from api.routes.tasks import task_routes
 from api.schemas.replies import ProblemView
-from api.settings import ApiSettings
 from api.shutdown import Shutdown
 from api.streams.pubsub_hub import PubSubHub
 from api.streams.task_events import TaskEventReader
@@ -33,6 +32,7 @@ from monitoring.redis_state import RedisStateMetrics
 from monitoring.webhooks import WebhookMetrics
 from tokenmill.protocol.store.readers import Readers
 from tokenmill.protocol.store.task_store import TaskStore
+from tokenmill.settings.processes import ApiSettings
 
 DOCS_PREFIX = "/docs"
 SPARE_CONNECTIONS = 16

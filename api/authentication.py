@@ -9,9 +9,9 @@ from typing import Any
 from flask import Flask, g, request
 from flask_openapi3.models.security_scheme import SecurityScheme
 
-from api.keyring import Keyring
 from api.problems import Problem
 from tokenmill.protocol.naming import DEFAULT_TENANT
+from tokenmill.settings.credentials import Keyring
 
 PROTECTED_PREFIX = "/v1/"
 SCHEME_NAME = "apiKey"

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from api.problems import Problem, bad_field, excerpt
 from api.schemas.requests import TaskBody
 from api.schemas.webhook_url import is_public, parse_url
-from api.settings import ApiSettings
 from tokenmill.protocol.limits import prompt_logprobs_error, prompt_logprobs_fit
 from tokenmill.protocol.records import ModelCard
 from tokenmill.protocol.store.task_store import TaskStore
+from tokenmill.settings.processes import ApiSettings
 
 
 def check_request(body: TaskBody, settings: ApiSettings, store: TaskStore) -> ModelCard | None:

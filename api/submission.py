@@ -17,12 +17,12 @@ from rq.utils import now
 from api.problems import Problem, bad_field
 from api.schemas.requests import TaskBody
 from api.schemas.sampling import SAMPLING_FIELDS
-from api.settings import ApiSettings
 from tokenmill.protocol import naming
 from tokenmill.protocol.limits import TIME_LIMIT_NAMES, TimeLimits
 from tokenmill.protocol.messages import JOB_FUNCTION, GenerateRequest
 from tokenmill.protocol.records import IdempotencyConflict, ModelCard, QueueFull, Submission, Submitted
 from tokenmill.protocol.store.task_store import TaskStore
+from tokenmill.settings.processes import ApiSettings
 
 BYTES_PER_TOKEN = 4
 DEFAULT_OUTPUT_TOKENS = 256

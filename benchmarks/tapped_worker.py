@@ -21,6 +21,7 @@ from tokenmill.protocol import naming
 from tokenmill.protocol.messages import TaskError
 from tokenmill.protocol.records import Submission
 from tokenmill.protocol.store.task_store import TaskStore
+from tokenmill.settings.processes import Timing
 from worker.connections import connect
 from worker.inbox import Inbox, PreparedTask
 from worker.leases import Leases
@@ -28,7 +29,6 @@ from worker.loop import Loop
 from worker.ownership import OwnedTasks, Ownership
 from worker.publisher import Publisher
 from worker.service import Service
-from worker.settings import Timing
 from worker.stream import Stream
 from worker.watchdog import Observers, Watchdog
 

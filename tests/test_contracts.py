@@ -15,7 +15,7 @@ ROOMS = ["api", "engine", "monitoring", "tokenmill", "worker"]
 PLANTS = {
     "protocol:": [
         ("tokenmill/protocol/messages.py", "import redis"),
-        ("tokenmill/protocol/keys.py", "import worker.settings"),
+        ("tokenmill/protocol/keys.py", "import worker.errors"),
         ("tokenmill/protocol/naming.py", "import rq"),
     ],
     "engine:": [
@@ -27,7 +27,7 @@ PLANTS = {
         ("engine/offline/runner.py", "import tqdm"),
     ],
     "engine.offline.llm:": [
-        ("engine/offline/llm.py", "import worker.settings"),
+        ("engine/offline/llm.py", "import worker.errors"),
         ("engine/offline/progress.py", "import redis"),
     ],
     "execution:": [
@@ -42,22 +42,22 @@ PLANTS = {
         ("monitoring/engine.py", "import engine.scheduler"),
         ("monitoring/engine.py", "import tokenmill.protocol.keys"),
     ],
-    "monitoring.queue:": [("monitoring/queue.py", "import worker.settings")],
+    "monitoring.queue:": [("monitoring/queue.py", "import worker.errors")],
     "worker:": [
         ("worker/loop.py", "import torch"),
-        ("worker/settings.py", "import tokenmill.config"),
-        ("worker/settings.py", "import flask"),
+        ("worker/loop.py", "import tokenmill.serve.state"),
+        ("worker/errors.py", "import flask"),
     ],
     "api:": [
         ("api/app.py", "import engine.sampling_params"),
-        ("api/app.py", "import worker.settings"),
+        ("api/app.py", "import worker.errors"),
         ("api/app.py", "import tokenmill.client"),
         ("api/app.py", "import monitoring.engine"),
         ("api/app.py", "import torch"),
     ],
     "tokenmill:": [
-        ("tokenmill/cli/main.py", "import worker.settings"),
-        ("tokenmill/serve/service.py", "import api.settings"),
+        ("tokenmill/cli/main.py", "import worker.errors"),
+        ("tokenmill/serve/service.py", "import api.admission"),
         ("tokenmill/client/streams.py", "import rq"),
     ],
     "torch is not even": [("engine/scheduling/scheduler.py", "import engine.execution.model_runner")],

@@ -16,7 +16,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import redis
@@ -27,21 +26,21 @@ from engine.errors import InvalidParameter, UnsupportedModel
 from monitoring.engine import EngineMetrics
 from monitoring.http import serve_metrics
 from monitoring.worker import WorkerMetrics
-from tokenmill.process import variables
 from tokenmill.process.redis_outages import OutageLog
 from tokenmill.process.restart_loop import prevent_restart_loop
 from tokenmill.process.temporary_directory import NoTemporaryDirectory, check_temporary_directory
-from tokenmill.protocol import naming
 from tokenmill.protocol.records import ModelCard, WorkerRecord
 from tokenmill.protocol.store.task_store import TaskStore
+from tokenmill.settings.errors import SettingError
+from tokenmill.settings.processes import VARIABLES, WorkerSettings
+from tokenmill.settings.unknown import warnings
 from worker.batch_worker import BatchWorker, new_worker_name
 from worker.cache_directory import usable_cache
 from worker.connections import connect
-from worker.errors import SettingsError, unusable
+from worker.errors import unusable
 from worker.importing import uncollected
 from worker.loading import Loading, unusable_machine
 from worker.preparation import ServedModel
-from worker.settings import WorkerSettings
 from worker.threads import WorkerContext
 from worker.watchdog import arm_watchdog
 
@@ -60,10 +59,10 @@ class Process:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
-        self._slug = naming.model_slug(settings.served_model_name)
+        self._slug = settings.slug
         self._name = new_worker_name()
         self._registry = CollectorRegistry()
-        self._metrics = WorkerMetrics(self._registry, model=settings.served_model_name)
+        self._metrics = WorkerMetrics(self._registry, model=settings.public_model)
         self._worker: BatchWorker | None = None
 
     def run(self) -> int:
@@ -85,12 +84,12 @@ class Process:
         return self._worker.work()
 
     def _serve_metrics(self) -> None:
-        """Raises `SettingsError` when nothing can listen there."""
+        """Raises `SettingError` when nothing can listen there."""
         host, port = self._settings.metrics_host, self._settings.metrics_port
         try:
             server = serve_metrics(self._registry, host, port, self._is_ready)
         except OSError as error:
-            raise SettingsError(
+            raise SettingError(
                 f"TOKENMILL_METRICS_HOST and TOKENMILL_METRICS_PORT: cannot listen at {host}:{port}: {error}"
             ) from error
         logger.info("metrics at http://%s:%d/metrics", host, server.port)
@@ -104,7 +103,7 @@ class Process:
     def _loading_record(self) -> WorkerRecord:
         return WorkerRecord(
             name=self._name,
-            model=self._settings.served_model_name,
+            model=self._settings.public_model,
             slug=self._slug,
             state="loading",
             started_at=time.time(),
@@ -112,7 +111,7 @@ class Process:
 
     def _card(self, execution: "Execution") -> ModelCard:
         return ModelCard(
-            model=self._settings.served_model_name,
+            model=self._settings.public_model,
             vocab_size=execution.vocab_size,
             max_model_len=execution.config.max_model_len,
             max_prompt_tokens=execution.config.max_prompt_tokens,
@@ -126,11 +125,11 @@ class Process:
         settings = self._settings
         engine_metrics = EngineMetrics(
             self._registry,
-            model=settings.served_model_name,
+            model=settings.public_model,
             max_model_len=execution.config.max_model_len,
         )
         model = ServedModel(
-            name=settings.served_model_name,
+            name=settings.public_model,
             slug=self._slug,
             fingerprint=execution.fingerprint,
             tokenizer=execution.tokenizer,
@@ -140,7 +139,7 @@ class Process:
         given = WorkerContext(
             connect=self._connect,
             metrics=self._metrics,
-            timing=settings.timing,
+            timing=settings,
             observers=(engine_metrics,),
         )
         return BatchWorker(execution.new_engine(), model, given, name=self._name, card=card)
@@ -163,7 +162,7 @@ def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
         deterministic=settings.deterministic,
         generation_config=settings.generation_config,
         progress=loading.progress,
-        **{name: value for name, value in asdict(settings.engine).items() if value is not None},
+        **settings.engine_limits(),
     )
 
 
@@ -194,10 +193,10 @@ def main() -> int:
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    for line in variables.warnings(os.environ):
+    for line in warnings(os.environ, VARIABLES):
         logger.warning("%s", line)
     try:
-        settings = WorkerSettings.from_env(os.environ)
+        settings = WorkerSettings.load(os.environ)
         check_temporary_directory()
         # Before the libraries are imported, which takes seconds.
         check_source(settings.model)
@@ -205,7 +204,7 @@ def main() -> int:
             return Process(settings).run()
     except NoTemporaryDirectory as error:
         return _unusable(str(error))
-    except (SettingsError, InvalidParameter, UnsupportedModel) as error:
+    except (SettingError, InvalidParameter, UnsupportedModel) as error:
         return _unusable(unusable(error))
     except Exception:
         logger.critical("the worker failed", exc_info=True)

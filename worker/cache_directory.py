@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from worker.errors import SettingsError
+from tokenmill.settings.errors import SettingError
 
 _UNUSABLE = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST}
@@ -15,13 +15,13 @@ _UNUSABLE = frozenset(
 
 @contextmanager
 def usable_cache(directory: str) -> Iterator[None]:
-    """A context for what writes into `directory`. Raises `SettingsError` where that is impossible."""
+    """A context for what writes into `directory`. Raises `SettingError` where that is impossible."""
     try:
         yield
     except OSError as error:
         if error.errno not in _UNUSABLE or not _is_below(error.filename, directory):
             raise
-        raise SettingsError(
+        raise SettingError(
             f"the cache directory {directory} cannot be written: {error.strerror}: {error.filename}; choose"
             " another with TOKENMILL_CACHE_DIR"
         ) from error

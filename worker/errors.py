@@ -4,6 +4,7 @@ from engine.constraints import NO_TOKEN_ALLOWED
 from engine.errors import EngineError, InvalidParameter, NeverFits
 from engine.structured_outputs import FIELD as STRUCTURED_OUTPUTS
 from tokenmill.protocol.messages import TaskError
+from tokenmill.settings.errors import SettingError
 
 INVALID_REQUEST = "invalid_request_error"
 """The type of an error that the client can correct."""
@@ -13,11 +14,7 @@ class WorkerError(Exception):
     """Base class of every error raised on purpose by the worker."""
 
 
-class SettingsError(WorkerError):
-    """A setting has a value that it cannot have. The message names the variable and what is allowed."""
-
-
-def unusable(error: WorkerError | EngineError) -> str:
+def unusable(error: SettingError | EngineError) -> str:
     """One line for an error that a restart does not mend; a parameter is named by its variable."""
     text = str(error)
     if isinstance(error, InvalidParameter):

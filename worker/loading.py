@@ -16,7 +16,7 @@ from typing import Any
 from monitoring.worker import WorkerMetrics
 from tokenmill.protocol.records import WorkerRecord
 from tokenmill.protocol.store.task_store import TaskStore
-from worker.errors import SettingsError
+from tokenmill.settings.errors import SettingError
 from worker.service import Service
 
 logger = logging.getLogger(__name__)
@@ -28,11 +28,11 @@ RECORD_SECONDS = 15.0
 
 @contextmanager
 def unusable_machine() -> Iterator[None]:
-    """Turn a lack of libraries or memory into `SettingsError`."""
+    """Turn a lack of libraries or memory into `SettingError`."""
     try:
         yield
     except ImportError as error:
-        raise SettingsError(
+        raise SettingError(
             f"a library that the worker needs cannot be imported; is 'tokenmill[worker]' installed?"
             f" {error!s:.200}{_limit()}"
         ) from error
@@ -44,9 +44,9 @@ def unusable_machine() -> Iterator[None]:
         raise _short_of_memory(str(error)) from error
 
 
-def _short_of_memory(reason: str) -> SettingsError:
+def _short_of_memory(reason: str) -> SettingError:
     detail = f" ({reason})" if reason else ""
-    return SettingsError(
+    return SettingError(
         f"TOKENMILL_MODEL: not enough memory to load it{detail}{_limit()}; choose a smaller model"
     )
 

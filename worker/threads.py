@@ -15,6 +15,7 @@ from monitoring.worker import WorkerMetrics
 from tokenmill.process.redis_outages import OutageLog
 from tokenmill.protocol.claim_order import ClaimOrder
 from tokenmill.protocol.store.task_store import TaskStore
+from tokenmill.settings.processes import Timing
 from worker.connections import Connect
 from worker.inbox import Cancel, Discard, Inbox
 from worker.intake import Intake, PrefetchLimit
@@ -26,7 +27,6 @@ from worker.ownership import OwnedTasks, Ownership
 from worker.preparation import ServedModel
 from worker.publisher import Publisher
 from worker.service import Service
-from worker.settings import Timing
 from worker.watchdog import Observer, Observers, Watchdog, arm_watchdog
 
 logger = logging.getLogger(__name__)

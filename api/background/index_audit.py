@@ -6,8 +6,8 @@ import redis
 
 from api.background.periodic import start_periodic
 from api.redis_clients import connect
-from api.settings import ApiSettings
 from tokenmill.protocol.store.audit import Audit
+from tokenmill.settings.processes import ApiSettings
 
 logger = logging.getLogger(__name__)
 

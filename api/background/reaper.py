@@ -11,9 +11,9 @@ import redis
 
 from api.background.periodic import start_periodic
 from api.redis_clients import connect
-from api.settings import ApiSettings
 from monitoring.reaper import ReapFailures
 from tokenmill.protocol.store.task_store import TaskStore
+from tokenmill.settings.processes import ApiSettings
 
 logger = logging.getLogger(__name__)
 

@@ -6,13 +6,13 @@ import threading
 import redis
 
 from api.redis_clients import connect
-from api.settings import ApiSettings
 from api.shutdown import Shutdown
 from api.webhooks.deliverer import MAX_CONCURRENT, RENEW_SECONDS, Deliverer
 from api.webhooks.http_post import Poster
 from monitoring.webhooks import WebhookMetrics
 from tokenmill.protocol.store.outbox import Outbox
 from tokenmill.protocol.store.task_store import TaskStore
+from tokenmill.settings.processes import ApiSettings
 
 logger = logging.getLogger(__name__)
 

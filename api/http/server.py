@@ -21,8 +21,8 @@ from api.http.connections import Connection, Deadlines
 from api.http.poller import Poller
 from api.http.requests import MAX_HEAD_BYTES, RequestError, RequestParser
 from api.networks import network_of
-from api.settings import ApiSettings
 from api.shutdown import Shutdown
+from tokenmill.settings.processes import ApiSettings
 
 logger = logging.getLogger(__name__)
 

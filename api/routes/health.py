@@ -17,11 +17,11 @@ from api.background.redis_checks import RedisChecks
 from api.problems import Problem
 from api.redis_clients import is_unavailable, why_unavailable
 from api.schemas.replies import PROBLEM_REPLY, Liveness, Readiness, WorkerView
-from api.settings import ApiSettings
 from monitoring.http import expose
 from tokenmill.protocol.records import WorkerRecord
 from tokenmill.protocol.store import server_state
 from tokenmill.protocol.store.task_store import TaskStore
+from tokenmill.settings.processes import ApiSettings
 
 RETRY_SECONDS = 5
 _TAG = Tag(name="Service", description="Health and metrics.")

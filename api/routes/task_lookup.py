@@ -6,11 +6,11 @@ from typing import TypeVar
 
 from api.authentication import current_tenant
 from api.problems import Problem
-from api.settings import ApiSettings
 from tokenmill.protocol import naming
 from tokenmill.protocol.snapshots import Reading, TaskSnapshot
 from tokenmill.protocol.store.script_errors import LOST_ERROR
 from tokenmill.protocol.store.task_store import TaskStore
+from tokenmill.settings.processes import ApiSettings
 
 Found = TypeVar("Found")
 _NOT_FOUND = "there is no such task"

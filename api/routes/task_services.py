@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from api.settings import ApiSettings
 from api.shutdown import Shutdown
 from api.streams.task_events import TaskEventReader
 from api.submission import Submitter
@@ -10,6 +9,7 @@ from api.tenant_slots import TenantSlots
 from monitoring.http import HttpMetrics
 from tokenmill.protocol.store.readers import Readers
 from tokenmill.protocol.store.task_store import TaskStore
+from tokenmill.settings.processes import ApiSettings
 
 REPLY_SLOTS = 4
 REPLY_WAIT_SECONDS = 30.0

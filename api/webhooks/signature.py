@@ -4,19 +4,9 @@ The id, the time of the try and the body are signed together, so a receiver dete
 """
 
 import base64
-import binascii
 import hashlib
 import hmac
 from collections.abc import Sequence
-
-PREFIX = "whsec_"
-KEY_BYTES = range(24, 65)
-WANTED = f"{PREFIX} and the base64 of {KEY_BYTES[0]} to {KEY_BYTES[-1]} bytes; several, separated by spaces"
-
-
-def parse_secrets(text: str) -> tuple[bytes, ...]:
-    """The keys of one `whsec_...` secret, or of several separated by spaces. Raises ValueError."""
-    return tuple(_key(secret) for secret in text.split())
 
 
 def headers(keys: Sequence[bytes], message_id: str, timestamp: int, body: bytes) -> dict[str, str]:
@@ -32,13 +22,3 @@ def headers(keys: Sequence[bytes], message_id: str, timestamp: int, body: bytes)
         "webhook-timestamp": str(timestamp),
         "webhook-signature": " ".join(f"v1,{base64.b64encode(digest).decode()}" for digest in digests),
     }
-
-
-def _key(secret: str) -> bytes:
-    try:
-        key = base64.b64decode(secret.removeprefix(PREFIX), validate=True)
-    except binascii.Error:
-        key = b""
-    if not secret.startswith(PREFIX) or len(key) not in KEY_BYTES:
-        raise ValueError(WANTED)
-    return key

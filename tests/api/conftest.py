@@ -9,7 +9,6 @@ from flask.testing import FlaskClient
 from prometheus_client import CollectorRegistry
 
 from api.app import ApiApp, create_app
-from api.settings import ApiSettings
 from api.webhooks.deliverer import Deliverer
 from api.webhooks.http_post import Poster
 from monitoring.webhooks import OUTCOMES, WebhookMetrics
@@ -20,6 +19,7 @@ from tokenmill.protocol.messages import LogEntry, TaskError, Usage
 from tokenmill.protocol.records import Claimed, ModelCard, Settlement, WorkerRecord, Write
 from tokenmill.protocol.store.outbox import Outbox
 from tokenmill.protocol.store.task_store import TaskStore
+from tokenmill.settings.processes import ApiSettings
 
 CARD = ModelCard(
     model="SmolLM2-135M-Instruct",

@@ -6,7 +6,7 @@ import pytest
 
 from api.app import create_app
 from api.problems import Problem, retry_seconds
-from api.settings import ApiSettings
+from tokenmill.settings.processes import ApiSettings
 
 
 def check(reply, status):

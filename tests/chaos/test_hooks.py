@@ -12,6 +12,7 @@ from tests.live_service import http
 from tests.tokenmill.protocol.store.tasks import claim_one, settle, submission
 from tokenmill.protocol.store.outbox import Outbox
 from tokenmill.protocol.store.task_store import TaskStore
+from tokenmill.settings.credentials import parse_secrets
 
 BODY = {"type": "task.completed", "data": {"id": "t", "status": "completed"}}
 
@@ -29,7 +30,7 @@ def post(receiver: Receiver, body: object = BODY, message_id: str = "msg_t", key
 
 
 def test_what_is_right_is_told(receiver: Receiver) -> None:
-    assert webhook_signature.parse_secrets(SECRET) == (KEY,)
+    assert parse_secrets(SECRET) == (KEY,)
     assert [post(receiver), post(receiver)] == [204, 204]
     assert (receiver.told, receiver.complaints) == ({"t": ["completed", "completed"]}, [])
 

@@ -11,13 +11,12 @@ import pytest
 import redis
 import yaml
 
-from api.settings import ApiSettings
 from tests.conftest import free_port
 from tests.live_service import wait_for
-from tests.settings_read import variables_of
 from tokenmill.serve.embedded_redis import find_redis_server
+from tokenmill.settings.declaration import settings_of
+from tokenmill.settings.processes import ApiSettings, Timing, WorkerSettings
 from worker.batch_worker import SHUTDOWN_SECONDS
-from worker.settings import Timing, WorkerSettings
 
 ROOT = Path(__file__).parents[2]
 FILES = ["docker-compose.yml", "docker-compose.gpu.yml"]
@@ -25,7 +24,10 @@ SERVICES = yaml.safe_load((ROOT / FILES[0]).read_text())["services"]
 OVERLAY = yaml.safe_load((ROOT / FILES[1]).read_text())["services"]
 OURS = ["api", "worker"]
 GPU_WORKERS = [f"worker-{number}" for number in range(1, 8)]
-READ = {"api": variables_of(ApiSettings.from_env), "worker": variables_of(WorkerSettings.from_env)}
+READ = {
+    name: {one.variable for one in settings_of(each).values()}
+    for name, each in (("api", ApiSettings), ("worker", WorkerSettings))
+}
 OTHERS_VARIABLES = {"HF_TOKEN"}
 """Read by a library, not by our settings."""
 SET_BY_THE_IMAGE = {"TOKENMILL_CACHE_DIR"}

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.tokenmill.cli.fake_service import FakeService, running
-from tokenmill.config import SETTINGS
+from tokenmill.settings.processes import ALL
 
 
 @pytest.fixture
@@ -17,6 +17,6 @@ def service() -> Iterator[FakeService]:
 @pytest.fixture
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     """No setting is set, and the current directory has no file of settings."""
-    for setting in SETTINGS:
+    for setting in ALL.values():
         monkeypatch.delenv(setting.variable, raising=False)
     monkeypatch.chdir(str(tmp_path))

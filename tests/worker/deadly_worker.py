@@ -27,9 +27,9 @@ from tests.worker.workshop import (
     served_model,
     wait_for_length,
 )
+from tokenmill.settings.processes import WorkerSettings
 from worker.batch_worker import BatchWorker
 from worker.connections import connect
-from worker.settings import WorkerSettings
 from worker.stream import Stream
 from worker.threads import WorkerContext
 
@@ -130,11 +130,11 @@ class MortalTokenizer(WordTokenizer):
 def main() -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     break_host_code(os.environ["HOW"])
-    settings = WorkerSettings.from_env(os.environ)
+    settings = WorkerSettings.load(os.environ)
     given = WorkerContext(
         connect=lambda thread: connect(settings.redis_url, thread),
         metrics=new_metrics(),
-        timing=settings.timing,
+        timing=settings,
     )
     model = served_model(MortalTokenizer())
     runner = MortalRunner(connect(settings.redis_url, "test"))

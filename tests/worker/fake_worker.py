@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.worker.workshop import FakeRunner, build_engine, new_metrics, served_model
+from tokenmill.settings.processes import WorkerSettings
 from worker.batch_worker import BatchWorker
 from worker.connections import connect
-from worker.settings import WorkerSettings
 from worker.threads import WorkerContext
 
 PERMITS = "test:permits"
@@ -66,7 +66,7 @@ def mortal(client: Any, plan: str, thread: str) -> Any:
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    settings = WorkerSettings.from_env(os.environ)
+    settings = WorkerSettings.load(os.environ)
     runner = FakeRunner()
     if os.environ.get("GATED"):
         runner.before_step = gate(settings.redis_url)
@@ -76,7 +76,7 @@ def main() -> int:
     given = WorkerContext(
         connect=lambda thread: mortal(connect(settings.redis_url, thread), plan, thread),
         metrics=new_metrics(),
-        timing=settings.timing,
+        timing=settings,
     )
     worker = BatchWorker(build_engine(runner, max_num_seqs=4), served_model(), given)
     worker.handle_signals()

@@ -8,10 +8,10 @@ from typing import Any
 
 from engine.engine import Engine
 from tests.worker.workshop import WATCHDOG_SECONDS, build_engine, new_metrics, served_model
+from tokenmill.settings.processes import Timing
 from worker.batch_worker import BatchWorker
 from worker.connections import connect
 from worker.preparation import ServedModel
-from worker.settings import Timing
 from worker.threads import WorkerContext
 
 TIMING = Timing(lease_seconds=2.0, grace_seconds=10.0)

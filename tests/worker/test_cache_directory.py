@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tokenmill.settings.errors import SettingError
 from worker.cache_directory import usable_cache
-from worker.errors import SettingsError
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("name", ["/c/cache", "/c/cache/model/part", "/c", b"/c/cache/x"])
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.ENOTDIR])
 def test_a_write_that_fails_there_names_directory_and_setting(name: str | bytes, number: int) -> None:
-    with pytest.raises(SettingsError) as raised, usable_cache("/c/cache"):
+    with pytest.raises(SettingError) as raised, usable_cache("/c/cache"):
         raise OSError(number, os.strerror(number), name)
 
     told = str(raised.value)

@@ -30,10 +30,10 @@ from tokenmill.protocol import keys, rq_keys
 from tokenmill.protocol.messages import FinishedEvent
 from tokenmill.protocol.store import scripting
 from tokenmill.protocol.store.task_store import TaskStore
+from tokenmill.settings.processes import Timing
 from worker.batch_worker import BatchWorker
 from worker.connections import connect
 from worker.loop import Load
-from worker.settings import Timing
 from worker.threads import WorkerContext
 
 LEASE_SECONDS = 10.0

@@ -7,8 +7,8 @@ import redis
 from tests.worker.running import running
 from tests.worker.workshop import FakeRunner, build_engine, submit, until, wait_for_length
 from tokenmill.serve import service as serve
+from tokenmill.settings.processes import Timing
 from worker import batch_worker
-from worker.settings import Timing
 
 
 def test_the_parts_fit_into_the_whole_and_the_whole_into_the_supervisors_patience() -> None:

@@ -23,9 +23,9 @@ from tests.worker.workshop import (
 )
 from tokenmill.protocol import keys
 from tokenmill.protocol.store.task_store import TaskStore
+from tokenmill.settings.processes import Timing
 from worker.batch_worker import EXIT_FAILED
 from worker.intake import Intake
-from worker.settings import Timing
 
 LENGTH = 6
 

@@ -13,9 +13,9 @@ from tokenmill.cli.service_commands import api, serve, worker
 from tokenmill.cli.task_commands import NotCompleted, cancel, status, submit
 from tokenmill.cli.text_streams import CannotWrite, check_argument, prepare_standard_streams
 from tokenmill.client.http import ClientError, Refused
-from tokenmill.config import ConfigError
 from tokenmill.serve.embedded_redis import RedisUnavailable
 from tokenmill.serve.supervisor import CannotServe
+from tokenmill.settings.errors import SettingError
 
 FAILED, MISUSED, REFUSED, UNREACHABLE, INTERRUPTED = 1, 2, 3, 4, 130
 
@@ -49,13 +49,13 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)
-        except (ConfigError, ClientError, RedisUnavailable, CannotServe, CannotWrite, NotCompleted) as error:
+        except (SettingError, ClientError, RedisUnavailable, CannotServe, CannotWrite, NotCompleted) as error:
             click.echo(f"Error: {error}", err=True)
             ctx.exit(_exit_code(error))
 
 
 def _exit_code(error: Exception) -> int:
-    if isinstance(error, ConfigError):
+    if isinstance(error, SettingError):
         return MISUSED
     if isinstance(error, Refused):
         return REFUSED

@@ -1,7 +1,4 @@
-"""`tokenmill serve`, `worker` and `api`: start processes, with every setting as a flag.
-
-Law: a flag, a variable and a line in the file end up as the same environment variable of the same process.
-"""
+"""`tokenmill serve`, `worker` and `api`: start processes, with every setting as a flag."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -10,24 +7,34 @@ from typing import Any, TypeVar
 
 import click
 
-from tokenmill import config
 from tokenmill.cli.console import LinePrinter, colour_wanted
-from tokenmill.config import Part, Setting
 from tokenmill.process.startup_signals import blocked_signals
 from tokenmill.protocol.redis_url import hide_password
-from tokenmill.serve.service import room_command
+from tokenmill.serve.service import process_command
 from tokenmill.serve.service import serve as run_service
 from tokenmill.serve.state import StateDirectory
+from tokenmill.settings.declaration import Purpose, Setting, settings_of
+from tokenmill.settings.processes import (
+    ALL,
+    ApiCommandSettings,
+    ServeSettings,
+    StateSettings,
+    WorkerCommandSettings,
+)
+from tokenmill.settings.sources import Settings, SettingsFile, find_file
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-_METAVARS = {int: "NUMBER", float: "NUMBER", bool: "true|false", str: "TEXT"}
+_Settings = TypeVar("_Settings", bound=Settings)
+_METAVARS = {int: "NUMBER", float: "NUMBER", bool: "true|false"}
 
 
-def setting_flags(*parts: Part) -> Callable[[_Command], _Command]:
-    """A flag for each setting of `parts`, and --config."""
+def setting_flags(settings_class: type[Settings]) -> Callable[[_Command], _Command]:
+    """A flag for each setting of the class, by purpose, and --config."""
+    purposes = list(Purpose)
+    declared = sorted(settings_of(settings_class).values(), key=lambda one: purposes.index(one.purpose))
 
     def decorate(command: _Command) -> _Command:
-        for setting in reversed(config.settings_of(*parts)):
+        for setting in reversed(declared):
             command = _flag(setting)(command)
         return click.option(
             "--config", "config_file", metavar="FILE", help="TOML file of settings [default: tokenmill.toml]"
@@ -37,28 +44,35 @@ def setting_flags(*parts: Part) -> Callable[[_Command], _Command]:
 
 
 def _flag(setting: Setting) -> Callable[[_Command], _Command]:
-    help_text = f"{setting.help} [{setting.variable}; default: {setting.default}]"
-    return click.option(setting.flag, setting.name, metavar=_METAVARS[setting.kind], help=help_text)
+    kind = setting.kind
+    words = "|".join(setting.words)
+    help_text = f"{setting.help_text} [{setting.variable}; default: {setting.shown_default}]"
+    return click.option(
+        setting.flag, setting.name, metavar=words or _METAVARS.get(kind, "TEXT"), help=help_text
+    )
 
 
-def resolved(flags: Mapping[str, Any], config_file: str | None) -> dict[str, str]:
-    """The settings of this command line. Raises `ConfigError`."""
-    return config.resolve(flags, os.environ, config.find_file(config_file, Path.cwd()))
+def load_settings(
+    settings_class: type[_Settings], flags: Mapping[str, Any], config_file: str | None
+) -> _Settings:
+    """The settings of this command line. Raises `SettingError`."""
+    path = find_file(config_file, Path.cwd())
+    return settings_class.load(os.environ, flags, SettingsFile(path, ALL) if path else None)
 
 
-def state_of(settings: Mapping[str, str]) -> StateDirectory:
-    return StateDirectory(Path(settings.get("state_dir", config.BY_NAME["state_dir"].default)))
+def state_of(settings: StateSettings) -> StateDirectory:
+    return StateDirectory(Path(settings.state_dir))
 
 
 @click.command()
-@setting_flags(Part.SERVE, Part.SUPERVISOR, Part.API, Part.WORKER)
+@setting_flags(ServeSettings)
 def serve(config_file: str | None, **flags: str | None) -> None:
-    """Run everything: Redis, one worker for each CUDA device (on a CPU one), the API.
+    """Run everything: Redis, the API, and one worker for each CUDA device, or one on the CPU.
 
     Uses the Redis server that REDIS_URL names, else starts one of its own with its data in .tokenmill/, so
-    that unfinished tasks go on at the next start. Ctrl-C stops API, workers and Redis in that order; a
-    worker finishes what it can within the grace period. A second Ctrl-C ends the API and makes the workers
-    hand back unfinished tasks, a third kills what is left; no accepted task is lost.
+    that unfinished tasks resume at the next start. Ctrl-C stops the API, the workers and Redis in that order;
+    a worker finishes what it can within the grace period. A second Ctrl-C ends the API and makes the workers
+    return unfinished tasks, a third kills what is left. No accepted task is lost.
 
     \b
     Examples:
@@ -68,15 +82,14 @@ def serve(config_file: str | None, **flags: str | None) -> None:
       TOKENMILL_MAX_NUM_SEQS=16 tokenmill serve
       REDIS_URL=redis://localhost:6379/0 tokenmill serve
     """
-    printer = LinePrinter(colour_wanted())
-    settings = resolved(flags, config_file)
-    run_service(state_of(settings), settings, os.environ, printer)
+    settings = load_settings(ServeSettings, flags, config_file)
+    run_service(state_of(settings), settings, os.environ, LinePrinter(colour_wanted()))
 
 
 @click.command()
-@setting_flags(Part.SERVE, Part.WORKER)
+@setting_flags(WorkerCommandSettings)
 def worker(config_file: str | None, **flags: str | None) -> None:
-    """Run one worker alone, for a Redis server that runs already.
+    """Run one worker alone, for a Redis server that is already running.
 
     Without a Redis URL it joins the `tokenmill serve` of this directory, if one runs.
 
@@ -85,13 +98,13 @@ def worker(config_file: str | None, **flags: str | None) -> None:
       tokenmill worker --redis-url redis://queue.internal:6379/0 --model ./my-model
       tokenmill worker --metrics-port 0
     """
-    _become("worker", flags, config_file)
+    _execute("worker", load_settings(WorkerCommandSettings, flags, config_file))
 
 
 @click.command()
-@setting_flags(Part.SERVE, Part.API)
+@setting_flags(ApiCommandSettings)
 def api(config_file: str | None, **flags: str | None) -> None:
-    """Run the API alone, for a Redis server that runs already.
+    """Run the API alone, for a Redis server that is already running.
 
     Without a Redis URL it joins the `tokenmill serve` of this directory, if one runs.
 
@@ -100,16 +113,15 @@ def api(config_file: str | None, **flags: str | None) -> None:
       tokenmill api --redis-url redis://queue.internal:6379/0 --host 0.0.0.0
       tokenmill api --port 8001
     """
-    _become("api", flags, config_file)
+    _execute("api", load_settings(ApiCommandSettings, flags, config_file))
 
 
-def _become(name: str, flags: Mapping[str, Any], config_file: str | None) -> None:
-    """This process turns into the room, so that signals and exit codes are the room's own."""
-    settings = resolved(flags, config_file)
-    if "redis_url" not in settings and (url := state_of(settings).address("redis-url")):
+def _execute(name: str, settings: ApiCommandSettings | WorkerCommandSettings) -> None:
+    """Replace this process, so that signals and exit codes are those of the API or the worker."""
+    variables = settings.to_environment()
+    if "redis_url" not in settings.model_fields_set and (url := state_of(settings).address("redis-url")):
         click.echo(f"joining the tokenmill serve of this directory: Redis at {hide_password(url)}", err=True)
-        settings["redis_url"] = url
-    command = room_command(name)
-    environment = {**os.environ, **config.to_environment(settings)}
+        variables[ALL["redis_url"].variable] = url
+    command = process_command(name)
     with blocked_signals():
-        os.execve(command[0], command, environment)  # noqa: S606 - a fixed command; a shell is not wanted
+        os.execve(command[0], command, {**os.environ, **variables})  # noqa: S606 - a fixed command; a shell is not wanted

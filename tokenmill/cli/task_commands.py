@@ -11,12 +11,13 @@ from typing import Any
 import click
 
 from tokenmill.cli.request_flags import request_flags, to_body
-from tokenmill.cli.service_commands import resolved, setting_flags, state_of
+from tokenmill.cli.service_commands import load_settings, setting_flags, state_of
 from tokenmill.cli.text_streams import note, read_standard_input, show, to_json
 from tokenmill.client.http import Client
 from tokenmill.client.texts import Streamed, texts
-from tokenmill.config import BY_NAME, ConfigError, Part
 from tokenmill.protocol.messages import FinishedEvent
+from tokenmill.settings.errors import SettingError
+from tokenmill.settings.processes import ClientCommandSettings, ClientSettings
 
 _json_flag = click.option("--json", "as_json", is_flag=True, help="print the task as JSON")
 
@@ -31,7 +32,7 @@ class NotCompleted(Exception):
 @click.option("--wait", is_flag=True, help="print the text when the task has ended")
 @request_flags
 @_json_flag
-@setting_flags(Part.CLIENT)
+@setting_flags(ClientSettings)
 def submit(
     prompt: str | None,
     stream: bool,
@@ -79,7 +80,7 @@ def _checked_id(_context: click.Context, _parameter: click.Parameter, task_id: s
 @click.argument("task_id", metavar="ID", callback=_checked_id)
 @click.option("--wait", is_flag=True, help="wait until the task has ended")
 @_json_flag
-@setting_flags(Part.CLIENT)
+@setting_flags(ClientSettings)
 def status(
     task_id: str, wait: bool, as_json: bool, config_file: str | None, url: str | None, api_key: str | None
 ) -> None:
@@ -100,7 +101,7 @@ def status(
 @click.command()
 @click.argument("task_id", metavar="ID", callback=_checked_id)
 @_json_flag
-@setting_flags(Part.CLIENT)
+@setting_flags(ClientSettings)
 def cancel(
     task_id: str, as_json: bool, config_file: str | None, url: str | None, api_key: str | None
 ) -> None:
@@ -116,13 +117,12 @@ def cancel(
 
 def _client(url: str | None, api_key: str | None, config_file: str | None) -> Client:
     """For the address that is set, else that of the service that runs in this directory, else the default."""
-    settings = resolved({"url": url, "api_key": api_key}, config_file)
-    host, port = (settings.get(name, BY_NAME[name].default) for name in ("host", "port"))
-    address = settings.get("url") or state_of(settings).address("api-url")
+    settings = load_settings(ClientCommandSettings, {"url": url, "api_key": api_key}, config_file)
+    address = settings.url or state_of(settings).address("api-url")
     try:
-        return Client(url=address or f"http://{host}:{port}", api_key=settings.get("api_key"))
+        return Client(url=address or f"http://{settings.host}:{settings.port}", api_key=settings.api_key)
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise SettingError(str(error)) from None
 
 
 def _read_prompt(given: str | None) -> str:

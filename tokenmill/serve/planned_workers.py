@@ -6,8 +6,8 @@ One per CUDA device, as a worker computes on one; on a CPU one, as it uses all c
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tokenmill.config import ConfigError
 from tokenmill.serve.devices import VISIBLE
+from tokenmill.settings.errors import SettingError
 
 AUTO = "auto"
 NAME = "worker"
@@ -33,13 +33,13 @@ def plan_workers(
 ) -> list[PlannedWorker]:
     """`wanted`: "auto" or a number. `metrics_port`: of the first worker, others follow; 0: any free one.
 
-    Raises `ConfigError` if there are not as many ports.
+    Raises `SettingError` if there are not as many ports.
     """
     count = max(1, len(devices)) if wanted == AUTO else int(wanted)
     if count == 1:
         return [PlannedWorker(NAME, metrics_port)]
     if metrics_port and metrics_port + count - 1 > _LAST_PORT:
-        raise ConfigError(
+        raise SettingError(
             f"TOKENMILL_METRICS_PORT: {count} workers need as many ports from {metrics_port} on"
         )
     threads = {} if environ.get(_THREADS) else {_THREADS: str(max(1, num_cores // count))}

@@ -12,19 +12,19 @@ from prometheus_client import CollectorRegistry
 from api.app import create_app
 from api.background.reaper import OUTAGE_SECONDS, PERIOD_SECONDS, START_SECONDS, Reaper
 from api.redis_clients import connect
-from api.settings import ApiSettings
 from monitoring.reaper import ReapFailures
 from tests.api.conftest import HandWorker, Submit
 from tests.conftest import free_port, start_redis
 from tokenmill.protocol import keys
 from tokenmill.protocol.store.task_store import TaskStore
+from tokenmill.settings.processes import ApiSettings
 
 UNREACHABLE = "redis://127.0.0.1:1/0"
 
 
 @pytest.fixture
 def settings(redis_url: str) -> ApiSettings:
-    return ApiSettings(redis_url=redis_url, max_task_seconds=0.1)
+    return ApiSettings(redis_url=redis_url).model_copy(update={"max_task_seconds": 0.1})
 
 
 class Time:
@@ -78,7 +78,9 @@ def test_a_task_that_waits_too_long_ends(
 def test_time_limits_apply_in_the_first_run_after_an_outage(tmp_path: Path, clock: Time) -> None:
     """A limit of three seconds was once enforced 56 s late after Redis had been away for 1.5 s."""
     port = free_port()
-    settings = ApiSettings(redis_url=f"redis://127.0.0.1:{port}/0", max_task_seconds=0.0)
+    settings = ApiSettings(redis_url=f"redis://127.0.0.1:{port}/0").model_copy(
+        update={"max_task_seconds": 0.0}
+    )
     server = start_redis(tmp_path, port)
     try:
         store = TaskStore(connect(settings.redis_url))

@@ -6,7 +6,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from urllib.error import HTTPError
 
-from api.settings import ApiSettings
+from tokenmill.settings.processes import ApiSettings
 
 CALLERS, LIMIT = 50, 5
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from api.app import create_app
-from api.settings import ApiSettings
 from tests.conftest import free_port, start_redis
 from tokenmill.protocol.records import WorkerRecord
+from tokenmill.settings.processes import ApiSettings
 
 
 def test_liveness_asks_nobody():

@@ -6,12 +6,12 @@ import pytest
 import redis
 
 from api.app import create_app
-from api.settings import ApiSettings
 from tests.conftest import free_port
 from tokenmill.protocol import keys
 from tokenmill.protocol.naming import new_task_id
 from tokenmill.protocol.store.task_store import TaskStore
 from tokenmill.serve.embedded_redis import find_redis_server
+from tokenmill.settings.processes import ApiSettings
 
 
 def test_a_task_whose_keys_vanished_is_lost(client, submit, redis_client):

@@ -6,9 +6,9 @@ import time
 import pytest
 
 from api.schemas.replies import Task
-from api.settings import ApiSettings
 from tokenmill.protocol import keys, naming
 from tokenmill.protocol.messages import TaskError
+from tokenmill.settings.processes import ApiSettings
 
 ERROR = TaskError(type="server_error", code="engine_error", message="it broke", param="prompt")
 
@@ -266,7 +266,7 @@ def test_an_expired_task_is_gone(client):
 class TestShortRetention:
     @pytest.fixture
     def settings(self, redis_url):
-        return ApiSettings(redis_url=redis_url, retention_seconds=0.1)
+        return ApiSettings(redis_url=redis_url).model_copy(update={"retention_seconds": 0.1})
 
     def test_a_task_goes_from_finished_to_gone(self, client, redis_client, settings):
         """romm#3195: result, events and cancel of a task whose time is over."""

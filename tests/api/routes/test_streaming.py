@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-from api.settings import ApiSettings
 from api.streams import sse
 from tokenmill.client.sse import Frame
 from tokenmill.client.sse import frames as parse
 from tokenmill.protocol.messages import FinishedEvent, LogEntry, TaskError, TokenEvent, Usage, decode, encode
+from tokenmill.settings.processes import ApiSettings
 
 
 class Stream:
@@ -261,7 +261,8 @@ class TestSlots:
 
 
 def test_a_silent_stream_beats(redis_url, make_app):
-    client = make_app(ApiSettings(redis_url=redis_url, heartbeat_seconds=0.1)).test_client()
+    settings = ApiSettings(redis_url=redis_url).model_copy(update={"heartbeat_seconds": 0.1})
+    client = make_app(settings).test_client()
     task_id = client.post("/v1/tasks", json={"prompt": "x"}).json["id"]
     chunks = client.get(f"/v1/tasks/{task_id}/events", buffered=False).iter_encoded()
     assert [next(chunks) for _ in range(3)] == [b"retry: 1000\n\n", b": \n\n", b": \n\n"]

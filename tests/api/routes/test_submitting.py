@@ -10,10 +10,10 @@ from rq.serializers import JSONSerializer
 
 from api.routes.tasks import preferred_wait
 from api.schemas.requests import TaskBody
-from api.settings import ApiSettings
 from api.submission import body_digest, estimate_cost, parse_idempotency_key
 from tokenmill.protocol import naming
 from tokenmill.protocol.messages import JOB_FUNCTION, GenerateRequest
+from tokenmill.settings.processes import ApiSettings
 
 BODY = {"prompt": "hello", "max_tokens": 4}
 

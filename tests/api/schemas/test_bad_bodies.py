@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from api.app import create_app
-from api.settings import ApiSettings
+from tokenmill.settings.processes import ApiSettings
 
 GOOD = {"prompt": "hello", "max_tokens": 4}
 SURROGATE = b'"\\ud83d"'

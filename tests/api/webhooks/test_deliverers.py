@@ -7,21 +7,20 @@ import redis
 
 from api.background.webhook_delivery import RETRY_SECONDS, deliver_due
 from api.redis_clients import connect
-from api.settings import ApiSettings
 from api.webhooks.deliverer import LEASE_SECONDS, MAX_CONCURRENT, RENEW_SECONDS
 from api.webhooks.http_post import Poster, PostFailed
 from api.webhooks.receiver_limits import MAX_UNPROVEN
-from api.webhooks.signature import parse_secrets
 from tests.api.webhooks.delivering import SECRET
 from tests.api.webhooks.receiver import say
 from tests.live_service import wait_for
 from tokenmill.protocol import keys
 from tokenmill.protocol.store.outbox import Outbox
+from tokenmill.settings.processes import ApiSettings
 
 
 @pytest.fixture
 def settings(redis_url):
-    return ApiSettings(redis_url=redis_url, webhook_keys=parse_secrets(SECRET), webhook_allow_private=True)
+    return ApiSettings(redis_url=redis_url, webhook_secret=SECRET, webhook_allow_private=True)
 
 
 class TestDeaths:

@@ -4,19 +4,18 @@ from itertools import pairwise
 
 import pytest
 
-from api.settings import ApiSettings
 from api.webhooks.deliverer import JITTER, MAX_TRIES, RETRY_DELAYS
 from api.webhooks.http_post import Poster
-from api.webhooks.signature import parse_secrets
 from tests.api.webhooks.delivering import SECRET, verified
 from tests.api.webhooks.receiver import answer, close
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import TaskError
+from tokenmill.settings.processes import ApiSettings
 
 
 @pytest.fixture
 def settings(redis_url):
-    return ApiSettings(redis_url=redis_url, webhook_keys=parse_secrets(SECRET), webhook_allow_private=True)
+    return ApiSettings(redis_url=redis_url, webhook_secret=SECRET, webhook_allow_private=True)
 
 
 class TestWhatIsSent:

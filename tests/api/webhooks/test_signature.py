@@ -4,7 +4,8 @@ import base64
 
 import pytest
 
-from api.webhooks.signature import headers, parse_secrets
+from api.webhooks.signature import headers
+from tokenmill.settings.credentials import parse_secrets
 
 
 def test_the_example_of_the_standards_own_libraries():

@@ -2,15 +2,14 @@
 
 import pytest
 
-from api.settings import ApiSettings
-from api.webhooks.signature import parse_secrets
 from tests.api.webhooks.delivering import SECRET
 from tokenmill.protocol import keys
+from tokenmill.settings.processes import ApiSettings
 
 
 @pytest.fixture
 def settings(redis_url):
-    return ApiSettings(redis_url=redis_url, webhook_keys=parse_secrets(SECRET), webhook_allow_private=True)
+    return ApiSettings(redis_url=redis_url, webhook_secret=SECRET, webhook_allow_private=True)
 
 
 class TestSubmission:
@@ -47,7 +46,7 @@ class TestSubmission:
     @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "169.254.169.254", "localhost", "10.1.2.3:8080"])
     def test_a_private_address_is_refused_unless_it_is_allowed(self, redis_url, make_app, settings, host):
         body = {"prompt": "x", "webhook": {"url": f"http://{host}/"}}
-        closed = ApiSettings(redis_url=redis_url, webhook_keys=settings.webhook_keys)
+        closed = ApiSettings(redis_url=redis_url, webhook_secret=SECRET)
         reply = make_app(closed).test_client().post("/v1/tasks", json=body)
         assert reply.status_code == 400
         assert (reply.json["error"]["param"], reply.json["error"]["code"]) == (

@@ -137,7 +137,7 @@ def test_an_address_that_no_call_can_reach_is_a_wrong_setting(url: str) -> None:
 
     assert result.exit_code == MISUSED
     assert result.stderr == (
-        "Error: --url: url must be an address that starts with http:// or https://,"
+        "Error: --url must be an address that starts with http:// or https://,"
         f" such as http://127.0.0.1:8000, not '{url}'\n"
     )
 
@@ -232,7 +232,7 @@ def test_a_wrong_setting_is_one_line() -> None:
     result = typed("worker", "--max-num-seqs", "many")
 
     assert result.exit_code == MISUSED
-    told = "Error: --max-num-seqs: max_num_seqs must be a whole number from 1 to 2147483647, not 'many'\n"
+    told = "Error: --max-num-seqs must be a whole number from 1 to 2147483647, not 'many'\n"
     assert result.stderr == told
 
 

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from api.settings import ApiSettings
 from tokenmill.protocol.naming import DEFAULT_MODEL, is_path, served_model_name
-from worker.settings import WorkerSettings
+from tokenmill.settings.processes import ApiSettings, WorkerSettings
 
 
 @pytest.mark.parametrize(
@@ -40,8 +39,8 @@ def test_the_name_of_a_model(model: str, name: str, tmp_path: Path, monkeypatch:
     monkeypatch.chdir(here)
     assert served_model_name(model) == name
     environ = {"TOKENMILL_MODEL": model}
-    assert ApiSettings.from_env(environ).public_model == name
-    assert WorkerSettings.from_env(environ).served_model_name == name
+    assert ApiSettings.load(environ).public_model == name
+    assert WorkerSettings.load(environ).public_model == name
     assert served_model_name(model, "mine") == "mine"
 
 

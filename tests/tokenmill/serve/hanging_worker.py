@@ -62,9 +62,9 @@ def _hang(how: str, path: str = "") -> None:
 
 def serve_hanging() -> None:
     """`tokenmill serve`, whose other processes are the usual ones."""
-    usual = serve.room_command
+    usual = serve.process_command
     ours = (sys.executable, "-m", __name__)
-    serve.room_command = lambda name: ours if name == "worker" else usual(name)
+    serve.process_command = lambda name: ours if name == "worker" else usual(name)
     cli.main()
 
 

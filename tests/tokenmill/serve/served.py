@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.tokenmill.serve.test_processes import WATCHDOG_SECONDS, Lines
-from tokenmill.config import SETTINGS
 from tokenmill.serve.embedded_redis import free_port
 from tokenmill.serve.state import StateDirectory
+from tokenmill.settings.processes import VARIABLES
 
 ROOT = Path(__file__).parent.parent.parent.parent
 REAL = "from tokenmill.cli.main import main; main()"
@@ -61,7 +61,7 @@ def main() -> None:
     if os.environ.get("FAKE_CUDA"):
         devices.torch_has_cuda = lambda: True
     codes = {"worker": _FAKE_WORKER, "api": _FAKE_API}
-    serve.room_command = lambda name: (sys.executable, "-c", codes[name])
+    serve.process_command = lambda name: (sys.executable, "-c", codes[name])
     cli.main()
 
 
@@ -87,7 +87,7 @@ class Served:
             "TOKENMILL_CACHE_DIR": str(ROOT / ".tokenmill"),
             **(settings or {}),
         }
-        kept = {name: value for name, value in os.environ.items() if name not in _VARIABLES}
+        kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
         self.process = subprocess.Popen(
             [*within, sys.executable, "-c", program, "serve"],
             cwd=directory,
@@ -140,6 +140,3 @@ class Served:
         with self.process.stdout as stream:
             for line in stream:
                 self.lines("", line.decode().rstrip("\n"))
-
-
-_VARIABLES = {setting.variable for setting in SETTINGS}

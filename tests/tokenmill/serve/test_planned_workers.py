@@ -2,8 +2,8 @@
 
 import pytest
 
-from tokenmill.config import ConfigError, resolve
 from tokenmill.serve.planned_workers import PlannedWorker, description, plan_workers
+from tokenmill.settings.errors import SettingError
 
 
 @pytest.mark.parametrize("devices", [(), ("GPU-a",)])
@@ -53,7 +53,7 @@ def test_more_workers_than_devices_share_them() -> None:
 def test_ports_end_somewhere() -> None:
     assert plan_workers("2", 65534, (), 2, {})[1].metrics_port == 65535
     with pytest.raises(
-        ConfigError, match="TOKENMILL_METRICS_PORT: 2 workers need as many ports from 65535 on"
+        SettingError, match="TOKENMILL_METRICS_PORT: 2 workers need as many ports from 65535 on"
     ):
         plan_workers("2", 65535, (), 2, {})
 
@@ -63,16 +63,3 @@ def test_where_they_are_is_described() -> None:
     assert (
         description(PlannedWorker("worker-1", 0, "GPU-b"), "h") == "worker-1 on GPU-b: metrics at a free port"
     )
-
-
-@pytest.mark.parametrize("text", ["auto", "1", " 8 ", "256"])
-def test_how_many_is_auto_or_a_number(text: str) -> None:
-    assert resolve({}, {"TOKENMILL_WORKERS": text}) == {"workers": text.strip()}
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "257", "many", "1.5"])
-def test_another_number_of_workers_is_refused(text: str) -> None:
-    with pytest.raises(
-        ConfigError, match="TOKENMILL_WORKERS: workers must be auto or a whole number from 1 to"
-    ):
-        resolve({}, {"TOKENMILL_WORKERS": text})

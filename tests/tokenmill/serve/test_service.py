@@ -12,11 +12,11 @@ import redis
 
 from tests.tokenmill.serve.served import WITH_FAKE_ROOMS, Served
 from tokenmill.cli.main import MISUSED
-from tokenmill.config import ConfigError
+from tokenmill.serve.checks import check_address, check_distinct, check_installed
 from tokenmill.serve.embedded_redis import free_port
-from tokenmill.serve.service import check_address, check_apart, check_installed
 from tokenmill.serve.state import SELF
 from tokenmill.serve.supervisor import CannotServe
+from tokenmill.settings.errors import SettingError
 
 Start = Callable[..., Served]
 
@@ -198,17 +198,23 @@ def test_any_free_port_will_do_for_zero(start: Start) -> None:
 
 @pytest.mark.parametrize("host", ["999.1.1.1", "192.0.2.1", "::9", "a..b"])
 def test_an_address_of_another_machine_is_told(host: str) -> None:
-    with pytest.raises(ConfigError, match=f"TOKENMILL_METRICS_HOST: {host} is no address of this machine"):
+    with pytest.raises(
+        SettingError, match=f"TOKENMILL_METRICS_HOST: {host} is not an address of this machine"
+    ):
         check_address(host, 0, "metrics_host", "metrics_port")
 
 
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"TOKENMILL_PORT": "99999"}, "TOKENMILL_PORT: port must be a whole number from 0 to 65535"),
-        ({"TOKENMILL_GRACE_SECONDS": "inf"}, "TOKENMILL_GRACE_SECONDS: grace_seconds must be a number from"),
+        ({"TOKENMILL_PORT": "99999"}, "TOKENMILL_PORT must be a whole number from 0 to 65535"),
+        ({"TOKENMILL_GRACE_SECONDS": "inf"}, "TOKENMILL_GRACE_SECONDS must be a number from"),
         ({"TOKENMILL_MAX_STREAMS": "300"}, "TOKENMILL_MAX_STREAMS must be below TOKENMILL_HTTP_THREADS"),
-        ({"TOKENMILL_HOST": "999.1.1.1"}, "TOKENMILL_HOST: 999.1.1.1 is no address of this machine"),
+        ({"TOKENMILL_DEVICE": "gpu"}, "TOKENMILL_DEVICE must be auto or cpu or cuda, not 'gpu'"),
+        ({"TOKENMILL_API_KEYS": "secret"}, "TOKENMILL_API_KEYS must be entries `tenant:key`"),
+        ({"TOKENMILL_API_KEYS_FILE": "missing"}, "TOKENMILL_API_KEYS_FILE must be a file that can be read"),
+        ({"TOKENMILL_WEBHOOK_SECRET": "secret"}, "TOKENMILL_WEBHOOK_SECRET must be whsec_ and"),
+        ({"TOKENMILL_HOST": "999.1.1.1"}, "TOKENMILL_HOST: 999.1.1.1 is not an address of this machine"),
     ],
 )
 def test_a_wrong_setting_is_found_before_anything_starts(
@@ -245,8 +251,8 @@ def test_two_services_on_one_port_are_found_before_anything_starts(start: Start)
 def test_one_port_on_two_addresses_is_allowed(
     api: tuple[str, int], metrics: tuple[str, int], apart: bool
 ) -> None:
-    with nullcontext() if apart else pytest.raises(ConfigError):
-        check_apart(api, metrics)
+    with nullcontext() if apart else pytest.raises(SettingError):
+        check_distinct(api, metrics)
 
 
 def test_a_room_that_refuses_its_settings_is_a_wrong_setting(start: Start) -> None:
@@ -294,7 +300,7 @@ def test_an_unknown_variable_is_reported_before_an_address_is_refused(start: Sta
 
     assert served.wait() == MISUSED
     assert "did you mean TOKENMILL_HOST?" in served.text()[0]
-    assert "TOKENMILL_HOST: 999.1.1.1 is no address" in served.text()[-1]
+    assert "TOKENMILL_HOST: 999.1.1.1 is not an address" in served.text()[-1]
 
 
 def test_a_variable_that_is_none_is_said_once(start: Start) -> None:
@@ -311,7 +317,7 @@ def test_a_room_of_a_supervisor_is_not_held(start: Start) -> None:
 
     for name in ("worker", "api"):
         environment = Path(f"/proc/{served.state.processes()[name].pid}/environ").read_bytes().split(b"\0")
-        assert b"TOKENMILL_HOLD_UNUSABLE=0" in environment
+        assert b"TOKENMILL_HOLD_UNUSABLE=false" in environment
 
 
 def test_a_part_that_is_not_installed_is_told() -> None:

@@ -1,0 +1,1 @@
+"""Settings, each declared once: flags, variables, keys of the file and the docs follow from it."""
