@@ -1,4 +1,4 @@
-"""The `tokenmill` program. Requests to stop are heard before the libraries of the command are loaded."""
+"""The `tokenmill` program. Stop signals work before the libraries of a command are loaded."""
 
 import signal
 
@@ -9,6 +9,6 @@ def main() -> None:
     exit_on_signals()
     from tokenmill.cli.main import main as command
 
-    # The command line ends by an exception and says in which state it leaves a task.
+    # Commands handle KeyboardInterrupt, to report the state of a task.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     command()

@@ -14,7 +14,7 @@ from tokenmill.cli.request_flags import request_flags, to_body
 from tokenmill.cli.service_commands import load_settings, setting_flags, state_of
 from tokenmill.cli.text_streams import note, read_standard_input, show, to_json
 from tokenmill.client.http import Client
-from tokenmill.client.texts import Streamed, texts
+from tokenmill.client.texts import StreamedTexts, texts
 from tokenmill.protocol.messages import FinishedEvent
 from tokenmill.settings.errors import SettingError
 from tokenmill.settings.processes import ClientCommandSettings, ClientSettings
@@ -135,11 +135,11 @@ def _read_prompt(given: str | None) -> str:
 
 def _print_stream(client: Client, task_id: str, num_outputs: int) -> None:
     """The texts as they come. The task goes on when they are read no longer, and its id is shown again."""
-    streamed = Streamed(num_outputs)
+    streamed = StreamedTexts(num_outputs)
     ends: list[FinishedEvent] = []
     try:
         for event in client.events(task_id):
-            for piece in streamed.take(event):
+            for piece in streamed.add(event):
                 show(piece, end="")
             if isinstance(event, FinishedEvent):
                 ends.append(event)

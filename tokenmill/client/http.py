@@ -1,7 +1,7 @@
-"""Talks to a running service by HTTP. Standard library only.
+"""An HTTP client of a running service, with the standard library only.
 
-Law: a broken connection loses nothing. Reading goes on from where it stopped; a submission carries an
-idempotency key, so that asking again cannot make a second task. Knows the wire, not the command line.
+Invariant: a broken connection loses nothing. Reading resumes where it stopped, and a submission has an
+idempotency key, so that repeating it does not create a second task.
 """
 
 import http.client
@@ -23,28 +23,28 @@ from tokenmill.client.sse import Frame, frames
 from tokenmill.protocol.messages import Event, FinishedEvent, ProtocolError, decode
 
 TERMINAL = frozenset({"completed", "failed", "cancelled"})
-_PASSING_STATUSES = frozenset({429, 502, 503, 504})
-#: An event stream is never silent for longer; the service sends comments.
+_RETRYABLE_STATUSES = frozenset({429, 502, 503, 504})
 _SILENCE_SECONDS = 60.0
+"""Timeout of an event stream; the service sends comments more often."""
 _FIRST_RETRY_SECONDS = 0.25
 _LAST_RETRY_SECONDS = 5.0
 _POLL_PAUSE_SECONDS = 1.0
 
 
 class ClientError(Exception):
-    """The service did not do what was asked."""
+    """A call failed."""
 
 
 class Unreachable(ClientError):
-    """No service answers there, or what answers is not one."""
+    """No service answers, or another program does."""
 
 
 class Broken(ClientError):
-    """The connection broke under way: the service may or may not have done what was asked."""
+    """The connection broke: the call may or may not have taken effect."""
 
 
 class Refused(ClientError):
-    """The service answered with an error: `status`, and `code` for programs."""
+    """The service answered with an error. `status`: HTTP status. `code`: error code."""
 
     def __init__(self, status: int, code: str, message: str, retry_after: float | None = None):
         super().__init__(message)
@@ -53,15 +53,15 @@ class Refused(ClientError):
         self.retry_after = retry_after
 
 
-_Answer = TypeVar("_Answer")
+_Result = TypeVar("_Result")
 _API_KEY = re.compile(r"[\x21-\x7e]+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """A service at `url`. `api_key`: shown with each call. `timeout`: seconds of one call.
+    """Calls the service at `url`. `api_key`: sent with each call. `timeout`: seconds per call.
 
-    `patience`: seconds for which reading a known task is tried again while the service is away.
+    `patience`: seconds for which reads are retried while the service is unavailable.
     """
 
     url: str
@@ -72,12 +72,12 @@ class Client:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        """Raises ValueError, which does not repeat it, for a key that no header can carry."""
+        """Raises ValueError, without the key, if it is not valid in a header."""
         if self.api_key and not _API_KEY.fullmatch(self.api_key):
             raise ValueError("api_key must be printable ASCII without spaces")
 
     def submit(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Submit a task; `body` has the fields of POST /v1/tasks. The task as it was accepted."""
+        """Submit a task and return it. `body`: fields of POST /v1/tasks."""
         headers = {"Idempotency-Key": uuid.uuid4().hex}
         try:
             return self._call("POST", "/v1/tasks", body=body, headers=headers)
@@ -85,7 +85,7 @@ class Client:
             return self._call("POST", "/v1/tasks", body=body, headers=headers)
 
     def is_ready(self) -> bool:
-        """The service can take tasks and run them."""
+        """Whether the service accepts tasks and can run them."""
         try:
             with self._open("GET", "/readyz", None, {}, self.timeout):
                 return True
@@ -93,33 +93,33 @@ class Client:
             return False
 
     def task(self, task_id: str, wait: float = 0.0) -> dict[str, Any]:
-        """The task as it is now, or as it is when it ends within `wait` seconds."""
+        """Return a task; with `wait`, once it has ended or after that many seconds."""
         query = f"?wait={wait:g}" if wait else ""
         return self._call("GET", _path(task_id) + query, timeout=self.timeout + wait)
 
     def wait(self, task_id: str, poll_seconds: float = 20.0) -> dict[str, Any]:
-        """The task when it has ended, however long that takes."""
+        """Return a task once it has ended, however long that takes."""
         while True:
             asked_at = self.clock()
-            task = self._patiently(lambda: self.task(task_id, poll_seconds))
+            task = self._retry(lambda: self.task(task_id, poll_seconds))
             if task.get("status") in TERMINAL:
                 return task
-            # A server without a free place for waiting calls answers at once.
+            # A server that has no thread free for waiting answers at once.
             if self.clock() - asked_at < min(poll_seconds, _POLL_PAUSE_SECONDS):
                 self.sleep(_POLL_PAUSE_SECONDS)
 
     def cancel(self, task_id: str) -> dict[str, Any]:
-        """The task after the cancellation; one that had ended is left as it was."""
+        """Cancel a task and return it. A task that has ended is unchanged."""
         return self._call("POST", _path(task_id) + "/cancel", body={})
 
     def events(self, task_id: str, after: int = -1) -> Iterator[Event]:
-        """Every event with a `seq` above `after`, the terminal one last; reconnects as often as needed."""
+        """Yield the events with a `seq` above `after` until the task ends. Reconnects as often as needed."""
         last = after
         while True:
             progress = False
-            with self._patiently(partial(self._stream, task_id, last)) as response:
+            with self._retry(partial(self._stream, task_id, last)) as response:
                 if response.status == HTTPStatus.NO_CONTENT:
-                    # The task has ended, and not above `last`.
+                    # The task has ended, and has no event after `last`.
                     return
                 for event in _events(response):
                     if event.seq <= last:
@@ -131,15 +131,15 @@ class Client:
             if not progress:
                 self.sleep(_LAST_RETRY_SECONDS)
 
-    def _patiently(self, call: Callable[[], _Answer]) -> _Answer:
-        """The call's answer; after a fault that may pass it is made again until patience ends."""
+    def _retry(self, call: Callable[[], _Result]) -> _Result:
+        """Return the result of `call`; repeat it after transient errors, for `patience` seconds."""
         deadline = self.clock() + self.patience
         delay = _FIRST_RETRY_SECONDS
         while True:
             try:
                 return call()
             except ClientError as error:
-                final = isinstance(error, Refused) and error.status not in _PASSING_STATUSES
+                final = isinstance(error, Refused) and error.status not in _RETRYABLE_STATUSES
                 if final or self.clock() + delay > deadline:
                     raise
             self.sleep(delay)
@@ -163,38 +163,38 @@ class Client:
         data = None if body is None else json.dumps(body).encode()
         try:
             with self._open(method, path, data, headers or {}, timeout or self.timeout) as response:
-                answer = json.load(response)
+                result = json.load(response)
         except (OSError, http.client.HTTPException) as error:
             raise Broken(f"the connection to {self.url} broke: {error}") from error
         except ValueError as error:
             raise Unreachable(f"what answers at {self.url} is not Tokenmill") from error
-        if not isinstance(answer, dict):
+        if not isinstance(result, dict):
             raise Unreachable(f"what answers at {self.url} is not Tokenmill")
-        return answer
+        return result
 
     def _open(
         self, method: str, path: str, data: bytes | None, headers: Mapping[str, str], timeout: float
     ) -> http.client.HTTPResponse:
-        """An answer below 400, its body unread."""
+        """The response, with its body unread. Raises `ClientError` for an error status."""
         sent = {"Content-Type": "application/json", **headers} if data is not None else dict(headers)
         try:
-            request = urllib.request.Request(  # noqa: S310 - the user's own address
+            request = urllib.request.Request(  # noqa: S310 - the user's own URL
                 self.url.rstrip("/") + path, data=data, headers=sent, method=method
             )
             if self.api_key:
-                # Not for another address to which this one might send the call.
+                # Not sent to other hosts after a redirect.
                 request.add_unredirected_header("Authorization", f"Bearer {self.api_key}")
-            answer = _opener(self.url).open(request, timeout=timeout)
+            response = _opener(self.url).open(request, timeout=timeout)
         except urllib.error.HTTPError as error:
             with error:
                 raise _refused(error) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise _no_answer(self.url, error) from error
-        return cast(http.client.HTTPResponse, answer)
+        return cast(http.client.HTTPResponse, response)
 
 
 def _opener(url: str) -> urllib.request.OpenerDirector:
-    """A proxy of the environment is for the world outside, not for this machine. Raises `ValueError`."""
+    """Calls to this machine use no proxy from the environment. Raises ValueError."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https"):
         raise ValueError("the address must start with http:// or https://")
@@ -215,7 +215,7 @@ def _path(task_id: str) -> str:
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[Event]:
-    """Events until the stream ends, cleanly or not: the caller asks again either way."""
+    """Events until the stream ends or breaks: the caller reconnects either way."""
     try:
         for frame in frames(response):
             if event := _event(frame):
@@ -228,12 +228,12 @@ def _event(frame: Frame) -> Event | None:
     try:
         return decode(frame.data)
     except ProtocolError:
-        # An event of a later version.
+        # An event of a newer version.
         return None
 
 
 def _refused(error: urllib.error.HTTPError) -> Refused:
-    """From a problem+json body; a proxy in between may have answered with anything else."""
+    """From a problem+json body; a proxy may have answered with anything else."""
     try:
         fields = json.loads(error.read(65536))
         code, message = str(fields["error"]["code"]), str(fields["error"]["message"])

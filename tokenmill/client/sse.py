@@ -1,7 +1,4 @@
-"""Server-sent events, from lines to frames (WHATWG HTML, "Server-sent events"). Pure.
-
-Knows no connection, and nothing of what a frame carries.
-"""
+"""Parses server-sent events (WHATWG HTML, "Server-sent events")."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -9,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One event: its name, its data and the id to resume after ("" if it has none)."""
+    """One event: its name, its data, and the id to resume after, or ""."""
 
     event: str
     data: str
@@ -17,7 +14,7 @@ class Frame:
 
 
 def frames(lines: Iterable[bytes]) -> Iterator[Frame]:
-    """The complete events of a stream; comments are dropped, and so is what a broken line began."""
+    """The complete events of a stream. Comments are skipped, and so is an event cut off by the end."""
     fields: dict[str, list[str]] = {}
     for raw in lines:
         if not raw.endswith(b"\n"):

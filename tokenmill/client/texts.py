@@ -1,7 +1,4 @@
-"""Texts of a task's outputs on a terminal. Pure.
-
-Law: a single text is printed as it is; several are told apart by a line before each.
-"""
+"""Formats the texts of a task for a terminal: a single one as it is, several with a line before each."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,41 +6,43 @@ from typing import Any
 from tokenmill.protocol.messages import Event, FinishedEvent
 
 
-def headline(index: int) -> str:
-    return f"--- output {index} ---"
-
-
 def texts(task: Mapping[str, Any]) -> str:
-    """All that was written so far."""
+    """The texts of a task as the API shows it."""
     outputs = list(task.get("outputs") or ())
     if len(outputs) == 1:
         return str(outputs[0].get("text", ""))
-    return "\n\n".join(f"{headline(one.get('index', 0))}\n{one.get('text', '')}" for one in outputs)
+    return "\n\n".join(f"{_headline(one.get('index', 0))}\n{one.get('text', '')}" for one in outputs)
 
 
-class Streamed:
-    """Outputs as they come, one after the other: the first is shown live, the others wait for their turn."""
+class StreamedTexts:
+    """Texts while they are generated. The first unfinished output is printed live; later ones are held until
+    it has ended.
+    """
 
     def __init__(self, num_outputs: int) -> None:
         self._pieces: list[list[str]] = [[] for _ in range(num_outputs)]
         self._ended = [False] * num_outputs
-        self._shown = 0
-        self._is_begun = False
+        self._current = 0
+        self._has_headline = False
 
-    def take(self, event: Event) -> Iterator[str]:
-        """What can be printed now."""
+    def add(self, event: Event) -> Iterator[str]:
+        """Yield what can be printed now."""
         self._pieces[event.index].append(event.text)
         self._ended[event.index] |= isinstance(event, FinishedEvent)
-        while self._shown < len(self._pieces):
-            yield from self._news()
-            if not self._ended[self._shown]:
+        while self._current < len(self._pieces):
+            yield from self._new_text()
+            if not self._ended[self._current]:
                 return
-            self._shown += 1
-            self._is_begun = False
+            self._current += 1
+            self._has_headline = False
 
-    def _news(self) -> Iterator[str]:
-        if len(self._pieces) > 1 and not self._is_begun:
-            yield ("\n\n" if self._shown else "") + headline(self._shown) + "\n"
-        self._is_begun = True
-        yield "".join(self._pieces[self._shown])
-        self._pieces[self._shown].clear()
+    def _new_text(self) -> Iterator[str]:
+        if len(self._pieces) > 1 and not self._has_headline:
+            yield ("\n\n" if self._current else "") + _headline(self._current) + "\n"
+        self._has_headline = True
+        yield "".join(self._pieces[self._current])
+        self._pieces[self._current].clear()
+
+
+def _headline(index: int) -> str:
+    return f"--- output {index} ---"

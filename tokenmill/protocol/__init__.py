@@ -1,1 +1,1 @@
-"""The words between API, worker and readers: messages, keys and scripts. Standard library only."""
+"""The wire between API, worker and clients: messages, keys, records, task store. Standard library only."""

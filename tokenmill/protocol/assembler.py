@@ -1,4 +1,4 @@
-"""Puts the messages of one task in order, whether they come from the channel or from the log. Pure."""
+"""Puts the events of one task in order, from the channel and from the log."""
 
 from collections.abc import Iterable
 
@@ -6,10 +6,10 @@ from tokenmill.protocol.messages import Event, FinishedEvent
 
 
 class Assembler:
-    """Puts the messages of one task in order: each `seq` greater than `after` once, ascending, no gap.
+    """Returns each event with a `seq` greater than `after` once, ascending and without gaps.
 
-    Pure: give it what the channel and the log say, in whatever order it comes. `must_read_log` says that
-    the channel alone does not suffice: read the log from `last` on and give it to `replayed`.
+    Pass it the events of the channel and of the log as they arrive. `must_read_log`: the channel has a gap;
+    read the log after `last` and pass it to `replayed`. `ended`: the last event has been returned.
     """
 
     def __init__(self, after: int = -1) -> None:
@@ -18,7 +18,7 @@ class Assembler:
         self.must_read_log = True
 
     def live(self, event: Event) -> list[Event]:
-        """An event of the channel. Gives it back if it is the next one."""
+        """Take an event of the channel. Returns it if it is the next one."""
         if event.seq > self.last + 1:
             self.must_read_log = True
         if event.seq != self.last + 1 or self.must_read_log:
@@ -27,7 +27,7 @@ class Assembler:
         return [event]
 
     def replayed(self, events: Iterable[Event]) -> list[Event]:
-        """The log's events after `last`. Gives those that are new."""
+        """Take the log's events after `last`. Returns those that are new."""
         new = [event for event in events if event.seq > self.last]
         for event in new:
             self._advance(event)

@@ -1,15 +1,15 @@
-"""How the order of claims depends on the workers' settings."""
+"""The order in which waiting tasks are claimed."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimOrder:
-    """The limits of the rule in `turns.lua`.
+    """The parameters of `claim_order.lua`, from a worker's settings.
 
-    A task counts one class better for each `ageing_seconds` that it has waited, and goes before all others
-    after `max_waiting_seconds`; None: never. `fair_sharing`: of a class, the tenant that was served the
-    fewest tokens goes first; else the task that was accepted first.
+    `ageing_seconds`: a waiting task gains one class in this time. `max_waiting_seconds`: a task that has
+    waited for longer goes first. None disables either. `fair_sharing`: within a class the tenant that was
+    served the fewest tokens goes first; otherwise the task that was accepted first.
     """
 
     ageing_seconds: float | None = 30.0
@@ -17,14 +17,14 @@ class ClaimOrder:
     fair_sharing: bool = True
 
     def to_text(self) -> str:
-        """As the script reads it."""
+        """The form that the script reads."""
         return f"{_us(self.ageing_seconds)}:{_us(self.max_waiting_seconds)}:{int(self.fair_sharing)}"
 
 
 DEFAULT_ORDER = ClaimOrder()
 
 _NEVER_US = 10**15
-"""Thirty years."""
+"""More than thirty years."""
 
 
 def _us(seconds: float | None) -> int:

@@ -1,68 +1,66 @@
-"""Every Redis key of ours. `docs/redis-keys.md` tells owners and lifetimes; RQ's own keys are RQ's.
+"""The Redis keys of Tokenmill. `docs/redis-keys.md` lists their writers and lifetimes.
 
-No key has literal braces: one deployment lives in one database, standalone or behind Sentinel.
+No key has literal braces: a deployment uses one database, standalone or behind Sentinel.
 """
 
 LEASES = "tokenmill:leases"
-"""Sorted set: claimed task -> when its lease lapses (Redis time, seconds)."""
+"""Sorted set: claimed task -> end of its lease (Redis time, seconds)."""
 
 WORKERS = "tokenmill:workers"
-"""Sorted set: worker name -> when its record lapses (Redis time, seconds)."""
+"""Sorted set: worker name -> expiry of its record (Redis time, seconds)."""
 
 OUTBOX = "tokenmill:outbox"
-"""Stream: ended tasks whose webhooks are to be delivered now."""
+"""Stream: ended tasks whose webhooks are due."""
 
 OUTBOX_DUE = "tokenmill:outbox:due"
-"""Sorted set: ended task -> when its webhook is tried again (Redis time, seconds)."""
+"""Sorted set: ended task -> next attempt of its webhook (Redis time, seconds)."""
 
 WATCHED = "tokenmill:watched"
-"""Sorted set: task that ends with its last reader -> when the last has lapsed (Redis time, seconds)."""
+"""Sorted set: task that is cancelled with its last reader -> when that lapses (Redis time, seconds)."""
 
 DAMAGED = "tokenmill:damaged"
-"""Set, expiring: models of which a script found an index missing or of the wrong type."""
+"""Set, expiring: models with an index that a script found missing or of the wrong type."""
 
 AUDITED = "tokenmill:audited"
-"""String, expiring: an audit of all tasks was made in this period."""
+"""String, expiring: exists if an audit ran in this period."""
 
 ASIDE = "tokenmill:aside"
-"""Sorted set, expiring: record that the reaper could not treat -> when it is treated again (Redis time,
-seconds).
-"""
+"""Sorted set, expiring: record that the reaper could not process -> next attempt (Redis time, seconds)."""
 
 OUTAGE = "tokenmill:outage"
-"""String, expiring: when Redis last failed a process that takes lapsed tasks back (Redis time, seconds)."""
+"""String, expiring: when Redis last failed a process that runs the reaper (Redis time, seconds)."""
 
 CONTROL = "tokenmill:control"
-"""Channel: JSON commands to every worker, `{"cancel": task id}`."""
+"""Channel: JSON commands to all workers, `{"cancel": task id}`."""
 
 
 def run(task_id: str) -> str:
-    """Hash: what is known of a task beside its RQ job. `docs/redis-keys.md` lists its fields."""
+    """Hash: the record of a task besides its RQ job. `docs/redis-keys.md` lists its fields."""
     return f"tokenmill:run:{task_id}"
 
 
 def log(task_id: str) -> str:
-    """Stream: all messages of a task, entry `0-(seq+1)`. Never trimmed."""
+    """Stream: all events of a task, entry ids `0-(seq+1)`. Never trimmed."""
     return f"tokenmill:log:{task_id}"
 
 
 def readers(task_id: str) -> str:
-    """Sorted set: reader of a task that ends with its last one -> when it lapses (Redis time, seconds)."""
+    """Sorted set: reader of a task that is cancelled with its last one -> expiry (Redis time, seconds)."""
     return f"tokenmill:readers:{task_id}"
 
 
 def channel(task_id: str) -> str:
-    """Channel: the messages as they are appended to the log."""
+    """Channel: the events of a task as JSON, published when they are appended to the log."""
     return f"tokenmill:tok:{task_id}"
 
 
 def queues(slug: str) -> str:
-    """Sorted set: RQ queue of a model that holds waiting tasks -> acceptance of its head (microseconds)."""
+    """Sorted set: non-empty queue of a model -> acceptance of its head (microseconds)."""
     return f"tokenmill:queues:{slug}"
 
 
 def lines(group: str) -> str:
-    """Sorted set of a model's class: `<acceptance of the head, 20 digits><queue>` -> its tenant's counter.
+    """Sorted set: `<acceptance of the head, 20 digits><queue>` -> counter of its tenant, see `shares`.
 
     `group`: `<slug>:<class>`.
     """
@@ -70,105 +68,103 @@ def lines(group: str) -> str:
 
 
 def heads(group: str) -> str:
-    """Sorted set of a model's class: queue -> acceptance of its head (microseconds)."""
+    """Sorted set: non-empty queue of a class -> acceptance of its head (microseconds)."""
     return f"tokenmill:heads:{group}"
 
 
 def unserved(slug: str) -> str:
-    """Sorted set: queue of a model -> acceptance of its head, or its last claim if later (microseconds)."""
+    """Sorted set: non-empty queue -> acceptance of its head, or its last claim if later (microseconds)."""
     return f"tokenmill:unserved:{slug}"
 
 
 def rule(slug: str) -> str:
-    """Hash: `ageing_us`, `max_waiting_us`, `fair` of the order of claims, as last claimed with; `turn`."""
+    """Hash: `ageing_us`, `max_waiting_us` and `fair` of the last claim; `turn`, see `claim_order.lua`."""
     return f"tokenmill:rule:{slug}"
 
 
 def shares(slug: str) -> str:
-    """Sorted set: tenant that waits -> its counter, estimated tokens that it was served."""
+    """Sorted set: tenant with waiting tasks -> counter of the estimated tokens served to it."""
     return f"tokenmill:shares:{slug}"
 
 
 def away(slug: str) -> str:
-    """Sorted set, expiring: tenant that does not wait -> its counter. `:last`: that of the last to wait."""
+    """Sorted set, expiring: tenant without waiting tasks -> counter; `:last`: of the last to be added."""
     return f"tokenmill:away:{slug}"
 
 
 def waiting(slug: str) -> str:
-    """Hash: `tasks:<class>`, `tokens:<class>` -> how many wait, and their estimated tokens."""
+    """Hash: `tasks:<class>`, `tokens:<class>` -> waiting tasks of a class and their estimated tokens."""
     return f"tokenmill:waiting:{slug}"
 
 
 def tenants(slug: str) -> str:
-    """Hash: `tasks:<tenant>`, `tokens:<tenant>` -> the tenant's waiting tasks, and their estimated tokens."""
+    """Hash: `tasks:<tenant>`, `tokens:<tenant>` -> waiting tasks of a tenant and their estimated tokens."""
     return f"tokenmill:tenants:{slug}"
 
 
 def shown(slug: str) -> str:
-    """Sorted set: RQ queue of a model that RQ's tools show -> when its registries are tidied next."""
+    """Sorted set: queue of a model that RQ's tools show -> when its registries are tidied next."""
     return f"tokenmill:shown:{slug}"
 
 
 def sweep(slug: str) -> str:
-    """String: where the search for claimed tasks without a valid lease resumes, `<queue>` and
-    `<id>:<owner>`.
-    """
+    """String: where the search for claims without a valid lease resumes, `<queue> <id>:<owner>`."""
     return f"tokenmill:sweep:{slug}"
 
 
 def clock(slug: str) -> str:
-    """String: microseconds of the last acceptance, so that they rise even when Redis's clock steps back."""
+    """String: last acceptance (microseconds), so that the next is later even if Redis's clock is set back."""
     return f"tokenmill:clock:{slug}"
 
 
 def order(queue: str) -> str:
-    """Sorted set: waiting task of `queue` -> microseconds of its acceptance (Redis time, strictly rising)."""
+    """Sorted set: waiting task of `queue` -> acceptance (Redis time, microseconds, strictly increasing)."""
     return f"tokenmill:order:{queue}"
 
 
 def cost(queue: str) -> str:
-    """Hash: waiting task of `queue` -> its cost in estimated tokens.
+    """Hash: waiting task of `queue` -> cost in estimated tokens.
 
-    `<level>:<block>`: the sum of those accepted in a block of time, see `sums.lua`; `:total`: of all.
+    `<level>:<block>`: the sum over a block of acceptance time, see `cost_sums.lua`; `:total`: over all.
     """
     return f"tokenmill:cost:{queue}"
 
 
 def deadlines(slug: str) -> str:
-    """Sorted set: waiting task of a model -> when its first own limit passes (Redis time, seconds)."""
+    """Sorted set: waiting task of a model -> when its first time limit passes (Redis time, seconds)."""
     return f"tokenmill:deadlines:{slug}"
 
 
 def totals(slug: str) -> str:
-    """Hash: counters of a model that only grow, written in the transactions that they count."""
+    """Hash: monotonic counters of a model, updated by the scripts whose changes they count."""
     return f"tokenmill:totals:{slug}"
 
 
 def pace(slug: str) -> str:
-    """Hash, expiring: how fast a model's waiting tasks are worked off, see `served.lua`."""
+    """Hash, expiring: how fast a model's waiting tasks are processed, see `drain_rate.lua`."""
     return f"tokenmill:pace:{slug}"
 
 
 def wake(slug: str) -> str:
-    """Channel: something can be claimed."""
+    """Channel: the name of a queue with a task to claim."""
     return f"tokenmill:wake:{slug}"
 
 
 def ready(slug: str) -> str:
-    """Sorted set: ready worker of a model -> when its record lapses (Redis time, seconds)."""
+    """Sorted set: ready worker of a model -> expiry of its record (Redis time, seconds)."""
     return f"tokenmill:ready:{slug}"
 
 
 def worker(name: str) -> str:
-    """String, expiring: the worker's JSON record (state, model, progress)."""
+    """String, expiring: the worker's JSON record (state, model, load)."""
     return f"tokenmill:worker:{name}"
 
 
 def model_card(slug: str) -> str:
-    """String, persistent: the JSON card that the last worker of a model published."""
+    """String: the JSON model card that the last worker of a model published."""
     return f"tokenmill:model:{slug}"
 
 
 def idempotency(tenant: str, key_digest: str) -> str:
-    """String: `<body digest>:<task id>` of the submission made under an Idempotency-Key."""
+    """String: `<body digest>:<task id>` of the submission with an Idempotency-Key."""
     return f"tokenmill:idem:{tenant}:{key_digest}"

@@ -1,8 +1,8 @@
-"""Reads a Redis URL and makes a client of it: of one server, or of the master that Sentinels name.
+"""Parses Redis URLs and creates clients: of one server, or of the master behind Sentinels.
 
-Law: every room reads a URL here, so that all connect to the same place or all refuse it; what is not known in
-it is refused by name. A URL says where Redis is and as whom to speak; how long to wait is said by the caller.
-Knows no library: `redis` or `redis.asyncio` is passed in.
+Every process parses its URL here, so that all connect to the same server or refuse the URL. Unknown options
+are errors. A URL has the address and the credentials; timeouts are the caller's. The library, `redis` or
+`redis.asyncio`, is a parameter.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,16 +17,16 @@ SENTINEL_PORT = 26379
 
 
 class BadRedisUrl(ValueError):
-    """No client can be made of this URL. The message says what it must be, and shows nothing of it."""
+    """The URL is invalid. The message says what it must be, without showing any of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisAddress:
-    """What a URL says.
+    """A parsed URL.
 
-    `nodes`: host and port of the server, or of each Sentinel; none of a Unix socket. `service`: the name
-    under which the Sentinels watch the server; "" where the server itself is named. `options` of its
-    connections, as redis-py calls them; `sentinel_options` of those to the Sentinels.
+    `nodes`: host and port of the server, or of each Sentinel; empty for a Unix socket. `service`: the name
+    of the master that the Sentinels monitor; "" without Sentinels. `options`, `sentinel_options`: redis-py's
+    options of the connections to the server and to the Sentinels.
     """
 
     nodes: tuple[tuple[str, int], ...] = ()
@@ -37,18 +37,20 @@ class RedisAddress:
 
 
 def parse(url: str) -> RedisAddress:
-    """Of one server `redis://[user:password@]host[:port][/db]`, or `unix://[user:password@]/path[?db=n]`; of
-    Sentinels `redis+sentinel://[user:password@]host[:port][,host[:port]...]/service[/db]`; with TLS
-    `rediss` in the place of `redis`. User and password are those of the server.
+    """Parse a URL. Raises `BadRedisUrl`.
 
-    Options behind `?`: `db`, `username`, `password`, `ssl_...` (also for the Sentinels), `sentinel_username`,
-    `sentinel_password`. Raises `BadRedisUrl`.
+    - One server: `redis://[user:password@]host[:port][/db]` or `unix://[user:password@]/path[?db=n]`.
+    - Sentinels: `redis+sentinel://[user:password@]host[:port][,host[:port]...]/service[/db]`.
+    - TLS: `rediss` instead of `redis`.
+
+    User and password are the server's. Query options: `db`, `username`, `password`, `ssl_...` (also for the
+    Sentinels), `sentinel_username`, `sentinel_password`.
     """
     scheme, separator, rest = url.partition("://")
     if not separator or scheme not in SCHEMES:
         raise BadRedisUrl(f"an address that starts with {_LISTED}")
-    place, _, query = rest.partition("?")
-    authority, _, path = place.partition("/")
+    location, _, query = rest.partition("?")
+    authority, _, path = location.partition("/")
     credentials, _, hosts = authority.rpartition("@")
     options = {**_credentials(credentials), **_query(query)}
     if scheme == "unix":
@@ -59,12 +61,11 @@ def parse(url: str) -> RedisAddress:
 
 
 def client(library: Any, url: str, **options: Any) -> Any:
-    """A client that connects at its first call. `library`: `redis` or `redis.asyncio`; `options`: of its
-    connections, as the library calls them.
+    """Create a client, which connects at its first call. Raises `BadRedisUrl`.
 
-    Behind Sentinels each new connection asks them for the master, and one that turns out to lead to a server
-    which only reads is given up. `retry` and `socket_...` hold for the Sentinels too: without them the
-    library would try each ten times in silence. Raises `BadRedisUrl`.
+    `library`: `redis` or `redis.asyncio`. `options`: the library's options of connections. With Sentinels
+    each new connection asks them for the master, and a connection to a read-only server is closed. `retry`
+    and `socket_...` apply to the Sentinels too: by default the library would retry each ten times.
     """
     address = parse(url)
     settings = {**options, **address.options}
@@ -80,14 +81,14 @@ def client(library: Any, url: str, **options: Any) -> Any:
 
 
 def hide_password(url: str) -> str:
-    """`url` as it may be shown: without credentials and options."""
-    place, mark, query = url.partition("?")
+    """`url` without credentials and options, for messages."""
+    location, mark, query = url.partition("?")
     scheme, separator, _ = url.partition("://") if "://" in url else ("", "", url)
-    _, at, host = place.rpartition("@")
+    _, at, host = location.rpartition("@")
     if "@" in query and not at:
-        # A password may hold a question mark that its owner forgot to escape: nothing is known to be a host.
+        # A password may contain an unescaped question mark, so no part is known to be a host.
         return f"{scheme}{separator}***"
-    return (f"{scheme}{separator}***@{host}" if at else place) + ("?***" if mark else "")
+    return (f"{scheme}{separator}***@{host}" if at else location) + ("?***" if mark else "")
 
 
 def _connection_class(library: Any, address: RedisAddress) -> Any:
@@ -118,7 +119,7 @@ def _sentinels(hosts: str, path: str, options: dict[str, Any], *, tls: bool) -> 
         )
     own = {name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")}
     given = {name: value for name, value in own.items() if value is not None}
-    # One authority signs for all of an installation.
+    # One certificate authority signs for the whole installation.
     trust = {name: value for name, value in options.items() if name.startswith("ssl_")}
     return RedisAddress(
         nodes=tuple(_node(host, SENTINEL_PORT) for host in hosts.split(",")),
@@ -136,15 +137,15 @@ def _credentials(text: str) -> dict[str, Any]:
 
 
 def _node(text: str, default_port: int) -> tuple[str, int]:
-    """`host`, `host:port`, `[v6]` or `[v6]:port`; an empty one is this machine."""
+    """`host`, `host:port`, `[v6]` or `[v6]:port`; an empty host is this machine."""
     if text.startswith("["):
         host, closed, port = text[1:].partition("]")
-        is_right = closed and (not port or port.startswith(":"))
+        is_valid = closed and (not port or port.startswith(":"))
         port = port[1:]
     else:
         host, _, port = text.partition(":")
-        is_right = True
-    if not is_right or (port and not (port.isdecimal() and 0 < int(port) < 65536)):
+        is_valid = True
+    if not is_valid or (port and not (port.isdecimal() and 0 < int(port) < 65536)):
         raise BadRedisUrl("an address whose hosts are written as host or host:port")
     return unquote(host) or "localhost", int(port or default_port)
 
@@ -159,7 +160,7 @@ def _number(text: str) -> int:
     return int(text)
 
 
-def _truth(text: str) -> bool:
+def _boolean(text: str) -> bool:
     known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
     if text.lower() not in known:
         raise BadRedisUrl("an address whose ssl_check_hostname is true or false")
@@ -178,7 +179,7 @@ _OPTIONS: Mapping[str, Callable[[str], Any]] = {
     "ssl_keyfile": str,
     "ssl_password": str,
     "ssl_cert_reqs": str,
-    "ssl_check_hostname": _truth,
+    "ssl_check_hostname": _boolean,
 }
 
 

@@ -1,19 +1,19 @@
-"""RQ 3's keys and words, as far as our scripts write them. The tests compare each with RQ's own.
+"""RQ 3's keys and constants that the scripts use. Tests compare each with RQ's own.
 
-RQ stays unimported: readers and the API's rules must not need it. `RQ_KEY_PREFIX` must be unset.
+RQ is not imported, because clients do not need it. `RQ_KEY_PREFIX` must be unset.
 """
 
 from typing import Final
 
 QUEUES = "rq:queues"
-"""Set: the keys of all queues that `rq info` shows."""
+"""Set: keys of the queues that `rq info` shows."""
 
 RESULT_SUCCESSFUL: Final = 1
 RESULT_FAILED: Final = 2
 """`rq.results.Result.Type`."""
 
 MAX_RESULTS: Final = 10
-"""RQ keeps so many rows in the stream of a job's results."""
+"""The length of the stream of a job's results."""
 
 
 def job(task_id: str) -> str:
@@ -27,7 +27,7 @@ def queue(name: str) -> str:
 
 
 def wip(name: str) -> str:
-    """Sorted set, StartedJobRegistry: `<job>:<execution>` -> when RQ gives it up; `+inf` for ours."""
+    """Sorted set, StartedJobRegistry: `<job>:<execution>` -> expiry; `+inf` for Tokenmill's."""
     return f"rq:wip:{name}"
 
 

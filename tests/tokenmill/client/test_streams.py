@@ -315,7 +315,7 @@ def test_a_stream_goes_on_after_a_restart_of_the_embedded_server(
 
     (warning,) = caplog.records
     assert warning.levelname == "WARNING"
-    assert f"task {claimed.task_id}: waiting for Redis, to go on after message 2: " in warning.getMessage()
+    assert f"task {claimed.task_id}: waiting for Redis to continue after event 2: " in warning.getMessage()
 
 
 @pytest.mark.parametrize(("kind", "library"), [(by_iterator, redis.Redis), (by_asyncio, redis.asyncio.Redis)])

@@ -1,1 +1,1 @@
-"""Reads and changes tasks in Redis by Lua scripts."""
+"""The tasks in Redis, read and changed by Lua scripts."""
