@@ -1,10 +1,9 @@
-"""What the scheduler costs: microseconds for each step, and for each running sequence of it.
+"""The cost of the scheduler in microseconds per step and per running sequence.
 
-A step is `schedule()` and `update()` in the steady state: all running sequences decode, none begins or ends;
-their blocks fill up, are hashed and published. The ledger and the records of a step are included, the forward
-pass is not. Others stand in line meanwhile: for want of a slot, or with slots free for want of blocks, when
-every step looks again for somebody to take in. Times are those of the processor, so that what else runs on
-the machine counts less; it still counts, so look at the first decile on one that is busy.
+A step is `schedule()` and `update()` in the steady state: all running sequences decode, and none starts or
+ends. Their blocks fill up, are hashed and published. Other sequences wait for a slot, or, with slots free, for
+blocks; in the second case each step tries to admit one. Times are processor time. Other load on the machine
+still affects them: compare the first deciles then.
 
     python benchmarks/scheduler.py
 """
@@ -34,8 +33,8 @@ NUM_STEPS = 32  # In one repeat: each sequence fills two blocks.
 TOKEN = SampledToken(7)
 
 
-def build(num_running: int, num_waiting: int, num_tenants: int, num_steps: int, short_of: str) -> Scheduler:
-    """All of `num_running` decode for `num_steps`; the others wait for a slot or for blocks."""
+def build(num_running: int, num_waiting: int, num_steps: int, short_of: str) -> Scheduler:
+    """`num_running` sequences that decode for `num_steps`, and others that wait for slots or blocks."""
     num_tokens = PROMPT_LEN + num_steps + 1
     config = EngineConfig(
         max_model_len=10_000,
@@ -44,13 +43,13 @@ def build(num_running: int, num_waiting: int, num_tenants: int, num_steps: int, 
         max_num_batched_tokens=2 * num_running * PROMPT_LEN,
         max_num_seqs=num_running + (16 if short_of == "blocks" else 0),
         max_num_prefill_seqs=num_running,
-        # Where blocks are short, those who run hold all that they will need from the start.
+        # Pinned sequences hold all their blocks from the start.
         max_preemptions=0 if short_of == "blocks" else 3,
     )
     scheduler = Scheduler(config)
     numbers = itertools.count()
 
-    def line_up(count: int) -> None:
+    def add(count: int) -> None:
         for number in itertools.islice(numbers, count):
             scheduler.add_sequence(
                 Sequence(
@@ -58,19 +57,18 @@ def build(num_running: int, num_waiting: int, num_tenants: int, num_steps: int, 
                     [number, *range(1, PROMPT_LEN)],
                     SamplingParams(max_tokens=num_steps + 1),
                     arrival_time=float(number),
-                    tenant=f"tenant-{number % num_tenants}",
                 )
             )
 
-    line_up(num_running)
+    add(num_running)
     step(scheduler)
     assert len(scheduler.running_queue) == num_running
-    line_up(num_waiting)
+    add(num_waiting)
     return scheduler
 
 
 def step(scheduler: Scheduler) -> float:
-    """One step; the seconds of processor time that the scheduler took."""
+    """Run one step. Returns the processor time of the scheduler in seconds."""
     started = time.thread_time()
     outputs = scheduler.schedule()
     scheduled = time.thread_time()
@@ -81,7 +79,7 @@ def step(scheduler: Scheduler) -> float:
 
 
 def measure(scheduler: Scheduler, num_repeats: int) -> dict[str, float]:
-    """Microseconds of a step: the median, and the first and last decile, of the means of the repeats."""
+    """Microseconds per step: median, first and last decile of the means of the repeats."""
     num_running = len(scheduler.running_queue)
     means = [statistics.fmean(step(scheduler) for _ in range(NUM_STEPS)) * 1e6 for _ in range(num_repeats)]
     assert len(scheduler.running_queue) == num_running, "not a steady state"
@@ -98,18 +96,17 @@ def cpu() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What the scheduler costs for each running sequence.")
+    parser = argparse.ArgumentParser(description="The cost of the scheduler per step and per running sequence.")
     parser.add_argument("--running", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--waiting", type=int, nargs="+", default=[0, 100_000])
-    parser.add_argument("--tenants", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", type=Path, default=RESULTS, help="where to write the figures")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="file to write the results to")
     args = parser.parse_args()
     rows = []
-    print(f"{'running':>8}{'waiting':>9}{'short of':>10}{'us a step':>11}   us for each running sequence")
+    print(f"{'running':>8}{'waiting':>9}{'short of':>10}{'us a step':>11}   us per running sequence")
     for num_running, num_waiting in itertools.product(args.running, args.waiting):
         for short_of in ("slots", "blocks") if num_waiting else ("slots",):
-            scheduler = build(num_running, num_waiting, args.tenants, args.repeats * NUM_STEPS, short_of)
+            scheduler = build(num_running, num_waiting, args.repeats * NUM_STEPS, short_of)
             figures = measure(scheduler, args.repeats)
             rows.append({"running": num_running, "waiting": num_waiting, "short_of": short_of, **figures})
             print(
@@ -122,8 +119,7 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
         "cpu": cpu(),
-        "tenants": args.tenants,
-        "unit": "microseconds of processor time for schedule() and update() of one step",
+        "unit": "microseconds of processor time of schedule() and update() per step",
         "rows": rows,
     }
     args.json.write_text(json.dumps(measured, indent=1) + "\n")

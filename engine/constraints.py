@@ -1,38 +1,41 @@
-"""What a request's parameters come to once tokenizer and model are known: decided when it is added."""
+"""Constraints of a sequence in token ids, resolved from its sampling parameters when it is added."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 
 class Grammar(Protocol):
-    """One output's place in the grammar that its whole text must match.
+    """The state of the grammar that the text of one output must match.
 
-    Derived from the output's tokens alone: a new one that is shown the same tokens stands at the same place.
+    The state depends only on the output's tokens.
     """
 
     def advance(self, token_ids: list[int]) -> None:
-        """Show it all output tokens so far; it takes those that it has not seen. Raises ValueError."""
+        """Advance to the end of `token_ids`, which are all output tokens so far.
+
+        Raises ValueError if a token is not allowed.
+        """
         ...
 
     def fill_bitmask(self, row: Any) -> None:
-        """Write which tokens may come next into `row`, int32 [ceil(vocabulary / 32)]: bit `i % 32` of word
-        `i // 32` says it of token `i`.
+        """Write the mask of allowed next tokens into `row`, int32 [ceil(vocabulary / 32)]: bit `i % 32` of
+        word `i // 32` is set if token `i` is allowed.
         """
         ...
 
     @property
     def is_complete(self) -> bool:
-        """Nothing but the end may follow."""
+        """Whether only the end may follow."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """Token ids in the place of texts.
+    """Token ids that end or limit the output.
 
-    `end_token_ids`: all that end the output and leave no text: the model's own unless ignored, the request's
-    stop tokens, and stop strings that are special tokens. `bad_token_ids`: sequences of ids that must not
-    come in this order. `grammar`: None where the text is free.
+    `end_token_ids`: tokens that end the output and add no text: end-of-sequence tokens unless ignored, stop
+    token ids, and stop strings that are special tokens. `bad_token_ids`: token sequences that must not occur.
+    `grammar`: None if the text is unconstrained.
     """
 
     end_token_ids: frozenset[int] = frozenset()
@@ -41,7 +44,7 @@ class Constraints:
 
 
 NO_TOKEN_ALLOWED = "no token is allowed: penalties, masks and grammar leave none"  # noqa: S105 - no secret
-"""What a request is told that forbids every token."""
+"""Error of a request whose constraints forbid every token."""
 
 FREE = Constraints()
-"""Nothing ends the output but its length."""
+"""No constraints: only the length ends the output."""

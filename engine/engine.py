@@ -135,7 +135,7 @@ class Engine:
             self._outputs.pop(output.sequence, None)
             self.scheduler.abort(output.sequence, FinishReason.CANCELLED)
         self._parallel_outputs.release_followers(output.sequence for output in request.outputs)
-        finished = self.scheduler.take_finished()
+        finished = self.scheduler.pop_finished()
         self.scheduler.finished_sequences += [one for one in finished if one in self._outputs]
         return True
 
@@ -278,7 +278,7 @@ class Engine:
 
     def _pop_finished(self, texts: dict[Sequence, str]) -> list[SequenceOutput]:
         """Forget finished outputs. Returns the finishes that come without a token of this step."""
-        finished, now = self.scheduler.take_finished(), self._clock()
+        finished, now = self.scheduler.pop_finished(), self._clock()
         outputs = [self._outputs[one].to_output(None, None) for one in finished if one not in texts]
         for request in dict.fromkeys(self._outputs.pop(one).request for one in finished):
             if request.is_finished:

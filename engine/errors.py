@@ -1,12 +1,12 @@
-"""The errors that the engine raises on purpose; each message says what to do."""
+"""The errors that the engine raises."""
 
 
 class EngineError(Exception):
-    """Base class of every error raised on purpose by the engine."""
+    """Base class of the engine's errors."""
 
 
 class InvalidParameter(EngineError, ValueError):
-    """A value that a user gave is out of range: `field` names it as the user wrote it, `message` says why."""
+    """A parameter has an invalid value. `field`: its name in the request or configuration."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -15,24 +15,24 @@ class InvalidParameter(EngineError, ValueError):
 
 
 class NeverFits(InvalidParameter):
-    """The request is larger than a limit of this engine, so that it would wait for ever."""
+    """The request exceeds a limit of this engine, and could never be scheduled."""
 
 
 class IllegalTransition(EngineError):
-    """A sequence was asked to enter a status that it cannot reach from where it is."""
+    """A sequence cannot change to the requested status from its current one."""
 
 
 class BlockTableOverrun(EngineError):
-    """A step would compute a token for which its sequence holds no KV block: the scheduler is at fault."""
+    """A step would compute a token outside of its sequence's KV blocks: a defect of the scheduler."""
 
 
 class UnsupportedModel(EngineError):
-    """The model is of a kind that cannot be served rightly: its attention, its type or its weights."""
+    """The model's architecture, attention or weights are not supported."""
 
 
 class DeviceLost(EngineError):
-    """The device does not answer any more; nothing computed on it can be trusted."""
+    """The device has failed. Its results cannot be trusted."""
 
 
 class EngineDead(EngineError):
-    """No part of a step could be executed. End the process: its requests go on elsewhere."""
+    """No part of a step could be executed. The process must end; its requests continue elsewhere."""

@@ -1,6 +1,6 @@
-"""The frozen values of one step: what was decided, what came of it, what it cost.
+"""The immutable values of one step: its decision, its results and its report.
 
-Those of which a step makes one for each sequence are tuples: a third of a dataclass's time.
+Values that a step creates for each sequence are named tuples, which take a third of a dataclass's time.
 """
 
 from collections.abc import Iterable
@@ -12,21 +12,19 @@ from engine.sequence import FinishReason, Sequence
 
 
 class WaitingReason(Enum):
-    """Why a waiting sequence was not taken into a step."""
+    """Why a step did not admit a waiting sequence."""
 
     TOKEN_BUDGET = "token_budget"  # noqa: S105 - a budget of tokens, no secret
     SEQ_BUDGET = "seq_budget"
     PREFILL_BUDGET = "prefill_budget"
     KV_BLOCKS = "kv_blocks"
-    #: The decodes of a step leave a share of its tokens to prefills.
+    #: Decodes leave a share of the step's tokens to prefills.
     PREFILL_RESERVE = "prefill_reserve"
-    #: A tenant that was served fewer tokens goes first.
-    FAIR_SHARE = "fair_share"
     #: Its grammar is being compiled.
     GRAMMAR = "grammar"
-    #: The first of its request's outputs is still computing the prompt that they share.
+    #: The first output of its request is still computing the prompt that they share.
     SIBLING = "sibling"
-    #: Others stand before it.
+    #: Other sequences are before it in the queue.
     BEHIND = "behind"
 
 
@@ -40,10 +38,10 @@ class ResumedOutput:
 
 
 class ScheduledSequence(NamedTuple):
-    """A sequence's share of one step: tokens `start` to `start + num_new_tokens` of it are computed.
+    """A sequence in a step: the tokens from `start` to `start + num_new_tokens` (exclusive) are computed.
 
-    `logits_from`: the first of these rows (0 to `num_new_tokens`) whose logits are wanted;
-    `num_new_tokens` means none. `samples`: the step reaches its last known token, so the next one is drawn.
+    `logits_from`: the first of these rows, from 0, whose logits are wanted; `num_new_tokens` if none is.
+    `samples`: the step computes the last known token, and samples the next one.
     """
 
     sequence: Sequence
@@ -54,7 +52,7 @@ class ScheduledSequence(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """Examined and passed over in this step."""
+    """A sequence that the step examined and did not schedule."""
 
     sequence: Sequence
     reason: WaitingReason
@@ -62,13 +60,13 @@ class Skipped(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOutputs:
-    """The scheduler's whole decision on one step; the runner needs nothing else.
+    """The decision on one step.
 
-    `decode`: sequences with a gap of one that have sampled before; `prefill`: all others. `released_slots`:
-    slots that lost their sequence since the last step. `blocks_to_zero`: blocks that held non-finite values.
-    `num_prefix_queried_tokens`: known tokens of those admitted; `num_prefix_hit_tokens`: how many of these
-    were found computed. `bound_by`: the limit that kept more from being scheduled, or None. `decided_at`: the
-    time of the decision on the scheduler's clock.
+    `decode`: sequences that compute one token and have sampled before; `prefill`: all others.
+    `released_slots`: slots that lost their sequence since the last step. `blocks_to_zero`: blocks that may
+    hold non-finite values. `num_prefix_queried_tokens`: known tokens of the admitted sequences;
+    `num_prefix_hit_tokens`: those of them found in the prefix cache. `bound_by`: the first limit that kept a
+    sequence out, or None. `decided_at`: time of the decision, in seconds on the scheduler's clock.
     """
 
     decode: tuple[ScheduledSequence, ...] = ()
@@ -85,7 +83,7 @@ class SchedulerOutputs:
 
     @property
     def scheduled(self) -> tuple[ScheduledSequence, ...]:
-        """In the order of the runner's rows: decodes, then prefills."""
+        """Decodes, then prefills: the order of the runner's rows."""
         return self.decode + self.prefill
 
     @property
@@ -96,10 +94,10 @@ class SchedulerOutputs:
     def prefill_sequences(self) -> list[Sequence]:
         return [item.sequence for item in self.prefill]
 
-    def only(self, items: Iterable[ScheduledSequence], *, is_first: bool) -> "SchedulerOutputs":
-        """The same decision for some of its sequences, for a step that is executed in parts.
+    def subset(self, items: Iterable[ScheduledSequence], *, is_first: bool) -> "SchedulerOutputs":
+        """The decision on some of its sequences, for a step that is executed in parts.
 
-        Only the part that is executed first tidies up: later, a block to zero may have been written again.
+        Only the first part zeroes blocks and releases slots: later, such a block may have been written again.
         """
         kept = set(map(id, items))
         return replace(
@@ -112,9 +110,10 @@ class SchedulerOutputs:
 
 
 class TokenLogprobs(NamedTuple):
-    """Natural logarithms of the model's own probabilities at one place of a text.
+    """Natural logarithms of the model's probabilities at one position.
 
-    `logprob` is that of `token_id`, which stands there; `top` are the likeliest ids with theirs, in order.
+    `logprob`: of the chosen `token_id`. `top`: the likeliest token ids and their log-probabilities, in
+    descending order.
     """
 
     token_id: int
@@ -123,7 +122,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class SampledToken(NamedTuple):
-    """What the sampler drew for one row: a token, or the reason why there is none."""
+    """The result of sampling one row: a token, or an error if `token_id` is None."""
 
     token_id: int | None
     error: str | None = None
@@ -131,17 +130,17 @@ class SampledToken(NamedTuple):
 
 
 class SequenceOutput(NamedTuple):
-    """What a step gave one request; the last one of a request has a `finish_reason`.
+    """The result of a step for output `index` of one request. The last one has a `finish_reason`.
 
-    `index`: which of a request's n outputs. `token_id` is None when the end came without a token. `text` may
-    be empty while an incomplete character or a possible stop string is held back; `held_text` is what of that
-    the end sets free. `num_cached_tokens`: prompt tokens that were not computed again, told at the end.
-    `logprobs` are those of `token_id`, where they were asked for. `prompt_logprobs` come with the first token
-    of all outputs: one for each prompt token, None for the first.
+    `token_id`: None if the output ends without a new token. `text`: may be empty while an incomplete
+    character or a possible stop string is held back; `held_text`: held back text that the end releases.
+    `num_cached_tokens`: prompt tokens found in the prefix cache, set at the end. `logprobs`: of `token_id`,
+    if requested. `prompt_logprobs`: one per prompt token, None for the first; set with the first token of the
+    request.
     """
 
     request_id: str
-    index: int = 0  # type: ignore[assignment]  # stands for a tuple's own method, which nobody needs here
+    index: int = 0  # type: ignore[assignment]  # replaces tuple.index
     token_id: int | None = None
     text: str = ""
     held_text: str = ""
@@ -154,11 +153,11 @@ class SequenceOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedSequence:
-    """A request whose last output ended in this step: plain numbers.
+    """A request whose last output ended in this step.
 
-    However many outputs it has, it counts once, and so does its prompt: `reason` is the worst of their ends
-    (error, timeout, cancelled, length, stop), `num_output_tokens` and `num_preemptions` are sums. Seconds
-    count from when it was accepted; None: never came.
+    A request and its prompt count once: `reason` is the worst one of its outputs (error, timeout, cancelled,
+    length, stop), `num_output_tokens` and `num_preemptions` are sums. Seconds count from its acceptance;
+    `first_token_seconds` is None without a token.
     """
 
     reason: str
@@ -170,7 +169,7 @@ class FinishedSequence:
 
 
 class Waited(NamedTuple):
-    """How long a request of a priority class waited for something."""
+    """How long a request of a priority class waited, in seconds."""
 
     priority: int
     seconds: float
@@ -178,13 +177,13 @@ class Waited(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What monitoring and the trace may know of one step: plain numbers, seconds, tokens.
+    """Statistics of one step, for metrics and traces.
 
-    The `*_seconds` tuples hold one value for each event of this step: `queue_seconds` from arrival until the
-    step that first scheduled the request was decided, `first_token_seconds` from arrival until the first
-    token was on the host, `inter_token_seconds` between two tokens of one sequence. `total_seconds`: duration
-    of the call of `Engine.step`. `seconds_since_decision`: from the decision on the reported step to the end
-    of that call; with asynchronous scheduling the decision is made in an earlier call.
+    The `*_seconds` tuples hold one value per event in this step: `queue_seconds` from acceptance to the
+    decision that first scheduled the request, `first_token_seconds` from acceptance to the first token on the
+    host, `inter_token_seconds` between two tokens of one sequence. `total_seconds`: duration of the call of
+    `Engine.step`. `seconds_since_decision`: from the decision on the reported step to the end of that call;
+    with asynchronous scheduling an earlier call makes the decision.
     """
 
     step: int
@@ -223,7 +222,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """What one step gave: tokens and ends, the requests that it started on, and its cost."""
+    """The results of one step: outputs, ids of requests that were first scheduled, and the report."""
 
     outputs: tuple[SequenceOutput, ...]
     started: tuple[str, ...]

@@ -1,7 +1,6 @@
-"""One request in flight: its tokens, its blocks, and where it stands.
+"""A sequence: one output of a request, with its tokens, KV blocks and status.
 
-Law: every change of status goes through `Sequence._become`, and every legal change is a row of
-`TRANSITIONS`. This file does not know who decides on the changes.
+Invariants: every change of status goes through `Sequence._become`; `TRANSITIONS` lists the legal ones.
 """
 
 from enum import Enum
@@ -13,18 +12,18 @@ from engine.sampling_params import SamplingParams
 
 
 class SequenceStatus(Enum):
-    #: In the waiting queue: holds neither slot nor blocks. Its tokens may be more than the prompt.
+    #: Holds neither a slot nor blocks. A preempted or resumed sequence has output tokens already.
     WAITING = "waiting"
-    #: Holds a slot and the blocks of all that it has computed.
+    #: Holds a slot, and blocks for all computed tokens.
     RUNNING = "running"
-    #: Ended, for the reason in `finish_reason`; holds nothing.
+    #: Ended for `finish_reason`; holds nothing.
     FINISHED = "finished"
 
 
 class FinishReason(Enum):
-    #: The model's end of text, a stop string or a stop token.
+    #: An end-of-sequence token, a stop token or a stop string.
     STOP = "stop"
-    #: `max_tokens`, the model's length or the size of the KV pool.
+    #: `max_tokens`, `max_model_len` or the size of the KV pool.
     LENGTH = "length"
     CANCELLED = "cancelled"
     TIMEOUT = "timeout"
@@ -39,34 +38,34 @@ TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
 
 
 class Sequence:
-    """One output of one request in flight: `index` of `params.n`.
+    """One output of a request: `index` of `params.n`.
 
-    `token_ids` are all that are known (prompt, then output); the keys and values of the first
-    `num_computed_tokens` of them are computed or being computed. `block_table` lists the KV blocks that hold
-    them, in order; `block_end`: where the block of its newest token ends, in tokens. `slot` is its row in the
-    runner's arrays while it runs. `arrival_time` orders sequences of one `priority` (lower first in both); it
-    outlives preemption. `queued_at`: when its waiting began, on the scheduler's clock; None: as it joins.
-    `num_cached_tokens`: prompt tokens that were found computed when it was first admitted; only sequences of
-    one `cache_salt` find each other's, and the outputs of one request also where prefix caching is off.
-    `num_in_flight_tokens`: the last of those that are computed belong to a step that has not ended.
-    `num_lost_tokens`: the most that a preemption made it compute again. `num_charged_tokens`: known tokens
-    that its tenant was charged for, or that were free.
+    Tokens. `token_ids`: the prompt, then the output. The keys and values of the first `num_computed_tokens`
+    of them are computed, or being computed by a step that has not ended: `num_in_flight_tokens`.
+    `num_cached_tokens`: prompt tokens found in the prefix cache at the first admission.
+    `num_lost_tokens`: the most computed tokens that a preemption discarded.
 
-    `waiting_since`: when its waiting would have begun if it had never run (a preempted one has waited as long
-    as before, and not while it ran); `waited_seconds`: what it had waited when it was last admitted.
-    `scheduled_at`: when the step that first scheduled it was decided, on the scheduler's clock, or None.
-    `is_verified`: since it was last admitted a finite row was sampled from all that it has computed.
-    `is_promoted`: it runs because it had waited too long. `is_pinned`: it runs and holds
-    blocks for all that it may ever know, and keeps them.
+    Blocks. `block_table`: the KV blocks of the tokens, in order. `block_end`: number of tokens up to the end
+    of the block that holds the newest one. `num_published_blocks`: blocks that the prefix cache knows.
+    `block_digests`: hashes of the full blocks. Only sequences of one `cache_salt` share cached blocks.
+    `is_verified`: since the last admission a finite row was sampled from all computed tokens.
+    `slot`: row in the runner's arrays while it runs. `is_pinned`: it holds blocks for all tokens that it may
+    reach, and is not preempted.
+
+    Order. `order`: sort key (priority, arrival time, request id, index); lower goes first. It outlives a
+    preemption. `is_promoted`: it was admitted because it had waited for `max_waiting_seconds`.
+
+    Times, in seconds on the scheduler's clock. `queued_at`: start of the wait; None: when it is added.
+    `waiting_since`: start of the wait, moved by the time spent running. `waited_seconds`: length of the wait
+    at the last admission. `scheduled_at`: decision on the step that first scheduled it, or None.
     """
 
     __slots__ = (
         "arrival_time", "block_digests", "block_end", "block_table", "cache_salt", "constraints",
         "finish_reason", "index", "is_pinned", "is_promoted", "is_verified", "num_cached_tokens",
-        "num_charged_tokens", "num_computed_tokens", "num_in_flight_tokens", "num_lost_tokens",
-        "num_preemptions", "num_prompt_tokens", "num_published_blocks", "order", "params", "priority",
-        "queued_at", "request_id", "scheduled_at", "slot", "status", "tenant", "token_ids", "waited_seconds",
-        "waiting_since",
+        "num_computed_tokens", "num_in_flight_tokens", "num_lost_tokens", "num_preemptions",
+        "num_prompt_tokens", "num_published_blocks", "order", "params", "priority", "queued_at",
+        "request_id", "scheduled_at", "slot", "status", "token_ids", "waited_seconds", "waiting_since",
     )  # fmt: skip
 
     def __init__(
@@ -78,7 +77,6 @@ class Sequence:
         arrival_time: float,
         index: int = 0,
         priority: int = 2,
-        tenant: str = "default",
         queued_at: float | None = None,
         output_token_ids: list[int] | None = None,
         cache_salt: bytes = b"",
@@ -86,7 +84,6 @@ class Sequence:
     ) -> None:
         self.request_id = request_id
         self.index = index
-        self.tenant = tenant
         self.queued_at = queued_at
         self.constraints = constraints
         self.params = params
@@ -100,7 +97,6 @@ class Sequence:
         self.num_preemptions = 0
         self.num_lost_tokens = 0
         self.num_published_blocks = 0
-        self.num_charged_tokens = 0
         self.waiting_since = 0.0 if queued_at is None else queued_at
         self.waited_seconds = 0.0
         self.scheduled_at: float | None = None
@@ -112,17 +108,17 @@ class Sequence:
         self.slot: int | None = None
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
-        #: What comes first when not all can be served; id and index make it total.
+        # The request id and the index make the order total.
         self.order = (priority, arrival_time, request_id, index)
 
     @property
     def shares_blocks(self) -> bool:
-        """Several outputs of one request share the blocks of its prompt."""
+        """Whether other outputs of the request use the same blocks for the prompt."""
         return self.params.n > 1
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Every row of its prompt is wanted, until it has come to its first output."""
+        """Whether the logits of all prompt rows are wanted, which ends with the first output token."""
         return self.params.prompt_logprobs is not None and len(self.token_ids) == self.num_prompt_tokens
 
     @property
@@ -135,17 +131,17 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """The gap that steps close: the whole prompt at first, one when decoding."""
+        """Tokens left to compute: the whole prompt at first, one when decoding."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def num_written_tokens(self) -> int:
-        """Those whose keys and values were computed by steps that have ended."""
+        """Tokens whose keys and values were written by steps that have ended."""
         return self.num_computed_tokens - self.num_in_flight_tokens
 
     @property
     def is_decoding(self) -> bool:
-        """Its gap is one, and it has sampled before."""
+        """Whether exactly one token, a sampled one, is left to compute."""
         num_tokens = len(self.token_ids)
         return num_tokens - self.num_computed_tokens == 1 and num_tokens > self.num_prompt_tokens
 
@@ -166,24 +162,44 @@ class Sequence:
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
 
-    def admit(self, slot: int, num_found_tokens: int = 0) -> None:
-        """Take a slot. The first `num_found_tokens` need no computing: their blocks were found."""
+    def start_waiting(self, now: float) -> None:
+        """Count the wait from `queued_at`, or from `now` if that is not set."""
+        if self.queued_at is None:
+            self.queued_at = now
+        self.waiting_since = self.queued_at
+
+    def admit(
+        self,
+        slot: int,
+        num_found_tokens: int = 0,
+        *,
+        now: float = 0.0,
+        is_pinned: bool = False,
+        is_promoted: bool = False,
+    ) -> None:
+        """Start running in `slot`. The first `num_found_tokens` are in the prefix cache."""
         self._become(SequenceStatus.RUNNING)
         self.slot = slot
+        self.is_pinned = is_pinned
+        self.is_promoted = is_promoted
         self.is_verified = False
         self.num_computed_tokens = num_found_tokens
+        self.waited_seconds = now - self.waiting_since
+        if self.scheduled_at is None:
+            self.scheduled_at = now
         if not self.num_preemptions:
             self.num_cached_tokens = min(num_found_tokens, self.num_prompt_tokens)
 
-    def preempt(self) -> None:
-        """Give up the slot and what was computed; the tokens stay, to be computed again."""
+    def preempt(self, now: float = 0.0) -> None:
+        """Return to waiting. The tokens stay and are computed again; the time spent running is no wait."""
         self._become(SequenceStatus.WAITING)
         self.slot = None
+        self.is_pinned = self.is_promoted = False
         self.num_lost_tokens = max(self.num_lost_tokens, self.num_computed_tokens)
         self.num_computed_tokens = 0
         self.num_published_blocks = 0
         self.num_preemptions += 1
-        self.is_promoted = False
+        self.waiting_since = now - self.waited_seconds
 
     def finish(self, reason: FinishReason) -> None:
         self._become(SequenceStatus.FINISHED)
@@ -197,4 +213,4 @@ class Sequence:
 
 
 ORDER = attrgetter("order")
-"""Sorts sequences by who comes first when not all can be served."""
+"""Sort key: which sequence goes first."""

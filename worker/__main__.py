@@ -140,6 +140,7 @@ class Process:
             connect=self._connect,
             metrics=self._metrics,
             timing=settings,
+            fair_sharing=settings.fair_sharing,
             observers=(engine_metrics,),
         )
         return BatchWorker(execution.new_engine(), model, given, name=self._name, card=card)

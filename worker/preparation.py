@@ -127,15 +127,13 @@ def _to_engine_request(
     task: Claimed, job: GenerateRequest, prompt_token_ids: list[int], params: SamplingParams
 ) -> EngineRequest:
     resumed = tuple(_resumed(task.entries))
-    tenant = naming.tenant_of(task.queue)
     return EngineRequest(
         ownership_of(task).request_id,
         prompt_token_ids,
         params,
         arrival_time=task.accepted_at,
         priority=task.priority,
-        tenant=tenant,
-        cache_salt=scoped_salt(tenant, job.cache_salt),
+        cache_salt=scoped_salt(naming.tenant_of(task.queue), job.cache_salt),
         deadlines=_remaining(to_deadlines(job), task, resumed),
         resumed=resumed,
         waited_seconds=task.waited_seconds,

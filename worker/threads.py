@@ -40,13 +40,14 @@ TROUBLE_SECONDS = 10.0
 class WorkerContext:
     """What a worker is given from outside: where Redis is, what time it is, who looks on.
 
-    `connect` makes a Redis client for a thread. `clock`: seconds that never go back. `arm`: ends the process
-    unless called again within so many seconds.
+    `connect` makes a Redis client for a thread. `fair_sharing`: claims are shared fairly between tenants.
+    `clock`: seconds that never go back. `arm`: ends the process unless called again within so many seconds.
     """
 
     connect: Connect
     metrics: WorkerMetrics
     timing: Timing = field(default_factory=Timing)
+    fair_sharing: bool = True
     observers: Sequence[Observer] = ()
     clock: Callable[[], float] = time.monotonic
     arm: Callable[[float], None] = arm_watchdog
@@ -247,7 +248,7 @@ class WorkerThreads:
             order=ClaimOrder(
                 ageing_seconds=config.ageing_seconds,
                 max_waiting_seconds=config.max_waiting_seconds,
-                fair_sharing=config.fair_sharing,
+                fair_sharing=self._context.fair_sharing,
             ),
             load=lambda: self.loop.load,
             is_stalled=lambda: self.watchdog.is_stalled,

@@ -24,7 +24,6 @@ class EngineRequest:
     _: KW_ONLY
     arrival_time: float
     priority: int = 2
-    tenant: str = "default"
     cache_salt: bytes = b""
     deadlines: Deadlines = NO_DEADLINES
     resumed: tuple[ResumedOutput, ...] = ()

@@ -36,7 +36,7 @@ class ParallelOutputs:
             sequence = output.sequence
             is_compiled_for = request.needs_grammar and output is request.outputs[0]
             reason = WaitingReason.GRAMMAR if is_compiled_for else WaitingReason.SIBLING
-            self._scheduler.add_sequence(sequence, held=None if sequence is leader else reason)
+            self._scheduler.add_sequence(sequence, deferred=None if sequence is leader else reason)
         if not request.needs_grammar:
             self._finish_resumed(request)
             self._set_leader(leader, request)
@@ -69,7 +69,7 @@ class ParallelOutputs:
     def _replace_leader(self, request: RequestState) -> None:
         leader = request.choose_leader()
         if leader is not None:
-            self._scheduler.release(leader)
+            self._scheduler.enqueue(leader)
         self._set_leader(leader, request)
 
     def _set_leader(self, leader: Sequence | None, request: RequestState) -> None:
@@ -79,7 +79,7 @@ class ParallelOutputs:
     def _release_all(self, request: RequestState) -> None:
         for output in request.outputs:
             if not output.sequence.is_finished():
-                self._scheduler.release(output.sequence)
+                self._scheduler.enqueue(output.sequence)
 
 
 def _has_cached_its_prompt(sequence: Sequence) -> bool:

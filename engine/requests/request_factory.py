@@ -76,7 +76,6 @@ class RequestFactory:
             arrival_time=request.arrival_time,
             index=resumed.index,
             priority=request.priority,
-            tenant=request.tenant,
             queued_at=state.queued_at,
             cache_salt=cache_salt,
             constraints=resolved.constraints,

@@ -1,7 +1,7 @@
-"""Who holds which block of the KV cache. Numbers only: the tensors live with the runner.
+"""The block manager: which sequences hold which blocks of the KV cache, by number.
 
-Law: a block is free or has holders, never both; a failed allocation changes nothing; a free block keeps what
-it holds, and stays findable, until somebody needs the room.
+Invariants: a block is either free or has a reference count above zero. A failed allocation changes nothing. A
+free block keeps its contents, and stays in the prefix cache, until it is allocated again.
 """
 
 from collections import OrderedDict
@@ -11,11 +11,11 @@ from engine.sequence import Sequence
 
 
 class BlockManager:
-    """Hands out `num_kv_blocks` blocks of `block_size` tokens, numbered from 1: block 0 is the null block.
+    """Allocates `num_kv_blocks` blocks of `block_size` tokens, numbered from 1.
 
-    Nobody holds the null block: padding is written there and never read. Blocks with the same beginning of
-    a text are shared between sequences where `prefix_caching` is on, and always between the outputs of one
-    request.
+    Block 0 is the null block: padding is written there and never read, and it is not allocated. Sequences
+    with a common prefix share its full blocks if `prefix_caching` is on; the outputs of one request always
+    do.
     """
 
     def __init__(self, num_kv_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
@@ -23,7 +23,7 @@ class BlockManager:
         self.block_size = block_size
         self.prefix_cache = PrefixCache(block_size)
         self._prefix_caching = prefix_caching
-        # In the order in which they are given away: what holds nothing, then the least recently used.
+        # In order of allocation: blocks that the prefix cache does not know, then least recently used ones.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_kv_blocks + 1))
         self._reference_counts = [0] * (num_kv_blocks + 1)
         self._num_cached_blocks = 0
@@ -32,12 +32,12 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds, those that can be found again among them."""
+        """Blocks without a reference, including cached ones."""
         return len(self._free)
 
     @property
     def num_cached_blocks(self) -> int:
-        """Free blocks that can be found again."""
+        """Free blocks that the prefix cache knows."""
         return self._num_cached_blocks
 
     def reference_count(self, block: int) -> int:
@@ -47,47 +47,48 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Blocks that hold a beginning of `sequence` already; nothing is held by asking.
+        """The cached blocks of the longest prefix of `sequence`. Does not allocate them.
 
-        None where the rows of the prompt itself are wanted: what is not computed has no logits.
+        Empty if all prompt rows are wanted: tokens that are not computed have no logits.
         """
         if sequence.wants_prompt_logprobs or not self._is_shared(sequence):
             return []
         return self.prefix_cache.find(sequence)
 
     def can_allocate(self, num_tokens: int, prefix: list[int], *, without: Sequence) -> bool:
-        """Whether a new sequence would get blocks for so many tokens if `without` held none."""
+        """Whether a new sequence would get blocks for `num_tokens` tokens if `without` held none."""
         num_missing = self.num_blocks_of(num_tokens) - len(prefix)
-        gone = {block for block in without.block_table if self._reference_counts[block] == 1}
-        num_taken = sum(1 for block in prefix if block in gone or not self._reference_counts[block])
-        return num_missing + num_taken <= len(self._free) + len(gone)
+        freed = {block for block in without.block_table if self._reference_counts[block] == 1}
+        num_revived = sum(1 for block in prefix if block in freed or not self._reference_counts[block])
+        return num_missing + num_revived <= len(self._free) + len(freed)
 
     def allocate(self, sequence: Sequence, prefix: list[int] | None = None, num_tokens: int = 0) -> bool:
-        """Let `sequence` hold blocks for all its known tokens; False, and no change, if too few are free.
+        """Allocate blocks for all known tokens. Returns False, and changes nothing, if too few are free.
 
-        `prefix`: what `find_prefix` found, for a sequence that holds nothing yet. `num_tokens`: hold blocks
-        for so many tokens, if that is more.
+        `prefix`: the result of `find_prefix`, for a sequence without blocks. `num_tokens`: allocate for that
+        number of tokens if it is larger.
         """
         prefix = prefix or []
         num_tokens = max(num_tokens, sequence.num_tokens)
         num_missing = self.num_blocks_of(num_tokens) - len(sequence.block_table) - len(prefix)
-        num_taken = sum(1 for block in prefix if not self._reference_counts[block])
-        if num_missing + num_taken > len(self._free):
+        num_revived = sum(1 for block in prefix if not self._reference_counts[block])
+        if num_missing + num_revived > len(self._free):
             return False
         for block in prefix:
-            self._hold(sequence, block)
+            self._add_reference(sequence, block)
             sequence.num_published_blocks += 1
         for _ in range(num_missing):
             block = next(iter(self._free))
-            self._hold(sequence, block)
-            self.prefix_cache.forget(block)
+            self._add_reference(sequence, block)
+            self.prefix_cache.remove(block)
         sequence.block_end = self.num_blocks_of(sequence.num_tokens) * self.block_size
         return True
 
     def allocate_next(self, sequence: Sequence) -> bool:
-        """Let a sequence hold the block after that of its newest token; False, no change, if none is free.
+        """Allocate the block after that of the newest token. Returns False, and changes nothing, if none is
+        free.
 
-        What `allocate` does, where that is all that is needed, at a fraction of the cost.
+        A fast path of `allocate` for decodes.
         """
         if sequence.block_end == len(sequence.block_table) * self.block_size:
             if not self._free:
@@ -95,92 +96,91 @@ class BlockManager:
             block, _ = self._free.popitem(last=False)
             if block in self.prefix_cache:
                 self._num_cached_blocks -= 1
-                self.prefix_cache.forget(block)
+                self.prefix_cache.remove(block)
             self._reference_counts[block] = 1
             sequence.block_table.append(block)
         sequence.block_end += self.block_size
         return True
 
     def publish(self, sequence: Sequence) -> None:
-        """Make findable what steps that have ended wrote of `sequence`."""
-        num_published, num_full = (
-            sequence.num_published_blocks,
-            sequence.num_written_tokens // self.block_size,
-        )
+        """Add the full blocks of `sequence` to the prefix cache, as far as ended steps have written them."""
+        num_published = sequence.num_published_blocks
+        num_full = sequence.num_written_tokens // self.block_size
         if num_published < num_full:
             if self._is_shared(sequence):
                 self.prefix_cache.publish(sequence, num_published, num_full)
             sequence.num_published_blocks = num_full
 
     def free(self, sequence: Sequence) -> None:
-        """Take back all blocks of `sequence`."""
-        # The tail first: of a chain of blocks the head is the likeliest to be of use again, and a tail whose
-        # head is gone could not be found.
+        """Remove all references of `sequence`."""
+        # The tail first, so that it is evicted first: the head of a chain of blocks is the likeliest to be
+        # reused, and a tail without its head cannot be found.
         for block in reversed(sequence.block_table):
             self._reference_counts[block] -= 1
             if not self._reference_counts[block]:
-                self._give_back(block)
+                self._free_block(block)
         sequence.block_table.clear()
         sequence.block_end = 0
 
     def verify(self, sequence: Sequence) -> None:
-        """A finite row of `sequence` was sampled, from the values of all blocks that it holds."""
+        """Mark all blocks of `sequence` as verified: a finite row was sampled that depends on them."""
         sequence.is_verified = True
         self.prefix_cache.verify(sequence.block_table)
 
-    def forget_unverified(self, sequence: Sequence) -> None:
-        """`sequence` ends: no block stays findable that its request wrote and no finite row was sampled from.
+    def unpublish_unverified(self, sequence: Sequence) -> None:
+        """Remove the unverified blocks of a sequence that ends from the prefix cache.
 
-        Nothing is zeroed: the next sequence that holds such a block writes each position or zeroes the
-        block before it is read.
+        They need no zeroing here: the next sequence that holds such a block writes each position, or zeroes
+        the block, before it is read.
         """
         for block in self.prefix_cache.unverified_of(sequence.request_id):
-            self._withdraw(block)
+            self._unpublish(block)
 
     def invalidate(self, sequence: Sequence) -> None:
-        """`sequence` fails: what it wrote may not be finite, and even masked out, 0 times NaN is NaN.
+        """Remove the blocks that a failed sequence wrote from the prefix cache, and have them zeroed.
 
-        If no finite row was sampled since it was admitted, the blocks that it found may be the cause,
-        whichever request wrote them. None of these stays findable, so they fail no request after it.
+        They may hold non-finite values, which spread even from masked positions: 0 times NaN is NaN. If no
+        finite row was sampled since the admission, the cached blocks that it found may be the cause, and are
+        removed too.
         """
         suspects = set(self.prefix_cache.published_by(sequence.request_id))
         if not sequence.is_verified:
             suspects.update(sequence.block_table)
         for block in suspects:
-            self._withdraw(block)
-        # What stays findable in its table was written by another, and a finite row was sampled from it.
+            self._unpublish(block)
+        # The rest of its table was written by other requests, and a finite row was sampled from it.
         suspects.update(one for one in sequence.block_table if one not in self.prefix_cache)
         for block in suspects:
             (self._zero_when_free if self._reference_counts[block] else self._to_zero).add(block)
 
-    def take_blocks_to_zero(self) -> tuple[int, ...]:
-        """The blocks to set to zero before anything reads them."""
+    def pop_blocks_to_zero(self) -> tuple[int, ...]:
+        """The blocks to zero before they are read; each is returned once."""
         blocks = tuple(sorted(self._to_zero))
         self._to_zero.clear()
         return blocks
 
-    def zero_later(self, blocks: tuple[int, ...]) -> None:
-        """Nobody has set these to zero."""
+    def restore_blocks_to_zero(self, blocks: tuple[int, ...]) -> None:
+        """Return `blocks` again from `pop_blocks_to_zero`: they have not been zeroed."""
         self._to_zero.update(blocks)
 
     def _is_shared(self, sequence: Sequence) -> bool:
         return self._prefix_caching or sequence.shares_blocks
 
-    def _hold(self, sequence: Sequence, block: int) -> None:
+    def _add_reference(self, sequence: Sequence, block: int) -> None:
         if not self._reference_counts[block]:
             del self._free[block]
             self._num_cached_blocks -= block in self.prefix_cache
         self._reference_counts[block] += 1
         sequence.block_table.append(block)
 
-    def _withdraw(self, block: int) -> None:
-        """Not findable any more; if it is free, it is given away before those that are."""
+    def _unpublish(self, block: int) -> None:
+        """Remove a block from the prefix cache. If it is free, it is allocated before cached ones."""
         if block in self.prefix_cache and not self._reference_counts[block]:
             self._num_cached_blocks -= 1
             self._free.move_to_end(block, last=False)
-        self.prefix_cache.forget(block)
+        self.prefix_cache.remove(block)
 
-    def _give_back(self, block: int) -> None:
+    def _free_block(self, block: int) -> None:
         if block in self._zero_when_free:
             self._zero_when_free.remove(block)
             self._to_zero.add(block)

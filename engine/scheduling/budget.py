@@ -1,13 +1,13 @@
-"""The ledger of one step: what it may spend, what is spent, and which limit said no."""
+"""The budget of one step: what it may schedule, what it has scheduled, and which limit was reached first."""
 
 from engine.config import EngineConfig
 from engine.outputs import WaitingReason
 
 
 class SchedulingBudget:
-    """The resources of one step. A limit of zero is zero, never "no limit".
+    """Tokens, sequences and prefills of one step. A limit of zero is zero, not "no limit".
 
-    `bound_by` is the first limit that refused something.
+    `bound_by`: the first limit that was exceeded, or None.
     """
 
     __slots__ = (
@@ -37,7 +37,7 @@ class SchedulingBudget:
     def exceeded_limit(
         self, num_new_tokens: int, num_new_seqs: int, num_new_prefill_seqs: int = 0
     ) -> WaitingReason | None:
-        """The limit that keeps so much more out of this step, or None if it fits."""
+        """The limit that this addition would exceed, or None if it fits."""
         if self.num_seqs + num_new_seqs > self.max_num_seqs:
             return self._bound(WaitingReason.SEQ_BUDGET)
         if self.num_prefill_seqs + num_new_prefill_seqs > self.max_num_prefill_seqs:
@@ -50,7 +50,7 @@ class SchedulingBudget:
         return self.exceeded_limit(num_new_tokens, num_new_seqs, num_new_prefill_seqs) is None
 
     def add(self, num_new_tokens: int, num_new_seqs: int, num_new_prefill_seqs: int = 0) -> None:
-        """Book what was taken. Raises ValueError, and books nothing, when it does not fit."""
+        """Raises ValueError, and adds nothing, if it does not fit."""
         if reason := self.exceeded_limit(num_new_tokens, num_new_seqs, num_new_prefill_seqs):
             raise ValueError(f"over the step's budget: {reason.value}")
         self.num_batched_tokens += num_new_tokens

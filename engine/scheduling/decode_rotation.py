@@ -1,7 +1,7 @@
-"""Who decodes when a step has fewer tokens than there are decodes: they take turns.
+"""Rotation of decodes when a step has fewer tokens than decodes.
 
-Law: nobody decodes twice before another has decoded once, so that no running sequence starves; and decodes
-leave to prefills the share of a step that is kept for them, as far as these can use it. Takes no blocks.
+Invariants: no sequence decodes twice before another has decoded once. Decodes leave the prefill reserve to
+prefills that can use it.
 """
 
 from collections.abc import Callable
@@ -12,23 +12,25 @@ from engine.sequence import Sequence
 
 
 class DecodeRotation:
-    """Chooses the decodes of a step, and remembers those whose turn it is in the next."""
+    """Chooses the decodes of a step, and remembers which go first in the next one."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._num_tokens = config.max_num_batched_tokens
         self._num_reserved = config.num_reserved_tokens
-        # Who goes first when not all can, while that lasts.
-        self._line: list[Sequence] = []
+        # Order of the next rotation; empty while all decodes fit.
+        self._order: list[Sequence] = []
 
     def choose(
         self, decoding: list[Sequence], num_prefill_tokens: Callable[[], int]
     ) -> tuple[list[Sequence], list[Sequence], WaitingReason]:
-        """Those of `decoding` who decode now, in the same order, those passed over, and for which reason.
+        """The sequences that decode in this step, those that do not, and the reason. Both keep the order of
+        `decoding`.
 
-        `num_prefill_tokens`: how many tokens prefills could use; asked only when it matters.
+        `num_prefill_tokens` returns the tokens that prefills could use. It is called only if not all decodes
+        fit.
         """
         if len(decoding) <= self._num_tokens - self._num_reserved:
-            self._line = []
+            self._order = []
             return decoding, [], WaitingReason.TOKEN_BUDGET
         num_kept = min(self._num_reserved, num_prefill_tokens()) if self._num_reserved else 0
         chosen = self._rotate(decoding, self._num_tokens - num_kept)
@@ -39,10 +41,10 @@ class DecodeRotation:
             reason,
         )
 
-    def _rotate(self, decoding: list[Sequence], num_places: int) -> set[Sequence]:
-        present, known = set(decoding), set(self._line)
-        line = [sequence for sequence in self._line if sequence in present]
-        line += [sequence for sequence in decoding if sequence not in known]
-        chosen, passed_over = line[:num_places], line[num_places:]
-        self._line = passed_over + chosen
+    def _rotate(self, decoding: list[Sequence], num_tokens: int) -> set[Sequence]:
+        present, known = set(decoding), set(self._order)
+        order = [sequence for sequence in self._order if sequence in present]
+        order += [sequence for sequence in decoding if sequence not in known]
+        chosen, passed_over = order[:num_tokens], order[num_tokens:]
+        self._order = passed_over + chosen
         return set(chosen)

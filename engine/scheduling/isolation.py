@@ -1,61 +1,55 @@
-"""A step of one request alone: who takes part, and who gives way to it.
+"""An isolated step: it computes the outputs of one request, and no other request.
 
-Law: nobody else is stepped. The others keep slots and blocks while it can do without these; then the last in
-order loses first, those that are pinned after all others. Alone every request fits, so it always goes on.
-Chooses; takes nothing away.
+Other requests keep their slots and blocks unless the isolated one needs them. Then the last running sequence
+is preempted first, pinned ones after all others. Any request fits into an empty engine, so an isolated step
+always makes progress.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from engine.outputs import WaitingReason
-from engine.scheduling.preemption import Preemption
+from engine.scheduling.admission import Admission
+from engine.scheduling.state import SchedulerState
 from engine.scheduling.step_plan import StepPlan
 from engine.sequence import Sequence
-from engine.waiting.queue import WaitingQueue
 
-_ROOM = frozenset({WaitingReason.SEQ_BUDGET, WaitingReason.KV_BLOCKS})
-"""What others can give up: slots and blocks."""
+_PREEMPTION_HELPS = frozenset({WaitingReason.SEQ_BUDGET, WaitingReason.KV_BLOCKS})
 
 
 class Isolation:
-    """The outputs of the one request, and the rules by which the others give way."""
+    """Selects the outputs of one request, and preempts other requests for them."""
 
-    def __init__(self, outputs: Iterable[Sequence], preemption: Preemption) -> None:
-        self.outputs = tuple(outputs)
-        self._members = frozenset(self.outputs)
-        self._preemption = preemption
+    def __init__(self, sequences: Iterable[Sequence], state: SchedulerState, admission: Admission) -> None:
+        self._sequences = tuple(sequences)
+        self._members = frozenset(self._sequences)
+        self._state = state
+        self._admission = admission
 
-    def of(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Its own among `sequences`."""
+    def select(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Those of `sequences` that belong to the isolated request."""
         return [one for one in sequences if one in self._members]
 
-    def admit(
-        self,
-        line: WaitingQueue,
-        running: list[Sequence],
-        plan: StepPlan,
-        admit: Callable[[Sequence, StepPlan], WaitingReason | None],
-        preempt: Callable[[Sequence, WaitingReason, StepPlan], None],
-    ) -> None:
-        """Take in its own that stand in `line`, at the cost of as many of the others as it takes.
-
-        `admit` says why one cannot be taken in, or None; `preempt` changes `running`.
-        """
-        for sequence in self.outputs:
-            if sequence not in line or sequence in plan.preempted:
-                continue
-            while reason := admit(sequence, plan):
-                victim = self.victim(running) if reason in _ROOM and not plan.is_full else None
-                if victim is None:
-                    plan.skip(sequence, reason)
-                    break
-                preempt(victim, reason, plan)
-
-    def victim(self, running: list[Sequence]) -> Sequence | None:
-        """Who of the others loses slot and blocks next; None if none of them runs."""
-        others = [one for one in running if one not in self._members]
-        return next((one for one in reversed(others) if not one.is_pinned), others[-1] if others else None)
+    def admit_waiting(self, plan: StepPlan) -> None:
+        """Admit the queued outputs, each of them before other requests."""
+        for sequence in self._sequences:
+            if sequence in self._state.waiting.queue and sequence not in plan.preempted:
+                self._admit(sequence, plan)
 
     def victim_for_blocks(self, running: list[Sequence]) -> Sequence | None:
-        """One of the others; then of its own, as always."""
-        return self.victim(running) or self._preemption.victim_for_blocks(self.of(running))
+        """A sequence of another request; if none runs, one of its own by the common policy."""
+        return self._other_victim(running) or self._state.preemption.victim_for_blocks(self.select(running))
+
+    def _admit(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Admit `sequence`, and preempt other requests until it fits."""
+        while reason := self._admission.admit(sequence, plan):
+            helps = reason in _PREEMPTION_HELPS and not plan.is_full
+            victim = self._other_victim(self._state.running.queue) if helps else None
+            if victim is None:
+                plan.skip(sequence, reason)
+                return
+            self._state.preempt(victim, reason, plan)
+
+    def _other_victim(self, running: list[Sequence]) -> Sequence | None:
+        """The next sequence of another request to preempt; None if none runs."""
+        others = [one for one in running if one not in self._members]
+        return next((one for one in reversed(others) if not one.is_pinned), others[-1] if others else None)

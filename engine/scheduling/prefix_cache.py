@@ -1,10 +1,11 @@
-"""Which full blocks hold the keys and values of which tokens, so that a later request need not compute them.
+"""The prefix cache: an index of full KV blocks by their tokens, so that a common prefix is computed once.
 
-Law: a hash is an address, not a proof: a block is found only if its own tokens, its parent and its salt are
-the ones asked for. This file knows what blocks hold, not who holds blocks.
+Invariants: a hash collision is no hit, because a block is found only if its tokens, its parent and its salt
+are equal too.
 
-A block is unverified until a finite row has been sampled from it. Its values may not be finite, since a chunk
-that samples nothing is published as it is written; so it leaves the index when its publisher ends.
+A block is unverified until a finite row has been sampled that depends on it. A chunk that samples nothing is
+published when it is written, and may hold non-finite values. So unverified blocks leave the index when the
+request that published them ends.
 """
 
 import hashlib
@@ -15,11 +16,11 @@ from typing import NamedTuple
 from engine.sequence import Sequence
 
 ROOT = b""
-"""The parent of a first block."""
+"""The parent of the first block."""
 
 
 class CachedBlock(NamedTuple):
-    """What a findable block holds: `tokens` as int64. `publisher`: the request that wrote it."""
+    """The contents of a cached block. `tokens`: as int64. `publisher`: id of the request that wrote it."""
 
     digest: bytes
     parent: bytes
@@ -29,36 +30,36 @@ class CachedBlock(NamedTuple):
 
 
 def block_digest(parent: bytes, tokens: bytes, salt: bytes) -> bytes:
-    """The address of a full block: sha256 over the chain of blocks before it, its tokens, and the salt."""
+    """The hash of a full block: SHA-256 over the digest of its parent, its tokens, and the salt."""
     return hashlib.sha256(parent + tokens + salt).digest()
 
 
 class PrefixCache:
-    """An index of written blocks by the tokens that lead to them (vLLM's chained block hashes)."""
+    """An index of written blocks by chained block hashes, as in vLLM."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._pack = struct.Struct(f"{block_size}q").pack
         self._block_of: dict[bytes, int] = {}
-        self._held_by: dict[int, CachedBlock] = {}
-        # By publisher: findable blocks from which no finite row has been sampled yet.
+        self._cached: dict[int, CachedBlock] = {}
+        # Unverified blocks by publisher.
         self._unverified: dict[str, set[int]] = {}
 
     def __contains__(self, block: int) -> bool:
-        return block in self._held_by
+        return block in self._cached
 
     def __len__(self) -> int:
-        return len(self._held_by)
+        return len(self._cached)
 
     @property
     def num_unverified(self) -> int:
-        """Findable blocks from which no finite row has been sampled yet."""
+        """Unverified blocks in the index."""
         return sum(map(len, self._unverified.values()))
 
     def find(self, sequence: Sequence) -> list[int]:
-        """The blocks of the longest known beginning of `sequence`, in order.
+        """The blocks of the longest cached prefix of `sequence`, in order.
 
-        At least its last token is left to compute: without a row there would be no logits to sample from.
+        The last token is never part of it: sampling needs the logits of at least one computed row.
         """
         found: list[int] = []
         parent = ROOT
@@ -66,53 +67,55 @@ class PrefixCache:
             tokens = self._tokens(sequence, number)
             digest = _digest(sequence, number, parent, tokens)
             block = self._block_of.get(digest)
-            if block is None or self._held_by[block][:4] != (digest, parent, tokens, sequence.cache_salt):
+            if block is None or self._cached[block][:4] != (digest, parent, tokens, sequence.cache_salt):
                 break
             found.append(block)
             parent = digest
         return found
 
     def publish(self, sequence: Sequence, first: int, end: int) -> None:
-        """Make blocks `first` to `end - 1` of `sequence` findable: they are full, and written.
+        """Add blocks `first` to `end - 1` of `sequence`, which are full and written, to the index.
 
-        Those before `first` were found here, or published.
+        The blocks before `first` were found here, or published already.
         """
-        block_of, held_by = self._block_of, self._held_by
+        block_of, cached = self._block_of, self._cached
         parent = sequence.block_digests[first - 1] if first else ROOT
         for number in range(first, end):
             tokens = self._tokens(sequence, number)
             digest = _digest(sequence, number, parent, tokens)
             block = sequence.block_table[number]
-            # The first of two equal blocks stays the one that is found.
-            if digest not in block_of and block not in held_by:
+            # Of two equal blocks the first one stays in the index.
+            if digest not in block_of and block not in cached:
                 block_of[digest] = block
-                held_by[block] = CachedBlock(digest, parent, tokens, sequence.cache_salt, sequence.request_id)
+                cached[block] = CachedBlock(digest, parent, tokens, sequence.cache_salt, sequence.request_id)
                 if not sequence.is_verified:
                     self._unverified.setdefault(sequence.request_id, set()).add(block)
             parent = digest
 
     def verify(self, blocks: Iterable[int]) -> None:
-        """A finite row was sampled from the values of all `blocks`."""
+        """Mark `blocks` as verified."""
         if not self._unverified:
             return
         for block in blocks:
-            if cached := self._held_by.get(block):
-                self._settle(block, cached)
+            if cached := self._cached.get(block):
+                self._remove_unverified(block, cached)
 
     def unverified_of(self, request_id: str) -> list[int]:
-        """The findable blocks that a request published and no finite row was sampled from."""
+        """The unverified blocks that a request published."""
         return list(self._unverified.get(request_id, ()))
 
-    def forget(self, block: int) -> None:
-        """Its values are going to be overwritten, or are not to be used again."""
-        if cached := self._held_by.pop(block, None):
+    def remove(self, block: int) -> None:
+        """Remove a block whose values are overwritten or must not be reused. Does nothing if it is not
+        cached.
+        """
+        if cached := self._cached.pop(block, None):
             del self._block_of[cached.digest]
-            self._settle(block, cached)
+            self._remove_unverified(block, cached)
 
     def published_by(self, request_id: str) -> list[int]:
-        return [block for block, cached in self._held_by.items() if cached.publisher == request_id]
+        return [block for block, cached in self._cached.items() if cached.publisher == request_id]
 
-    def _settle(self, block: int, cached: CachedBlock) -> None:
+    def _remove_unverified(self, block: int, cached: CachedBlock) -> None:
         if blocks := self._unverified.get(cached.publisher):
             blocks.discard(block)
             if not blocks:
@@ -124,7 +127,7 @@ class PrefixCache:
 
 
 def _digest(sequence: Sequence, number: int, parent: bytes, tokens: bytes) -> bytes:
-    """Computed once for each block of a sequence, in order, and kept with it."""
+    """The digest of block `number`, computed once and kept in the sequence."""
     digests = sequence.block_digests
     if number == len(digests):
         digests.append(block_digest(parent, tokens, sequence.cache_salt))

@@ -1,4 +1,4 @@
-"""Where those who wait stand, and for what: for people who ask, not for deciding."""
+"""The positions of waiting sequences, as reported to clients. No decision depends on them."""
 
 import itertools
 from dataclasses import dataclass
@@ -10,7 +10,10 @@ from engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuePosition:
-    """An output of a request that waits: `position` from 1, tokens to compute before it, and why it waits."""
+    """A waiting output of a request.
+
+    `position` counts from 1. `tokens_ahead`: tokens to compute before it.
+    """
 
     request_id: str
     index: int = 0
@@ -20,13 +23,13 @@ class QueuePosition:
 
 
 def queue_positions(scheduler: Scheduler) -> list[QueuePosition]:
-    """The line from its head, then those that are held outside of it."""
-    line: list[QueuePosition] = []
-    sequences = itertools.chain(scheduler.waiting_queue, scheduler.held_sequences)
+    """The queue from its head, then the deferred sequences."""
+    positions: list[QueuePosition] = []
+    sequences = itertools.chain(scheduler.waiting_queue, scheduler.deferred_sequences)
     max_model_len = scheduler.config.max_model_len
-    tokens_ahead = sum(_num_tokens_to_come(one, max_model_len) for one in scheduler.running_queue)
+    tokens_ahead = sum(_num_remaining_tokens(one, max_model_len) for one in scheduler.running_queue)
     for position, sequence in enumerate(sequences, start=1):
-        line.append(
+        positions.append(
             QueuePosition(
                 request_id=sequence.request_id,
                 index=sequence.index,
@@ -35,11 +38,12 @@ def queue_positions(scheduler: Scheduler) -> list[QueuePosition]:
                 reason=scheduler.waiting_reason(sequence),
             )
         )
-        tokens_ahead += _num_tokens_to_come(sequence, max_model_len)
-    return line
+        tokens_ahead += _num_remaining_tokens(sequence, max_model_len)
+    return positions
 
 
-def _num_tokens_to_come(sequence: Sequence, max_model_len: int) -> int:
+def _num_remaining_tokens(sequence: Sequence, max_model_len: int) -> int:
+    """Known tokens to compute, and the most that may still be generated."""
     room = max_model_len - sequence.num_prompt_tokens
-    most = min(sequence.params.max_tokens or room, room)
-    return sequence.num_uncomputed_tokens + max(0, most - sequence.num_output_tokens)
+    limit = min(sequence.params.max_tokens or room, room)
+    return sequence.num_uncomputed_tokens + max(0, limit - sequence.num_output_tokens)

@@ -1,41 +1,57 @@
-"""The running sequences, and which of them decode.
+"""The running sequences and their slots: the rows of the runner's arrays.
 
-Invariants: `queue` is sorted by `Sequence.order`. Whether a sequence decodes is computed from its own numbers
-each time and stored nowhere, so no path that a step took can leave it in the wrong list. A sequence that
-enters has a slot; one that leaves has given it back. Knows no blocks and no waiting queue.
+Invariants: `queue` is sorted by `Sequence.order`. A slot is free or belongs to one running sequence. A freed
+slot is reported once. Whether a sequence decodes follows from its token counts and is stored nowhere.
 """
 
 import bisect
 
-from engine.scheduling.slots import Slots
 from engine.sequence import ORDER, Sequence
 
 
-class Running:
-    """`slots`: as many as sequences may run at once."""
+class RunningSequences:
+    """`num_slots`: how many sequences may run at once. Slots are numbered from 0."""
 
     def __init__(self, num_slots: int) -> None:
-        self.slots = Slots(num_slots)
         self.queue: list[Sequence] = []
+        self._free_slots = list(reversed(range(num_slots)))
+        self._released_slots: list[int] = []
 
-    def enter(self, sequence: Sequence, num_found_tokens: int) -> None:
-        """Onto a free slot, with what it found in the cache. Raises IndexError when none is free."""
-        sequence.admit(self.slots.take(), num_found_tokens)
+    @property
+    def has_free_slot(self) -> bool:
+        return bool(self._free_slots)
+
+    def allocate_slot(self) -> int:
+        """Raises IndexError if no slot is free."""
+        return self._free_slots.pop()
+
+    def add(self, sequence: Sequence) -> None:
         bisect.insort(self.queue, sequence, key=ORDER)
 
-    def leave(self, sequence: Sequence) -> None:
-        """Off its slot."""
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence, and free its slot."""
         del self.queue[bisect.bisect_left(self.queue, sequence.order, key=ORDER)]
         assert sequence.slot is not None
-        self.slots.give_back(sequence.slot)
+        self._free_slots.append(sequence.slot)
+        self._released_slots.append(sequence.slot)
+
+    def pop_released_slots(self) -> tuple[int, ...]:
+        """The slots that lost their sequence since the last call."""
+        released = tuple(self._released_slots)
+        self._released_slots.clear()
+        return released
+
+    def restore_released_slots(self, slots: tuple[int, ...]) -> None:
+        """Report `slots` again: the step that reported them is not executed."""
+        self._released_slots += slots
 
 
-def by_need(members: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-    """The sequences that decode, and those with other known tokens to compute; both in order of `members`.
+def split_by_phase(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+    """The sequences that decode and those that prefill, each in the given order.
 
-    A sequence whose known tokens are all computed is in neither list.
+    A sequence without uncomputed tokens is in neither list.
     """
-    decoding = [one for one in members if one.is_decoding]
-    if len(decoding) == len(members):
+    decoding = [one for one in sequences if one.is_decoding]
+    if len(decoding) == len(sequences):
         return decoding, []
-    return decoding, [one for one in members if one.num_uncomputed_tokens and not one.is_decoding]
+    return decoding, [one for one in sequences if one.num_uncomputed_tokens and not one.is_decoding]

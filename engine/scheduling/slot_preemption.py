@@ -1,66 +1,62 @@
-"""When all slots are taken: whether the head of the line may have another's, and its right to it then.
+"""Preemption for a slot: when all slots are taken, the head of the queue may claim one.
 
-Law: a slot is taken only from one of strictly lower priority, and only for a head that can then be taken in.
-Until that one is in, nobody goes before it but one that was promoted. Chooses; takes nothing away.
+Invariants: the victim's own priority is strictly lower, and the head can be admitted in its place. Until the
+head is admitted, only a promoted sequence may go before it.
 """
 
-from engine.scheduling.block_manager import BlockManager
-from engine.scheduling.preemption import Preemption
-from engine.scheduling.running import Running, by_need
+from engine.outputs import WaitingReason
+from engine.scheduling.running import split_by_phase
+from engine.scheduling.state import SchedulerState
+from engine.scheduling.step_plan import StepPlan
 from engine.sequence import Sequence
-from engine.waiting.queue import WaitingQueue
 
 
 class SlotPreemption:
-    """Looks at the `line`, at those `running`, and at what `blocks` are free; remembers one claimant."""
+    """Keeps at most one claimant: the waiting sequence for which another lost its slot."""
 
-    def __init__(
-        self, line: WaitingQueue, running: Running, blocks: BlockManager, preemption: Preemption
-    ) -> None:
-        self._line = line
-        self._running = running
-        self._blocks = blocks
-        self._preemption = preemption
-        # Another gave up its slot for it, so nobody skips ahead of it.
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._queue = state.waiting.queue
         self._claimant: Sequence | None = None
 
-    def may_arise(self) -> bool:
-        """All slots are taken, the last in order by one of lower priority than the head's."""
-        line, running = self._line, self._running
-        return bool(not running.slots and line and line.best_priority < running.queue[-1].priority)
+    def is_possible(self) -> bool:
+        """Whether all slots are taken, and a waiting sequence has a better priority than the last running
+        one.
+        """
+        running, queue = self._state.running, self._queue
+        return bool(not running.has_free_slot and queue and queue.best_priority < running.queue[-1].priority)
 
-    def claim(self) -> Sequence | None:
-        """Who is to lose its slot for the head, which claims it; None: nobody."""
-        line = self._line
-        if not self.may_arise() or line.is_head_promoted:
-            return None
-        head = line.head
+    def preempt_for_head(self, plan: StepPlan) -> None:
+        """Take a slot for the head of the queue, if the rules allow it."""
+        if not self.is_possible() or self._queue.is_head_promoted:
+            return
+        head = self._queue.head
         assert head is not None
-        victim = self._preemption.victim_for_slot(self._running.queue, head)
-        if victim is None or not self._can_take_in(head, victim):
-            return None
-        self._claimant = head
-        return victim
+        victim = self._state.preemption.victim_for_slot(self._state.running.queue, head)
+        if victim is not None and self._fits_without(victim, head):
+            self._claimant = head
+            self._state.preempt(victim, WaitingReason.SEQ_BUDGET, plan)
 
-    def next_in_line(self) -> Sequence | None:
-        """The head; before it the claimant, whose victim may have aged to be the head."""
-        is_head_next = self._claimant is None or self._line.is_head_promoted
-        return self._line.head if is_head_next else self._claimant
+    def next_sequence(self) -> Sequence | None:
+        """The next sequence to admit: the claimant unless the head is promoted, else the head."""
+        if self._claimant is None or self._queue.is_head_promoted:
+            return self._queue.head
+        return self._claimant
 
-    def guards(self, sequence: Sequence) -> bool:
-        """Nobody may go past it while it waits: it is the claimant, or a promoted one waits."""
-        return self._line.is_head_promoted or sequence is self._claimant
+    def may_be_skipped(self, sequence: Sequence) -> bool:
+        """Whether others may be admitted before `sequence`: it is not the claimant, and none is promoted."""
+        return sequence is not self._claimant and not self._queue.is_head_promoted
 
-    def forget(self, sequence: Sequence) -> None:
-        """It was taken in, or has ended."""
+    def end_claim(self, sequence: Sequence) -> None:
+        """`sequence` was admitted or has ended: if it is the claimant, its claim ends."""
         if sequence is self._claimant:
             self._claimant = None
 
-    def _can_take_in(self, head: Sequence, victim: Sequence) -> bool:
-        """Whether `head` would be taken into this step, if `victim` held nothing."""
-        decoding, prefilling = by_need([one for one in self._running.queue if one is not victim])
-        return self._preemption.leaves_room(head, len(decoding), len(prefilling)) and (
-            self._blocks.can_allocate(
-                self._preemption.num_tokens_to_hold(head), self._blocks.find_prefix(head), without=victim
-            )
+    def _fits_without(self, victim: Sequence, head: Sequence) -> bool:
+        """Whether this step could admit `head` if `victim` held nothing."""
+        policy, blocks = self._state.preemption, self._state.block_manager
+        others = [one for one in self._state.running.queue if one is not victim]
+        decoding, prefilling = split_by_phase(others)
+        return policy.leaves_budget(head, len(decoding), len(prefilling)) and blocks.can_allocate(
+            policy.num_tokens_to_reserve(head), blocks.find_prefix(head), without=victim
         )

@@ -1,4 +1,4 @@
-"""The decision on one step while it is being made. Knows how it is written down, not how it is made."""
+"""The decision on one step while it is being made."""
 
 from typing import Protocol
 
@@ -6,19 +6,20 @@ from engine.config import EngineConfig
 from engine.outputs import ScheduledSequence, SchedulerOutputs, Skipped, WaitingReason
 from engine.scheduling.budget import SchedulingBudget
 from engine.scheduling.prefill_chunks import PrefillChunks
-from engine.sequence import Sequence
+from engine.sequence import Sequence, SequenceStatus
 
 
 class VictimPolicy(Protocol):
-    """Who gives way in a step. `running` is sorted by `Sequence.order`."""
+    """Chooses the sequence that gives up its blocks. `running` is sorted by `Sequence.order`."""
 
     def victim_for_blocks(self, running: list[Sequence]) -> Sequence | None: ...
 
 
 class StepPlan:
-    """What a step takes, what it passes over and why, its ledger, and the rule by which others give way.
+    """The scheduled and skipped sequences of a step, its budget, and its victim policy.
 
-    `lacks_blocks`: a running sequence lost its blocks, or did not get those that it needs.
+    `lacks_blocks`: a running sequence lost its blocks, or did not get those that it needs. `now`: the time of
+    the decision, in seconds on the scheduler's clock.
     """
 
     __slots__ = (
@@ -37,21 +38,32 @@ class StepPlan:
         self.lacks_blocks = False
 
     @property
-    def is_busy(self) -> bool:
-        return bool(self.decode or self.prefills)
+    def is_empty(self) -> bool:
+        return not (self.decode or self.prefills)
 
     @property
     def is_full(self) -> bool:
-        """Nobody else can be taken, whoever it is."""
+        """Whether no other sequence can be added, however small."""
         return self.lacks_blocks or not self.budget.remaining_tokens
+
+    def continue_prefills(self, prefilling: list[Sequence]) -> None:
+        """Add the next chunk of each prefill under way that the budget has room for."""
+        for sequence in prefilling:
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue  # Preempted for a decode of this step.
+            num_new_tokens = self.prefills.first_chunk(sequence, sequence.num_computed_tokens)
+            if reason := self.budget.exceeded_limit(num_new_tokens, 1, 1):
+                self.skip(sequence, reason)
+            else:
+                self.prefills.add(sequence, num_new_tokens)
 
     def skip(self, sequence: Sequence, reason: WaitingReason) -> None:
         self.skipped.append(Skipped(sequence, reason))
 
-    def close(
+    def to_outputs(
         self, released_slots: tuple[int, ...] = (), blocks_to_zero: tuple[int, ...] = ()
     ) -> SchedulerOutputs:
-        """Deal out what is left, advance all that are taken, and freeze the decision."""
+        """Distribute the remaining tokens, advance the scheduled sequences, and return the decision."""
         num_queried_tokens = sum(sequence.num_tokens for sequence in self.admitted)
         num_hit_tokens = sum(sequence.num_computed_tokens for sequence in self.admitted)
         decode = self.decode
@@ -83,5 +95,5 @@ def _advance(sequence: Sequence, num_new_tokens: int) -> ScheduledSequence:
 
 
 def _resumes_decoding(item: ScheduledSequence) -> bool:
-    """It has sampled before, and found all in the cache but its newest token."""
+    """Whether it has sampled before, and the prefix cache held all tokens but the newest."""
     return item.samples and item.num_new_tokens == 1 and item.sequence.num_output_tokens > 0

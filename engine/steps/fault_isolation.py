@@ -128,8 +128,8 @@ class StepExecutor:
             return ExecutedStep({items[0].sequence: self._fail(items[0].sequence, result)})
         log.warning("a step of %d sequences failed (%s); executing its halves", len(items), result.reason)
         half = len(items) // 2
-        first = outputs.only(items[:half], is_first=True)
-        second = outputs.only(items[half:], is_first=False)
+        first = outputs.subset(items[:half], is_first=True)
+        second = outputs.subset(items[half:], is_first=False)
         return self._execute_or_bisect(first) | self._execute_or_bisect(second)
 
     def _try_execute(self, outputs: SchedulerOutputs) -> ExecutedStep | _Failure:

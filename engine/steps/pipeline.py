@@ -75,7 +75,7 @@ class InFlightStep:
         items = self.outputs.scheduled
         kept = [item for item in items if not item.sequence.is_finished()]
         if len(kept) < len(items):
-            self.outputs = self.outputs.only(kept, is_first=True)
+            self.outputs = self.outputs.subset(kept, is_first=True)
 
     def mark_pending(self) -> None:
         """The tokens it computes are not in the KV cache yet, so that no other sequence may reuse them."""
@@ -148,8 +148,10 @@ class Pipeline:
 
     def _schedule(self, isolated: list[Sequence] | None) -> InFlightStep:
         with self._recorder.stage("schedule"):
-            outputs = self._scheduler.schedule(isolated)
-        return InFlightStep(outputs) if isolated is not None else self._launch(outputs, None)
+            if isolated is not None:
+                return InFlightStep(self._scheduler.schedule_isolated(isolated))
+            outputs = self._scheduler.schedule()
+        return self._launch(outputs, None)
 
     def _schedule_ahead(self, step: InFlightStep) -> InFlightStep | None:
         if step.handle is None or step.executed is not None:

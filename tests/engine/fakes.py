@@ -1,4 +1,4 @@
-"""Stand-ins for device and tokenizer: real rules, no tensors."""
+"""Fakes of the device, the clock and the tokenizer; the rest of the engine is real."""
 
 import itertools
 import re
@@ -23,7 +23,7 @@ _arrivals = itertools.count()
 
 
 class Clock:
-    """A clock that goes on when told to."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -33,11 +33,11 @@ class Clock:
 
 
 class ScriptedRunner:
-    """Draws the tokens that a test wrote down for each request; without a script 100, 101, 102, ...
+    """A runner and sampler whose tokens a test defines; the default is 100, 101, 102, ...
 
-    `scripts`: by request id, or by "id/index" for one output of several; a negative id is an error instead.
-    Doubles as its own sampler. `fault` is called with each decision and may raise. `steps` keeps, for each
-    execution, (request id, start, number of new tokens) of all that was computed.
+    `scripts`: token ids by request id, or by "id/index" for one output of several; a negative id is an error
+    instead. `fault` is called with each decision, `sample_fault` with each sequence; both may raise. `steps`:
+    for each execution, (request id, start, number of new tokens) of every scheduled sequence.
     """
 
     def __init__(self, scripts: dict[str, list[int]] | None = None) -> None:
@@ -50,18 +50,18 @@ class ScriptedRunner:
 
     def execute(self, outputs: SchedulerOutputs) -> None:
         self.fault(outputs)
-        self.note(outputs)
+        self.record(outputs)
 
-    def note(self, outputs: SchedulerOutputs) -> None:
+    def record(self, outputs: SchedulerOutputs) -> None:
         for item in outputs.scheduled:
-            end, room = item.start + item.num_new_tokens, item.sequence.block_end
-            assert end <= room, f"{item.sequence.request_id} computes up to {end} with blocks up to {room}"
+            end, limit = item.start + item.num_new_tokens, item.sequence.block_end
+            assert end <= limit, f"{item.sequence.request_id} computes {end} tokens with blocks for {limit}"
         self.steps.append(
             [(item.sequence.request_id, item.start, item.num_new_tokens) for item in outputs.scheduled]
         )
 
     def sample(self, logits: None, items: tuple[ScheduledSequence, ...]) -> list[SampledToken]:
-        return [self._draw(item.sequence) for item in items if item.samples]
+        return [self._sample(item.sequence) for item in items if item.samples]
 
     def prompt_logprobs(
         self, logits: None, items: tuple[ScheduledSequence, ...]
@@ -72,14 +72,14 @@ class ScriptedRunner:
             if item.sequence.params.prompt_logprobs is not None and not item.sequence.num_output_tokens
         ]
 
-    def _draw(self, sequence: Sequence) -> SampledToken:
+    def _sample(self, sequence: Sequence) -> SampledToken:
         self.sample_fault(sequence)
         index = sequence.num_output_tokens
         script = self.scripts.get(f"{sequence.request_id}/{sequence.index}")
         script = script or self.scripts.get(sequence.request_id)
         token_id = 100 + index if script is None else script[min(index, len(script) - 1)]
         if token_id < 0:
-            return SampledToken(None, "no number is the largest")
+            return SampledToken(None, "the logits are not finite")
         wants_logprobs = sequence.params.logprobs is not None
         return SampledToken(
             token_id, logprobs=TokenLogprobs(token_id, -float(index)) if wants_logprobs else None
@@ -87,10 +87,10 @@ class ScriptedRunner:
 
 
 class ScriptedLauncher:
-    """Launches on a `ScriptedRunner`: a step's tokens are there when they are fetched, and not before.
+    """An asynchronous executor on a `ScriptedRunner`: tokens are available only once they are fetched.
 
-    Takes what wants neither log-probabilities nor a grammar. `fault` and `fetch_fault` are called with what
-    is launched and fetched, and may raise. `events`: ("launch" or "fetch", number of the step) in order.
+    Accepts sequences without logprobs and grammar. `fault` and `fetch_fault` are called with the decision
+    that is launched or fetched, and may raise. `events`: ("launch" or "fetch", number of the step) in order.
     """
 
     def __init__(self, runner: ScriptedRunner) -> None:
@@ -98,7 +98,7 @@ class ScriptedLauncher:
         self.fault: Callable[[SchedulerOutputs], None] = lambda _: None
         self.fetch_fault: Callable[[SchedulerOutputs], None] = lambda _: None
         self.events: list[tuple[str, int]] = []
-        #: What each token was, as far as it was computed: by request, by output, by place.
+        #: The computed token ids by position, by (request id, output).
         self.seen: dict[tuple[str, int], dict[int, int]] = {}
         self._num_launched = 0
 
@@ -108,50 +108,49 @@ class ScriptedLauncher:
 
     def launch(self, outputs: SchedulerOutputs, after: "Launched | None") -> "Launched":
         self.fault(outputs)
-        self.runner.note(outputs)
+        self.runner.record(outputs)
         for item in outputs.scheduled:
-            self._note(item, after)
+            self._record(item, after)
         self._num_launched += 1
         self.events.append(("launch", self._num_launched))
-        drawn = self.runner.sample(None, outputs.scheduled)
-        return Launched(self._num_launched, outputs, drawn)
+        sampled = self.runner.sample(None, outputs.scheduled)
+        return Launched(self._num_launched, outputs, sampled)
 
-    def _note(self, item: ScheduledSequence, after: "Launched | None") -> None:
+    def _record(self, item: ScheduledSequence, after: "Launched | None") -> None:
         sequence = item.sequence
         seen = self.seen.setdefault((sequence.request_id, sequence.index), {})
-        for place in range(item.start, item.start + item.num_new_tokens):
-            token_id: int | None = sequence.token_ids[place]
+        for position in range(item.start, item.start + item.num_new_tokens):
+            token_id: int | None = sequence.token_ids[position]
             assert token_id is not None
             if token_id < 0:
-                assert after is not None, "a stand-in for nothing"
-                token_id = after.drawn[-1 - token_id].token_id
-            seen[place] = 0 if token_id is None else token_id
+                assert after is not None, "a placeholder without a step before it"
+                token_id = after.sampled[-1 - token_id].token_id
+            seen[position] = 0 if token_id is None else token_id
 
     def fetch(self, launched: "Launched") -> list[SampledToken]:
         self.events.append(("fetch", launched.number))
         self.fetch_fault(launched.outputs)
-        return launched.drawn
+        return launched.sampled
 
 
 class Launched(NamedTuple):
     number: int
     outputs: SchedulerOutputs
-    drawn: list[SampledToken]
+    sampled: list[SampledToken]
 
 
 def _logprobs_of_prompt(item: ScheduledSequence) -> list[TokenLogprobs]:
-    """Made-up ones: of token i of a prompt, -i."""
+    """Logprob -i for token i of a prompt."""
     sequence = item.sequence
-    places = range(item.start + item.logits_from + 1, item.start + item.num_new_tokens + 1)
+    end = min(item.start + item.num_new_tokens + 1, sequence.num_prompt_tokens)
     return [
-        TokenLogprobs(sequence.token_ids[place], -float(place))
-        for place in places
-        if place < sequence.num_prompt_tokens
+        TokenLogprobs(sequence.token_ids[position], -float(position))
+        for position in range(item.start + item.logits_from + 1, end)
     ]
 
 
 class WordTokenizer:
-    """Each id is a word of its own."""
+    """Each id is a word."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         skipped = SPECIAL.values() if skip_special_tokens else ()
@@ -159,10 +158,10 @@ class WordTokenizer:
         return "".join(written.get(one, f"<{one}>") for one in token_ids if one not in skipped)
 
     def spelling(self, skip_special_tokens: bool = True) -> None:
-        """Decoded in windows."""
+        """None: text is decoded in windows."""
 
     def encode_text(self, text: str) -> list[int]:
-        """Written as it is decoded; a space before makes another word of it."""
+        """The inverse of `decode`; a word after a space has another id."""
         return [500 + int(number) if space else int(number) for space, number in WORD.findall(text)]
 
     def special_token_id(self, text: str) -> int | None:
@@ -170,7 +169,7 @@ class WordTokenizer:
 
 
 class PieceTokenizer:
-    """Ids are places in a list of texts; the last `num_special` of these are special tokens."""
+    """Ids are indexes into `pieces`; the last `num_special` are special tokens."""
 
     def __init__(self, *pieces: str, num_special: int = 0) -> None:
         self.pieces = pieces
@@ -182,7 +181,7 @@ class PieceTokenizer:
         return "".join(self.pieces[one] for one in token_ids if one not in skipped)
 
     def spelling(self, skip_special_tokens: bool = True) -> None:
-        """Decoded in windows."""
+        """None: text is decoded in windows."""
 
     def encode_text(self, text: str) -> list[int]:
         return [self.pieces.index(text)] if text in self.pieces else []
@@ -227,7 +226,7 @@ def add(
     waited_seconds: float = 0.0,
     **params: object,
 ) -> None:
-    """Put a request of `prompt_len` tokens in line, after all that came before; no two begin alike."""
+    """Add a request of `prompt_len` tokens after all earlier ones. No two prompts share a prefix."""
     arrival = next(_arrivals)
     engine.add(
         EngineRequest(
@@ -244,9 +243,9 @@ def add(
 
 
 def run(engine: Engine, max_steps: int = 500) -> dict[str, tuple[list[int], str, str | None]]:
-    """Step until nothing is left: of each output its tokens, its text and its end.
+    """Step until no work is left. Returns tokens, text and finish reason of each output.
 
-    Outputs are called by their request's id, those after the first "id/index".
+    The key of an output is its request id, or "id/index" if the index is not 0.
     """
     tokens: dict[str, list[int]] = {}
     texts: dict[str, str] = {}
@@ -257,15 +256,15 @@ def run(engine: Engine, max_steps: int = 500) -> dict[str, tuple[list[int], str,
         for output in engine.step().outputs:
             name = f"{output.request_id}/{output.index}" if output.index else output.request_id
             ids = tokens.setdefault(name, [])
-            assert name not in ends, "something after the end"
+            assert name not in ends, "an output after the end"
             if output.token_id is not None:
                 ids.append(output.token_id)
             texts[name] = texts.get(name, "") + output.text + output.held_text
             if output.finish_reason:
                 ends[name] = output.finish_reason.value
-    raise AssertionError(f"not done after {max_steps} steps")
+    raise AssertionError(f"work is left after {max_steps} steps")
 
 
 def words(token_ids: Iterable[int]) -> str:
-    """The text of `token_ids` in `WordTokenizer`'s words."""
+    """The text of `token_ids` by `WordTokenizer`."""
     return "".join(f"<{token_id}>" for token_id in token_ids)

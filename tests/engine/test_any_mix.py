@@ -1,6 +1,7 @@
-"""Any mix of requests, cancels, late grammars and limits: each output ends once, and nothing stays."""
+"""Any mix of requests, cancels, grammars and deadlines: each output ends once, and no state is left."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -35,12 +36,12 @@ REQUESTS = st.fixed_dictionaries(
 ACTIONS = st.one_of(
     st.tuples(st.just("add"), REQUESTS),
     st.tuples(st.sampled_from(("cancel", "discard", "step")), st.integers(0, 9)),
-    st.tuples(st.sampled_from(("step", "step", "drain", "tick", "compile", "spoil")), st.none()),
+    st.tuples(st.sampled_from(("step", "step", "drain", "tick", "compile", "break")), st.none()),
 )
 
 
 class Mix:
-    """An engine, what it was asked, and what it told."""
+    """An engine, its requests, and their outputs."""
 
     def __init__(self, config: dict[str, int], launcher: ScriptedLauncher | None = None) -> None:
         self.clock = Clock()
@@ -48,53 +49,53 @@ class Mix:
         self.engine, _ = build_engine(
             clock=self.clock, grammar_compiler=self.compiler, launcher=launcher, **config
         )
-        self.asked: dict[str, dict[str, object]] = {}
+        self.requests: dict[str, dict[str, Any]] = {}
         self.discarded: set[str] = set()
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.ends: dict[tuple[str, int], str] = {}
-        self.told_texts: dict[tuple[str, int], str] = {}
+        self.texts: dict[tuple[str, int], str] = {}
         self.num_reported: Counter[str] = Counter()
         self.num_generated = 0
 
-    def act(self, name: str, given: object) -> None:
-        match name, given:
+    def act(self, name: str, argument: object) -> None:
+        match name, argument:
             case "add", dict():
-                self.add(given)
-            case (("cancel" | "discard"), int()) if given < len(self.asked):
-                request_id = list(self.asked)[given]
+                self.add(argument)
+            case (("cancel" | "discard"), int()) if argument < len(self.requests):
+                request_id = list(self.requests)[argument]
                 if getattr(self.engine, name)(request_id) and name == "discard":
                     self.discarded.add(request_id)
             case "drain", _:
                 self.engine.drain()
             case "step", _:
-                self.take(self.engine.step(None if given is None else f"r{given}"))
+                self.record(self.engine.step(None if argument is None else f"r{argument}"))
             case "tick", _:
                 self.clock.now += 2.0
-            case (("compile" | "spoil"), _):
-                self.compiler.finish("no grammar" if name == "spoil" else lambda: Countdown(GRAMMAR_LENGTH))
+            case (("compile" | "break"), _):
+                self.compiler.finish("no grammar" if name == "break" else lambda: Countdown(GRAMMAR_LENGTH))
 
-    def add(self, asked: dict[str, object]) -> None:
-        request_id = f"r{len(self.asked)}"
-        self.asked[request_id] = asked
-        limit = asked["limit"]
+    def add(self, request: dict[str, Any]) -> None:
+        request_id = f"r{len(self.requests)}"
+        self.requests[request_id] = request
+        limit = request["limit"]
         add(
             self.engine,
             request_id,
-            asked["prompt_len"],  # type: ignore[arg-type]  # drawn as a number
-            deadlines=Deadlines(**({limit: 3.0} if limit else {})),  # type: ignore[dict-item]
-            n=asked["n"],
-            max_tokens=asked["max_tokens"],
-            structured_outputs=StructuredOutputs(regex="a") if asked["is_structured"] else None,
+            request["prompt_len"],
+            deadlines=Deadlines(**({limit: 3.0} if limit else {})),
+            n=request["n"],
+            max_tokens=request["max_tokens"],
+            structured_outputs=StructuredOutputs(regex="a") if request["is_structured"] else None,
         )
 
-    def take(self, step: StepOutput) -> None:
+    def record(self, step: StepOutput) -> None:
         for one in step.outputs:
             key = (one.request_id, one.index)
             assert one.request_id not in self.discarded
             assert key not in self.ends, "something after the end"
             if one.token_id is not None:
                 self.tokens.setdefault(key, []).append(one.token_id)
-            self.told_texts[key] = self.told_texts.get(key, "") + one.text + one.held_text
+            self.texts[key] = self.texts.get(key, "") + one.text + one.held_text
             if one.finish_reason:
                 self.ends[key] = one.finish_reason.value
         report = step.report
@@ -105,7 +106,7 @@ class Mix:
         self.num_generated += report.num_generated_tokens
         self.num_reported.update(one.reason for one in report.finished)
 
-    def run_to_the_end(self) -> None:
+    def run_to_end(self) -> None:
         for _ in range(500):
             if not self.engine.has_work:
                 return
@@ -114,18 +115,18 @@ class Mix:
         raise AssertionError("not done after 500 steps")
 
 
-@pytest.mark.parametrize("goes_ahead", [False, True])
+@pytest.mark.parametrize("is_asynchronous", [False, True])
 @given(CONFIGS, st.lists(ACTIONS, max_size=25))
-def test_each_output_ends_once_with_its_own_text_and_nothing_stays(
-    goes_ahead: bool, config: dict[str, int], actions: list[tuple[str, object]]
+def test_each_output_ends_once_with_its_own_text_and_no_state_is_left(
+    is_asynchronous: bool, config: dict[str, int], actions: list[tuple[str, object]]
 ) -> None:
-    mix = Mix(config, ScriptedLauncher(ScriptedRunner()) if goes_ahead else None)
-    for name, given_value in actions:
-        mix.act(name, given_value)
-    mix.run_to_the_end()
+    mix = Mix(config, ScriptedLauncher(ScriptedRunner()) if is_asynchronous else None)
+    for name, argument in actions:
+        mix.act(name, argument)
+    mix.run_to_end()
 
-    kept = [one for one in mix.asked if one not in mix.discarded]
-    expected = {(one, index) for one in kept for index in range(as_int(mix.asked[one]["n"]))}
+    kept = [one for one in mix.requests if one not in mix.discarded]
+    expected = {(one, index) for one in kept for index in range(mix.requests[one]["n"])}
     assert {key for key in mix.ends if key[0] in kept} == expected
     for request_id, index in expected:
         check_output(mix, request_id, index)
@@ -135,14 +136,14 @@ def test_each_output_ends_once_with_its_own_text_and_nothing_stays(
 
 
 def check_output(mix: Mix, request_id: str, index: int) -> None:
-    asked, end = mix.asked[request_id], mix.ends[request_id, index]
+    request, end = mix.requests[request_id], mix.ends[request_id, index]
     tokens = mix.tokens.get((request_id, index), [])
     assert tokens == list(range(100, 100 + len(tokens)))
-    assert mix.told_texts[request_id, index] == words(tokens)
-    assert end != "timeout" or asked["limit"]
-    assert end != "stop" or (asked["is_structured"] and len(tokens) == GRAMMAR_LENGTH)
-    assert end != "length" or len(tokens) == asked["max_tokens"]
-    assert end != "error" or (asked["is_structured"] and not tokens)
+    assert mix.texts[request_id, index] == words(tokens)
+    assert end != "timeout" or request["limit"]
+    assert end != "stop" or (request["is_structured"] and len(tokens) == GRAMMAR_LENGTH)
+    assert end != "length" or len(tokens) == request["max_tokens"]
+    assert end != "error" or (request["is_structured"] and not tokens)
 
 
 def assert_empty(mix: Mix) -> None:
@@ -151,8 +152,3 @@ def assert_empty(mix: Mix) -> None:
     assert mix.compiler.submitted == {}
     assert (engine.num_running, engine.num_waiting) == (0, 0)
     assert engine.scheduler.block_manager.num_free_blocks == engine.config.num_kv_blocks
-
-
-def as_int(value: object) -> int:
-    assert isinstance(value, int)
-    return value

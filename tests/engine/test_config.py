@@ -1,4 +1,4 @@
-"""Limits are checked where they are set."""
+"""Validation of the engine's configuration."""
 
 import pytest
 
@@ -18,7 +18,7 @@ from engine.errors import InvalidParameter
     ],
 )
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "8", 8.5])
-def test_a_limit_that_is_no_limit_is_refused_at_the_start(field: str, value: object) -> None:
+def test_an_invalid_limit_is_rejected(field: str, value: object) -> None:
     with pytest.raises(InvalidParameter, match=field):
         EngineConfig(**{"max_model_len": 8, "num_kv_blocks": 8, field: value})  # type: ignore[arg-type]
 
@@ -27,7 +27,7 @@ def test_a_limit_that_is_no_limit_is_refused_at_the_start(field: str, value: obj
     ("field", "value"),
     [
         ("policy", "lifo"),
-        *[(field, "no") for field in ("chunked_prefill", "prefix_caching", "fair_sharing")],
+        *[(field, "no") for field in ("chunked_prefill", "prefix_caching")],
         *[("max_skip_ahead", value) for value in (0, -1, 1.5)],
         *[("max_chunk_tokens", value) for value in (0, True)],
         *[("max_preemptions", value) for value in (-1, None)],
@@ -35,12 +35,12 @@ def test_a_limit_that_is_no_limit_is_refused_at_the_start(field: str, value: obj
         *[(field, value) for field in ("ageing_seconds", "max_waiting_seconds") for value in (0, -1.0, "5")],
     ],
 )
-def test_a_policy_that_is_none_is_refused_at_the_start(field: str, value: object) -> None:
+def test_an_invalid_policy_is_rejected(field: str, value: object) -> None:
     with pytest.raises(InvalidParameter, match=field):
         EngineConfig(**{"max_model_len": 8, "num_kv_blocks": 8, field: value})  # type: ignore[arg-type]
 
 
-def test_a_reserve_never_takes_all_of_a_step() -> None:
+def test_the_prefill_reserve_is_less_than_a_step() -> None:
     for max_num_batched_tokens in range(1, 40):
         config = EngineConfig(
             max_model_len=8,

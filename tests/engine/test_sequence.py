@@ -1,4 +1,4 @@
-"""A sequence's states: an illegal move raises and changes nothing."""
+"""The status of a sequence, and the validation of sampling parameters."""
 
 import pytest
 
@@ -6,14 +6,14 @@ from engine.errors import IllegalTransition, InvalidParameter
 from engine.sampling_params import SamplingParams
 from engine.sequence import TRANSITIONS, FinishReason, Sequence, SequenceStatus
 
-MOVES = {
-    SequenceStatus.WAITING: lambda one: one.preempt(),
+CHANGES = {
+    SequenceStatus.WAITING: Sequence.preempt,
     SequenceStatus.RUNNING: lambda one: one.admit(slot=3),
     SequenceStatus.FINISHED: lambda one: one.finish(FinishReason.STOP),
 }
 
 
-def at(status: SequenceStatus) -> Sequence:
+def sequence_in(status: SequenceStatus) -> Sequence:
     sequence = Sequence("r", [1, 2, 3], SamplingParams(), arrival_time=0.0)
     if status is not SequenceStatus.WAITING:
         sequence.admit(slot=0)
@@ -25,18 +25,18 @@ def at(status: SequenceStatus) -> Sequence:
 
 @pytest.mark.parametrize("origin", SequenceStatus)
 @pytest.mark.parametrize("target", SequenceStatus)
-def test_every_move_is_legal_by_the_table_or_raises_and_changes_nothing(
+def test_an_illegal_transition_raises_and_changes_nothing(
     origin: SequenceStatus, target: SequenceStatus
 ) -> None:
-    sequence = at(origin)
+    sequence = sequence_in(origin)
     before = (sequence.slot, sequence.num_computed_tokens, sequence.finish_reason, sequence.num_preemptions)
 
     if target in TRANSITIONS[origin]:
-        MOVES[target](sequence)
+        CHANGES[target](sequence)
         assert sequence.status is target
     else:
         with pytest.raises(IllegalTransition, match=origin.value):
-            MOVES[target](sequence)
+            CHANGES[target](sequence)
         assert sequence.status is origin
         assert before == (
             sequence.slot,
@@ -46,8 +46,8 @@ def test_every_move_is_legal_by_the_table_or_raises_and_changes_nothing(
         )
 
 
-def test_preemption_keeps_tokens_and_arrival_and_gives_up_what_was_computed() -> None:
-    sequence = at(SequenceStatus.RUNNING)
+def test_preemption_keeps_tokens_and_arrival_and_discards_computed_tokens() -> None:
+    sequence = sequence_in(SequenceStatus.RUNNING)
     sequence.append(9)
 
     sequence.preempt()
@@ -75,21 +75,34 @@ NAN, INF = float("nan"), float("inf")
         ("ignore_eos", 1),
     ],
 )
-def test_a_bad_sampling_value_is_refused_by_name(field: str, value: object) -> None:
-    """vllm#1623, sglang#28153: values that are not numbers reached the sampler and ended the engine."""
-    with pytest.raises(InvalidParameter) as refused:
+def test_an_invalid_sampling_parameter_is_rejected_by_name(field: str, value: object) -> None:
+    """vllm#1623, sglang#28153: values that are not numbers reached the sampler and killed the engine."""
+    with pytest.raises(InvalidParameter) as raised:
         SamplingParams(**{field: value})  # type: ignore[arg-type]
 
-    assert refused.value.field == field
-    assert str(refused.value).startswith(f"{field}: ")
+    assert raised.value.field == field
+    assert str(raised.value).startswith(f"{field}: ")
 
 
-def test_good_sampling_values_are_taken() -> None:
-    SamplingParams(max_tokens=10**9, temperature=1e-5, top_k=9999999, top_p=1, seed=-1, stop=("a", "b"))
-    SamplingParams(seed=2**64 - 1, max_tokens=None, stop_token_ids=(0, 1))
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 10**9),
+        ("max_tokens", None),
+        ("temperature", 1e-5),
+        ("top_k", 9999999),
+        ("top_p", 1),
+        ("seed", -1),
+        ("seed", 2**64 - 1),
+        ("stop", ("a", "b")),
+        ("stop_token_ids", (0, 1)),
+    ],
+)
+def test_extreme_sampling_parameters_are_accepted(field: str, value: object) -> None:
+    assert getattr(SamplingParams(**{field: value}), field) == value  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("field", ["temperature", "top_k", "top_p", "seed", "presence_penalty"])
-def test_a_number_that_cannot_even_be_written_out_is_refused_by_name(field: str) -> None:
+def test_a_number_with_too_many_digits_to_print_is_rejected_by_name(field: str) -> None:
     with pytest.raises(InvalidParameter, match=field):
         SamplingParams(**{field: -(10**5000)})  # type: ignore[arg-type]

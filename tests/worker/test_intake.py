@@ -247,14 +247,13 @@ def test_owning_again_forgets_the_earlier_attempt() -> None:
     assert owned_tasks.owners() == {"t": "2"}
 
 
-def test_a_request_brings_its_tenant_salt_and_limits(redis_client: "redis.Redis") -> None:
+def test_a_request_brings_its_salt_and_limits(redis_client: "redis.Redis") -> None:
     limits = {"queue_timeout_seconds": 5, "ttft_timeout_seconds": 6.5, "timeout_seconds": 7}
     submit(redis_client, cache_salt="s", **limits)
     submit(redis_client)
 
     salted, plain = Gate(redis_client).turn()
 
-    assert (salted.request.tenant, plain.request.tenant) == ("default", "default")
     assert salted.request.deadlines == Deadlines(**limits)
     assert plain.request.deadlines == NO_DEADLINES
     assert salted.request.cache_salt != plain.request.cache_salt

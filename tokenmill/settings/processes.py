@@ -275,12 +275,6 @@ class EngineSettings(Settings):
     max_skip_ahead: Count = setting(
         None, "With `skip_ahead`: how many others are tried in one step.", Purpose.SCHEDULING, shown="16"
     )
-    fair_sharing: bool | None = setting(
-        None,
-        "Give the tenants of one priority equal shares of tokens.",
-        Purpose.SCHEDULING,
-        shown="true",
-    )
     ageing_seconds: Annotated[float | None, Field(ge=1, le=MAX_SECONDS)] = setting(
         None,
         "A waiting task rises by one priority class each time this has passed.",
@@ -340,6 +334,9 @@ class WorkerSettings(EngineSettings, Timing, SharedSettings):
         "Attention backend: `torch`, `native` on a CPU, or `triton` on CUDA.",
         Purpose.EXECUTION,
         shown="auto: the fastest that passes its self-check",
+    )
+    fair_sharing: bool = setting(
+        True, "Give the tenants of one priority equal shares of tokens.", Purpose.SCHEDULING
     )
     decode_graphs: bool = setting(True, "Capture decode steps while the model loads.", Purpose.EXECUTION)
     async_scheduling: bool | None = setting(

@@ -87,7 +87,6 @@ def test_every_field_of_the_config_may_be_set(tiny_llama: Path) -> None:
         prefix_caching=False,
         policy="skip_ahead",
         max_skip_ahead=2,
-        fair_sharing=False,
         ageing_seconds=7.0,
         max_waiting_seconds=8.0,
         max_preemptions=9,

@@ -53,7 +53,6 @@ class Asked:
     prompt: list[int]
     params: SamplingParams
     priority: int
-    tenant: str
     salt: bytes
 
 
@@ -109,9 +108,7 @@ def draw_requests(
     for index in range(number):
         own = [rng.randrange(5, VOCAB_SIZE) for _ in range(rng.randint(1, 30))]
         prompt = PREFIX[: rng.choice([0, 0, 8, 23, 24])] + own
-        requests[f"r{index}"] = Asked(
-            prompt, draw(rng), rng.randrange(5), rng.choice("ab"), rng.choice([b"", b"", b"salt"])
-        )
+        requests[f"r{index}"] = Asked(prompt, draw(rng), rng.randrange(5), rng.choice([b"", b"", b"salt"]))
     return requests
 
 
@@ -194,7 +191,7 @@ def serve(
             name, asked = to_come.pop(0)
             engine.add(EngineRequest(
                 name, asked.prompt, asked.params, arrival_time=arrival, priority=asked.priority,
-                tenant=asked.tenant, cache_salt=asked.salt,
+                cache_salt=asked.salt,
             ))  # fmt: skip
             arrival += 1
         step = engine.step()

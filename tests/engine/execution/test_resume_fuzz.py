@@ -32,7 +32,7 @@ def generate(
     launcher = DeviceExecutor(runner, Sampler(), torch.device("cpu")) if is_asynchronous else None
     engine = build_engine(runner, ROOMY, launcher)
     engine.add(EngineRequest(
-        "r", asked.prompt, asked.params, arrival_time=0.0, priority=asked.priority, tenant=asked.tenant,
+        "r", asked.prompt, asked.params, arrival_time=0.0, priority=asked.priority,
         cache_salt=asked.salt, resumed=resumed,
     ))  # fmt: skip
     outputs: list[SequenceOutput] = []

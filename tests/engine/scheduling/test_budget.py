@@ -1,4 +1,4 @@
-"""The ledger of a step: it refuses, names the limit, and books nothing that it refused."""
+"""The budget of a step."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from engine.outputs import WaitingReason
 from engine.scheduling.budget import SchedulingBudget
 
 
-def state(budget: SchedulingBudget) -> tuple[int, int, int]:
+def totals(budget: SchedulingBudget) -> tuple[int, int, int]:
     return budget.num_batched_tokens, budget.num_seqs, budget.num_prefill_seqs
 
 
@@ -18,24 +18,24 @@ def state(budget: SchedulingBudget) -> tuple[int, int, int]:
         ((99, 5, 1), WaitingReason.PREFILL_BUDGET),
     ],
 )
-def test_what_does_not_fit_is_refused_by_the_limit_that_binds(
+def test_an_addition_over_a_limit_is_rejected_with_that_limit(
     limits: tuple[int, int, int], reason: WaitingReason
 ) -> None:
     budget = SchedulingBudget(*limits)
     budget.add(4, 1)
     budget.add(4, 1, 1)
-    before = state(budget)
+    before = totals(budget)
 
     assert not budget.can_schedule(4, 1, 1)
     assert budget.bound_by is reason
     with pytest.raises(ValueError, match=reason.value):
         budget.add(4, 1, 1)
 
-    assert state(budget) == before
+    assert totals(budget) == before
 
 
-def test_all_of_a_limit_can_be_used_and_zero_left_is_zero() -> None:
-    """TGI#2241: a remainder of zero was taken for "no limit"."""
+def test_a_limit_can_be_used_up_and_zero_remaining_is_not_no_limit() -> None:
+    """TGI#2241: a remainder of zero was read as "no limit"."""
     budget = SchedulingBudget(8, 2, 1)
     budget.add(7, 1, 1)
     assert budget.remaining_tokens == 1

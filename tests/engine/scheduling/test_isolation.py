@@ -1,4 +1,4 @@
-"""Steps of one request alone: the others wait where they are, and every text comes out as if undisturbed."""
+"""Isolated steps: only one request is computed, and the output of every request is unchanged."""
 
 import pytest
 from hypothesis import given
@@ -7,17 +7,17 @@ from hypothesis import strategies as st
 from engine.outputs import WaitingReason
 from engine.requests.deadlines import Deadlines
 from engine.structured_outputs import StructuredOutputs
-from tests.engine.fakes import Clock, add, build_engine, run
+from tests.engine.fakes import Clock, ScriptedRunner, add, build_engine, run
 from tests.engine.requests.grammars import Countdown, ScriptedCompiler
 from tests.engine.scheduling.harness import Bench
 
 
-def computed(runner) -> set[str]:
-    """Whom the last execution computed something of."""
+def last_step(runner: ScriptedRunner) -> set[str]:
+    """The ids of the requests in the last executed step."""
     return {request_id for request_id, _, _ in runner.steps[-1]}
 
 
-def test_the_others_keep_their_slots_and_blocks_and_are_not_stepped() -> None:
+def test_other_requests_keep_their_slots_and_blocks_and_are_not_stepped() -> None:
     engine, runner = build_engine()
     add(engine, "a", 4, max_tokens=8)
     add(engine, "b", 4, max_tokens=8)
@@ -26,73 +26,73 @@ def test_the_others_keep_their_slots_and_blocks_and_are_not_stepped() -> None:
     before = [(one.slot, list(one.block_table), one.num_tokens) for one in engine.scheduler.running_queue]
 
     for _ in range(3):
-        told = engine.step("c")
-        assert computed(runner) == {"c"}
-        assert [output.request_id for output in told.outputs] == ["c"]
+        step = engine.step("c")
+        assert last_step(runner) == {"c"}
+        assert [output.request_id for output in step.outputs] == ["c"]
 
     mates = engine.scheduler.running_queue[:2]
     assert [(one.slot, one.block_table, one.num_tokens) for one in mates] == before
     engine.step()
-    assert computed(runner) == {"a", "b", "c"}
+    assert last_step(runner) == {"a", "b", "c"}
 
 
-def test_it_passes_those_before_it_in_line() -> None:
+def test_an_isolated_request_is_admitted_before_the_head_of_the_queue() -> None:
     engine, runner = build_engine(max_num_seqs=1)
     add(engine, "first", 4, max_tokens=8)
-    add(engine, "alone", 4, max_tokens=8)
-    engine.step("alone")
+    add(engine, "isolated", 4, max_tokens=8)
+    engine.step("isolated")
 
-    assert computed(runner) == {"alone"}
+    assert last_step(runner) == {"isolated"}
     assert engine.queue_positions()[0].reason is WaitingReason.BEHIND
 
 
-def test_the_last_in_order_gives_up_its_slot() -> None:
+def test_the_last_running_sequence_is_preempted_for_its_slot() -> None:
     bench = Bench(max_num_seqs=2)
     first, last = bench.add(), bench.add()
     bench.step()
-    alone = bench.add()
-    outputs = bench.scheduler.schedule([alone])
+    isolated = bench.add()
+    outputs = bench.scheduler.schedule_isolated([isolated])
 
     assert outputs.preempted == (last,)
     assert dict(outputs.skipped)[last] is WaitingReason.SEQ_BUDGET
-    assert bench.scheduler.running_queue == [first, alone]
+    assert bench.scheduler.running_queue == [first, isolated]
 
 
-def test_so_many_give_up_their_blocks_as_it_needs() -> None:
+def test_no_more_sequences_are_preempted_than_the_missing_blocks_require() -> None:
     bench = Bench(num_kv_blocks=8)
     a, b, c = (bench.add(prompt=7, max_tokens=1) for _ in range(3))
     bench.scheduler.schedule()
-    alone = bench.add(prompt=15)
-    outputs = bench.scheduler.schedule([alone])
+    isolated = bench.add(prompt=15)
+    outputs = bench.scheduler.schedule_isolated([isolated])
 
-    assert outputs.preempted == (c,), "two blocks were free and two were missing"
-    assert bench.scheduler.running_queue == [a, b, alone]
+    assert outputs.preempted == (c,), "four blocks are needed, two were free"
+    assert bench.scheduler.running_queue == [a, b, isolated]
 
 
-def test_the_first_in_order_and_the_pinned_give_way_at_last() -> None:
+def test_the_first_sequence_and_pinned_ones_are_preempted_last() -> None:
     bench = Bench(num_kv_blocks=8, max_preemptions=0)
     first, second = bench.add(prompt=15, max_tokens=1), bench.add(prompt=15, max_tokens=1)
     bench.scheduler.schedule()
     assert first.is_pinned
     second.is_pinned = False
-    alone = bench.add(prompt=31, max_tokens=1)
-    outputs = bench.scheduler.schedule([alone])
+    isolated = bench.add(prompt=31, max_tokens=1)
+    outputs = bench.scheduler.schedule_isolated([isolated])
 
     assert outputs.preempted == (second, first)
-    assert [item.sequence for item in outputs.scheduled] == [alone]
+    assert [item.sequence for item in outputs.scheduled] == [isolated]
 
 
-def test_one_that_is_pinned_gives_way_after_the_others_whatever_their_order() -> None:
+def test_a_pinned_sequence_is_preempted_after_all_others() -> None:
     bench = Bench(num_kv_blocks=8)
     first, pinned = bench.add(prompt=15, max_tokens=1), bench.add(prompt=15, max_tokens=1)
     bench.scheduler.schedule()
     pinned.is_pinned = True
-    alone = bench.add(prompt=15, max_tokens=1)
+    isolated = bench.add(prompt=15, max_tokens=1)
 
-    assert bench.scheduler.schedule([alone]).preempted == (first,)
+    assert bench.scheduler.schedule_isolated([isolated]).preempted == (first,)
 
 
-def test_nobody_gives_way_for_what_a_step_has_no_budget_for() -> None:
+def test_no_sequence_is_preempted_for_lack_of_budget() -> None:
     bench = Bench(max_num_prefill_seqs=1)
     mate = bench.add()
     bench.step()
@@ -103,8 +103,8 @@ def test_nobody_gives_way_for_what_a_step_has_no_budget_for() -> None:
     assert mate in bench.scheduler.running_queue
 
 
-def test_its_own_that_wait_take_no_blocks_in_a_step_that_took_some() -> None:
-    """What another of its outputs gave room to, in turn, would be lost to the first."""
+def test_a_step_that_preempted_for_an_output_admits_no_other_output_of_the_request() -> None:
+    """Otherwise the outputs would preempt each other in turn."""
     bench = Bench(num_kv_blocks=6)
     mate, last, one = (bench.add(prompt=7) for _ in range(3))
     bench.step()
@@ -118,7 +118,7 @@ def test_its_own_that_wait_take_no_blocks_in_a_step_that_took_some() -> None:
     assert mate in bench.scheduler.running_queue
 
 
-def test_the_others_lose_before_its_own_do() -> None:
+def test_other_requests_are_preempted_before_its_own_outputs() -> None:
     bench = Bench(num_kv_blocks=6)
     mate, one, other = (bench.add(prompt=7) for _ in range(3))
     bench.step()
@@ -127,43 +127,43 @@ def test_the_others_lose_before_its_own_do() -> None:
     assert bench.step(one, other).preempted == (mate,)
 
 
-def test_nobody_takes_a_slot_beside_it() -> None:
+def test_an_isolated_step_preempts_no_slot_for_a_higher_priority() -> None:
     bench = Bench(max_num_seqs=2)
-    alone, mate = bench.add(), bench.add()
+    isolated, mate = bench.add(), bench.add()
     bench.step()
     urgent = bench.add(priority=0)
-    outputs = bench.step(alone)
+    outputs = bench.step(isolated)
 
     assert outputs.preempted == ()
     assert mate in bench.scheduler.running_queue
     assert urgent in bench.scheduler.waiting_queue
 
 
-def test_it_takes_blocks_while_it_decodes() -> None:
+def test_a_decode_preempts_other_requests_for_blocks() -> None:
     bench = Bench(num_kv_blocks=4, block_size=4)
-    mate, alone = bench.add(prompt=7), bench.add(prompt=7)
+    mate, isolated = bench.add(prompt=7), bench.add(prompt=7)
     bench.step()
-    assert bench.step(alone).preempted == ()
-    outputs = bench.step(alone)
+    assert bench.step(isolated).preempted == ()
+    outputs = bench.step(isolated)
 
-    assert [item.sequence for item in outputs.scheduled] == [alone]
+    assert [item.sequence for item in outputs.scheduled] == [isolated]
     assert outputs.preempted == (mate,)
     assert mate in bench.scheduler.waiting_queue
-    bench.run_out()
+    bench.run_to_end()
 
 
-def test_a_promoted_one_passes_its_promotion_to_nobody() -> None:
+def test_an_isolated_request_is_not_promoted_by_another() -> None:
     bench = Bench(max_waiting_seconds=5.0, max_num_seqs=1, ageing_seconds=None)
     old = bench.add()
     bench.clock.now = 10.0
-    alone = bench.add()
-    bench.scheduler.schedule([alone])
+    isolated = bench.add()
+    bench.scheduler.schedule_isolated([isolated])
 
-    assert not alone.is_promoted
+    assert not isolated.is_promoted
     assert old in bench.scheduler.waiting_queue
 
 
-def test_a_request_that_is_not_there_steps_nobody() -> None:
+def test_an_unknown_request_steps_nothing() -> None:
     engine, runner = build_engine()
     add(engine, "a", 4, max_tokens=3)
     engine.step()
@@ -175,67 +175,63 @@ def test_a_request_that_is_not_there_steps_nobody() -> None:
     assert len(runner.steps) == num_steps
 
 
-def test_ends_of_others_are_told_and_their_time_runs() -> None:
+def test_ends_and_timeouts_of_other_requests_are_reported() -> None:
     clock = Clock()
     engine, runner = build_engine(clock=clock)
     add(engine, "a", 4, max_tokens=8)
     add(engine, "late", 4, max_tokens=8, deadlines=Deadlines(timeout_seconds=5.0))
     engine.step()
-    add(engine, "alone", 4, max_tokens=8)
+    add(engine, "isolated", 4, max_tokens=8)
     engine.cancel("a")
     clock.now = 6.0
-    told = engine.step("alone")
+    step = engine.step("isolated")
 
-    ends = {one.request_id: one.finish_reason.value for one in told.outputs if one.finish_reason}
+    ends = {one.request_id: one.finish_reason.value for one in step.outputs if one.finish_reason}
     assert ends == {"a": "cancelled", "late": "timeout"}
-    assert computed(runner) == {"alone"}
+    assert last_step(runner) == {"isolated"}
 
 
-def test_all_its_outputs_take_part() -> None:
+def test_all_outputs_of_the_request_are_computed() -> None:
     engine, runner = build_engine()
     add(engine, "a", 4, max_tokens=3)
     engine.step()
-    add(engine, "alone", 5, max_tokens=3, n=3)
-    indexes = [one.index for _ in range(6) for one in engine.step("alone").outputs]
+    add(engine, "isolated", 5, max_tokens=3, n=3)
+    indexes = [one.index for _ in range(6) for one in engine.step("isolated").outputs]
 
     assert sorted(indexes) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert not engine.has_request("alone")
-    assert all(computed_ids == {"alone"} for computed_ids in map(as_set, runner.steps[1:]))
+    assert not engine.has_request("isolated")
+    assert {request_id for step in runner.steps[1:] for request_id, _, _ in step} == {"isolated"}
 
 
-def as_set(step) -> set[str]:
-    return {request_id for request_id, _, _ in step}
-
-
-def test_one_whose_grammar_is_not_there_yet_waits_without_spinning() -> None:
-    """The others run, and are not stepped: a turn must not come round at once all the same."""
+def test_a_step_without_work_waits_for_the_grammar_of_the_isolated_request() -> None:
+    """Other requests run but are not stepped: without the wait, the loop would spin."""
     compiler = ScriptedCompiler()
     engine, runner = build_engine(grammar_compiler=compiler)
     add(engine, "a", 4, max_tokens=8)
     engine.step()
-    add(engine, "alone", 4, max_tokens=8, structured_outputs=StructuredOutputs(regex="a"))
+    add(engine, "isolated", 4, max_tokens=8, structured_outputs=StructuredOutputs(regex="a"))
     num_steps = len(runner.steps)
     for _ in range(3):
-        engine.step("alone")
+        engine.step("isolated")
 
     assert compiler.num_waits == 3
     assert len(runner.steps) == num_steps
     compiler.finish(lambda: Countdown(2))
-    engine.step("alone")
+    engine.step("isolated")
     assert compiler.num_waits == 4
-    assert computed(runner) == {"alone"}
-    engine.step("alone")
-    assert not engine.has_request("alone")
+    assert last_step(runner) == {"isolated"}
+    engine.step("isolated")
+    assert not engine.has_request("isolated")
 
 
-@pytest.mark.parametrize("only", [None, "alone"])
-def test_grammars_of_others_cost_no_wait_while_there_is_something_to_do(only: str | None) -> None:
+@pytest.mark.parametrize("isolated", [None, "isolated"])
+def test_no_step_waits_for_the_grammar_of_another_request(isolated: str | None) -> None:
     compiler = ScriptedCompiler()
     engine, _ = build_engine(grammar_compiler=compiler)
     add(engine, "compiling", 4, max_tokens=8, structured_outputs=StructuredOutputs(regex="a"))
-    add(engine, "alone", 4, max_tokens=8)
-    engine.step(only)
-    engine.step(only)
+    add(engine, "isolated", 4, max_tokens=8)
+    engine.step(isolated)
+    engine.step(isolated)
 
     assert compiler.num_waits == 0
 
@@ -246,29 +242,29 @@ def test_grammars_of_others_cost_no_wait_while_there_is_something_to_do(only: st
     st.integers(12, 16),
     st.integers(1, 4),
 )
-def test_every_text_is_the_undisturbed_one(
-    asked: list[tuple[int, int, int]], steps: list[int], num_kv_blocks: int, max_num_seqs: int
+def test_isolated_steps_do_not_change_any_output(
+    requests: list[tuple[int, int, int]], steps: list[int], num_kv_blocks: int, max_num_seqs: int
 ) -> None:
-    """Whatever order of common steps and of steps of one alone."""
+    """`requests`: prompt length, `max_tokens`, n. `steps`: the isolated request, or -1 for a common step."""
     engine, _ = build_engine(num_kv_blocks=num_kv_blocks, max_num_seqs=max_num_seqs)
-    for number, (prompt_len, max_tokens, n) in enumerate(asked):
+    for number, (prompt_len, max_tokens, n) in enumerate(requests):
         add(engine, f"r{number}", prompt_len, max_tokens=max_tokens, n=n)
     tokens: dict[tuple[str, int], list[int]] = {}
 
-    def take(only: str | None) -> None:
-        for one in engine.step(only).outputs:
-            assert only in (None, one.request_id)
+    def step(isolated: str | None) -> None:
+        for one in engine.step(isolated).outputs:
+            assert isolated in (None, one.request_id)
             if one.token_id is not None:
                 tokens.setdefault((one.request_id, one.index), []).append(one.token_id)
 
     for number in steps:
-        take(None if number < 0 else f"r{number}")
+        step(None if number < 0 else f"r{number}")
     while engine.has_work:
-        take(None)
+        step(None)
 
     assert tokens == {
         (f"r{number}", index): list(range(100, 100 + max_tokens))
-        for number, (_, max_tokens, n) in enumerate(asked)
+        for number, (_, max_tokens, n) in enumerate(requests)
         for index in range(n)
     }
     assert run(engine) == {}

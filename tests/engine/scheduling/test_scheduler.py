@@ -1,4 +1,4 @@
-"""The scheduler's policies, by example."""
+"""The scheduler by example."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def build(**limits: int) -> Scheduler:
     return Scheduler(EngineConfig(**{"max_model_len": 48, "num_kv_blocks": 16, "block_size": 4, **limits}))
 
 
-def line_up(scheduler: Scheduler, *prompt_lens: int, priority: int = 2) -> list[Sequence]:
+def add_sequences(scheduler: Scheduler, *prompt_lens: int, priority: int = 2) -> list[Sequence]:
     sequences = [
         Sequence(f"r{n}", list(range(length)), SamplingParams(), arrival_time=float(n), priority=priority)
         for n, length in enumerate(prompt_lens)
@@ -32,15 +32,16 @@ def step(scheduler: Scheduler, *finish: Sequence) -> SchedulerOutputs:
     return outputs
 
 
-def shares(outputs: SchedulerOutputs) -> list[tuple[str, int, bool]]:
+def scheduled(outputs: SchedulerOutputs) -> list[tuple[str, int, bool]]:
+    """Request id, number of tokens, and whether it samples."""
     return [(item.sequence.request_id, item.num_new_tokens, item.samples) for item in outputs.scheduled]
 
 
 def test_a_long_prompt_is_computed_in_chunks_and_samples_at_its_end() -> None:
     scheduler = build(max_num_batched_tokens=16)
-    line_up(scheduler, 40)
+    add_sequences(scheduler, 40)
 
-    assert [shares(step(scheduler)) for _ in range(4)] == [
+    assert [scheduled(step(scheduler)) for _ in range(4)] == [
         [("r0", 16, False)],
         [("r0", 16, False)],
         [("r0", 8, True)],
@@ -48,18 +49,18 @@ def test_a_long_prompt_is_computed_in_chunks_and_samples_at_its_end() -> None:
     ]
 
 
-def test_decodes_go_before_chunks_and_chunks_before_those_who_wait() -> None:
+def test_decodes_precede_prefills_and_prefills_precede_waiting_sequences() -> None:
     scheduler = build(max_num_batched_tokens=8, max_chunk_tokens=8)
-    line_up(scheduler, 4, 12, 3)
+    add_sequences(scheduler, 4, 12, 3)
 
-    assert shares(step(scheduler)) == [("r0", 4, True), ("r1", 4, False)]
-    assert shares(step(scheduler)) == [("r0", 1, True), ("r1", 7, False)]
-    assert shares(step(scheduler)) == [("r0", 1, True), ("r1", 1, True), ("r2", 3, True)]
+    assert scheduled(step(scheduler)) == [("r0", 4, True), ("r1", 4, False)]
+    assert scheduled(step(scheduler)) == [("r0", 1, True), ("r1", 7, False)]
+    assert scheduled(step(scheduler)) == [("r0", 1, True), ("r1", 1, True), ("r2", 3, True)]
 
 
-def test_rows_are_wanted_only_where_a_token_is_sampled() -> None:
+def test_logits_are_wanted_only_for_rows_that_sample() -> None:
     scheduler = build(max_num_batched_tokens=8)
-    line_up(scheduler, 12)
+    add_sequences(scheduler, 12)
 
     first, second = step(scheduler).prefill, step(scheduler).prefill
 
@@ -81,11 +82,11 @@ def test_rows_are_wanted_only_where_a_token_is_sampled() -> None:
         ({"num_kv_blocks": 3}, WaitingReason.KV_BLOCKS),
     ],
 )
-def test_the_head_is_told_why_it_waits_and_those_behind_it_wait_behind(
+def test_the_limit_that_keeps_the_head_waiting_is_reported(
     limits: dict[str, int], reason: WaitingReason
 ) -> None:
     scheduler = build(**limits)
-    _, head, behind = line_up(scheduler, 8, 8, 1)
+    _, head, behind = add_sequences(scheduler, 8, 8, 1)
 
     outputs = step(scheduler)
 
@@ -95,10 +96,10 @@ def test_the_head_is_told_why_it_waits_and_those_behind_it_wait_behind(
     assert scheduler.waiting_reason(behind) is WaitingReason.BEHIND
 
 
-def test_a_full_house_is_full_and_zero_left_is_not_no_limit() -> None:
+def test_no_sequence_is_admitted_without_a_free_slot() -> None:
     """TGI#2241: remaining slots of 0 were read as "no limit"; vllm#7391: decodes overran the token budget."""
     scheduler = build(max_num_seqs=2, max_num_batched_tokens=4)
-    first, second, third = line_up(scheduler, 2, 2, 2)
+    first, second, third = add_sequences(scheduler, 2, 2, 2)
 
     for _ in range(5):
         outputs = step(scheduler)
@@ -108,10 +109,10 @@ def test_a_full_house_is_full_and_zero_left_is_not_no_limit() -> None:
     assert {item.sequence for item in step(scheduler).scheduled} == {second, third}
 
 
-def test_decodes_alone_never_overrun_the_token_budget() -> None:
-    """vllm#7391: with more running than the budget has tokens, a step takes the first in order."""
+def test_decodes_stay_within_the_token_budget() -> None:
+    """vllm#7391: more sequences run than the budget has tokens."""
     scheduler = build(max_num_batched_tokens=4, max_num_seqs=8)
-    sequences = line_up(scheduler, *[1] * 8)
+    sequences = add_sequences(scheduler, *[1] * 8)
 
     for _ in range(3):
         assert step(scheduler).num_batched_tokens == 4
@@ -121,10 +122,10 @@ def test_decodes_alone_never_overrun_the_token_budget() -> None:
     assert outputs.bound_by is WaitingReason.TOKEN_BUDGET
 
 
-def test_priority_goes_before_arrival_and_arrival_decides_within_one() -> None:
+def test_sequences_are_admitted_by_priority_then_by_arrival() -> None:
     scheduler = build(max_num_seqs=1)
-    slow = line_up(scheduler, 1, 1)
-    (fast,) = line_up(scheduler, 1, priority=0)
+    slow = add_sequences(scheduler, 1, 1)
+    (fast,) = add_sequences(scheduler, 1, priority=0)
 
     order = []
     for _ in range(3):
@@ -133,25 +134,25 @@ def test_priority_goes_before_arrival_and_arrival_decides_within_one() -> None:
     assert order == [fast, *slow]
 
 
-def test_when_blocks_run_out_the_youngest_goes_back_to_its_place_in_line() -> None:
+def test_the_last_sequence_is_preempted_and_requeued_when_blocks_run_out() -> None:
     scheduler = build(num_kv_blocks=2)
-    old, young, waiting = line_up(scheduler, 4, 4, 1)
+    old, young, waiting = add_sequences(scheduler, 4, 4, 1)
     step(scheduler)
 
     outputs = step(scheduler)
 
     assert outputs.decode_sequences == [old]
     assert outputs.preempted == (young,)
-    assert outputs.prefill == (), "a step that preempted admits nobody"
+    assert outputs.prefill == (), "a step that preempted admits no sequence"
     assert list(scheduler.waiting_queue) == [young, waiting]
     assert young.status is SequenceStatus.WAITING
     assert (young.num_computed_tokens, young.block_table, young.slot) == (0, [], None)
     assert scheduler.waiting_reason(young) is WaitingReason.KV_BLOCKS
 
 
-def test_the_oldest_is_never_preempted() -> None:
+def test_the_first_running_sequence_is_never_preempted() -> None:
     scheduler = build(num_kv_blocks=12, max_model_len=48)
-    sequences = line_up(scheduler, 4, 4, 4, 4)
+    sequences = add_sequences(scheduler, 4, 4, 4, 4)
 
     while not sequences[0].is_finished():
         done = [sequences[0]] if sequences[0].num_tokens == 40 else []
@@ -161,21 +162,21 @@ def test_the_oldest_is_never_preempted() -> None:
     assert sum(one.num_preemptions for one in sequences[1:]) > 0
 
 
-def test_a_preempted_sequence_is_computed_again_in_chunks_even_with_chunking_off() -> None:
+def test_a_preempted_sequence_is_recomputed_in_chunks_without_chunked_prefill() -> None:
     scheduler = build(max_num_batched_tokens=8, chunked_prefill=False, num_kv_blocks=5, prefix_caching=False)
-    old, young = line_up(scheduler, 4, 4)
+    old, young = add_sequences(scheduler, 4, 4)
     while not young.num_preemptions:
         step(scheduler)
     assert young.num_tokens > 8
 
     step(scheduler, old)
-    assert shares(step(scheduler)) == [("r1", 8, False)]
-    assert shares(step(scheduler)) == [("r1", young.num_tokens - 1 - 8, True)]
+    assert scheduled(step(scheduler)) == [("r1", 8, False)]
+    assert scheduled(step(scheduler)) == [("r1", young.num_tokens - 1 - 8, True)]
 
 
-def test_admission_holds_blocks_for_all_known_tokens_so_that_only_decodes_need_more() -> None:
+def test_admission_allocates_blocks_for_all_known_tokens() -> None:
     scheduler = build(max_num_batched_tokens=4, num_kv_blocks=6)
-    long, other = line_up(scheduler, 20, 8)
+    long, other = add_sequences(scheduler, 20, 8)
 
     step(scheduler)
 
@@ -185,7 +186,7 @@ def test_admission_holds_blocks_for_all_known_tokens_so_that_only_decodes_need_m
 
 def test_a_failed_allocation_changes_nothing() -> None:
     scheduler = build(num_kv_blocks=3)
-    _, second = line_up(scheduler, 8, 8)
+    _, second = add_sequences(scheduler, 8, 8)
     step(scheduler)
 
     assert scheduler.block_manager.num_free_blocks == 1
@@ -202,56 +203,56 @@ def test_a_failed_allocation_changes_nothing() -> None:
         ({"max_num_batched_tokens": 16, "chunked_prefill": False}, 17, "16"),
     ],
 )
-def test_what_can_never_fit_is_refused_with_the_limit_named(
+def test_a_prompt_that_never_fits_is_rejected_with_the_limit(
     limits: dict[str, int], prompt_len: int, limit: str
 ) -> None:
-    """vllm#35541, vllm-metal#199, vllm#23683: such a request waited for ever, and all behind it."""
+    """vllm#35541, vllm-metal#199, vllm#23683: such a request blocked the queue for ever."""
     scheduler = build(**limits)
 
     with pytest.raises(NeverFits, match=limit):
-        line_up(scheduler, prompt_len)
+        add_sequences(scheduler, prompt_len)
 
     assert not scheduler.has_unfinished_sequences()
 
 
-def test_an_abort_gives_everything_back_in_every_state() -> None:
-    """xllm#828: finish and cancel paths did not give blocks back."""
+def test_an_abort_frees_slots_and_blocks_in_every_status() -> None:
+    """xllm#828: finish and cancel paths leaked blocks."""
     scheduler = build(max_num_batched_tokens=6, max_num_seqs=2)
-    running, prefilling, waiting = line_up(scheduler, 4, 8, 4)
+    running, prefilling, waiting = add_sequences(scheduler, 4, 8, 4)
     step(scheduler)
 
     for sequence in (waiting, prefilling, running, running):
         scheduler.abort(sequence, FinishReason.CANCELLED)
 
-    assert scheduler.take_finished() == [waiting, prefilling, running]
+    assert scheduler.pop_finished() == [waiting, prefilling, running]
     assert not scheduler.has_unfinished_sequences()
     assert scheduler.block_manager.num_free_blocks == 16
-    assert scheduler.schedule().released_slots == (), "a step that runs nothing tidies up nothing"
-    line_up(scheduler, 1)
+    assert scheduler.schedule().released_slots == (), "an empty step releases no slots"
+    add_sequences(scheduler, 1)
     assert sorted(scheduler.schedule().released_slots) == [0, 1]
 
 
-def test_blocks_of_a_failed_sequence_are_zeroed_before_anyone_reads_them() -> None:
+def test_blocks_of_a_failed_sequence_are_zeroed_by_the_next_step_that_runs() -> None:
     scheduler = build()
-    (sequence,) = line_up(scheduler, 6)
+    (sequence,) = add_sequences(scheduler, 6)
     outputs = scheduler.schedule()
     held = set(sequence.block_table)
     scheduler.update(outputs, {sequence: SampledToken(None, "not finite")}, {sequence: FinishReason.ERROR})
 
-    assert scheduler.schedule().blocks_to_zero == (), "a step that runs nothing zeroes nothing"
-    line_up(scheduler, 1)
+    assert scheduler.schedule().blocks_to_zero == (), "an empty step zeroes nothing"
+    add_sequences(scheduler, 1)
     assert set(step(scheduler).blocks_to_zero) == held
     assert step(scheduler).blocks_to_zero == ()
 
 
-def test_a_step_does_not_walk_along_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_does_not_iterate_over_the_waiting_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = build(max_num_seqs=2)
-    sequences = line_up(scheduler, *[2] * 50)
+    sequences = add_sequences(scheduler, *[2] * 50)
 
-    def walk(_: object) -> None:
-        raise AssertionError("a step looked at all who wait")
+    def iterate(_: object) -> None:
+        raise AssertionError("a step iterated over the queue")
 
-    monkeypatch.setattr("engine.waiting.queue.WaitingQueue.__iter__", walk)
+    monkeypatch.setattr("engine.waiting.queue.WaitingQueue.__iter__", iterate)
     step(scheduler)
 
     assert scheduler.waiting_reasons() == {WaitingReason.SEQ_BUDGET: 1, WaitingReason.BEHIND: 47}
@@ -259,17 +260,17 @@ def test_a_step_does_not_walk_along_those_who_wait(monkeypatch: pytest.MonkeyPat
     assert scheduler.waiting_reasons() == {WaitingReason.BEHIND: 47}
 
 
-def test_the_null_block_is_never_handed_out() -> None:
+def test_the_null_block_is_never_allocated() -> None:
     scheduler = build(num_kv_blocks=4)
-    (sequence,) = line_up(scheduler, 16)
+    (sequence,) = add_sequences(scheduler, 16)
     step(scheduler)
 
     assert sorted(sequence.block_table) == [1, 2, 3, 4]
 
 
-def test_a_gap_of_one_is_a_decode_only_after_a_token_was_sampled() -> None:
+def test_a_single_token_is_a_decode_only_after_the_sequence_has_sampled() -> None:
     scheduler = build(max_num_batched_tokens=8, max_chunk_tokens=8)
-    chunked, single = line_up(scheduler, 9, 1)
+    chunked, single = add_sequences(scheduler, 9, 1)
 
     assert step(scheduler).prefill_sequences == [chunked]
     outputs = step(scheduler)

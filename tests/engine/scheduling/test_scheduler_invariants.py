@@ -1,7 +1,7 @@
-"""Whatever the order of arrivals, steps, ends and aborts: the books balance and work goes on.
+"""Invariants of the scheduler under any sequence of arrivals, steps, ends and aborts.
 
-Once with each step decided after the one before, once with asynchronous scheduling and a launcher that
-refuses and fails at random.
+One state machine decides each step after the one before; the other one uses asynchronous scheduling with an
+executor that declines and fails at random.
 """
 
 import random
@@ -33,42 +33,41 @@ from engine.steps.step_report import StepRecorder
 from tests.engine.fakes import Clock
 
 BLOCK_SIZE = 4
-DRAWN = 7
-HELD = (WaitingReason.GRAMMAR, WaitingReason.SIBLING)
+SAMPLED = 7
+DEFERRED = (WaitingReason.GRAMMAR, WaitingReason.SIBLING)
 
 
 @dataclass
 class Before:
-    """What a step found."""
+    """The state before a step."""
 
-    line: list[Sequence]
+    queue: list[Sequence]
     running: list[Sequence]
     promoted: set[Sequence]
     pinned: set[Sequence]
     num_free_blocks: int
 
-    def has_room(self, config: EngineConfig, only: list[Sequence]) -> bool:
-        """Whether all of `only` could be taken in, whatever they may ever know, at nobody's cost."""
-        live = [one for one in only if not one.is_finished()]
+    def has_room(self, config: EngineConfig, isolated: list[Sequence]) -> bool:
+        """Whether `isolated` could run to their greatest length without a preemption."""
+        live = [one for one in isolated if not one.is_finished()]
         num_new = sum(one not in self.running for one in live)
         num_missing = sum(config.max_model_len // BLOCK_SIZE - len(one.block_table) for one in live)
         return len(self.running) + num_new <= config.max_num_seqs and num_missing <= self.num_free_blocks
 
 
-def configs(most_blocks: int = 14, most_tokens: int = 12) -> st.SearchStrategy[EngineConfig]:
+def configs(max_blocks: int = 14, max_tokens_of_step: int = 12) -> st.SearchStrategy[EngineConfig]:
     return st.builds(
         EngineConfig,
         max_model_len=st.just(40),
-        num_kv_blocks=st.integers(3, most_blocks),
+        num_kv_blocks=st.integers(3, max_blocks),
         block_size=st.just(BLOCK_SIZE),
-        max_num_batched_tokens=st.integers(1, most_tokens),
+        max_num_batched_tokens=st.integers(1, max_tokens_of_step),
         max_num_seqs=st.integers(1, 5),
         max_num_prefill_seqs=st.integers(1, 5),
         chunked_prefill=st.booleans(),
         prefix_caching=st.booleans(),
         policy=st.sampled_from(["fifo", "skip_ahead"]),
         max_skip_ahead=st.integers(1, 3),
-        fair_sharing=st.booleans(),
         ageing_seconds=st.sampled_from([None, 3.0, 10.0]),
         max_waiting_seconds=st.sampled_from([None, 5.0, 20.0]),
         max_preemptions=st.integers(0, 2),
@@ -85,12 +84,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def begin(self, config: EngineConfig) -> None:
         self.config = config
         self.clock = Clock()
-        # What a device would have in each slot of each block: all tokens up to the one computed there.
-        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
+        # By (block, offset): all tokens up to the one whose keys and values a device would hold there.
+        self.cells: dict[tuple[int, int], tuple[int, ...]] = {}
         self.scheduler = Scheduler(config, clock=self.clock)
         self.stop_rules = StopRules(config)
         self.sequences: list[Sequence] = []
-        self.held: set[Sequence] = set()
+        self.deferred: set[Sequence] = set()
         self.num_empty_steps = 0
 
     @rule(
@@ -98,9 +97,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         last=st.integers(1, 2),
         max_tokens=st.integers(1, 12),
         priority=st.integers(0, 4),
-        tenant=st.sampled_from("abc"),
         n=st.sampled_from([1, 1, 1, 3]),
-        held=st.sampled_from([None, None, *HELD]),
+        deferred=st.sampled_from([None, None, *DEFERRED]),
         prompt_logprobs=st.sampled_from([None, None, None, 1]),
         logprobs=st.sampled_from([None, 1]),
     )
@@ -110,9 +108,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         last: int,
         max_tokens: int,
         priority: int,
-        tenant: str,
         n: int,
-        held: WaitingReason | None,
+        deferred: WaitingReason | None,
         prompt_logprobs: int | None,
         logprobs: int | None,
     ) -> None:
@@ -128,27 +125,26 @@ class SchedulerMachine(RuleBasedStateMachine):
                 arrival_time=float(arrival),
                 index=index,
                 priority=priority,
-                tenant=tenant,
                 cache_salt=b"" if n == 1 else b"%d" % arrival,
             )
-            held = WaitingReason.SIBLING if index else held
+            deferred = WaitingReason.SIBLING if index else deferred
             try:
-                self.scheduler.add_sequence(sequence, held)
+                self.scheduler.add_sequence(sequence, deferred)
             except NeverFits:
                 assert sequence not in self.scheduler.waiting_queue
                 assert not index
                 return
             self.sequences.append(sequence)
-            if held:
-                self.held.add(sequence)
+            if deferred:
+                self.deferred.add(sequence)
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.deferred)
     @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        sequence = data.draw(st.sampled_from(sorted(self.held, key=order)))
-        self.held.remove(sequence)
-        self.scheduler.release(sequence)
-        self.scheduler.release(sequence)
+    def enqueue(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(sorted(self.deferred, key=order)))
+        self.deferred.remove(sequence)
+        self.scheduler.enqueue(sequence)
+        self.scheduler.enqueue(sequence)
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 7.0]))
     def time_passes(self, seconds: float) -> None:
@@ -161,13 +157,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.scheduler.has_unfinished_sequences())
     @rule(fails=st.booleans(), data=st.data(), num_steps=st.integers(1, 3))
-    def step_alone(self, fails: bool, data: st.DataObject, num_steps: int) -> None:
-        """One request in exclusive steps; nobody else is stepped."""
+    def isolated_steps(self, fails: bool, data: st.DataObject, num_steps: int) -> None:
+        """Isolated steps of one request."""
         live = [one for one in self.sequences if not one.is_finished()]
         request_id = data.draw(st.sampled_from(live)).request_id
         for _ in range(num_steps):
-            only = [one for one in self.sequences if one.request_id == request_id]
-            self.one_step(fails=fails, data=data, only=only)
+            isolated = [one for one in self.sequences if one.request_id == request_id]
+            self.one_step(fails=fails, data=data, isolated=isolated)
 
     @precondition(lambda self: self.scheduler.has_unfinished_sequences())
     @rule(data=st.data())
@@ -176,7 +172,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.end(data.draw(st.sampled_from(live)))
 
     def end(self, sequence: Sequence) -> None:
-        self.held.discard(sequence)
+        self.deferred.discard(sequence)
         self.scheduler.abort(sequence, FinishReason.CANCELLED)
 
     def one_step(
@@ -184,7 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         *,
         fails: bool = False,
         data: st.DataObject | None = None,
-        only: list[Sequence] | None = None,
+        isolated: list[Sequence] | None = None,
     ) -> None:
         self.scheduler.waiting_queue.advance(self.clock.now)
         running = list(self.scheduler.running_queue)
@@ -195,18 +191,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             {one for one in running if one.is_pinned},
             self.scheduler.block_manager.num_free_blocks,
         )
-        has_room = before.has_room(self.config, only or [])
-        could_go_on = bool(only) and any(one in running or one in before.line for one in only)
-        outputs = self.scheduler.schedule(only)
+        outputs = self.schedule(before) if isolated is None else self.schedule_isolated(isolated, before)
         self.check_budgets(outputs)
-        if only is None:
-            self.check_work(outputs)
-            self.check_order(outputs, before)
-            self.check_preemption(outputs, before)
-        else:
-            self.check_alone(outputs, only, before)
-            assert bool(outputs.scheduled) == could_go_on, "it did not go on"
-            assert not (has_room and outputs.preempted), "somebody lost for nothing"
         self.check_rows(outputs)
         self.compute(outputs)
         if data and outputs.scheduled and data.draw(st.booleans()):
@@ -217,10 +203,26 @@ class SchedulerMachine(RuleBasedStateMachine):
                 finishes[item.sequence] = FinishReason.ERROR
                 fails = False
             elif item.samples:
-                tokens[item.sequence] = SampledToken(DRAWN)
-                if reason := self.stop_rules.reason(item.sequence, DRAWN):
+                tokens[item.sequence] = SampledToken(SAMPLED)
+                if reason := self.stop_rules.reason(item.sequence, SAMPLED):
                     finishes[item.sequence] = reason
         self.scheduler.update(outputs, tokens, finishes)
+
+    def schedule(self, before: Before) -> SchedulerOutputs:
+        outputs = self.scheduler.schedule()
+        self.check_work(outputs)
+        self.check_order(outputs, before)
+        self.check_preemption(outputs, before)
+        return outputs
+
+    def schedule_isolated(self, isolated: list[Sequence], before: Before) -> SchedulerOutputs:
+        has_room = before.has_room(self.config, isolated)
+        has_work = any(one in before.running or one in before.queue for one in isolated)
+        outputs = self.scheduler.schedule_isolated(isolated)
+        self.check_isolated(outputs, isolated, before)
+        assert bool(outputs.scheduled) == has_work, "no progress"
+        assert not (has_room and outputs.preempted), "a needless preemption"
+        return outputs
 
     def check_budgets(self, outputs: SchedulerOutputs) -> None:
         config = self.config
@@ -235,60 +237,54 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(item.num_new_tokens >= 1 for item in outputs.prefill)
         if not config.chunked_prefill:
             whole = [item for item in outputs.prefill if not item.sequence.num_output_tokens]
-            assert all(item.samples for item in whole), "a prompt was cut, with chunked prefill off"
+            assert all(item.samples for item in whole), "a prompt was split with chunked prefill off"
 
     def check_work(self, outputs: SchedulerOutputs) -> None:
-        if outputs.scheduled or self.held == {one for one in self.sequences if not one.is_finished()}:
+        if outputs.scheduled or self.deferred == {one for one in self.sequences if not one.is_finished()}:
             self.num_empty_steps = 0
         else:
             self.num_empty_steps += 1
-            assert outputs.skipped, "there is work, nothing was scheduled, and no reason is given"
-            assert self.num_empty_steps < 2, "there is work, yet nothing was scheduled"
+            assert outputs.skipped, "nothing was scheduled, and no reason is reported"
+            assert self.num_empty_steps < 2, "nothing was scheduled in two steps"
 
-    def check_alone(self, outputs: SchedulerOutputs, only: list[Sequence], before: Before) -> None:
-        """Others are not stepped, and lose what they have only to it: the last first, the pinned at last."""
-        assert {item.sequence for item in outputs.scheduled} <= set(only), "another was stepped"
-        others = [one for one in before.running if one not in only]
-        lost = [one for one in outputs.preempted if one not in only]
-        free, pinned = ([one for one in others if one.is_pinned is kind] for kind in (False, True))
-        assert lost == [*reversed(free), *reversed(pinned)][: len(lost)], "not the last in order"
-        own_lost = [one for one in outputs.preempted if one in only]
-        assert not own_lost or lost == [*reversed(free), *reversed(pinned)], "its own before all others"
+    def check_isolated(self, outputs: SchedulerOutputs, isolated: list[Sequence], before: Before) -> None:
+        """Other requests are not stepped. They are preempted from the last to the first, pinned ones last."""
+        assert {item.sequence for item in outputs.scheduled} <= set(isolated), "another request was stepped"
+        others = [one for one in before.running if one not in isolated]
+        victims = [one for one in outputs.preempted if one not in isolated]
+        pinned = [one for one in others if one in before.pinned]
+        expected = [*reversed([one for one in others if one not in before.pinned]), *reversed(pinned)]
+        assert victims == expected[: len(victims)], "not the last in order"
+        own_victims = [one for one in outputs.preempted if one in isolated]
+        assert not own_victims or victims == expected, "its own output before all others"
 
     def check_order(self, outputs: SchedulerOutputs, before: Before) -> None:
-        """No one passed another of its own line, a promoted one, or, under "fifo", the head."""
-        admitted = {item.sequence for item in outputs.scheduled} & set(before.line)
-        if outputs.preempted and not self.took_a_slot(outputs):
-            assert not admitted, "a step that preempted for blocks took others in"
-        left = [one for one in before.line if one not in admitted]
+        """No sequence went before an earlier one of its priority under "fifo", or before a promoted one."""
+        admitted = {item.sequence for item in outputs.scheduled} & set(before.queue)
+        if outputs.preempted and not self.preempted_for_slot(outputs):
+            assert not admitted, "a step that preempted for blocks admitted a sequence"
+        left = [one for one in before.queue if one not in admitted]
         if self.config.policy == "fifo":
-            for line in self.lines(before.line):
-                taken = [one for one in line if one in admitted]
-                assert taken == line[: len(taken)], "one passed another of its line"
+            for queue in by_priority(before.queue):
+                first = [one for one in queue if one in admitted]
+                assert first == queue[: len(first)], "a sequence went before an earlier one of its priority"
         if before.promoted.intersection(left):
-            assert not admitted, "one passed a promoted one"
+            assert not admitted, "a sequence went before a promoted one"
 
-    def lines(self, line: list[Sequence]) -> list[list[Sequence]]:
-        lines: dict[tuple[int, str], list[Sequence]] = {}
-        for one in line:
-            key = (one.priority, one.tenant if self.config.fair_sharing else "")
-            lines.setdefault(key, []).append(one)
-        return list(lines.values())
-
-    def took_a_slot(self, outputs: SchedulerOutputs) -> bool:
+    def preempted_for_slot(self, outputs: SchedulerOutputs) -> bool:
         reasons = dict(outputs.skipped)
         return any(reasons.get(one) is WaitingReason.SEQ_BUDGET for one in outputs.preempted)
 
     def check_preemption(self, outputs: SchedulerOutputs, before: Before) -> None:
-        assert not before.pinned.intersection(outputs.preempted), "a pinned one lost its blocks"
+        assert not before.pinned.intersection(outputs.preempted), "a pinned sequence was preempted"
         for victim in outputs.preempted:
             assert victim.num_preemptions <= self.config.max_preemptions
             if dict(outputs.skipped)[victim] is WaitingReason.SEQ_BUDGET:
                 assert len(before.running) == self.config.max_num_seqs
-                assert before.line[0].priority < victim.priority
-                assert before.line[0] not in before.promoted
+                assert before.queue[0].priority < victim.priority
+                assert before.queue[0] not in before.promoted
             else:
-                assert victim is not before.running[0], "the first in order lost its blocks"
+                assert victim is not before.running[0], "the first sequence lost its blocks"
 
     def check_rows(self, outputs: SchedulerOutputs) -> None:
         for item in outputs.scheduled:
@@ -301,40 +297,40 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert item.logits_from == item.num_new_tokens - item.samples
 
     def compute(self, outputs: SchedulerOutputs) -> None:
-        """As a device would: rows are written, then each sequence reads all that it claims to have."""
+        """What a device does: write all rows, then read all tokens of each sequence up to its last row."""
         for block in outputs.blocks_to_zero:
-            for place in range(BLOCK_SIZE):
-                self.slots.pop((block, place), None)
+            for offset in range(BLOCK_SIZE):
+                self.cells.pop((block, offset), None)
         writers = Counter(block for item in outputs.scheduled for block in self.written_blocks(item))
         assert all(number == 1 for number in writers.values()), "a block has two writers"
         for item in outputs.scheduled:
             for position in range(item.start, item.start + item.num_new_tokens):
-                self.slots[self.slot(item.sequence, position)] = known(item, position)
+                self.cells[self.cell(item.sequence, position)] = known(item, position)
         for item in outputs.scheduled:
             for position in range(item.start + item.num_new_tokens):
-                read = self.slots.get(self.slot(item.sequence, position))
-                assert read == known(item, position), "another's keys and values"
+                read = self.cells.get(self.cell(item.sequence, position))
+                assert read == known(item, position), "keys and values of other tokens"
 
     def written_blocks(self, item: ScheduledSequence) -> list[int]:
         table, end = item.sequence.block_table, item.start + item.num_new_tokens
-        assert end <= len(table) * BLOCK_SIZE, "a token beyond the block table"
+        assert end <= len(table) * BLOCK_SIZE, "a token outside of the block table"
         return table[item.start // BLOCK_SIZE : -(-end // BLOCK_SIZE)]
 
-    def slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
+    def cell(self, sequence: Sequence, position: int) -> tuple[int, int]:
         return sequence.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE
 
     @invariant()
-    def every_block_is_free_or_held_and_counted(self) -> None:
+    def every_block_is_free_or_referenced(self) -> None:
         blocks = self.scheduler.block_manager
-        held = Counter(block for one in self.sequences for block in one.block_table)
-        assert 0 not in held
-        assert len(held) + blocks.num_free_blocks == self.config.num_kv_blocks
-        assert all(blocks.reference_count(block) == number for block, number in held.items())
+        references = Counter(block for one in self.sequences for block in one.block_table)
+        assert 0 not in references
+        assert len(references) + blocks.num_free_blocks == self.config.num_kv_blocks
+        assert all(blocks.reference_count(block) == number for block, number in references.items())
         cached = [block for block in blocks._free if block in blocks.prefix_cache]
         assert blocks.num_cached_blocks == len(cached)
 
     @invariant()
-    def only_those_who_run_hold_slots_and_blocks(self) -> None:
+    def only_running_sequences_hold_slots_and_blocks(self) -> None:
         running = [one for one in self.sequences if one.status is SequenceStatus.RUNNING]
         slots = [one.slot for one in running]
         assert len(set(slots)) == len(slots) <= self.config.max_num_seqs
@@ -344,50 +340,53 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert one.num_computed_tokens <= len(one.block_table) * BLOCK_SIZE or one.is_finished()
 
     @invariant()
-    def one_that_is_pinned_holds_all_that_it_may_ever_need(self) -> None:
+    def a_pinned_sequence_holds_all_blocks_that_it_may_need(self) -> None:
         config = self.config
         for one in self.scheduler.running_queue:
             assert one.is_pinned == (one.num_preemptions >= config.max_preemptions)
-            most = min(one.num_prompt_tokens + one.params.max_tokens, config.max_model_len)
             if one.is_pinned:
-                assert len(one.block_table) * BLOCK_SIZE >= min(most, config.kv_capacity)
+                assert one.params.max_tokens is not None
+                num_tokens = min(one.num_prompt_tokens + one.params.max_tokens, config.max_model_len)
+                assert len(one.block_table) * BLOCK_SIZE >= min(num_tokens, config.kv_capacity)
 
     @invariant()
-    def each_stands_in_the_container_of_its_status(self) -> None:
+    def each_sequence_is_in_the_container_of_its_status(self) -> None:
         scheduler = self.scheduler
         for status, container in (
-            (SequenceStatus.WAITING, [*scheduler.waiting_queue, *scheduler.held_sequences]),
+            (SequenceStatus.WAITING, [*scheduler.waiting_queue, *scheduler.deferred_sequences]),
             (SequenceStatus.RUNNING, scheduler.running_queue),
             (SequenceStatus.FINISHED, scheduler.finished_sequences),
         ):
             expected = [one for one in self.sequences if one.status is status]
             assert sorted(container, key=order) == sorted(expected, key=order)
-        assert set(scheduler.held_sequences) == self.held
+        assert set(scheduler.deferred_sequences) == self.deferred
         assert len(scheduler.waiting_queue) == len(list(scheduler.waiting_queue))
         assert scheduler.running_queue == sorted(scheduler.running_queue, key=order)
 
     @invariant()
-    def the_line_has_its_order(self) -> None:
-        line = list(self.scheduler.waiting_queue)
-        for one in self.lines(line):
+    def the_queue_is_in_order(self) -> None:
+        queue = list(self.scheduler.waiting_queue)
+        for one in by_priority(queue):
             assert one == sorted(one, key=order)
-        assert (self.scheduler.waiting_queue.head or None) == (line[0] if line else None)
+        assert self.scheduler.waiting_queue.head is (queue[0] if queue else None)
 
     @invariant()
-    def each_waits_for_one_reason_and_all_are_counted(self) -> None:
+    def each_waiting_sequence_has_one_reason(self) -> None:
         waiting = [one for one in self.sequences if one.status is SequenceStatus.WAITING]
         reasons = Counter(map(self.scheduler.waiting_reason, waiting))
         assert reasons == self.scheduler.waiting_reasons()
         assert reasons.total() == self.scheduler.num_waiting
-        assert all((self.scheduler.waiting_reason(one) in HELD) == (one in self.held) for one in waiting)
+        assert all(
+            (self.scheduler.waiting_reason(one) in DEFERRED) == (one in self.deferred) for one in waiting
+        )
 
     def teardown(self) -> None:
-        """Whatever is left comes to its end in a bounded number of steps, and nothing leaks."""
+        """All requests end in a bounded number of steps, and all blocks are free then."""
         if not hasattr(self, "scheduler"):
             return
-        for sequence in sorted(self.held, key=order):
-            self.scheduler.release(sequence)
-        self.held.clear()
+        for sequence in sorted(self.deferred, key=order):
+            self.scheduler.enqueue(sequence)
+        self.deferred.clear()
         tokens_left = sum(40 * 40 for one in self.sequences if not one.is_finished())
         for _ in range(tokens_left):
             if not self.scheduler.has_unfinished_sequences():
@@ -398,29 +397,29 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class AsynchronousMachine(SchedulerMachine):
-    """The same, where a step may be decided and launched before the one before it has ended.
+    """Steps may be decided and launched before the one before them has ended.
 
-    Pools and steps are so small that preempted sequences are common, and that they are recomputed in parts.
+    Pools and steps are small, so that preemptions and recomputation in chunks are common.
     """
 
     @initialize(
-        config=configs(most_blocks=5, most_tokens=4),
+        config=configs(max_blocks=5, max_tokens_of_step=4),
         seed=st.integers(0, 2**32),
-        refused=st.sampled_from([0.0, 0.0, 0.1]),
+        decline_rate=st.sampled_from([0.0, 0.0, 0.1]),
     )
-    def build(self, config: EngineConfig, seed: int, refused: float) -> None:  # type: ignore[override]
+    def build(self, config: EngineConfig, seed: int, decline_rate: float) -> None:  # type: ignore[override]
         self.begin(config)
         rng = random.Random(seed)
-        self.device = MachineDevice(self, rng, refused)
+        self.device = MachineDevice(self, rng, decline_rate)
         recorder = StepRecorder(self.clock)
         executor = StepExecutor(self.device, self.device, recorder)
         self.pipeline = Pipeline(self.scheduler, executor, self.stop_rules, self.device, recorder)
 
     @rule(lengths=st.lists(st.integers(1, 8), min_size=2, max_size=4))
     def several_arrive(self, lengths: list[int]) -> None:
-        """And decode for long beside each other; those of even length want log-probabilities."""
+        """Requests that decode for long beside each other; those of even length want logprobs."""
         for length in lengths:
-            self.arrive(length, 1 + length % 2, 12, 2, "a", 1, None, None, None if length % 2 else 1)
+            self.arrive(length, 1 + length % 2, 12, 2, 1, None, None, None if length % 2 else 1)
 
     @precondition(lambda self: self.scheduler.has_unfinished_sequences())
     @rule(num_steps=st.integers(2, 20))
@@ -433,17 +432,17 @@ class AsynchronousMachine(SchedulerMachine):
         *,
         fails: bool = False,
         data: st.DataObject | None = None,
-        only: list[Sequence] | None = None,
+        isolated: list[Sequence] | None = None,
     ) -> None:
-        outputs, executed = self.pipeline.step(only)
-        # `StepExecutor` takes what the device raises for a fault of a request.
-        assert self.device.complaint is None
+        outputs, executed = self.pipeline.step(isolated)
+        # `StepExecutor` attributes what the device raises to a request.
+        assert self.device.error is None
         if data and outputs.scheduled and data.draw(st.booleans()):
             self.end(data.draw(st.sampled_from(outputs.scheduled)).sequence)
         tokens, finishes = dict(executed.tokens), {}
         for sequence, sampled in tokens.items():
-            assert sampled == SampledToken(DRAWN)
-            if reason := self.stop_rules.reason(sequence, DRAWN):
+            assert sampled == SampledToken(SAMPLED)
+            if reason := self.stop_rules.reason(sequence, SAMPLED):
                 finishes[sequence] = reason
         if fails and outputs.scheduled:
             failed = outputs.scheduled[0].sequence
@@ -453,29 +452,29 @@ class AsynchronousMachine(SchedulerMachine):
 
 
 class MachineDevice:
-    """Runner, sampler and launcher of an `AsynchronousMachine`; computes by `SchedulerMachine.compute`."""
+    """Runner, sampler and executor of an `AsynchronousMachine`."""
 
-    def __init__(self, machine: SchedulerMachine, rng: random.Random, refused: float) -> None:
+    def __init__(self, machine: SchedulerMachine, rng: random.Random, decline_rate: float) -> None:
         self._machine = machine
         self._rng = rng
-        self._refused = refused
-        self.complaint: AssertionError | None = None
+        self._decline_rate = decline_rate
+        self.error: AssertionError | None = None
 
     def execute(self, outputs: SchedulerOutputs) -> None:
         try:
             assert all(item.sequence.status is SequenceStatus.RUNNING for item in outputs.scheduled)
             self._machine.compute(outputs)
-        except AssertionError as error:
-            self.complaint = self.complaint or error
+        except AssertionError as failed:
+            self.error = self.error or failed
 
     def check(self) -> None:
-        """The device works."""
+        """Does nothing: the device works."""
 
     def release_memory(self) -> bool:
         return False
 
     def sample(self, logits: None, items: tuple[ScheduledSequence, ...]) -> list[SampledToken]:
-        return [SampledToken(DRAWN) for item in items if item.samples]
+        return [SampledToken(SAMPLED) for item in items if item.samples]
 
     def prompt_logprobs(
         self, logits: None, items: tuple[ScheduledSequence, ...]
@@ -485,7 +484,7 @@ class MachineDevice:
     def takes(self, item: ScheduledSequence) -> bool:
         params = item.sequence.params
         takes = params.prompt_logprobs is None and not (item.samples and params.logprobs is not None)
-        return takes and self._rng.random() >= self._refused
+        return takes and self._rng.random() >= self._decline_rate
 
     def launch(self, outputs: SchedulerOutputs, after: object) -> list[SampledToken]:
         self._fail_sometimes()
@@ -497,13 +496,20 @@ class MachineDevice:
         return launched
 
     def _fail_sometimes(self) -> None:
-        if self._rng.random() < self._refused / 2:
+        if self._rng.random() < self._decline_rate / 2:
             raise MemoryError("busy")
 
 
 def known(item: ScheduledSequence, position: int) -> tuple[int, ...]:
-    """A placeholder stands for the token that every row draws."""
-    return tuple(DRAWN if token < 0 else token for token in item.sequence.token_ids[: position + 1])
+    """All tokens up to `position`; placeholders are replaced by the token that every row samples."""
+    return tuple(SAMPLED if token < 0 else token for token in item.sequence.token_ids[: position + 1])
+
+
+def by_priority(queue: list[Sequence]) -> list[list[Sequence]]:
+    groups: dict[int, list[Sequence]] = {}
+    for one in queue:
+        groups.setdefault(one.priority, []).append(one)
+    return list(groups.values())
 
 
 def order(sequence: Sequence) -> tuple[int, float, str, int]:
@@ -512,7 +518,7 @@ def order(sequence: Sequence) -> tuple[int, float, str, int]:
 
 @pytest.mark.parametrize(("examples", "steps"), [(80, 25), (40, 80)])
 @pytest.mark.parametrize("machine", [SchedulerMachine, AsynchronousMachine])
-def test_the_books_balance(machine: type[SchedulerMachine], examples: int, steps: int) -> None:
+def test_the_invariants_hold(machine: type[SchedulerMachine], examples: int, steps: int) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(

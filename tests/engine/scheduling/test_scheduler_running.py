@@ -1,17 +1,17 @@
-"""How those who run share a step, its blocks and its slots: turns, chunks, reserve, preemption, pinning."""
+"""Running sequences: rotation, chunks, prefill reserve, preemption and pinning."""
 
 import pytest
 
 from engine.outputs import WaitingReason
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from tests.engine.scheduling.harness import Bench, names, shares
+from tests.engine.scheduling.harness import Bench, names, num_tokens
 
-# Tokens: turns, the reserve, chunks.
+# Tokens: rotation, reserve, chunks.
 
 
-def test_decodes_that_do_not_fit_into_a_step_take_turns() -> None:
-    """vllm#7391: with more running than the budget has tokens; the first in order took every step."""
+def test_decodes_that_do_not_fit_into_a_step_rotate() -> None:
+    """vllm#7391: more sequences ran than the budget had tokens, and the first took every step."""
     bench = Bench(max_num_batched_tokens=4, max_num_seqs=6, prefill_reserve=0.5, num_kv_blocks=40)
     sequences = [bench.add(1, 12) for _ in range(6)]
     while any(one.num_output_tokens == 0 for one in sequences):
@@ -22,19 +22,19 @@ def test_decodes_that_do_not_fit_into_a_step_take_turns() -> None:
 
     assert [len(names(outputs)) for outputs in (first, second, third)] == [4, 4, 4]
     gained = [one.num_output_tokens - had for one, had in zip(sequences, before, strict=True)]
-    assert gained == [2] * 6, "two rounds for each in three steps"
+    assert gained == [2] * 6, "two tokens each in three steps"
     assert {one.reason for one in first.skipped} == {WaitingReason.TOKEN_BUDGET}
 
 
-def test_nothing_is_kept_for_prefills_where_there_are_none() -> None:
+def test_no_reserve_is_kept_without_prefills() -> None:
     bench = Bench(max_num_batched_tokens=8, max_num_seqs=8, prefill_reserve=0.5, num_kv_blocks=40)
     for _ in range(8):
         bench.add(1, 30)
     bench.step()
-    assert len(names(bench.step())) == 8, "all decode: nobody could use a reserve"
+    assert len(names(bench.step())) == 8, "no prefill could use a reserve"
 
 
-def test_the_reserve_is_named_as_the_reason_of_the_decodes_that_it_keeps_out() -> None:
+def test_the_reserve_is_reported_for_the_decodes_that_it_keeps_out() -> None:
     bench = Bench(max_num_batched_tokens=8, max_num_seqs=9, prefill_reserve=0.5, num_kv_blocks=40)
     running = [bench.add(1, 30) for _ in range(8)]
     bench.step()
@@ -42,7 +42,7 @@ def test_the_reserve_is_named_as_the_reason_of_the_decodes_that_it_keeps_out() -
 
     outputs = bench.step()
 
-    assert shares(outputs)[prompt.request_id] == 4
+    assert num_tokens(outputs)[prompt.request_id] == 4
     assert len(outputs.decode) == 4
     assert outputs.skipped == tuple((one, WaitingReason.PREFILL_RESERVE) for one in running[4:])
     assert outputs.bound_by is WaitingReason.PREFILL_RESERVE
@@ -70,45 +70,45 @@ def test_a_whole_prompt_beyond_the_reserve_keeps_none() -> None:
         assert len(bench.step().decode) == num_decodes
 
 
-def test_a_long_prompt_leaves_the_short_ones_something() -> None:
-    """vllm#10774: a very long chunked prefill took whole steps, and short prompts got no first token."""
+def test_a_long_prompt_leaves_tokens_to_short_ones() -> None:
+    """vllm#10774: a long chunked prefill took whole steps, and short prompts got no first token."""
     bench = Bench(max_num_batched_tokens=16)
     decoding = bench.add(2, 20)
     bench.step()
     long = bench.add(40)
-    assert shares(bench.step()) == {decoding.request_id: 1, long.request_id: 15}
+    assert num_tokens(bench.step()) == {decoding.request_id: 1, long.request_id: 15}
     short = bench.add(2)
 
     outputs = bench.step()
 
-    assert shares(outputs) == {decoding.request_id: 1, long.request_id: 13, short.request_id: 2}
+    assert num_tokens(outputs) == {decoding.request_id: 1, long.request_id: 13, short.request_id: 2}
     assert short.num_output_tokens == 1
     assert long.num_output_tokens == 0
 
 
-def test_a_chunk_is_capped_only_as_far_as_another_can_use_what_it_leaves() -> None:
+def test_a_chunk_is_limited_only_if_another_prefill_can_use_the_rest() -> None:
     bench = Bench(max_num_batched_tokens=16, max_chunk_tokens=2, num_kv_blocks=11)
     long = bench.add(40)
     bench.add(30)
 
-    assert shares(bench.step()) == {long.request_id: 16}, "the other lacks blocks"
+    assert num_tokens(bench.step()) == {long.request_id: 16}, "the other lacks blocks"
 
 
-def test_with_chunked_prefill_off_no_cap_cuts_a_prompt() -> None:
+def test_without_chunked_prefill_the_chunk_limit_does_not_split_a_prompt() -> None:
     bench = Bench(max_num_batched_tokens=16, max_chunk_tokens=2, chunked_prefill=False)
     first = bench.add(12)
     bench.add(12)
 
-    assert shares(bench.step()) == {first.request_id: 12}
+    assert num_tokens(bench.step()) == {first.request_id: 12}
 
 
-def test_all_rows_of_a_prompt_are_wanted_for_its_logprobs_and_it_reads_no_cache() -> None:
+def test_prompt_logprobs_need_all_rows_and_use_no_cached_prefix() -> None:
     """vllm#8268, vllm#3251: prompt logprobs together with cached prefixes gave wrong rows."""
     bench = Bench(max_num_batched_tokens=6, prefix_caching=True)
     bench.add([1] * 9, 1)
-    bench.run_out()
+    bench.run_to_end()
     params = SamplingParams(max_tokens=3, prompt_logprobs=0)
-    asks = bench.add([1] * 9, params=params)
+    sequence = bench.add([1] * 9, params=params)
 
     steps = [bench.step().scheduled[0] for _ in range(3)]
 
@@ -117,25 +117,25 @@ def test_all_rows_of_a_prompt_are_wanted_for_its_logprobs_and_it_reads_no_cache(
         (6, 3, 0),
         (9, 1, 0),
     ]
-    assert asks.num_cached_tokens == 0
+    assert sequence.num_cached_tokens == 0
 
 
-def test_a_chunk_whose_rows_are_all_wanted_stays_bounded() -> None:
+def test_a_chunk_with_prompt_logprobs_is_bounded() -> None:
     limits = {"max_model_len": 2000, "num_kv_blocks": 600, "max_num_batched_tokens": 1000}
     for chunked, rows in ((True, [256, 256, 88]), (False, [600])):
         bench = Bench(chunked_prefill=chunked, **limits)
         bench.add(600, params=SamplingParams(max_tokens=1, prompt_logprobs=5))
-        taken = []
+        chunks: list[int] = []
         while bench.scheduler.has_unfinished_sequences():
-            taken += [item.num_new_tokens for item in bench.step().scheduled]
-        assert taken == rows
+            chunks += [item.num_new_tokens for item in bench.step().scheduled]
+        assert chunks == rows
 
 
 # Slots.
 
 
-def test_a_higher_priority_takes_the_slot_of_the_lowest_and_equals_never_do() -> None:
-    """vllm#40004: a high priority waited for a low one; the naive cure let equals displace each other."""
+def test_a_higher_priority_preempts_the_lowest_and_an_equal_one_does_not() -> None:
+    """vllm#40004: a high priority waited for a low one; the naive fix let equals preempt each other."""
     bench = Bench(max_num_seqs=1)
     low = bench.add(4, 20, priority=3)
     bench.step()
@@ -150,12 +150,12 @@ def test_a_higher_priority_takes_the_slot_of_the_lowest_and_equals_never_do() ->
     equal = bench.add(4, 5, priority=1)
     while not high.is_finished():
         assert bench.step().preempted == ()
-    bench.run_out()
+    bench.run_to_end()
     assert (high.num_preemptions, equal.num_preemptions, low.num_preemptions) == (0, 0, 1)
     assert low.num_output_tokens == 20
 
 
-def test_ageing_makes_nobody_take_a_slot() -> None:
+def test_ageing_does_not_preempt() -> None:
     bench = Bench(max_num_seqs=1, ageing_seconds=1.0, max_waiting_seconds=None)
     bench.add(4, 30, priority=2)
     bench.step()
@@ -165,7 +165,7 @@ def test_ageing_makes_nobody_take_a_slot() -> None:
     assert bench.step().preempted == ()
 
 
-def test_one_that_aged_to_the_head_of_the_line_displaces_no_equal() -> None:
+def test_a_sequence_that_aged_to_the_head_does_not_preempt_an_equal() -> None:
     bench = Bench(max_num_seqs=1, ageing_seconds=1.0, max_waiting_seconds=None)
     bench.add(4, 30, priority=3)
     bench.step()
@@ -178,8 +178,10 @@ def test_one_that_aged_to_the_head_of_the_line_displaces_no_equal() -> None:
 
 
 @pytest.mark.parametrize(("low", "high", "waited"), [(3, 2, 31.0), (4, 2, 61.0), (1, 0, 31.0)])
-def test_who_lost_its_slot_does_not_get_it_back_for_having_waited(low: int, high: int, waited: float) -> None:
-    """vllm#40004: the slot is for the one of higher priority, also if its victim has aged to the head."""
+def test_a_preempted_sequence_that_ages_to_the_head_does_not_get_its_slot_back(
+    low: int, high: int, waited: float
+) -> None:
+    """vllm#40004: the slot belongs to the sequence of higher priority."""
     bench = Bench(max_num_seqs=1, max_num_batched_tokens=16)
     bench.add(4, 2, priority=low)
     victim = bench.add(9, 30, priority=low)
@@ -189,11 +191,11 @@ def test_who_lost_its_slot_does_not_get_it_back_for_having_waited(low: int, high
     urgent = bench.add(4, 2, priority=high)
 
     assert bench.steps_until(urgent, at_most=1) == 1
-    bench.run_out()
+    bench.run_to_end()
     assert victim.num_preemptions == 1
 
 
-def test_no_slot_is_taken_by_one_that_the_step_has_no_room_for() -> None:
+def test_no_slot_is_preempted_for_a_sequence_over_the_budget() -> None:
     bench = Bench(max_num_seqs=2, max_num_prefill_seqs=1, max_num_batched_tokens=3)
     low = bench.add(2, 20, priority=4)
     bench.step()
@@ -205,7 +207,7 @@ def test_no_slot_is_taken_by_one_that_the_step_has_no_room_for() -> None:
     assert low in bench.scheduler.running_queue
 
 
-def test_no_slot_is_taken_while_a_promoted_one_waits() -> None:
+def test_no_slot_is_preempted_while_a_promoted_sequence_waits() -> None:
     bench = Bench(max_num_seqs=1, max_waiting_seconds=60.0)
     running = bench.add(4, 3, priority=4, queued_at=1000.0)
     bench.clock.now = 1000.0
@@ -217,11 +219,11 @@ def test_no_slot_is_taken_while_a_promoted_one_waits() -> None:
         assert bench.step().preempted == ()
     assert names(bench.step()) == [promoted.request_id]
     while not promoted.is_finished():
-        assert bench.step().preempted == (), "it got in by promotion: nobody takes its slot"
+        assert bench.step().preempted == (), "a promoted sequence keeps its slot"
     assert names(bench.step()) == [urgent.request_id]
 
 
-def test_no_slot_is_taken_for_one_that_would_not_fit_then() -> None:
+def test_no_slot_is_preempted_for_a_sequence_that_lacks_blocks() -> None:
     bench = Bench(max_num_seqs=2, num_kv_blocks=8)
     bench.add(16, 12, priority=1)
     bench.add(2, 8, priority=3)
@@ -232,8 +234,8 @@ def test_no_slot_is_taken_for_one_that_would_not_fit_then() -> None:
     assert bench.scheduler.waiting_reason(large) is WaitingReason.SEQ_BUDGET
 
 
-def short_of_a_block_for_the_one_that_took_a_slot() -> tuple[Bench, Sequence, Sequence, Sequence]:
-    """In the step in which `urgent` displaces another, one that runs takes a block that it needed."""
+def claimed_slot_without_blocks() -> tuple[Bench, Sequence, Sequence, Sequence]:
+    """`urgent` claims a slot, and in the same step a decode takes a block that it needs."""
     bench = Bench(max_num_seqs=2, policy="skip_ahead", num_kv_blocks=4)
     running, low = bench.add(4, 12, priority=1), bench.add(3, 2, priority=3)
     bench.step()
@@ -245,28 +247,28 @@ def short_of_a_block_for_the_one_that_took_a_slot() -> tuple[Bench, Sequence, Se
     return bench, running, urgent, small
 
 
-def test_nobody_skips_ahead_into_a_slot_that_was_taken_for_another() -> None:
-    bench, running, urgent, small = short_of_a_block_for_the_one_that_took_a_slot()
+def test_no_sequence_skips_ahead_of_the_claimant() -> None:
+    bench, running, urgent, small = claimed_slot_without_blocks()
     for _ in range(3):
         assert names(bench.step()) == [running.request_id]
-    bench.end(running)
+    bench.cancel(running)
     outputs = bench.step()
     assert names(outputs)[0] == urgent.request_id
     assert small.request_id in names(outputs)
 
 
-def test_a_slot_that_was_taken_for_one_that_ended_is_anybodys() -> None:
-    bench, _, urgent, small = short_of_a_block_for_the_one_that_took_a_slot()
-    bench.end(urgent)
+def test_a_claim_ends_with_its_claimant() -> None:
+    bench, _, urgent, small = claimed_slot_without_blocks()
+    bench.cancel(urgent)
     assert small.request_id in names(bench.step())
-    bench.run_out()
+    bench.run_to_end()
 
 
 # Blocks.
 
 
-def test_one_that_lost_its_blocks_too_often_comes_back_with_all_that_it_will_need() -> None:
-    """vllm#45388, vllm-ascend#16315: pinned without a reservation they deadlock, not pinned they thrash."""
+def test_a_sequence_preempted_too_often_is_readmitted_with_all_blocks() -> None:
+    """vllm#45388, vllm-ascend#16315: without a reservation pinning deadlocks, without pinning they thrash."""
     bench = Bench(num_kv_blocks=9, max_preemptions=1, max_model_len=40)
     old, young = bench.add(4, 20), bench.add(4, 20)
     while not young.num_preemptions:
@@ -275,17 +277,17 @@ def test_one_that_lost_its_blocks_too_often_comes_back_with_all_that_it_will_nee
     assert not young.is_pinned
     assert bench.scheduler.waiting_reason(young) is WaitingReason.KV_BLOCKS
     while not old.is_finished():
-        assert not young.is_pinned, "six blocks for 24 tokens are not free while the other runs"
+        assert not young.is_pinned, "six blocks for 24 tokens are not free while the other sequence runs"
         bench.step()
 
     bench.step()
     assert young.is_pinned
     assert len(young.block_table) == 6
-    bench.run_out()
+    bench.run_to_end()
     assert young.num_preemptions == 1
 
 
-def test_a_step_that_took_blocks_from_one_gives_none_to_another() -> None:
+def test_a_step_that_preempted_for_blocks_admits_no_sequence() -> None:
     bench = Bench(num_kv_blocks=4)
     bench.add(4, 20)
     young = bench.add(12, 8)
@@ -300,12 +302,12 @@ def test_a_step_that_took_blocks_from_one_gives_none_to_another() -> None:
     assert names(bench.step()) == ["r0", small.request_id]
 
 
-def test_the_first_in_order_waits_where_all_others_are_pinned() -> None:
+def test_the_first_sequence_waits_while_all_others_are_pinned() -> None:
     bench = Bench(num_kv_blocks=9, max_preemptions=0, max_num_seqs=2, max_model_len=40)
     pinned = bench.add(4, 20, priority=2)
     bench.step()
     first = bench.add(4, 12, priority=1)
-    first.num_preemptions = -9  # May be preempted yet, and holds no reservation.
+    first.num_preemptions = -9  # So that it is not pinned, and holds no reservation.
     bench.step()
     while first.num_tokens < 12:
         bench.step()
@@ -316,11 +318,11 @@ def test_the_first_in_order_waits_where_all_others_are_pinned() -> None:
         assert pinned.is_finished() or pinned.request_id in names(outputs)
         stalled += (first, WaitingReason.KV_BLOCKS) in outputs.skipped
     assert stalled
-    bench.run_out()
+    bench.run_to_end()
     assert first.num_output_tokens == 12
 
 
-def test_any_pool_that_fits_one_request_serves_all() -> None:
+def test_a_pool_that_fits_one_request_serves_all() -> None:
     for num_kv_blocks in (6, 7, 9, 12):
         for max_preemptions in (0, 1, 3):
             bench = Bench(
@@ -331,7 +333,7 @@ def test_any_pool_that_fits_one_request_serves_all() -> None:
                 prefix_caching=bool(num_kv_blocks % 2),
             )
             sequences = [bench.add(1 + n % 7, 12 + n % 5, priority=n % 3) for n in range(12)]
-            bench.run_out()
+            bench.run_to_end()
             assert [one.num_output_tokens for one in sequences] == [12 + n % 5 for n in range(12)]
             assert max(one.num_preemptions for one in sequences) <= max_preemptions
 
@@ -344,8 +346,8 @@ def group(bench: Bench, n: int) -> list[Sequence]:
             params=params,
             index=index,
             arrival_time=0.0,
-            cache_salt=b"of this request alone",
-            held=WaitingReason.SIBLING if index else None,
+            cache_salt=b"this request",
+            deferred=WaitingReason.SIBLING if index else None,
         )
         for index in range(n)
     ]
@@ -355,31 +357,31 @@ def group(bench: Bench, n: int) -> list[Sequence]:
 def test_the_outputs_of_one_request_share_the_blocks_of_its_prompt(prefix_caching: bool) -> None:
     bench = Bench(prefix_caching=prefix_caching)
     first, *others = group(bench, 3)
-    assert shares(bench.step()) == {first.request_id: 9}
+    assert num_tokens(bench.step()) == {first.request_id: 9}
     for one in others:
         assert bench.scheduler.waiting_reason(one) is WaitingReason.SIBLING
-        bench.scheduler.release(one)
+        bench.scheduler.enqueue(one)
 
-    assert shares(bench.step()) == {first.request_id: 1, **{one.request_id: 1 for one in others}}
+    assert num_tokens(bench.step()) == {first.request_id: 1, **{one.request_id: 1 for one in others}}
     for block in first.block_table[:2]:
         assert bench.scheduler.block_manager.reference_count(block) == 3
-    bench.run_out()
+    bench.run_to_end()
 
 
-def test_what_is_ended_while_its_step_is_under_way_is_not_published() -> None:
+def test_a_sequence_aborted_during_its_step_is_not_published() -> None:
     bench = Bench(prefix_caching=True)
-    gone = bench.add([1] * 9)
+    aborted = bench.add([1] * 9)
     outputs = bench.scheduler.schedule()
-    bench.end(gone)
+    bench.cancel(aborted)
     bench.scheduler.update(outputs, {}, {})
 
     again = bench.add([1] * 9)
     bench.step()
     assert again.num_cached_tokens == 0
-    bench.run_out()
+    bench.run_to_end()
 
 
-def test_a_prompt_takes_the_same_of_each_step_however_far_it_is_read() -> None:
+def test_a_prompt_gets_equal_chunks_at_any_position() -> None:
     bench = Bench(max_num_batched_tokens=16, max_model_len=96, num_kv_blocks=40)
     bench.add(prompt=64)
-    assert [shares(bench.step()) for _ in range(4)] == [{"r0": 16}] * 4
+    assert [num_tokens(bench.step()) for _ in range(4)] == [{"r0": 16}] * 4

@@ -1,17 +1,14 @@
-"""Who is next of those who wait, and why others are not: order, ageing, fairness, skip-ahead, held ones."""
+"""Waiting sequences: their order, ageing, skip-ahead, deferral, and the reported reasons."""
 
 import pytest
 
 from engine.outputs import WaitingReason
-from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceStatus
-from engine.waiting.ageing import PROMOTED, Ageing
-from engine.waiting.fair_share import FairShare
-from engine.waiting.lazy_heap import LazyHeap
+from engine.waiting.ageing import Ageing
 from tests.engine.scheduling.harness import Bench, names
 
 
-def test_one_that_aged_into_a_class_goes_by_its_arrival_there() -> None:
+def test_an_aged_sequence_is_ordered_by_arrival_in_its_new_class() -> None:
     bench = Bench(ageing_seconds=10.0)
     aged = bench.add(priority=2, queued_at=0.0)
     bench.clock.now = 25.0
@@ -22,47 +19,38 @@ def test_one_that_aged_into_a_class_goes_by_its_arrival_there() -> None:
     assert list(bench.scheduler.waiting_queue) == [aged, fresh]
 
 
-def line(bench: Bench) -> list[str]:
-    return [one.request_id for one in bench.scheduler.waiting_queue]
-
-
-def test_a_preempted_or_resumed_sequence_takes_its_old_place_in_line() -> None:
+def test_a_preempted_or_resumed_sequence_returns_to_its_position() -> None:
     """vllm#41951: preempted requests lost their order in the queue."""
     bench = Bench()
     bench.add(arrival_time=1.0)
     bench.add(arrival_time=3.0)
     bench.add(arrival_time=2.0)
 
-    assert line(bench) == ["r0", "r2", "r1"]
+    assert bench.queue() == ["r0", "r2", "r1"]
 
 
-def test_removal_from_the_middle_of_a_long_line_leaves_no_trace() -> None:
+def test_sequences_can_be_removed_from_any_position() -> None:
     bench = Bench()
-    sequences = [bench.add() for _ in range(400)]
-    bench.end(*sequences[1::2], *sequences[10:300])
+    sequences = [bench.add(priority=number % 3) for number in range(400)]
+    bench.cancel(*sequences[1::2], *sequences[10:300])
 
-    left = [one for one in sequences if not one.is_finished()]
-    assert list(bench.scheduler.waiting_queue) == left
-    assert len(bench.scheduler.waiting_queue) == len(left)
-    with pytest.raises(KeyError):
-        bench.scheduler.waiting_queue.remove(sequences[1])
-
-
-def test_the_dead_in_a_heap_never_outnumber_the_living_for_long() -> None:
-    alive: set[int] = set()
-    heap = LazyHeap[tuple[int]](lambda entry: entry[0] in alive)
-    for number in range(10_000):
-        alive = {number - 1, number}
-        heap.push((number,))
-
-    assert heap.num_kept <= 64
-    assert heap.top() == (9998,)
+    remaining = [one for one in sequences if not one.is_finished()]
+    queue = bench.scheduler.waiting_queue
+    assert list(queue) == sorted(remaining, key=lambda one: one.order)
+    assert len(queue) == len(remaining)
+    assert [one for one in sequences if one in queue] == remaining
 
 
-# Ageing and promotion.
+def test_removing_a_sequence_that_does_not_wait_raises() -> None:
+    bench = Bench()
+    sequence = bench.add()
+    bench.step()
+
+    with pytest.raises(KeyError, match="r0"):
+        bench.scheduler.waiting_queue.remove(sequence)
 
 
-def test_waiting_makes_more_urgent_one_class_at_a_time() -> None:
+def test_a_waiting_sequence_rises_one_class_per_ageing_interval() -> None:
     bench = Bench(ageing_seconds=10.0, max_waiting_seconds=None, max_num_seqs=1)
     low = bench.add(priority=3)
 
@@ -78,22 +66,11 @@ def test_waiting_makes_more_urgent_one_class_at_a_time() -> None:
         ahead = bench.add(priority=better) if better is not None else None
         behind = bench.add(priority=worse)
         expected = [ahead.request_id] if ahead else []
-        assert line(bench) == [*expected, low.request_id, behind.request_id]
-        bench.end(behind, *([ahead] if ahead else []))
+        assert bench.queue() == [*expected, low.request_id, behind.request_id]
+        bench.cancel(behind, *([ahead] if ahead else []))
 
 
-def test_the_times_of_change_agree_with_the_standings_whatever_the_rounding() -> None:
-    ageing = Ageing(0.1, 0.7)
-    now = since = 1e9 + 0.3
-    standings = []
-    while now < float("inf"):
-        standings.append(ageing.standing(4, since, now))
-        now = ageing.next_change(4, since, now)
-
-    assert standings == [4, 3, 2, 1, 0, PROMOTED]
-
-
-def test_who_waited_too_long_goes_before_all_and_the_longest_waiting_first() -> None:
+def test_promoted_sequences_precede_all_others_in_order_of_their_wait() -> None:
     bench = Bench(ageing_seconds=None, max_waiting_seconds=60.0)
     late = bench.add(priority=4, queued_at=0.0)
     later = bench.add(priority=3, queued_at=5.0)
@@ -107,7 +84,17 @@ def test_who_waited_too_long_goes_before_all_and_the_longest_waiting_first() -> 
     assert list(bench.scheduler.waiting_queue) == [late, later, fresh]
 
 
-def test_time_spent_elsewhere_counts_and_time_spent_running_does_not() -> None:
+def test_a_low_priority_is_promoted_whatever_else_waits() -> None:
+    bench = Bench(max_num_seqs=1, ageing_seconds=None, max_waiting_seconds=20.0)
+    low = bench.add(8, 1, priority=4)
+    for _ in range(3):
+        bench.add(8, 1, priority=0)
+    assert low.request_id not in names(bench.step())
+    bench.clock.now = 20.0
+    assert names(bench.step()) == [low.request_id]
+
+
+def test_the_wait_before_the_engine_counts_and_the_time_spent_running_does_not() -> None:
     bench = Bench(num_kv_blocks=2, max_waiting_seconds=60.0, max_num_seqs=2)
     old = bench.add(4, queued_at=-100.0)
     young = bench.add(4)
@@ -125,188 +112,47 @@ def test_time_spent_elsewhere_counts_and_time_spent_running_does_not() -> None:
     assert bench.scheduler.waiting_queue.is_head_promoted
 
 
-# Fair shares between tenants.
-
-
-def test_the_tenant_that_was_served_less_goes_first_and_the_others_are_told() -> None:
+def test_sequences_behind_the_head_wait_for_it() -> None:
     bench = Bench(max_num_seqs=1)
-    flood = [bench.add(8, 1, tenant="a") for _ in range(4)]
+    bench.add(8, 1)
     bench.step()
-    other = bench.add(2, 1, tenant="b")
-
-    assert line(bench)[0] == flood[1].request_id, "b starts level with a, and a was there before"
-    bench.step()
-    assert bench.scheduler.waiting_queue.head is other
-    assert bench.scheduler.waiting_reason(flood[2]) is WaitingReason.FAIR_SHARE
-    assert bench.scheduler.waiting_reason(flood[3]) is WaitingReason.FAIR_SHARE
-    assert bench.scheduler.waiting_reason(other) is WaitingReason.SEQ_BUDGET
-    assert bench.scheduler.waiting_reasons() == {WaitingReason.FAIR_SHARE: 2, WaitingReason.SEQ_BUDGET: 1}
-    second = bench.add(2, 1, tenant="b")
-    assert bench.scheduler.waiting_reason(second) is WaitingReason.BEHIND
-
-
-def test_who_is_next_changes_while_one_tenant_is_being_served() -> None:
-    bench = Bench(max_num_seqs=1)
-    bench.add(16, 1, tenant="b")
-    bench.step()
-    bench.add(4, 30, tenant="a")
-    more_of_a, more_of_b = bench.add(4, tenant="a"), bench.add(4, tenant="b")
-    bench.scheduler._waiting_pool._sharing._counters.update(a=0)
-    bench.step()
-    assert bench.scheduler.waiting_queue.head is more_of_a
-
-    while bench.scheduler.waiting_queue.head is more_of_a:
-        bench.step()
-    assert bench.scheduler.waiting_queue.head is more_of_b
-    assert bench.scheduler.running_queue[0].num_output_tokens < 30
-    assert bench.scheduler.waiting_reason(more_of_a) is WaitingReason.FAIR_SHARE
-
-
-def test_priority_goes_before_fairness() -> None:
-    bench = Bench(max_num_seqs=1)
-    bench.add(8, 1, tenant="a")
-    bench.step()
-    urgent = bench.add(priority=1, tenant="a")
-    bench.add(priority=2, tenant="b")
+    urgent = bench.add(priority=1)
+    bench.add(priority=2)
 
     assert bench.scheduler.waiting_queue.head is urgent
     assert bench.scheduler.waiting_reasons() == {WaitingReason.BEHIND: 2}
 
 
-def test_without_fair_sharing_arrival_alone_decides() -> None:
-    bench = Bench(max_num_seqs=1, fair_sharing=False)
-    for tenant in ("a", "a", "a", "b"):
-        bench.add(8, 1, tenant=tenant)
-    bench.step()
-    bench.step()
-
-    assert line(bench) == ["r2", "r3"]
+# Skip-ahead.
 
 
-def test_a_tenant_does_not_age_past_another_by_waiting_behind_itself() -> None:
-    """All of a flood has waited long; it was served all the time."""
-    bench = Bench(max_num_seqs=1, ageing_seconds=10.0, max_waiting_seconds=20.0)
-    for _ in range(6):
-        bench.add(8, 1, tenant="flood", queued_at=-100.0)
-    bench.step()
-    modest = bench.add(8, 1, tenant="modest")
-    assert names(bench.step()) == ["r1"], "until now nobody else waited, so it had been promoted"
-    assert names(bench.step()) == [modest.request_id]
-
-
-def test_one_that_is_not_served_ages_whoever_else_waits() -> None:
-    bench = Bench(max_num_seqs=1, ageing_seconds=None, max_waiting_seconds=20.0)
-    low = bench.add(8, 1, priority=4, tenant="a")
-    for tenant in "abc":
-        bench.add(8, 1, priority=0, tenant=tenant)
-    assert low.request_id not in names(bench.step())
-    bench.clock.now = 20.0
-    assert names(bench.step()) == [low.request_id]
-
-
-def serve(fair: FairShare, tenant: str, num_tokens: int) -> None:
-    sequence = Sequence("r", [1] * num_tokens, SamplingParams(), arrival_time=0.0, tenant=tenant)
-    fair.joins(tenant)
-    fair.charge(sequence)
-    fair.leaves(tenant)
-
-
-def test_a_head_waits_anew_also_when_another_of_its_line_is_served() -> None:
-    """As when a request is tried alone: it is taken from wherever it stands."""
-    bench = Bench(ageing_seconds=3.0, max_num_seqs=1)
-    head = bench.add(priority=4, tenant="served", queued_at=0.0)
-    dear = bench.add(12, 1, priority=0, tenant="other")
-    assert names(bench.step()) == [dear.request_id]
-    bench.clock.now = 3.0
-    tried = bench.add(priority=4, tenant="served", queued_at=3.0)
-    other = bench.add(priority=3, tenant="other", queued_at=3.0)
-    bench.step(tried)
-
-    assert tried.status is not SequenceStatus.WAITING
-    assert bench.scheduler.waiting_queue.head is other
-    assert list(bench.scheduler.waiting_queue) == [other, head]
-
-
-def test_a_tenant_that_was_away_is_not_owed_what_it_did_not_ask_for() -> None:
-    fair = FairShare()
-    serve(fair, "away", 10)
-    fair.joins("busy")
-    for _ in range(5):
-        serve(fair, "busy", 1000)
-    fair.joins("away")
-
-    assert fair.counter("away") == fair.counter("busy") == 5010
-
-
-def test_with_nobody_in_line_a_tenant_starts_level_with_the_last_who_left() -> None:
-    fair = FairShare()
-    serve(fair, "busy", 1000)
-    fair.joins("new")
-
-    assert fair.counter("new") == 1000
-
-
-def test_tenants_that_left_are_forgotten_and_those_who_wait_are_not() -> None:
-    fair = FairShare(max_remembered=10)
-    fair.joins("waits")
-    for number in range(1000):
-        serve(fair, f"tenant-{number}", 5)
-
-    assert len(fair._counters) <= 22
-    assert "waits" in fair._counters
-    assert fair.counter("tenant-999") == 5
-
-
-def test_each_token_is_charged_once_and_what_a_cache_gave_is_free() -> None:
-    bench = Bench(prefix_caching=True, num_kv_blocks=5, max_num_seqs=2)
-    counter = bench.scheduler._waiting_pool._sharing.counter
-    old, young = bench.add([1] * 8, 9, tenant="a"), bench.add([2] * 8, 5, tenant="b")
-    while not young.num_preemptions:
-        bench.step()
-    known = young.num_tokens
-    assert counter("b") == known
-    bench.end(old)
-    assert counter("a") == old.num_tokens
-
-    bench.run_out()
-    assert counter("b") == young.num_tokens, "what it computed again was free"
-    again = bench.add([2] * 8 + [3], 1, tenant="b")
-    before = counter("b")
-    bench.run_out()
-    assert again.num_cached_tokens == 8
-    assert counter("b") == before + 2, "one prompt token that was not cached, and one that was sampled"
-
-
-# Admission past one that does not fit.
-
-
-def crowd(**limits: object) -> tuple[Bench, list[Sequence]]:
-    """One that runs and holds half of the blocks, a head that lacks blocks, and small ones behind it."""
+def skip_ahead_bench(**limits: object) -> tuple[Bench, list[Sequence]]:
+    """A running sequence with half of the blocks, a head that lacks blocks, and small ones behind it."""
     bench = Bench(num_kv_blocks=8, max_num_seqs=8, **limits)
     running = bench.add(16, 9)
     bench.step()
     return bench, [running, bench.add(20), *(bench.add(2, 1) for _ in range(5))]
 
 
-def test_nobody_passes_a_head_that_does_not_fit_under_fifo() -> None:
-    bench, (running, head, *small) = crowd()
+def test_fifo_admits_no_sequence_before_a_head_that_does_not_fit() -> None:
+    bench, (running, head, *small) = skip_ahead_bench()
 
     assert names(bench.step()) == [running.request_id]
     assert bench.scheduler.waiting_reason(head) is WaitingReason.KV_BLOCKS
     assert {bench.scheduler.waiting_reason(one) for one in small} == {WaitingReason.BEHIND}
 
 
-def test_so_many_are_tried_past_it_under_skip_ahead() -> None:
-    bench, (running, head, *small) = crowd(policy="skip_ahead", max_skip_ahead=2)
+def test_skip_ahead_tries_at_most_max_skip_ahead_sequences() -> None:
+    bench, (running, head, *small) = skip_ahead_bench(policy="skip_ahead", max_skip_ahead=2)
 
     assert names(bench.step()) == [running.request_id, small[0].request_id, small[1].request_id]
     assert list(bench.scheduler.waiting_queue) == [head, *small[2:]]
     assert bench.scheduler.waiting_reason(head) is WaitingReason.KV_BLOCKS
 
 
-def test_nobody_skips_ahead_of_one_that_was_promoted() -> None:
-    """sglang#31954: what was easier to serve went first, for ever."""
-    bench, (running, head, *small) = crowd(policy="skip_ahead", max_waiting_seconds=60.0)
+def test_a_promoted_sequence_is_not_skipped() -> None:
+    """sglang#31954: requests that were easier to serve always went first."""
+    bench, (running, head, *small) = skip_ahead_bench(policy="skip_ahead", max_waiting_seconds=60.0)
     for one in small:
         one.waiting_since = 1e9
     bench.clock.now = 60.0
@@ -316,7 +162,7 @@ def test_nobody_skips_ahead_of_one_that_was_promoted() -> None:
     assert bench.scheduler.waiting_queue.head is head
 
 
-def test_for_want_of_a_slot_nobody_is_tried() -> None:
+def test_skip_ahead_tries_no_sequence_without_a_free_slot() -> None:
     bench = Bench(policy="skip_ahead", max_num_seqs=1)
     bench.add()
     bench.step()
@@ -327,66 +173,65 @@ def test_for_want_of_a_slot_nobody_is_tried() -> None:
     assert bench.scheduler.waiting_reason(other) is WaitingReason.BEHIND
 
 
-def test_a_whole_prompt_that_does_not_fit_into_the_step_is_passed_by_a_shorter_one() -> None:
-    limits = {"max_num_batched_tokens": 16, "chunked_prefill": False, "max_num_prefill_seqs": 4}
-    for policy, expected in (("fifo", ["r0"]), ("skip_ahead", ["r0", "r2"])):
-        bench = Bench(policy=policy, **limits)
-        for prompt in (8, 12, 3):
-            bench.add(prompt)
-        assert names(bench.step()) == expected
+@pytest.mark.parametrize(("policy", "expected"), [("fifo", ["r0"]), ("skip_ahead", ["r0", "r2"])])
+def test_skip_ahead_admits_a_shorter_prompt_that_fits_into_the_step(policy: str, expected: list[str]) -> None:
+    bench = Bench(policy=policy, max_num_batched_tokens=16, chunked_prefill=False, max_num_prefill_seqs=4)
+    for prompt in (8, 12, 3):
+        bench.add(prompt)
+    assert names(bench.step()) == expected
 
 
-# Held outside of the line.
+# Deferred sequences.
 
 
-def test_a_held_sequence_costs_nothing_and_takes_its_place_when_released() -> None:
+def test_a_deferred_sequence_enters_the_queue_at_its_position() -> None:
     bench = Bench(max_num_seqs=1)
-    held = bench.add(held=WaitingReason.GRAMMAR)
-    free = bench.add()
+    deferred = bench.add(deferred=WaitingReason.GRAMMAR)
+    ready = bench.add()
 
-    assert names(bench.step()) == [free.request_id]
+    assert names(bench.step()) == [ready.request_id]
     assert bench.scheduler.has_unfinished_sequences()
     assert bench.scheduler.num_waiting == 1
-    assert bench.scheduler.held_sequences == [held]
-    assert bench.scheduler.waiting_reason(held) is WaitingReason.GRAMMAR
+    assert bench.scheduler.deferred_sequences == [deferred]
+    assert bench.scheduler.waiting_reason(deferred) is WaitingReason.GRAMMAR
     assert bench.scheduler.waiting_reasons() == {WaitingReason.GRAMMAR: 1}
     late = bench.add()
-    bench.scheduler.release(held)
-    bench.scheduler.release(held)
-    assert list(bench.scheduler.waiting_queue) == [held, late]
-    bench.run_out()
+    bench.scheduler.enqueue(deferred)
+    bench.scheduler.enqueue(deferred)
+    assert list(bench.scheduler.waiting_queue) == [deferred, late]
+    bench.run_to_end()
 
 
-def test_a_held_sequence_can_be_ended_and_is_not_released_then() -> None:
+def test_a_deferred_sequence_that_was_aborted_does_not_enter_the_queue() -> None:
     bench = Bench()
-    held = bench.add(held=WaitingReason.SIBLING)
-    bench.end(held)
-    bench.scheduler.release(held)
+    deferred = bench.add(deferred=WaitingReason.SIBLING)
+    bench.cancel(deferred)
+    bench.scheduler.enqueue(deferred)
 
-    assert held.status is SequenceStatus.FINISHED
+    assert deferred.status is SequenceStatus.FINISHED
     assert not bench.scheduler.has_unfinished_sequences()
     assert bench.scheduler.waiting_reasons() == {}
     with pytest.raises(KeyError):
-        bench.scheduler.waiting_reason(held)
+        bench.scheduler.waiting_reason(deferred)
 
 
-def test_only_the_heads_of_lines_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step costs the same whoever waits: it looks at so many standings, not at all who have one."""
-    looks = 0
-    standing = Ageing.standing
+def test_a_step_ranks_only_the_first_sequence_of_each_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost of a step does not depend on how many sequences wait."""
+    num_ranked = 0
+    rank = Ageing.rank
 
-    def counted(self: Ageing, *waits: float) -> float:
-        nonlocal looks
-        looks += 1
-        return standing(self, *waits)
+    def counted(self: Ageing, priority: int, waiting_since: float, now: float) -> float:
+        nonlocal num_ranked
+        num_ranked += 1
+        return rank(self, priority, waiting_since, now)
 
     bench = Bench(max_num_seqs=2, num_kv_blocks=64, seconds=0.001)
     for number in range(3000):
-        bench.add(4, 40, tenant=f"tenant-{number % 100}")
+        bench.add(4, 40, priority=number % 5)
     bench.step()
-    monkeypatch.setattr(Ageing, "standing", counted)
+    monkeypatch.setattr(Ageing, "rank", counted)
     for _ in range(30):
         bench.step()
         bench.scheduler.waiting_reasons()
 
-    assert looks == 0
+    assert num_ranked <= 30 * 5

@@ -119,7 +119,7 @@ def test_building_again_for_a_part_changes_nothing() -> None:
     items = (part(in_slot(0, [1] * 6, [4, 5]), 0, 6), part(in_slot(1, [2] * 3, [6]), 0, 3))
     outputs = SchedulerOutputs(prefill=items, released_slots=(0, 1))
     builder.build(outputs)
-    again = builder.build(outputs.only(items[1:], is_first=False))
+    again = builder.build(outputs.subset(items[1:], is_first=False))
     assert again.token_ids.tolist() == [2, 2, 2]
     assert again.batch.slot_mapping.tolist() == [24, 25, 26]
 

@@ -54,7 +54,7 @@ def test_parts_of_a_decision_may_be_computed_again() -> None:
     items = tuple(part(one, 0, 15, logits_from=14) for one in sequences)
     outputs = SchedulerOutputs(prefill=items, released_slots=(0, 1), blocks_to_zero=(1,))
     whole = runner.execute(outputs)
-    halves = [runner.execute(outputs.only([item], is_first=item is items[0])) for item in items]
+    halves = [runner.execute(outputs.subset([item], is_first=item is items[0])) for item in items]
     torch.testing.assert_close(torch.cat(halves), whole, rtol=1e-4, atol=1e-4)
     later = runner.execute(SchedulerOutputs(decode=tuple(part(one, 15, 16) for one in sequences)))
     torch.testing.assert_close(later[0], eager_logits(PROMPT)[15], rtol=1e-4, atol=1e-4)
