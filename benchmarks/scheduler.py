@@ -1,9 +1,9 @@
 """The cost of the scheduler in microseconds per step and per running sequence.
 
 A step is `schedule()` and `update()` in the steady state: all running sequences decode, and none starts or
-ends. Their blocks fill up, are hashed and published. Other sequences wait for a slot, or, with slots free, for
-blocks; in the second case each step tries to admit one. Times are processor time. Other load on the machine
-still affects them: compare the first deciles then.
+ends. Their blocks fill up, are hashed and published. Other sequences wait for a slot, or, with slots free,
+for blocks; in the second case each step tries to admit one. Times are processor time. Other load on the
+machine still affects them: compare the first deciles then.
 
     python benchmarks/scheduler.py
 """
@@ -96,7 +96,7 @@ def cpu() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The cost of the scheduler per step and per running sequence.")
+    parser = argparse.ArgumentParser(description="The cost of the scheduler per step.")
     parser.add_argument("--running", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--waiting", type=int, nargs="+", default=[0, 100_000])
     parser.add_argument("--repeats", type=int, default=15)
