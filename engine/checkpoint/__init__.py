@@ -1,1 +1,1 @@
-"""Checks a model directory by its files alone, before any library is loaded. Standard library only."""
+"""Checks the files of a model directory before any library is loaded. Standard library only."""

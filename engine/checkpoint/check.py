@@ -1,4 +1,4 @@
-"""Checks what the setting `model` names, as far as files show it, in milliseconds and without torch."""
+"""Checks the files of the configured model, in milliseconds and without torch."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from engine.checkpoint.weights import check_weights
 
 
 def check_source(source: str) -> None:
-    """Check a local model directory; a hub id passes, as its files may have to be downloaded.
+    """Check a local model directory. A hub id passes, since its files may not be downloaded yet.
 
     Raises `InvalidParameter` or `UnsupportedModel` with the file and the reason in one line.
     """
@@ -22,7 +22,7 @@ def check_source(source: str) -> None:
 def check_directory(directory: Path) -> None:
     """Check all files of a model directory. Raises as `check_source` does."""
     try:
-        # Patterns match nothing in a directory that may be entered but not listed.
+        # `glob` finds nothing in a directory without read permission, and raises nothing.
         next(directory.iterdir(), None)
     except OSError as error:
         raise unreadable(directory, error) from error

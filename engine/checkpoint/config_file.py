@@ -1,4 +1,4 @@
-"""Checks `config.json`: that it is one, that it belongs to a language model, and that weights are plain."""
+"""Checks `config.json`: it must belong to a language model with unquantized weights."""
 
 from pathlib import Path
 from typing import Any
@@ -12,25 +12,25 @@ _OTHER_KINDS = {
     "model_index.json": "holds a diffusion pipeline, not a language model",
     "params.json": "holds a checkpoint in the format of its authors; convert it to transformers' format",
 }
-"""Files that show what a directory without config.json holds instead."""
+"""Files that identify what a directory without config.json holds instead."""
 _QUANTIZATION_FILES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
 }
-"""Files in which quantization tools state their settings apart from config.json, and the method of each."""
+"""Files of quantization tools beside config.json, and the method of each."""
 _QUANTIZATION_KEYS = {
     "quantization_config": "unnamed",
     "compression_config": "compressed-tensors",
     "quantization": "mlx",
 }
-"""Keys of config.json that state a quantization, and the method where the value names none."""
+"""Keys of config.json that declare a quantization, and the method if the value names none."""
 
 
 def read_config(directory: Path) -> dict[str, Any]:
     """The values in `config.json`.
 
-    Raises `InvalidParameter` if there is none or it cannot be used, `UnsupportedModel` if it states quantized
+    Raises `InvalidParameter` if it is missing or invalid, `UnsupportedModel` if it declares quantized
     weights.
     """
     path = directory / CONFIG
@@ -42,7 +42,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise unreadable(path, error) from error
     config = read_json(path)
     if not isinstance(config.get("model_type"), str):
-        raise unusable(path, "states no model_type, so it is no config of a model of transformers")
+        raise unusable(path, "has no model_type, so it is not the config of a transformers model")
     if (directory / "adapter_config.json").exists():
         raise InvalidParameter(
             "model",
@@ -63,7 +63,7 @@ def _without_config(directory: Path) -> str:
             f"{directory} holds a GGUF file ({files[0].name}), which is not served; use the model's directory"
             " in transformers' format"
         )
-    return f"{directory} has no {CONFIG}, so it is no model directory"
+    return f"{directory} has no {CONFIG}, so it is not a model directory"
 
 
 def _base_model(adapter: Path) -> str:
@@ -72,11 +72,11 @@ def _base_model(adapter: Path) -> str:
 
 
 def refuse_quantized(config: dict[str, Any], directory: Path) -> None:
-    """Raise `UnsupportedModel`, which names the method, if the checkpoint states that it is quantized."""
-    method = _stated_method(config) or _stated_method(config.get("text_config"))
+    """Raise `UnsupportedModel` with the method if the checkpoint declares a quantization."""
+    method = _declared_method(config) or _declared_method(config.get("text_config"))
     for name, usual in _QUANTIZATION_FILES.items():
         if method is None and (directory / name).exists():
-            method = f"{usual}, as {name} says"
+            method = f"{usual}, according to {name}"
     if method is not None:
         raise quantized(f"model type {config['model_type']!r}", directory, method)
 
@@ -85,25 +85,25 @@ def quantized(model: str, directory: Path, method: str) -> UnsupportedModel:
     """The error for a checkpoint whose weights are quantized by `method`."""
     return UnsupportedModel(
         f"{model}: the weights in {directory} are quantized ({method}), which is not supported; use the"
-        " unquantized checkpoint (quantization=int8 or int4 makes its weights small on a CPU)"
+        " unquantized checkpoint (on a CPU, quantization=int8 or int4 reduces its memory)"
     )
 
 
-def _stated_method(config: Any) -> str | None:
+def _declared_method(config: Any) -> str | None:
     if not isinstance(config, dict):
         return None
     for key, usual in _QUANTIZATION_KEYS.items():
-        stated = config.get(key)
-        if stated is None or stated == {}:
+        declared = config.get(key)
+        if declared is None or declared == {}:
             continue
-        return _method_name(stated, usual)
+        return _method_name(declared, usual)
     return None
 
 
-def _method_name(stated: Any, usual: str) -> str:
-    if not isinstance(stated, dict):
+def _method_name(declared: Any, usual: str) -> str:
+    if not isinstance(declared, dict):
         return usual
-    method = stated.get("quant_method") or stated.get("quant_algo")
-    if method is None and ("load_in_4bit" in stated or "load_in_8bit" in stated):
+    method = declared.get("quant_method") or declared.get("quant_algo")
+    if method is None and ("load_in_4bit" in declared or "load_in_8bit" in declared):
         method = "bitsandbytes"
     return str(method or usual)

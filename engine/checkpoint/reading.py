@@ -1,4 +1,4 @@
-"""Reads files of a model directory. A file that cannot be used is an error with its path and the reason."""
+"""Reads files of a model directory. Errors name the path and the reason."""
 
 import json
 import os
@@ -10,16 +10,16 @@ from engine.errors import InvalidParameter
 
 LFS_PREFIX = b"version https://git-lfs.github.com/spec/"
 MAX_NAMES = 3
-"""Names listed in a message; the rest is counted."""
+"""Names listed in a message; the others are counted."""
 
 
 def unusable(path: Path, reason: str) -> InvalidParameter:
-    """The error for a file of the model that cannot be used."""
+    """The error for an invalid file of the model."""
     return InvalidParameter("model", f"{path}: {reason}")
 
 
 def unreadable(path: Path, error: OSError) -> InvalidParameter:
-    """The error for a file that the system does not let this process read."""
+    """The error for a file that this process cannot read."""
     if isinstance(error, FileNotFoundError) and path.is_symlink():
         return unusable(path, f"is a link to {os.readlink(path)}, which does not exist")
     reason = f"cannot be read: {error.strerror or error}"
@@ -29,20 +29,20 @@ def unreadable(path: Path, error: OSError) -> InvalidParameter:
 
 
 def _ownership(path: Path) -> str:
-    """Mode and owner of `path`, or of the nearest parent that shows them."""
-    for place in (path, *path.absolute().parents):
+    """Mode and owner of `path`, or of its nearest parent that can be examined."""
+    for ancestor in (path, *path.absolute().parents):
         try:
-            status = place.stat()
+            status = ancestor.stat()
         except OSError:
             continue
-        named = "" if place == path else f" of {place}"
+        named = "" if ancestor == path else f" of {ancestor}"
         mode = stat.S_IMODE(status.st_mode)
         return f" (mode{named} {mode:04o}, owner uid {status.st_uid}; this process has uid {os.geteuid()})"
     return f" (this process has uid {os.geteuid()})"
 
 
 def open_checked(path: Path) -> BinaryIO:
-    """Open a file that is itself: not empty, not a Git LFS pointer. Raises `InvalidParameter`."""
+    """Open a file. Raises `InvalidParameter` if it is empty or, for instance, a Git LFS pointer."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise unusable(path, "is not a file")
@@ -51,14 +51,14 @@ def open_checked(path: Path) -> BinaryIO:
         file.seek(0)
     except OSError as error:
         raise unreadable(path, error) from error
-    if reason := _placeholder(head):
+    if reason := _substitute(head):
         file.close()
         raise unusable(path, reason)
     return file
 
 
-def _placeholder(head: bytes) -> str | None:
-    """Why a file that begins with `head` stands for another one; None if it does not."""
+def _substitute(head: bytes) -> str | None:
+    """What a file that begins with `head` is instead of the real one; None if it is the real one."""
     if not head:
         return "is empty (0 bytes)"
     if head.startswith(LFS_PREFIX):

@@ -14,7 +14,7 @@ from engine.errors import InvalidParameter
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""The limit of the format."""
 _BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64,
     "I64": 64, "U64": 64, "I32": 32, "U32": 32, "I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8,
@@ -32,7 +32,7 @@ class Tensor(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file by name. Raises `InvalidParameter` unless header and size agree."""
+    """The tensors of a file by name. Raises `InvalidParameter` if the header does not match the size."""
     with open_checked(path) as file:
         try:
             size = os.fstat(file.fileno()).st_size
@@ -41,7 +41,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
             if size < _LENGTH_BYTES or start > size or length > _MAX_HEADER_BYTES:
                 raise unusable(
                     path,
-                    f"is truncated or no safetensors file: its header has {length} bytes, the file {size}",
+                    f"is truncated or not a safetensors file: its header has {length} bytes, the file {size}",
                 )
             text = file.read(length)
         except OSError as error:
@@ -69,8 +69,8 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[Tensor, int, int]:
         raise _damaged(path, name) from error
     bits = _BITS.get(dtype)
     if bits is None:
-        raise unusable(path, f"tensor {name} has the dtype {dtype}, which is not known")
-    # In bits, as some types take less than a byte.
+        raise unusable(path, f"tensor {name} has the unknown dtype {dtype}")
+    # In bits: some dtypes are smaller than a byte.
     if min((*shape, begin, end - begin)) < 0 or math.prod(shape) * bits != 8 * (end - begin):
         raise _damaged(path, name)
     return Tensor(dtype, shape, end - begin), begin, end

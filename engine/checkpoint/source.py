@@ -1,4 +1,4 @@
-"""Decides what the setting `model` names: a local directory or an id on the model hub."""
+"""Decides whether the setting `model` is a local directory or an id on the model hub."""
 
 import re
 from pathlib import Path
@@ -10,10 +10,10 @@ _HUB_ID = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", re.ASCII)
 
 
 def find_directory(source: str) -> Path | None:
-    """The local directory that `source` names; None if `source` has the form of a hub id.
+    """The local directory `source`; None if `source` is a hub id.
 
-    A directory that exists wins over a hub id of the same name. `./x`, `../x`, `/x`, `~/x` and `x/y/z` are
-    never hub ids. Raises `InvalidParameter`.
+    An existing directory takes precedence over a hub id of the same name. `./x`, `../x`, `/x`, `~/x` and
+    `x/y/z` are never hub ids. Raises `InvalidParameter`.
     """
     if not source.strip():
         raise InvalidParameter("model", "must name a directory or a hub id such as owner/name")
@@ -21,10 +21,10 @@ def find_directory(source: str) -> Path | None:
         path = Path(source).expanduser()
     except RuntimeError as error:
         raise InvalidParameter(
-            "model", f"{source!r}: this home directory is not known (no HOME, or no such user)"
+            "model", f"{source!r}: this home directory is unknown (no HOME, or no such user)"
         ) from error
     try:
-        # Not `is_dir`, which takes some errors for "no".
+        # Not `is_dir`, which returns False for some errors.
         path.stat()
     except (FileNotFoundError, NotADirectoryError) as error:
         if _HUB_ID.fullmatch(source):
@@ -40,7 +40,7 @@ def find_directory(source: str) -> Path | None:
 def _missing(source: str, path: Path) -> str:
     if path.is_symlink():
         return f"{source!r} is a link to {path.readlink()}, which does not exist"
-    place = "" if path.is_absolute() else f" (looked for {path.absolute()})"
+    place = "" if path.is_absolute() else f" (tried {path.absolute()})"
     return f"{source!r} is neither an existing directory{place} nor a hub id such as owner/name"
 
 

@@ -1,4 +1,4 @@
-"""Checks that a model directory has a tokenizer, and that its files and the other JSON files can be read."""
+"""Checks that a model directory has a tokenizer, and that its settings can be read."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ _VOCABULARIES = (
     "sentencepiece.bpe.model",
     "tekken.json",
 )
-"""Any of these, or a `*.model` or `*.tiktoken` of another name, holds the vocabulary."""
+"""Files that hold a vocabulary, besides those that match `_LOOSE`."""
 _LOOSE = ("*.model", "*.tiktoken")
 _SETTINGS = (
     "tokenizer_config.json",
@@ -26,7 +26,7 @@ _TEXTS = ("chat_template.jinja", "merges.txt", "vocab.txt")
 
 
 def check_tokenizer_files(directory: Path) -> None:
-    """Raise `InvalidParameter` if no file holds a vocabulary, or one of the files cannot be used."""
+    """Raise `InvalidParameter` if no file holds a vocabulary, or one of the files is invalid."""
     found = [directory / name for name in _VOCABULARIES if (directory / name).exists()]
     found += [path for pattern in _LOOSE for path in sorted(directory.glob(pattern)) if path not in found]
     broken = [path for name in _VOCABULARIES if (path := directory / name).is_symlink() and not path.exists()]
@@ -40,7 +40,7 @@ def check_tokenizer_files(directory: Path) -> None:
 
 
 def check_settings_files(directory: Path) -> None:
-    """Raise `InvalidParameter` if a file of settings beside the weights exists and cannot be used."""
+    """Raise `InvalidParameter` if one of the settings files exists and is invalid."""
     for name in (*_SETTINGS, *_TEXTS):
         path = directory / name
         if path.exists() or path.is_symlink():
@@ -51,7 +51,7 @@ def _check(path: Path) -> None:
     if path.suffix == ".json":
         content = read_json(path)
         if path.name == "tokenizer.json" and not isinstance(content.get("model"), dict):
-            raise unusable(path, "has no `model`, so it is no tokenizer of the library tokenizers")
+            raise unusable(path, "has no `model`, so it is not a file of the tokenizers library")
     elif path.suffix in (".txt", ".jinja"):
         _check_text(path)
     else:
@@ -67,9 +67,9 @@ def _check_text(path: Path) -> None:
 
 
 def _check_merges(directory: Path) -> None:
-    """Without its merges, a byte-pair vocabulary is loaded silently and spells text letter by letter."""
+    """transformers loads a byte-pair vocabulary without its merges silently, and encodes letter by letter."""
     others = (*_LOOSE, "tokenizer.json", "vocab.txt")
     if not (directory / "vocab.json").exists() or any(any(directory.glob(name)) for name in others):
         return
     if not (directory / "merges.txt").exists():
-        raise unusable(directory / "vocab.json", "is there without merges.txt and without tokenizer.json")
+        raise unusable(directory / "vocab.json", "exists without merges.txt and tokenizer.json")

@@ -1,4 +1,4 @@
-"""Finds the weight files that transformers will read, and checks each: all shards there, whole and plain."""
+"""Finds the weight files that transformers reads, and checks that they are complete and unquantized."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,19 +16,19 @@ _CANDIDATES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-"""In the order in which transformers looks for them."""
+"""In the order in which transformers searches for them."""
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What the weight files hold. `tensors`: by name, none for `torch.save`. `num_bytes`: of all."""
+    """Contents of the weight files. `tensors`: by name, empty for `torch.save`. `num_bytes`: of all files."""
 
     tensors: dict[str, Tensor]
     num_bytes: int
 
     def loaded_bytes(self, item_bytes: int) -> int:
-        """Memory of the loaded tensors, with floats of `item_bytes` each."""
+        """Memory of the loaded tensors, with `item_bytes` per float."""
         if not self.tensors:
             return self.num_bytes
         return sum(
@@ -61,7 +61,7 @@ def check_weights(directory: Path, config: dict[str, Any]) -> Weights:
 
 
 def _main_file(directory: Path, config: dict[str, Any]) -> Path:
-    """The file that transformers begins with. A link to nothing counts: it is what is wrong."""
+    """The file that transformers reads first. A broken link counts, so that the error names it."""
     named = config.get("transformers_weights")
     names = (named,) if isinstance(named, str) else _CANDIDATES
     for name in names:
@@ -74,7 +74,7 @@ def _main_file(directory: Path, config: dict[str, Any]) -> Path:
 
 
 def _hint(directory: Path) -> str:
-    """What lies there that may have been meant as the weights."""
+    """Other files in the directory that may be the weights."""
     found = sorted(
         path.name
         for suffix in ("*.safetensors", "*.bin", "*.gguf", "*.pth")
@@ -86,30 +86,30 @@ def _hint(directory: Path) -> str:
 def _shards(index: Path) -> list[Path]:
     """The files that an index names."""
     names = sorted(set(_weight_map(index).values()))
-    if missing := [name for name in names if not _is_there(index.parent / name)]:
+    if missing := [name for name in names if not _is_present(index.parent / name)]:
         raise unusable(
             index, f"names {len(names)} files, of which {len(missing)} are missing: {listed(missing)}"
         )
     return [index.parent / name for name in names]
 
 
-def _is_there(path: Path) -> bool:
+def _is_present(path: Path) -> bool:
     return path.is_symlink() or path.exists()
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    places = read_json(index, unique_keys=True).get("weight_map")
+    file_names = read_json(index, unique_keys=True).get("weight_map")
     if (
-        not isinstance(places, dict)
-        or not places
-        or not all(isinstance(name, str) for name in places.values())
+        not isinstance(file_names, dict)
+        or not file_names
+        or not all(isinstance(name, str) for name in file_names.values())
     ):
         raise unusable(index, "has no weight_map of tensor names to file names")
-    return places
+    return file_names
 
 
 def _merged(path: Path, headers: dict[Path, dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of all shards. Raises `InvalidParameter` if they are not those of the index."""
+    """The tensors of all shards. Raises `InvalidParameter` if they differ from the index."""
     tensors: dict[str, Tensor] = {}
     holders: dict[str, str] = {}
     for file, header in headers.items():
@@ -125,7 +125,7 @@ def _merged(path: Path, headers: dict[Path, dict[str, Tensor]]) -> dict[str, Ten
 
 
 def _refuse_quantized_types(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Scaled types without a word in config.json; integers are usual for buffers, but not as weights."""
+    """Refuse quantized tensors that config.json does not declare. Integer buffers are allowed."""
     for name, tensor in tensors.items():
         is_small = tensor.dtype.startswith(("F8", "F6", "F4"))
         is_integer_weight = name.endswith(".weight") and tensor.dtype not in _FLOATS

@@ -1,4 +1,4 @@
-"""Ctrl-C that waits for a good moment."""
+"""Delays Ctrl-C until a point where the program can stop safely."""
 
 import signal
 import threading
@@ -8,29 +8,29 @@ from types import FrameType
 
 
 @contextmanager
-def interrupts_held() -> Iterator[Callable[[], None]]:
-    """Gives a function that raises `KeyboardInterrupt` if one came meanwhile; a second one does not wait.
+def delayed_interrupt() -> Iterator[Callable[[], None]]:
+    """Yields a function that raises `KeyboardInterrupt` if SIGINT was received since.
 
-    Only the main thread gets signals: elsewhere nothing is held.
+    A second SIGINT raises at once. Other threads than the main one receive no signals.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is None:
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or previous is None:
         yield lambda: None
         return
-    came = False
+    is_interrupted = False
 
-    def note(_signal: int, _frame: FrameType | None) -> None:
-        nonlocal came
-        if came:
+    def handle(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal is_interrupted
+        if is_interrupted:
             raise KeyboardInterrupt
-        came = True
+        is_interrupted = True
 
-    def check() -> None:
-        if came:
+    def raise_interrupt() -> None:
+        if is_interrupted:
             raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, handle)
     try:
-        yield check
+        yield raise_interrupt
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)

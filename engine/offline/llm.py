@@ -1,7 +1,4 @@
-"""A model for a list of prompts: loaded once, asked as often as wanted, without a service.
-
-Law: the engine beneath is the service's own, and gives the same tokens. This file puts parts together.
-"""
+"""`LLM`: a model for lists of prompts, without a service. It uses the same engine as the service."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,16 +17,15 @@ DEFAULT_CACHE = Path("~/.cache/tokenmill")
 
 
 class LLM:
-    """Continuous batching of one model, for one thread at a time.
+    """Continuous batching of one model. One thread uses it at a time.
 
     `model`: a directory, a hub id, or "SmolLM2-135M-Instruct", which is converted once into `cache_dir`.
-    `dtype`: "auto" or a name as torch has it. `device`: "auto", "cpu" or "cuda". `limits`: fields of
-    `EngineConfig` by name, such as `max_model_len`, `max_num_seqs` or `num_kv_blocks`, and the others that
-    `engine.execution.build.build_execution` takes. One of these is `generation_config`: "auto", the sampling
-    defaults of the model's `generation_config.json` are followed, or "none". They hold where no `params` are
-    given, and in those of `sampling_params`.
+    `dtype`: "auto" or a torch dtype's name. `device`: "auto", "cpu" or "cuda". `options`: fields of
+    `EngineConfig`, such as `max_model_len`, `max_num_seqs` or `num_kv_blocks`, and parameters of
+    `engine.execution.build.build_execution`. With `generation_config="auto"`, the default, calls without
+    `params` and `LLM.sampling_params` use the model's `generation_config.json`; "none" ignores the file.
 
-    Raises `InvalidParameter`, or `UnsupportedModel` with the reason.
+    Raises `InvalidParameter` or `UnsupportedModel`.
     """
 
     def __init__(
@@ -39,21 +35,21 @@ class LLM:
         cache_dir: Path | str = DEFAULT_CACHE,
         dtype: str = "auto",
         device: str = "auto",
-        **limits: Any,
+        **options: Any,
     ) -> None:
         if not isinstance(model, str) or not model:
-            raise InvalidParameter("model", f"must be a name or a directory as text, not {shown(model)}")
+            raise InvalidParameter("model", f"must be a string (a name or a directory), not {shown(model)}")
         execution = build_execution(
-            model, cache_dir=_expanded(cache_dir), dtype=dtype, device=device, **limits
+            model, cache_dir=_expanded(cache_dir), dtype=dtype, device=device, **options
         )
         self.config = execution.config
         self._default_sampling = execution.default_sampling
         self._tokenizer = execution.tokenizer
         self._runner = OfflineRunner(execution.new_engine())
 
-    def sampling_params(self, **given: Any) -> SamplingParams:
-        """What is given, and the model's own defaults for the rest. Raises `InvalidParameter`."""
-        return SamplingParams(**{**self._default_sampling, **given})
+    def sampling_params(self, **fields: Any) -> SamplingParams:
+        """Sampling parameters with the model's defaults for omitted fields. Raises `InvalidParameter`."""
+        return SamplingParams(**{**self._default_sampling, **fields})
 
     def generate(
         self,
@@ -62,19 +58,19 @@ class LLM:
         *,
         show_progress: bool = True,
     ) -> list[RequestOutput]:
-        """Texts for `prompts`: one text, or a list of texts or of token ids; the results in their order.
+        """Generate texts for prompts: one text, or a list of texts or of token ids. Results keep their order.
 
-        `params`: the same for all, or one for each; None: the model's defaults. The same prompt with the
-        same seed gives the same text: for several texts set `n`. `show_progress`: a bar on a terminal's
+        `params`: for all prompts, or a list with one for each; None: the model's defaults. The same prompt
+        with the same seed gives the same text; set `n` for several texts. `show_progress`: a progress bar on
         stderr.
 
-        A prompt that cannot be served raises `InvalidParameter` with its place in the list, before anything
-        runs; one that fails while it runs has an `error` in its result. Ctrl-C ends all of them, and the LLM
-        can be asked again. Raises `EngineDead` when the device is gone.
+        Raises `InvalidParameter` for a prompt that cannot be served, with its position in the list and before
+        anything runs, and `EngineDead` if the device fails. A prompt that fails while it runs has an `error`
+        in its result. Ctrl-C ends the call; the LLM can be used again.
         """
-        asked = [prompts] if isinstance(prompts, str) else prompts
-        _check_list("prompts", asked)
-        encoded = [self._encode(place, one) for place, one in enumerate(asked)]
+        all_prompts = [prompts] if isinstance(prompts, str) else prompts
+        _check_list("prompts", all_prompts)
+        encoded = [self._encode(position, one) for position, one in enumerate(all_prompts)]
         return self._run(encoded, params, show_progress)
 
     def chat(
@@ -84,13 +80,13 @@ class LLM:
         *,
         show_progress: bool = True,
     ) -> list[RequestOutput]:
-        """Answers to one conversation or to a list of them, in the model's own template.
+        """Generate answers to one conversation or a list of conversations, with the model's chat template.
 
-        A message has a `role` and a `content`. For the rest see `generate`.
+        A message has a `role` and a `content`. See `generate` for the rest.
         """
-        asked = [conversations] if _is_conversation(conversations) else conversations
-        _check_list("conversations", asked)
-        rendered = [self._render(place, one) for place, one in enumerate(asked)]
+        all_conversations = [conversations] if _is_conversation(conversations) else conversations
+        _check_list("conversations", all_conversations)
+        rendered = [self._render(position, one) for position, one in enumerate(all_conversations)]
         return self._run(rendered, params, show_progress)
 
     def _run(
@@ -99,38 +95,35 @@ class LLM:
         params: SamplingParams | list[SamplingParams] | None,
         show_progress: bool,
     ) -> list[RequestOutput]:
-        given = (
-            params
-            if isinstance(params, list)
-            else [self.sampling_params() if params is None else params] * len(prompts)
-        )
-        if len(given) != len(prompts):
+        if not isinstance(params, list):
+            params = [self.sampling_params() if params is None else params] * len(prompts)
+        if len(params) != len(prompts):
             raise InvalidParameter(
-                "params", f"must be one, or one for each of the {len(prompts)} prompts, not {len(given)}"
+                "params", f"must be one, or one for each of the {len(prompts)} prompts, not {len(params)}"
             )
-        for one in given:
+        for one in params:
             if not isinstance(one, SamplingParams):
                 raise InvalidParameter("params", f"must be SamplingParams, not {shown(one)}")
         with Progress(len(prompts), is_shown=show_progress) as progress:
-            return self._runner.run(prompts, given, progress.note)
+            return self._runner.run(prompts, params, progress.update)
 
-    def _encode(self, place: int, prompt: object) -> list[int]:
+    def _encode(self, position: int, prompt: object) -> list[int]:
         if isinstance(prompt, list):
             return prompt
         if not isinstance(prompt, str):
-            raise InvalidParameter(f"prompt {place}", "must be a text or a list of token ids")
+            raise InvalidParameter(f"prompt {position}", "must be a string or a list of token ids")
         try:
             return self._tokenizer.encode(prompt)
         except InvalidParameter as error:
-            raise InvalidParameter(f"prompt {place}", error.message) from error
+            raise InvalidParameter(f"prompt {position}", error.message) from error
 
-    def _render(self, place: int, conversation: object) -> list[int]:
+    def _render(self, position: int, conversation: object) -> list[int]:
         if not _is_conversation(conversation):
-            raise InvalidParameter(f"conversation {place}", "must be a list of messages")
+            raise InvalidParameter(f"conversation {position}", "must be a list of messages")
         try:
             return self._tokenizer.render_chat(conversation)
         except InvalidParameter as error:
-            raise InvalidParameter(f"conversation {place}", error.message) from error
+            raise InvalidParameter(f"conversation {position}", error.message) from error
 
 
 def _check_list(name: str, value: object) -> None:
@@ -143,7 +136,7 @@ def _is_conversation(value: object) -> TypeGuard[list[Message]]:
 
 
 def _expanded(cache_dir: Path | str) -> Path | None:
-    """`cache_dir` with its `~` replaced; None where no home directory is known."""
+    """`cache_dir` with `~` expanded; None if the home directory is unknown."""
     try:
         return Path(cache_dir).expanduser()
     except RuntimeError:

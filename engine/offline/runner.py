@@ -1,7 +1,7 @@
-"""A list of prompts on an engine, to their ends: for people who have the list and no service.
+"""Runs a list of prompts on an engine until all have finished.
 
-Law: either all prompts are taken or none runs, results stand in the order of the prompts, and whatever ends a
-run leaves the engine empty. Knows no model library.
+Invariants: either all prompts are added or none runs; results are in the order of the prompts; the engine is
+empty after a run, however it ends.
 """
 
 import itertools
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from engine.engine import Engine
 from engine.errors import InvalidParameter
-from engine.offline.interrupts import interrupts_held
+from engine.offline.interrupts import delayed_interrupt
 from engine.outputs import SequenceOutput, TokenLogprobs
 from engine.requests.engine_request import EngineRequest
 from engine.sampling_params import SamplingParams
@@ -18,10 +18,9 @@ from engine.sampling_params import SamplingParams
 
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput:
-    """One text of a request. `finish_reason`: stop, length or error; `error` says what failed.
+    """One generated text. `finish_reason`: stop, length or error; `error`: the error message.
 
-    `token_ids` end with the token that ended the text, if one did. `logprobs`: one for each of them, where
-    they were asked for.
+    `token_ids` include the token that ended the text, if one did. `logprobs`: one per token, if requested.
     """
 
     index: int
@@ -34,10 +33,10 @@ class CompletionOutput:
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """What came of one prompt: `params.n` outputs, by index.
+    """The results of one prompt: `params.n` outputs, by index.
 
-    `prompt_logprobs`: one for each prompt token, None for the first, where they were asked for.
-    `num_cached_tokens`: prompt tokens that were computed for an earlier request.
+    `prompt_logprobs`: one per prompt token, None for the first, if requested. `num_cached_tokens`: prompt
+    tokens found in the prefix cache.
     """
 
     prompt_token_ids: list[int]
@@ -47,12 +46,12 @@ class RequestOutput:
 
     @property
     def error(self) -> str | None:
-        """What failed first of its outputs; the others have their texts."""
+        """The error of the first output that failed. The others have their texts."""
         return next((output.error for output in self.outputs if output.error), None)
 
 
 class OfflineRunner:
-    """Runs lists of prompts, one list at a time, on an engine that serves nobody else."""
+    """Runs one list of prompts at a time on an engine that it uses alone."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -64,52 +63,52 @@ class OfflineRunner:
         params: list[SamplingParams],
         on_progress: Callable[[int, int], None] = lambda *_: None,
     ) -> list[RequestOutput]:
-        """Generate for each prompt with its parameters. `on_progress`: after each step, the requests that
-        ended in it and the tokens that it generated.
+        """Generate for each prompt with its parameters.
 
-        Raises `InvalidParameter`, before anything runs, for a prompt that cannot be served, with its place
-        in the list; and `EngineDead`. Ctrl-C ends the run between two steps.
+        `on_progress` is called after each step with the number of requests that finished in it and the number
+        of tokens that it generated. Raises `InvalidParameter`, before anything runs, for a prompt that cannot
+        be served, with its position in the list; and `EngineDead`. Ctrl-C ends the run between two steps.
         """
         results: dict[str, RequestOutput] = {}
         try:
-            with interrupts_held() as check_for_interrupt:
-                for place, (prompt, asked) in enumerate(zip(prompts, params, strict=True)):
-                    request_id = self._add(place, prompt, asked)
-                    outputs = [CompletionOutput(index=index) for index in range(asked.n)]
+            with delayed_interrupt() as raise_interrupt:
+                for position, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
+                    request_id = self._add(position, prompt, prompt_params)
+                    outputs = [CompletionOutput(index=index) for index in range(prompt_params.n)]
                     results[request_id] = RequestOutput(prompt_token_ids=prompt, outputs=outputs)
                 while self._engine.has_work:
                     step = self._engine.step()
-                    for told in step.outputs:
-                        _gather(results[told.request_id], told)
+                    for output in step.outputs:
+                        _append(results[output.request_id], output)
                     on_progress(len(step.report.finished), step.report.num_generated_tokens)
-                    check_for_interrupt()
+                    raise_interrupt()
         finally:
             for request_id in results:
                 self._engine.discard(request_id)
         return list(results.values())
 
-    def _add(self, place: int, prompt: list[int], params: SamplingParams) -> str:
+    def _add(self, position: int, prompt: list[int], params: SamplingParams) -> str:
         arrival = next(self._arrivals)
         request_id = f"prompt-{arrival}"
         try:
             self._engine.add(EngineRequest(request_id, prompt, params, arrival_time=float(arrival)))
         except InvalidParameter as error:
-            raise type(error)(f"prompt {place}: {error.field}", error.message) from error
+            raise type(error)(f"prompt {position}: {error.field}", error.message) from error
         return request_id
 
 
-def _gather(result: RequestOutput, told: SequenceOutput) -> None:
-    output = result.outputs[told.index]
-    output.text += told.text
-    if told.token_id is not None:
-        output.token_ids.append(told.token_id)
-    if told.logprobs is not None:
+def _append(result: RequestOutput, new: SequenceOutput) -> None:
+    output = result.outputs[new.index]
+    output.text += new.text
+    if new.token_id is not None:
+        output.token_ids.append(new.token_id)
+    if new.logprobs is not None:
         output.logprobs = output.logprobs or []
-        output.logprobs.append(told.logprobs)
-    if told.prompt_logprobs is not None:
-        result.prompt_logprobs = list(told.prompt_logprobs)
-    if told.finish_reason:
-        output.text += told.held_text
-        output.finish_reason = told.finish_reason.value
-        output.error = told.error
-        result.num_cached_tokens = told.num_cached_tokens
+        output.logprobs.append(new.logprobs)
+    if new.prompt_logprobs is not None:
+        result.prompt_logprobs = list(new.prompt_logprobs)
+    if new.finish_reason:
+        output.text += new.held_text
+        output.finish_reason = new.finish_reason.value
+        output.error = new.error
+        result.num_cached_tokens = new.num_cached_tokens

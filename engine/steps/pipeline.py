@@ -54,9 +54,8 @@ class InFlightStep:
     """A scheduled step that has not been returned yet.
 
     `handle`: what `AsyncExecutor.launch` returned; None if the step was not launched. `executed`: its
-    results,
-    if fetched ahead of its turn. `is_pending`: it was scheduled ahead, in an earlier call. Only then can its
-    sequences have finished since.
+    results, if fetched ahead of its turn. `is_pending`: it was scheduled ahead, in an earlier call. Only then
+    can its sequences have finished since.
     """
 
     outputs: SchedulerOutputs

@@ -1,8 +1,7 @@
-"""Finds several patterns at once in a stream of symbols: the automaton of Aho and Corasick (1975).
+"""The automaton of Aho and Corasick (1975): finds several patterns at once in a stream of symbols.
 
-Reading one symbol costs an amortised constant number of steps, whatever the number and length of the
-patterns. A symbol is anything hashable: a character or a token id. Immutable once built, so that streams
-share it.
+A symbol costs amortised constant time, independent of the number and length of the patterns. Symbols are
+characters or token ids. An automaton is immutable, so that streams share it.
 """
 
 from array import array
@@ -16,13 +15,12 @@ _NO_STATE = -1
 class PatternAutomaton:
     """States are the prefixes of `patterns`; state 0 is the empty one.
 
-    A state stands for the longest suffix of what was read that is a prefix of some pattern. Most states
-    have one child, so children are kept in arrays, and in a dict only where a state has several: 16
-    patterns of 1,024 characters take half a megabyte.
+    A state is the longest suffix of the input that is a prefix of some pattern. Most states have one child,
+    so first children are stored in arrays and further ones in a dict: 16 patterns of 1,024 characters take
+    half a megabyte.
 
-    `longest_match[state]`: length of the longest pattern that ends here; 0: none does. `num_open[state]`:
-    length of the longest suffix that is a proper prefix of some pattern, so that more symbols could
-    complete it.
+    `longest_match[state]`: length of the longest pattern that ends here, or 0. `num_open[state]`: length of
+    the longest suffix that is a proper prefix of some pattern, which more symbols could complete.
     """
 
     def __init__(self, patterns: Iterable[Sequence[Hashable]]) -> None:
@@ -38,7 +36,7 @@ class PatternAutomaton:
         self._link()
 
     def advance(self, state: int, symbol: Hashable) -> int:
-        """The state after `symbol` was read in `state`."""
+        """The state after reading `symbol` in `state`."""
         while (child := self._child(state, symbol)) == _NO_STATE:
             if state == ROOT:
                 return ROOT
@@ -84,7 +82,7 @@ class PatternAutomaton:
         return state
 
     def _link(self) -> None:
-        """Breadth first: the failure of a state is shallower, and complete before the state is visited."""
+        """Set failure links breadth first: that of a state is shallower and set before it is visited."""
         others: dict[int, list[tuple[Hashable, int]]] = {}
         for (parent, symbol), child in self._branches.items():
             others.setdefault(parent, []).append((symbol, child))
@@ -92,7 +90,7 @@ class PatternAutomaton:
         while level:
             deeper: list[int] = []
             for state in level:
-                self._settle(state)
+                self._set_matches(state)
                 for symbol, child in self._children_of(state, others):
                     if state != ROOT:
                         self._failures[child] = self.advance(self._failures[state], symbol)
@@ -106,7 +104,7 @@ class PatternAutomaton:
             return []
         return [(self._symbols[state], self._children[state]), *others.get(state, ())]
 
-    def _settle(self, state: int) -> None:
+    def _set_matches(self, state: int) -> None:
         failure = self._failures[state]
         self.longest_match[state] = self.longest_match[state] or self.longest_match[failure]
         has_children = self._children[state] != _NO_STATE
@@ -115,7 +113,7 @@ class PatternAutomaton:
 
 @lru_cache(maxsize=32)
 def automaton_of(patterns: tuple[str, ...]) -> PatternAutomaton:
-    """The automaton of stop strings. Kept for a moment: a request's outputs share one, and the thread that
-    prepares a request builds it before the step loop asks for it.
+    """The automaton of stop strings. Cached: the outputs of a request share one, and the thread that prepares
+    the request builds it before the engine's thread needs it.
     """
     return PatternAutomaton(patterns)

@@ -1,6 +1,6 @@
-"""Finds stop strings in a stream of text, and holds back what may be the start of one.
+"""Finds stop strings in a stream of text, and holds back text that may be the start of one.
 
-One character costs an amortised constant number of steps, whatever the number and length of the stop strings.
+A character costs amortised constant time, independent of the number and length of the stop strings.
 """
 
 from collections import deque
@@ -9,24 +9,24 @@ from engine.text.pattern_automaton import ROOT, automaton_of
 
 
 class StopStrings:
-    """Passes text on until the first stop string is complete; `is_included`: up to its end, else its start.
+    """Passes text on up to the first stop string; `is_included`: with the stop string itself.
 
-    `matched`: one was found. Of several, the first that is complete counts; of those, the longest.
+    `matched`: a stop string was found: the one that is complete first, and of those the longest.
     """
 
     def __init__(self, stop: tuple[str, ...], *, is_included: bool = False) -> None:
         self._automaton = automaton_of(stop) if stop else None
         self._is_included = is_included
         self._state = ROOT
-        #: What is held back, as it came.
+        #: Text held back, in pieces.
         self._held = deque[str]()
         self._num_held = 0
         self.matched = False
 
     def push(self, text: str, *, may_stop: bool = True) -> str:
-        """The text that can be passed on: up to a stop string, or up to what may become one.
+        """The text that can be passed on: up to a stop string, or up to a possible start of one.
 
-        Without `may_stop`, a stop string that `text` completes is text like any other.
+        Without `may_stop`, stop strings completed in `text` are ignored.
         """
         automaton = self._automaton
         if automaton is None:
@@ -43,18 +43,18 @@ class StopStrings:
         return self._release(self._num_held - automaton.num_open[state])
 
     def close(self) -> str:
-        """What was held back and is text after all."""
+        """The text held back, which did not become a stop string."""
         self._state = ROOT
         return self._release(self._num_held)
 
     def _stop(self, text: str, length: int) -> str:
-        """Pass on what stands before the stop string of `length` that `text` ends with, or all of it."""
+        """Pass on the text before the stop string of `length` at the end of `text`, or including it."""
         self.matched = True
         self._hold(text)
-        free = self._release(self._num_held - (0 if self._is_included else length))
+        released = self._release(self._num_held - (0 if self._is_included else length))
         self._held.clear()
         self._num_held = 0
-        return free
+        return released
 
     def _hold(self, text: str) -> None:
         if text:
@@ -62,7 +62,7 @@ class StopStrings:
             self._num_held += len(text)
 
     def _release(self, num_characters: int) -> str:
-        """The first `num_characters` of what is held back. Costs as much as it returns."""
+        """The first `num_characters` held back."""
         self._num_held -= num_characters
         pieces: list[str] = []
         while num_characters:

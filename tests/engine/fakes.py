@@ -157,7 +157,7 @@ class WordTokenizer:
         written = {token_id: text for text, token_id in SPECIAL.items()}
         return "".join(written.get(one, f"<{one}>") for one in token_ids if one not in skipped)
 
-    def spelling(self, skip_special_tokens: bool = True) -> None:
+    def decoded_bytes(self, skip_special_tokens: bool = True) -> None:
         """None: text is decoded in windows."""
 
     def encode_text(self, text: str) -> list[int]:
@@ -180,7 +180,7 @@ class PieceTokenizer:
         skipped = self.special.values() if skip_special_tokens else ()
         return "".join(self.pieces[one] for one in token_ids if one not in skipped)
 
-    def spelling(self, skip_special_tokens: bool = True) -> None:
+    def decoded_bytes(self, skip_special_tokens: bool = True) -> None:
         """None: text is decoded in windows."""
 
     def encode_text(self, text: str) -> list[int]:

@@ -115,7 +115,7 @@ FAULTS: list[tuple[Fault, str]] = [
     (lengthened("model.safetensors"), r"model.safetensors: is damaged: its header describes \d+ bytes, "),
     (text("model.safetensors", LFS_POINTER), "is a Git LFS pointer, not the file of 269060552 bytes"),
     (text("model.safetensors", ""), r"model.safetensors: is empty \(0 bytes\)"),
-    (text("model.safetensors", "short"), "model.safetensors: is truncated or no safetensors file"),
+    (text("model.safetensors", "short"), "model.safetensors: is truncated or not a safetensors file"),
     (text("model.safetensors", "<!DOCTYPE html><html>Sign in</html>"), "is an HTML page, not the file"),
     (text("model.safetensors", "garbage " * 100), r"its header has \d+ bytes, the file 800"),
     (with_header(b"{"), "model.safetensors: is damaged: its header is not JSON"),
@@ -135,7 +135,7 @@ FAULTS: list[tuple[Fault, str]] = [
     ),
     (
         with_header(b'{"a":{"dtype":"F99","shape":[2],"data_offsets":[0,8]}}'),
-        "tensor a has the dtype F99, which is not known",
+        "tensor a has the unknown dtype F99",
     ),
     (
         with_header(
@@ -171,11 +171,11 @@ FAULTS: list[tuple[Fault, str]] = [
     (text("config.json", ""), r"config.json: is empty"),
     (text("config.json", "{]"), "config.json: is not JSON: Expecting property name .* line 1 column 2"),
     (text("config.json", "[]"), "config.json: must hold a JSON object, not list"),
-    (text("config.json", "{}"), "config.json: states no model_type"),
+    (text("config.json", "{}"), "config.json: has no model_type"),
     (text("config.json", LFS_POINTER), "config.json: is a Git LFS pointer"),
     (text("config.json", "[" * 100_000), "config.json: is not usable JSON: it is nested too deeply"),
     (lambda one: (one / "config.json").write_bytes(b'{"\xff"') and None, r"is not UTF-8 text \(byte 2\)"),
-    (removed("config.json"), "has no config.json, so it is no model directory"),
+    (removed("config.json"), "has no config.json, so it is not a model directory"),
     (
         both(removed("config.json"), text("adapter_config.json", '{"base_model_name_or_path": "o/base"}')),
         "holds a PEFT adapter, not a model; merge it into its base model o/base",
@@ -191,7 +191,7 @@ FAULTS: list[tuple[Fault, str]] = [
     (text("tokenizer_config.json", "[]"), "tokenizer_config.json: must hold a JSON object"),
     (dangling("tokenizer.json"), "tokenizer.json: is a link to"),
     (removed("tokenizer*"), "no tokenizer files in .*model .looked for tokenizer.json, tokenizer.model, "),
-    (both(removed("tokenizer*"), text("vocab.json", "{}")), "vocab.json: is there without merges.txt"),
+    (both(removed("tokenizer*"), text("vocab.json", "{}")), "vocab.json: exists without merges.txt"),
     (text("chat_template.jinja", ""), "chat_template.jinja: is empty"),
 ]
 
@@ -234,7 +234,7 @@ def test_quantized_weights_are_refused_by_the_method(
         (config(compression_config={"format": "int"}), "compressed-tensors"),
         (config(quantization={"group_size": 64, "bits": 4}), "mlx"),
         (config(text_config={"quantization_config": {"quant_method": "hqq"}}), "hqq"),
-        (text("quantize_config.json", "{}"), "gptq, as quantize_config.json says"),
+        (text("quantize_config.json", "{}"), "gptq, according to quantize_config.json"),
         (text("hf_quant_config.json", "{}"), "modelopt, as hf_quant_config.json says"),
         (
             tensors(lambda found: {name: one.to(torch.float8_e4m3fn) for name, one in found.items()}),
@@ -274,7 +274,7 @@ def test_paths_and_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for source, message in {
         "": "must name a directory or a hub id",
         "~/m": "neither an existing directory nor",
-        "~no-such-user/m": "this home directory is not known",
+        "~no-such-user/m": "this home directory is unknown",
     }.items():
         with pytest.raises(InvalidParameter, match=message):
             find_directory(source)

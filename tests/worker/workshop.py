@@ -53,7 +53,7 @@ class WordTokenizer:
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(f"<{token_id}>" for token_id in token_ids if token_id != EOS)
 
-    def spelling(self, skip_special_tokens: bool = True) -> None:
+    def decoded_bytes(self, skip_special_tokens: bool = True) -> None:
         """Decoded in windows."""
 
     def encode_text(self, text: str) -> list[int]:

@@ -151,7 +151,7 @@ class Tokenizer:
             )
         )
 
-    def spelling(self, skip_special_tokens: bool = True) -> TokenBytes | None:
+    def decoded_bytes(self, skip_special_tokens: bool = True) -> TokenBytes | None:
         """What each token adds to what `decode` gives; None if that depends on its neighbours."""
         return self._spellings.get(skip_special_tokens)
 

@@ -39,7 +39,7 @@ class NumberText:
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return " ".join(map(str, token_ids))
 
-    def spelling(self, skip_special_tokens: bool = True) -> None:
+    def decoded_bytes(self, skip_special_tokens: bool = True) -> None:
         """Decoded in windows."""
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import engine as room
 from engine.errors import EngineDead, InvalidParameter, NeverFits
-from engine.offline.interrupts import interrupts_held
+from engine.offline.interrupts import delayed_interrupt
 from engine.offline.runner import CompletionOutput, OfflineRunner, RequestOutput
 from engine.outputs import TokenLogprobs
 from engine.sampling_params import SamplingParams
@@ -147,7 +147,7 @@ def test_ctrl_c_ends_the_run_after_its_step_and_the_engine_can_be_used_again() -
 
 
 def test_a_second_ctrl_c_does_not_wait() -> None:
-    with interrupts_held():
+    with delayed_interrupt():
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

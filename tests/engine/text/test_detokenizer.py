@@ -16,7 +16,7 @@ class ByteTokenizer:
     def decode(self, token_ids: list[int]) -> str:
         return bytes(token_ids).decode(errors="replace")
 
-    def spelling(self, skip_special_tokens: bool = True) -> None:
+    def decoded_bytes(self, skip_special_tokens: bool = True) -> None:
         """Decoded in windows."""
 
 

@@ -40,7 +40,7 @@ def told(decoder: ByteDecoder | IncrementalDecoder, output: list[int]) -> str:
 
 
 def spelled(tokenizer: Tokenizer, prompt: list[int], *, skips: bool = True) -> ByteDecoder:
-    spelling = tokenizer.spelling(skips)
+    spelling = tokenizer.decoded_bytes(skips)
     assert spelling is not None
     return ByteDecoder(spelling, prompt)
 
@@ -123,7 +123,7 @@ def fast(backend: Backend, decoder: decoders.Decoder | None) -> Tokenizer:
 )
 def test_decoders_that_look_at_neighbours_are_not_read_so(decoder: decoders.Decoder) -> None:
     tokenizer = fast(Backend(models.BPE(vocab={"a": 0, "b": 1}, merges=[])), decoder)
-    assert tokenizer.spelling() is None
+    assert tokenizer.decoded_bytes() is None
 
 
 class Disagreeing:
