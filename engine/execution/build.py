@@ -31,7 +31,7 @@ from engine.execution.loading.loader import LoadedModel, find_device, load_model
 from engine.execution.loading.quantization_options import check_quantization, quantized_fingerprint
 from engine.execution.machine.memory import free_bytes
 from engine.execution.machine.native_build import CannotBuild
-from engine.execution.machine.native_library import NativeLibrary, find_library, machine_autotune_cache
+from engine.execution.machine.native_library import NativeLibrary, find_library
 from engine.execution.plans import DETERMINISTIC, plain, quantized
 from engine.execution.runner.async_runner import AsyncRunner, DeviceExecutor
 from engine.execution.sampling.native_draw import choose_draw_operator
@@ -151,8 +151,7 @@ def build_execution(
     elif deterministic:
         numerics = DETERMINISTIC
     else:
-        remembered = machine_autotune_cache(cache_dir, usable)
-        numerics = plain(backends, usable, remembered=remembered, has_graphs=decode_graphs)
+        numerics = plain(backends, usable, has_graphs=decode_graphs)
     loaded = load_model(
         source,
         backends=numerics.backends,

@@ -20,14 +20,14 @@ from engine.execution.deterministic.self_check import agreeing_row_counts
 from engine.execution.graphs.cpu_capture import CpuCapture
 from engine.execution.graphs.cuda_capture import CudaCapture
 from engine.execution.graphs.decode_graphs import Capture, make_decode_graphs
+from engine.execution.layers.elementwise_operator import ElementwiseOperator
 from engine.execution.layers.fused_linears import fuse_linears
-from engine.execution.layers.linear_kernels import LinearKernel, linear_kernels
-from engine.execution.layers.native_elements import ElementOperators, checked_elements, use_native_elements
-from engine.execution.layers.packed_linears import pack_linears
+from engine.execution.layers.linear_operator import checked_linear_operator
+from engine.execution.layers.native_elements import checked_elementwise, use_native_elements
+from engine.execution.layers.packed_linears import Rule, linear_kernels, pack_linears
 from engine.execution.layers.quantized_linears import quantize_linears
 from engine.execution.loading.agreement import Preparation
 from engine.execution.loading.loader import LoadedModel
-from engine.execution.machine.autotune_cache import AutotuneCache
 from engine.execution.machine.memory import free_bytes
 from engine.execution.machine.native_library import NativeLibrary
 from engine.execution.runner.async_runner import AsyncRunner
@@ -51,23 +51,18 @@ class ExecutionPlan(NamedTuple):
     finish: Preparation = lambda _: None
 
 
-def _fuse(elements: ElementOperators | None, model: PreTrainedModel) -> None:
+def _fuse(elements: ElementwiseOperator | None, model: PreTrainedModel) -> None:
     if elements is not None:
         # First: it recognises modules as transformers made them.
         use_native_elements(model, elements)
     fuse_linears(model)
 
 
-def _speed_up(
-    elements: ElementOperators | None,
-    kernels: tuple[LinearKernel, ...],
-    remembered: AutotuneCache | None,
-    model: PreTrainedModel,
-) -> None:
+def _speed_up(elements: ElementwiseOperator | None, rule: Rule, model: PreTrainedModel) -> None:
     _fuse(elements, model)
     if model.device.type == "cpu":
         max_bytes = int(free_bytes(model.device) * PACKED_MEMORY_SHARE)
-        pack_linears(model, kernels, max_bytes=max_bytes, remembered=remembered)
+        pack_linears(model, rule, max_bytes=max_bytes)
 
 
 def _quantize(quantization: str, progress: Callable[[str], None], model: PreTrainedModel) -> None:
@@ -125,10 +120,6 @@ def _pool_shape(loaded: LoadedModel, config: EngineConfig) -> PoolShape:
     return PoolShape(loaded.layers, config.num_kv_blocks + 1, config.block_size, loaded.dtype, loaded.device)
 
 
-def _tried_elements(library: NativeLibrary | None) -> ElementOperators | None:
-    return None if library is None else checked_elements(library)
-
-
 def _input_builder(config: EngineConfig) -> InputBuilder:
     return InputBuilder(config.max_num_seqs, config.max_model_len, config.block_size)
 
@@ -137,14 +128,14 @@ def plain(
     backends: tuple[Backend, ...],
     library: NativeLibrary | None,
     *,
-    remembered: AutotuneCache | None = None,
     has_graphs: bool = True,
 ) -> ExecutionPlan:
-    """`library`: the native operators, or None without them. `remembered`: which linears were faster how, on
-    this machine with this library. `has_graphs`: decode steps are captured where device and backend allow it.
+    """`library`: the native operators, or None without them. `has_graphs`: decode steps are captured where
+    device and backend allow it.
     """
-    # Tried here, once for all models that are prepared.
-    prepare = partial(_speed_up, _tried_elements(library), linear_kernels(library), remembered)
+    # The self-checks run here, once for all models that are prepared.
+    rule = partial(linear_kernels, checked_linear_operator(library))
+    prepare = partial(_speed_up, checked_elementwise(library), rule)
     make_capture = _capture_maker(library) if has_graphs else None
     make_runner = partial(_plain_runner, make_capture=make_capture)
     return ExecutionPlan(backends, prepare, make_runner)
@@ -159,7 +150,7 @@ def quantized(
     """As `plain`, with weights in "int8" or "int4"; no second copy of any is made beside them."""
     return ExecutionPlan(
         backends,
-        partial(_fuse, _tried_elements(library)),
+        partial(_fuse, checked_elementwise(library)),
         partial(_plain_runner, make_capture=None),
         partial(_quantize, quantization, progress),
     )

@@ -1,11 +1,11 @@
-"""The seam between a model of transformers and whatever computes attention for it.
+"""The interface between the models of transformers and the attention backends.
 
-Law: every attention layer of a served model calls `paged_attention` exactly once per forward, and that call
-goes to the step that came with this forward as a keyword argument; nothing is kept between forwards. This
-file does not know how keys and values are stored: that is the backend's alone.
+Each attention layer of a model calls `paged_attention` exactly once per forward pass. The call is forwarded
+to the attention metadata that the pass received as a keyword argument. How keys and values are stored is up
+to the backend.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -15,16 +15,16 @@ from transformers import AttentionInterface
 from engine.errors import UnsupportedModel
 
 ATTENTION_NAME = "tokenmill_paged"
-"""The name under which transformers knows `paged_attention`."""
+"""The name of `paged_attention` in transformers' registry."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one attention layer asks of a backend, as the load-time probe saw it.
+    """One attention layer, as observed by the probe.
 
-    `head_dim` is the size of a query or key, `value_dim` that of a value. `sliding_window`: how many tokens
-    a query sees, itself included; None sees all. `softcap`: scores become `softcap * tanh(score / softcap)`.
-    `sinks`: each head has one more score that takes weight and gives no value.
+    `head_dim`: size of a query or key; `value_dim`: size of a value. `sliding_window`: tokens that a query
+    sees, itself included; None: all. `softcap`: scores become `softcap * tanh(score / softcap)`. `sinks`:
+    each head has an additional score without a value.
     """
 
     num_heads: int
@@ -38,14 +38,14 @@ class LayerSpec:
 
     @property
     def kv_size(self) -> int:
-        """Numbers that one token keeps in this layer."""
+        """Elements that one token stores in this layer."""
         return self.num_kv_heads * (self.head_dim + self.value_dim)
 
 
 class PoolShape(NamedTuple):
-    """What a backend's KV pool is to hold: keys and values of `dtype` on `device`, for each of `layers`.
+    """The size of a KV pool: keys and values of `dtype` on `device`, for each of `layers`.
 
-    `num_blocks`: blocks of `block_size` tokens, block 0 included, which belongs to nobody.
+    `num_blocks`: blocks of `block_size` tokens, including block 0, the null block, which no sequence owns.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -56,7 +56,7 @@ class PoolShape(NamedTuple):
 
 
 class LayerCall(NamedTuple):
-    """What a layer says beside its tensors. `sinks`: [num_heads], or None."""
+    """The arguments of a layer besides its tensors. `sinks`: [num_heads] or None."""
 
     layer: int
     scaling: float
@@ -66,23 +66,23 @@ class LayerCall(NamedTuple):
 
 
 class AttentionMetadata(Protocol):
-    """One forward's attention."""
+    """What the layers of one forward pass need to know about its batch."""
 
     def forward(
         self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """Store the new keys and values, and attend to all that their sequences have.
+        """Store the new keys and values and attend to the whole sequences.
 
         `query` [tokens, num_heads, head_dim], `key` [tokens, num_kv_heads, head_dim], `value` [tokens,
-        num_kv_heads, value_dim], positions already applied. Returns [tokens, num_heads, value_dim].
+        num_kv_heads, value_dim], with positions applied. Returns [tokens, num_heads, value_dim].
         """
         ...
 
 
 class Chunk(NamedTuple):
-    """Rows `first_row` to `first_row + num_rows` of a batch: positions `start` and on of one sequence.
+    """Rows `first_row` to `first_row + num_rows` of a batch: one sequence from position `start` on.
 
-    `table` [blocks]: the KV blocks that hold the sequence up to the chunk's last token.
+    `table` [blocks]: the sequence's KV blocks, up to the chunk's last token.
     """
 
     first_row: int
@@ -93,14 +93,16 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Where the rows of one flat batch belong in the pool.
+    """A flat batch of rows. All tensors are int64.
 
-    All tensors are int64 and on the host: a backend plans with them, and takes from `on` what its kernels
-    read. `slot_mapping` [tokens]: where each row's key and value go, counted as block * block_size + offset.
-    `blocks_begun`: blocks whose first token this batch writes and whose last it does not. `decode_rows`
-    [singles]: rows of sequences that compute one token; `decode_lengths`: tokens each has, the new one
-    included; `decode_tables` [singles, blocks]: their KV blocks, filled up with the null block 0. `chunks`:
-    all other rows. `moved`: the same on the device, where the runner has moved it.
+    `slot_mapping` [tokens]: the slot of each row's key and value, block * block_size + offset.
+    `blocks_begun`: blocks whose first token this batch writes, but not their last. `decode_rows` [decodes]:
+    rows of sequences that compute one token; `decode_lengths` [decodes]: tokens of each, the new one
+    included; `decode_tables` [decodes, blocks]: their KV blocks, padded with the null block 0. `chunks`: all
+    other rows.
+
+    The tensors are on the host, for backends to plan with. `moved`: the same batch on the device, if the
+    runner has moved it.
     """
 
     slot_mapping: torch.Tensor
@@ -113,18 +115,18 @@ class AttentionBatch:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All of them, in the order in which `with_tensors` takes them."""
-        singles = [self.decode_rows, self.decode_lengths, self.decode_tables]
-        return [self.slot_mapping, self.blocks_begun, *singles, *(chunk.table for chunk in self.chunks)]
+        """All tensors, in the order of `with_tensors`."""
+        decodes = [self.decode_rows, self.decode_lengths, self.decode_tables]
+        return [self.slot_mapping, self.blocks_begun, *decodes, *(chunk.table for chunk in self.chunks)]
 
     def with_tensors(self, tensors: list[torch.Tensor]) -> "AttentionBatch":
-        """The same batch in other tensors: one for each of `tensors`."""
-        slots, blocks_begun, decode_rows, decode_lengths, decode_tables, *tables = tensors
+        """The same batch with copies of its tensors."""
+        slots, blocks_begun, rows, lengths, decode_tables, *tables = tensors
         chunks = (chunk._replace(table=table) for chunk, table in zip(self.chunks, tables, strict=True))
-        return AttentionBatch(slots, blocks_begun, decode_rows, decode_lengths, decode_tables, tuple(chunks))
+        return AttentionBatch(slots, blocks_begun, rows, lengths, decode_tables, tuple(chunks))
 
     def on(self, device: torch.device) -> "AttentionBatch":
-        """The same with its tensors on `device`; without a copy where the runner has moved them."""
+        """The batch with its tensors on `device`. Does not copy if the runner has moved them."""
         if device.type == "cpu":
             return self
         if self.moved is not None:
@@ -134,12 +136,11 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """A batch of nothing but single tokens, in tensors of the device that stay where they are.
+    """A batch of decode rows in device tensors with fixed addresses, for captured graphs. All int64.
 
-    All int64. `slot_mapping` [rows]: where each row's key and value go; `lengths` [rows]: tokens that its
-    sequence has, the new one included; `tables` [rows, blocks]: its KV blocks, as wide as the longest
-    sequence allowed. Behind a row's last block a table may name any block. Rows of nobody fill the batch up:
-    slot 0, length 1, a table that begins with the null block 0.
+    `slot_mapping` [rows]: the slot of each row's key and value; `lengths` [rows]: tokens of its sequence, the
+    new one included; `tables` [rows, blocks]: its KV blocks, as wide as the longest sequence allowed. Entries
+    after a row's last block are arbitrary. Padding rows have slot 0, length 1 and the null block 0.
     """
 
     slot_mapping: torch.Tensor
@@ -148,27 +149,27 @@ class DecodeRows:
 
 
 class AttentionBackend(Protocol):
-    """Owns the KV pool, whose layout is its own: see `PoolShape`."""
+    """Owns a KV pool and computes attention over it."""
 
     def build_metadata(self, batch: AttentionBatch) -> AttentionMetadata:
-        """Prepare one forward. May be called again for the same rows after a failure."""
+        """Prepare one forward pass. After a failure the same rows may be computed again."""
         ...
 
     def zero_blocks(self, blocks: tuple[int, ...]) -> None:
-        """Forget what these blocks hold."""
+        """Zero the keys and values of these blocks."""
         ...
 
 
 @runtime_checkable
 class GraphableBackend(AttentionBackend, Protocol):
-    """A backend whose decode steps can be captured once and replayed with other contents."""
+    """A backend whose decode steps can be captured in a graph and replayed."""
 
     def build_decode_metadata(self, rows: DecodeRows) -> AttentionMetadata:
-        """Prepare one forward of `rows`, whatever they hold at the time when the device computes it.
+        """Prepare one forward pass of `rows`, with the contents that they have when the device computes it.
 
-        This call and the step's `attend` are captured: they launch work for the device and nothing else. They
-        read nothing back, and what they launch depends on the shapes alone. No slot at or behind a row's
-        length is read, in this step or in any later one: the null block and blocks just begun hold anything.
+        This call and `forward` of the result are captured: they only launch work, which depends on shapes
+        alone, and read nothing back. No slot at or after a row's length is ever read, so the null block and
+        new blocks may contain anything.
         """
         ...
 
@@ -189,15 +190,15 @@ def paged_attention(
     attention_metadata: AttentionMetadata | None = None,
     **_ignored: object,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in each layer: `query`, `key`, `value` are [1, heads, tokens, size].
+    """The attention function of transformers: `query`, `key` and `value` are [1, heads, tokens, size].
 
-    Returns the output [1, tokens, heads, value_dim] and no weights. Raises `UnsupportedModel` for a call that
-    asks for something other than plain causal attention.
+    Returns the output [1, tokens, heads, value_dim] and None for the weights. Raises `UnsupportedModel` for
+    anything but plain causal attention.
     """
     if attention_metadata is None:
-        raise UnsupportedModel("the model does not hand keyword arguments on to its attention layers")
+        raise UnsupportedModel("the model does not pass keyword arguments to its attention layers")
     if attention_mask is not None or position_bias is not None:
-        raise UnsupportedModel("the model adds a mask or a bias of its own to its attention scores")
+        raise UnsupportedModel("the model adds its own mask or bias to its attention scores")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModel("the model has attention that is not causal")
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -213,22 +214,39 @@ def paged_attention(
 
 
 def install() -> None:
-    """Make `ATTENTION_NAME` known to transformers, whose registry is one for the process. Repeatable."""
+    """Register `ATTENTION_NAME` in transformers' global registry. May be called again."""
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
 BackendFactory = Callable[[PoolShape], AttentionBackend]
-"""Raises `UnsupportedModel` for a shape that it does not take."""
+"""Raises `UnsupportedModel` for unsupported shapes."""
 
 
 class Backend(NamedTuple):
-    """A way to attend. `bytes_per_block`: for layers, block size and dtype, what one takes in all layers.
+    """An attention backend by name.
 
-    `self_check`: raises `UnsupportedModel` if it is wrong in the one layer of a shape, in the dtype and block
-    size that it serves.
+    `bytes_per_block`: bytes of one block in all layers, from layers, block size and dtype. `self_check`:
+    raises `UnsupportedModel` if the backend computes wrongly; called with the shape of one layer, in the
+    dtype and block size that are served.
     """
 
     name: str
     make: BackendFactory
     bytes_per_block: Callable[[tuple[LayerSpec, ...], int, torch.dtype], int]
     self_check: Callable[[PoolShape], None] | None = None
+
+
+def unsupported_shape(
+    shape: PoolShape, *, dtypes: Container[torch.dtype], max_head_dim: int, max_group: int | None = None
+) -> str | None:
+    """What of `shape` exceeds these limits, or None. `max_group`: query heads that share a KV head."""
+    if shape.dtype not in dtypes:
+        return f"the dtype {shape.dtype}"
+    for spec in shape.layers:
+        if max(spec.head_dim, spec.value_dim) > max_head_dim:
+            return f"heads of more than {max_head_dim} elements"
+        if spec.num_heads % spec.num_kv_heads:
+            return f"{spec.num_heads} heads that share {spec.num_kv_heads} KV heads"
+        if max_group is not None and spec.num_heads // spec.num_kv_heads > max_group:
+            return f"more than {max_group} heads that share a KV head"
+    return None

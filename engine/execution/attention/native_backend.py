@@ -1,11 +1,8 @@
-"""Paged attention on a CPU by the native operator: one pass over keys and values where they lie.
+"""Paged attention on a CPU by the native operator, which reads keys and values in place, once.
 
-Law: as for every backend, a row sees the tokens of its own sequence up to itself and nothing else, and a
-batch may be computed again after a failure. More holds here: a row's bits follow from its sequence and its
-position, whatever is computed beside it, in whatever chunks, by however many threads. The operator reads
-only what the sequence has written, so no block is zeroed when it is begun.
-
-How the pool is laid out and what is computed stands in `native/`.
+Beyond the guarantees of every backend, the bits of a row depend on its sequence and position alone: not on
+the batch, the chunks or the number of threads. The operator reads only slots that the sequence has written,
+so no block is zeroed when it is begun. `native/pool.h` describes the pool.
 """
 
 from dataclasses import dataclass
@@ -13,35 +10,42 @@ from dataclasses import dataclass
 import torch
 
 from engine.errors import UnsupportedModel
-from engine.execution.attention.interface import AttentionBatch, DecodeRows, LayerCall, LayerSpec, PoolShape
-from engine.execution.attention.native_operator import GROUP, MOST_SIZE, AttentionOperator, NativeCall
+from engine.execution.attention.interface import (
+    AttentionBatch,
+    DecodeRows,
+    LayerCall,
+    LayerSpec,
+    PoolShape,
+    unsupported_shape,
+)
+from engine.execution.attention.native_operator import GROUP, MAX_HEAD_DIM, AttentionOperator, NativeCall
 from engine.execution.machine.memory import ALIGNMENT, PAGE, dense, huge_page_zeros
 from engine.execution.machine.native_library import DTYPES
 
 
 @dataclass(frozen=True, slots=True)
 class NativePool:
-    """For each layer, one tensor of `AttentionOperator.group_numbers` values per group of `GROUP` slots."""
+    """One tensor per layer: `AttentionOperator.group_numel` elements for each group of `GROUP` slots."""
 
     shape: PoolShape
     layers: tuple[torch.Tensor, ...]
 
 
 class NativeAttention:
-    """A KV pool of `shape`, and attention over it.
-
-    Raises `UnsupportedModel` for what the operator does not take.
-    """
+    """A KV pool of `shape`, and attention over it. Raises `UnsupportedModel` for unsupported shapes."""
 
     def __init__(self, operator: AttentionOperator, shape: PoolShape) -> None:
-        if reason := refusal(shape):
-            raise UnsupportedModel(f"the native attention does not take {reason}")
+        reason = unsupported_shape(shape, dtypes=DTYPES, max_head_dim=MAX_HEAD_DIM)
+        if shape.device.type != "cpu":
+            reason = f"the device {shape.device}"
+        if reason:
+            raise UnsupportedModel(f"the native attention does not support {reason}")
         self._operator = operator
         num_groups = -(-shape.num_blocks * shape.block_size // GROUP)
-        # Memory that is not used yet is not touched, and no step is the first in a page of every layer.
-        apart = PAGE // ALIGNMENT // max(1, len(shape.layers)) * ALIGNMENT
+        # The layers have different offsets, so that no step is the first to touch a page in all layers.
+        spacing = PAGE // ALIGNMENT // max(1, len(shape.layers)) * ALIGNMENT
         layers = (
-            huge_page_zeros(num_groups * operator.group_numbers(spec), shape.dtype, offset=index * apart)
+            huge_page_zeros(num_groups * operator.group_numel(spec), shape.dtype, offset=index * spacing)
             for index, spec in enumerate(shape.layers)
         )
         self.pool = NativePool(shape, tuple(layers))
@@ -51,43 +55,27 @@ class NativeAttention:
         return NativeMetadata(self._operator, self.pool, batch.slot_mapping.contiguous(), *_spans(batch))
 
     def build_decode_metadata(self, rows: DecodeRows) -> "NativeMetadata":
-        places = torch.arange(len(rows.slot_mapping))
-        spans = torch.ones(len(places), 4, dtype=torch.int64)
-        spans[:, 0] = places
-        spans[:, 2] = rows.lengths - 1
-        spans[:, 3] = places * rows.tables.stride(0)
+        indices = torch.arange(len(rows.slot_mapping))
+        ones = torch.ones_like(indices)
+        spans = torch.stack([indices, ones, rows.lengths - 1, indices * rows.tables.stride(0)], dim=1)
         return NativeMetadata(self._operator, self.pool, rows.slot_mapping, spans, rows.tables)
 
     def zero_blocks(self, blocks: tuple[int, ...]) -> None:
         block_size = self.pool.shape.block_size
         slot_mapping = (torch.tensor(blocks)[:, None] * block_size + torch.arange(block_size)).flatten()
         for spec, layer in zip(self.pool.shape.layers, self.pool.layers, strict=True):
-            self._operator.forget(layer, slot_mapping, spec)
+            self._operator.zero(layer, slot_mapping, spec)
 
 
 def bytes_per_block(
     operator: AttentionOperator, specs: tuple[LayerSpec, ...], block_size: int, dtype: torch.dtype
 ) -> int:
-    """What one block takes in all layers together."""
-    return -(-block_size * dtype.itemsize * sum(map(operator.group_numbers, specs)) // GROUP)
-
-
-def refusal(shape: PoolShape) -> str | None:
-    """What of this the operator does not take; None if it takes all."""
-    if shape.device.type != "cpu":
-        return f"the device {shape.device}"
-    if shape.dtype not in DTYPES:
-        return f"the dtype {shape.dtype}"
-    for spec in shape.layers:
-        if max(spec.head_dim, spec.value_dim) > MOST_SIZE:
-            return f"heads of more than {MOST_SIZE} numbers"
-        if spec.num_heads % spec.num_kv_heads:
-            return f"{spec.num_heads} heads that share {spec.num_kv_heads} KV heads"
-    return None
+    """Bytes of one block in all layers together."""
+    return -(-block_size * dtype.itemsize * sum(map(operator.group_numel, specs)) // GROUP)
 
 
 class NativeMetadata:
-    """One forward: what its layers have in common is written down once. `spans`: see `_spans`."""
+    """One forward pass. `spans`, `tables`: see `_spans`."""
 
     def __init__(
         self,
@@ -106,13 +94,13 @@ class NativeMetadata:
     def forward(
         self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """As `AttentionMetadata` has it. Raises `UnsupportedModel` for what the pool was not made for."""
+        """See `AttentionMetadata`. Raises `UnsupportedModel` for tensors that do not match the pool."""
         pool = self._pool.layers[call.layer]
         self._check(call, query, key, value)
         query, key, value = dense(query), dense(key), dense(value)
         sinks = None if call.sinks is None else call.sinks.float().contiguous()
         out = query.new_empty(*query.shape[:2], value.shape[-1])
-        asked = NativeCall(
+        arguments = NativeCall(
             query=query.data_ptr(),
             key=key.data_ptr(),
             value=value.data_ptr(),
@@ -138,44 +126,44 @@ class NativeMetadata:
             scaling=call.scaling,
             softcap=call.softcap or 0.0,
         )
-        self._operator.forward(pool.dtype, asked)
+        self._operator.forward(pool.dtype, arguments)
         return out
 
     def _check(self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """The operator gets pointers alone, and would read and write past what is there."""
-        made_for, rows = self._pool.shape, len(self._slot_mapping)
-        spec, dtype = made_for.layers[call.layer], made_for.dtype
+        """The operator receives pointers only and would read and write out of bounds."""
+        shape, rows = self._pool.shape, len(self._slot_mapping)
+        spec, dtype = shape.layers[call.layer], shape.dtype
         if call.sinks is not None and call.sinks.shape != (spec.num_heads,):
             raise UnsupportedModel(f"{spec.num_heads} heads have sinks of the shape {list(call.sinks.shape)}")
-        for name, tensor, shape in (
+        for name, tensor, sizes in (
             ("queries", query, (rows, spec.num_heads, spec.head_dim)),
             ("keys", key, (rows, spec.num_kv_heads, spec.head_dim)),
             ("values", value, (rows, spec.num_kv_heads, spec.value_dim)),
         ):
-            if tensor.shape != shape or tensor.dtype != dtype:
+            if tensor.shape != sizes or tensor.dtype != dtype:
                 raise UnsupportedModel(
                     f"layer {call.layer} has {name} of {tensor.dtype} {list(tensor.shape)}, "
-                    f"not of {dtype} {list(shape)}"
+                    f"not of {dtype} {list(sizes)}"
                 )
 
 
 def _spans(batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """The batch's sequences as the operator reads them, those with most to compute first.
+    """The sequences of a batch in the operator's format, chunks first, as they take longest.
 
-    Returns spans [sequences, 4]: first row, number of rows, position of the first, where its table begins;
-    and all tables, one after the other.
+    Returns spans [sequences, 4]: first row, number of rows, position of the first row, offset of its table;
+    and all tables, concatenated.
     """
-    begins = 0
+    offset = 0
     chunks = []
     for chunk in batch.chunks:
-        chunks.append([chunk.first_row, chunk.num_rows, chunk.start, begins])
-        begins += len(chunk.table)
-    num_singles, width = batch.decode_tables.shape
-    singles = torch.empty(num_singles, 4, dtype=torch.int64)
-    singles[:, 0] = batch.decode_rows
-    singles[:, 1] = 1
-    singles[:, 2] = batch.decode_lengths - 1
-    singles[:, 3] = begins + width * torch.arange(num_singles)
-    spans = torch.cat([torch.tensor(chunks, dtype=torch.int64).view(-1, 4), singles])
+        chunks.append([chunk.first_row, chunk.num_rows, chunk.start, offset])
+        offset += len(chunk.table)
+    num_decodes, width = batch.decode_tables.shape
+    decodes = torch.empty(num_decodes, 4, dtype=torch.int64)
+    decodes[:, 0] = batch.decode_rows
+    decodes[:, 1] = 1
+    decodes[:, 2] = batch.decode_lengths - 1
+    decodes[:, 3] = offset + width * torch.arange(num_decodes)
+    spans = torch.cat([torch.tensor(chunks, dtype=torch.int64).view(-1, 4), decodes])
     tables = torch.cat([*(chunk.table for chunk in batch.chunks), batch.decode_tables.flatten()])
     return spans, tables

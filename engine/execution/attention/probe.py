@@ -1,7 +1,6 @@
-"""Finds out how a model attends, and refuses those whose attention would be served wrongly.
+"""Observes how a model attends in a forward pass, and refuses models whose attention is not supported.
 
-Law: nothing is assumed from a model's name or config that a forward pass can show. This file does not know
-whether the answers are right: see `trial.py`.
+Whether the attention is computed correctly is checked by `loading/agreement.py`.
 """
 
 from typing import Any, NamedTuple
@@ -14,10 +13,10 @@ from engine.execution.attention.interface import LayerCall, LayerSpec
 
 
 def refuse_by_config(config: PretrainedConfig) -> None:
-    """Raise `UnsupportedModel` for what its class or config already gives away, before weights are loaded."""
+    """Raise `UnsupportedModel` for models that their class or config excludes, before weights are loaded."""
     model_type = config.model_type
     text = config.get_text_config()
-    # Classes by config class; transformers types its keys and values loosely.
+    # Maps config classes to model classes; untyped in transformers.
     mapping: Any = AutoModelForCausalLM._model_mapping
     if type(config) not in mapping or config.is_encoder_decoder:
         raise UnsupportedModel(f"model type {model_type!r} is not a decoder-only language model")
@@ -35,9 +34,9 @@ def refuse_by_config(config: PretrainedConfig) -> None:
 
 
 def record_layers(model: PreTrainedModel) -> tuple[LayerSpec, ...]:
-    """What each attention layer asks for, by one forward pass of two tokens with attention left out.
+    """The attention layers of a model, observed in a forward pass of two tokens.
 
-    Raises `UnsupportedModel` if not every layer calls the attention function exactly once.
+    Raises `UnsupportedModel` unless every layer calls the attention function exactly once.
     """
     calls = pass_of_two_tokens(model)
     num_layers = model.config.get_text_config().num_hidden_layers
@@ -51,7 +50,7 @@ def record_layers(model: PreTrainedModel) -> tuple[LayerSpec, ...]:
 
 
 class SeenCall(NamedTuple):
-    """A call of the attention function. `query`, `key` [tokens, heads, size]."""
+    """A call of the attention function. `query`, `key`: [tokens, heads, size]."""
 
     layer: int
     spec: LayerSpec
@@ -60,11 +59,11 @@ class SeenCall(NamedTuple):
 
 
 def pass_of_two_tokens(model: PreTrainedModel) -> list[SeenCall]:
-    """One forward pass with attention left out: each call of the attention function."""
+    """Run a forward pass in which attention returns zeros. Returns the calls of the attention function."""
     recorder = _Recorder()
     tokens = torch.arange(2, device=model.device)[None]
     with torch.inference_mode():
-        # No logits are wanted: the largest weight is not read for nothing.
+        # Without logits, so that the largest weight is not read.
         model(
             input_ids=tokens,
             position_ids=tokens,
@@ -76,7 +75,7 @@ def pass_of_two_tokens(model: PreTrainedModel) -> list[SeenCall]:
 
 
 class _Recorder:
-    """Takes the place of a step; attention gives zeros."""
+    """Attention metadata that records the calls and returns zeros."""
 
     def __init__(self) -> None:
         self.calls: list[SeenCall] = []

@@ -1,10 +1,7 @@
-"""Paged attention in plain torch: right on every device, and what other backends are compared with.
+"""Paged attention in plain torch, for every device. The reference for other backends.
 
-Law: every row sees the tokens of its own sequence up to itself and nothing else, and a batch may be computed
-again after a failure. This file does not know models, requests or schedules.
-
-A sequence that computes one token is gathered together with others of about its length; a chunk is attended
-alone.
+A row sees the tokens of its own sequence up to itself, and a batch may be computed again after a failure.
+Decode rows of similar lengths are gathered together; each chunk is computed alone.
 """
 
 from dataclasses import dataclass
@@ -17,10 +14,10 @@ from engine.execution.attention.kv_pool import KVPool
 from engine.execution.machine.async_copy import copy_to_device
 
 MAX_BUCKETS = 4
-SINGLES_PER_BUCKET = 8
-"""Fewer rows than this are not worth a gather of their own (measured on two CPU cores)."""
+ROWS_PER_BUCKET = 8
+"""Fewer rows do not repay a separate gather (measured on two CPU cores)."""
 MAX_SCORES = 1 << 24
-"""Scores that are held at once where they must be formed: 64 MiB in float32."""
+"""Scores that are materialised at a time, where they must be: 64 MiB in float32."""
 
 
 class TorchAttention:
@@ -39,7 +36,7 @@ class TorchAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Rows of one token each, read to one width: `tables` [rows, blocks], `mask` [rows, tokens]."""
+    """Decode rows that are padded to one width: `tables` [rows, blocks], `mask` [rows, tokens]."""
 
     rows: torch.Tensor
     tables: torch.Tensor
@@ -48,7 +45,7 @@ class _Bucket:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Rows of one sequence. `slot_mapping` [tokens]; `mask` [rows, tokens], None: causal among the rows."""
+    """Rows of one sequence. `slot_mapping` [tokens], `mask` [rows, tokens]; None: causal among the rows."""
 
     rows: slice
     slot_mapping: torch.Tensor | None
@@ -57,25 +54,25 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What the layers of one window read."""
+    """What layers with the same window read."""
 
     buckets: tuple[_Bucket, ...]
     chunks: tuple[_Chunk, ...]
 
 
 class TorchMetadata:
-    """One forward: plans the reads once for each window in use, then serves every layer."""
+    """One forward pass. The reads are planned once for each sliding window."""
 
     def __init__(self, pool: KVPool, batch: AttentionBatch) -> None:
         self._pool = pool
         self._batch = batch
-        self._there = batch.on(pool.device)
+        self._on_device = batch.on(pool.device)
         self._plans: dict[int | None, _Plan] = {}
 
     def forward(
         self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        self._pool.store(call.layer, self._there.slot_mapping, key, value)
+        self._pool.store(call.layer, self._on_device.slot_mapping, key, value)
         keys, values = self._pool.keys[call.layer], self._pool.values[call.layer]
         flat_keys, flat_values = keys.flatten(0, 1), values.flatten(0, 1)
         plan = self._plan(call.sliding_window)
@@ -94,7 +91,7 @@ class TorchMetadata:
             block_size, device = self._pool.block_size, self._pool.device
             self._plans[window] = _Plan(
                 _plan_buckets(self._batch, window, block_size, device),
-                tuple(_plan_chunk(chunk, window, block_size) for chunk in self._there.chunks),
+                tuple(_plan_chunk(chunk, window, block_size) for chunk in self._on_device.chunks),
             )
         return self._plans[window]
 
@@ -102,19 +99,19 @@ class TorchMetadata:
 def _plan_buckets(
     batch: AttentionBatch, window: int | None, block_size: int, device: torch.device
 ) -> tuple[_Bucket, ...]:
-    """Single rows in order of how much they read, cut into a few buckets, so that little is read in vain."""
+    """Decode rows sorted by length and divided into a few buckets, so that little padding is read."""
     lengths = batch.decode_lengths
     first_seen = torch.zeros_like(lengths) if window is None else (lengths - window).clamp(min=0)
     first_blocks = first_seen // block_size
     widths = (lengths + block_size - 1) // block_size - first_blocks
     order = widths.argsort(stable=True)
-    num_buckets = max(1, min(MAX_BUCKETS, len(order) // SINGLES_PER_BUCKET))
+    num_buckets = max(1, min(MAX_BUCKETS, len(order) // ROWS_PER_BUCKET))
     buckets = []
     for members in order.tensor_split(num_buckets) if len(order) else ():
         columns = first_blocks[members, None] + torch.arange(int(widths[members[-1]]))
         positions = (columns[..., None] * block_size + torch.arange(block_size)).flatten(1)
         mask = (positions < lengths[members, None]) & (positions >= first_seen[members, None])
-        # A row of the bucket that is shorter than its widest reads past its own blocks; the mask hides that.
+        # Shorter rows read past their own blocks; the mask excludes that.
         tables = batch.decode_tables[members].gather(1, columns.clamp(max=batch.decode_tables.shape[1] - 1))
         parts = (batch.decode_rows[members], tables, mask)
         buckets.append(_Bucket(*(copy_to_device(part, device) for part in parts)))
@@ -122,7 +119,7 @@ def _plan_buckets(
 
 
 def _plan_chunk(chunk: Chunk, window: int | None, block_size: int) -> _Chunk:
-    """What the rows of a chunk see: all before them, or the window's last tokens. Made where its table is."""
+    """The tokens that a chunk reads: all before it, or those within the window."""
     rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
     end = chunk.start + chunk.num_rows
     if chunk.start == 0 and (window is None or window >= end):
@@ -143,7 +140,7 @@ def _attend_decode_rows(
 ) -> torch.Tensor:
     """`query` [rows, heads, size], `keys` and `values` [rows, tokens, kv heads, size], `mask` [rows, tokens].
 
-    The heads that share a key head stand as if they were its queries, so that no key is copied for them.
+    Heads that share a KV head are treated as queries of that head, so that keys are not repeated.
     """
     num_rows, num_heads, _ = query.shape
     num_kv_heads = keys.shape[2]
@@ -185,7 +182,7 @@ def _attend_chunk_by_scores(
     values: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The same in tiles of rows, so that a long chunk over a long context needs few scores at once."""
+    """`_attend_by_scores` in tiles of rows, which bounds the memory of the scores."""
     num_rows, num_heads, _ = query.shape
     num_tokens, num_kv_heads, _ = keys.shape
     if mask is None:
@@ -210,10 +207,10 @@ def _attend_by_scores(
     mask: torch.Tensor,
     repeats: int,
 ) -> torch.Tensor:
-    """Attention with its scores in hand, in float32, for what the fused operator cannot do.
+    """Attention with explicit scores in float32, for soft caps and sinks, which torch's operator lacks.
 
-    `query` [n, kv heads, groups * repeats, size], `keys`, `values` [n, kv heads, tokens, size]; `mask` fits
-    the scores [n, kv heads, groups * repeats, tokens].
+    `query` [n, kv heads, groups * repeats, size], `keys`, `values` [n, kv heads, tokens, size]; `mask`
+    broadcasts to the scores [n, kv heads, groups * repeats, tokens].
     """
     scores = (query.float() @ keys.float().transpose(-1, -2)) * call.scaling
     if call.softcap is not None:

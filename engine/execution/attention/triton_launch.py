@@ -1,7 +1,7 @@
-"""How the Triton kernels are launched: which sizes of tiles, which grids, which arguments.
+"""Launches the Triton kernels: tile sizes, grids and arguments.
 
-Law: a grid follows from shapes alone, never from what a tensor holds, and nothing here waits for the device.
-This file does not know batches: it takes tiles as `triton_kernel.py` describes them.
+Grids depend on shapes alone, not on the contents of tensors, and nothing waits for the device.
+`triton_kernel.py` describes tiles.
 """
 
 from typing import Any, NamedTuple
@@ -12,16 +12,16 @@ import triton
 from engine.execution.attention.interface import LayerCall
 from engine.execution.attention.triton_kernel import attend_kernel, combine_kernel, split_kernel, store_kernel
 
-MOST_SPLITS, LEAST_SPLIT = 32, 256
-"""Into how many parts a single row's keys are cut, and the fewest tokens of a part."""
+MAX_SPLITS, MIN_SPLIT = 32, 256
+"""Maximum number of splits of a decode row's keys, and minimum tokens of a split."""
 PROGRAMS = 528
-"""Programs that keep a GPU busy: four for each of the 132 processors of an H200."""
+"""Programs that keep a GPU busy: four for each of the 132 multiprocessors of an H200."""
 TILE_BYTES = 1 << 15
-"""Keys and values of one tile, of which the shared memory of a processor must hold two or three."""
-PROGRAM_NUMBERS = 1 << 14
-"""Of scores or of sums of a tile: what 8 warps hold in registers beside the rest; 4 hold less."""
+"""Keys and values of one tile. The shared memory of a multiprocessor must hold two or three tiles."""
+PROGRAM_NUMEL = 1 << 14
+"""Scores or accumulators of a tile that fit into the registers of 8 warps."""
 STORED_ROWS, COMBINED_HEADS = 16, 4
-"""Rows that one program stores, and heads that one puts together."""
+"""Rows that one program stores, and heads that one program combines."""
 LOG2_E = 1.4426950408889634
 
 IS_COMPILED = isinstance(attend_kernel, triton.JITFunction)
@@ -34,7 +34,7 @@ DTYPES: dict[torch.dtype, Any] = {
 
 
 class Tiling(NamedTuple):
-    """How a layer is cut: rows of a tile, keys at a time, and the sizes of heads as matrices have them."""
+    """Tile sizes: rows, keys, and the padded sizes of keys and values; and launch options."""
 
     block_m: int
     block_n: int
@@ -44,36 +44,36 @@ class Tiling(NamedTuple):
     num_stages: int
 
 
-def tiling(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, *, single: bool) -> Tiling:
-    """For `group` heads that share a KV head; `single`: a tile is one query."""
+def tiling(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, *, decode: bool) -> Tiling:
+    """`group`: query heads that share a KV head. `decode`: a tile is one query."""
     is_half = dtype.itemsize == 2
     block_m, block_d, block_v = _block(group), _block(head_dim), _block(value_dim)
-    if not single:
-        # Without tensor cores, as in float32, a large tile does not pay.
-        block_m = max(block_m, min(128, PROGRAM_NUMBERS // block_v) if is_half else 32)
-    most_keys = TILE_BYTES // ((block_d + block_v) * dtype.itemsize)
-    # A power of two, which the sum of two sizes may not be. 128 keys of a chunk spill on sm_80 to sm_89.
-    block_n = max(16, min(128 if single else 64, 1 << (most_keys.bit_length() - 1)))
-    is_large = not single or block_m * max(block_n, block_v) >= PROGRAM_NUMBERS
+    if not decode:
+        # Without tensor cores, as in float32, a large tile is no faster.
+        block_m = max(block_m, min(128, PROGRAM_NUMEL // block_v) if is_half else 32)
+    max_keys = TILE_BYTES // ((block_d + block_v) * dtype.itemsize)
+    # A power of two, which the quotient may not be. 128 keys of a chunk spill registers on sm_80 to sm_89.
+    block_n = max(16, min(128 if decode else 64, 1 << (max_keys.bit_length() - 1)))
+    is_large = not decode or block_m * max(block_n, block_v) >= PROGRAM_NUMEL
     return Tiling(
         block_m=block_m,
         block_n=block_n,
         block_d=block_d,
         block_v=block_v,
-        # Products in float32 take more registers.
+        # Products in float32 need more registers.
         num_warps=8 if is_large or not is_half else 4,
-        # A tile's address waits for its blocks' numbers: two loads in a row are to be under way.
+        # A tile's address depends on its block ids, so two dependent loads must overlap.
         num_stages=3 if is_half else 2,
     )
 
 
 def _block(size: int) -> int:
-    """The power of two that holds `size` and that a matrix may have."""
+    """The smallest power of two that is at least `size` and valid for a matrix product."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 class Layer(NamedTuple):
-    """One call: `query` [rows, heads, head_dim], the layer's pool, and `out` [rows, heads, value_dim]."""
+    """One layer's call: `query` [rows, heads, head_dim], its KV pool, `out` [rows, heads, value_dim]."""
 
     call: LayerCall
     query: torch.Tensor
@@ -86,8 +86,8 @@ class Layer(NamedTuple):
         """Heads that share a KV head."""
         return self.query.shape[1] // self.keys.shape[2]
 
-    def tiling(self, *, single: bool) -> Tiling:
-        return tiling(self.group, self.keys.shape[3], self.values.shape[3], self.keys.dtype, single=single)
+    def tiling(self, *, decode: bool) -> Tiling:
+        return tiling(self.group, self.keys.shape[3], self.values.shape[3], self.keys.dtype, decode=decode)
 
 
 def store(layer: Layer, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -111,40 +111,40 @@ def store(layer: Layer, slot_mapping: torch.Tensor, key: torch.Tensor, value: to
     )
 
 
-def attend_tiles(layer: Layer, cut: Tiling, tiles: torch.Tensor, tables: torch.Tensor) -> None:
-    """Compute the rows of `tiles`, each in one pass over its keys."""
+def attend_tiles(layer: Layer, tiling: Tiling, tiles: torch.Tensor, tables: torch.Tensor) -> None:
+    """Compute the rows of `tiles`, each tile in one pass over its keys."""
     attend_kernel[(len(tiles), layer.keys.shape[2])](
         out=layer.out,
         sinks=_sinks(layer),
         tiles=tiles,
         tables=tables,
         has_sinks=layer.call.sinks is not None,
-        **_reading(layer, cut),
+        **_read_arguments(layer, tiling),
     )
 
 
 def attend_decode_rows(layer: Layer, tiles: torch.Tensor, tables: torch.Tensor) -> None:
-    """Compute the single rows of `tiles`, whose blocks are the rows of `tables` [tiles, blocks].
+    """Compute the decode rows of `tiles`, whose blocks are the rows of `tables` [tiles, blocks].
 
-    Long ones in parts. How many programs share a row's parts depends on how many rows there are, and changes
-    no bit.
+    The keys of long rows are split. The number of programs per row depends on the number of rows and changes
+    no bits.
     """
-    cut = layer.tiling(single=True)
-    most_tokens = tables.shape[1] * layer.keys.shape[1]
-    num_splits = min(MOST_SPLITS, -(-most_tokens // LEAST_SPLIT))
+    tiling = layer.tiling(decode=True)
+    max_tokens = tables.shape[1] * layer.keys.shape[1]
+    num_splits = min(MAX_SPLITS, -(-max_tokens // MIN_SPLIT))
     if num_splits == 1:
-        attend_tiles(layer, cut, tiles, tables)
+        attend_tiles(layer, tiling, tiles, tables)
         return
     num_tiles, (num_heads, value_dim) = len(tiles), layer.out.shape[1:]
     sums = torch.empty(
         num_tiles, num_heads, num_splits, value_dim, dtype=torch.float32, device=layer.out.device
     )
     stats = sums.new_empty(num_tiles, num_heads, num_splits, 2)
-    cutting = {"num_splits": num_splits, "most_splits": MOST_SPLITS, "least_split": LEAST_SPLIT}
+    splits = {"num_splits": num_splits, "max_splits": MAX_SPLITS, "min_split": MIN_SPLIT}
     num_kv_heads = layer.keys.shape[2]
     programs = min(num_splits, -(-PROGRAMS // (num_tiles * num_kv_heads)))
     split_kernel[(num_tiles, num_kv_heads, programs)](
-        sums=sums, stats=stats, tiles=tiles, tables=tables, **cutting, **_reading(layer, cut)
+        sums=sums, stats=stats, tiles=tiles, tables=tables, **splits, **_read_arguments(layer, tiling)
     )
     combine_kernel[(num_tiles, -(-num_heads // COMBINED_HEADS))](
         out=layer.out,
@@ -153,24 +153,24 @@ def attend_decode_rows(layer: Layer, tiles: torch.Tensor, tables: torch.Tensor) 
         sinks=_sinks(layer),
         tiles=tiles,
         window=layer.call.sliding_window or 0,
-        **cutting,
+        **splits,
         num_heads=num_heads,
         value_dim=value_dim,
         has_window=layer.call.sliding_window is not None,
         has_sinks=layer.call.sinks is not None,
-        block_n=cut.block_n,
+        block_n=tiling.block_n,
         block_h=COMBINED_HEADS,
-        block_v=cut.block_v,
+        block_v=tiling.block_v,
     )
 
 
 def _sinks(layer: Layer) -> torch.Tensor:
-    """Something that is a pointer, also where it is not read."""
+    """The sinks, or any pointer for a kernel that does not read them."""
     return layer.out if layer.call.sinks is None else layer.call.sinks.contiguous()
 
 
-def _reading(layer: Layer, cut: Tiling) -> dict[str, Any]:
-    """The arguments of both kernels that read the pool."""
+def _read_arguments(layer: Layer, tiling: Tiling) -> dict[str, Any]:
+    """The common arguments of the kernels that read the pool."""
     call, softcap = layer.call, layer.call.softcap
     return {
         "query": layer.query,
@@ -188,7 +188,7 @@ def _reading(layer: Layer, cut: Tiling) -> dict[str, Any]:
         "block_size": layer.keys.shape[1],
         "has_window": call.sliding_window is not None,
         "has_softcap": softcap is not None,
-        # The interpreter would multiply the bits of bfloat16 as integers.
+        # The interpreter multiplies the bits of bfloat16 as integers.
         "dot_dtype": DTYPES[layer.keys.dtype if IS_COMPILED else torch.float32],
-        **cut._asdict(),
+        **tiling._asdict(),
     }

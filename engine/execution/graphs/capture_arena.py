@@ -1,9 +1,9 @@
-"""The memory of what graphs of a CPU compute on the way. A place is given again as soon as nobody looks at
-what is there, as it is without graphs: so it stays small, and within the processor's caches.
+"""The memory of intermediate results of captured CPU graphs.
 
-Law: what is looked at at one time of a capture lies in different places. A replay makes the same calls in the
-same order, so what nobody looked at any more is not read later either. All graphs share the memory, as only
-one runs at a time; what outlives its capture keeps its place. For one thread.
+A region is reused once no tensor views it, as it is without graphs, so the memory stays small and in the
+processor's caches. A replay makes the same calls in the same order, so it does not read a region after its
+reuse. All graphs share the memory, as one runs at a time; a tensor that outlives its capture keeps its
+region. For one thread.
 """
 
 import ctypes
@@ -16,40 +16,40 @@ import torch
 from engine.execution.machine.memory import ALIGNMENT, huge_page_zeros
 
 
-class NoRoom(Exception):
-    """There is no place of that size left."""
+class ArenaFull(Exception):
+    """No region of the requested size is free."""
 
 
 class CaptureArena:
-    """Places in `num_bytes` of addresses: what is never written takes no memory."""
+    """Regions in `num_bytes` of address space. Memory that is never written is not allocated."""
 
     def __init__(self, num_bytes: int) -> None:
         self._whole = huge_page_zeros(num_bytes, torch.uint8)
         self._address = self._whole.data_ptr()
         self._bytes = (ctypes.c_char * num_bytes).from_address(self._address)
-        #: Begin and end of what is free, ascending, no two side by side.
-        self._holes = [(0, num_bytes)]
-        #: Where somebody is, until he goes.
-        self._tenants: dict[int, weakref.ref[object]] = {}
-        self.most_bytes = 0
-        """Of the front part that has ever been used."""
+        #: (begin, end) of free regions, ascending, none adjacent.
+        self._free = [(0, num_bytes)]
+        #: The owners of allocated regions, by begin.
+        self._owners: dict[int, weakref.ref[object]] = {}
+        self.peak_bytes = 0
+        """The end of the highest region ever allocated."""
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor like the given one in a place of its own, for as long as somebody has it or a view of it.
+        """A copy of a non-empty tensor, of the same strides, in a region of its own.
 
-        `tensor` has numbers. Raises `NoRoom`.
+        The region is free again once neither the copy nor a view of it exists. Raises `ArenaFull`.
         """
-        numbers = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-        num_bytes = numbers * tensor.itemsize
-        begin, end = self._take(num_bytes)
-        # The storage holds this object, and so do all views.
-        tenant = (ctypes.c_char * num_bytes).from_buffer(self._bytes, begin)
-        self._tenants[begin] = weakref.ref(tenant, partial(self._leave, begin, end))
-        copy = torch.frombuffer(tenant, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        numel = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        num_bytes = numel * tensor.itemsize
+        begin, end = self._allocate(num_bytes)
+        # The storage, and so every view, keeps the owner alive.
+        owner = (ctypes.c_char * num_bytes).from_buffer(self._bytes, begin)
+        self._owners[begin] = weakref.ref(owner, partial(self._release, begin, end))
+        copy = torch.frombuffer(owner, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
         return copy.copy_(tensor)
 
-    def name(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same numbers under another name, which keeps no place; what lies elsewhere as it is."""
+    def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A view that does not keep its region; `tensor` itself if it is not in the arena."""
         if tensor.layout != torch.strided:
             return tensor
         begin = tensor.data_ptr() - self._address
@@ -58,24 +58,24 @@ class CaptureArena:
         whole = self._whole.view(tensor.dtype)
         return whole.as_strided(tensor.shape, tensor.stride(), begin // tensor.itemsize)
 
-    def _take(self, num_bytes: int) -> tuple[int, int]:
+    def _allocate(self, num_bytes: int) -> tuple[int, int]:
         needed = -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        for index, (begin, end) in enumerate(self._holes):
+        for index, (begin, end) in enumerate(self._free):
             if end - begin >= needed:
-                self._holes[index : index + 1] = [(begin + needed, end)] if end - begin > needed else []
-                self.most_bytes = max(self.most_bytes, begin + needed)
+                self._free[index : index + 1] = [(begin + needed, end)] if end - begin > needed else []
+                self.peak_bytes = max(self.peak_bytes, begin + needed)
                 return begin, begin + needed
-        raise NoRoom(f"no {needed} bytes are left for what a graph computes")
+        raise ArenaFull(f"{needed} bytes for a graph's intermediate results are not available")
 
-    def _leave(self, begin: int, end: int, _: object) -> None:
-        del self._tenants[begin]
-        index = bisect_left(self._holes, (begin, end))
-        after = self._holes[index : index + 1]
+    def _release(self, begin: int, end: int, _: object) -> None:
+        del self._owners[begin]
+        index = bisect_left(self._free, (begin, end))
+        after = self._free[index : index + 1]
         if after and after[0][0] == end:
             end = after[0][1]
-            del self._holes[index]
-        if index and self._holes[index - 1][1] == begin:
-            begin = self._holes[index - 1][0]
+            del self._free[index]
+        if index and self._free[index - 1][1] == begin:
+            begin = self._free[index - 1][0]
             index -= 1
-            del self._holes[index]
-        self._holes.insert(index, (begin, end))
+            del self._free[index]
+        self._free.insert(index, (begin, end))

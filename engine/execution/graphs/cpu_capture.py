@@ -1,10 +1,10 @@
-"""Captures a forward on a CPU: each call that computes is noted once, and a replay makes the same calls on
-the same memory. What stands around them in Python, for small steps a third of the time, is not run again.
+"""Captures a forward pass on a CPU: records every call that computes, and replays the calls on the same
+memory.
 
-Law: a graph holds every call that writes, in order, and the memory that they name lives as long. What is
-decided on the host by a tensor's content cannot be noted, and such work is refused. Calls of torch and of the
-native library are seen, nothing else: the trial of a graph must show that there was nothing else. Native
-calls are noted and not made, so what work gives while it is captured means nothing.
+A replay does not run the Python code around the calls, a third of the time of small steps. A graph keeps the
+memory of its calls alive. Work whose calls depend on the content of a tensor is refused. Only calls of torch
+and of the native library are recorded; the self-check of a graph detects other effects. Native calls are not
+made while they are recorded, so the results of a capture are meaningless.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.execution.graphs.capture_arena import CaptureArena
 from engine.execution.machine.native_library import NativeLibrary
 
-MOST_BYTES = 1 << 27
-"""Expected of the largest graph for what it computes on the way."""
-ROOM_BYTES = 1 << 30
-"""Of addresses: memory is taken only by what is used."""
+MAX_BYTES = 1 << 27
+"""Maximum estimated size of the intermediate results of a graph."""
+ARENA_BYTES = 1 << 30
+"""Address space of the arena; only used memory is allocated."""
 
 aten = torch.ops.aten
 UNWRITTEN = frozenset(
@@ -30,164 +30,164 @@ UNWRITTEN = frozenset(
         aten.new_empty.default, aten.new_empty_strided.default,
     }
 )  # fmt: skip
-"""Give memory and write nothing."""
+"""Allocate memory without writing it."""
 READS_ON_THE_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 Call = Callable[[], object]
 
 
 class CannotCapture(Exception):
-    """The work reads a tensor on the host."""
+    """The work depends on the content of a tensor."""
 
 
-class HostGraph:
-    """Calls that were made once, and are made again by as many threads."""
+class CpuGraph:
+    """Recorded calls."""
 
-    def __init__(self, memory: CaptureArena) -> None:
+    def __init__(self, arena: CaptureArena) -> None:
         self.calls: list[Call] = []
-        #: Native calls name places in it by number.
-        self._memory = memory
+        #: Kept alive for the addresses in native calls.
+        self._arena = arena
 
     def replay(self) -> None:
-        """Raises what a call raises; `MemoryError` if a native one had no memory."""
+        """Raises what a call raises, and `MemoryError` if a native call could not allocate memory."""
         for call in self.calls:
             if call() == 1:
-                raise MemoryError("a native operator got no memory")
+                raise MemoryError("a native operator could not allocate memory")
 
 
 class CpuCapture:
-    """Makes graphs of work that calls torch and, if there is one, `library`. At most one of them runs at a
-    time."""
+    """Makes graphs of work that calls torch and `library`. At most one of the graphs may run at a time."""
 
     def __init__(self, library: NativeLibrary | None) -> None:
         self._library = library
-        self._memory = CaptureArena(ROOM_BYTES)
+        self._arena = CaptureArena(ARENA_BYTES)
 
     @property
     def num_bytes(self) -> int:
-        """That all graphs use together."""
-        return self._memory.most_bytes
+        """Memory of the intermediate results of all graphs."""
+        return self._arena.peak_bytes
 
     def order(self, sizes: tuple[int, ...]) -> Iterator[int]:
-        """Which of `sizes`, numbers of rows, to capture: the smallest first, as long as there is room."""
+        """The numbers of rows to capture, the smallest first, while the next one probably fits."""
         last = None
         for size in sizes:
-            if last and self._memory.most_bytes * size > MOST_BYTES * last:
+            if last and self._arena.peak_bytes * size > MAX_BYTES * last:
                 return
             last = size
             yield size
 
-    def __call__(self, work: Callable[[], None]) -> HostGraph:
-        """Raises what `work` raises, `CannotCapture`, and `NoRoom`."""
-        graph = HostGraph(self._memory)
-        noting = _Noting(graph.calls, self._memory)
-        with self._library.noting(graph.calls) if self._library else nullcontext(), noting:
+    def __call__(self, work: Callable[[], None]) -> CpuGraph:
+        """Raises what `work` raises, `CannotCapture` and `ArenaFull`."""
+        graph = CpuGraph(self._arena)
+        recorder = _Recorder(graph.calls, self._arena)
+        with self._library.recording(graph.calls) if self._library else nullcontext(), recorder:
             work()
         return graph
 
 
-class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch types it not
-    """Notes what is computed while it is active."""
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
+    """Records the operators that are called while it is active."""
 
-    def __init__(self, calls: list[Call], memory: CaptureArena) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch types it not
+    def __init__(self, calls: list[Call], arena: CaptureArena) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self._calls = calls
-        self._memory = memory
+        self._arena = arena
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         operator = _operator(func)
-        if operator.is_made_of_others:
-            # They are what is noted: one of them may read on the host.
+        if operator.is_composite:
+            # Its parts are recorded, since one of them may read on the host.
             with self:
                 return func.decompose(*args, **kwargs)
         if operator.reads_on_the_host or (operator.is_index and _is_by_mask(args)):
-            raise CannotCapture(f"{func} decides on the host by what a tensor holds")
+            raise CannotCapture(f"{func} depends on the content of a tensor")
         results = func(*args, **kwargs)
         if any(one.layout != torch.strided for one in _tensors_in((results,))):
-            raise CannotCapture(f"{func} gives a tensor whose memory cannot be named")
+            raise CannotCapture(f"{func} returns a tensor that is not strided")
         if operator.is_mutable:
-            self._calls.append(partial(_forgetting, self._named(func, args, kwargs)))
+            self._calls.append(partial(_discard, self._bind(func, args, kwargs)))
             return results
-        if operator.gives_views or _are_views(_tensors_in((results,)), args, kwargs):
+        if operator.returns_views or _are_views(_tensors_in((results,)), args, kwargs):
             return results
-        placed = _replaced(results, self._placed)
-        if operator.is_written:
-            self._note_results(operator, self._named(func, args, kwargs), _tensors_in((placed,)))
-        return placed
+        moved = _map_tensors(results, self._move)
+        if operator.writes:
+            self._record_results(operator, self._bind(func, args, kwargs), _tensors_in((moved,)))
+        return moved
 
-    def _note_results(self, operator: "_Operator", call: "partial[Any]", tensors: list[torch.Tensor]) -> None:
-        names = [self._memory.name(one) for one in tensors]
-        if operator.into is not None and len(names) == 1:
-            into = partial(operator.into, *call.args, **call.keywords, out=names[0])
-            self._calls.append(partial(_forgetting, into))
+    def _record_results(
+        self, operator: "_Operator", call: "partial[Any]", tensors: list[torch.Tensor]
+    ) -> None:
+        targets = [self._arena.unowned(one) for one in tensors]
+        if operator.out_variant is not None and len(targets) == 1:
+            write = partial(operator.out_variant, *call.args, **call.keywords, out=targets[0])
+            self._calls.append(partial(_discard, write))
         else:
-            self._calls.append(partial(_copied, call, names))
+            self._calls.append(partial(_copy_results, call, targets))
 
-    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
-        # What has no numbers is never written, and is kept by those who read it.
-        return self._memory.copy_of(tensor) if tensor.numel() else tensor
+    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
+        # An empty tensor is never written, and the calls that read it keep it.
+        return self._arena.copy_of(tensor) if tensor.numel() else tensor
 
-    def _named(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "partial[Any]":
-        """The call for a replay."""
-        name = self._memory.name
-        named = {key: _replaced(value, name) for key, value in kwargs.items()}
-        return partial(func, *(_replaced(value, name) for value in args), **named)
+    def _bind(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "partial[Any]":
+        """The call of a replay, which does not keep regions of the arena."""
+        unowned = self._arena.unowned
+        keywords = {key: _map_tensors(value, unowned) for key, value in kwargs.items()}
+        return partial(func, *(_map_tensors(value, unowned) for value in args), **keywords)
 
 
 class _Operator(NamedTuple):
-    """What an operator of torch says of itself.
+    """Properties of a torch operator.
 
-    `is_index`: whether it reads on the host depends on what it is given. `gives_views`: its results lie in
-    what it is given. `is_written`: it gives more than memory. `into`: the same operator that writes into
-    `out`, if there is one with the same arguments.
+    `is_index`: reads on the host only for some arguments. `returns_views`: its results alias its arguments.
+    `writes`: it does more than allocate. `out_variant`: the variant with the same arguments that writes to
+    `out`, if there is one.
     """
 
-    is_made_of_others: bool
+    is_composite: bool
     is_index: bool
     reads_on_the_host: bool
     is_mutable: bool
-    gives_views: bool
-    is_written: bool
-    into: Any | None
+    returns_views: bool
+    writes: bool
+    out_variant: Any | None
 
 
 @cache
 def _operator(func: Any) -> _Operator:
-    """Asked once for each: a forward calls the same few many times."""
     results = func._schema.returns
-    is_index, is_written = func is aten.index.Tensor, func not in UNWRITTEN
+    is_index, writes = func is aten.index.Tensor, func not in UNWRITTEN
     return _Operator(
-        is_made_of_others=func.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd),
+        is_composite=func.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd),
         is_index=is_index,
         reads_on_the_host=not is_index and any(tag in func.tags for tag in READS_ON_THE_HOST),
         is_mutable=func._schema.is_mutable,
-        gives_views=bool(results) and all(one.alias_info is not None for one in results),
-        is_written=is_written,
-        into=_into(func) if is_written else None,
+        returns_views=bool(results) and all(one.alias_info is not None for one in results),
+        writes=writes,
+        out_variant=_out_variant(func) if writes else None,
     )
 
 
 def _is_by_mask(args: tuple[Any, ...]) -> bool:
-    """By numbers the shape of the result follows from theirs. By a mask it does not."""
+    """Whether a tensor is indexed by a mask, whose content determines the shape of the result."""
     return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
 
 
 def _are_views(tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether results lie in what was given: they see what is written there. Some do that do not say so."""
-    # What oneDNN has packed has no storage to name, and nothing else lies in it.
-    given = {
+    """Whether the results alias the arguments. Not every operator declares it."""
+    # Weights packed by oneDNN have no storage, and nothing aliases them.
+    storages = {
         one.untyped_storage().data_ptr()
         for one in _tensors_in((*args, *kwargs.values()))
         if one.layout == torch.strided
     }
-    return all(one.untyped_storage().data_ptr() in given for one in tensors)
+    return all(one.untyped_storage().data_ptr() in storages for one in tensors)
 
 
 def _tensors_in(values: tuple[Any, ...]) -> list[torch.Tensor]:
-    """In arguments or results of an operator: tensors, sequences of tensors, and what is neither."""
+    """The tensors, and tensors in sequences, among the arguments or results of an operator."""
     found = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -197,32 +197,33 @@ def _tensors_in(values: tuple[Any, ...]) -> list[torch.Tensor]:
     return found
 
 
-def _replaced(value: Any, by: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same, with other tensors in the places that `_tensors_in` knows."""
+def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same value, with `function` applied to the tensors that `_tensors_in` finds."""
     if isinstance(value, torch.Tensor):
-        return by(value)
+        return function(value)
     if isinstance(value, list | tuple):
-        return type(value)(by(one) if isinstance(one, torch.Tensor) else one for one in value)
+        return type(value)(function(one) if isinstance(one, torch.Tensor) else one for one in value)
     return value
 
 
-def _into(func: Any) -> Any | None:
+def _out_variant(func: Any) -> Any | None:
     packet, overload = func.overloadpacket, func._overloadname
     wanted = [argument.name for argument in func._schema.arguments]
     for name in (f"{overload}_out", "out"):
-        into = getattr(packet, name, None)
-        if into is None:
+        variant = getattr(packet, name, None)
+        if variant is None:
             continue
-        arguments = into._schema.arguments
+        arguments = variant._schema.arguments
         if [one.name for one in arguments if not one.is_out] == wanted and arguments[-1].name == "out":
-            return into
+            return variant
     return None
 
 
-def _forgetting(call: Callable[[], object]) -> None:
+def _discard(call: Callable[[], object]) -> None:
+    """Returns None: a native call returns 1 on failure, which a torch result must not be compared with."""
     call()
 
 
-def _copied(call: Callable[[], Any], tensors: list[torch.Tensor]) -> None:
+def _copy_results(call: Callable[[], Any], tensors: list[torch.Tensor]) -> None:
     for tensor, one in zip(tensors, _tensors_in((call(),)), strict=True):
         tensor.copy_(one)

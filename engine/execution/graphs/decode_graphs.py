@@ -1,10 +1,8 @@
-"""Decode steps as device graphs: captured once for a few numbers of rows, replayed for all others.
+"""Captures decode steps in graphs for a few numbers of rows; a step is padded to the next of these numbers.
 
-Law: a replay gives what the forward pass gives, in a tensor that is the caller's own; rows that fill a step
-up are nobody's, and no row sees them. A step that is anything but single tokens is not taken. What cannot be
-captured, or gives other logits when it is replayed, is not used at all, and a warning says why.
-
-This file does not know what a graph is: `Capture` makes one of work for a device.
+A replay returns the logits of a forward pass, in a new tensor. If a step cannot be captured, or a replay
+returns other logits, no graphs are used and a warning states the reason. `Capture` makes the graphs of a
+device.
 """
 
 import logging
@@ -28,16 +26,16 @@ from engine.execution.runner.inputs import StepInputs
 log = logging.getLogger(__name__)
 
 SMALL_SIZES = (1, 2, 4)
-LEAST_STEP = 8
+MINIMUM_STEP = 8
 SIZES_PER_DOUBLING = 8
-"""Where that is more than `LEAST_STEP`: at most an eighth of the rows are nobody's."""
+"""Where the steps exceed `MINIMUM_STEP`: at most an eighth of the rows is padding."""
 
 
 class Graph(Protocol):
-    """Work of a device that was recorded once."""
+    """Captured work."""
 
     def replay(self) -> None:
-        """Launch the same work again, on the same memory."""
+        """Launch the work again, on the same memory."""
         ...
 
 
@@ -45,52 +43,53 @@ class Capture(Protocol):
     """Makes graphs."""
 
     def order(self, sizes: tuple[int, ...]) -> Iterator[int]:
-        """Which of `sizes`, numbers of rows in ascending order, to capture, and in which order. The next one
-        is asked for when the one before has been captured.
+        """Which of `sizes`, ascending numbers of rows, to capture, in order.
+
+        The next size is requested after the previous one has been captured.
         """
         ...
 
     def __call__(self, work: Callable[[], None]) -> Graph:
-        """Record what the given work launches; it may be run several times for that."""
+        """Capture what `work` launches. May run `work` several times."""
         ...
 
 
 class DecodeGraphs:
-    """Graphs by their number of rows, which read `buffers` and write `logits` [rows, vocabulary]."""
+    """Graphs by number of rows. They read `buffers` and write `logits` [rows, vocabulary]."""
 
     def __init__(self, buffers: DecodeBuffers, logits: torch.Tensor, graphs: Mapping[int, Graph]) -> None:
         self._buffers = buffers
         self._logits = logits
         self._graphs = graphs
         self.sizes = tuple(sorted(graphs))
-        """Rows that a graph has, ascending."""
+        """The captured numbers of rows, ascending."""
 
-    def takes(self, inputs: StepInputs) -> bool:
-        """Whether the step is single tokens, and not more than the largest graph has."""
+    def supports(self, inputs: StepInputs) -> bool:
+        """Whether the step has decode rows only, at most as many as the largest graph."""
         return not inputs.batch.chunks and 0 < len(inputs.token_ids) <= self.sizes[-1]
 
     def replay(self, inputs: StepInputs) -> torch.Tensor:
-        """As `ModelRunner.forward`, for a step that `takes` says yes to."""
+        """The logits of a step that `supports` accepts, as `ModelRunner.forward` returns them."""
         count = len(inputs.token_ids)
         size = self.sizes[bisect_left(self.sizes, count)]
         self._buffers.write(inputs, size)
         self._graphs[size].replay()
         wanted = inputs.logits_rows
-        # A copy either way: the next replay writes its logits into the same place.
+        # A copy in both cases, as the next replay overwrites the logits.
         if len(wanted) == count:
             return self._logits[:count].clone()
         return self._logits[copy_to_device(wanted, self._logits.device)]
 
 
-def graph_sizes(most: int) -> tuple[int, ...]:
-    """Numbers of rows from 1 to `most`: 1, 2, 4, 8, 16, 24 and so on, at last in steps of an eighth."""
-    sizes = [size for size in SMALL_SIZES if size < most]
-    size = LEAST_STEP
-    while size < most:
+def graph_sizes(maximum: int) -> tuple[int, ...]:
+    """Numbers of rows to capture: 1, 2, 4, 8, 16, 24, ..., later in steps of an eighth, up to `maximum`."""
+    sizes = [size for size in SMALL_SIZES if size < maximum]
+    size = MINIMUM_STEP
+    while size < maximum:
         sizes.append(size)
         power = 1 << (size.bit_length() - 1)
-        size += max(LEAST_STEP, power // SIZES_PER_DOUBLING)
-    return (*sizes, most)
+        size += max(MINIMUM_STEP, power // SIZES_PER_DOUBLING)
+    return (*sizes, maximum)
 
 
 def make_decode_graphs(
@@ -100,19 +99,19 @@ def make_decode_graphs(
     capture: Capture,
     progress: Callable[[str], None],
 ) -> DecodeGraphs | None:
-    """Graphs for all numbers of sequences that `config` allows; None, with a warning, where there are none.
+    """Graphs for all numbers of sequences that `config` allows; None, with a warning, if the capture fails.
 
-    The pool must be empty: the trial of each graph uses some of its blocks, and leaves them zeroed.
+    The pool must be empty: the self-check of each graph uses some of its blocks and leaves them zeroed.
     """
     free = free_bytes(model.device)
     try:
         with torch.inference_mode():
             graphs = _capture_all(model, backend, config, capture, progress)
-    except Exception as error:  # noqa: BLE001 - models, kernels and drivers raise what they like
+    except Exception as error:  # noqa: BLE001 - models, kernels and drivers raise any exception
         log.warning("decode steps run without graphs: %s: %s", type(error).__name__, error)
         return None
-    taken = max(0, free - free_bytes(model.device)) >> 20
-    progress(f"decode graphs: {len(graphs.sizes)}, of 1 to {graphs.sizes[-1]} rows, {taken} MiB")
+    used = max(0, free - free_bytes(model.device)) >> 20
+    progress(f"decode graphs: {len(graphs.sizes)}, of 1 to {graphs.sizes[-1]} rows, {used} MiB")
     return graphs
 
 
@@ -126,21 +125,21 @@ def _capture_all(
     sizes = graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
     table_width = -(-config.max_model_len // config.block_size)
     buffers = DecodeBuffers(sizes[-1], table_width, model.device)
-    trial = GraphSelfCheck(model, backend, config, sizes[-1])
-    logits = trial.logits.new_empty(sizes[-1], trial.logits.shape[-1])
-    made: dict[int, Graph] = {}
+    self_check = GraphSelfCheck(model, backend, config, sizes[-1])
+    logits = self_check.logits.new_empty(sizes[-1], self_check.logits.shape[-1])
+    graphs: dict[int, Graph] = {}
     for size in capture.order(sizes):
         progress(f"capturing a decode graph of {size} rows")
-        # What the trial of the one before wrote there would be computed again, into blocks that are clean.
+        # Otherwise the capture would compute the previous self-check again and write to its blocks.
         buffers.clear()
-        made[size] = capture(partial(_decode, model, backend, buffers.first(size), logits[:size]))
-        trial.check(DecodeGraphs(buffers, logits, {size: made[size]}).replay, size)
-    return DecodeGraphs(buffers, logits, made)
+        graphs[size] = capture(partial(_decode, model, backend, buffers.first(size), logits[:size]))
+        self_check.check(DecodeGraphs(buffers, logits, {size: graphs[size]}).replay, size)
+    return DecodeGraphs(buffers, logits, graphs)
 
 
 def _decode(
     model: PreTrainedModel, backend: GraphableBackend, inputs: DecodeInputs, logits: torch.Tensor
 ) -> None:
-    """What is captured. All graphs write to one place, so that none keeps logits in the memory they share."""
-    step = backend.build_decode_metadata(inputs.rows)
-    logits.copy_(run_model(model, inputs.token_ids, inputs.positions, inputs.all_rows, step))
+    """The captured work. All graphs write the same logits, so none keeps its own."""
+    metadata = backend.build_decode_metadata(inputs.rows)
+    logits.copy_(run_model(model, inputs.token_ids, inputs.positions, inputs.all_rows, metadata))

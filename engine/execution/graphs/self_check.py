@@ -1,7 +1,6 @@
-"""A trial of each captured graph against the forward pass, with other rows than those it was captured with.
+"""Compares each captured graph with a forward pass, on other rows than those of the capture.
 
-Law: a graph that has kept a value of its capture, or that sees the rows which fill a step up, is found out
-before it serves anybody. This file does not know how graphs are made.
+This detects graphs that contain values of their capture or read padding rows.
 """
 
 from collections.abc import Callable
@@ -15,46 +14,47 @@ from engine.execution.runner.forward import run_model
 from engine.execution.runner.inputs import StepInputs
 from engine.execution.runner.transfers import move_inputs
 
-LARGEST_DIFFERENCE = {torch.float32: 1e-3}
-OTHER_DIFFERENCE = 5e-2
-"""Of logits, as a share of the largest: the same kernels, but perhaps another split of a long sum."""
+TOLERANCES = {torch.float32: 1e-3}
+OTHER_TOLERANCE = 5e-2
+"""Of logits, relative to the largest: the kernels are the same, but long sums may be split differently."""
 TOKEN_STRIDE = 37
 
 
 class OtherLogits(Exception):
-    """A graph does not give what the forward pass gives."""
+    """A graph returns other logits than the forward pass."""
 
 
 class GraphSelfCheck:
-    """A step of single tokens, and what the forward pass gives for it.
+    """A decode step and its logits from a forward pass.
 
-    One pass serves all graphs, as the fewer rows of a smaller graph are the first of the same step.
+    One pass serves all graphs, as the rows of a smaller graph are the first rows of the same step.
     """
 
     def __init__(
-        self, model: PreTrainedModel, backend: AttentionBackend, config: EngineConfig, most: int
+        self, model: PreTrainedModel, backend: AttentionBackend, config: EngineConfig, max_rows: int
     ) -> None:
-        """`most`: rows of the largest graph."""
+        """`max_rows`: rows of the largest graph."""
         self._model = model
         self._backend = backend
         self._config = config
-        self._most = _num_rows(most)
-        whole = self._inputs(self._most)
+        self._max_rows = _num_rows(max_rows)
+        whole = self._inputs(self._max_rows)
         self._zero_blocks(whole)
         self.logits = self._forward(whole)
-        """Of the forward pass, [rows, vocabulary], in the model's dtype."""
+        """Logits of the forward pass, [rows, vocabulary], in the model's dtype."""
 
     def check(self, replay: Callable[[StepInputs], torch.Tensor], size: int) -> None:
-        """Raise `OtherLogits` unless both ways agree on a step of up to `size` rows.
+        """Raise `OtherLogits` unless `replay` and the forward pass agree on a step of the graph of `size`
+        rows.
 
-        The step has one row less than the graph, where it has several. Its blocks are zeroed before and
-        after each way: what a graph does not write is not there.
+        The step has one row less than the graph, if that has several. Its blocks are zeroed between runs, so
+        that a graph cannot read what the forward pass wrote.
         """
         inputs = self._inputs(_num_rows(size))
-        found = self._leaving_no_trace(inputs, replay)
+        found = self._run_and_zero(inputs, replay)
         difference = _difference(found, self.logits[: len(found)])
         if not self._is_small(difference):
-            # In kernels for more rows, sums may be split so that an expert is chosen by another rounding.
+            # Kernels for more rows may split sums differently, and rounding may select another expert.
             difference = _difference(found, self._forward(inputs))
         if not self._is_small(difference):
             raise OtherLogits(
@@ -64,19 +64,17 @@ class GraphSelfCheck:
 
     def _inputs(self, num_rows: int) -> StepInputs:
         vocab_size = self._model.config.get_text_config().vocab_size
-        return trial_inputs(vocab_size, self._config, self._most, first=num_rows)
+        return check_inputs(vocab_size, self._config, self._max_rows, first=num_rows)
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
-        return self._leaving_no_trace(inputs, self._run)
+        return self._run_and_zero(inputs, self._run)
 
     def _run(self, inputs: StepInputs) -> torch.Tensor:
         moved = move_inputs(inputs, self._model.device)
-        step = self._backend.build_metadata(moved.batch)
-        return run_model(self._model, moved.token_ids, moved.positions, moved.logits_rows, step)
+        metadata = self._backend.build_metadata(moved.batch)
+        return run_model(self._model, moved.token_ids, moved.positions, moved.logits_rows, metadata)
 
-    def _leaving_no_trace(
-        self, inputs: StepInputs, work: Callable[[StepInputs], torch.Tensor]
-    ) -> torch.Tensor:
+    def _run_and_zero(self, inputs: StepInputs, work: Callable[[StepInputs], torch.Tensor]) -> torch.Tensor:
         found = work(inputs)
         self._zero_blocks(inputs)
         return found
@@ -85,27 +83,29 @@ class GraphSelfCheck:
         self._backend.zero_blocks((0, *map(int, inputs.batch.decode_tables.flatten())))
 
     def _is_small(self, difference: float) -> bool:
-        # NaN is not within the bound either.
-        return difference <= LARGEST_DIFFERENCE.get(self._model.dtype, OTHER_DIFFERENCE)
+        # False for NaN.
+        return difference <= TOLERANCES.get(self._model.dtype, OTHER_TOLERANCE)
 
 
 def _num_rows(size: int) -> int:
-    """Of the step that a graph of `size` rows is tried with."""
+    """Rows of the step that checks a graph of `size` rows."""
     return max(1, size - 1)
 
 
-def _difference(found: torch.Tensor, right: torch.Tensor) -> float:
-    """As a share of the largest."""
-    right = right.float()
-    return float((found.float() - right).abs().max() / right.abs().max())
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, relative to the largest element."""
+    expected = expected.float()
+    return float((found.float() - expected).abs().max() / expected.abs().max())
 
 
-def trial_inputs(vocab_size: int, config: EngineConfig, most: int, *, first: int | None = None) -> StepInputs:
-    """Different tokens at different lengths, each with blocks of its own.
+def check_inputs(
+    vocab_size: int, config: EngineConfig, max_rows: int, *, first: int | None = None
+) -> StepInputs:
+    """A decode step of different tokens at different lengths, each sequence with its own blocks.
 
-    As many rows as the pool has room for, `most` at most; with `first` only the first of these.
+    `max_rows` rows, or as many as the pool holds; with `first` only the first of these.
     """
-    count = min(most, config.num_kv_blocks)
+    count = min(max_rows, config.num_kv_blocks)
     num_blocks = max(1, min(2, config.num_kv_blocks // count, config.max_model_len // config.block_size))
     rows = torch.arange(count)[:first]
     tables = 1 + torch.arange(count * num_blocks).view(count, num_blocks)[:first]

@@ -1,1 +1,1 @@
-"""Replaces linears, norms, gates and rotary embeddings in a loaded model."""
+"""Replaces linears, norms, gated MLPs and rotary embeddings of a loaded model with faster modules."""

@@ -1,9 +1,8 @@
-"""Linears that read the same input become one product: one pass over the input, one larger matrix.
+"""Fuses linears that read the same input into one larger product.
 
-Law: which linears read the same input is seen in a forward pass, never taken from their names, and looked at
-again in each call: a part that is given another input than its mates computes anew. The parts keep their
-places in the module tree, and their weights can be read there. Knows no model, and nothing of how a product
-is computed.
+Which linears read the same input is observed in a forward pass, not derived from names, and verified in each
+call: a part that receives another input computes the product again. The parts keep their slots in the model,
+and their weights can be read there.
 """
 
 from collections import Counter, defaultdict
@@ -15,20 +14,20 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.execution.attention.probe import pass_of_two_tokens
-from engine.execution.layers.linear_slots import LinearSlot, linear_slots
+from engine.execution.layers.module_slots import ModuleSlot, linear_slots
 from engine.execution.machine.memory import release_cached_memory
 
 
 @dataclass(slots=True)
 class _Outputs:
-    """Those of `hidden` that no part has fetched yet. Not attributes of a module: those are slow to set."""
+    """The outputs for `hidden` that were not fetched yet. A module's own attributes are slow to set."""
 
     hidden: torch.Tensor | None
     parts: dict[int, torch.Tensor]
 
 
 class FusedLinear(nn.Module):
-    """The product of several linears of one input; its parts fetch their outputs one after the other."""
+    """The product of several linears of one input. Each part fetches its output once."""
 
     def __init__(self, members: list[nn.Linear]) -> None:
         super().__init__()
@@ -44,22 +43,22 @@ class FusedLinear(nn.Module):
         self.product.weight = _parameter(torch.cat([member.weight.detach() for member in members]))
         if biases:
             self.product.bias = _parameter(torch.cat([bias.detach() for bias in biases]))
-        self._seen = _Outputs(None, {})
+        self._outputs = _Outputs(None, {})
 
     def part(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Output `index` of `hidden` [..., in]: [..., sizes[index]], a view of the whole product."""
-        seen = self._seen
-        if seen.hidden is not hidden or index not in seen.parts:
-            seen.hidden = hidden
-            seen.parts = dict(enumerate(torch.split_with_sizes(self.product(hidden), self.sizes, dim=-1)))
-        part = seen.parts.pop(index)
-        if not seen.parts:
-            seen.hidden = None  # Else the activation would live on, and nobody counts it.
+        """Output `index` for `hidden` [..., in]: [..., sizes[index]], a view of the whole product."""
+        outputs = self._outputs
+        if outputs.hidden is not hidden or index not in outputs.parts:
+            outputs.hidden = hidden
+            outputs.parts = dict(enumerate(torch.split_with_sizes(self.product(hidden), self.sizes, dim=-1)))
+        part = outputs.parts.pop(index)
+        if not outputs.parts:
+            outputs.hidden = None  # Frees the activation.
         return part
 
 
 class FusedPart(nn.Module):
-    """One of the linears, where it stood before."""
+    """One member of a fused linear, in the member's slot."""
 
     def __init__(self, fused: FusedLinear, index: int, member: nn.Linear) -> None:
         super().__init__()
@@ -69,7 +68,7 @@ class FusedPart(nn.Module):
         self.out_features = member.out_features
         first = sum(fused.sizes[:index])
         rows = slice(first, first + member.out_features)
-        # Views: no memory of their own.
+        # Views of the fused weight.
         self.weight = _parameter(fused.product.weight.detach()[rows])
         self.bias = None if member.bias is None else _parameter(fused.product.bias.detach()[rows])
 
@@ -78,59 +77,58 @@ class FusedPart(nn.Module):
 
 
 def fuse_linears(model: PreTrainedModel) -> int:
-    """Make one product of the linears of one parent that read one input; gives how many products.
+    """Fuse the linears of each parent that read one input. Returns the number of fused linears.
 
-    Left alone: what is no plain `nn.Linear`, what stands in two places or is called twice, what shares its
-    weight with another module, and linears whose dtype or having a bias differs. The originals of one
-    product are freed before the next product is made, so the model never needs more than its own memory and
-    that of one product.
+    Left alone: subclasses of `nn.Linear`, linears in two slots or called twice, linears that share their
+    weight with another module, and linears that differ in dtype or in having a bias. The members of one fused
+    linear are freed before the next one is made, so the memory needed at a time is the model and one product.
     """
     groups = _readers_of_one_input(model)
-    num_products = len(groups)
+    num_fused = len(groups)
     while groups:
-        # Popped, and given up on return: the list holds no original that was copied.
+        # Popped: the list must not keep members alive.
         fused = _fuse(groups.pop())
         release_cached_memory(fused.product.weight.device)
-    return num_products
+    return num_fused
 
 
-def _fuse(places: list[LinearSlot]) -> FusedLinear:
-    fused = FusedLinear([place.linear for place in places])
-    for index, place in enumerate(places):
-        place.put(FusedPart(fused, index, place.linear))
+def _fuse(slots: list[ModuleSlot[nn.Linear]]) -> FusedLinear:
+    fused = FusedLinear([slot.module for slot in slots])
+    for index, slot in enumerate(slots):
+        slot.replace(FusedPart(fused, index, slot.module))
     return fused
 
 
-def _readers_of_one_input(model: PreTrainedModel) -> list[list[LinearSlot]]:
-    places = _own_places(model)
+def _readers_of_one_input(model: PreTrainedModel) -> list[list[ModuleSlot[nn.Linear]]]:
+    slots = _exclusive_slots(model)
     calls: list[tuple[nn.Module, torch.Tensor]] = []
 
-    def note(module: nn.Module, given: tuple[Any, ...]) -> None:
-        # The tensors are kept, so that no two have one id.
-        calls.append((module, given[0]))
+    def record(module: nn.Module, args: tuple[Any, ...]) -> None:
+        # Keeps the tensors alive, so that ids are not reused.
+        calls.append((module, args[0]))
 
-    hooks = [place.linear.register_forward_pre_hook(note) for place in places]
+    hooks = [slot.module.register_forward_pre_hook(record) for slot in slots]
     try:
         pass_of_two_tokens(model)
     finally:
         for hook in hooks:
             hook.remove()
     num_calls = Counter(module for module, _ in calls)
-    inputs = {module: id(given) for module, given in calls if num_calls[module] == 1}
-    groups = defaultdict[tuple[object, ...], list[LinearSlot]](list)
-    for place in places:
-        if place.linear in inputs:
-            kind = (place.linear.weight.dtype, place.linear.weight.device, place.linear.bias is None)
-            groups[place.parent, inputs[place.linear], *kind].append(place)
+    inputs = {module: id(hidden) for module, hidden in calls if num_calls[module] == 1}
+    groups = defaultdict[tuple[object, ...], list[ModuleSlot[nn.Linear]]](list)
+    for slot in slots:
+        if slot.module in inputs:
+            kind = (slot.module.weight.dtype, slot.module.weight.device, slot.module.bias is None)
+            groups[slot.parent, inputs[slot.module], *kind].append(slot)
     return [members for members in groups.values() if len(members) > 1]
 
 
-def _own_places(model: PreTrainedModel) -> list[LinearSlot]:
-    """Linears that stand in one place and own their weights."""
-    places = list(linear_slots(model))
-    num_places = Counter(place.linear for place in places)
+def _exclusive_slots(model: PreTrainedModel) -> list[ModuleSlot[nn.Linear]]:
+    """Linears that have one slot and do not share their weights."""
+    slots = list(linear_slots(model))
+    num_slots = Counter(slot.module for slot in slots)
     num_owners = Counter(id(one) for module in model.modules() for one in module.parameters(recurse=False))
-    return [place for place in places if num_places[place.linear] == 1 == num_owners[id(place.linear.weight)]]
+    return [slot for slot in slots if num_slots[slot.module] == 1 == num_owners[id(slot.module.weight)]]
 
 
 def _parameter(tensor: torch.Tensor) -> nn.Parameter:

@@ -1,10 +1,10 @@
-"""In gated MLPs, down(activation(gate(x)) * up(x)), activation and product become one native operation.
+"""Fuses activation and product of gated MLPs, down(activation(gate(x)) * up(x)), in a native operator.
 
-Law: a module is a gated MLP by what it does and not by its name: one of its linears reads what the formula
-makes of the outputs of those that read its input, to the last bit, and gives the module's output. This is
-seen on random rows of several sizes in the model's dtype. Anything else is left alone. All children keep
-their names, and are looked up in each call: what is put in the place of a linear later is used. Results
-differ by rounding only, and a row's bits do not depend on the rows beside it.
+A gated MLP is recognised by its results, not its name: one of its linears reads, bit for bit, the formula of
+the outputs of the linears that read the module's input, and returns the module's output. This is checked on
+random rows of several scales in the model's dtype. Other modules are left alone. The children keep their
+names and are looked up in each call, so a linear that is replaced later is used. Results differ by rounding,
+and the bits of a row do not depend on the other rows.
 """
 
 from collections import Counter
@@ -15,18 +15,17 @@ import torch
 from torch import nn
 
 from engine.execution.layers.elementwise_operator import Activation, ElementwiseOperator
-from engine.execution.layers.module_slots import SeenPlace
+from engine.execution.layers.module_slots import ObservedSlot
 from engine.execution.machine.native_library import DTYPES
 
 SCALES = (1e-2, 1.0, 3.0, 10.0, 30.0, 1e3)
-"""Of the rows that are tried; the largest shows a bound. Activations are most unlike where a gate is about to
-close, at some number in between."""
+"""Of the rows that are compared. The largest reveals a clamp; the others the tails of the activation."""
 
 
 class GateForm(NamedTuple):
-    """Which children of an MLP do what, by name.
+    """The roles of an MLP's children, by name.
 
-    `readers`: (gate, up), or one whose output is both, side by side; `gate_first`: in which order then.
+    `readers`: (gate, up), or one linear that returns both, concatenated. `gate_first`: their order.
     """
 
     readers: tuple[str, ...]
@@ -34,19 +33,19 @@ class GateForm(NamedTuple):
     gate_first: bool
     activation: Activation
 
-    def halves(self, outputs: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gate and up in what the readers gave."""
+    def split(self, outputs: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gate and up in the outputs of the readers."""
         first, second = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
         return (first, second) if self.gate_first else (second, first)
 
-    def product(self, outputs: list[torch.Tensor]) -> torch.Tensor:
-        """What goes down, as torch computes it."""
-        gate, up = self.halves(outputs)
-        return self.activation.of(gate) * up
+    def reference(self, outputs: list[torch.Tensor]) -> torch.Tensor:
+        """The input of `down` as torch computes it."""
+        gate, up = self.split(outputs)
+        return self.activation.reference(gate) * up
 
 
-class FastGate(nn.Module):
-    """An MLP of `form` with the children of `plain`; what the operator does not take, torch computes."""
+class NativeGatedMLP(nn.Module):
+    """An MLP of `form` with the children of `plain`. torch computes what the operator does not support."""
 
     def __init__(self, operator: ElementwiseOperator, form: GateForm, plain: nn.Module) -> None:
         super().__init__()
@@ -57,82 +56,78 @@ class FastGate(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """`hidden` [..., in] -> [..., out of down]."""
-        outputs = [self._call(name, hidden) for name in self.form.readers]
-        product = self._native(*self.form.halves(outputs))
-        return self._call(self.form.down, self.form.product(outputs) if product is None else product)
+        outputs = [getattr(self, name)(hidden) for name in self.form.readers]
+        product = self._native(*self.form.split(outputs))
+        down: torch.Tensor = getattr(self, self.form.down)(
+            self.form.reference(outputs) if product is None else product
+        )
+        return down
 
-    def _call(self, name: str, given: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = getattr(self, name)(given)
-        return output
 
-
-def use_native_gates(places: list[SeenPlace], operator: ElementwiseOperator) -> int:
-    """Put fast gates where there are gated MLPs; gives how many."""
+def use_native_gates(slots: list[ObservedSlot], operator: ElementwiseOperator) -> int:
+    """Replace the gated MLPs in `slots`. Returns their number."""
     num_gates = 0
-    for place in places:
-        linears = _linears(place)
-        if linears and (form := _form_of(place, linears)) is not None:
-            place.put(FastGate(operator, form, place.module))
+    for observed in slots:
+        linears = _linears(observed)
+        if linears and (form := _find_form(observed, linears)) is not None:
+            observed.slot.replace(NativeGatedMLP(operator, form, observed.module))
             num_gates += 1
     return num_gates
 
 
-def _linears(place: SeenPlace) -> dict[str, nn.Linear]:
-    """Of a module that may be an MLP; none if it has weights besides."""
-    linears = {name: one for name, one in place.module.named_children() if type(one) is nn.Linear}
+def _linears(observed: ObservedSlot) -> dict[str, nn.Linear]:
+    """The linears of a possible MLP; empty if the module has other weights."""
+    module = observed.module
+    linears = {name: one for name, one in module.named_children() if type(one) is nn.Linear}
     num_weights = sum(len(list(one.parameters())) for one in linears.values())
-    is_all = num_weights == len(list(place.module.parameters())) and not list(place.module.buffers())
-    has_rows = len(place.shape) > 1
-    return linears if is_all and len(linears) in (2, 3) and place.dtype in DTYPES and has_rows else {}
+    is_all = num_weights == len(list(module.parameters())) and not list(module.buffers())
+    has_rows = len(observed.shape) > 1
+    return linears if is_all and len(linears) in (2, 3) and observed.dtype in DTYPES and has_rows else {}
 
 
 class _Run(NamedTuple):
-    """What a module was given and gave, and each of its linears that was called once."""
+    """One call of a module: its input and output, and those of each linear that was called once."""
 
-    given: dict[str, torch.Tensor]
-    outputs: dict[str, torch.Tensor]
-    probe: torch.Tensor
+    sample: torch.Tensor
     output: Any
+    inputs: dict[str, torch.Tensor]
+    outputs: dict[str, torch.Tensor]
 
 
-def _form_of(place: SeenPlace, linears: dict[str, nn.Linear]) -> GateForm | None:
-    """The first that explains what the module did; None: it is something else."""
+def _find_form(observed: ObservedSlot, linears: dict[str, nn.Linear]) -> GateForm | None:
+    """The first form that explains the module's output, or None."""
     with torch.inference_mode():
-        # Rows of all sizes at once: each run reads all weights.
-        run = _run(place.module, linears, torch.cat(place.probes(SCALES), dim=-2))
-        if run.given.keys() != linears.keys():
+        # All scales in one call, as each call reads all weights.
+        run = _run(observed.module, linears, torch.cat(observed.samples(SCALES), dim=-2))
+        if run.inputs.keys() != linears.keys():
             return None
-        for form in _forms(run, linears):
-            if _explains(form, run):
-                return form
-    return None
+        return next((form for form in _candidates(run, linears) if _explains(form, run)), None)
 
 
-def _run(module: nn.Module, linears: dict[str, nn.Linear], probe: torch.Tensor) -> _Run:
-    """One forward; a linear that was called twice is left out."""
+def _run(module: nn.Module, linears: dict[str, nn.Linear], sample: torch.Tensor) -> _Run:
     calls: list[tuple[str, torch.Tensor, torch.Tensor]] = []
     hooks = [
-        one.register_forward_hook(lambda _, given, output, name=name: calls.append((name, given[0], output)))
+        one.register_forward_hook(lambda _, args, output, name=name: calls.append((name, args[0], output)))
         for name, one in linears.items()
     ]
     try:
-        output = module(probe)
+        output = module(sample)
     finally:
         for hook in hooks:
             hook.remove()
-    names = Counter(name for name, _, _ in calls)
-    once = [call for call in calls if names[call[0]] == 1]
+    counts = Counter(name for name, _, _ in calls)
+    once = [call for call in calls if counts[call[0]] == 1]
     return _Run(
-        given={name: given for name, given, _ in once},
-        outputs={name: gave for name, _, gave in once},
-        probe=probe,
-        output=output,
+        sample,
+        output,
+        inputs={name: read for name, read, _ in once},
+        outputs={name: result for name, _, result in once},
     )
 
 
-def _forms(run: _Run, linears: dict[str, nn.Linear]) -> Iterator[GateForm]:
-    """Those that the shapes allow."""
-    readers = tuple(name for name in linears if run.given[name] is run.probe)
+def _candidates(run: _Run, linears: dict[str, nn.Linear]) -> Iterator[GateForm]:
+    """The forms that the shapes allow."""
+    readers = tuple(name for name in linears if run.inputs[name] is run.sample)
     others = [name for name in linears if name not in readers]
     if len(others) != 1:
         return
@@ -146,9 +141,6 @@ def _forms(run: _Run, linears: dict[str, nn.Linear]) -> Iterator[GateForm]:
 
 
 def _explains(form: GateForm, run: _Run) -> bool:
-    product = form.product([run.outputs[name] for name in form.readers])
-    return torch.equal(product, run.given[form.down]) and _same(run.outputs[form.down], run.output)
-
-
-def _same(left: torch.Tensor, right: object) -> bool:
-    return isinstance(right, torch.Tensor) and torch.equal(left, right)
+    product = form.reference([run.outputs[name] for name in form.readers])
+    is_output = isinstance(run.output, torch.Tensor) and torch.equal(run.outputs[form.down], run.output)
+    return is_output and torch.equal(product, run.inputs[form.down])

@@ -1,11 +1,11 @@
-"""Puts quantised weights in the places of plain ones, and multiplies with them.
+"""Replaces weights with quantized ones and multiplies with them.
 
-Law: a weight is quantised only if all that hold it are plain linears, parts of a fused one, or plain
-embeddings, and is freed then: nothing keeps a plain copy. What is not taken stays plain. Rows are computed in
-floating point, each from itself alone.
+A weight is quantized only if all modules that hold it are plain linears, parts of a fused linear, or plain
+embeddings; the plain weight is then freed. Other weights stay plain. Each row is computed in floating point
+from that row alone.
 
-A product dequantises some rows of the weight at a time into memory that stays in the processor's cache, and
-multiplies there. torch's own operators for weights in 8 and 4 bits were measured against that, and lost.
+A product dequantizes some rows of the weight at a time into memory that stays in the processor's cache.
+torch's own operators for 8-bit and 4-bit weights were measured to be slower.
 """
 
 import time
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from engine.errors import InvalidParameter
 from engine.execution.attention.probe import pass_of_two_tokens
 from engine.execution.layers.fused_linears import FusedPart
+from engine.execution.layers.module_slots import ModuleSlot, module_slots
 from engine.execution.layers.quantized_weights import (
     GROUP,
     QuantizedWeight,
@@ -27,26 +28,28 @@ from engine.execution.layers.quantized_weights import (
     quantize_to_int8,
 )
 
-SMALLEST = 1 << 16
-"""Numbers in a weight below which it stays plain: routers and gates weigh little and decide much."""
-LARGEST_NUMBER = 6e4
-"""What float16 can still hold, so that a scale and a least value can."""
+MINIMUM_NUMEL = 1 << 16
+"""Elements of a weight below which it stays plain: routers and gates are small and sensitive."""
+MAXIMUM_VALUE = 6e4
+"""Within the range of float16, in which scales and offsets are kept."""
 TILE = 1 << 18
-"""Numbers of a weight that are dequantised at a time: 1 MB in float32."""
-LEAST_TILE_ROWS = 128
-TRIAL_ROWS = 64
-NUM_TRIALS = 5
+"""Elements of a weight that are dequantized at a time: 1 MB in float32."""
+MINIMUM_TILE_ROWS = 128
+MEASURED_ROWS = 64
+NUM_MEASUREMENTS = 5
+
+_Kind = nn.Linear | nn.Embedding | FusedPart
 
 
 class Quantized(NamedTuple):
-    """What came of it. `num_bytes`: of all weights of the model, before and after."""
+    """The result. `num_bytes`: of all weights of the model, before and after."""
 
     num_weights: int
     num_bytes: tuple[int, int]
 
 
 class QuantizedLinear(nn.Module):
-    """A linear over a quantised weight; `dtype`: in which it multiplies."""
+    """A linear with a quantized weight, which multiplies in `dtype`."""
 
     def __init__(self, plain: nn.Linear, weight: QuantizedWeight, dtype: torch.dtype) -> None:
         super().__init__()
@@ -66,7 +69,7 @@ class QuantizedLinear(nn.Module):
 
 
 class QuantizedEmbedding(nn.Module):
-    """An embedding over a quantised weight."""
+    """An embedding with a quantized weight."""
 
     def __init__(self, plain: nn.Embedding, weight: QuantizedWeight) -> None:
         super().__init__()
@@ -81,10 +84,10 @@ class QuantizedEmbedding(nn.Module):
 
 
 def multiply(rows: torch.Tensor, weight: QuantizedWeight, num_out: int) -> torch.Tensor:
-    """`rows` [n, in] times the transposed weight [num_out, in], in the dtype of `rows`."""
+    """`rows` [n, in] times the transposed weight [num_out, in] -> [n, num_out], in the dtype of `rows`."""
     width = rows.shape[1]
     product = rows.new_empty(len(rows), num_out)
-    step = max(LEAST_TILE_ROWS, TILE // width)
+    step = max(MINIMUM_TILE_ROWS, TILE // width)
     scratch = rows.new_empty(min(step, num_out) * width)
     for first in range(0, num_out, step):
         stop = min(first + step, num_out)
@@ -95,17 +98,17 @@ def multiply(rows: torch.Tensor, weight: QuantizedWeight, num_out: int) -> torch
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which dtype this processor multiplies rows of `dtype` faster: their own, or float32."""
+    """The dtype in which this processor multiplies rows of `dtype` faster, measured: their own or float32."""
     if dtype == torch.float32:
         return dtype
-    own, wide = (torch.ones(TRIAL_ROWS, TILE // TRIAL_ROWS, dtype=one) for one in (dtype, torch.float32))
-    least = dict.fromkeys((dtype, torch.float32), float("inf"))
-    for _ in range(NUM_TRIALS):
-        for hidden in (own, wide):
-            began = time.perf_counter()
-            torch.mm(hidden, hidden.t())
-            least[hidden.dtype] = min(least[hidden.dtype], time.perf_counter() - began)
-    return min(least, key=lambda one: least[one])
+    seconds = {one: float("inf") for one in (dtype, torch.float32)}
+    operands = [torch.ones(MEASURED_ROWS, TILE // MEASURED_ROWS, dtype=one) for one in seconds]
+    for _ in range(NUM_MEASUREMENTS):
+        for rows in operands:
+            start = time.perf_counter()
+            torch.mm(rows, rows.t())
+            seconds[rows.dtype] = min(seconds[rows.dtype], time.perf_counter() - start)
+    return min(seconds, key=lambda one: seconds[one])
 
 
 def quantize_linears(
@@ -113,69 +116,58 @@ def quantize_linears(
     quantization: str,
     choose_dtype: Callable[[torch.dtype], torch.dtype] = product_dtype,
 ) -> Quantized:
-    """Quantise what the law allows: to "int8", or to "int4", where what stands at the model's input and
-    output keeps 8 bits. `choose_dtype`: see `product_dtype`.
+    """Quantize the weights to "int8" or "int4". With "int4", input and output embeddings keep 8 bits.
 
-    Raises `InvalidParameter` for a model on another device than a CPU, one that has no such weight, and one
-    that reads its weights by itself.
+    `choose_dtype`: see `product_dtype`. Raises `InvalidParameter` for a model that is not on a CPU, has no
+    weight that can be quantized, or reads its weights outside its linears.
     """
     if model.device.type != "cpu":
         raise InvalidParameter("quantization", f"{quantization} weights need a CPU, not {model.device.type}")
     before = _num_bytes(model)
     dtype = choose_dtype(model.dtype)
-    ends = _ends(model)
-    groups = _places_by_weight(model)
+    embeddings = _embedding_storages(model)
+    groups = _slots_by_weight(model)
     sizes = []
     while groups:
         storage = next(iter(groups))
-        # Popped, so that the plain weight is freed before the next one is quantised.
-        sizes.append(_replace(groups.pop(storage), quantization, dtype, finely=storage in ends))
+        # Popped, so that the plain weight is freed before the next one is quantized.
+        bits = "int8" if storage in embeddings else quantization
+        sizes.append(_quantize_slots(groups.pop(storage), bits, dtype))
     num_weights, quantized_bytes = len(sizes) - sizes.count(0), sum(sizes)
     if not num_weights:
         raise InvalidParameter("quantization", f"this model has no weight that can be kept in {quantization}")
-    _check_that_it_runs(model, quantization)
+    _check_forward(model, quantization)
     return Quantized(num_weights, (before, _num_bytes(model) + quantized_bytes))
 
 
-def _replace(places: list["_Place"], quantization: str, dtype: torch.dtype, *, finely: bool) -> int:
-    """Put one weight, quantised, in all of its `places`; its bytes, or 0 if it stays plain."""
-    weight = _quantize(places[0].module.weight, quantization, finely=finely)
+def _quantize_slots(slots: list[ModuleSlot[_Kind]], quantization: str, dtype: torch.dtype) -> int:
+    """Quantize the weight that `slots` share. Returns its bytes, or 0 if it stays plain."""
+    weight = _quantize(slots[0].module.weight, quantization)
     if weight is None:
         return 0
-    for place in places:
-        place.put(weight, dtype)
+    for slot in slots:
+        module = slot.module
+        if isinstance(module, FusedPart):
+            # It reads its output from the fused product; its weight was a view.
+            module.register_parameter("weight", None)
+        elif isinstance(module, nn.Linear):
+            slot.replace(QuantizedLinear(module, weight, dtype))
+        else:
+            slot.replace(QuantizedEmbedding(module, weight))
     return weight.nbytes
 
 
-class _Place(NamedTuple):
-    """`module`, a linear, an embedding or a part of a fused linear, stands as `name` in `parent`."""
-
-    parent: nn.Module
-    name: str
-    module: nn.Linear | nn.Embedding | FusedPart
-
-    def put(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
-        if isinstance(self.module, FusedPart):
-            # Its mates and it fetch their outputs from the whole product; its weight was a view.
-            self.module.register_parameter("weight", None)
-        elif isinstance(self.module, nn.Linear):
-            setattr(self.parent, self.name, QuantizedLinear(self.module, weight, dtype))
-        else:
-            setattr(self.parent, self.name, QuantizedEmbedding(self.module, weight))
-
-
-def _places_by_weight(model: PreTrainedModel) -> dict[int, list[_Place]]:
-    """Where each weight that may be quantised stands, the whole weight first; by its memory."""
-    places = [
-        _Place(parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, (nn.Linear, nn.Embedding, FusedPart)) and _is_known(child)
+def _slots_by_weight(model: PreTrainedModel) -> dict[int, list[ModuleSlot[_Kind]]]:
+    """The slots of each weight that can be quantized, by its storage; the owner of the whole weight first."""
+    slots = [
+        ModuleSlot(parent, name, child)
+        for parent, name, child in module_slots(model)
+        if isinstance(child, _Kind) and _is_plain(child)
     ]
-    groups = defaultdict[int, list[_Place]](list)
-    for place in sorted(places, key=lambda place: isinstance(place.module, FusedPart)):
-        groups[_storage(place.module.weight)].append(place)
-    known = {place.module for place in places}
+    groups = defaultdict[int, list[ModuleSlot[_Kind]]](list)
+    for slot in sorted(slots, key=lambda slot: isinstance(slot.module, FusedPart)):
+        groups[_storage(slot.module.weight)].append(slot)
+    known = {slot.module for slot in slots}
     held = {
         _storage(one)
         for module in model.modules()
@@ -185,44 +177,43 @@ def _places_by_weight(model: PreTrainedModel) -> dict[int, list[_Place]]:
     return {storage: group for storage, group in groups.items() if storage not in held}
 
 
-def _is_known(module: nn.Linear | nn.Embedding | FusedPart) -> bool:
-    """Whether it does what its class says and no more."""
+def _is_plain(module: _Kind) -> bool:
+    """Whether it is the class itself, not a subclass, and an embedding does not renormalise."""
     if isinstance(module, nn.Embedding):
         return type(module) is nn.Embedding and module.max_norm is None
     return type(module) in (nn.Linear, FusedPart)
 
 
-def _ends(model: PreTrainedModel) -> set[int]:
-    """The weights that tokens come in and logits go out by."""
-    # Typed as Any: the methods have no types in transformers.
-    asked: Any = model
-    ends = (asked.get_input_embeddings(), asked.get_output_embeddings())
-    return {_storage(one.weight) for one in ends if one is not None}
+def _embedding_storages(model: PreTrainedModel) -> set[int]:
+    """The weights of the input and output embeddings."""
+    untyped: Any = model  # The methods have no types in transformers.
+    modules = (untyped.get_input_embeddings(), untyped.get_output_embeddings())
+    return {_storage(one.weight) for one in modules if one is not None}
 
 
-def _quantize(weight: torch.Tensor, quantization: str, *, finely: bool) -> QuantizedWeight | None:
-    """None for a weight that cannot be kept so."""
-    # A NaN is not below the bound either.
-    if weight.numel() < SMALLEST or not weight.detach().abs().max() < LARGEST_NUMBER:
+def _quantize(weight: torch.Tensor, quantization: str) -> QuantizedWeight | None:
+    """None for a weight that stays plain."""
+    # NaN must fail the comparison.
+    if weight.numel() < MINIMUM_NUMEL or not weight.detach().abs().max() < MAXIMUM_VALUE:
         return None
-    if quantization == "int8" or finely:
+    if quantization == "int8":
         return quantize_to_int8(weight)
     return None if weight.shape[1] % GROUP else quantize_to_int4(weight)
 
 
-def _check_that_it_runs(model: PreTrainedModel, quantization: str) -> None:
+def _check_forward(model: PreTrainedModel, quantization: str) -> None:
     try:
         pass_of_two_tokens(model)
     except (AttributeError, TypeError) as error:
         raise InvalidParameter(
             "quantization",
-            f"{quantization} is not for model type {model.config.model_type!r}, which reads its weights by"
-            f" itself: {error}",
+            f"{quantization} does not support model type {model.config.model_type!r}, which reads its weights"
+            f" outside its linears: {error}",
         ) from error
 
 
 def _num_bytes(model: nn.Module) -> int:
-    """Of the memory that the model's weights lie in, each counted once."""
+    """Bytes of the storages of the model's weights, each counted once."""
     storages = {_storage(one): one.untyped_storage().nbytes() for one in model.parameters()}
     return sum(storages.values())
 

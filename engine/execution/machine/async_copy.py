@@ -1,8 +1,6 @@
-"""Small arrays on their way between host and device, which nobody waits for before they are needed.
+"""Asynchronous copies of small arrays between host and device.
 
-Law: nothing here waits for the device but `SampledIds.on_host`, and that waits for its own tokens alone, not
-for what was launched after them. Pinned memory is asked for here alone. This file does not know what the
-arrays mean.
+Only `SampledIds.on_host` waits for the device, and only for its own copy, not for work launched later.
 """
 
 from dataclasses import dataclass
@@ -13,16 +11,16 @@ import torch
 def host_buffer(
     shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """Memory of the host for a copy to or from `device`; pinned for CUDA, so that nobody waits for the copy.
+    """Host memory for a copy to or from `device`, pinned for CUDA so that the copy is asynchronous.
 
-    The allocator of pinned memory gives a buffer to nobody else before the copies from it are done, so a
-    buffer may be dropped as soon as its copy is launched.
+    The buffer may be dropped once its copy is launched: the pinned allocator reuses it only when the copy is
+    complete.
     """
     return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host, on `device`. A plain copy to CUDA would wait for all that was launched before."""
+    """A host tensor on `device`. A copy from pageable memory would wait for all work launched before."""
     if device.type == "cpu":
         return tensor
     buffer = host_buffer(tensor.shape, device, tensor.dtype).copy_(tensor)
@@ -31,25 +29,25 @@ def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SampledIds:
-    """Tokens [rows that sample], int64: `tokens` on the device, `copy` on its way to the host."""
+    """Token ids [sampled rows], int64: `tokens` on the device, and their `copy` on its way to the host."""
 
     tokens: torch.Tensor
     copy: torch.Tensor
-    arrival: torch.cuda.Event | None = None
+    copied: torch.cuda.Event | None = None
 
     @classmethod
     def of(cls, tokens: torch.Tensor) -> "SampledIds":
-        """Begin to copy `tokens` to the host, behind what makes them."""
+        """Start to copy `tokens` to the host."""
         if tokens.device.type == "cpu":
             return cls(tokens, tokens)
         copy = host_buffer(tokens.shape, tokens.device, tokens.dtype)
         copy.copy_(tokens, non_blocking=True)
-        arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch says nothing of it
-        arrival.record()
-        return cls(tokens, copy, arrival)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
+        copied.record()
+        return cls(tokens, copy, copied)
 
     def on_host(self) -> list[int]:
-        """Wait for them."""
-        if self.arrival is not None:
-            self.arrival.synchronize()
+        """Wait for the copy and return it."""
+        if self.copied is not None:
+            self.copied.synchronize()
         return self.copy.tolist()

@@ -1,8 +1,4 @@
-"""Files and directories in the cache that other processes read: there as a whole, or not there.
-
-Law: what takes a name was written to the end. What a killed process leaves is under another name, at
-which nobody looks. Knows no contents.
-"""
+"""Replaces files in the cache atomically: readers see the old file or the complete new one."""
 
 import os
 import tempfile
@@ -13,9 +9,9 @@ from pathlib import Path
 
 @contextmanager
 def written_atomically(path: Path) -> Iterator[Path]:
-    """Where to write what takes the place of `path` when the block ends without an exception.
+    """A temporary path, which replaces `path` when the block ends without an exception.
 
-    Raises `OSError` where that cannot be.
+    Creates missing directories. Raises `OSError` if the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{path.name}.", dir=path.parent) as scratch:

@@ -1,4 +1,4 @@
-"""Says in the engine's words that a device is gone or short of memory. Other faults pass as they are."""
+"""Translates torch's device errors into the engine's: a lost device, or a lack of memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +10,17 @@ from engine.errors import DeviceLost
 
 @contextmanager
 def device_errors() -> Iterator[None]:
-    """Turn an accelerator's own failure into `DeviceLost`, and a failed allocation into `MemoryError`."""
+    """Raise `DeviceLost` for an accelerator's failure and `MemoryError` for a failed allocation.
+
+    Other exceptions pass unchanged.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise MemoryError(str(error)) from error
     except torch.AcceleratorError as error:
-        raise DeviceLost(f"the device does not answer any more: {error}") from error
+        raise DeviceLost(f"the device does not respond any more: {error}") from error
     except RuntimeError as error:
-        if "can't allocate memory" in str(error):  # what torch's allocator on the CPU says
+        if "can't allocate memory" in str(error):  # the message of torch's CPU allocator
             raise MemoryError(str(error)) from error
         raise

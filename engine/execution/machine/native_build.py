@@ -1,8 +1,7 @@
 """Compiles the native operators on the machine that runs them, once, into a cache directory.
 
-Law: a library that is handed out is whole, and its name says what it was made of: the sources, the compiler,
-its flags, and what this CPU can do. So another version or another machine never loads it, and processes that
-build at once all get a whole one. This file does not know what the library does.
+A library's name is a hash of the sources, the compiler, its flags and the CPU's features, so another version
+or another machine does not load it. Processes may build concurrently: a library is renamed when complete.
 """
 
 import hashlib
@@ -21,38 +20,33 @@ FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
     "-fPIC", "-shared",
 )  # fmt: skip
-"""Not -ffast-math: a NaN must stay one, and a sum must keep its order. No -fopenmp either: the threads are
-torch's, reached through a function that the caller hands over, so no second OpenMP runtime is linked."""
+"""No -ffast-math: NaN must propagate and sums must keep their order. No -fopenmp: the caller passes a
+function of torch's OpenMP runtime, so no second runtime is linked."""
 COMPILERS = ("c++", "g++", "clang++")
 BUILD_SECONDS = 300
-"""It takes about ten; a compiler that hangs must not hold a worker for ever."""
+"""Timeout of a compilation, which takes about ten seconds."""
 _CPUINFO = Path("/proc/cpuinfo")
 
 
 class CannotBuild(Exception):
-    """There is no library; the message says why."""
+    """The library or one of its operators cannot be used; the message is the reason."""
 
 
 def built_library(cache_directory: Path, progress: Callable[[str], None]) -> Path:
-    """The compiled library under `cache_directory`, made if it is not there. Raises `CannotBuild`."""
+    """The compiled library under `cache_directory`, built if absent. Raises `CannotBuild`."""
     compiler = find_compiler()
-    library = native_directory(cache_directory) / f"operators-{_key(compiler)}.so"
+    library = cache_directory / "native" / f"operators-{_key(compiler)}.so"
     if library.exists():
-        if _is_whole(library):
+        if _has_checksum(library):
             return library
-        progress(f"{library} is damaged; it is made again")
+        progress(f"{library} is damaged; compiling it again")
     build(compiler, library, progress)
     return library
 
 
-def native_directory(cache_directory: Path) -> Path:
-    """Where everything lies that was made for machines such as this one."""
-    return cache_directory / "native"
-
-
 def build(compiler: str, library: Path, progress: Callable[[str], None]) -> None:
-    """Compile into `library`, whether it is there or not. Raises `CannotBuild`."""
-    progress("compiling the native operators once, which takes some seconds")
+    """Compile into `library`, replacing it. Raises `CannotBuild`."""
+    progress("compiling the native operators; this takes some seconds, once")
     try:
         with written_atomically(library) as unfinished:
             _compile(compiler, unfinished)
@@ -62,10 +56,10 @@ def build(compiler: str, library: Path, progress: Callable[[str], None]) -> None
 
 
 def seal(library: Path) -> None:
-    """Write a checksum behind the content, where no loader looks, and both to the disk.
+    """Append a checksum, which the loader ignores, and flush the file to disk.
 
-    A library that a crash or a full disk cut short can be opened, and kills the process that touches what is
-    missing.
+    A library truncated by a crash or a full disk can be opened, but accessing the missing part kills the
+    process.
     """
     checksum = hashlib.sha256(library.read_bytes()).digest()
     with library.open("ab") as file:
@@ -74,7 +68,7 @@ def seal(library: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _is_whole(library: Path) -> bool:
+def _has_checksum(library: Path) -> bool:
     try:
         content = library.read_bytes()
     except OSError:
@@ -84,29 +78,29 @@ def _is_whole(library: Path) -> bool:
 
 
 def find_compiler() -> str:
-    """The path of a C++ compiler: the one that CXX names, or the first that is there."""
+    """The path of a C++ compiler: $CXX, or the first of `COMPILERS`. Raises `CannotBuild`."""
     named = os.environ.get("CXX")
     for name in (named,) if named else COMPILERS:
         if found := shutil.which(name):
             return found
-    wanted = f"CXX names {named!r}, which is not there" if named else f"none of {', '.join(COMPILERS)}"
-    raise CannotBuild(f"no C++ compiler was found ({wanted}); on Debian and Ubuntu: apt install g++")
+    tried = f"CXX is {named!r}" if named else f"tried {', '.join(COMPILERS)}"
+    raise CannotBuild(f"no C++ compiler was found ({tried}); on Debian and Ubuntu: apt install g++")
 
 
 def _compile(compiler: str, output: Path) -> None:
     sources = sorted(map(str, SOURCES.glob("*.cpp")))
-    said = _run([compiler, *compiler_flags(), *sources, "-o", str(output)])
+    printed = _run([compiler, *compiler_flags(), *sources, "-o", str(output)])
     if not output.is_file():
-        raise CannotBuild(f"{compiler} made no library: {said}")
+        raise CannotBuild(f"{compiler} made no library: {printed}")
 
 
 def compiler_flags() -> tuple[str, ...]:
-    """Tokenmill's flags, then those of CXXFLAGS, which win: -march=x86-64-v3 builds for AVX2 alone."""
+    """`FLAGS`, then $CXXFLAGS, which take precedence: -march=x86-64-v3 builds for AVX2."""
     return (*FLAGS, *shlex.split(os.environ.get("CXXFLAGS", "")))
 
 
 def _run(command: list[str]) -> str:
-    """What a command prints. Raises `CannotBuild` with the end of it if the command fails."""
+    """The output of a command. Raises `CannotBuild`, with the end of the output, if it fails."""
     try:
         done = subprocess.run(
             command,
@@ -126,16 +120,16 @@ def _run(command: list[str]) -> str:
 
 
 def _key(compiler: str) -> str:
-    """What the library is made of, as a name."""
+    """A hash of everything that the library depends on."""
     key = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         key.update(f"{source.name}\0".encode() + source.read_bytes())
-    key.update("\0".join([compiler, _run([compiler, "--version"]), *compiler_flags(), cpu_facts()]).encode())
+    key.update("\0".join([compiler, _run([compiler, "--version"]), *compiler_flags(), _cpu_facts()]).encode())
     return key.hexdigest()[:16]
 
 
-def cpu_facts() -> str:
-    """What decides what -march=native means: the machine's kind, and the features and model of its CPU."""
+def _cpu_facts() -> str:
+    """Everything that -march=native depends on: architecture, CPU model and features."""
     known = {"flags", "Features", "model name", "model", "cpu family", "CPU part"}
     try:
         lines = _CPUINFO.read_text().splitlines()

@@ -1,10 +1,10 @@
-"""Loads the library of native operators, whose functions are called through ctypes.
+"""Loads the library of native operators and calls its functions through ctypes.
 
-Law: the library checks nothing, so what does not fit its C interface is refused before a call. While a
-function runs, other threads of Python do too. Knows no operator.
+The library checks nothing: callers refuse what does not fit its C interface. The GIL is released during a
+call.
 
-Why not torch's extensions: with its headers the same source compiles for a minute instead of seconds, and
-the result depends on torch's version. What remains is one call a layer, of a few microseconds.
+The library does not use torch's extension interface: with torch's headers it compiles for a minute instead of
+seconds, and the result depends on torch's version. A ctypes call takes a few microseconds per layer.
 """
 
 import ctypes
@@ -16,24 +16,22 @@ from typing import Any
 
 import torch
 
-from engine.execution.machine.autotune_cache import AutotuneCache
-from engine.execution.machine.native_build import (
-    CannotBuild,
-    build,
-    built_library,
-    cpu_facts,
-    find_compiler,
-    native_directory,
-)
+from engine.execution.machine.native_build import CannotBuild, build, built_library, find_compiler
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-"""In which operators come, and how their functions' names end."""
+"""The dtypes of the operators, and the suffixes of their functions' names."""
+POINTER, INT64, INT32, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+def fields(ctype: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    """Fields of a `ctypes.Structure` that share a type. `names`: separated by spaces."""
+    return tuple((name, ctype) for name in names.split())
 
 
 class NativeLibrary:
     """The library at `path`. Raises `CannotBuild` if it cannot be loaded.
 
-    `name`: says what it was made of. `run_team`: see `_torch_team`.
+    `run_team`: address of the function that runs work on torch's threads.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,14 +40,13 @@ class NativeLibrary:
         except OSError as error:
             raise CannotBuild(f"{path} cannot be loaded: {error}") from error
         self._path = path
-        self.name = path.stem
         self.run_team = _torch_team()
-        self._noted: list[Callable[[], Any]] | None = None
+        self._recorded: list[Callable[[], Any]] | None = None
 
-    def function(self, name: str, arguments: list[Any], result: Any) -> Callable[..., Any]:
-        """A function by its name, with ctypes' types. Raises `CannotBuild` if it is not there.
+    def function(self, name: str, arguments: list[Any], result: Any = None) -> Callable[..., Any]:
+        """The C function `name`. Raises `CannotBuild` if the library lacks it.
 
-        One without a result, or with an int that is 0 if all went well, is there for what it writes.
+        A function without a result, or with an int that is 0 on success, is called for what it writes.
         """
         try:
             function = self._library[name]
@@ -58,32 +55,39 @@ class NativeLibrary:
         function.argtypes, function.restype = arguments, result
         writes = result in (None, ctypes.c_int)
 
-        def call(*given: Any) -> Any:
-            if self._noted is None or not writes:
-                return function(*given)
-            self._noted.append(partial(function, *given))
+        def call(*values: Any) -> Any:
+            if self._recorded is None or not writes:
+                return function(*values)
+            self._recorded.append(partial(function, *values))
             return 0
 
         return call
 
-    @contextmanager
-    def noting(self, calls: list[Callable[[], Any]]) -> Iterator[None]:
-        """A context in which each call of a function that writes is appended to `calls` and not made.
+    def by_dtype(
+        self, name: str, arguments: list[Any], result: Any = None
+    ) -> dict[torch.dtype, Callable[..., Any]]:
+        """The variants of the C function `name` for each of `DTYPES`."""
+        return {
+            dtype: self.function(f"{name}_{suffix}", arguments, result) for dtype, suffix in DTYPES.items()
+        }
 
-        What it would have written is not there. Whoever makes the call sees to it that the memory is there
-        which it names.
+    @contextmanager
+    def recording(self, calls: list[Callable[[], Any]]) -> Iterator[None]:
+        """Append each call of a function that writes to `calls` instead of making it.
+
+        Outputs are not written. Whoever makes the calls later keeps their memory alive until then.
         """
-        self._noted = calls
+        self._recorded = calls
         try:
             yield
         finally:
-            self._noted = None
+            self._recorded = None
 
 
 def find_library(
     cache_directory: Path | None, progress: Callable[[str], None]
 ) -> NativeLibrary | CannotBuild:
-    """The library for this machine, compiled if need be, or the reason why there is none."""
+    """The library for this machine, compiled on first use, or the reason why there is none."""
     if cache_directory is None:
         return CannotBuild("there is no cache directory to compile it into")
     try:
@@ -92,39 +96,23 @@ def find_library(
         return error
 
 
-def machine_autotune_cache(
-    cache_directory: Path | str | None, library: NativeLibrary | None
-) -> AutotuneCache | None:
-    """What was measured with this library and this torch on this machine, or a machine just like it."""
-    if cache_directory is None:
-        return None
-    return AutotuneCache(
-        native_directory(Path(cache_directory)) / "choices",
-        {
-            "cpu": cpu_facts(),
-            "library": None if library is None else library.name,
-            "torch": torch.__version__,
-        },
-    )
-
-
 def load_library(cache_directory: Path, progress: Callable[[str], None]) -> NativeLibrary:
-    """The library for this machine, built on first use. Raises `CannotBuild`."""
+    """The library for this machine, compiled on first use. Raises `CannotBuild`."""
     path = built_library(cache_directory, progress)
     try:
         return NativeLibrary(path)
     except CannotBuild as error:
-        # Whole, but from another machine whose CPU looks the same.
-        progress(f"{error}; it is made again")
+        # Complete, but built on another machine whose CPU reports the same features.
+        progress(f"{error}; compiling it again")
     build(find_compiler(), path, progress)
     return NativeLibrary(path)
 
 
 def _torch_team() -> int:
-    """The address of GOMP_parallel in the OpenMP runtime that torch uses: its threads do our work too.
+    """The address of GOMP_parallel in the OpenMP runtime of torch, whose threads the operators share.
 
-    torch loads its runtime for all to see, and LLVM's runtime has the function as well. A runtime of our own
-    would be a second pool of threads on the same cores.
+    torch loads its runtime with global symbols, and LLVM's runtime exports the function too. A second runtime
+    would put a second thread pool on the same cores.
     """
     try:
         function = ctypes.CDLL(None).GOMP_parallel

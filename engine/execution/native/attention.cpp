@@ -1,10 +1,8 @@
-// The operator: stores a batch's keys and values in the pool and attends to all that its sequences have.
+// Paged attention: stores a batch's keys and values in the pool and attends to the whole sequences.
 //
-// Law: the bits of a row depend on its sequence and position, not on the batch or the threads. This file
-// decides who computes what; what is computed stands in tile.h.
-//
-// The interface is plain C without torch's headers, so that it compiles in seconds and does not depend on
-// torch's ABI.
+// The bits of a row depend on its sequence and position, not on the batch or the threads. This file divides the
+// work; tile.h computes. The interface is plain C without torch's headers, so that it compiles in seconds and does
+// not depend on torch's ABI.
 
 #include <new>
 #include <vector>
@@ -14,8 +12,8 @@
 
 extern "C" {
 
-// A batch: `spans` [num_spans][4]: first row, number of rows, position of the first, and where in `tables`
-// its blocks begin. All strides count numbers, not bytes; sizes stand side by side in each tensor.
+// A batch. `spans` [num_spans][4]: first row, number of rows, position of the first row, offset in `tables`.
+// Strides count elements; the last dimension of each tensor is contiguous.
 struct TokenmillCall {
     const void* query;  // [rows, heads, head_dim]
     const void* key;    // [rows, kv heads, head_dim]
@@ -46,16 +44,16 @@ struct TokenmillCall {
 
 namespace {
 
-// Rows of one KV head that a thread stores in one go.
+// Rows of one KV head that a thread stores at a time.
 constexpr int64_t STORED_ROWS = 32;
-// With fewer tiles for each thread than this, tiles are cut into their splits.
-constexpr int64_t ENOUGH_TILES = 4;
+// With fewer tiles per thread, tiles are divided into their splits.
+constexpr int64_t MIN_TILES = 4;
 
-// Rows of one tile, and of their splits those from `split` up to `end_split`.
+// The splits split to end_split (exclusive) of one tile's rows.
 struct Piece {
     const int64_t* span;
     int64_t kv_head;
-    int64_t first;  // among the span's rows times the heads of a KV head
+    int64_t first;  // index among the span's rows times the heads of a KV head
     int64_t count;
     int64_t split;
     int64_t end_split;
@@ -83,21 +81,21 @@ class Attention {
                 const T* key = at(call_.key, call_.key_strides, row, kv_head);
                 const T* value = at(call_.value, call_.value_strides, row, kv_head);
                 int64_t slot = call_.slot_mapping[row];
-                T* head = head_at(static_cast<T*>(call_.pool), layer_.shape, slot / SIXTEEN, kv_head);
-                put(head, layer_.shape, slot % SIXTEEN, key, value);
+                T* head = head_at(static_cast<T*>(call_.pool), layer_.shape, slot / PANEL, kv_head);
+                put(head, layer_.shape, slot % PANEL, key, value);
             }
         });
     }
 
     void attend() const {
         std::vector<Piece> tiles = list_tiles();
-        if (call_.threads > 1 && int64_t(tiles.size()) < ENOUGH_TILES * call_.threads)
+        if (call_.threads > 1 && int64_t(tiles.size()) < MIN_TILES * call_.threads)
             return attend_in_splits(tiles);
         for_each(team_, int64_t(tiles.size()), [&](int64_t i) {
             Scratch<T> scratch;
             Sum whole;
             whole.values = scratch.whole;
-            // Likely the next one of this thread: all are about as long.
+            // Probably the next tile of this thread, as all take about as long.
             size_t next = size_t(i + team_.threads);
             attend_piece(tiles[size_t(i)], next < tiles.size() ? tiles[next] : tiles[size_t(i)], scratch, whole);
             finish(tiles[size_t(i)], whole);
@@ -109,12 +107,12 @@ class Attention {
         return static_cast<const T*>(tensor) + row * strides[0] + head * strides[1];
     }
 
-    // The last tile of a span reads most, so it comes first.
+    // The last tile of a span reads most, so it is listed first.
     std::vector<Piece> list_tiles() const {
         std::vector<Piece> tiles;
         for (int64_t i = 0; i < call_.num_spans; i++) {
             const int64_t* span = call_.spans + i * 4;
-            int64_t rows = span[1] * layer_.heads_each;
+            int64_t rows = span[1] * layer_.heads_per_kv;
             for (int64_t tile = (rows + TILE_ROWS - 1) / TILE_ROWS - 1; tile >= 0; tile--)
                 for (int64_t kv_head = 0; kv_head < call_.num_kv_heads; kv_head++) {
                     int64_t first = tile * TILE_ROWS;
@@ -135,26 +133,26 @@ class Attention {
         rows.table = call_.tables + piece.span[3];
         rows.kv_head = piece.kv_head;
         for (int i = 0; i < rows.count; i++) {
-            int64_t end = piece.span[2] + (piece.first + i) / layer_.heads_each + 1;
+            int64_t end = piece.span[2] + (piece.first + i) / layer_.heads_per_kv + 1;
             rows.end[i] = end;
             rows.begin[i] = layer_.window != 0 && end > layer_.window ? end - layer_.window : 0;
         }
         return rows;
     }
 
-    // Where the first keys of a piece lie.
+    // Finds the first keys of a piece.
     void find_first_heads(const Piece& piece, const T** heads) const {
         Rows<T> rows = rows_of(piece);
         int64_t first = rows.first_token() / KEY_TILE * KEY_TILE, begin = piece.split * SPLIT;
         find_heads(rows, layer_, first < begin ? begin : first, rows.end_token(), heads);
     }
 
-    // A tile's row as the batch counts it, and its query head.
+    // The batch's row and the query head of a tile's row.
     int64_t row_of(const Piece& piece, int64_t i) const {
-        return piece.span[0] + (piece.first + i) / layer_.heads_each;
+        return piece.span[0] + (piece.first + i) / layer_.heads_per_kv;
     }
     int64_t head_of(const Piece& piece, int64_t i) const {
-        return piece.kv_head * layer_.heads_each + (piece.first + i) % layer_.heads_each;
+        return piece.kv_head * layer_.heads_per_kv + (piece.first + i) % layer_.heads_per_kv;
     }
 
     void attend_piece(const Piece& piece, const Piece& next, Scratch<T>& scratch, Sum& whole) const {
@@ -170,7 +168,7 @@ class Attention {
         attend_rows(rows, layer_, piece.split, piece.end_split, scratch, whole);
     }
 
-    // Few tiles: every split is a piece of its own, and the pieces of a tile are merged as one piece would.
+    // Few tiles: each split is a piece, and the pieces of a tile are merged in the order of a single piece.
     void attend_in_splits(const std::vector<Piece>& tiles) const {
         std::vector<Piece> pieces;
         std::vector<size_t> begins;
@@ -182,12 +180,12 @@ class Attention {
                 pieces.back().end_split = split + 1;
             }
         }
-        const size_t numbers = size_t(TILE_ROWS * layer_.shape.padded_value_dim());
-        std::vector<float> values(pieces.size() * numbers);
+        const size_t numel = size_t(TILE_ROWS * layer_.shape.padded_value_dim());
+        std::vector<float> values(pieces.size() * numel);
         std::vector<Sum> sums(pieces.size());
         for_each(team_, int64_t(pieces.size()), [&](int64_t i) {
             Scratch<T> scratch;
-            sums[size_t(i)].values = values.data() + size_t(i) * numbers;
+            sums[size_t(i)].values = values.data() + size_t(i) * numel;
             attend_piece(pieces[size_t(i)], pieces[size_t(i)], scratch, sums[size_t(i)]);
         });
         for (size_t i = 0; i < tiles.size(); i++) {
@@ -199,7 +197,7 @@ class Attention {
         }
     }
 
-    // A sink is one more score, which takes weight and gives no value. Compiled once, as `merge` is.
+    // Divides by the sum of weights. A sink is a score without a value. Not inlined, as `merge`.
     __attribute__((noinline)) void finish(const Piece& piece, const Sum& whole) const {
         int64_t size = layer_.shape.padded_value_dim();
         for (int64_t i = 0; i < piece.count; i++) {
@@ -208,8 +206,8 @@ class Attention {
                 float sink = call_.sinks[head_of(piece, i)];
                 float largest = whole.largest[i] > sink ? whole.largest[i] : sink;
                 float shift = largest > LOWEST ? largest : LOWEST;
-                factor = shrink(whole.largest[i], shift);
-                weight = weight * factor + shrink(sink, shift);
+                factor = decay(whole.largest[i], shift);
+                weight = weight * factor + decay(sink, shift);
             }
             factor /= weight;
             const float* values = whole.values + i * size;
@@ -237,33 +235,29 @@ int attend(const TokenmillCall& call) {
 }
 
 template <typename T>
-void forget_slots(void* pool, const int64_t* slots, int64_t num_slots, const Shape& shape) {
+void zero_slots(void* pool, const int64_t* slots, int64_t num_slots, const Shape& shape) {
     for (int64_t i = 0; i < num_slots; i++)
         for (int64_t kv_head = 0; kv_head < shape.num_kv_heads; kv_head++)
-            forget(head_at(static_cast<T*>(pool), shape, slots[i] / SIXTEEN, kv_head), shape,
-                   slots[i] % SIXTEEN);
+            zero(head_at(static_cast<T*>(pool), shape, slots[i] / PANEL, kv_head), shape,
+                   slots[i] % PANEL);
 }
 
 }  // namespace
 
+// The functions for one type. `attend` returns 0, or 1 if memory could not be allocated; `zero` clears slots.
+#define TOKENMILL_ATTENTION(NAME, T)                                                                            \
+    int tokenmill_attend_##NAME(const TokenmillCall* call) { return attend<T>(*call); }                         \
+    void tokenmill_zero_##NAME(void* pool, const int64_t* slots, int64_t num_slots, int64_t num_kv_heads,       \
+                               int64_t head_dim, int64_t value_dim) {                                           \
+        zero_slots<T>(pool, slots, num_slots, {num_kv_heads, head_dim, value_dim});                             \
+    }
+
 extern "C" {
+TOKENMILL_ATTENTION(float32, float)
+TOKENMILL_ATTENTION(bfloat16, BFloat16)
 
-// Both return 0, or 1 if memory is out.
-int tokenmill_attend_float32(const TokenmillCall* call) { return attend<float>(*call); }
-int tokenmill_attend_bfloat16(const TokenmillCall* call) { return attend<BFloat16>(*call); }
-
-// The numbers that one group of sixteen tokens takes.
-int64_t tokenmill_group_numbers(int64_t num_kv_heads, int64_t head_dim, int64_t value_dim) {
-    return num_kv_heads * Shape{num_kv_heads, head_dim, value_dim}.head_numbers();
-}
-
-// Sets what `slots` hold to 0.
-void tokenmill_forget_float32(void* pool, const int64_t* slots, int64_t num_slots, int64_t num_kv_heads,
-                              int64_t head_dim, int64_t value_dim) {
-    forget_slots<float>(pool, slots, num_slots, {num_kv_heads, head_dim, value_dim});
-}
-void tokenmill_forget_bfloat16(void* pool, const int64_t* slots, int64_t num_slots, int64_t num_kv_heads,
-                               int64_t head_dim, int64_t value_dim) {
-    forget_slots<BFloat16>(pool, slots, num_slots, {num_kv_heads, head_dim, value_dim});
+// The elements of one group of PANEL tokens.
+int64_t tokenmill_group_numel(int64_t num_kv_heads, int64_t head_dim, int64_t value_dim) {
+    return num_kv_heads * Shape{num_kv_heads, head_dim, value_dim}.head_numel();
 }
 }

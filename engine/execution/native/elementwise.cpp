@@ -1,9 +1,7 @@
-// What stands between the products of a layer: the norm of a row, and a gate's activation times its mate.
+// Norms, gated activations and rotary position embeddings of rows.
 //
-// Law: the bits of a row follow from that row alone. Numbers are rounded to the tensors' type where the modules
-// of transformers round them, and nowhere else.
-//
-// The interface is plain C, as that of attention.cpp.
+// The bits of a row depend on that row alone. Values are rounded to the tensors' type where transformers' modules
+// round them, and nowhere else; rotations equal torch's bit for bit. All strides count elements.
 
 #include <cmath>
 
@@ -18,13 +16,31 @@ struct TokenmillNorm {
     int64_t size;
     RunTeam run_team;
     float epsilon;
-    int32_t rounds_first;  // the normalised row is rounded before it is multiplied with `scale`
+    int32_t rounds_first;  // the normalised row is rounded before it is multiplied by `scale`
 };
 
 // y = activation(gate) * up
 struct TokenmillGate {
     RunTeam run_team;
     int64_t activation;  // 0: silu, 1: gelu by tanh, 2: gelu by erf
+};
+
+// x * cosine + cat(-x2, x1) * sine, where x1 and x2 are the halves of x. The elements of a head are adjacent.
+struct TokenmillRotary {
+    const void* query;   // [rows, heads, size]
+    const void* key;     // [rows, kv heads, size]
+    const void* cosine;  // [rows, size]
+    const void* sine;    // [rows, size]
+    void* out;           // [rows, heads + kv heads, size], contiguous
+    int64_t query_strides[2];
+    int64_t key_strides[2];
+    int64_t angle_strides[2];  // of the rows of cosine and of sine
+    int64_t num_rows;
+    int64_t num_heads;
+    int64_t num_kv_heads;
+    int64_t size;  // even
+    int64_t threads;
+    RunTeam run_team;
 };
 }
 
@@ -48,18 +64,18 @@ float mean_of_squares(const T* row, int64_t size) {
     return sum_of((sums[0] + sums[1]) + (sums[2] + sums[3])) / float(size);
 }
 
-// Compiled once for all who call it, as a product and a sum become one operation by the compiler's choice.
+// Not inlined: the compiler may contract products and sums differently in each copy.
 template <typename T>
 __attribute__((noinline)) void norm_row(const TokenmillNorm& norm, const T* row, T* out) {
     const float factor = 1.0f / std::sqrt(mean_of_squares(row, norm.size) + norm.epsilon);
-    auto weigh = [&](Floats x, Floats scale) {
+    auto scaled = [&](Floats x, Floats scale) {
         x = x * factor;
         return (norm.rounds_first ? rounded<T>(x) : x) * scale;
     };
     int64_t i = 0, size = norm.size;
-    for (; i + LANES <= size; i += LANES) store(out + i, weigh(load(row + i), load(norm.scale + i)));
+    for (; i + LANES <= size; i += LANES) store(out + i, scaled(load(row + i), load(norm.scale + i)));
     if (i < size)
-        store_part(out + i, weigh(load_part(row + i, size - i), load_part(norm.scale + i, size - i)), size - i);
+        store_part(out + i, scaled(load_part(row + i, size - i), load_part(norm.scale + i, size - i)), size - i);
 }
 
 template <typename T>
@@ -82,10 +98,10 @@ __attribute__((noinline)) void gate_row(const T* gate, const T* up, T* out, int6
         store_all(out, gates);
     };
     int64_t i = 0;
-    for (; i + NUMBERS<T> <= size; i += NUMBERS<T>) pass(gate + i, up + i, out + i);
+    for (; i + ELEMENTS<T> <= size; i += ELEMENTS<T>) pass(gate + i, up + i, out + i);
     if (i == size) return;
     const size_t rest = size_t(size - i) * sizeof(T);
-    T gates[NUMBERS<T>] = {}, ups[NUMBERS<T>] = {}, outs[NUMBERS<T>];
+    T gates[ELEMENTS<T>] = {}, ups[ELEMENTS<T>] = {}, outs[ELEMENTS<T>];
     std::memcpy(gates, gate + i, rest);
     std::memcpy(ups, up + i, rest);
     pass(gates, ups, outs);
@@ -93,40 +109,86 @@ __attribute__((noinline)) void gate_row(const T* gate, const T* up, T* out, int6
 }
 
 template <typename T>
-void gate_rows(const TokenmillGate& about, const void* gate, const void* up, void* out, int64_t rows,
+void gate_rows(const TokenmillGate& config, const void* gate, const void* up, void* out, int64_t rows,
                int64_t size, int64_t gate_stride, int64_t up_stride, int64_t threads) {
-    auto one = about.activation == 0   ? gate_row<T, silu>
-               : about.activation == 1 ? gate_row<T, gelu_by_tanh>
-                                       : gate_row<T, gelu_by_erf>;
-    for_each_row(about.run_team, threads, rows, size, [&](int64_t row) {
+    auto one = config.activation == 0   ? gate_row<T, silu>
+               : config.activation == 1 ? gate_row<T, gelu_tanh>
+                                        : gate_row<T, gelu_erf>;
+    for_each_row(config.run_team, threads, rows, size, [&](int64_t row) {
         one(static_cast<const T*>(gate) + row * gate_stride, static_cast<const T*>(up) + row * up_stride,
             static_cast<T*>(out) + row * size, size);
     });
 }
 
+// A rounded product. The compiler must not contract it with the sum that it is part of.
+template <typename T>
+inline Floats product(Floats left, Floats right) {
+    return rounded<T>(left * right);
+}
+
+template <>
+inline Floats product<float>(Floats left, Floats right) {
+    Floats value = left * right;
+#if defined(__x86_64__)
+    asm("" : "+x"(value));
+#elif defined(__aarch64__)
+    asm("" : "+w"(value));
+#else
+    asm("" : "+m"(value));
+#endif
+    return value;
+}
+
+template <typename T>
+void rotate_head(const T* x, const T* cosine, const T* sine, T* out, int64_t half) {
+    auto rotate = [&](auto&& read, auto&& write, int64_t i) {
+        Floats first = read(x + i), second = read(x + half + i);
+        write(out + i, product<T>(first, read(cosine + i)) - product<T>(second, read(sine + i)));
+        write(out + half + i,
+              product<T>(second, read(cosine + half + i)) + product<T>(first, read(sine + half + i)));
+    };
+    int64_t i = 0;
+    for (; i + LANES <= half; i += LANES)
+        rotate([](const T* from) { return load(from); }, [](T* to, Floats value) { store(to, value); }, i);
+    if (i == half) return;
+    const int64_t rest = half - i;
+    rotate([&](const T* from) { return load_part(from, rest); },
+           [&](T* to, Floats value) { store_part(to, value, rest); }, i);
+}
+
+template <typename T>
+void rotate_rows(const TokenmillRotary& call) {
+    const int64_t heads = call.num_heads + call.num_kv_heads, row_numel = heads * call.size;
+    if (call.num_rows * row_numel == 0) return;
+    for_each_row(call.run_team, call.threads, call.num_rows, row_numel, [&](int64_t row) {
+        const T* cosine = static_cast<const T*>(call.cosine) + row * call.angle_strides[0];
+        const T* sine = static_cast<const T*>(call.sine) + row * call.angle_strides[1];
+        const T* query = static_cast<const T*>(call.query) + row * call.query_strides[0];
+        const T* key = static_cast<const T*>(call.key) + row * call.key_strides[0];
+        T* out = static_cast<T*>(call.out) + row * row_numel;
+        for (int64_t head = 0; head < call.num_heads; head++, out += call.size)
+            rotate_head(query + head * call.query_strides[1], cosine, sine, out, call.size / 2);
+        for (int64_t head = 0; head < call.num_kv_heads; head++, out += call.size)
+            rotate_head(key + head * call.key_strides[1], cosine, sine, out, call.size / 2);
+    });
+}
+
 }  // namespace
 
+// The functions for one type. Norm: x [outer, inner, size]; gate and up [rows, size]; out is contiguous.
+#define TOKENMILL_ELEMENTWISE(NAME, T)                                                                          \
+    void tokenmill_norm_##NAME(const TokenmillNorm* norm, const void* x, void* out, int64_t outer,              \
+                               int64_t inner, int64_t outer_stride, int64_t inner_stride, int64_t threads) {    \
+        norm_rows<T>(*norm, x, out, outer, inner, outer_stride, inner_stride, threads);                         \
+    }                                                                                                           \
+    void tokenmill_gate_##NAME(const TokenmillGate* config, const void* gate, const void* up, void* out,        \
+                               int64_t rows, int64_t size, int64_t gate_stride, int64_t up_stride,              \
+                               int64_t threads) {                                                               \
+        gate_rows<T>(*config, gate, up, out, rows, size, gate_stride, up_stride, threads);                      \
+    }                                                                                                           \
+    void tokenmill_rotate_##NAME(const TokenmillRotary* call) { rotate_rows<T>(*call); }
+
 extern "C" {
-
-// x [outer, inner, size] with strides that count numbers; out the same, contiguous.
-void tokenmill_norm_float32(const TokenmillNorm* norm, const void* x, void* out, int64_t outer, int64_t inner,
-                            int64_t outer_stride, int64_t inner_stride, int64_t threads) {
-    norm_rows<float>(*norm, x, out, outer, inner, outer_stride, inner_stride, threads);
-}
-void tokenmill_norm_bfloat16(const TokenmillNorm* norm, const void* x, void* out, int64_t outer, int64_t inner,
-                             int64_t outer_stride, int64_t inner_stride, int64_t threads) {
-    norm_rows<BFloat16>(*norm, x, out, outer, inner, outer_stride, inner_stride, threads);
-}
-
-// gate and up [rows, size] with strides that count numbers; out [rows, size], contiguous.
-void tokenmill_gate_float32(const TokenmillGate* about, const void* gate, const void* up, void* out,
-                            int64_t rows, int64_t size, int64_t gate_stride, int64_t up_stride,
-                            int64_t threads) {
-    gate_rows<float>(*about, gate, up, out, rows, size, gate_stride, up_stride, threads);
-}
-void tokenmill_gate_bfloat16(const TokenmillGate* about, const void* gate, const void* up, void* out,
-                             int64_t rows, int64_t size, int64_t gate_stride, int64_t up_stride,
-                             int64_t threads) {
-    gate_rows<BFloat16>(*about, gate, up, out, rows, size, gate_stride, up_stride, threads);
-}
+TOKENMILL_ELEMENTWISE(float32, float)
+TOKENMILL_ELEMENTWISE(bfloat16, BFloat16)
 }

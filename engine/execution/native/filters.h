@@ -1,7 +1,7 @@
 // Top-k and top-p over the values of one row, the largest of which is 0.
 //
-// Law: as engine/execution/sampling/filters.py has it, values that are equal share one fate, and the most likely one
-// stays. Where top-p hangs on how a mass is added up, that is told.
+// As in engine/execution/sampling/filters.py, equal values are all kept or all dropped, and the most likely one is
+// kept. Top-p returns -1 if the result depends on the rounding of a sum.
 #pragma once
 
 #include <algorithm>
@@ -12,19 +12,19 @@
 
 namespace {
 
-// More than what two ways of adding up a row's mass differ by: 2 units in the last place of each exponential
-// here and 1 there, and four additions in float32; as a share of the mass about 2^-20.
+// Relative bound on the difference of a row's mass between this file and torch, which is about 2^-20: 2 ulp and
+// 1 ulp of each exponential, and four additions in float32.
 constexpr double MARGIN = 1.0 / (1 << 19);
 
-// A value and its place as one integer: larger values first, of equal ones the first.
-inline uint64_t ranked(float value, int64_t place) {
+// A value and its index as one integer that sorts by value, then by descending index.
+inline uint64_t ranked(float value, int64_t index) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
     bits = bits >> 31 ? ~bits : bits | 0x80000000u;
-    return uint64_t(bits) << 32 | uint32_t(~place);
+    return uint64_t(bits) << 32 | uint32_t(~index);
 }
 
-inline int64_t place_of(uint64_t rank) { return int64_t(uint32_t(~uint32_t(rank))); }
+inline int64_t index_of(uint64_t rank) { return int64_t(uint32_t(~uint32_t(rank))); }
 
 inline float value_of(uint64_t rank) {
     uint32_t bits = uint32_t(rank >> 32);
@@ -34,27 +34,27 @@ inline float value_of(uint64_t rank) {
     return value;
 }
 
-constexpr int SHELVES = 256;
+constexpr int NUM_BUCKETS = 256;
 
-// Sorts values from `lowest` to 0 coarsely: a larger one is on the same shelf or on an earlier one.
-class Shelves {
+// Coarse buckets of the values from `lowest` to 0: a larger value is in the same bucket or an earlier one.
+class Buckets {
   public:
-    // All values may be next to 0; what is below -87 weighs nothing.
-    explicit Shelves(float lowest) : per_unit_(LAST / std::min(std::max(-lowest, 1e-6f), 87.0f)) {}
+    // Clamped: all values may be close to 0, and values below -87 weigh nothing.
+    explicit Buckets(float lowest) : per_unit_(LAST / std::min(std::max(-lowest, 1e-6f), 87.0f)) {}
 
     int of(float value) const { return int(std::min(-value * per_unit_, LAST)); }
 
   private:
-    static constexpr float LAST = SHELVES - 1;
+    static constexpr float LAST = NUM_BUCKETS - 1;
     float per_unit_;
 };
 
-// Brings those that are at least as large as the `top_k`-th to the front; returns how many.
+// Moves the values that reach the `top_k`-th largest to the front; returns their number.
 inline int64_t keep_k(uint64_t* ranks, int64_t count, int64_t top_k) {
     if (count <= top_k) return count;
     std::nth_element(ranks, ranks + top_k - 1, ranks + count, std::greater<uint64_t>());
-    const float least = value_of(ranks[top_k - 1]);
-    return std::partition(ranks + top_k, ranks + count, [&](uint64_t rank) { return value_of(rank) == least; }) -
+    const float threshold = value_of(ranks[top_k - 1]);
+    return std::partition(ranks + top_k, ranks + count, [&](uint64_t rank) { return value_of(rank) == threshold; }) -
            ranks;
 }
 
@@ -68,36 +68,36 @@ inline double mass_of(const uint64_t* ranks, int64_t count) {
     return sum;
 }
 
-// Brings those that top-p keeps of the first `count` to the front; returns how many, or -1 if that hangs
-// on a rounding. `mass` is that of all from which it keeps some.
+// Moves the values of the first `count` that top-p keeps to the front; returns their number, or -1 if it depends on
+// a rounding. `mass`: that of all values that top-p is applied to.
 inline int64_t keep_p(uint64_t* ranks, int64_t count, double top_p, double mass) {
     const double limit = top_p * mass, margin = MARGIN * mass;
-    const Shelves shelves(lowest_of(ranks, count));
-    double masses[SHELVES] = {};
+    const Buckets buckets(lowest_of(ranks, count));
+    double masses[NUM_BUCKETS] = {};
     for (int64_t i = 0; i < count; ++i) {
         const float value = value_of(ranks[i]);
-        masses[shelves.of(value)] += double(exp_of_negative(value));
+        masses[buckets.of(value)] += double(exp_of_negative(value));
     }
     double before = 0;
-    int shelf = 0;
-    while (shelf < SHELVES - 1 && before + masses[shelf] < limit) before += masses[shelf++];
+    int bucket = 0;
+    while (bucket < NUM_BUCKETS - 1 && before + masses[bucket] < limit) before += masses[bucket++];
     if (before > 0 && limit - before <= margin) return -1;
     uint64_t* const end = ranks + count;
     uint64_t* const here =
-        std::partition(ranks, end, [&](uint64_t rank) { return shelves.of(value_of(rank)) < shelf; });
+        std::partition(ranks, end, [&](uint64_t rank) { return buckets.of(value_of(rank)) < bucket; });
     uint64_t* const beyond =
-        std::partition(here, end, [&](uint64_t rank) { return shelves.of(value_of(rank)) == shelf; });
+        std::partition(here, end, [&](uint64_t rank) { return buckets.of(value_of(rank)) == bucket; });
     std::sort(here, beyond, std::greater<uint64_t>());
     for (uint64_t* at = here; at < beyond; ++at) {
         const float value = value_of(*at);
-        // Those of one value share one fate.
+        // Equal values are kept or dropped together.
         if (before > 0 && (at == here || value < value_of(at[-1]))) {
             if (std::fabs(before - limit) <= margin) return -1;
             if (before > limit) return at - ranks;
         }
         before += double(exp_of_negative(value));
     }
-    // The next one is on another shelf, if there is one.
+    // The next value, if any, is in another bucket.
     return beyond < end && std::fabs(before - limit) <= margin ? -1 : beyond - ranks;
 }
 

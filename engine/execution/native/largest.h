@@ -1,7 +1,4 @@
-// The largest of a row, looked for by blocks: one by one only where one of a block is wanted.
-//
-// Law: of equal ones it is the first, and NaN is the largest of all, as torch has it. Behind a row's end stands
-// -inf, so that no block is short.
+// The largest value of a row, searched by blocks. Of equal values the first; NaN is larger than all, as in torch.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +10,7 @@ namespace {
 
 constexpr int64_t BLOCK = 64;
 constexpr int VECTORS = int(BLOCK / LANES);
-constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+constexpr float NEGATIVE_INFINITY = -std::numeric_limits<float>::infinity();
 
 inline bool any(Integers mask) {
     uint64_t parts[sizeof mask / sizeof(uint64_t)], all = 0;
@@ -22,31 +19,31 @@ inline bool any(Integers mask) {
     return all != 0;
 }
 
-// `BLOCK` logits from `start` on; behind the row's end stands -inf, in `padded`.
+// `BLOCK` logits from `start` on. A block beyond the row's end is copied to `padded` and filled with -inf.
 inline const float* block_of(const float* row, int64_t width, int64_t start, float* padded) {
     if (start + BLOCK <= width) return row + start;
-    std::fill(padded, padded + BLOCK, NOTHING);
+    std::fill(padded, padded + BLOCK, NEGATIVE_INFINITY);
     std::copy(row + start, row + width, padded);
     return padded;
 }
 
 inline Floats largest_of_each_lane(const float* block) {
-    Floats most = load(block);
-    for (int i = 1; i < VECTORS; ++i) most = larger(load(block + i * LANES), most);
-    return most;
+    Floats largest = load(block);
+    for (int i = 1; i < VECTORS; ++i) largest = larger(load(block + i * LANES), largest);
+    return largest;
 }
 
-void first_largest(const float* row, int64_t width, float* value, int64_t* place) {
-    float padded[BLOCK], best = NOTHING;
+void first_largest(const float* row, int64_t width, float* value, int64_t* index) {
+    float padded[BLOCK], best = NEGATIVE_INFINITY;
     int64_t block = 0;
     Integers is_nan{};
     for (int64_t start = 0; start < width; start += BLOCK) {
         const float* from = block_of(row, width, start, padded);
-        // One that is NaN is passed over by `larger`, if it is not the first.
+        // `larger` may drop NaN.
         for (int i = 0; i < VECTORS; ++i) is_nan |= load(from + i * LANES) != load(from + i * LANES);
-        Floats most = largest_of_each_lane(from);
-        if (!any(most > splat(best))) continue;
-        best = std::max(best, largest_of(most));
+        Floats lanes = largest_of_each_lane(from);
+        if (!any(lanes > splat(best))) continue;
+        best = std::max(best, largest_of(lanes));
         block = start;
     }
     int64_t at = block;
@@ -55,7 +52,7 @@ void first_largest(const float* row, int64_t width, float* value, int64_t* place
     else
         while (row[at] != best) ++at;
     *value = row[at];
-    *place = at;
+    *index = at;
 }
 
 }  // namespace

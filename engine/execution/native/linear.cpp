@@ -1,11 +1,10 @@
-// The operator of linears: rows times a weight that was packed for it once.
+// Linears: rows times a weight that was packed once.
 //
-// Law: each number of the output is its bias, to which the products are added in float32 in the order of the
-// input's numbers, one after the other. So a row's bits do not depend on the rows beside it, on the blocks it
-// is cut into or on the threads.
+// Each output is its bias plus the products in float32, added in order of the inputs, so the bits of a row do not
+// depend on the other rows, the blocks or the threads.
 //
-// A packed weight is panels of sixteen outputs, [out / 16][in][16], and in bfloat16 [out / 16][in / 2][16][2],
-// as product.h reads them. What fills a size up is 0.
+// A packed weight consists of panels of PANEL = 16 outputs, [out / 16][in][16], or in bfloat16
+// [out / 16][in / 2][16][2], as product.h reads them. Padding is 0.
 
 #include <memory>
 #include <new>
@@ -16,17 +15,16 @@
 
 namespace {
 
-// Of the input's numbers, what is multiplied in one go: of a few rows so much stays in the first cache. The
-// panel's part comes out of the second one, in order and in time.
-constexpr int64_t MOST_DEPTH = 768;
-// Rows that are multiplied with a panel before the next: few enough to leave the second cache to the panels.
+// Inputs that are multiplied in one pass: those of a few rows fit into the L1 cache, and the panel streams from L2.
+constexpr int64_t MAX_DEPTH = 768;
+// Rows that are multiplied with a panel before the next panel: few enough to leave L2 to the panels.
 constexpr int64_t ROWS_TOGETHER = 66;
-// Tasks for each thread, so that one that is held up does not hold up all.
-constexpr int64_t TASKS_EACH = 4;
+// More tasks than threads, so that a delayed thread does not delay all.
+constexpr int64_t TASKS_PER_THREAD = 4;
 
 constexpr int64_t CONVERTED_ROWS = 8;
 
-// out [rows, out] = input [rows, in] times the weight, plus bias. Strides count numbers.
+// out [rows, out] = input [rows, in] times the weight, plus bias. Strides count elements.
 struct Call {
     const void* input;
     int64_t input_stride;
@@ -47,18 +45,18 @@ struct Weight;
 template <>
 struct Weight<float> {
     static int64_t depth(int64_t num_inputs) { return num_inputs; }
-    static int64_t place(int64_t input, int64_t column) { return input * SIXTEEN + column; }
+    static int64_t index(int64_t input, int64_t column) { return input * PANEL + column; }
 };
 
 template <>
 struct Weight<BFloat16> {
     static int64_t depth(int64_t num_inputs) { return parts_of(num_inputs, 2) * 2; }
-    static int64_t place(int64_t input, int64_t column) {
-        return (input / 2 * SIXTEEN + column) * 2 + input % 2;
+    static int64_t index(int64_t input, int64_t column) {
+        return (input / 2 * PANEL + column) * 2 + input % 2;
     }
 };
 
-// From `begin` up to `end`.
+// begin to end (exclusive).
 struct Range {
     int64_t begin;
     int64_t end;
@@ -66,7 +64,7 @@ struct Range {
     int64_t size() const { return end - begin; }
 };
 
-// Part `index` of `count` about equal ones, all but the last a multiple of `unit`.
+// Part `index` of `count` parts of about equal size, all but the last a multiple of `unit`.
 inline Range part_of(int64_t whole, int64_t count, int64_t index, int64_t unit) {
     int64_t units = parts_of(whole, unit);
     int64_t begin = units * index / count * unit, end = units * (index + 1) / count * unit;
@@ -80,14 +78,14 @@ class Linear {
         : call_(call),
           input_(input),
           input_stride_(input_stride),
-          num_panels_(parts_of(call.num_outputs, SIXTEEN)),
-          panel_numbers_(Weight<T>::depth(call.num_inputs) * SIXTEEN),
-          num_depths_(parts_of(call.num_inputs, MOST_DEPTH)) {}
+          num_panels_(parts_of(call.num_outputs, PANEL)),
+          panel_numel_(Weight<T>::depth(call.num_inputs) * PANEL),
+          num_depths_(parts_of(call.num_inputs, MAX_DEPTH)) {}
 
     void multiply_all() const {
         if (call_.num_rows == 0) return;
         int64_t row_parts = parts_of(call_.num_rows, ROWS_TOGETHER);
-        int64_t panel_parts = parts_of(call_.team.threads * TASKS_EACH, row_parts);
+        int64_t panel_parts = parts_of(call_.team.threads * TASKS_PER_THREAD, row_parts);
         if (panel_parts > num_panels_) panel_parts = num_panels_;
         for_each(call_.team, row_parts * panel_parts, [&](int64_t i) {
             Range rows = part_of(call_.num_rows, row_parts, i / panel_parts, 1);
@@ -102,20 +100,20 @@ class Linear {
     }
 
   private:
-    static constexpr int64_t SUMS_STRIDE = MOST_COLUMNS * SIXTEEN;
+    static constexpr int64_t SUMS_STRIDE = MAX_COLUMNS * PANEL;
 
     const T* panel_at(int64_t panel, int64_t depth) const {
-        return static_cast<const T*>(call_.panels) + panel * panel_numbers_ + depth * SIXTEEN;
+        return static_cast<const T*>(call_.panels) + panel * panel_numel_ + depth * PANEL;
     }
 
-    // Rows that are multiplied at once. Found once, as a division takes as long as dozens of products.
+    // Blocks of rows that are multiplied at once, computed once because divisions are slow.
     struct Blocks {
         Range rows;
         int64_t count;
-        int width;  // panels that are multiplied at once
-        Range at[parts_of(ROWS_TOGETHER, MOST_ROWS)];
+        int width;  // panels that are multiplied together
+        Range at[parts_of(ROWS_TOGETHER, MAX_ROWS)];
 
-        explicit Blocks(Range all) : rows(all), count(parts_of(all.size(), MOST_ROWS)) {
+        explicit Blocks(Range all) : rows(all), count(parts_of(all.size(), MAX_ROWS)) {
             width = columns_beside(int(parts_of(all.size(), count)));
             for (int64_t i = 0; i < count; i++) {
                 Range part = part_of(all.size(), count, i, 1);
@@ -124,21 +122,21 @@ class Linear {
         }
     };
 
-    // Sums wait between two depths; those of the last depth go out at once, while others are multiplied.
+    // `sums` keeps the accumulators between depths; the last depth writes the outputs.
     void multiply_panels(const Blocks& blocks, Range panels) const {
         alignas(64) float sums[ROWS_TOGETHER * SUMS_STRIDE];
         alignas(64) float bias[SUMS_STRIDE];
         const float* begin = begin_of(panels, bias);
         for (int64_t i = 0; i < num_depths_; i++) {
             Range depth = part_of(call_.num_inputs, num_depths_, i, 2);
-            // What comes next is fetched meanwhile: the next depth, or the next panels.
-            Place next = i + 1 < num_depths_ ? Place{panels.begin, depth.end} : Place{panels.end, 0};
+            // To be prefetched: the next depth, or the next panels.
+            Position next = i + 1 < num_depths_ ? Position{panels.begin, depth.end} : Position{panels.end, 0};
             if (next.panel + panels.size() > num_panels_) next = {0, 0};
             multiply_depth(blocks, panels, depth, next, i == 0 ? begin : nullptr, sums);
         }
     }
 
-    // What sums of some panels begin with, of a row stride of 0; `bias` is room for it.
+    // The initial values of the sums, with a stride of 0; `bias` is a buffer.
     const float* begin_of(Range panels, float* bias) const {
         if (call_.bias == nullptr) return ZEROS;
         Range outputs = outputs_of(panels);
@@ -147,22 +145,22 @@ class Linear {
         return bias;
     }
 
-    struct Place {
+    struct Position {
         int64_t panel;
         int64_t depth;
     };
 
-    // Panels: as many as are multiplied at once, or one. `begin` as of begin_of, or null: the sums that are there.
-    void multiply_depth(const Blocks& blocks, Range panels, Range depth, Place next, const float* begin,
+    // `panels`: as many as are multiplied together, or one. `begin`: see begin_of; null: continue `sums`.
+    void multiply_depth(const Blocks& blocks, Range panels, Range depth, Position next, const float* begin,
                         float* sums) const {
         const bool is_last = depth.end == call_.num_inputs;
-        const bool is_straight = is_last && goes_straight(panels);
+        const bool is_direct = is_last && can_write_direct(panels);
         const int columns = int(panels.size());
-        const T* fronts[MOST_COLUMNS];
+        const T* fronts[MAX_COLUMNS];
         for (int c = 0; c < columns; c++) fronts[c] = panel_at(panels.begin + c, depth.begin);
-        Ahead ahead{reinterpret_cast<const char*>(panel_at(next.panel, next.depth)),
-                    panel_numbers_ * int64_t(sizeof(T)),
-                    parts_of(SIXTEEN * int64_t(sizeof(T)), blocks.count)};
+        Prefetch ahead{reinterpret_cast<const char*>(panel_at(next.panel, next.depth)),
+                    panel_numel_ * int64_t(sizeof(T)),
+                    parts_of(PANEL * int64_t(sizeof(T)), blocks.count)};
         for (int64_t i = 0; i < blocks.count; i++, ahead.from += depth.size() * ahead.step) {
             const Range rows = blocks.at[i];
             float* kept = sums + (rows.begin - blocks.rows.begin) * SUMS_STRIDE;
@@ -175,38 +173,38 @@ class Linear {
                                begin ? 0 : SUMS_STRIDE,
                                kept,
                                SUMS_STRIDE};
-            if (is_straight) put_straight(product, rows, panels);
+            if (is_direct) write_direct(product, rows, panels);
             multiply_block(product, int(rows.size()), columns, ahead);
-            if (is_last && !is_straight) give_out(rows, panels, kept);
+            if (is_last && !is_direct) write_rows(rows, panels, kept);
         }
     }
 
-    // Blocks of fewer rows than their neighbours may take more columns at once than these do: they then take one.
-    static void multiply_block(Product<T> product, int rows, int columns, const Ahead& ahead) {
+    // A block with fewer rows than others may need another number of columns; it then multiplies one at a time.
+    static void multiply_block(Product<T> product, int rows, int columns, const Prefetch& ahead) {
         if (columns == 1 || columns == columns_beside(rows)) return multiply(product, rows, columns, ahead);
         for (int c = 0; c < columns; c++) {
             multiply(product, rows, 1, ahead);
             product.panels++;
-            product.begin += SIXTEEN;
-            product.out += SIXTEEN;
+            product.begin += PANEL;
+            product.out += PANEL;
         }
     }
 
-    // Whether the sums are what goes out: no other type, and nothing beside the outputs.
-    bool goes_straight(Range panels) const {
-        return std::is_same_v<T, float> && panels.end * SIXTEEN <= call_.num_outputs;
+    // Whether sums can be written to the output: the same type and no padding.
+    bool can_write_direct(Range panels) const {
+        return std::is_same_v<T, float> && panels.end * PANEL <= call_.num_outputs;
     }
 
-    void put_straight(Product<T>& product, Range rows, Range panels) const {
-        product.out = static_cast<float*>(call_.out) + rows.begin * call_.num_outputs + panels.begin * SIXTEEN;
+    void write_direct(Product<T>& product, Range rows, Range panels) const {
+        product.out = static_cast<float*>(call_.out) + rows.begin * call_.num_outputs + panels.begin * PANEL;
         product.out_stride = call_.num_outputs;
-        // Where nobody has been yet: by the time it is written it is here.
+        // The output is not in the cache yet.
         for (int64_t row = 0; row < rows.size(); row++)
             for (int64_t c = 0; c < panels.size(); c++)
-                __builtin_prefetch(product.out + row * product.out_stride + c * SIXTEEN, 1);
+                __builtin_prefetch(product.out + row * product.out_stride + c * PANEL, 1);
     }
 
-    void give_out(Range rows, Range panels, const float* sums) const {
+    void write_rows(Range rows, Range panels, const float* sums) const {
         Range outputs = outputs_of(panels);
         for (int64_t row = rows.begin; row < rows.end; row++, sums += SUMS_STRIDE) {
             T* out = static_cast<T*>(call_.out) + row * call_.num_outputs + outputs.begin;
@@ -215,15 +213,15 @@ class Linear {
     }
 
     Range outputs_of(Range panels) const {
-        int64_t end = panels.end * SIXTEEN;
-        return {panels.begin * SIXTEEN, end < call_.num_outputs ? end : call_.num_outputs};
+        int64_t end = panels.end * PANEL;
+        return {panels.begin * PANEL, end < call_.num_outputs ? end : call_.num_outputs};
     }
 
     const Call& call_;
     const float* input_;
     const int64_t input_stride_;
     const int64_t num_panels_;
-    const int64_t panel_numbers_;
+    const int64_t panel_numel_;
     const int64_t num_depths_;
 };
 
@@ -232,76 +230,62 @@ int multiply_all(const Call& call, const float* input) {
     return 0;
 }
 
-// Each number is made a float32 once, not once for each panel.
+// Converts the input to float32 once instead of once per panel.
 int multiply_all(const Call& call, const BFloat16* input) {
-    // Not a vector: it would be zeroed.
-    std::unique_ptr<float[]> numbers(new (std::nothrow) float[size_t(call.num_rows * call.num_inputs)]);
-    if (numbers == nullptr) return 1;
+    // A std::vector would be zeroed.
+    std::unique_ptr<float[]> wide(new (std::nothrow) float[size_t(call.num_rows * call.num_inputs)]);
+    if (wide == nullptr) return 1;
     const int64_t parts = parts_of(call.num_rows, CONVERTED_ROWS);
     for_each(call.team, parts, [&](int64_t i) {
         Range rows = part_of(call.num_rows, parts, i, 1);
         for (int64_t row = rows.begin; row < rows.end; row++)
             for (int64_t k = 0; k < call.num_inputs; k++)
-                numbers[size_t(row * call.num_inputs + k)] = to_float(input[row * call.input_stride + k]);
+                wide[size_t(row * call.num_inputs + k)] = to_float(input[row * call.input_stride + k]);
     });
-    Linear<BFloat16>(call, numbers.get(), call.num_inputs).multiply_all();
+    Linear<BFloat16>(call, wide.get(), call.num_inputs).multiply_all();
     return 0;
 }
 
-// weight [out, in], of a stride in numbers, into panels.
+// Packs weight [out, in] into panels.
 template <typename T>
 void pack(const T* weight, int64_t weight_stride, int64_t num_inputs, int64_t num_outputs, T* panels,
           const Team& team) {
     const int64_t depth = Weight<T>::depth(num_inputs);
-    for_each(team, parts_of(num_outputs, SIXTEEN), [&](int64_t panel) {
-        T* to = panels + panel * depth * SIXTEEN;
-        for (int64_t column = 0; column < SIXTEEN; column++) {
-            int64_t output = panel * SIXTEEN + column;
+    for_each(team, parts_of(num_outputs, PANEL), [&](int64_t panel) {
+        T* to = panels + panel * depth * PANEL;
+        for (int64_t column = 0; column < PANEL; column++) {
+            int64_t output = panel * PANEL + column;
             const T* from = weight + output * weight_stride;
-            int64_t given = output < num_outputs ? num_inputs : 0;
-            for (int64_t k = 0; k < given; k++) to[Weight<T>::place(k, column)] = from[k];
-            for (int64_t k = given; k < depth; k++) to[Weight<T>::place(k, column)] = T{};
+            int64_t count = output < num_outputs ? num_inputs : 0;
+            for (int64_t k = 0; k < count; k++) to[Weight<T>::index(k, column)] = from[k];
+            for (int64_t k = count; k < depth; k++) to[Weight<T>::index(k, column)] = T{};
         }
     });
 }
 
 }  // namespace
 
+// The functions for one type. `linear` returns 0, or 1 if memory could not be allocated. `input` [rows, in] and
+// `weight` [out, in] have a row stride; `bias` is [out] or null; `out` [rows, out] is contiguous; `panels` has
+// `linear_numel` elements.
+#define TOKENMILL_LINEAR(NAME, T)                                                                               \
+    int tokenmill_linear_##NAME(const void* input, int64_t input_stride, int64_t num_rows, const void* panels,  \
+                                int64_t num_inputs, int64_t num_outputs, const void* bias, void* out,           \
+                                int64_t threads, RunTeam run_team) {                                            \
+        return multiply_all({input, input_stride, num_rows, panels, num_inputs, num_outputs, bias, out,         \
+                             {run_team, threads}},                                                              \
+                            static_cast<const T*>(input));                                                      \
+    }                                                                                                           \
+    void tokenmill_pack_linear_##NAME(const void* weight, int64_t weight_stride, int64_t num_inputs,            \
+                                      int64_t num_outputs, void* panels, int64_t threads, RunTeam run_team) {   \
+        pack(static_cast<const T*>(weight), weight_stride, num_inputs, num_outputs, static_cast<T*>(panels),    \
+             {run_team, threads});                                                                              \
+    }                                                                                                           \
+    int64_t tokenmill_linear_numel_##NAME(int64_t num_inputs, int64_t num_outputs) {                            \
+        return parts_of(num_outputs, PANEL) * PANEL * Weight<T>::depth(num_inputs);                             \
+    }
+
 extern "C" {
-
-// Both return 0, or 1 if memory is out. `input` [rows, in] of a stride in numbers; `bias` [out], or null;
-// `out` [rows, out], contiguous.
-int tokenmill_linear_float32(const void* input, int64_t input_stride, int64_t num_rows, const void* panels,
-                             int64_t num_inputs, int64_t num_outputs, const void* bias, void* out,
-                             int64_t threads, RunTeam run_team) {
-    return multiply_all({input, input_stride, num_rows, panels, num_inputs, num_outputs, bias, out,
-                         {run_team, threads}},
-                        static_cast<const float*>(input));
-}
-int tokenmill_linear_bfloat16(const void* input, int64_t input_stride, int64_t num_rows, const void* panels,
-                              int64_t num_inputs, int64_t num_outputs, const void* bias, void* out,
-                              int64_t threads, RunTeam run_team) {
-    return multiply_all({input, input_stride, num_rows, panels, num_inputs, num_outputs, bias, out,
-                         {run_team, threads}},
-                        static_cast<const BFloat16*>(input));
-}
-
-// `weight` [out, in] of a stride in numbers; `panels` of as many numbers as the functions below say.
-void tokenmill_pack_linear_float32(const void* weight, int64_t weight_stride, int64_t num_inputs,
-                                   int64_t num_outputs, void* panels, int64_t threads, RunTeam run_team) {
-    pack(static_cast<const float*>(weight), weight_stride, num_inputs, num_outputs,
-         static_cast<float*>(panels), {run_team, threads});
-}
-void tokenmill_pack_linear_bfloat16(const void* weight, int64_t weight_stride, int64_t num_inputs,
-                                    int64_t num_outputs, void* panels, int64_t threads, RunTeam run_team) {
-    pack(static_cast<const BFloat16*>(weight), weight_stride, num_inputs, num_outputs,
-         static_cast<BFloat16*>(panels), {run_team, threads});
-}
-
-int64_t tokenmill_linear_numbers_float32(int64_t num_inputs, int64_t num_outputs) {
-    return parts_of(num_outputs, SIXTEEN) * SIXTEEN * Weight<float>::depth(num_inputs);
-}
-int64_t tokenmill_linear_numbers_bfloat16(int64_t num_inputs, int64_t num_outputs) {
-    return parts_of(num_outputs, SIXTEEN) * SIXTEEN * Weight<BFloat16>::depth(num_inputs);
-}
+TOKENMILL_LINEAR(float32, float)
+TOKENMILL_LINEAR(bfloat16, BFloat16)
 }

@@ -1,25 +1,24 @@
-// A small matrix of float32 times panels sixteen wide, float32 or bfloat16, added to given numbers.
+// A small float32 matrix times panels of PANEL columns of float32 or bfloat16, added to initial values.
 //
-// Law: a sum is formed in the order of its index, one product after the other, whatever stands in other rows
-// and columns and however many there are. So the bits of a row do not depend on its mates.
+// Each sum adds its products in order of index, so the bits of a row do not depend on the other rows and columns.
 #pragma once
 
 #include "vectors.h"
 
 namespace {
 
-constexpr int MOST_ROWS = 6;
-constexpr int MOST_COLUMNS = 4;
+constexpr int MAX_ROWS = 6;
+constexpr int MAX_COLUMNS = 4;
 
-// Columns of sixteen that are computed together, so that the sums fill the registers and none waits.
+// Panels that are multiplied together, so that the accumulators fill the registers.
 constexpr int columns_beside(int rows) {
-    int columns = MOST_SUMS / (rows * PARTS);
-    return columns < 1 ? 1 : columns > MOST_COLUMNS ? MOST_COLUMNS : columns;
+    int columns = MAX_SUMS / (rows * PANEL_VECTORS);
+    return columns < 1 ? 1 : columns > MAX_COLUMNS ? MAX_COLUMNS : columns;
 }
 
-// left [rows, depth] of a row stride. right: `segments` runs of sixteen wide rows, each but the last of
-// `run` rows; panels[segment * MOST_COLUMNS + column] is where one begins. begin, out [rows, columns * 16]: what
-// the sums begin with, of a row stride that may be 0, and where they go, which may be the same place.
+// left [rows, depth]. The right matrix consists of segments of `run` panel rows, the last one shorter;
+// panels[segment * MAX_COLUMNS + column] points to one. begin, out [rows, columns * PANEL]: initial values, whose
+// stride may be 0, and results; they may be the same memory.
 template <typename T>
 struct Product {
     const float* left;
@@ -33,17 +32,17 @@ struct Product {
     int64_t out_stride;
 };
 
-// What sums begin with where nothing is added to: of a row stride of 0.
-alignas(64) constexpr float ZEROS[MOST_COLUMNS * SIXTEEN] = {};
+// Initial values of sums that start at zero, with a stride of 0.
+alignas(64) constexpr float ZEROS[MAX_COLUMNS * PANEL] = {};
 
-// What a loop asks the memory for while it computes: nothing.
-struct Nothing {
+// A prefetch policy that fetches nothing.
+struct NoPrefetch {
     template <int COLUMNS>
     void fetch(int64_t) const {}
 };
 
-// Or, for each column, what lies from `from` on: `step` bytes for each number of the depth.
-struct Ahead {
+// Fetches, for each column, the memory from `from` on: `step` bytes for each row of the depth.
+struct Prefetch {
     const char* from;
     int64_t column_bytes;
     int64_t step;
@@ -56,7 +55,7 @@ struct Ahead {
 };
 
 template <int ROWS, int COLUMNS>
-using Sums = Floats[ROWS][COLUMNS][PARTS];
+using Sums = Floats[ROWS][COLUMNS][PANEL_VECTORS];
 
 template <int ROWS, int COLUMNS, typename Next>
 inline void add_run(Sums<ROWS, COLUMNS>& sums, const float* left, int64_t stride, const float* const* panels,
@@ -66,13 +65,13 @@ inline void add_run(Sums<ROWS, COLUMNS>& sums, const float* left, int64_t stride
 #pragma GCC unroll 2
     for (int64_t k = 0; k < depth; k++) {
         next.template fetch<COLUMNS>(at + k);
-        Floats right[COLUMNS][PARTS];
+        Floats right[COLUMNS][PANEL_VECTORS];
         for (int c = 0; c < COLUMNS; c++)
-            for (int p = 0; p < PARTS; p++) right[c][p] = load(columns[c] + k * SIXTEEN + p * LANES);
+            for (int p = 0; p < PANEL_VECTORS; p++) right[c][p] = load(columns[c] + k * PANEL + p * LANES);
         for (int r = 0; r < ROWS; r++) {
             Floats one = splat(left[r * stride + k]);
             for (int c = 0; c < COLUMNS; c++)
-                for (int p = 0; p < PARTS; p++) sums[r][c][p] += one * right[c][p];
+                for (int p = 0; p < PANEL_VECTORS; p++) sums[r][c][p] += one * right[c][p];
         }
     }
 }
@@ -83,16 +82,16 @@ inline void add_run(Sums<ROWS, COLUMNS>& sums, const float* left, int64_t stride
     const BFloat16* columns[COLUMNS];
     for (int c = 0; c < COLUMNS; c++) columns[c] = panels[c];
     auto add = [&](int64_t k, bool second) __attribute__((always_inline)) {
-        Floats right[COLUMNS][PARTS];
+        Floats right[COLUMNS][PANEL_VECTORS];
         for (int c = 0; c < COLUMNS; c++)
-            for (int p = 0; p < PARTS; p++) {
-                Words pair = load_words(columns[c] + (k * SIXTEEN + p * LANES * 2));
+            for (int p = 0; p < PANEL_VECTORS; p++) {
+                Words pair = load_words(columns[c] + (k * PANEL + p * LANES * 2));
                 right[c][p] = (Floats)(second ? pair & 0xffff0000u : pair << 16);
             }
         for (int r = 0; r < ROWS; r++) {
             Floats one = splat(left[r * stride + k + second]);
             for (int c = 0; c < COLUMNS; c++)
-                for (int p = 0; p < PARTS; p++) sums[r][c][p] += one * right[c][p];
+                for (int p = 0; p < PANEL_VECTORS; p++) sums[r][c][p] += one * right[c][p];
         }
     };
     int64_t k = 0;
@@ -101,7 +100,7 @@ inline void add_run(Sums<ROWS, COLUMNS>& sums, const float* left, int64_t stride
         add(k, false);
         add(k, true);
     }
-    // The other half of the last word may be anything.
+    // The other half of the last word is undefined.
     if (k < depth) add(k, false);
 }
 
@@ -110,18 +109,18 @@ void multiply(const Product<T>& product, const Next& next) {
     Sums<ROWS, COLUMNS> sums;
     for (int r = 0; r < ROWS; r++)
         for (int c = 0; c < COLUMNS; c++)
-            for (int p = 0; p < PARTS; p++)
-                sums[r][c][p] = load(product.begin + r * product.begin_stride + c * SIXTEEN + p * LANES);
+            for (int p = 0; p < PANEL_VECTORS; p++)
+                sums[r][c][p] = load(product.begin + r * product.begin_stride + c * PANEL + p * LANES);
     const T* const* panels = product.panels;
-    for (int64_t at = 0; at < product.depth; at += product.run, panels += MOST_COLUMNS) {
+    for (int64_t at = 0; at < product.depth; at += product.run, panels += MAX_COLUMNS) {
         int64_t left = product.depth - at;
         add_run<ROWS, COLUMNS>(sums, product.left + at, product.left_stride, panels, at,
                                left < product.run ? left : product.run, next);
     }
     for (int r = 0; r < ROWS; r++)
         for (int c = 0; c < COLUMNS; c++)
-            for (int p = 0; p < PARTS; p++)
-                store(product.out + r * product.out_stride + c * SIXTEEN + p * LANES, sums[r][c][p]);
+            for (int p = 0; p < PANEL_VECTORS; p++)
+                store(product.out + r * product.out_stride + c * PANEL + p * LANES, sums[r][c][p]);
 }
 
 template <typename T, int ROWS, typename Next>
@@ -132,8 +131,8 @@ void multiply_rows(const Product<T>& product, int columns, const Next& next) {
         multiply<T, ROWS, columns_beside(ROWS)>(product, next);
 }
 
-// `rows` at most MOST_ROWS; `columns` 1 or columns_beside(rows).
-template <typename T, typename Next = Nothing>
+// `rows` at most MAX_ROWS; `columns` 1 or columns_beside(rows).
+template <typename T, typename Next = NoPrefetch>
 void multiply(const Product<T>& product, int rows, int columns, const Next& next = Next()) {
     switch (rows) {
         case 1: return multiply_rows<T, 1>(product, columns, next);

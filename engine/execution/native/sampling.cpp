@@ -61,7 +61,7 @@ class Row {
         else
             for (int64_t i = 0; i < count; ++i)
                 if (value_of(ranks_[i]) >= threshold)
-                    contenders.add(value_of(ranks_[i]), place_of(ranks_[i]), bits_of(place_of(ranks_[i])));
+                    contenders.add(value_of(ranks_[i]), index_of(ranks_[i]), bits_of(index_of(ranks_[i])));
         return contenders.write(places, values);
     }
 
@@ -109,7 +109,7 @@ class Row {
 
     // A value that at least `top_k` of the row reach, from the largest of its blocks.
     float reached_by_k() {
-        if (asked_.top_k > blocks_) return NOTHING;
+        if (asked_.top_k > blocks_) return NEGATIVE_INFINITY;
         float* maxima = most_ + blocks_ * LANES;
         for (int64_t block = 0; block < blocks_; ++block) maxima[block] = largest_of(load(most_ + block * LANES));
         std::nth_element(maxima, maxima + asked_.top_k - 1, maxima + blocks_, std::greater<float>());

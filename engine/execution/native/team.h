@@ -1,8 +1,6 @@
-// Work that is shared among threads.
+// Parallel loops on torch's threads, through a function of torch's OpenMP runtime that the caller passes.
 //
-// Law: the threads are those of torch's own pool, so that no second pool stands on the same cores: the caller
-// hands over the function of torch's OpenMP runtime. Who does what is not settled beforehand, so results must
-// not depend on it.
+// The assignment of iterations to threads is dynamic, so results must not depend on it.
 #pragma once
 
 #include <atomic>
@@ -16,13 +14,13 @@ typedef void (*RunTeam)(void (*work)(void*), void* data, unsigned threads, unsig
 
 namespace {
 
-// `run` is not used by a team of one.
+// `run` is unused with one thread.
 struct Team {
     RunTeam run;
     int64_t threads;
 };
 
-// Calls body(0) to body(count - 1), each once, on up to all threads of the team.
+// Calls body(0) to body(count - 1) once each, on up to `threads` threads.
 template <typename Body>
 void for_each(const Team& team, int64_t count, const Body& body) {
     struct Share {
@@ -41,14 +39,14 @@ void for_each(const Team& team, int64_t count, const Body& body) {
         work(&share);
 }
 
-// Numbers that a thread takes at once, and below which a second thread costs more than it saves.
+// Elements that a thread takes at a time, and below which a second thread costs more than it saves.
 constexpr int64_t PIECE = 8192;
-constexpr int64_t ENOUGH = 4 * PIECE;
+constexpr int64_t MIN_SHARED = 4 * PIECE;
 
-// Calls body(row) for every row of `size` numbers.
+// Calls body(row) for every row of `size` elements.
 template <typename Body>
 void for_each_row(RunTeam run_team, int64_t threads, int64_t rows, int64_t size, const Body& body) {
-    Team team{run_team, rows * size < ENOUGH ? 1 : threads};
+    Team team{run_team, rows * size < MIN_SHARED ? 1 : threads};
     int64_t each = size < PIECE ? PIECE / size : 1;
     for_each(team, (rows + each - 1) / each, [&](int64_t piece) {
         int64_t end = (piece + 1) * each < rows ? (piece + 1) * each : rows;

@@ -1,8 +1,6 @@
-// Vectors of float32 as wide as the machine's registers, and the few functions that attention needs.
+// Vectors of float32 as wide as the registers, and elementary functions of them. NaN propagates.
 //
-// Law: nothing here is written for one instruction set. GCC's and Clang's vector types become AVX-512, AVX,
-// SSE or NEON by the flags alone, so that what is tested on one machine is what runs on another. A NaN that
-// goes in comes out.
+// The code uses the vector types of GCC and Clang, which the compiler flags turn into AVX-512, AVX, SSE or NEON.
 #pragma once
 
 #include <cstdint>
@@ -12,22 +10,22 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
-// Sums that one loop keeps in registers; the rest of them hold what is multiplied.
-constexpr int MOST_SUMS = 24;
+// Accumulators that one loop keeps in registers; the other registers hold operands.
+constexpr int MAX_SUMS = 24;
 #elif defined(__AVX__)
 constexpr int LANES = 8;
-constexpr int MOST_SUMS = 12;
+constexpr int MAX_SUMS = 12;
 #elif defined(__aarch64__)
 constexpr int LANES = 4;
-constexpr int MOST_SUMS = 24;
+constexpr int MAX_SUMS = 24;
 #else
 constexpr int LANES = 4;
-constexpr int MOST_SUMS = 12;
+constexpr int MAX_SUMS = 12;
 #endif
 
-// Keys and values are stored and read by sixteen, whatever the width of a register.
-constexpr int SIXTEEN = 16;
-constexpr int PARTS = SIXTEEN / LANES;
+// Elements of a panel row and tokens of a KV pool group, for every register width.
+constexpr int PANEL = 16;
+constexpr int PANEL_VECTORS = PANEL / LANES;
 
 typedef float Floats __attribute__((vector_size(LANES * sizeof(float))));
 typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t))));
@@ -37,7 +35,7 @@ struct BFloat16 {
     uint16_t bits;
 };
 
-// Not a sum: adding 0 is not nothing to the compiler, as it would turn -0 into 0.
+// Subtracts because adding 0 would turn -0 into 0, so the compiler could not remove it.
 inline Floats splat(float value) { return value - Floats{}; }
 
 inline Floats load(const float* from) {
@@ -65,7 +63,7 @@ inline float to_float(BFloat16 value) {
 
 inline void from_float(float value, float& to) { to = value; }
 
-// To the nearest, and to the even one of two that are as near.
+// To nearest even.
 inline void from_float(float value, BFloat16& to) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
@@ -91,10 +89,10 @@ inline float sum_of(Floats value) {
     return lanes[0];
 }
 
-// exp(x) for x <= 0 to 2 units in the last place; 0 below -87, where float32 has no normal numbers left.
+// exp(x) for x <= 0 to 2 ulp; 0 below -87, where float32 becomes subnormal.
 // Cody and Waite's reduction by ln 2 in two parts, and the polynomial of Cephes' expf.
 inline Floats exp_of_negative(Floats x) {
-    // Adding 1.5 * 2^23 rounds to an integer and leaves it in the lowest bits.
+    // Adding 1.5 * 2^23 rounds to an integer, in the lowest bits.
     const Floats shifter = splat(12582912.0f);
     Floats shifted = x * 1.44269504088896341f + shifter;
     Words exponent = (Words)shifted << 23;
@@ -114,7 +112,7 @@ inline Floats exp_of_negative(Floats x) {
 
 inline float exp_of_negative(float x) { return exp_of_negative(splat(x))[0]; }
 
-// Near 0 by the polynomial of Cephes' tanhf, since 1 - exp would lose what is left of a small number.
+// Near 0 by the polynomial of Cephes' tanhf, as 1 - exp cancels there.
 inline Floats tanh_of(Floats x) {
     Floats size = x < Floats{} ? -x : x;
     Floats t = exp_of_negative(size * -2.0f);

@@ -25,7 +25,7 @@ class Graphs(Protocol):
     sizes: tuple[int, ...]
     """Numbers of rows, ascending."""
 
-    def takes(self, inputs: StepInputs) -> bool:
+    def supports(self, inputs: StepInputs) -> bool:
         """Whether one of them computes this step."""
         ...
 
@@ -95,7 +95,7 @@ class ModelRunner:
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """One forward pass as it stands; returns logits [wanted rows, vocabulary] in the model's dtype."""
-        if self._graphs is not None and self._graphs.takes(inputs):
+        if self._graphs is not None and self._graphs.supports(inputs):
             return self._graphs.replay(inputs)
         moved = move_inputs(inputs, self._model.device)
         step = self._backend.build_metadata(moved.batch)

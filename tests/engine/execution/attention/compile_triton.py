@@ -1,8 +1,8 @@
 """Compiles the Triton kernels for GPUs that need not be there, and keeps what the compiler makes of them.
 
-    python -m tests.engine.execution.compile_triton            # compiles a few kernels and compares
-    python -m tests.engine.execution.compile_triton --all      # compiles all of them, in minutes
-    python -m tests.engine.execution.compile_triton --write    # compiles what has changed, and writes it down
+    python -m tests.engine.execution.attention.compile_triton            # compile a few kernels and compare
+    python -m tests.engine.execution.attention.compile_triton --all      # compile all kernels, in minutes
+    python -m tests.engine.execution.attention.compile_triton --write    # compile changed kernels, write them
 
 In a process of its own, without TRITON_INTERPRET. The table is `compiled_kernels.tsv`: registers and stack of
 a thread, bytes of spilled registers, shared memory of a program, and the instructions that multiply.
@@ -60,22 +60,22 @@ SHAPES = {
     "self-check, gemma": Shape(256, 2, torch.float32, features=True, block_size=4),
 }
 KERNELS = {
-    "8B": ("store", "single", "chunk", "split", "combine"),
+    "8B": ("store", "decode", "chunk", "split", "combine"),
     "0.5B": ("chunk", "split"),
     "gemma": ("chunk", "split", "combine"),
     "latent": ("chunk",),
     "float16": ("chunk",),
-    "self-check": ("single", "chunk"),
+    "self-check": ("decode", "chunk"),
     "self-check, gemma": ("chunk",),
 }
-"""`single` and `chunk` are both `attend_kernel`: over one query, and over many."""
+"""`decode` and `chunk` are both `attend_kernel`: over one query, and over many."""
 QUICK = (
     (90, "8B", "store"),
     (90, "8B", "chunk"),
     (89, "gemma", "chunk"),
     (86, "0.5B", "split"),
     (80, "gemma", "combine"),
-    (100, "self-check", "single"),
+    (100, "self-check", "decode"),
 )
 """Each kernel, architecture and dtype once."""
 
@@ -88,8 +88,8 @@ def arguments(model: str, kernel: str) -> tuple[Any, dict[str, Any]]:
     """The kernel, and the constants and options that it is launched with."""
     shape = SHAPES[model]
     value_dim = shape.value_dim or shape.head_dim
-    single = kernel != "chunk"
-    cut = triton_launch.tiling(shape.group, shape.head_dim, value_dim, shape.dtype, single=single)
+    decode = kernel != "chunk"
+    cut = triton_launch.tiling(shape.group, shape.head_dim, value_dim, shape.dtype, decode=decode)
     named = {
         **cut._asdict(),
         **dict.fromkeys(FEATURES, shape.features),
@@ -99,8 +99,8 @@ def arguments(model: str, kernel: str) -> tuple[Any, dict[str, Any]]:
         "value_dim": value_dim,
         "block_size": shape.block_size,
         "dot_dtype": triton_launch.DTYPES[shape.dtype],
-        "least_split": triton_launch.LEAST_SPLIT,
-        "most_splits": triton_launch.MOST_SPLITS,
+        "min_split": triton_launch.MIN_SPLIT,
+        "max_splits": triton_launch.MAX_SPLITS,
         "block_h": triton_launch.COMBINED_HEADS,
         "block_r": triton_launch.STORED_ROWS,
     }
@@ -110,7 +110,7 @@ def arguments(model: str, kernel: str) -> tuple[Any, dict[str, Any]]:
     if kernel == "store":
         named["block_d"] = triton.next_power_of_2(shape.head_dim)
         named["block_v"] = triton.next_power_of_2(value_dim)
-    name = "attend" if kernel in ("single", "chunk") else kernel
+    name = "attend" if kernel in ("decode", "chunk") else kernel
     return getattr(triton_kernel, f"{name}_kernel"), named
 
 

@@ -27,7 +27,7 @@ MOST_SPILLED = {100: 32}
 
 def test_the_table_is_of_these_kernels() -> None:
     assert list(read_table()) == cases()
-    assert stale() == [], "python -m tests.engine.execution.compile_triton --write"
+    assert stale() == [], "python -m tests.engine.execution.attention.compile_triton --write"
 
 
 def test_a_change_of_a_kernel_makes_the_table_stale(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +47,7 @@ def test_kernels_fit_their_gpus(arch: int) -> None:
         assert int(row["spilled"]) <= MOST_SPILLED.get(arch, 0), row
         if kernel == "chunk":
             assert TENSOR_CORES[arch] in row["products"], row
-        elif kernel in ("single", "split"):
+        elif kernel in ("decode", "split"):
             assert "mma.sync" in row["products"], row
 
 

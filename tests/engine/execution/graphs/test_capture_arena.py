@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.execution.graphs.capture_arena import CaptureArena, NoRoom
+from engine.execution.graphs.capture_arena import ArenaFull, CaptureArena
 
 ROOM = 4096
 
@@ -27,7 +27,7 @@ def test_what_is_looked_at_stays_as_it_is(asked: list[tuple[int, torch.dtype, in
     for number, (size, dtype, num_gone) in enumerate(asked):
         given = torch.full((size,), number % 2, dtype=dtype)
         # Holes may be too small for it.
-        with suppress(NoRoom):
+        with suppress(ArenaFull):
             held.append((memory.copy_of(given), given))
         random.shuffle(held)
         del held[:num_gone]
@@ -40,9 +40,9 @@ def test_what_is_looked_at_stays_as_it_is(asked: list[tuple[int, torch.dtype, in
 def test_a_view_keeps_the_place_and_a_name_does_not() -> None:
     memory = CaptureArena(256)
     whole = memory.copy_of(torch.arange(32.0))
-    view, name = whole.view(4, 8)[1:3, ::2], memory.name(whole[8:])
+    view, name = whole.view(4, 8)[1:3, ::2], memory.unowned(whole[8:])
     del whole
-    with pytest.raises(NoRoom):
+    with pytest.raises(ArenaFull):
         memory.copy_of(torch.zeros(33))
     assert view.tolist() == [[8, 10, 12, 14], [16, 18, 20, 22]]
     del view
@@ -57,7 +57,7 @@ def test_shape_and_strides_stay(dtype: torch.dtype) -> None:
     memory = CaptureArena(4096)
     given = torch.arange(24).view(2, 3, 4).to(dtype).transpose(0, 2)
     copy = memory.copy_of(given)
-    name = memory.name(copy[1:, 1])
+    name = memory.unowned(copy[1:, 1])
     assert (copy.stride(), copy.dtype) == (given.stride(), dtype)
     assert torch.equal(copy, given)
     assert torch.equal(name, given[1:, 1])
@@ -67,17 +67,17 @@ def test_shape_and_strides_stay(dtype: torch.dtype) -> None:
 def test_what_lies_elsewhere_has_no_other_name() -> None:
     memory = CaptureArena(256)
     here, packed = torch.ones(3), torch.ones(3, 4).to_mkldnn()
-    assert memory.name(here) is here
-    assert memory.name(packed) is packed
+    assert memory.unowned(here) is here
+    assert memory.unowned(packed) is packed
 
 
 def test_only_the_front_part_that_was_used_counts() -> None:
     memory = CaptureArena(1 << 20)
     first, second = memory.copy_of(torch.zeros(16)), memory.copy_of(torch.zeros(17))
-    assert memory.most_bytes == 64 + 128
+    assert memory.peak_bytes == 64 + 128
     del first
     third = memory.copy_of(torch.zeros(16))
-    assert memory.most_bytes == 64 + 128
+    assert memory.peak_bytes == 64 + 128
     del second, third
     memory.copy_of(torch.zeros(100))
-    assert memory.most_bytes == 448
+    assert memory.peak_bytes == 448

@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.execution import plans as numerics
 from engine.execution.attention.interface import AttentionBatch, AttentionMetadata, DecodeRows
 from engine.execution.graphs.decode_graphs import graph_sizes, make_decode_graphs
-from engine.execution.graphs.self_check import trial_inputs
+from engine.execution.graphs.self_check import check_inputs
 from engine.execution.loading.attention_backends import TORCH
 from engine.execution.runner.model_runner import ModelRunner
 from tests.comparer import reference
@@ -211,7 +211,7 @@ def test_rows_that_differ_among_more_rows_are_tried_by_themselves() -> None:
 @pytest.mark.parametrize("first", [1, 2, 5, 99])
 def test_a_step_of_fewer_rows_is_the_first_of_the_same_step(first: int) -> None:
     config = EngineConfig(max_model_len=64, block_size=4, num_kv_blocks=20)
-    whole, part = trial_inputs(11, config, 8), trial_inputs(11, config, 8, first=first)
+    whole, part = check_inputs(11, config, 8), check_inputs(11, config, 8, first=first)
     assert torch.equal(part.token_ids, whole.token_ids[:first])
     assert torch.equal(part.positions, whole.positions[:first])
     assert torch.equal(part.logits_rows, whole.logits_rows[:first])
@@ -235,7 +235,7 @@ def test_the_trial_stays_within_the_limits(
     max_model_len: int, block_size: int, num_kv_blocks: int, most: int
 ) -> None:
     config = EngineConfig(max_model_len=max_model_len, block_size=block_size, num_kv_blocks=num_kv_blocks)
-    inputs = trial_inputs(11, config, most)
+    inputs = check_inputs(11, config, most)
     batch, count = inputs.batch, len(inputs.token_ids)
     assert count == min(most, num_kv_blocks)
     assert batch.decode_tables.shape[1] <= -(-max_model_len // block_size)

@@ -142,13 +142,13 @@ def test_other_steps_are_not_taken() -> None:
     builder = InputBuilder(6, 128, 4)
     first, second = bench.sequences[:2]
     mixed = SchedulerOutputs(decode=(bench.last(first),), prefill=(part(second, 0, 3),))
-    assert not graphs.takes(builder.build(mixed))
-    assert not graphs.takes(builder.build(SchedulerOutputs()))
-    assert graphs.takes(bench.inputs([0, 1, 2, 3, 4, 5]))
-    assert graphs.takes(null_inputs())
+    assert not graphs.supports(builder.build(mixed))
+    assert not graphs.supports(builder.build(SchedulerOutputs()))
+    assert graphs.supports(bench.inputs([0, 1, 2, 3, 4, 5]))
+    assert graphs.supports(null_inputs())
     fewer = DecodeGraphs(graphs._buffers, graphs._logits, {2: RecordedGraph()})
-    assert fewer.takes(bench.inputs([0, 1]))
-    assert not fewer.takes(bench.inputs([0, 1, 2]))
+    assert fewer.supports(bench.inputs([0, 1]))
+    assert not fewer.supports(bench.inputs([0, 1, 2]))
 
 
 class Poisoned(RecordedGraph):

@@ -1,6 +1,5 @@
-"""Linears and kernels for tests of packing, which is done without measuring anything."""
+"""Linears and kernels for tests of packing."""
 
-from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -9,23 +8,30 @@ from torch import nn
 from torch.nn.functional import linear
 
 from engine.errors import UnsupportedModel
-from engine.execution.layers.linear_kernels import LinearKernel, Product, linear_kernels
-from engine.execution.layers.packed_linears import ROW_COUNTS, Candidate, Measure, Seconds, pack_linears
+from engine.execution.layers.linear_operator import LinearOperator
+from engine.execution.layers.packed_linears import (
+    LinearKernel,
+    Product,
+    Rule,
+    pack_for_onednn,
+    pack_linears,
+    pack_natively,
+)
 from tests.engine.execution.pools import native_library
 
 PLENTY = 1 << 40
 
 
-class Recording:
-    """A kernel that notes what is bound and multiplied."""
+class RecordingKernel:
+    """A kernel that records what is packed and multiplied."""
 
-    def __init__(self, name: str = "recording") -> None:
-        self.name = name
-        self.bound: list[nn.Linear] = []
+    def __init__(self, minimum_rows: int = 0) -> None:
+        self.packed: list[nn.Linear] = []
         self.multiplied: list[int] = []
+        self.kernel = LinearKernel("recording", self._pack, minimum_rows)
 
-    def bind(self, plain: nn.Linear) -> Product:
-        self.bound.append(plain)
+    def _pack(self, plain: nn.Linear) -> Product:
+        self.packed.append(plain)
         return partial(self._multiply, plain)
 
     def _multiply(self, plain: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
@@ -33,33 +39,29 @@ class Recording:
         return linear(hidden, plain.weight, plain.bias)
 
 
-class Refusing:
-    """A kernel that takes nothing, such as oneDNN's for bfloat16 on an old processor."""
+def refuse(plain: nn.Linear) -> Product:
+    """The `pack` of a kernel that supports nothing, such as oneDNN's for bfloat16 on an old processor."""
+    raise UnsupportedModel("bf16 path needs the cpu support avx512bw")
 
-    name = "refusing"
 
-    def bind(self, plain: nn.Linear) -> Product:
-        raise UnsupportedModel("bf16 path needs the cpu support avx512bw")
+REFUSING = LinearKernel("refusing", refuse)
+
+
+def always(*kernels: LinearKernel) -> Rule:
+    """A rule that prefers these kernels for every dtype."""
+    return lambda _: kernels
 
 
 def small(*sizes: tuple[int, int]) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(*size) for size in sizes)).requires_grad_(False)
 
 
-def favour(name: str) -> Measure:
-    """Finds that the kernel of this name is the fastest for all row counts."""
-
-    def measure(candidates: Sequence[Candidate], like: nn.Linear) -> list[Seconds]:
-        return [(1.0 if one.kernel.name == name else 2.0,) * len(ROW_COUNTS) for one in candidates]
-
-    return measure
-
-
-def all_ways() -> tuple[LinearKernel, ...]:
-    return linear_kernels(native_library())
+def all_kernels() -> dict[str, LinearKernel]:
+    native = LinearKernel("native", partial(pack_natively, LinearOperator(native_library())))
+    return {"oneDNN": LinearKernel("oneDNN", pack_for_onednn), "native": native}
 
 
 def pack_all(model: nn.Module, name: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Every linear goes the kernel of this name; gives how many."""
-    monkeypatch.setattr("engine.execution.layers.packed_linears.SMALLEST", 0)
-    return pack_linears(model, all_ways(), max_bytes=PLENTY, measure=favour(name))
+    """Pack every linear with the kernel of this name. Returns their number."""
+    monkeypatch.setattr("engine.execution.layers.packed_linears.MINIMUM_NUMEL", 0)
+    return pack_linears(model, always(all_kernels()[name]), max_bytes=PLENTY)

@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 from torch.nn.functional import linear
 
 from engine.errors import UnsupportedModel
-from engine.execution.layers import linear_self_check as linear_trial
-from engine.execution.layers.linear_kernels import linear_kernels
-from engine.execution.layers.linear_operator import LinearOperator, PackedWeight
-from engine.execution.layers.linear_self_check import check_linears
+from engine.execution.layers.linear_operator import (
+    LinearOperator,
+    PackedWeight,
+    check_linears,
+    checked_linear_operator,
+)
+from engine.execution.layers.packed_linears import pack_natively
 from engine.execution.machine.native_build import CannotBuild
 from tests.engine.execution.pools import native_library
 
@@ -165,7 +168,7 @@ def test_what_the_weight_was_not_packed_for_is_refused(hidden: torch.Tensor, rea
 
 @pytest.mark.parametrize("weight", [torch.ones(4, 4, dtype=torch.float16), torch.ones(4, 4, device="meta")])
 def test_weights_that_it_does_not_take_are_refused(weight: torch.Tensor) -> None:
-    with pytest.raises(UnsupportedModel, match="takes no weights of"):
+    with pytest.raises(UnsupportedModel, match="does not support weights of"):
         operator().pack(weight)
 
 
@@ -173,7 +176,7 @@ def test_a_bias_of_another_dtype_is_refused() -> None:
     plain = torch.nn.Linear(4, 4)
     plain.bias = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     with pytest.raises(UnsupportedModel, match="a bias of"):
-        linear_kernels(native_library())[-1].bind(plain)
+        pack_natively(operator(), plain)
 
 
 def test_the_trial_of_the_library_agrees() -> None:
@@ -195,13 +198,13 @@ def test_an_operator_that_computes_wrongly_is_not_used(
             out[-1, -1] += error
         return out
 
-    monkeypatch.setattr(linear_trial.LinearOperator, "multiply", wrong)
-    with pytest.raises(CannotBuild, match=rf"disagree with torch by .* in {dtype}"):
+    monkeypatch.setattr(LinearOperator, "multiply", wrong)
+    with pytest.raises(CannotBuild, match=rf"linear disagrees with torch by .* in {dtype}"):
         check_linears(operator())
-    assert [kernel.name for kernel in linear_kernels(native_library())] == ["plain", "oneDNN"]
-    assert "linears are multiplied by torch alone: the compiled linears disagree" in caplog.text
+    assert checked_linear_operator(native_library()) is None
+    assert "linears are computed by torch, which is slower: the compiled linear disagrees" in caplog.text
 
 
-def test_without_a_library_there_are_torchs_ways() -> None:
-    assert [kernel.name for kernel in linear_kernels(None)] == ["plain", "oneDNN"]
-    assert [kernel.name for kernel in linear_kernels(native_library())] == ["plain", "oneDNN", "native"]
+def test_without_a_library_there_is_no_operator() -> None:
+    assert checked_linear_operator(None) is None
+    assert checked_linear_operator(native_library()) is not None

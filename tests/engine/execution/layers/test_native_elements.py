@@ -18,11 +18,10 @@ from engine.execution.attention.interface import ATTENTION_NAME, install
 from engine.execution.layers.elementwise_operator import Activation, ElementwiseOperator, NormFormula
 from engine.execution.layers.fused_linears import FusedPart, fuse_linears
 from engine.execution.layers.linear_operator import LinearOperator
-from engine.execution.layers.module_slots import module_slots
-from engine.execution.layers.native_elements import ElementOperators, checked_elements, use_native_elements
-from engine.execution.layers.native_gates import FastGate, use_native_gates
+from engine.execution.layers.module_slots import observed_slots
+from engine.execution.layers.native_elements import checked_elementwise, use_native_elements
+from engine.execution.layers.native_gates import NativeGatedMLP, use_native_gates
 from engine.execution.layers.native_norms import NativeRMSNorm, use_native_norms
-from engine.execution.layers.rotary_operator import RotaryOperator
 from engine.execution.machine.native_build import CannotBuild
 from tests.comparer import Reference, assert_equal_tokens, reference
 from tests.engine.execution.pools import native_library
@@ -62,7 +61,7 @@ def ready(arch: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrained
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_greedy_tokens_stay_those_of_generate(arch: str) -> None:
     model = ready(arch)
-    assert use_native_elements(model, elements()) == REPLACED[arch]
+    assert use_native_elements(model, elementwise()) == REPLACED[arch]
     fuse_linears(model)
 
     served = serve(make_runner(model, CROWDED), CROWDED, REQUESTS)
@@ -74,7 +73,7 @@ def test_greedy_tokens_stay_those_of_generate(arch: str) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_bfloat16_has_the_same_norms_and_gates_and_nearly_the_same_logits(arch: str) -> None:
     plain, fast = make_model(arch, dtype=torch.bfloat16), ready(arch, torch.bfloat16)
-    assert use_native_elements(fast, elements()) == REPLACED[arch]
+    assert use_native_elements(fast, elementwise()) == REPLACED[arch]
     fast.set_attn_implementation("eager")
     token_ids = torch.tensor([PROMPTS["33 tokens"]])
     with torch.inference_mode():
@@ -87,7 +86,7 @@ def test_the_formulas_are_those_of_the_architectures() -> None:
     found = {}
     for arch in ("llama", "gemma2", "gpt_oss"):
         model = ready(arch, torch.bfloat16)
-        use_native_elements(model, elements())
+        use_native_elements(model, elementwise())
         found[arch] = model.model.norm.formula[1:]
     assert found == {"llama": (0.0, True), "gemma2": (1.0, False), "gpt_oss": (0.0, False)}
 
@@ -96,17 +95,17 @@ def test_weights_and_children_stay_where_they_were() -> None:
     model = ready("qwen2")
     before = {name: weight.data_ptr() for name, weight in model.named_parameters()}
     names = {name for name, _ in model.named_modules()}
-    assert use_native_elements(model, elements()) == (5, 2, 2)
+    assert use_native_elements(model, elementwise()) == (5, 2, 2)
     assert {name: weight.data_ptr() for name, weight in model.named_parameters()} == before
     assert {name for name, _ in model.named_modules()} == names
 
 
 def test_linears_that_are_replaced_later_are_used() -> None:
     model = ready("qwen2")
-    use_native_elements(model, elements())
+    use_native_elements(model, elementwise())
     assert fuse_linears(model) == 2 * model.config.num_hidden_layers
     mlp = model.model.layers[0].mlp
-    assert type(mlp) is FastGate
+    assert type(mlp) is NativeGatedMLP
     assert type(mlp.gate_proj) is FusedPart
     assert mlp.gate_proj.fused is mlp.up_proj.fused
     hidden = torch.randn(1, 3, model.config.hidden_size)
@@ -117,9 +116,9 @@ def test_linears_that_are_replaced_later_are_used() -> None:
 
 def test_a_second_pass_finds_nothing_left() -> None:
     model = ready("gemma2")
-    assert sum(use_native_elements(model, elements())) > 0
+    assert sum(use_native_elements(model, elementwise())) > 0
     once = [type(module) for module in model.modules()]
-    use_native_elements(model, elements())
+    use_native_elements(model, elementwise())
     assert Counter(type(module) for module in model.modules()) == Counter(once)
 
 
@@ -219,9 +218,8 @@ class Weighed(Mlp):
         self.extra = nn.Parameter(torch.ones(1))
 
 
-def elements() -> ElementOperators:
-    library = native_library()
-    return ElementOperators(ElementwiseOperator(library), RotaryOperator(library))
+def elementwise() -> ElementwiseOperator:
+    return ElementwiseOperator(native_library())
 
 
 def replaced(module: nn.Module, dtype: torch.dtype = torch.float32, **named: torch.Tensor) -> nn.Module:
@@ -229,8 +227,8 @@ def replaced(module: nn.Module, dtype: torch.dtype = torch.float32, **named: tor
     model = nn.ModuleDict({"it": module}).to(dtype).requires_grad_(False)
     hidden = torch.randn(1, 2, 24).to(dtype)
     right = module(hidden, **named)
-    operator = elements().elementwise
-    places = module_slots(model, lambda: model["it"](hidden, **named))
+    operator = elementwise()
+    places = observed_slots(model, lambda: model["it"](hidden, **named))
     count = use_native_norms(places, operator) + use_native_gates(places, operator)
     assert count == (model["it"] is not module)
     most = 1e-5 if dtype == torch.float32 else 2e-2
@@ -269,7 +267,7 @@ def test_a_norm_that_is_given_more_is_left_alone() -> None:
 
 def test_a_norm_in_another_dtype_than_its_rows_is_left_alone() -> None:
     model = nn.ModuleDict({"it": Norm()}).requires_grad_(False)
-    places = module_slots(model, lambda: model["it"](torch.randn(1, 2, 24).bfloat16()))
+    places = observed_slots(model, lambda: model["it"](torch.randn(1, 2, 24).bfloat16()))
     assert use_native_norms(places, ElementwiseOperator(native_library())) == 0
 
 
@@ -289,14 +287,14 @@ def test_a_gated_mlp_is_known_by_what_it_does(
 ) -> None:
     """With as many numbers within as without, too, where shapes tell nothing."""
     found = replaced(Mlp(act, num_inner), dtype)
-    assert type(found) is FastGate
+    assert type(found) is NativeGatedMLP
     assert (found.form.down, found.form.activation) == ("c", activation)
 
 
 @pytest.mark.parametrize("gate_last", [True, False])
 def test_gate_and_up_in_one_linear(gate_last: bool) -> None:
     found = replaced(Wide(gate_last))
-    assert type(found) is FastGate
+    assert type(found) is NativeGatedMLP
     assert found.form.gate_first is not gate_last
 
 
@@ -326,9 +324,9 @@ def test_an_operator_that_fails_its_trial_is_not_used(
     def fail(_: object) -> None:
         raise CannotBuild("what was compiled disagrees")
 
-    monkeypatch.setattr("engine.execution.layers.native_elements.check_operator", fail)
+    monkeypatch.setattr("engine.execution.layers.native_elements.check_elementwise", fail)
     with caplog.at_level(logging.WARNING):
-        assert checked_elements(native_library()) is None
+        assert checked_elementwise(native_library()) is None
     assert "computed by torch, which is slower: what was compiled disagrees" in caplog.text
 
 
@@ -337,14 +335,14 @@ def test_a_plain_model_is_prepared_with_the_library_if_there_is_one(has_library:
     model = ready()
     numerics.plain((), native_library() if has_library else None).prepare(model)
     kinds = Counter(type(module) for module in model.modules())
-    assert (kinds[NativeRMSNorm], kinds[FastGate]) == ((5, 2) if has_library else (0, 0))
+    assert (kinds[NativeRMSNorm], kinds[NativeGatedMLP]) == ((5, 2) if has_library else (0, 0))
     assert kinds[FusedPart] > 0
 
 
 def test_operators_are_tried_once_for_all_models(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[object] = []
-    monkeypatch.setattr("engine.execution.layers.native_elements.check_operator", tried.append)
-    monkeypatch.setattr("engine.execution.layers.linear_kernels.check_linears", tried.append)
+    monkeypatch.setattr("engine.execution.layers.native_elements.check_elementwise", tried.append)
+    monkeypatch.setattr("engine.execution.layers.linear_operator.check_linears", tried.append)
     prepare = numerics.plain((), native_library()).prepare
     for _ in range(2):
         prepare(ready())

@@ -15,8 +15,8 @@ from transformers.models.llama import modeling_llama
 
 from engine.execution.attention.interface import ATTENTION_NAME, install
 from engine.execution.attention.probe import pass_of_two_tokens
-from engine.execution.layers.native_rotary import FUNCTION, FastRotary, use_native_rotary
-from engine.execution.layers.rotary_operator import RotaryOperator
+from engine.execution.layers.elementwise_operator import ElementwiseOperator
+from engine.execution.layers.native_rotary import FUNCTION, NativeRotary, use_native_rotary
 from tests.engine.execution.pools import native_library
 from tests.tiny_models import make_model
 
@@ -27,8 +27,8 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def operator() -> RotaryOperator:
-    return RotaryOperator(native_library())
+def operator() -> ElementwiseOperator:
+    return ElementwiseOperator(native_library())
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -60,7 +60,7 @@ def forwards(model: PreTrainedModel) -> list[Any]:
     views=st.tuples(st.booleans(), st.booleans()),
 )
 def test_the_bits_are_those_of_transformers(
-    operator: RotaryOperator,
+    operator: ElementwiseOperator,
     num_rows: int,
     num_heads: int,
     num_kv_heads: int,
@@ -86,7 +86,9 @@ def test_the_bits_are_those_of_transformers(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_many_rows_by_several_threads(operator: RotaryOperator, dtype: torch.dtype, threads: int) -> None:
+def test_many_rows_by_several_threads(
+    operator: ElementwiseOperator, dtype: torch.dtype, threads: int
+) -> None:
     before = torch.get_num_threads()
     query, key = noise(1, 9, 300, 64, dtype=dtype), noise(1, 3, 300, 64, dtype=dtype, seed=3)
     cosine, sine = angles(300, 64, dtype)
@@ -99,7 +101,7 @@ def test_many_rows_by_several_threads(operator: RotaryOperator, dtype: torch.dty
     assert all(map(torch.equal, found, PLAIN(query, key, cosine, sine)))
 
 
-def test_nan_and_infinity_go_through(operator: RotaryOperator) -> None:
+def test_nan_and_infinity_go_through(operator: ElementwiseOperator) -> None:
     query, key = noise(1, 2, 4, 16), noise(1, 1, 4, 16)
     query[0, 0, 0, 3], query[0, 1, 2, 9], key[0, 0, 1, 0] = torch.nan, torch.inf, -torch.inf
     cosine, sine = angles(4, 16)
@@ -125,26 +127,26 @@ def unfit_calls() -> dict[str, tuple[torch.Tensor, ...]]:
 
 
 @pytest.mark.parametrize("name", unfit_calls())
-def test_what_does_not_fit_is_refused(operator: RotaryOperator, name: str) -> None:
+def test_what_does_not_fit_is_refused(operator: ElementwiseOperator, name: str) -> None:
     assert operator.rotate(*unfit_calls()[name]) is None
 
 
-def test_the_model_alone_is_changed(operator: RotaryOperator) -> None:
+def test_the_model_alone_is_changed(operator: ElementwiseOperator) -> None:
     model, other = ready(), ready()
     function = modeling_llama.apply_rotary_pos_emb
     assert use_native_rotary(model, operator, pass_of_two_tokens(model)) == model.config.num_hidden_layers
     assert modeling_llama.apply_rotary_pos_emb is function
     assert forwards(other) == []
-    assert all(type(one.__func__.__globals__[FUNCTION]) is FastRotary for one in forwards(model))
+    assert all(type(one.__func__.__globals__[FUNCTION]) is NativeRotary for one in forwards(model))
 
 
-def test_a_second_pass_finds_nothing_left(operator: RotaryOperator) -> None:
+def test_a_second_pass_finds_nothing_left(operator: ElementwiseOperator) -> None:
     model = ready()
     assert use_native_rotary(model, operator, pass_of_two_tokens(model)) > 0
     assert use_native_rotary(model, operator, pass_of_two_tokens(model)) == 0
 
 
-def test_a_copy_of_the_model_runs_its_own_modules(operator: RotaryOperator) -> None:
+def test_a_copy_of_the_model_runs_its_own_modules(operator: ElementwiseOperator) -> None:
     model = ready()
     use_native_rotary(model, operator, pass_of_two_tokens(model))
     twin = copy.deepcopy(model)
@@ -154,10 +156,10 @@ def test_a_copy_of_the_model_runs_its_own_modules(operator: RotaryOperator) -> N
     assert not pass_of_two_tokens(twin)[0].query.any()
 
 
-def test_the_operator_is_asked_by_the_model(operator: RotaryOperator) -> None:
+def test_the_operator_is_asked_by_the_model(operator: ElementwiseOperator) -> None:
     model, asked = ready(), []
 
-    class Watched(RotaryOperator):
+    class Watched(ElementwiseOperator):
         def rotate(self, *given: torch.Tensor) -> Angles | None:
             asked.append(given)
             return super().rotate(*given)
@@ -199,7 +201,7 @@ def of_one_tensor(query: torch.Tensor, key: torch.Tensor) -> Angles:
 
 @pytest.mark.parametrize("function", [interleaved, backwards, queries_alone, wide, of_one_tensor])
 def test_what_rotates_in_another_way_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, operator: RotaryOperator, function: Callable[..., Angles]
+    monkeypatch: pytest.MonkeyPatch, operator: ElementwiseOperator, function: Callable[..., Angles]
 ) -> None:
     model = ready()
     before = pass_of_two_tokens(model)
@@ -209,7 +211,7 @@ def test_what_rotates_in_another_way_is_left_alone(
     assert forwards(model) == []
 
 
-def test_more_than_four_arguments_go_to_the_models_own_function(operator: RotaryOperator) -> None:
+def test_more_than_four_arguments_go_to_the_models_own_function(operator: ElementwiseOperator) -> None:
     calls: list[tuple[Any, ...]] = []
 
     def plain(*given: Any, **named: Any) -> Angles:
@@ -217,7 +219,7 @@ def test_more_than_four_arguments_go_to_the_models_own_function(operator: Rotary
         return given[0], given[1]
 
     given = (noise(1, 2, 3, 8), noise(1, 1, 3, 8), *angles(3, 8))
-    fast = FastRotary(operator, plain)
+    fast = NativeRotary(operator, plain)
     assert fast(*given, 2)[0] is given[0]
     assert fast(*given, unsqueeze_dim=2)[0] is given[0]
     assert calls == [(2,), (("unsqueeze_dim", 2),)]
@@ -226,7 +228,7 @@ def test_more_than_four_arguments_go_to_the_models_own_function(operator: Rotary
 
 
 def test_a_change_that_the_attention_would_see_is_taken_back(
-    monkeypatch: pytest.MonkeyPatch, operator: RotaryOperator
+    monkeypatch: pytest.MonkeyPatch, operator: ElementwiseOperator
 ) -> None:
     """What stands around `forward` may do something of its own."""
     model = ready()

@@ -48,7 +48,7 @@ WORDS = ("int8", "int4")
 
 @pytest.fixture(autouse=True)
 def small_weights_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SMALLEST", 0)
+    monkeypatch.setattr(module, "MINIMUM_NUMEL", 0)
 
 
 def ready(arch: str = "llama", **overrides: Any) -> PreTrainedModel:
@@ -90,9 +90,9 @@ def test_plain_weights_are_freed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> 
     alive: list[int] = []
     quantize = module._quantize
 
-    def counting(weight: torch.Tensor, quantization: str, *, finely: bool) -> Any:
+    def counting(weight: torch.Tensor, quantization: str) -> Any:
         alive.append(sum(one() is not None for one in originals))
-        return quantize(weight, quantization, finely=finely)
+        return quantize(weight, quantization)
 
     monkeypatch.setattr(module, "_quantize", counting)
     assert quantize_linears(model, "int8").num_weights == len(originals)
@@ -118,7 +118,7 @@ def test_sizes() -> None:
 def test_a_product_is_that_of_the_numbers_kept(
     quantize: Any, num_rows: int, num_out: int, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LEAST_TILE_ROWS", 16)
+    monkeypatch.setattr(module, "MINIMUM_TILE_ROWS", 16)
     monkeypatch.setattr(module, "TILE", 16)
     plain = nn.Linear(2 * GROUP, num_out, bias=bias).requires_grad_(False)
     weight = quantize(plain.weight)
@@ -227,8 +227,8 @@ def test_what_others_hold_or_what_does_not_fit_stays_plain(monkeypatch: pytest.M
         first.mlp.down_proj.weight[3, 5] = float("nan")
         first.mlp.up_proj.weight[0, 0] = 1e5
     second.mlp.up_proj = nn.Linear(64, 48, bias=False)
-    monkeypatch.setattr(module, "_check_that_it_runs", lambda *_: None)  # its MLP has odd sizes now
-    monkeypatch.setattr(module, "SMALLEST", 64 * 64)
+    monkeypatch.setattr(module, "_check_forward", lambda *_: None)  # its MLP has odd sizes now
+    monkeypatch.setattr(module, "MINIMUM_NUMEL", 64 * 64)
     quantize_linears(model, "int4")
     assert type(first.self_attn.o_proj) is type(first.mlp.down_proj) is type(first.mlp.up_proj) is nn.Linear
     assert all(torch.is_tensor(one.weight) for one in kept)
@@ -244,7 +244,7 @@ def test_a_width_that_is_no_multiple_of_a_group_stays_plain() -> None:
 
 
 def test_a_model_without_such_a_weight_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SMALLEST", 1 << 30)
+    monkeypatch.setattr(module, "MINIMUM_NUMEL", 1 << 30)
     with pytest.raises(InvalidParameter, match="quantization: this model has no weight"):
         quantize_linears(ready(), "int8")
 
@@ -255,7 +255,7 @@ def test_a_model_that_reads_its_weights_is_refused() -> None:
     attention = model.model.layers[1].self_attn
     assert isinstance(attention.q_proj, FusedPart)
     attention.register_forward_pre_hook(lambda *_: attention.q_proj.weight.dtype)
-    with pytest.raises(InvalidParameter, match="quantization: int4 is not for model type 'llama'"):
+    with pytest.raises(InvalidParameter, match="quantization: int4 does not support model type 'llama'"):
         quantize_linears(model, "int4")
 
 

@@ -74,7 +74,7 @@ def test_without_a_compiler_torch_is_taken_with_one_warning(
     assert names("auto", tmp_path) == ["torch"]
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "CXX names '/nowhere/c++', which is not there" in record.getMessage()
+    assert "no C++ compiler was found (CXX is '/nowhere/c++')" in record.getMessage()
     with pytest.raises(InvalidParameter, match="attention: native cannot be had: no C"):
         names("native", tmp_path)
 
@@ -188,7 +188,7 @@ def test_a_damaged_file_is_made_again(tmp_path: Path, monkeypatch: pytest.Monkey
         path.write_bytes(content)
         told: list[str] = []
         native_library.load_library(tmp_path, told.append)
-        assert "is damaged; it is made again" in told[0]
+        assert "is damaged; compiling it again" in told[0]
         assert path.read_bytes() == whole
 
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.execution.graphs.decode_buffers import FIELDS, DecodeBuffers, pack_step
+from engine.execution.graphs.decode_buffers import NUM_FIELDS, DecodeBuffers, pack_step
 from engine.execution.runner.inputs import InputBuilder, StepInputs
 from engine.execution.runner.transfers import ALIGNMENT, move, move_inputs, pack, packed_size, unpack
 from engine.outputs import SchedulerOutputs
@@ -93,15 +93,15 @@ def decode_step(lengths: list[int]) -> StepInputs:
 
 
 def test_a_step_of_single_tokens_is_filled_up_with_nobody() -> None:
-    buffer = torch.full((4 * (FIELDS + 2),), -7)
+    buffer = torch.full((4 * (NUM_FIELDS + 2),), -7)
     pack_step(decode_step([3, 6]), 4, buffer)
-    assert buffer[: 4 * FIELDS].view(FIELDS, 4).tolist() == [
+    assert buffer[: 4 * NUM_FIELDS].view(NUM_FIELDS, 4).tolist() == [
         [2, 105, 0, 0],
         [2, 5, 0, 0],
         [6, 13, 0, 0],
         [3, 6, 1, 1],
     ]
-    assert buffer[4 * FIELDS :].view(4, 2).tolist() == [[1, 0], [2, 3], [0, 0], [0, 0]]
+    assert buffer[4 * NUM_FIELDS :].view(4, 2).tolist() == [[1, 0], [2, 3], [0, 0], [0, 0]]
 
 
 def test_buffers_stay_where_they_are_and_hold_the_last_step() -> None:
