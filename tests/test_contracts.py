@@ -17,6 +17,19 @@ PLANTS = {
         ("tokenmill/protocol/messages.py", "import redis"),
         ("tokenmill/protocol/keys.py", "import worker.errors"),
         ("tokenmill/protocol/naming.py", "import rq"),
+        ("tokenmill/process/restart_loop.py", "import redis"),
+    ],
+    "tokenmill: rooms": [
+        ("tokenmill/client/http.py", "import tokenmill.serve.state"),
+        ("tokenmill/protocol/redis_url.py", "import tokenmill.client.http"),
+        ("tokenmill/process/restart_loop.py", "import tokenmill.protocol.keys"),
+    ],
+    "tokenmill.protocol: the store": [
+        ("tokenmill/protocol/records.py", "import tokenmill.protocol.store.task_store"),
+        ("tokenmill/protocol/snapshots.py", "import tokenmill.protocol.records"),
+        ("tokenmill/protocol/log.py", "import tokenmill.protocol.records"),
+        ("tokenmill/protocol/messages.py", "import tokenmill.protocol.log"),
+        ("tokenmill/protocol/keys.py", "import tokenmill.protocol.messages"),
     ],
     "engine:": [
         ("engine/scheduling/scheduler.py", "import torch"),

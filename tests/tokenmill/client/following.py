@@ -1,4 +1,4 @@
-"""Streams read in a thread of their own, by the iterator or by asyncio, and what Redis knows of them."""
+"""Streams read in a thread, by iterator or asyncio, and the state of their readers in Redis."""
 
 import asyncio
 import queue
@@ -36,7 +36,7 @@ def by_asyncio(*arguments: Any, **options: Any) -> Iterator[Event]:
 
 
 class Following:
-    """A stream that is read in a thread of its own. At most `ahead` events are read that nobody has taken."""
+    """A stream that is read in a thread, at most `ahead` events before they are taken."""
 
     def __init__(self, events: Iterator[Event], ahead: int = 0) -> None:
         self._events = events
@@ -86,7 +86,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def num_looks(client: redis.Redis) -> int:
-    """How often a log was read."""
+    """How often a log has been read."""
     return client.info("commandstats").get("cmdstat_xrange", {"calls": 0})["calls"]
 
 
@@ -95,11 +95,11 @@ def num_subscribers(client: redis.Redis, task_id: str) -> int:
 
 
 def wait_until_live(client: redis.Redis, task_id: str, looks_before: int) -> None:
-    """The reader has looked at the beginning and after its subscription: from here on the channel tells."""
+    """Wait until the log was read at the start and after the subscription: then the channel delivers."""
     wait_until(lambda: num_subscribers(client, task_id) == 1 and num_looks(client) >= looks_before + 2)
 
 
 def append_unheard(client: redis.Redis, task_id: str, seq: int) -> None:
-    """An entry of the log whose message on the channel was lost."""
+    """Append an entry whose message on the channel is lost."""
     (entry,) = tokens(seq, 1)
     client.xadd(keys.log(task_id), {"t": entry.token, "x": entry.text}, id=f"0-{seq + 1}")

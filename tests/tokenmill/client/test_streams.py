@@ -1,4 +1,4 @@
-"""Each reader gets every event once and in order, whenever it joins, whatever happens to its connection."""
+"""Each reader gets every event once and in order, whenever it joins and whatever breaks."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ from tokenmill.serve import embedded_redis
 from tokenmill.serve.processes import Child
 
 NEVER_SECONDS = 3600.0
-"""A silence so long that the log is not looked at for its sake."""
+"""A silence that never passes, so that it never causes a read of the log."""
 
 Kind = Callable[..., Iterator[Event]]
 
@@ -62,10 +62,10 @@ def setting(client: redis.Redis, name: str, value: str) -> Iterator[None]:
         client.config_set(name, before)
 
 
-def test_a_finished_task_is_replayed_and_ends(
+def test_a_finished_task_is_replayed_and_the_stream_ends(
     kind: Kind, store: TaskStore, redis_url: str, claimed: Claimed
 ) -> None:
-    """arq PR364, romm#3195: who subscribes after the end must not hang."""
+    """arq PR364, romm#3195: a subscriber after the end must not hang."""
     settle(store, claimed, 0, 5)
     events = Following(kind(redis_url, claimed.task_id)).rest()
     assert events == store.read_log(claimed.task_id)
@@ -73,16 +73,16 @@ def test_a_finished_task_is_replayed_and_ends(
 
 
 @pytest.mark.parametrize("after", [0, 3, 4, 5, 6, 2**70])
-def test_joined_in_the_middle(
+def test_a_stream_starts_after_any_event(
     kind: Kind, store: TaskStore, redis_url: str, claimed: Claimed, after: int
 ) -> None:
-    """Also after the very end, where nothing will come any more."""
+    """Including the last one, after which there is nothing."""
     settle(store, claimed, 0, 5)
     events = Following(kind(redis_url, claimed.task_id, after)).rest()
     assert [event.seq for event in events] == [seq for seq in range(6) if seq > after]
 
 
-def test_live_messages_need_no_log(
+def test_live_events_do_not_need_the_log(
     kind: Kind, store: TaskStore, redis_client: redis.Redis, redis_url: str, claimed: Claimed
 ) -> None:
     publish(store, claimed, 0, 2)
@@ -96,7 +96,7 @@ def test_live_messages_need_no_log(
     assert num_looks(redis_client) == looks + 2
 
 
-def test_a_task_without_messages_is_waited_for(
+def test_a_stream_waits_for_the_first_event(
     kind: Kind, store: TaskStore, redis_client: redis.Redis, redis_url: str
 ) -> None:
     task_id = submit(store, redis_client)
@@ -106,13 +106,13 @@ def test_a_task_without_messages_is_waited_for(
     assert [event.seq for event in following.rest()] == [0, 1, 2]
 
 
-def test_an_unknown_task_is_told(kind: Kind, redis_url: str) -> None:
+def test_an_unknown_task_is_an_error(kind: Kind, redis_url: str) -> None:
     error = Following(kind(redis_url, "0" * 32)).error()
     assert isinstance(error, UnknownTask)
     assert error.task_id == "0" * 32
 
 
-def test_a_task_that_expires_meanwhile_is_told(
+def test_a_task_that_expires_meanwhile_is_an_error(
     kind: Kind, store: TaskStore, redis_client: redis.Redis, redis_url: str, claimed: Claimed
 ) -> None:
     publish(store, claimed, 0, 1)
@@ -122,10 +122,10 @@ def test_a_task_that_expires_meanwhile_is_told(
     assert isinstance(following.error(), UnknownTask)
 
 
-def test_a_cut_connection_leaves_no_gap_and_no_double(
+def test_a_cut_connection_causes_neither_gap_nor_duplicate(
     kind: Kind, store: TaskStore, redis_client: redis.Redis, redis_url: str, claimed: Claimed
 ) -> None:
-    """redis-py#1464, #1572: after a reconnect a subscriber is deaf, or has missed what came between."""
+    """redis-py#1464, #1572: after a reconnect a subscriber is deaf, or has missed messages."""
     following = Following(kind(redis_url, claimed.task_id, silence_seconds=NEVER_SECONDS))
     for first in range(0, 12, 4):
         wait_until(lambda: num_subscribers(redis_client, claimed.task_id) == 1)
@@ -137,7 +137,7 @@ def test_a_cut_connection_leaves_no_gap_and_no_double(
     assert [event.seq for event in following.rest()] == [12]
 
 
-def test_every_connection_may_be_cut(
+def test_any_connection_may_be_cut(
     kind: Kind, store: TaskStore, redis_client: redis.Redis, redis_url: str, claimed: Claimed
 ) -> None:
     following = Following(kind(redis_url, claimed.task_id, silence_seconds=NEVER_SECONDS))
@@ -149,7 +149,7 @@ def test_every_connection_may_be_cut(
         assert following.take(1) == [seq]
 
 
-def test_a_lost_message_is_found_by_the_next(
+def test_a_lost_message_is_found_by_the_next_one(
     kind: Kind, store: TaskStore, redis_client: redis.Redis, redis_url: str, claimed: Claimed
 ) -> None:
     looks = num_looks(redis_client)
@@ -161,10 +161,10 @@ def test_a_lost_message_is_found_by_the_next(
     assert following.take(3) == [0, 1, 2]
 
 
-def test_a_lost_message_is_found_by_silence(
+def test_a_lost_message_is_found_after_a_silence(
     kind: Kind, store: TaskStore, redis_client: redis.Redis, redis_url: str, claimed: Claimed
 ) -> None:
-    """The last message of all has no next one that would show the gap."""
+    """The last message has no next one that would show the gap."""
     looks = num_looks(redis_client)
     following = Following(kind(redis_url, claimed.task_id, silence_seconds=0.05))
     wait_until_live(redis_client, claimed.task_id, looks)
@@ -175,7 +175,7 @@ def test_a_lost_message_is_found_by_silence(
     assert following.take(2) == [1, 2]
 
 
-def test_doubled_messages_are_dropped(
+def test_duplicate_messages_are_dropped(
     kind: Kind, store: TaskStore, redis_client: redis.Redis, redis_url: str, claimed: Claimed
 ) -> None:
     looks = num_looks(redis_client)
@@ -188,10 +188,10 @@ def test_doubled_messages_are_dropped(
     assert [event.seq for event in following.rest()] == [0, 1, 2]
 
 
-def test_a_slow_reader_gets_all(
+def test_a_slow_reader_gets_every_event(
     kind: Kind, store: TaskStore, redis_client: redis.Redis, redis_url: str, claimed: Claimed
 ) -> None:
-    """redis-py#1261: Redis cuts a subscriber that does not keep up, and what it had for it is gone."""
+    """redis-py#1261: Redis disconnects a subscriber that falls behind and drops its messages."""
     cut_before = redis_client.info("stats")["client_output_buffer_limit_disconnections"]
     with setting(redis_client, "client-output-buffer-limit", "pubsub 65536 32768 1"):
         following = Following(kind(redis_url, claimed.task_id, silence_seconds=NEVER_SECONDS), ahead=1)
@@ -205,10 +205,10 @@ def test_a_slow_reader_gets_all(
         assert [event.seq for event in following.rest()] == list(range(count + 1))
 
 
-def test_many_readers_of_one_task(
+def test_many_readers_follow_one_task(
     store: TaskStore, redis_client: redis.Redis, redis_url: str, claimed: Claimed
 ) -> None:
-    """They join at different places and times, and are cut off now and then."""
+    """They join at different events and times, and some are disconnected."""
     followings: list[tuple[int, Following]] = []
     for first in range(0, 200, 20):
         follow = (by_iterator, by_asyncio)[first // 20 % 2]
@@ -223,18 +223,16 @@ def test_many_readers_of_one_task(
         assert following.rest() == whole[after + 1 :]
 
 
-def test_redis_not_there_at_the_beginning_is_told(kind: Kind) -> None:
-    """Who mistyped the address must hear of it."""
+def test_a_refused_connection_at_the_start_is_an_error(kind: Kind) -> None:
+    """A mistyped address must be reported."""
     error = Following(kind(f"redis://127.0.0.1:{free_port()}/0", "0" * 32)).error()
     assert isinstance(error, redis.ConnectionError)
 
 
-def test_redis_that_does_not_answer_at_the_beginning_is_told_the_same_way(
+def test_a_server_that_does_not_answer_at_the_start_is_the_same_error(
     kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stopped server accepts the connection: a `redis.TimeoutError` came out, which is no
-    `ConnectionError`.
-    """
+    """Regression: a stopped server accepts connections, and a `redis.TimeoutError` was raised."""
     monkeypatch.setattr("tokenmill.client.streams.SOCKET_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"redis://127.0.0.1:{silent.getsockname()[1]}/0"
@@ -242,10 +240,10 @@ def test_redis_that_does_not_answer_at_the_beginning_is_told_the_same_way(
             next(kind(url, "task"))
 
 
-def test_a_clients_address_is_taken(
+def test_the_address_of_a_client_is_used(
     store: TaskStore, redis_client: redis.Redis, redis_url: str, claimed: Claimed
 ) -> None:
-    """Whatever its other options: this one could not read bytes, and would give up a wait."""
+    """But not its other options: this client decodes replies and has a short timeout."""
     settle(store, claimed, 0, 2)
     with redis.Redis.from_url(redis_url, decode_responses=True, socket_timeout=0.001) as client:
         assert [event.seq for event in Following(by_iterator(client, claimed.task_id)).rest()] == [0, 1, 2]
@@ -253,7 +251,7 @@ def test_a_clients_address_is_taken(
     assert [event.seq for event in Following(by_asyncio(other, claimed.task_id)).rest()] == [0, 1, 2]
 
 
-def test_who_stops_reading_leaves_no_connection(
+def test_an_abandoned_stream_leaves_no_connection(
     kind: Kind, store: TaskStore, redis_client: redis.Redis, redis_url: str, claimed: Claimed
 ) -> None:
     publish(store, claimed, 0, 1)
@@ -265,10 +263,10 @@ def test_who_stops_reading_leaves_no_connection(
     wait_until(lambda: len(redis_client.client_list()) == before)
 
 
-def test_a_task_goes_on_in_other_hands(
+def test_a_stream_continues_when_another_worker_takes_over(
     kind: Kind, store: TaskStore, redis_client: redis.Redis, redis_url: str
 ) -> None:
-    """A reader notices nothing of a worker's death but the time."""
+    """The worker's death costs the reader nothing but time."""
     submit(store, redis_client)
     first = claim_one(store, lease_seconds=-1)
     publish(store, first, 0, 2)
@@ -283,7 +281,7 @@ def test_a_task_goes_on_in_other_hands(
 
 @contextmanager
 def socket_server(directory: Path) -> Iterator[tuple[str, Child]]:
-    """A server as `tokenmill serve` starts it, on the data of earlier ones."""
+    """An embedded server, as `tokenmill serve` starts it, on existing data."""
     directory.mkdir(exist_ok=True)
     socket_file = embedded_redis.socket_path(directory)
     log, url = directory / "log", embedded_redis.socket_url(socket_file)
@@ -295,10 +293,10 @@ def socket_server(directory: Path) -> Iterator[tuple[str, Child]]:
         child.kill()
 
 
-def test_a_stream_goes_on_after_a_restart_of_the_embedded_server(
+def test_a_stream_continues_after_a_restart_of_the_embedded_server(
     kind: Kind, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It listens at the same socket again; the reader says once what it waits for."""
+    """The server listens on the same socket again; the reader logs one warning."""
     with socket_server(tmp_path / "redis") as (url, _), redis.Redis.from_url(url) as client:
         store = TaskStore(client)
         submit(store, client)

@@ -1,4 +1,4 @@
-"""One line when an redis_outages begins, and one when it is over."""
+"""An outage is logged once when it begins and once when it ends."""
 
 import logging
 
@@ -11,7 +11,7 @@ logger = logging.getLogger("redis_outages")
 
 
 class Clock:
-    """Seconds that the test lets pass."""
+    """A clock that the test moves."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -25,14 +25,14 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_any_number_of_failed_calls_are_two_lines(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """5,800 warnings in 13 s."""
+def test_many_failed_calls_give_two_lines(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: 5,800 warnings in 13 s."""
     log = OutageLog(logger, "API", clock)
     log.worked()
     for number in range(5800):
         clock.now = number / 500
         log.failed(ConnectionError("gone"))
-        # Some calls work meanwhile, as reads do while a full disk refuses writes.
+        # Some calls succeed, as reads do while a full disk prevents writes.
         log.worked()
     assert len(caplog.records) == 1
     clock.now += redis_outages.QUIET_SECONDS + 1
@@ -42,7 +42,7 @@ def test_any_number_of_failed_calls_are_two_lines(clock: Clock, caplog: pytest.L
     assert "5800 calls" in caplog.text
 
 
-def test_the_next_outage_has_its_own_lines(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_next_outage_is_logged_again(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     log = OutageLog(logger, "API", clock)
     for _ in range(3):
         log.failed(ConnectionError("gone"))

@@ -1,4 +1,4 @@
-"""A process whose settings cannot be used ends with 78, or stays up where what ends is restarted."""
+"""A process with unusable settings exits with 78, or waits if so configured."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def start(room: str, hold: str, log: Path) -> "subprocess.Popen[bytes]":
 
 
 @pytest.mark.parametrize("room", ["worker", "api"])
-def test_it_stays_until_it_is_told_to_stop(room: str, tmp_path: Path) -> None:
+def test_it_waits_until_a_signal_ends_it(room: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     process = start(room, "true", log)
     wait_for(lambda: "waiting, to prevent a restart loop" in log.read_text(), "it says that it is held")
@@ -39,5 +39,5 @@ def test_it_stays_until_it_is_told_to_stop(room: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("room", ["worker", "api"])
 @pytest.mark.parametrize("hold", ["", "false"])
-def test_elsewhere_it_ends(room: str, hold: str, tmp_path: Path) -> None:
+def test_without_the_variable_it_exits(room: str, hold: str, tmp_path: Path) -> None:
     assert start(room, hold, tmp_path / "log").wait(60) == 78

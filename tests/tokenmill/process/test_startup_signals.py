@@ -1,4 +1,4 @@
-"""A request to stop ends a process that still starts, at once, whatever it loads (sglang#16145)."""
+"""A stop signal ends a starting process at once, whatever it loads (sglang#16145)."""
 
 import signal
 from typing import Any
@@ -10,7 +10,7 @@ from tokenmill.process.startup_signals import blocked_signals
 
 WATCHDOG_SECONDS = 120.0
 GATES = [
-    # The first import that is not light, and the one with which loading the model begins.
+    # The first expensive import, and the one with which loading the model begins.
     ("worker", "redis", ()),
     ("worker", "engine.execution.build", ()),
     ("api", "flask", ()),
@@ -20,7 +20,7 @@ GATES = [
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(("room", "gate", "arguments"), GATES)
-def test_a_process_that_starts_ends_by_the_signal(
+def test_a_signal_ends_a_starting_process(
     redis_url: str, room: str, gate: str, arguments: Any, number: int
 ) -> None:
     env = {"REDIS_URL": redis_url, "TOKENMILL_METRICS_PORT": "0"}
@@ -35,8 +35,8 @@ def test_a_process_that_starts_ends_by_the_signal(
 
 
 @pytest.mark.parametrize(("room", "gate", "arguments"), GATES)
-def test_process_1_does_not_lose_the_signal(redis_url: str, room: str, gate: str, arguments: Any) -> None:
-    """Emulated where namespaces are not allowed; with real ones in tests/services/test_first_process.py."""
+def test_process_1_does_not_ignore_the_signal(redis_url: str, room: str, gate: str, arguments: Any) -> None:
+    """Emulated here; with real namespaces in tests/services/test_first_process.py."""
     env = {"REDIS_URL": redis_url, "TOKENMILL_METRICS_PORT": "0"}
     process = start_at_gate(room, gate, arguments=arguments, env=env, as_first=True)
 
@@ -48,7 +48,7 @@ def test_process_1_does_not_lose_the_signal(redis_url: str, room: str, gate: str
         end(process)
 
 
-def test_signals_are_held_for_the_next_program_only() -> None:
+def test_signals_are_blocked_only_until_the_next_program_starts() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with blocked_signals():
         assert {signal.SIGTERM, signal.SIGINT} <= signal.pthread_sigmask(signal.SIG_BLOCK, ())

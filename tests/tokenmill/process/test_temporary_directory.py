@@ -1,4 +1,4 @@
-"""Without a directory for temporary files a process ends before it starts anything, in one line."""
+"""Without a directory for temporary files a process exits before starting anything, with one line."""
 
 import os
 import subprocess
@@ -19,8 +19,10 @@ runpy.run_module({room!r}, run_name='__main__', alter_sys=True)
 @pytest.mark.parametrize(
     ("room", "arguments", "code"), [("worker", [], 78), ("api", [], 78), ("tokenmill", ["serve"], 2)]
 )
-def test_no_directory_for_temporary_files(tmp_path: Path, room: str, arguments: list[str], code: int) -> None:
-    """Those that are tried are replaced; on read-only mounts in tests/services/test_read_only.py."""
+def test_a_missing_temporary_directory_is_an_error(
+    tmp_path: Path, room: str, arguments: list[str], code: int
+) -> None:
+    """The candidates are replaced; with read-only mounts in tests/services/test_read_only.py."""
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM.format(room=room, arguments=arguments)],
         cwd=tmp_path,

@@ -1,4 +1,4 @@
-"""A store on an empty database of a real server, and a task in a worker's hands."""
+"""Fixtures: a task store on an empty database, and a claimed task."""
 
 import pytest
 import redis

@@ -1,4 +1,4 @@
-"""A log read back: outputs, tokens and the end, in whatever order the entries of several outputs come."""
+"""Outputs, tokens and the end of a task, as read from its log."""
 
 import json
 
@@ -8,14 +8,14 @@ from tokenmill.protocol.messages import LogEntry, TaskError, TokenEvent, Usage, 
 ERROR = TaskError(type="server_error", code="engine_error", message='it "broke"')
 
 
-def test_nothing_yet_is_one_empty_output() -> None:
+def test_an_empty_log_is_one_empty_output() -> None:
     assert outputs_of(()) == [TaskOutput(index=0)]
     assert num_tokens_of(()) == 0
     assert prompt_logprobs_of(()) is None
     assert not has_ended(())
 
 
-def test_entries_of_several_outputs_are_told_apart() -> None:
+def test_interleaved_outputs_are_separated() -> None:
     entries = [
         LogEntry.of_token(7, "a", index=1),
         LogEntry.of_token(8, "\u2028", index=0),
@@ -33,7 +33,7 @@ def test_entries_of_several_outputs_are_told_apart() -> None:
     assert not has_ended(entries[:4]), "an output ended, not the task"
 
 
-def test_the_end_of_the_task_has_all_its_members() -> None:
+def test_the_end_of_a_task_has_all_members() -> None:
     usage = Usage(prompt_tokens=3, completion_tokens=0)
     end = LogEntry.of_end("", "error", usage=usage, error=ERROR)
 
@@ -47,8 +47,8 @@ def test_the_end_of_the_task_has_all_its_members() -> None:
     assert LogEntry.of_token(1, "x").parse_members() == {}
 
 
-def test_every_output_that_was_asked_for_is_there() -> None:
-    """vllm#10852: fewer than n."""
+def test_every_requested_output_exists() -> None:
+    """vllm#10852: fewer outputs than n."""
     end = LogEntry.of_end("", "error", index=2, done=False, error=ERROR)
     entries = [LogEntry.of_token(7, "a", index=1), end]
 
@@ -57,7 +57,7 @@ def test_every_output_that_was_asked_for_is_there() -> None:
     assert end.parse_members() == {"finish_reason": "error", "error": ERROR.to_json()}
 
 
-def test_logprobs_stand_beside_their_tokens() -> None:
+def test_logprobs_belong_to_their_tokens() -> None:
     first, second = {"logprob": -0.5}, {"logprob": -9999.0}
     entries = [
         LogEntry.of_token(1, "a", 1, {"logprobs": first}),

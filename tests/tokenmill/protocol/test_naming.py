@@ -1,4 +1,4 @@
-"""One model has one name, wherever its setting is read."""
+"""A model has the same name in every process."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from tokenmill.settings.processes import ApiSettings, WorkerSettings
     ],
 )
 def test_the_name_of_a_model(model: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """imp#756, vllm#15439: `.` was served under the name `.`. A link keeps its own name."""
+    """imp#756, vllm#15439: `.` was served under the name `.`. A symbolic link keeps its own name."""
     here = tmp_path / "above" / "here"
     (here / "tiny").mkdir(parents=True)
     (here / "link").symlink_to("tiny")
@@ -44,6 +44,6 @@ def test_the_name_of_a_model(model: str, name: str, tmp_path: Path, monkeypatch:
     assert served_model_name(model, "mine") == "mine"
 
 
-def test_what_is_written_as_a_path() -> None:
+def test_paths_are_recognized() -> None:
     assert all(is_path(model) for model in (".", "./x", "/x", "~/x", "x/", "x/..", "x/y/z"))
     assert not any(is_path(model) for model in ("x", "x/y", "x.y", DEFAULT_MODEL))

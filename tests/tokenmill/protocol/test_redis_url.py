@@ -1,4 +1,4 @@
-"""What a Redis URL says, and the clients that are made of it."""
+"""Parsing Redis URLs and creating clients from them."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def sentinels(*nodes: tuple[str, int], db: int = 0, tls: bool = False, **more: A
         ("rediss+sentinel://h/mill?ssl_ca_certs=/ca.pem", sentinels(("h", 26379), tls=True, **TLS)),
     ],
 )
-def test_what_a_url_says(url: str, address: RedisAddress) -> None:
+def test_a_url_is_parsed(url: str, address: RedisAddress) -> None:
     assert parse(url) == address
 
 
@@ -85,14 +85,14 @@ def test_what_a_url_says(url: str, address: RedisAddress) -> None:
         ("redis+sentinel://h/mill/zero", "database"),
     ],
 )
-def test_what_cannot_be_used_is_told_and_not_repeated(url: str, wanted: str) -> None:
+def test_an_invalid_url_is_refused_without_showing_it(url: str, wanted: str) -> None:
     with pytest.raises(BadRedisUrl, match=r"^an address ") as raised:
         parse(url.replace("://", "://user:secret@", 1) if "://" in url else url)
     assert wanted in str(raised.value)
     assert "secret" not in str(raised.value)
 
 
-def test_no_password_is_shown() -> None:
+def test_passwords_are_hidden() -> None:
     address = parse("redis+sentinel://u:secret@h/mill?sentinel_password=secret")
     assert "secret" not in repr(address)
     assert hide_password("redis://u:secret@h/1?password=secret") == "redis://***@h/1?***"
@@ -102,7 +102,7 @@ def test_no_password_is_shown() -> None:
 
 
 @pytest.mark.parametrize("library", [redis, redis.asyncio])
-def test_sentinels_are_asked_with_their_own_password_and_the_callers_patience(library: Any) -> None:
+def test_sentinels_get_their_own_password_and_the_callers_timeouts(library: Any) -> None:
     url = "rediss+sentinel://u:p@a:1,b:2/mill/3?sentinel_password=s&ssl_ca_certs=/ca.pem"
     retry = object()
     made = client(library, url, retry=retry, socket_timeout=2.5, health_check_interval=7)
@@ -131,14 +131,14 @@ def test_a_client_of_one_server(redis_url: str) -> None:
         ("unix:///s", "UnixDomainSocketConnection"),
     ],
 )
-def test_each_scheme_has_its_connections(url: str, kind: str) -> None:
+def test_each_scheme_has_its_connection_class(url: str, kind: str) -> None:
     for library in (redis, redis.asyncio):
         assert client(library, url).connection_pool.connection_class is getattr(library, kind)
 
 
 @pytest.mark.parametrize("library", [redis, redis.asyncio])
-def test_a_unix_socket_takes_the_options_of_every_caller(library: Any) -> None:
-    """redis-py's connection over a Unix socket raises TypeError for `socket_keepalive`, which TCP needs."""
+def test_a_unix_socket_accepts_the_options_of_every_caller(library: Any) -> None:
+    """redis-py's connection for Unix sockets raises TypeError for `socket_keepalive`, which TCP needs."""
     made = client(library, "unix:///s", socket_keepalive=True, socket_timeout=2.5)
 
     assert made.connection_pool.make_connection().socket_timeout == 2.5

@@ -1,4 +1,4 @@
-"""Our words for RQ's keys and statuses are RQ's, and RQ's own commands show our tasks rightly."""
+"""Key names and statuses equal RQ's own, and RQ's commands show Tokenmill's tasks correctly."""
 
 import os
 import re
@@ -29,7 +29,7 @@ from tokenmill.protocol.store import scripting
 from tokenmill.protocol.store.task_store import TaskStore
 
 
-def test_keys_are_those_of_rq(redis_client: redis.Redis) -> None:
+def test_keys_equal_those_of_rq(redis_client: redis.Redis) -> None:
     queue, task_id = Queue("q", connection=redis_client), "0a"
     assert RQ_KEY_PREFIX == "rq"
     assert Queue.redis_queues_keys == rq_keys.QUEUES
@@ -49,16 +49,16 @@ def test_keys_are_those_of_rq(redis_client: redis.Redis) -> None:
         assert ours("q") == theirs("q", connection=redis_client).key
 
 
-def test_words_are_those_of_rq() -> None:
+def test_statuses_equal_those_of_rq() -> None:
     assert Result.Type.SUCCESSFUL.value == rq_keys.RESULT_SUCCESSFUL
     assert Result.Type.FAILED.value == rq_keys.RESULT_FAILED
     statuses = {JobStatus.QUEUED, JobStatus.STARTED, JobStatus.FINISHED, JobStatus.FAILED, JobStatus.CANCELED}
-    text = "".join(scripting.source(name) for name in ("claim", "publish", "cancel", "reap_leases", "submit"))
+    text = "".join(map(scripting.source, scripting.NAMES))
     assert all(f"'{status.value}'" in text for status in statuses)
 
 
 @pytest.mark.parametrize("task_id", ["a" * 32, "A-b_9", "a:b", "a b", "", "é"])
-def test_ids_are_what_rq_takes(redis_client: redis.Redis, task_id: str) -> None:
+def test_task_ids_are_valid_job_ids(redis_client: redis.Redis, task_id: str) -> None:
     try:
         Job(id=task_id, connection=redis_client).id = task_id
     except ValueError:
@@ -68,8 +68,8 @@ def test_ids_are_what_rq_takes(redis_client: redis.Redis, task_id: str) -> None:
 
 
 def test_no_key_has_braces() -> None:
-    """One database, standalone or behind Sentinel: a brace would be a hash tag for a cluster."""
-    assert not re.search(r"'[^']*[{}][^']*'", scripting._key_names()[len("local K = {") : -1])
+    """In a cluster a brace would be a hash tag."""
+    assert not re.search("[{}]", "".join(scripting.CONSTANTS.values()))
 
 
 @pytest.mark.parametrize(
@@ -84,15 +84,17 @@ def test_no_key_has_braces() -> None:
         datetime(2100, 3, 1, tzinfo=UTC),
     ],
 )
-def test_times_are_written_as_rq_writes_them(redis_client: redis.Redis, moment: datetime) -> None:
-    clock = Path(scripting.__file__).with_name("scripts") / "clock.lua"
+def test_times_have_the_format_of_rq(redis_client: redis.Redis, moment: datetime) -> None:
+    clock = Path(scripting.__file__).with_name("scripts") / "parts" / "clock.lua"
     microseconds = round((moment - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds() * 1e6)
     script = clock.read_text() + "\nreturn utcformat(tonumber(ARGV[2]))"
     assert redis_client.eval(script, 0, 0, microseconds).decode() == utcformat(moment)
 
 
-def test_rq_info_tells_the_right_numbers(store: TaskStore, redis_client: redis.Redis, redis_url: str) -> None:
-    """As typed by hand, in a process of its own; the leases have lapsed, and it must not end anything."""
+def test_rq_info_shows_the_right_numbers_and_ends_no_job(
+    store: TaskStore, redis_client: redis.Redis, redis_url: str
+) -> None:
+    """In a process of its own; the leases have lapsed."""
     given = [submission(redis_client) for _ in range(10)]
     for one in given:
         store.submit(one)
@@ -112,7 +114,7 @@ def test_rq_info_tells_the_right_numbers(store: TaskStore, redis_client: redis.R
         assert publish(store, one, 0, 1) == Accepted()
 
 
-def test_a_blocking_reader_of_results_is_served(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_blocking_read_of_results_returns(store: TaskStore, redis_client: redis.Redis) -> None:
     """`Job.latest_result(timeout=...)` reads the stream of results."""
     given = submission(redis_client)
     store.submit(given)
@@ -122,21 +124,20 @@ def test_a_blocking_reader_of_results_is_served(store: TaskStore, redis_client: 
     assert result.type is Result.Type.SUCCESSFUL
 
 
-def test_all_scripts_are_accepted(redis_client: redis.Redis) -> None:
-    for script in (Path(scripting.__file__).with_name("scripts")).glob("*.lua"):
-        if script.stem in scripting._PARTS:
-            redis_client.script_load(scripting.source(script.stem))
+def test_redis_accepts_every_script(redis_client: redis.Redis) -> None:
+    for name in scripting.NAMES:
+        redis_client.script_load(scripting.source(name))
 
 
-def test_every_file_is_a_script_or_a_part() -> None:
-    files = {file.stem for file in Path(scripting.__file__).with_name("scripts").glob("*.lua")}
-    parts = {part for parts in scripting._PARTS.values() for part in parts}
-    assert files == parts | scripting._PARTS.keys()
+def test_every_lua_file_is_a_script_or_a_part() -> None:
+    folder = Path(scripting.__file__).with_name("scripts")
+    files = {file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.lua")}
+    assert files == {f"parts/{name}" for name in scripting.PART_NAMES} | scripting.NAMES
 
 
 def test_the_protocol_imports_only_the_standard_library() -> None:
-    """`-S`: no site-packages, so an import of anything else fails."""
-    code = "import tokenmill.protocol.store, tokenmill.protocol.event_log"
+    """`-S` hides site-packages, so that importing anything else fails."""
+    code = "import tokenmill.protocol.store.task_store, tokenmill.client.sse, tokenmill.process.restart_loop"
     told = subprocess.run(
         [sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[3]
     )

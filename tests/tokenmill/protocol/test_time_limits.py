@@ -1,4 +1,4 @@
-"""A task's own limits, while it waits in Redis: it ends once, as `timeout`, whoever looks."""
+"""Time limits of waiting tasks: a task ends once, as `timeout`."""
 
 import pytest
 import redis
@@ -22,7 +22,7 @@ from tokenmill.protocol.store.task_store import TaskStore
 
 
 def passed(client: redis.Redis, task_id: str) -> None:
-    """Its limits of a minute have passed."""
+    """Its limits of one minute have passed."""
     client.zincrby(keys.deadlines(SLUG), -60, task_id)
 
 
@@ -41,7 +41,7 @@ def nothing_is_left(client: redis.Redis) -> bool:
 def test_a_waiting_task_ends_when_its_limit_passes(
     store: TaskStore, redis_client: redis.Redis, name: str
 ) -> None:
-    """No worker is up."""
+    """Without any worker."""
     task_id = submit(store, redis_client, limits=TimeLimits(**{name: 60}))
     other = submit(store, redis_client)
     assert reap(store) == Reaped()
@@ -65,7 +65,7 @@ def test_a_waiting_task_ends_when_its_limit_passes(
     assert nothing_is_left(redis_client)
 
 
-def test_seconds_count_from_the_acceptance(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_limits_count_from_the_acceptance(store: TaskStore, redis_client: redis.Redis) -> None:
     task_id = submit(store, redis_client, limits=TimeLimits(queue_timeout_seconds=0.25, timeout_seconds=3))
     accepted_us = int(redis_client.hget(keys.run(task_id), "accepted_us") or 0)
     assert redis_client.zscore(keys.deadlines(SLUG), task_id) == pytest.approx(
@@ -73,13 +73,13 @@ def test_seconds_count_from_the_acceptance(store: TaskStore, redis_client: redis
     )
 
 
-def test_a_task_without_limits_is_not_watched(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_task_without_limits_has_no_deadline(store: TaskStore, redis_client: redis.Redis) -> None:
     submit(store, redis_client)
     assert not redis_client.exists(keys.deadlines(SLUG))
 
 
-def test_a_claimed_task_is_its_workers_to_end(store: TaskStore, redis_client: redis.Redis) -> None:
-    """Exactly one ends it: what is claimed is not looked at, what has ended cannot be claimed."""
+def test_a_claimed_task_is_ended_by_its_worker_only(store: TaskStore, redis_client: redis.Redis) -> None:
+    """Claimed tasks have no deadline in Redis, and ended ones cannot be claimed."""
     limits = TimeLimits(timeout_seconds=60)
     first, second = (submit(store, redis_client, limits=limits) for _ in range(2))
     claimed = claim_one(store)
@@ -92,7 +92,7 @@ def test_a_claimed_task_is_its_workers_to_end(store: TaskStore, redis_client: re
 
 
 @pytest.mark.parametrize("how", ["hand_back", "lapse"])
-def test_seconds_go_on_after_a_worker_had_it(store: TaskStore, redis_client: redis.Redis, how: str) -> None:
+def test_the_time_with_a_worker_counts(store: TaskStore, redis_client: redis.Redis, how: str) -> None:
     task_id = submit(store, redis_client, limits=TimeLimits(timeout_seconds=60))
     before = redis_client.zscore(keys.deadlines(SLUG), task_id)
     claimed = claim_one(store, lease_seconds=-1)
@@ -111,7 +111,7 @@ def test_seconds_go_on_after_a_worker_had_it(store: TaskStore, redis_client: red
     assert (end.seq, end.usage["completion_tokens"]) == (2, 2), "what was generated is kept"
 
 
-def test_a_limit_that_was_kept_does_not_count_again(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_limit_that_was_met_does_not_apply_again(store: TaskStore, redis_client: redis.Redis) -> None:
     limits = TimeLimits(queue_timeout_seconds=10, ttft_timeout_seconds=20, timeout_seconds=30)
     task_id = submit(store, redis_client, limits=limits)
     begin = redis_client.zscore(keys.deadlines(SLUG), task_id)
@@ -127,7 +127,7 @@ def test_a_limit_that_was_kept_does_not_count_again(store: TaskStore, redis_clie
     assert after == [0, 10, 20], "not started; started; a token"
 
 
-def test_the_first_limit_that_passes_is_named(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_the_error_names_the_limit_that_passed_first(store: TaskStore, redis_client: redis.Redis) -> None:
     limits = TimeLimits(queue_timeout_seconds=60, ttft_timeout_seconds=0.5, timeout_seconds=60)
     task_id = submit(store, redis_client, limits=limits)
     passed(redis_client, task_id)
@@ -137,20 +137,22 @@ def test_the_first_limit_that_passes_is_named(store: TaskStore, redis_client: re
     assert end.error == timeout_error("ttft_timeout_seconds", "0.5").to_json()
 
 
-def test_one_call_ends_a_hundred_at_most(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_one_call_ends_at_most_a_hundred_tasks(store: TaskStore, redis_client: redis.Redis) -> None:
     for _ in range(150):
         submit(store, redis_client, limits=TimeLimits(queue_timeout_seconds=0))
     assert [len(reap(store).timed_out) for _ in range(3)] == [100, 50, 0]
     assert waiting(redis_client, submission(redis_client).queue) == []
 
 
-def test_a_cancelled_task_is_not_watched(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_cancelled_task_has_no_deadline(store: TaskStore, redis_client: redis.Redis) -> None:
     task_id = submit(store, redis_client, limits=TimeLimits(timeout_seconds=60))
     store.cancel(task_id)
     assert nothing_is_left(redis_client)
 
 
-def test_a_task_whose_record_is_gone_is_forgotten(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_the_deadline_of_a_task_without_run_hash_is_removed(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
     task_id = submit(store, redis_client, limits=TimeLimits(timeout_seconds=0))
     redis_client.delete(keys.run(task_id))
     assert reap(store).timed_out == ()
@@ -158,6 +160,6 @@ def test_a_task_whose_record_is_gone_is_forgotten(store: TaskStore, redis_client
 
 
 @pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf")])
-def test_no_number_of_seconds_is_refused(seconds: float) -> None:
+def test_a_limit_that_is_not_a_number_of_seconds_is_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match="timeout_seconds"):
         TimeLimits(timeout_seconds=seconds)

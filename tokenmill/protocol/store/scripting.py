@@ -4,7 +4,7 @@ The text of a script is its flags, the names of keys (from `keys` and `rq_keys`)
 `scripts/parts/`, and its own file.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any, Protocol
@@ -14,9 +14,9 @@ from tokenmill.protocol.naming import PRIORITIES
 from tokenmill.protocol.store import script_errors
 from tokenmill.protocol.store.server_clock import ServerClock
 
-_QUEUE = ("clock", "key_types", "deadlines", "queue_index", "claim_order", "cost_sums", "waiting_tasks")
-_END = (*_QUEUE, "drain_rate", "outbox", "append", "task_end", "lost_tasks", "poison")
-_REAPING = (*_END, "record_checks", "failures")
+QUEUE_PARTS = ("clock", "key_types", "deadlines", "queue_index", "claim_order", "cost_sums", "waiting_tasks")
+_END_PARTS = (*QUEUE_PARTS, "drain_rate", "outbox", "append", "task_end", "lost_tasks", "poison")
+_REAPING_PARTS = (*_END_PARTS, "record_checks", "failures")
 
 _WRITES: str | None = None
 """Refused on a replica and when the memory is full."""
@@ -27,69 +27,90 @@ _FREES = "allow-oom"
 
 _SCRIPTS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     # The file below scripts/: its flags, its parts from scripts/parts/.
-    "tasks/submit": (_WRITES, _QUEUE),
-    "tasks/claim": (_WRITES, _END),
-    "tasks/publish": (_WRITES, (*_END, "failures")),
-    "tasks/renew": (_FREES, _REAPING),
-    "tasks/hand_back": (_FREES, _REAPING),
-    "tasks/cancel": (_FREES, _END),
-    "tasks/inspect": (_READS, (*_QUEUE, "drain_rate", "queue_positions")),
-    "tasks/queue_stats": (_READS, (*_QUEUE, "drain_rate")),
-    "reaping/lapsed_leases": (_FREES, _REAPING),
-    "reaping/orphaned_claims": (_FREES, (*_REAPING, "worker_records")),
-    "reaping/unread_tasks": (_FREES, (*_REAPING, "readers")),
-    "reaping/rq_changes": (_FREES, _REAPING),
-    "reaping/overdue_tasks": (_FREES, _REAPING),
-    "reaping/rq_registries": (_FREES, _REAPING),
+    "tasks/submit": (_WRITES, QUEUE_PARTS),
+    "tasks/claim": (_WRITES, _END_PARTS),
+    "tasks/publish": (_WRITES, (*_END_PARTS, "failures")),
+    "tasks/renew": (_FREES, _REAPING_PARTS),
+    "tasks/hand_back": (_FREES, _REAPING_PARTS),
+    "tasks/cancel": (_FREES, _END_PARTS),
+    "tasks/inspect": (_READS, (*QUEUE_PARTS, "drain_rate", "queue_positions")),
+    "tasks/queue_stats": (_READS, (*QUEUE_PARTS, "drain_rate")),
+    "reaping/lapsed_leases": (_FREES, _REAPING_PARTS),
+    "reaping/orphaned_claims": (_FREES, (*_REAPING_PARTS, "worker_records")),
+    "reaping/unread_tasks": (_FREES, (*_REAPING_PARTS, "readers")),
+    "reaping/rq_changes": (_FREES, _REAPING_PARTS),
+    "reaping/overdue_tasks": (_FREES, _REAPING_PARTS),
+    "reaping/rq_registries": (_FREES, _REAPING_PARTS),
     "readers/add": (_WRITES, ("clock",)),
-    "readers/remove": (_FREES, (*_END, "readers")),
+    "readers/remove": (_FREES, (*_END_PARTS, "readers")),
     "outbox/take": (_FREES, ("clock", "outbox")),
     "outbox/renew": (_FREES, ("clock", "outbox")),
-    "outbox/done": (_FREES, _END),
+    "outbox/done": (_FREES, _END_PARTS),
     "outbox/retry": (_FREES, ("clock", "outbox")),
-    "audit/tasks": (_FREES, _END),
-    "audit/model": (_FREES, _QUEUE),
+    "audit/tasks": (_FREES, _END_PARTS),
+    "audit/model": (_FREES, QUEUE_PARTS),
     "workers/put_worker": (_WRITES, ("clock",)),
     "workers/drop_worker": (_FREES, ("clock",)),
     "workers/list_workers": (_READS, ("clock", "worker_records")),
 }
 
+NAMES = frozenset(_SCRIPTS)
+PART_NAMES = frozenset(part for _, parts in _SCRIPTS.values() for part in parts)
+
 _TOO_LATE = b"TOOLATE"
 """Reply to a call that arrived after its caller had timed out; as an error, its code."""
 
-_PREFIXES: dict[str, Callable[[str], str]] = {
-    "run": keys.run,
-    "log": keys.log,
-    "readers": keys.readers,
-    "channel": keys.channel,
-    "queues": keys.queues,
-    "lines": keys.lines,
-    "heads": keys.heads,
-    "unserved": keys.unserved,
-    "rule": keys.rule,
-    "shares": keys.shares,
-    "away": keys.away,
-    "waiting": keys.waiting,
-    "tenants": keys.tenants,
-    "shown": keys.shown,
-    "clock": keys.clock,
-    "order": keys.order,
-    "cost": keys.cost,
-    "deadlines": keys.deadlines,
-    "totals": keys.totals,
-    "pace": keys.pace,
-    "wake": keys.wake,
-    "ready": keys.ready,
-    "worker": keys.worker,
-    "rq_job": rq_keys.job,
-    "rq_queue": rq_keys.queue,
-    "rq_wip": rq_keys.wip,
-    "rq_finished": rq_keys.finished,
-    "rq_failed": rq_keys.failed,
-    "rq_canceled": rq_keys.canceled,
-    "rq_results": rq_keys.results,
-    "rq_executions": rq_keys.executions,
-    "rq_execution": rq_keys.execution,
+_WORKER_EXECUTIONS = rq_keys.worker_executions("\0").partition("\0")
+
+CONSTANTS: dict[str, str] = {
+    # The table K of the scripts: keys, and prefixes of keys that end with a model, queue, task or worker.
+    "leases": keys.LEASES,
+    "workers": keys.WORKERS,
+    "control": keys.CONTROL,
+    "outbox": keys.OUTBOX,
+    "outbox_due": keys.OUTBOX_DUE,
+    "watched": keys.WATCHED,
+    "damaged": keys.DAMAGED,
+    "aside": keys.ASIDE,
+    "outage": keys.OUTAGE,
+    "sweep": keys.sweep(""),
+    "run": keys.run(""),
+    "log": keys.log(""),
+    "readers": keys.readers(""),
+    "channel": keys.channel(""),
+    "queues": keys.queues(""),
+    "lines": keys.lines(""),
+    "heads": keys.heads(""),
+    "unserved": keys.unserved(""),
+    "rule": keys.rule(""),
+    "shares": keys.shares(""),
+    "away": keys.away(""),
+    "waiting": keys.waiting(""),
+    "tenants": keys.tenants(""),
+    "shown": keys.shown(""),
+    "clock": keys.clock(""),
+    "order": keys.order(""),
+    "cost": keys.cost(""),
+    "deadlines": keys.deadlines(""),
+    "totals": keys.totals(""),
+    "pace": keys.pace(""),
+    "wake": keys.wake(""),
+    "ready": keys.ready(""),
+    "worker": keys.worker(""),
+    "rq_job": rq_keys.job(""),
+    "rq_queue": rq_keys.queue(""),
+    "rq_wip": rq_keys.wip(""),
+    "rq_finished": rq_keys.finished(""),
+    "rq_failed": rq_keys.failed(""),
+    "rq_canceled": rq_keys.canceled(""),
+    "rq_results": rq_keys.results(""),
+    "rq_executions": rq_keys.executions(""),
+    "rq_execution": rq_keys.execution(""),
+    "rq_queues": rq_keys.QUEUES,
+    "rq_worker": _WORKER_EXECUTIONS[0],
+    "rq_worker_executions": _WORKER_EXECUTIONS[2],
+    "max_results": str(rq_keys.MAX_RESULTS),
+    "num_classes": str(len(PRIORITIES)),
 }
 
 
@@ -148,32 +169,25 @@ class Scripts:
             raise
 
 
-_LOST = f"local LOST = {{ error_json = '{script_errors.LOST[0]}', exc_string = '{script_errors.LOST[1]}' }}"
-
-
 @cache
 def source(name: str) -> str:
     """The whole text of a script. Its first line needs Redis 7 or Valkey."""
     flags, parts = _SCRIPTS[name]
+    return build(parts, _read(name), flags)
+
+
+def build(parts: Sequence[str], body: str, flags: str | None = None) -> str:
+    """A script of the constants, shared parts and `body`."""
     head = f"#!lua flags={flags}" if flags else "#!lua"
-    return "\n".join([head, _key_names(), _LOST, *(_read(f"parts/{part}") for part in parts), _read(name)])
+    lost = {"error_json": script_errors.LOST[0], "exc_string": script_errors.LOST[1]}
+    tables = [_table("K", CONSTANTS), _table("LOST", lost)]
+    return "\n".join([head, *tables, *(_read(f"parts/{part}") for part in parts), body])
 
 
 def _read(path: str) -> str:
     return (files("tokenmill.protocol.store") / "scripts" / f"{path}.lua").read_text("utf-8")
 
 
-def _key_names() -> str:
-    names = {name: key("") for name, key in _PREFIXES.items()}
-    names["rq_worker"], names["rq_worker_executions"] = rq_keys.worker_executions("\0").split("\0")
-    names |= {"leases": keys.LEASES, "workers": keys.WORKERS, "control": keys.CONTROL}
-    names |= {"outbox": keys.OUTBOX, "outbox_due": keys.OUTBOX_DUE, "watched": keys.WATCHED}
-    names |= {"damaged": keys.DAMAGED}
-    names |= {"rq_queues": rq_keys.QUEUES, "max_results": str(rq_keys.MAX_RESULTS)}
-    names |= {
-        "aside": keys.ASIDE,
-        "outage": keys.OUTAGE,
-        "sweep": keys.sweep(""),
-        "num_classes": str(len(PRIORITIES)),
-    }
-    return "local K = {" + ", ".join(f"{name} = '{value}'" for name, value in names.items()) + "}"
+def _table(name: str, values: Mapping[str, str]) -> str:
+    fields = ", ".join(f"{field} = '{value}'" for field, value in values.items())
+    return f"local {name} = {{ {fields} }}"

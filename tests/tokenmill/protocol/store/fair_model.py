@@ -1,6 +1,5 @@
-"""Whose turn it is, in plain Python: no index, no counter of what waits; all is looked at each time.
-
-Law: it says what the scripts must do, as long as nothing waits for half a minute. Knows no Redis.
+"""The order of claims in plain Python, without indexes or running counters. It specifies the scripts while no
+task has waited for half a minute.
 """
 
 from collections import Counter
@@ -11,7 +10,7 @@ from tokenmill.protocol.naming import tenant_hash
 
 @dataclass(frozen=True)
 class Waiting:
-    """A task in line. `accepted`: its place among all that were ever accepted."""
+    """A waiting task. `accepted`: its index in the order of acceptance."""
 
     priority: int
     tenant: str
@@ -21,7 +20,7 @@ class Waiting:
 
 @dataclass
 class FairModel:
-    """`waiting`: by task id. `counters`: of the tenants that wait, and of those that are remembered."""
+    """`waiting`: by task id. `counters`: of tenants with waiting tasks, and of those that are remembered."""
 
     waiting: dict[str, Waiting] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
@@ -48,7 +47,7 @@ class FairModel:
         """The ids in the order in which they are claimed."""
         claimed = []
         for _ in range(min(max_tasks, len(self.waiting))):
-            # Of one tenant the counters are equal.
+            # One tenant has equal counters.
             first = min(self.waiting, key=self._turn)
             task = self.leave(first)
             self.charge(task.tenant, task.cost)
@@ -65,7 +64,7 @@ class FairModel:
         return min((self.counters[tenant] for tenant in self.tenants()), default=self.last_counter)
 
     def num_waiting(self) -> dict[str, int]:
-        """As the hash of counters has it."""
+        """In the form of the hash of counters."""
         counts: Counter[str] = Counter()
         for task in self.waiting.values():
             for name in (task.priority, tenant_hash(task.tenant)):

@@ -1,4 +1,4 @@
-"""Finished work in any amount: tasks of all kinds, taken to their ends through the store and nothing else."""
+"""Creates finished tasks of all kinds through the store."""
 
 from collections.abc import Iterator
 
@@ -15,8 +15,8 @@ REASONS = ("stop", "length", "error", "timeout")
 
 
 def finish_many(client: redis.Redis, num_tasks: int, retention_seconds: float) -> Iterator[int]:
-    """End so many tasks, of several tenants and classes, in every way that there is; gives after each hundred
-    how many have ended. Looks after leases and registries as workers do.
+    """End `num_tasks` tasks of several tenants and classes in every possible way. Yields after each hundred
+    how many have ended. Renews leases and tidies registries as workers do.
     """
     store = TaskStore(client, retention_seconds=retention_seconds)
     readers = Readers(client, retention_seconds=retention_seconds)

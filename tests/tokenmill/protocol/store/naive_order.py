@@ -1,6 +1,5 @@
-"""The order of claims in plain Python, computed anew from every waiting task: no index and no running sum.
-
-Tokens served and the last claim of each line are read from Redis, as other tests check them.
+"""The order of claims in plain Python, computed anew from every waiting task. Tokens served and the last
+claim of each queue are read from Redis, as other tests check them.
 """
 
 from collections.abc import Iterable
@@ -57,7 +56,7 @@ def by_age(tasks: Iterable[WaitingTask], order: ClaimOrder, now: int) -> list[Wa
 
 
 def next_task(client: redis.Redis, tasks: list[WaitingTask], order: ClaimOrder) -> WaitingTask:
-    """The task that is claimed next. `tasks`: all that wait, at least one."""
+    """The task that is claimed next. `tasks`: all waiting ones, at least one."""
     now = now_us(client)
     if not order.fair_sharing or len({task.tenant for task in tasks}) == 1:
         return by_age(tasks, order, now)[0]

@@ -1,6 +1,5 @@
-"""Time that passes for waiting tasks without anybody waiting for it.
-
-Scripts read Redis's clock, which no test can turn: what they compare it with is moved into the past.
+"""Lets time pass for waiting tasks. Tests cannot set Redis's clock, so the times that scripts compare with it
+are moved into the past.
 """
 
 import redis
@@ -9,13 +8,12 @@ from tests.tokenmill.protocol.store.tasks import SLUG
 from tokenmill.protocol import keys
 from tokenmill.protocol.store import scripting
 
-_PARTS = "\n".join(["#!lua", scripting._key_names(), *map(scripting._read, scripting._ORDER)])
 _ACCEPT_EARLIER = """
 local slug, id, us = ARGV[2], ARGV[3], ARGV[4]
 local queue = call('HGET', K.run .. id, 'queue')
-leave(queue, slug, id)
+dequeue(queue, slug, id)
 call('HINCRBY', K.run .. id, 'accepted_us', -us)
-enter(id, hash(K.run .. id))
+enqueue(id, hash(K.run .. id))
 """
 _LET_PASS = """
 local slug, us = ARGV[2], ARGV[3]
@@ -28,7 +26,7 @@ for _, queue in ipairs(call('ZRANGE', K.queues .. slug, 0, -1)) do
     call('HINCRBY', K.run .. id, 'accepted_us', -us)
     call('ZINCRBY', K.order .. queue, -us, id)
   end
-  line_up(queue, slug)
+  update_index(queue, slug)
   call('ZADD', K.unserved .. slug, whole(served - us), queue)
 end
 local mark = call('HGET', K.pace .. slug, 'mark')
@@ -39,16 +37,19 @@ end
 
 
 def accept_earlier(client: redis.Redis, task_id: str, seconds: float) -> None:
-    """As if a waiting task had been accepted so much earlier."""
-    client.eval(_PARTS + _ACCEPT_EARLIER, 0, 1, SLUG, task_id, round(seconds * 1e6))
+    """As if a waiting task had been accepted this much earlier."""
+    client.eval(
+        scripting.build(scripting.QUEUE_PARTS, _ACCEPT_EARLIER), 0, 1, SLUG, task_id, round(seconds * 1e6)
+    )
 
 
 def let_pass(client: redis.Redis, seconds: float) -> None:
-    """As if all that waits had waited so much longer, and no line had been served for so much longer."""
-    client.eval(_PARTS + _LET_PASS, 0, 1, SLUG, round(seconds * 1e6))
+    """As if all waiting tasks, and the queues since their last claim, had waited this much longer."""
+    script = scripting.build(scripting.QUEUE_PARTS, _LET_PASS)
+    client.eval(script, 0, 1, SLUG, round(seconds * 1e6))
 
 
 def measured(client: redis.Redis, slug: str, rate: float) -> None:
-    """As if a model's workers had been seen to get this many tokens per second done."""
+    """As if the workers of a model had been measured to process this many tokens per second."""
     fields = {"tokens": f"{10 * rate:.6f}", "us": "10000000", "known": "1"}
     client.hset(keys.pace(slug), mapping=fields)

@@ -1,4 +1,4 @@
-"""Tasks as the tests need them: submitted with RQ's own jobs, claimed, told, settled."""
+"""Tasks for tests: submitted with RQ's own jobs, claimed, written to, settled."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +19,12 @@ from tokenmill.protocol.store.task_store import TaskStore
 MODEL = "tiny/model"
 SLUG = model_slug(MODEL)
 HARD_TEXTS = ["\x00", "\u2028\u2029\x85", '"\\', "\U0001f600", "e\u0301", "\x7f\x1b", "</script>", "", "\r\n"]
-"""Texts that a careless encoding breaks."""
+"""Texts that careless encoding breaks."""
 RESULT = {"outputs": [{"index": 0, "text": "hi"}], "usage": {"prompt_tokens": 3}}
 
 
 def submission(client: redis.Redis, **changes: Any) -> Submission:
-    """A task of MODEL that could be submitted. `changes`: other values for the fields of `Submission`."""
+    """A valid submission of a task of MODEL. `changes`: other values for fields of `Submission`."""
     task_id = changes.setdefault("task_id", new_task_id())
     priority = changes.setdefault("priority", 2)
     tenant = changes.setdefault("tenant", "default")
@@ -45,18 +45,18 @@ def submission(client: redis.Redis, **changes: Any) -> Submission:
 
 
 def submit(store: TaskStore, client: redis.Redis, **changes: Any) -> str:
-    """Submit a task and give its id."""
+    """Submit a task and return its id."""
     return store.submit(submission(client, **changes)).task_id
 
 
 def claim(store: TaskStore, max_tasks: int = 100, lease_seconds: float = 60) -> list[Claimed]:
-    """With the logs, as a worker reads them before it goes on."""
+    """Claim tasks with their logs, as a worker does."""
     claimed = store.claim(SLUG, worker="worker-1", max_tasks=max_tasks, lease_seconds=lease_seconds)
     return [replace(one, entries=store.log_entries(one.task_id, one.num_entries)) for one in claimed]
 
 
 def log_of(store: TaskStore, task_id: str) -> tuple[LogEntry, ...]:
-    """The log as it is shown with the task."""
+    """The log of a task as shown with it."""
     reading = store.read(task_id)
     assert reading is not None
     return reading.entries
@@ -68,7 +68,7 @@ def claim_one(store: TaskStore, lease_seconds: float = 60) -> Claimed:
 
 
 def tokens(first: int, count: int) -> tuple[LogEntry, ...]:
-    """The entries that stand at `first` and after it: a token's id is its `seq`."""
+    """`count` entries from seq `first` on; the id of each token is its `seq`."""
     return tuple(LogEntry.of_token(seq, f" t{seq}") for seq in range(first, first + count))
 
 
@@ -87,7 +87,7 @@ def publish(store: TaskStore, claimed: Claimed, first: int, count: int, **facts:
 def final_write(
     claimed: Claimed, first: int = 0, count: int = 0, reason: str = "stop", **changes: Any
 ) -> Write:
-    """`count` tokens, the terminal entry after them and the settlement."""
+    """`count` tokens, the last entry and the settlement."""
     usage = Usage(prompt_tokens=3, completion_tokens=first + count)
     failed = reason not in ("stop", "length")
     settlement = Settlement(
@@ -120,17 +120,17 @@ def owned(claimed: Sequence[Claimed]) -> Mapping[str, str]:
 
 
 def fetch(client: redis.Redis, task_id: str) -> Job:
-    """The task as RQ sees it."""
+    """The job of a task as RQ sees it."""
     return Job.fetch(task_id, connection=client, serializer=JSONSerializer)
 
 
 def dump(client: redis.Redis) -> dict[bytes, Any]:
-    """The whole database, to see that a call has changed nothing."""
+    """The whole database, to check that a call changes nothing."""
     return {key: client.dump(key) for key in client.scan_iter()}
 
 
 def unchanged(client: redis.Redis, call: Callable[[], Any]) -> Any:
-    """What `call` gives; the database must be the same after it."""
+    """Return the result of `call`, which must not change the database."""
     before = dump(client)
     outcome = call()
     assert dump(client) == before
@@ -138,7 +138,7 @@ def unchanged(client: redis.Redis, call: Callable[[], Any]) -> Any:
 
 
 def waiting(client: redis.Redis, queue: str) -> list[str]:
-    """The tasks in order; RQ's list must say the same."""
+    """The waiting tasks in order; RQ's list must agree."""
     order = [task_id.decode() for task_id in client.zrange(keys.order(queue), 0, -1)]
     assert Queue(queue, connection=client).job_ids == order
     return order

@@ -1,5 +1,5 @@
-"""Whatever index is deleted or overwritten: what was acknowledged is claimed and ends, and all numbers are
-right again after an audit. No script ends with an error on the way.
+"""Whatever index is deleted or overwritten, every accepted task is claimed and ends, and an audit restores
+all numbers. No script raises an error in between.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def delete(client: redis.Redis, key: str) -> None:
 
 
 def overwrite(client: redis.Redis, key: str) -> None:
-    """With a type that no index has."""
+    """Replace it by a type that no index has."""
     client.delete(key)
     client.setbit(key, 7, 1) if key != keys.clock(SLUG) else client.rpush(key, "x")
 
@@ -55,7 +55,7 @@ def end_all(store: TaskStore) -> set[str]:
 
 @pytest.fixture
 def waiting(store: TaskStore, redis_client: redis.Redis) -> list[str]:
-    """Tasks of two tenants and classes that wait, one that is claimed and one that has ended."""
+    """Waiting tasks of two tenants and classes, a claimed one and an ended one."""
     for _ in range(2):
         submit(store, redis_client, tenant="a", webhook="http://h.example/")
     settle(store, claim_one(store), 0, 1)
@@ -71,7 +71,7 @@ def waiting(store: TaskStore, redis_client: redis.Redis) -> list[str]:
 def test_every_task_ends_although_an_index_is_damaged(
     store: TaskStore, redis_client: redis.Redis, waiting: list[str], key: str, damage: Damage
 ) -> None:
-    """Damage first, then the usual calls, then an audit: nothing is lost at any point."""
+    """The damage, then the usual calls, then an audit: nothing is lost at any point."""
     damage(redis_client, key)
     early = claim(store, 1)
     new = submit(store, redis_client, tenant="a")
@@ -94,7 +94,7 @@ def test_an_audit_restores_order_positions_and_numbers(
 ) -> None:
     claimed_before = redis_client.zcard(keys.LEASES)
     damage(redis_client, key)
-    # A writing script notices a wrong type; without one the audit does.
+    # A script that writes detects a wrong type; otherwise the audit does.
     audit(redis_client)
     assert redis_client.zcard(keys.LEASES) == claimed_before
     tasks = waiting_tasks(redis_client, waiting)
@@ -108,13 +108,15 @@ def test_an_audit_restores_order_positions_and_numbers(
     assert audit(redis_client) == 0
 
 
-def test_a_sound_database_is_left_alone(
+def test_an_intact_database_is_unchanged(
     store: TaskStore, redis_client: redis.Redis, waiting: list[str]
 ) -> None:
     assert audit(redis_client) == 0
 
 
-def test_all_indexes_at_once(store: TaskStore, redis_client: redis.Redis, waiting: list[str]) -> None:
+def test_all_indexes_may_be_damaged_at_once(
+    store: TaskStore, redis_client: redis.Redis, waiting: list[str]
+) -> None:
     kept = (keys.run(""), keys.log(""), rq_keys.job(""))
     for key in list(redis_client.scan_iter()):
         if not key.decode().startswith(kept):
@@ -125,7 +127,7 @@ def test_all_indexes_at_once(store: TaskStore, redis_client: redis.Redis, waitin
     assert len(Outbox(redis_client).take(10, silence_seconds=60)) == 1
 
 
-def test_a_record_that_is_no_hash_harms_no_other(
+def test_a_run_hash_of_another_type_does_not_affect_other_tasks(
     store: TaskStore, redis_client: redis.Redis, waiting: list[str]
 ) -> None:
     for key in (keys.run(waiting[0]), keys.log(waiting[2]), rq_keys.results(waiting[3])):
@@ -134,7 +136,7 @@ def test_a_record_that_is_no_hash_harms_no_other(
     assert end_all(store) == set(waiting[1:])
 
 
-def test_a_log_that_is_no_stream_keeps_no_other_task_from_being_written(
+def test_a_log_of_another_type_does_not_prevent_other_writes(
     store: TaskStore, redis_client: redis.Redis
 ) -> None:
     ids = [submit(store, redis_client) for _ in range(2)]
@@ -147,7 +149,9 @@ def test_a_log_that_is_no_stream_keeps_no_other_task_from_being_written(
     assert snapshot.status == "completed"
 
 
-def test_an_audit_is_due_once_a_period_and_after_damage(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_an_audit_is_due_once_per_period_and_after_damage(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
     audits = [Audit(redis_client), Audit(redis_client)]
     assert [one.is_due(60) for one in audits] == [True, False]
     submit(store, redis_client)

@@ -1,4 +1,4 @@
-"""Cancel ends exactly the named task, in every state, once."""
+"""Cancelling ends exactly the named task, once, in any state."""
 
 import json
 
@@ -63,7 +63,7 @@ def test_a_running_task_is_taken_from_its_owner(store: TaskStore, redis_client: 
         assert json.loads(pubsub.get_message(timeout=60)["data"]) == {"cancel": task_id}
     assert unchanged(redis_client, lambda: publish(store, claimed, 3, 1)) == Cancelled()
     assert unchanged(redis_client, lambda: settle(store, claimed, 3)) == Cancelled()
-    # Also what is stored already is not told to be accepted: the owner must learn of it.
+    # A repeated write is not accepted either, so that the owner learns of the cancellation.
     assert unchanged(redis_client, lambda: publish(store, claimed, 0, 3)) == Cancelled()
     assert store.renew(owned([claimed]), 60) == Renewed(cancelled=frozenset({task_id}))
     assert store.hand_back(owned([claimed])) == 0
@@ -72,8 +72,8 @@ def test_a_running_task_is_taken_from_its_owner(store: TaskStore, redis_client: 
     assert the_end(store, task_id).usage == usage.to_json()
 
 
-def test_only_the_owner_at_the_end_is_told_of_the_cancel(store: TaskStore, redis_client: redis.Redis) -> None:
-    """vllm#31503: two that counted one cancel would be as wrong as none."""
+def test_only_the_last_owner_is_told_of_the_cancellation(store: TaskStore, redis_client: redis.Redis) -> None:
+    """vllm#31503: two workers that count one cancellation are as wrong as none."""
     task_id = submit(store, redis_client)
     old = claim_one(store, lease_seconds=-1)
     store.reap(SLUG, max_task_seconds=3600)
@@ -83,7 +83,7 @@ def test_only_the_owner_at_the_end_is_told_of_the_cancel(store: TaskStore, redis
     assert store.renew(owned([old]), 60) == Renewed(lost=frozenset({task_id}))
 
 
-def test_a_task_that_was_cancelled_between_attempts_was_lost(
+def test_a_task_cancelled_between_attempts_is_lost_to_its_former_owner(
     store: TaskStore, redis_client: redis.Redis
 ) -> None:
     task_id = submit(store, redis_client)
@@ -93,10 +93,8 @@ def test_a_task_that_was_cancelled_between_attempts_was_lost(
     assert publish(store, old, 0, 1) == Lost()
 
 
-def test_the_message_is_the_one_that_a_worker_would_write(
-    store: TaskStore, redis_client: redis.Redis
-) -> None:
-    """Byte for byte, though a script has built it."""
+def test_the_message_equals_the_one_of_a_worker(store: TaskStore, redis_client: redis.Redis) -> None:
+    """Byte for byte, although a script builds it."""
     task_id = submit(store, redis_client)
     publish(store, claim_one(store), 0, 2, prompt_tokens="7")
     with redis_client.pubsub() as pubsub:
@@ -109,7 +107,7 @@ def test_the_message_is_the_one_that_a_worker_would_write(
     assert log_of(store, task_id)[2] == entry
 
 
-def test_twice_is_once(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_second_cancellation_changes_nothing(store: TaskStore, redis_client: redis.Redis) -> None:
     for claims in (False, True):
         task_id = submit(store, redis_client)
         if claims:
@@ -119,15 +117,15 @@ def test_twice_is_once(store: TaskStore, redis_client: redis.Redis) -> None:
         assert len(store.read_log(task_id)) == 1
 
 
-def test_after_the_end_the_end_is_told(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_after_the_end_the_final_status_is_returned(store: TaskStore, redis_client: redis.Redis) -> None:
     for reason, status in (("stop", "completed"), ("error", "failed")):
         task_id = submit(store, redis_client)
         settle(store, claim_one(store), 0, 2, reason=reason)
         assert unchanged(redis_client, lambda task_id=task_id: store.cancel(task_id)) == status
 
 
-def test_between_attempts(store: TaskStore, redis_client: redis.Redis) -> None:
-    """A task that came back into its queue with a part of its text."""
+def test_a_task_is_cancelled_between_attempts(store: TaskStore, redis_client: redis.Redis) -> None:
+    """A task that returned to its queue with a part of its text."""
     task_id = submit(store, redis_client)
     claimed = claim_one(store, lease_seconds=-1)
     publish(store, claimed, 0, 2, prompt_tokens="7")
@@ -137,8 +135,8 @@ def test_between_attempts(store: TaskStore, redis_client: redis.Redis) -> None:
     assert claim(store) == []
 
 
-def test_usage_counts_tokens_not_messages(store: TaskStore, redis_client: redis.Redis) -> None:
-    """One output of two has ended: its end is a message and no token."""
+def test_usage_counts_tokens_and_not_ends(store: TaskStore, redis_client: redis.Redis) -> None:
+    """One of two outputs has ended: its end is an entry but not a token."""
     task_id = submit(store, redis_client, num_outputs=2)
     claimed = claim_one(store)
     publish(store, claimed, 0, 2)
@@ -150,8 +148,8 @@ def test_usage_counts_tokens_not_messages(store: TaskStore, redis_client: redis.
     assert usage["completion_tokens"] == 2
 
 
-def test_what_was_cancelled_expires(redis_client: redis.Redis) -> None:
-    """RQ keeps a cancelled job for ever."""
+def test_a_cancelled_task_expires(redis_client: redis.Redis) -> None:
+    """RQ keeps cancelled jobs for ever."""
     store = TaskStore(redis_client, retention_seconds=1000)
     task_id = submit(store, redis_client)
     store.cancel(task_id)

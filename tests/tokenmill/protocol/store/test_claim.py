@@ -1,4 +1,4 @@
-"""Who is claimed next, and that all see a task in a worker's hands as one, RQ's tools included."""
+"""The order of claims, and the state of a claimed task, including for RQ's tools."""
 
 import json
 import zlib
@@ -27,7 +27,7 @@ from tokenmill.protocol.store.task_store import TaskStore
 MINUTE_US = 60_000_000
 
 
-def test_acceptance_orders_within_a_class(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_within_a_class_the_oldest_goes_first(store: TaskStore, redis_client: redis.Redis) -> None:
     ids = [submit(store, redis_client, tenant=f"tenant {n % 3}") for n in range(7)]
     assert [claimed.task_id for claimed in claim(store, 4)] == ids[:4]
     assert [claimed.task_id for claimed in claim(store, 4)] == ids[4:]
@@ -40,17 +40,17 @@ def test_lower_classes_go_first(store: TaskStore, redis_client: redis.Redis) -> 
 
 
 def test_a_waiting_task_gains_a_class_each_ageing_time(store: TaskStore, redis_client: redis.Redis) -> None:
-    """sglang#31954: an order without age lets a steady stream of favoured tasks starve the others."""
+    """sglang#31954: without ageing a steady stream of favoured tasks starves the others."""
     old = submit(store, redis_client, priority=4)
     urgent = [submit(store, redis_client, priority=1) for _ in range(3)]
     accept_earlier(redis_client, old, 75)
     assert claim_one(store).task_id == urgent[0]
-    # Three classes gained: level with the urgent ones, and older.
+    # It gained three classes: now in the same class as the urgent ones, and older.
     accept_earlier(redis_client, old, 30)
     assert claim_one(store).task_id == old
 
 
-def test_what_is_claimed_is_told_whole(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_claim_returns_the_whole_task(store: TaskStore, redis_client: redis.Redis) -> None:
     given = submission(redis_client, priority=1)
     store.submit(given)
     claimed = claim_one(store)
@@ -64,7 +64,7 @@ def test_what_is_claimed_is_told_whole(store: TaskStore, redis_client: redis.Red
     assert (function, args) == (JOB_FUNCTION, [{"id": given.task_id, "prompt": "hello"}])
 
 
-def test_another_attempt_gets_what_the_first_left(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_second_attempt_gets_what_the_first_stored(store: TaskStore, redis_client: redis.Redis) -> None:
     submit(store, redis_client)
     first = claim_one(store, lease_seconds=-1)
     publish(store, first, 0, 3, prompt_ids="[5, 6, 7]", fingerprint="f1")
@@ -76,7 +76,7 @@ def test_another_attempt_gets_what_the_first_left(store: TaskStore, redis_client
     assert (second.prompt_token_ids, second.fingerprint) == ((5, 6, 7), "f1")
 
 
-def test_rq_sees_it_started(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_rq_shows_the_job_as_started(store: TaskStore, redis_client: redis.Redis) -> None:
     given = submission(redis_client)
     store.submit(given)
     redis_client.expire(f"rq:job:{given.task_id}", 1000)
@@ -86,7 +86,7 @@ def test_rq_sees_it_started(store: TaskStore, redis_client: redis.Redis) -> None
     assert job.worker_name == "worker-1"
     assert job.started_at is not None
     assert job.last_heartbeat == job.started_at
-    # rq#1955 and others: a job whose hash expires while it runs leaves dead ids everywhere.
+    # rq#1955 and others: a job whose hash expires while it runs leaves dangling ids.
     assert redis_client.ttl(f"rq:job:{given.task_id}") == -1
     assert Queue(given.queue, connection=redis_client).job_ids == []
     registry = StartedJobRegistry(given.queue, connection=redis_client)
@@ -96,8 +96,8 @@ def test_rq_sees_it_started(store: TaskStore, redis_client: redis.Redis) -> None
     assert Execution.fetch(claimed.owner, given.task_id, redis_client).created_at == job.started_at
 
 
-def test_counting_the_registry_never_ends_what_runs(store: TaskStore, redis_client: redis.Redis) -> None:
-    """rq#2424, rq#1507: whoever counts a registry cleans it up, and fails the jobs that look abandoned."""
+def test_counting_the_registry_ends_no_running_job(store: TaskStore, redis_client: redis.Redis) -> None:
+    """rq#2424, rq#1507: counting a registry cleans it up, and fails jobs that look abandoned."""
     given = submission(redis_client)
     store.submit(given)
     claim_one(store, lease_seconds=-1)
@@ -107,7 +107,7 @@ def test_counting_the_registry_never_ends_what_runs(store: TaskStore, redis_clie
     assert fetch(redis_client, given.task_id).get_status() is JobStatus.STARTED
 
 
-def test_empty_queues_are_not_looked_at(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_empty_queues_are_not_read(store: TaskStore, redis_client: redis.Redis) -> None:
     given = submission(redis_client)
     store.submit(given)
     assert redis_client.zrange(keys.queues(SLUG), 0, -1) == [given.queue.encode()]
@@ -119,7 +119,7 @@ def test_empty_queues_are_not_looked_at(store: TaskStore, redis_client: redis.Re
     assert 0 < redis_client.pttl(keys.away(SLUG)) <= 3_600_000
 
 
-def test_what_rq_cancelled_ends_instead(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_job_that_rq_cancelled_ends_when_claimed(store: TaskStore, redis_client: redis.Redis) -> None:
     """rq#2160: a job that was cancelled while it waited must not run."""
     cancelled, kept = submission(redis_client), submission(redis_client)
     store.submit(cancelled)
@@ -135,18 +135,18 @@ def test_what_rq_cancelled_ends_instead(store: TaskStore, redis_client: redis.Re
     assert CanceledJobRegistry(cancelled.queue, connection=redis_client).get_job_ids() == [cancelled.task_id]
 
 
-def test_what_rq_deleted_ends_and_stays_deleted(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_job_that_rq_deleted_ends_and_stays_deleted(store: TaskStore, redis_client: redis.Redis) -> None:
     task_id = submit(store, redis_client)
     fetch(redis_client, task_id).delete()
     assert claim(store) == []
     assert [event.seq for event in store.read_log(task_id)] == [0]
-    # rq#1450: a stub of a deleted job's hash breaks RQ's readers.
+    # rq#1450: a partial hash of a deleted job breaks RQ's readers.
     assert not redis_client.exists(f"rq:job:{task_id}")
     assert store.cancel(task_id) == "cancelled"
 
 
-def test_one_claim_ends_a_hundred_at_most(store: TaskStore, redis_client: redis.Redis) -> None:
-    """Redis serves nobody else while a script runs."""
+def test_one_claim_ends_at_most_a_hundred_tasks(store: TaskStore, redis_client: redis.Redis) -> None:
+    """Redis serves no other client while a script runs."""
     given = submission(redis_client)
     for _ in range(250):
         submit(store, redis_client)
@@ -159,8 +159,8 @@ def test_one_claim_ends_a_hundred_at_most(store: TaskStore, redis_client: redis.
     assert ended == [(100, []), (200, []), (250, [kept]), (250, [])]
 
 
-def test_the_wait_is_told_on_rediss_clock(store: TaskStore, redis_client: redis.Redis) -> None:
-    """The clocks of the hosts differ: a worker that subtracted its own would tell waits below nothing."""
+def test_the_wait_is_measured_on_the_clock_of_redis(store: TaskStore, redis_client: redis.Redis) -> None:
+    """With the clocks of the hosts a wait could be negative."""
     task_id = submit(store, redis_client)
     redis_client.hincrby(keys.run(task_id), "accepted_us", -MINUTE_US)
     assert 60 <= claim_one(store).waited_seconds < 120
@@ -169,7 +169,9 @@ def test_the_wait_is_told_on_rediss_clock(store: TaskStore, redis_client: redis.
     assert claim_one(store).waited_seconds == 0
 
 
-def test_a_task_without_its_run_hash_stops_nobody(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_task_without_a_run_hash_does_not_block_the_queue(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
     """rq#1955: a server that evicts keys leaves ids without a hash."""
     evicted, kept = submit(store, redis_client), submit(store, redis_client)
     redis_client.delete(keys.run(evicted))

@@ -1,4 +1,4 @@
-"""Which deaths of workers count against a task, rule by rule. A death: a lease lapsed and was reaped."""
+"""Which crashes of workers count against a task. A crash: a lease lapsed and was reaped."""
 
 from pathlib import Path
 
@@ -29,13 +29,13 @@ MANY = 50
 
 
 def die(store: TaskStore, claimed: Claimed, standing: TaskPhase) -> Reaped:
-    """Its worker recorded how it stands, and died."""
+    """The worker records the phase and crashes."""
     store.renew(owned([claimed]), -1, {claimed.task_id: standing})
     return reap(store)
 
 
 def fall_under_suspicion(store: TaskStore) -> Claimed:
-    """A new claim of the one task that waits, after a death in its first step."""
+    """A new claim of the only waiting task, after a crash in its first step."""
     die(store, claim_one(store), "seated")
     suspect = claim_one(store)
     assert suspect.suspect
@@ -43,22 +43,20 @@ def fall_under_suspicion(store: TaskStore) -> Claimed:
 
 
 def blame(store: TaskStore) -> Reaped:
-    """Three deaths while the one suspect that waits ran alone."""
+    """Three crashes while the only waiting task, a suspect, ran isolated."""
     for _ in range(3):
         reaped = die(store, claim_one(store), "alone")
     return reaped
 
 
-def test_a_new_task_is_no_suspect(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_new_task_is_not_a_suspect(store: TaskStore, redis_client: redis.Redis) -> None:
     submit(store, redis_client)
 
     assert not claim_one(store).suspect
 
 
-def test_a_death_after_the_confirmation_counts(store: TaskStore, redis_client: redis.Redis) -> None:
-    """A prompt that kills in its first step, or while it is tokenized, gives no time to record anything
-    else.
-    """
+def test_a_crash_after_the_confirmation_counts(store: TaskStore, redis_client: redis.Redis) -> None:
+    """A prompt that crashes its worker in its first step, or while tokenized, leaves no time to record."""
     submit(store, redis_client)
     store.renew(owned([claim_one(store)]), -1)
     reap(store)
@@ -70,15 +68,15 @@ def test_a_death_after_the_confirmation_counts(store: TaskStore, redis_client: r
     assert (snapshot.waiting_for, snapshot.position) == ("suspect", 0)
 
 
-def test_a_claim_that_no_worker_confirmed_never_counts(store: TaskStore, redis_client: redis.Redis) -> None:
-    """The reply of a claim may be lost: then no worker ever had the task in hand."""
+def test_a_claim_without_confirmation_never_counts(store: TaskStore, redis_client: redis.Redis) -> None:
+    """The reply of a claim may be lost; then no worker ever had the task."""
     submit(store, redis_client)
     for _ in range(MANY):
         assert not claim_one(store, lease_seconds=-1).suspect
         assert len(reap(store).returned) == 1
 
 
-def test_a_death_of_one_that_logged_a_token_does_not(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_crash_after_a_token_does_not_count(store: TaskStore, redis_client: redis.Redis) -> None:
     submit(store, redis_client)
     for attempt in range(MANY):
         claimed = claim_one(store)
@@ -87,7 +85,7 @@ def test_a_death_of_one_that_logged_a_token_does_not(store: TaskStore, redis_cli
         die(store, claimed, "seated")
 
 
-def test_tokens_of_earlier_attempts_are_no_progress(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_tokens_of_earlier_attempts_are_not_progress(store: TaskStore, redis_client: redis.Redis) -> None:
     submit(store, redis_client)
     first = claim_one(store)
     publish(store, first, 0, 3)
@@ -96,10 +94,10 @@ def test_tokens_of_earlier_attempts_are_no_progress(store: TaskStore, redis_clie
     assert len(fall_under_suspicion(store).entries) == 3
 
 
-def test_one_that_waited_is_a_suspect_after_three_deaths_in_a_row(
+def test_a_waiting_task_is_a_suspect_after_three_crashes_in_a_row(
     store: TaskStore, redis_client: redis.Redis
 ) -> None:
-    """Each time it may have got its slot just after that was recorded."""
+    """It may have been scheduled just before each crash."""
     submit(store, redis_client)
     seen = []
     for _ in range(4):
@@ -110,8 +108,8 @@ def test_one_that_waited_is_a_suspect_after_three_deaths_in_a_row(
     assert seen == [False, False, False, True]
 
 
-def test_a_suspect_that_is_not_touched_is_never_blamed(store: TaskStore, redis_client: redis.Redis) -> None:
-    """hindsight#2675: who merely stood beside the one that kills must not pay for it."""
+def test_an_untouched_suspect_is_never_blamed(store: TaskStore, redis_client: redis.Redis) -> None:
+    """hindsight#2675: a task that merely ran beside the one that crashes must not pay for it."""
     submit(store, redis_client)
     suspect = fall_under_suspicion(store)
     for _ in range(MANY):
@@ -125,7 +123,7 @@ def test_a_suspect_that_is_not_touched_is_never_blamed(store: TaskStore, redis_c
     assert not claim_one(store).suspect
 
 
-def test_a_suspect_that_dies_before_its_trial_is_recorded_is_not_blamed(
+def test_a_suspect_is_not_blamed_before_its_isolated_run_is_recorded(
     store: TaskStore, redis_client: redis.Redis
 ) -> None:
     submit(store, redis_client)
@@ -137,8 +135,10 @@ def test_a_suspect_that_dies_before_its_trial_is_recorded_is_not_blamed(
     assert len(redis_client.hget(keys.run(suspect.task_id), "crashes")) < 200, "it does not grow"
 
 
-def test_three_deaths_alone_end_it_by_name(store: TaskStore, redis_client: redis.Redis) -> None:
-    """goose#35: a request that killed its process was taken up again for ever."""
+def test_three_crashes_of_isolated_runs_end_the_task_as_poisoned(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
+    """goose#35: a request that crashed its process was retried for ever."""
     task_id = submit(store, redis_client)
     first = claim_one(store)
     publish(store, first, 0, 2)
@@ -167,7 +167,7 @@ def test_three_deaths_alone_end_it_by_name(store: TaskStore, redis_client: redis
     assert reap(store) == Reaped()
 
 
-def test_every_output_of_a_poisoned_one_ends(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_every_output_of_a_poisoned_task_ends(store: TaskStore, redis_client: redis.Redis) -> None:
     task_id = submit(store, redis_client, num_outputs=3)
     fall_under_suspicion(store)
     store.hand_back(owned([_held(store, redis_client, task_id)]))
@@ -182,7 +182,7 @@ def _held(store: TaskStore, client: redis.Redis, task_id: str) -> Claimed:
     return Claimed(task_id=task_id, owner=owner, attempt=0, queue="", priority=2, accepted_at=0, data=b"")
 
 
-def test_progress_takes_back_all_that_was_counted(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_progress_voids_all_crashes(store: TaskStore, redis_client: redis.Redis) -> None:
     submit(store, redis_client)
     suspect = fall_under_suspicion(store)
     die(store, suspect, "alone")
@@ -197,7 +197,7 @@ def test_progress_takes_back_all_that_was_counted(store: TaskStore, redis_client
     assert blame(store).poisoned == (fourth.task_id,), "and it takes three again"
 
 
-def test_one_that_is_not_touched_is_never_a_suspect(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_an_untouched_task_is_never_a_suspect(store: TaskStore, redis_client: redis.Redis) -> None:
     submit(store, redis_client)
     for _ in range(MANY):
         claimed = claim_one(store)
@@ -215,10 +215,8 @@ def test_hand_backs_never_count(store: TaskStore, redis_client: redis.Redis, sta
         assert store.hand_back(owned([claimed])) == 1
 
 
-def test_a_hand_back_of_a_crashed_worker_counts_as_its_death(
-    store: TaskStore, redis_client: redis.Redis
-) -> None:
-    """A kernel of one request may cost device after device, and each worker ends in good order."""
+def test_a_hand_back_of_a_crashed_worker_counts(store: TaskStore, redis_client: redis.Redis) -> None:
+    """A kernel of one request may cost device after device, while each worker shuts down in order."""
     ids = [submit(store, redis_client) for _ in range(3)]
     guilty, progressed, mate = claim(store)
     publish(store, progressed, 0, 1)
@@ -240,10 +238,10 @@ def test_a_hand_back_of_a_crashed_worker_counts_as_its_death(
 
 
 @pytest.mark.parametrize("how", ["renew", "publish"])
-def test_one_that_lapsed_and_speaks_was_not_dead(
+def test_an_owner_that_renews_after_its_lease_lapsed_did_not_crash(
     store: TaskStore, redis_client: redis.Redis, how: str
 ) -> None:
-    """celery#5935: a worker that was stopped or cut off for longer than its lease is alive after all."""
+    """celery#5935: a worker that was stopped or disconnected for longer than its lease is still alive."""
     submit(store, redis_client)
     stopped = claim_one(store)
     die(store, stopped, "seated")
@@ -253,7 +251,7 @@ def test_one_that_lapsed_and_speaks_was_not_dead(
 
 
 @pytest.mark.parametrize("how", ["renew", "publish"])
-def test_one_that_lapsed_while_alone_and_speaks_takes_its_death_back(
+def test_a_crash_of_an_isolated_run_is_retracted_if_its_owner_renews(
     store: TaskStore, redis_client: redis.Redis, how: str
 ) -> None:
     submit(store, redis_client)
@@ -274,7 +272,7 @@ def _speak(store: TaskStore, claimed: Claimed, how: str) -> None:
         assert publish(store, claimed, len(claimed.entries), 1) == Lost()
 
 
-def test_nothing_of_one_that_was_ended_changes_any_more(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_task_that_has_ended_does_not_change(store: TaskStore, redis_client: redis.Redis) -> None:
     task_id = submit(store, redis_client)
     suspect = fall_under_suspicion(store)
     die(store, suspect, "alone")
@@ -288,8 +286,8 @@ def test_nothing_of_one_that_was_ended_changes_any_more(store: TaskStore, redis_
     assert unchanged(redis_client, lambda: store.hand_back(owned([last]), crashed=True)) == 0
 
 
-def test_a_claim_of_an_older_version_counts_for_nothing(store: TaskStore, redis_client: redis.Redis) -> None:
-    """Of a rolling upgrade: its scripts noted neither length nor standing."""
+def test_a_claim_of_an_older_version_never_counts(store: TaskStore, redis_client: redis.Redis) -> None:
+    """In a rolling upgrade: older scripts stored neither length nor phase."""
     submit(store, redis_client)
     claimed = claim_one(store, lease_seconds=-1)
     redis_client.hdel(keys.run(claimed.task_id), "claimed_length", "standing")
@@ -299,10 +297,10 @@ def test_a_claim_of_an_older_version_counts_for_nothing(store: TaskStore, redis_
 
 
 @pytest.mark.parametrize("how", ["hand_back", "reap"])
-def test_what_was_noted_of_an_attempt_goes_with_it(
+def test_the_record_of_an_attempt_is_removed_with_it(
     store: TaskStore, redis_client: redis.Redis, how: str
 ) -> None:
-    """An older version that claims next notes neither, and would be judged by this."""
+    """An older version that claims next stores none, and would be judged by this one."""
     submit(store, redis_client)
     claimed = claim_one(store)
     if how == "reap":
@@ -313,7 +311,7 @@ def test_what_was_noted_of_an_attempt_goes_with_it(
     assert redis_client.hmget(keys.run(claimed.task_id), "claimed_length", "standing") == [None, None]
 
 
-def test_a_log_that_lost_its_end_is_no_progress(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_log_that_lost_its_end_is_not_progress(store: TaskStore, redis_client: redis.Redis) -> None:
     """After a crash of Redis's host the log may be shorter than at the claim."""
     submit(store, redis_client)
     first = claim_one(store)
@@ -326,27 +324,29 @@ def test_a_log_that_lost_its_end_is_no_progress(store: TaskStore, redis_client: 
     assert claim_one(store).suspect
 
 
-def test_a_lapse_during_an_outage_of_redis_is_no_crash(store: TaskStore, redis_client: redis.Redis) -> None:
-    """The worker may have stopped in order, and could not say so."""
+def test_a_lapse_during_an_outage_of_redis_is_not_a_crash(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
+    """The worker may have shut down in order without being able to hand back."""
     submit(store, redis_client)
     for _ in range(MANY):
         held = claim_one(store)
         assert not held.suspect
         store.renew(owned([held]), -1)
-        # Some process was failed after that renewal; it waits, and another takes the task back.
+        # A call failed after that renewal; that process waits, and another requeues the task.
         outage = store.reap(SLUG, max_task_seconds=3600, reclaim_leases=False, failed_seconds_ago=0.0)
         assert outage.returned == ()
         assert reap(store).returned == (held.task_id,)
 
 
-def test_a_lapse_over_a_restart_of_redis_is_no_crash(tmp_path: Path) -> None:
+def test_a_lapse_across_a_restart_of_redis_is_not_a_crash(tmp_path: Path) -> None:
     port = free_port()
     server = start_redis(tmp_path, port)
     client = redis.Redis.from_url(server.url)
     submit(TaskStore(client), client)
     held = claim_one(TaskStore(client))
     TaskStore(client).renew(owned([held]), 0.001)
-    # Since when a server runs is known by the second.
+    # The start time of a server has a resolution of one second.
     renewed_at = client.time()[0]
     while client.time()[0] < renewed_at + 3:
         pass
@@ -361,7 +361,7 @@ def test_a_lapse_over_a_restart_of_redis_is_no_crash(tmp_path: Path) -> None:
         server.process.wait()
 
 
-def test_a_death_after_an_outage_counts(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_crash_after_an_outage_counts(store: TaskStore, redis_client: redis.Redis) -> None:
     submit(store, redis_client)
     held = claim_one(store)
     store.reap(SLUG, max_task_seconds=3600, reclaim_leases=False, failed_seconds_ago=1.0)

@@ -1,8 +1,7 @@
-"""The order of claims among tenants: promoted tasks, aged classes, tokens served, arrival.
-
-Invariants: a tenant that comes is claimed from within a few claims, whatever others have in line; a task is
-claimed in its turn once it is promoted; equal tenants get equal tokens; what a task did not use is returned.
-All of it whichever worker claims, as the state is in Redis alone.
+"""The order of claims among tenants: promoted tasks, effective classes, tokens served, acceptance.
+Invariants: a new tenant is claimed from within a few claims, whatever others have waiting; a promoted task is
+claimed in its turn; equal tenants get equal tokens; unused cost is returned. The state is in Redis, so all of
+this holds across workers.
 """
 
 import dataclasses
@@ -32,7 +31,7 @@ FLOOD = 1000
 
 
 def flood(store: TaskStore, client: redis.Redis, count: int, **fields: object) -> None:
-    """Many tasks that are alike."""
+    """Many equal tasks."""
     given = submission(client, **fields)
     for _ in range(count):
         store.submit(dataclasses.replace(given, task_id=new_task_id()))
@@ -44,7 +43,7 @@ def counter(client: redis.Redis, tenant: str) -> float | None:
 
 
 def claim_by_turns(client: redis.Redis, count: int, max_tasks: int = 1) -> list[Claimed]:
-    """So many tasks, by workers that know nothing of each other."""
+    """Claim this many tasks, by workers that do not know of each other."""
     claimed: list[Claimed] = []
     while len(claimed) < count:
         worker = f"worker {len(claimed) % 3}"
@@ -53,14 +52,14 @@ def claim_by_turns(client: redis.Redis, count: int, max_tasks: int = 1) -> list[
     return claimed
 
 
-def test_a_flood_of_one_tenant_lets_another_in(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_flood_of_one_tenant_does_not_block_another(store: TaskStore, redis_client: redis.Redis) -> None:
     flood(store, redis_client, FLOOD, tenant="flood", cost=50)
     claim_by_turns(redis_client, 20)
     lone = submit(store, redis_client, tenant="lone", cost=50)
     assert lone in [one.task_id for one in claim_by_turns(redis_client, 2)]
 
 
-def test_each_of_many_tenants_gets_in_before_a_flood_goes_on(
+def test_each_of_many_tenants_is_served_before_a_flood_continues(
     store: TaskStore, redis_client: redis.Redis
 ) -> None:
     flood(store, redis_client, 100, tenant="flood", cost=50)
@@ -69,8 +68,8 @@ def test_each_of_many_tenants_gets_in_before_a_flood_goes_on(
     assert [one.task_id for one in claim(store, 21)][1:] == ids
 
 
-def test_who_saved_nothing_up_is_owed_nothing(store: TaskStore, redis_client: redis.Redis) -> None:
-    """A tenant that did not ask for a long time has no right to all that it did not ask for."""
+def test_idle_time_earns_no_credit(store: TaskStore, redis_client: redis.Redis) -> None:
+    """A tenant is not owed what it did not ask for."""
     submit(store, redis_client, tenant="late", cost=10)
     claim_one(store)
     flood(store, redis_client, 100, tenant="busy", cost=50)
@@ -82,7 +81,7 @@ def test_who_saved_nothing_up_is_owed_nothing(store: TaskStore, redis_client: re
 
 @pytest.mark.parametrize("max_tasks", [1, 7])
 def test_equal_loads_get_equal_tokens(store: TaskStore, redis_client: redis.Redis, max_tasks: int) -> None:
-    """Tokens, not tasks: within one task's cost at each moment, also of large tasks beside small ones."""
+    """Tokens, not tasks: always within the cost of one task, also with large and small tasks."""
     costs = {"a": 70, "b": 10, "c": 35}
     for tenant, cost in costs.items():
         flood(store, redis_client, 2100 // cost, tenant=tenant, cost=cost)
@@ -99,20 +98,20 @@ def test_a_tenant_has_one_share_over_all_classes(store: TaskStore, redis_client:
     for tenant, priority in (("a", 1), ("a", 2), ("b", 2)):
         flood(store, redis_client, 3, tenant=tenant, priority=priority)
     turns = [tenant_of(one.queue) for one in claim(store, 9)]
-    # The better class first; in the other "b" has had less by then, and catches up.
+    # The better class first; in the other class "b" has been served less by then, and catches up.
     assert turns == [tenant_hash(tenant) for tenant in "aaabbbaaa"]
 
 
 @pytest.mark.parametrize("others", [[], ["other"]])
-def test_a_flood_of_the_best_class_is_passed_after_the_promotion(
+def test_a_promoted_task_passes_a_flood_of_the_best_class(
     store: TaskStore, redis_client: redis.Redis, others: list[str]
 ) -> None:
-    """With one tenant and with several; sglang#31954: without age a steady stream starves the rest."""
+    """With one tenant and with several; sglang#31954: without ageing a steady stream starves the rest."""
     last = submit(store, redis_client, tenant="a", priority=4)
     for _ in range(3):
         for tenant in ["a", *others]:
             flood(store, redis_client, 10, tenant=tenant, priority=0)
-        # More come than are served.
+        # More tasks arrive than are served.
         assert last not in [one.task_id for one in claim(store, 5)]
         let_pass(redis_client, 39)
     let_pass(redis_client, 4)
@@ -120,10 +119,8 @@ def test_a_flood_of_the_best_class_is_passed_after_the_promotion(
     assert last in [one.task_id for one in claim(store, 2)]
 
 
-def test_each_task_of_a_line_ages_also_beside_other_tenants(
-    store: TaskStore, redis_client: redis.Redis
-) -> None:
-    """A claim from a line does not make the tasks behind it young."""
+def test_every_task_of_a_queue_ages_beside_other_tenants(store: TaskStore, redis_client: redis.Redis) -> None:
+    """A claim from a queue does not reset the age of the tasks behind it."""
     old = [submit(store, redis_client, tenant="a", priority=4) for _ in range(3)]
     let_pass(redis_client, 200)
     flood(store, redis_client, 3, tenant="b", priority=0, cost=1000)
@@ -144,7 +141,7 @@ def test_promoted_tasks_go_oldest_first(store: TaskStore, redis_client: redis.Re
 
 
 def test_promoted_tenants_take_turns(store: TaskStore, redis_client: redis.Redis) -> None:
-    """A backlog that is promoted as a whole lets the promoted task of another tenant in next."""
+    """A backlog that is promoted as a whole does not block the promoted task of another tenant."""
     flood(store, redis_client, 50, tenant="flood")
     let_pass(redis_client, 300)
     claim(store, 5)
@@ -154,10 +151,10 @@ def test_promoted_tenants_take_turns(store: TaskStore, redis_client: redis.Redis
     assert claim_one(store).task_id == lone
 
 
-def test_an_old_backlog_keeps_no_new_task_of_another_tenant_out(
+def test_an_old_backlog_does_not_block_a_new_task_of_another_tenant(
     store: TaskStore, redis_client: redis.Redis
 ) -> None:
-    """Of two claims one goes by class and tokens served alone, so the bound does not grow with the flood."""
+    """Every second claim goes by class and tokens served alone, so the bound does not grow with the flood."""
     flood(store, redis_client, 200, tenant="flood", cost=50)
     let_pass(redis_client, 3600)
     claim(store, 20)
@@ -166,7 +163,7 @@ def test_an_old_backlog_keeps_no_new_task_of_another_tenant_out(
         assert lone in [one.task_id for one in claim_by_turns(redis_client, 3)]
 
 
-def test_a_cancelled_head_gives_its_promoted_queue_no_new_turn(
+def test_cancelling_the_head_gives_a_promoted_queue_no_extra_turn(
     store: TaskStore, redis_client: redis.Redis
 ) -> None:
     flood(store, redis_client, 5, tenant="a", cost=0)
@@ -179,7 +176,7 @@ def test_a_cancelled_head_gives_its_promoted_queue_no_new_turn(
 
 
 @pytest.mark.parametrize("num_floods", [1, 3, 10])
-def test_the_stated_bounds_hold_whatever_others_have_waiting(
+def test_the_documented_bounds_hold_whatever_others_have_waiting(
     store: TaskStore, redis_client: redis.Redis, num_floods: int
 ) -> None:
     """For a promoted task of the worst class, and for a new one of the same class as the floods."""
@@ -197,7 +194,7 @@ def test_the_stated_bounds_hold_whatever_others_have_waiting(
     assert new in [one.task_id for one in claim_by_turns(redis_client, bound)]
 
 
-def test_every_second_claim_still_goes_by_age(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_every_second_claim_goes_by_age(store: TaskStore, redis_client: redis.Redis) -> None:
     flood(store, redis_client, 20, tenant="heavy", cost=1000, priority=4)
     submit(store, redis_client, tenant="other", cost=1)
     claim(store, 2)
@@ -207,8 +204,8 @@ def test_every_second_claim_still_goes_by_age(store: TaskStore, redis_client: re
     assert turns.count(tenant_hash("heavy")) >= 4
 
 
-def test_the_settings_set_the_order(store: TaskStore, redis_client: redis.Redis) -> None:
-    """Each claim carries them; positions follow from those of the last claim."""
+def test_the_settings_determine_the_order(store: TaskStore, redis_client: redis.Redis) -> None:
+    """Each claim sends them; positions follow from those of the last claim."""
 
     def first(order: ClaimOrder) -> str:
         (one,) = store.claim(SLUG, worker="w", max_tasks=1, lease_seconds=60, order=order)
@@ -240,10 +237,10 @@ def test_without_fair_sharing_tasks_of_a_class_go_by_arrival(
     assert (ids[0], ids[-1]) == (urgent, lone)
 
 
-def test_ever_new_tenants_do_not_starve_one_that_has_had_more(
+def test_a_stream_of_new_tenants_does_not_starve_one_that_was_served_more(
     store: TaskStore, redis_client: redis.Redis
 ) -> None:
-    """Each of them comes with the least counter that there is, so that one would never be the least."""
+    """Each new tenant starts with the minimum counter, so the others would never be the minimum."""
     flood(store, redis_client, 2, tenant="heavy", cost=1000)
     submit(store, redis_client, tenant="first", cost=1)
     assert tenant_of(claim_one(store).queue) == tenant_hash("heavy")
@@ -254,12 +251,12 @@ def test_ever_new_tenants_do_not_starve_one_that_has_had_more(
         if tenant_hash("heavy") in claimed:
             break
         let_pass(redis_client, 61)
-    # Those that came within a minute after it have aged as much, and go before it once.
+    # Tenants that came within a minute after it have aged as much, and go first once.
     assert minute == 2
 
 
-def test_what_was_not_used_is_given_back(store: TaskStore, redis_client: redis.Redis) -> None:
-    """An estimate that was too high costs its tenant nothing; one that was too low is charged at the end."""
+def test_unused_cost_is_returned(store: TaskStore, redis_client: redis.Redis) -> None:
+    """An estimate that was too high costs the tenant nothing; one that was too low is charged at the end."""
     submit(store, redis_client, tenant="a", cost=500)
     first = claim_one(store)
     assert counter(redis_client, "a") == 500
@@ -270,7 +267,7 @@ def test_what_was_not_used_is_given_back(store: TaskStore, redis_client: redis.R
     assert counter(redis_client, "a") == (3 + 4) + (3 + 40)
 
 
-def test_a_task_that_comes_back_is_charged_once(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_requeued_task_is_charged_once(store: TaskStore, redis_client: redis.Redis) -> None:
     submit(store, redis_client, tenant="a", cost=500)
     for _ in range(3):
         store.hand_back(owned([claim_one(store)]))
@@ -282,7 +279,7 @@ def test_a_task_that_comes_back_is_charged_once(store: TaskStore, redis_client: 
     assert counter(redis_client, "a") == 7
 
 
-def test_a_cancelled_task_is_charged_for_what_it_got(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_cancelled_task_is_charged_for_its_tokens(store: TaskStore, redis_client: redis.Redis) -> None:
     waiting, running = (submit(store, redis_client, tenant="a", cost=500) for _ in range(2))
     store.cancel(waiting)
     claim_one(store)
@@ -290,7 +287,7 @@ def test_a_cancelled_task_is_charged_for_what_it_got(store: TaskStore, redis_cli
     assert counter(redis_client, "a") == 0
 
 
-def test_what_a_cache_gave_is_not_charged(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_cached_tokens_are_not_charged(store: TaskStore, redis_client: redis.Redis) -> None:
     submit(store, redis_client, tenant="a", cost=500)
     claimed = claim_one(store)
     publish(store, claimed, 0, 1, cached_tokens="2")
@@ -298,8 +295,8 @@ def test_what_a_cache_gave_is_not_charged(store: TaskStore, redis_client: redis.
     assert counter(redis_client, "a") == (3 - 2) + 4
 
 
-def test_counters_of_those_who_are_away_are_forgotten(store: TaskStore, redis_client: redis.Redis) -> None:
-    """Nobody's counter is kept for ever: what would be lifted anyway goes at once, else after an hour."""
+def test_counters_of_idle_tenants_expire(store: TaskStore, redis_client: redis.Redis) -> None:
+    """A counter that would be lifted to the minimum is dropped at once, others after an hour."""
     redis_client.zadd(keys.away(SLUG), {f"tenant {n}": 10 + n for n in range(10_100)})
     submit(store, redis_client, tenant="a", cost=10)
     claim_one(store)
@@ -312,8 +309,10 @@ def test_counters_of_those_who_are_away_are_forgotten(store: TaskStore, redis_cl
     assert redis_client.zcard(keys.away(SLUG)) == 0
 
 
-def test_a_claim_costs_the_same_whoever_waits(store: TaskStore, redis_client: redis.Redis) -> None:
-    """Commands within the scripts of a claim, a look and a submission, with four tenants and a hundred."""
+def test_the_cost_of_a_claim_does_not_depend_on_the_number_of_tenants(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
+    """Commands in the scripts of a claim, an inspection and a submission, with four tenants and a hundred."""
 
     def commands() -> list[int]:
         counts = []
@@ -340,10 +339,10 @@ def test_a_claim_costs_the_same_whoever_waits(store: TaskStore, redis_client: re
     assert all(many <= 1.2 * some for many, some in zip(commands(), few, strict=True))
 
 
-def test_the_place_that_is_told_is_near_the_one_that_comes(
+def test_the_estimated_position_is_close_to_the_actual_one(
     store: TaskStore, redis_client: redis.Redis
 ) -> None:
-    """An estimate; a flood does not count as a whole before those whom it does not keep waiting."""
+    """A flood does not count as a whole before tenants that it does not delay."""
     flood(store, redis_client, 100, tenant="flood", cost=40)
     for tenant in ("a", "b"):
         flood(store, redis_client, 10, tenant=tenant, cost=20)

@@ -1,4 +1,4 @@
-"""What is told of a task and of the queues: positions, costs and rates that follow from the claims."""
+"""Snapshots of tasks and queues: positions, costs and drain rates that agree with the claims."""
 
 import random
 
@@ -42,7 +42,7 @@ def test_an_unknown_task_is_none(store: TaskStore, redis_client: redis.Redis) ->
     assert store.read_log("0" * 32) == []
 
 
-def test_looking_changes_nothing(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_inspecting_changes_nothing(store: TaskStore, redis_client: redis.Redis) -> None:
     ids = [submit(store, redis_client) for _ in range(2)]
     publish(store, claim_one(store), 0, 2)
     before = dump(redis_client)
@@ -53,10 +53,8 @@ def test_looking_changes_nothing(store: TaskStore, redis_client: redis.Redis) ->
     assert dump(redis_client) == before
 
 
-def test_position_and_tokens_are_those_of_the_claim_order(
-    store: TaskStore, redis_client: redis.Redis
-) -> None:
-    """Over the classes of one tenant: what is told must be what then happens."""
+def test_positions_and_tokens_agree_with_the_claims(store: TaskStore, redis_client: redis.Redis) -> None:
+    """Over the classes of one tenant: exact."""
     chance = random.Random(5)
     costs = {}
     for age in range(400, 0, -10):
@@ -74,7 +72,7 @@ def test_position_and_tokens_are_those_of_the_claim_order(
         tokens_ahead += costs[claimed.task_id]
 
 
-def test_one_cancelled_in_the_middle_leaves_no_tokens(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_cancelled_task_in_the_middle_leaves_no_tokens(store: TaskStore, redis_client: redis.Redis) -> None:
     first, middle, third, last = (submit(store, redis_client, cost=cost) for cost in (1, 10, 100, 1000))
     store.cancel(middle)
     assert (inspect(store, third).position, inspect(store, third).tokens_ahead) == (1, 1)
@@ -85,7 +83,7 @@ def test_one_cancelled_in_the_middle_leaves_no_tokens(store: TaskStore, redis_cl
     assert inspect(store, first).claimed
 
 
-def test_a_head_that_has_aged_counts_as_what_it_goes_before(
+def test_an_aged_task_is_counted_before_those_it_precedes(
     store: TaskStore, redis_client: redis.Redis
 ) -> None:
     urgent = submit(store, redis_client, priority=1, cost=7)
@@ -96,7 +94,7 @@ def test_a_head_that_has_aged_counts_as_what_it_goes_before(
     assert inspect(store, urgent).tokens_ahead == 9
 
 
-def test_why_it_waits(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_the_reason_for_waiting(store: TaskStore, redis_client: redis.Redis) -> None:
     first, second = submit(store, redis_client), submit(store, redis_client)
     assert inspect(store, first).waiting_for == "worker"
     put_ready(store)
@@ -110,7 +108,7 @@ def test_why_it_waits(store: TaskStore, redis_client: redis.Redis) -> None:
     assert (inspect(store, first).waiting_for, inspect(store, first).position) == ("token_budget", 0)
 
 
-def test_a_task_that_came_back_is_told_by_rank(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_the_position_of_a_requeued_task_is_its_rank(store: TaskStore, redis_client: redis.Redis) -> None:
     task_id = submit(store, redis_client)
     claimed = claim_one(store)
     publish(store, claimed, 0, 1, scheduled="1")
@@ -118,7 +116,7 @@ def test_a_task_that_came_back_is_told_by_rank(store: TaskStore, redis_client: r
     store.hand_back(owned([claimed]))
     snapshot = inspect(store, task_id)
     assert (snapshot.position, snapshot.waiting_for, snapshot.claimed) == (0, "worker", False)
-    # It has begun, and a status never goes back.
+    # It has started, and a status never goes back.
     assert snapshot.status == "in_progress"
     assert snapshot.num_entries == 1
 
@@ -127,18 +125,18 @@ def rate(store: TaskStore) -> float | None:
     return store.queue_stats(SLUG).drain_rate
 
 
-def test_the_rate_is_measured_while_tasks_wait(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_the_drain_rate_is_measured_while_tasks_wait(store: TaskStore, redis_client: redis.Redis) -> None:
     for _ in range(6):
         submit(store, redis_client, cost=100)
     first, second = claim(store, 2)
     assert rate(store) is None
     let_pass(redis_client, 10)
     settle(store, first, 0, 3)
-    # Less has ended than is under way.
+    # Fewer tokens have ended than are owned.
     assert rate(store) is None
     let_pass(redis_client, 10)
     settle(store, second, 0, 3)
-    # 200 tokens in 20 seconds; what was measured earlier counts less.
+    # 200 tokens in 20 seconds; earlier measurements count less.
     assert rate(store) == pytest.approx(10, rel=0.2)
 
 
@@ -165,8 +163,8 @@ def test_idle_time_does_not_count(store: TaskStore, redis_client: redis.Redis) -
     assert eta < 60
 
 
-def test_a_worker_that_serves_all_at_once_says_nothing(store: TaskStore, redis_client: redis.Redis) -> None:
-    """One small task alone says nothing of what a full worker gets done."""
+def test_a_worker_without_waiting_tasks_is_not_measured(store: TaskStore, redis_client: redis.Redis) -> None:
+    """A single small task does not show what a saturated worker can do."""
     submit(store, redis_client, cost=40)
     claimed = claim_one(store)
     let_pass(redis_client, 50)
@@ -190,7 +188,9 @@ def test_time_without_workers_does_not_count(store: TaskStore, redis_client: red
 
 
 @pytest.mark.parametrize("how", ["cancel", "fail"])
-def test_what_was_not_served_is_no_work_done(store: TaskStore, redis_client: redis.Redis, how: str) -> None:
+def test_tokens_that_were_not_served_do_not_count(
+    store: TaskStore, redis_client: redis.Redis, how: str
+) -> None:
     for _ in range(30):
         submit(store, redis_client, cost=100)
     claimed = claim_one(store)
@@ -203,11 +203,11 @@ def test_what_was_not_served_is_no_work_done(store: TaskStore, redis_client: red
             settle(store, one, 0, 1, "error")
     known = rate(store)
     assert known is not None
-    # Three tokens of prompt and one of output each, where they were served at all.
+    # Three prompt tokens and one output token each, if served at all.
     assert known <= 10 * 1.1 + (20 * 4 / 10 if how == "fail" else 0)
 
 
-def test_stats_of_nothing(store: TaskStore) -> None:
+def test_the_stats_of_an_unknown_model_are_empty(store: TaskStore) -> None:
     stats = store.queue_stats(SLUG)
     assert stats.waiting == dict.fromkeys(range(5), 0)
     assert (stats.oldest_age, stats.waiting_cost, stats.claimed, stats.totals) == (0.0, 0, 0, {})
@@ -226,7 +226,7 @@ def test_stats_count_classes_over_tenants(store: TaskStore, redis_client: redis.
     assert stats.totals == {"submitted": 5}
 
 
-def test_costs_are_forgotten_with_the_queue(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_costs_are_deleted_with_their_queue(store: TaskStore, redis_client: redis.Redis) -> None:
     given = submission(redis_client, cost=10)
     store.submit(given)
     claimed = claim_one(store)
@@ -238,7 +238,7 @@ def test_costs_are_forgotten_with_the_queue(store: TaskStore, redis_client: redi
 
 
 @pytest.mark.parametrize("after", [-5, -1, 0, 3, 4, 2**53, 2**70])
-def test_a_log_is_read_from_any_place(store: TaskStore, redis_client: redis.Redis, after: int) -> None:
+def test_a_log_can_be_read_from_any_entry(store: TaskStore, redis_client: redis.Redis, after: int) -> None:
     task_id = submit(store, redis_client)
     publish(store, claim_one(store), 0, 5)
     expected = [seq for seq in range(5) if seq > after]

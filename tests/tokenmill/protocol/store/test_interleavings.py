@@ -1,9 +1,7 @@
-"""Whatever order the steps come in, and whoever dies between them: each task ends once, its log has no gap
-and no double, each tenant is charged for what it was served, and nothing is left behind.
-
-A model in plain Python says what must have happened, and whom deaths count against. Leases lapse by being
-claimed with a negative length, so that no test waits. A crash is a worker that never calls again; a lost
-reply is a call made twice.
+"""In any order of steps, with crashes in between, each task ends once, its log has no gap and no duplicate,
+each tenant is charged for what it was served, and nothing is left behind. A model in plain Python has the
+expected state, including the crashes that count. Leases lapse by being claimed with a negative duration, so
+that no test waits. A crash is a worker that makes no further call; a lost reply is a call made twice.
 """
 
 from typing import get_args
@@ -23,9 +21,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.tokenmill.protocol.store.always_true import AFTER_THE_END, LAWS
-from tests.tokenmill.protocol.store.expected import Expected, Holder, World
 from tests.tokenmill.protocol.store.fair_model import Waiting
+from tests.tokenmill.protocol.store.invariants import AFTER_THE_END, INVARIANTS
+from tests.tokenmill.protocol.store.task_model import Expected, Holder, World
 from tests.tokenmill.protocol.store.tasks import SLUG, fetch, final_write, owned, submission, tokens
 from tokenmill.protocol import keys
 from tokenmill.protocol.records import (
@@ -125,7 +123,7 @@ class Service(RuleBasedStateMachine):
 
     @rule(held=claims, count=st.integers(0, 3), again=st.booleans(), back=st.integers(0, 2))
     def publish(self, held: list[Holder], count: int, again: bool, back: int) -> None:
-        """All of a worker's tasks in one call; perhaps with an overlap, perhaps twice."""
+        """All tasks of a worker in one call, sometimes with an overlap, sometimes twice."""
         writes = []
         for holder in held:
             first = max(0, holder.sent - back)
@@ -144,7 +142,7 @@ class Service(RuleBasedStateMachine):
 
     @rule(held=claims)
     def skip_ahead(self, held: list[Holder]) -> None:
-        """The log lost its end, as the owner sees it."""
+        """The log lost its end, as the owner notices."""
         writes = [self.world.write(holder, holder.sent + 1, tokens(holder.sent + 1, 1)) for holder in held]
         for holder, outcome in zip(held, self.world.store.publish(writes), strict=True):
             if self.world.owns(holder):
@@ -200,7 +198,7 @@ class Service(RuleBasedStateMachine):
 
     @rule(times=st.integers(1, 4), first=STANDINGS, others=STANDINGS, speaks=st.booleans())
     def claim_and_die(self, times: int, first: TaskPhase, others: TaskPhase, speaks: bool) -> None:
-        """At once, as the deaths of several owners of one task would seldom come by chance."""
+        """All at once, as several crashes of owners of one task are rare by chance."""
         while len(self.world.waiting()) < 2:
             self.submit(priority=1, tenant="a", cost=1, limits=(None, None), key=None, digest="1")
         for _ in range(times):
@@ -209,7 +207,7 @@ class Service(RuleBasedStateMachine):
             self.renew(held[1:], lapsed=True, standing=others)
             self.reap_all()
             if speaks:
-                # They were only stopped, and come back before others have claimed.
+                # The owners were only stopped, and call again before other claims.
                 self.renew(held, lapsed=False, standing="seated")
 
     def reap_all(self) -> Reaped:
@@ -245,7 +243,7 @@ class Service(RuleBasedStateMachine):
     @precondition(lambda self: self.world.waiting())
     @rule(data=st.data(), how=st.sampled_from(["cancel", "delete"]))
     def use_rqs_tools(self, data: st.DataObject, how: str) -> None:
-        """On a waiting task; whoever comes by next ends it. Here the reaper does at once."""
+        """Of a waiting task; the next script that finds it ends it. Here the reaper does."""
         task_id = data.draw(st.sampled_from(sorted(self.world.waiting())))
         getattr(fetch(self.world.client, task_id), how)()
         assert self.reap_all().cancelled == (task_id,)
@@ -254,11 +252,11 @@ class Service(RuleBasedStateMachine):
 
     @invariant()
     def all_laws_hold(self) -> None:
-        for holds in LAWS:
+        for holds in INVARIANTS:
             holds(self.world)
 
     def teardown(self) -> None:
-        """Everybody has died. A new worker finishes all that is left, and nothing stays behind."""
+        """All workers have died. A new one finishes all tasks, and nothing is left behind."""
         for holder in self.world.holders:
             if self.world.owns(holder):
                 self.world.store.renew(owned([holder.claimed]), -1)

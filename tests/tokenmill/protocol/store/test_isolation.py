@@ -1,4 +1,6 @@
-"""One record that no script can treat is reported and set aside; the others, and the other duties, go on."""
+"""A record that a script cannot process is reported and set aside; other records and other duties are not
+affected.
+"""
 
 from collections.abc import Callable
 
@@ -49,7 +51,7 @@ each_spoil = pytest.mark.parametrize("spoil", SPOILS, ids=lambda spoil: spoil.__
 
 
 @each_spoil
-def test_a_bad_record_does_not_keep_the_others_claimed(
+def test_a_bad_record_does_not_keep_lapsed_tasks_claimed(
     store: TaskStore, redis_client: redis.Redis, spoil: Spoil
 ) -> None:
     ids = [submit(store, redis_client) for _ in range(5)]
@@ -65,7 +67,7 @@ def test_a_bad_record_does_not_keep_the_others_claimed(
 
 
 @each_spoil
-def test_a_bad_record_keeps_no_deadline_and_no_retention_from_passing(
+def test_a_bad_record_blocks_neither_deadlines_nor_retention(
     store: TaskStore, redis_client: redis.Redis, spoil: Spoil
 ) -> None:
     limits = TimeLimits(queue_timeout_seconds=5)
@@ -87,7 +89,7 @@ def test_a_bad_record_keeps_no_deadline_and_no_retention_from_passing(
     assert store.inspect(late).status == "failed"  # type: ignore[union-attr]
 
 
-def test_more_bad_records_than_one_call_treats_block_no_deadline(
+def test_more_bad_records_than_one_call_processes_block_no_deadline(
     store: TaskStore, redis_client: redis.Redis
 ) -> None:
     limits = TimeLimits(queue_timeout_seconds=5)
@@ -102,10 +104,8 @@ def test_more_bad_records_than_one_call_treats_block_no_deadline(
     assert reaped[1].timed_out == (late,)
 
 
-def test_a_duty_whose_index_is_broken_leaves_the_others_alone(
-    store: TaskStore, redis_client: redis.Redis
-) -> None:
-    """The script of a duty fails as a whole; that is a failure of this duty."""
+def test_a_broken_index_fails_only_its_own_duty(store: TaskStore, redis_client: redis.Redis) -> None:
+    """The script of the duty fails as a whole, which is a failure of that duty."""
     submit(store, redis_client)
     lapsed = claim_one(store, lease_seconds=-1)
     redis_client.hset(keys.sweep(SLUG), "x", "y")
@@ -115,7 +115,7 @@ def test_a_duty_whose_index_is_broken_leaves_the_others_alone(
     assert [failure.duty for failure in reaped.failures] == ["strays"]
 
 
-def test_renewal_goes_on_beside_a_bad_record(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_other_tasks_are_renewed_beside_a_bad_record(store: TaskStore, redis_client: redis.Redis) -> None:
     ids = [submit(store, redis_client) for _ in range(3)]
     held = claim(store)
     redis_client.zadd(keys.LEASES, dict.fromkeys(ids, 1))
@@ -126,7 +126,7 @@ def test_renewal_goes_on_beside_a_bad_record(store: TaskStore, redis_client: red
     assert [redis_client.zscore(keys.LEASES, one) > 1 for one in ids] == [True, False, True]  # type: ignore[operator]
 
 
-def test_hand_back_goes_on_beside_a_bad_record(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_other_tasks_are_handed_back_beside_a_bad_record(store: TaskStore, redis_client: redis.Redis) -> None:
     ids = [submit(store, redis_client) for _ in range(3)]
     held = claim(store)
     _no_cost(redis_client, ids[1])
@@ -135,7 +135,7 @@ def test_hand_back_goes_on_beside_a_bad_record(store: TaskStore, redis_client: r
     assert [one.task_id for one in claim(store)] == [ids[0], ids[2]]
 
 
-def test_tokens_are_stored_beside_a_bad_record(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_other_tokens_are_stored_beside_a_bad_record(store: TaskStore, redis_client: redis.Redis) -> None:
     ids = [submit(store, redis_client) for _ in range(3)]
     held = claim(store)
     redis_client.delete(keys.run(ids[1]))
@@ -146,8 +146,10 @@ def test_tokens_are_stored_beside_a_bad_record(store: TaskStore, redis_client: r
     assert [store.inspect(one).status for one in (ids[0], ids[2])] == ["completed"] * 2  # type: ignore[union-attr]
 
 
-def test_a_server_that_refuses_is_no_failure_of_a_record(store: TaskStore, redis_client: redis.Redis) -> None:
-    """MISCONF, READONLY and their like are for the caller."""
+def test_an_error_of_the_server_is_not_a_failure_of_a_record(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
+    """MISCONF, READONLY and similar errors are raised to the caller."""
     submit(store, redis_client)
     redis_client.replicaof("127.0.0.1", "1")
     try:
@@ -157,8 +159,10 @@ def test_a_server_that_refuses_is_no_failure_of_a_record(store: TaskStore, redis
         redis_client.replicaof("NO", "ONE")
 
 
-def test_a_lapsed_task_without_its_record_is_lost(store: TaskStore, redis_client: redis.Redis) -> None:
-    """A run hash of which too little is left to put it back."""
+def test_a_lapsed_task_with_an_incomplete_run_hash_is_lost(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
+    """A run hash with too few fields to requeue the task."""
     submit(store, redis_client)
     held = claim_one(store, lease_seconds=-1)
     publish(store, held, 0, 2)

@@ -1,4 +1,4 @@
-"""A stopped Redis runs what it received when it resumes: a call whose caller has given up changes nothing."""
+"""A call that a stopped Redis runs after its caller has timed out changes nothing."""
 
 import signal
 import socket
@@ -27,7 +27,7 @@ TIMEOUT_SECONDS = 0.2
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[RedisServer]:
-    """A server that may be stopped."""
+    """A server that the test may stop."""
     server = start_redis(tmp_path, free_port())
     yield server
     server.process.send_signal(signal.SIGCONT)
@@ -60,13 +60,13 @@ CALLS: dict[str, Callable[[TaskStore, Any], object]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_that_a_stopped_server_runs_later_changes_nothing(own_server: RedisServer, name: str) -> None:
-    """A reap took tasks from living workers, and a claim gave tasks to no worker, when a server resumed."""
+    """Regression: after a stop a reap requeued tasks of living workers, and a claim reached no worker."""
     patient = redis.Redis.from_url(own_server.url)
     store = TaskStore(impatient(own_server))
     submit(store, patient)
     submit(store, patient)
     held = claim_one(store)
-    # Scripts and the clock are known; the lease lapses while the server is stopped.
+    # The scripts and the clock are loaded; the lease lapses while the server is stopped.
     CALLS[name](TaskStore(patient), held)
     reap(store)
     if name in ("hand_back", "claim", "cancel"):
@@ -96,7 +96,7 @@ class Late:
 
 def test_every_script_refuses_a_late_call(redis_client: redis.Redis) -> None:
     before = dump(redis_client)
-    for name in scripting._PARTS:
+    for name in scripting.NAMES:
         script = redis_client.register_script(scripting.source(name))
         assert script(args=("1000:1",)) == b"TOOLATE"
         with pytest.raises(redis.ResponseError, match="TOOLATE"):
@@ -105,20 +105,20 @@ def test_every_script_refuses_a_late_call(redis_client: redis.Redis) -> None:
 
 
 def set_forward(store: TaskStore) -> None:
-    """The clock of Redis by an hour, since the store last learned it."""
-    offset, learned_at = store._scripts._clock._learn()
+    """Set Redis's clock forward by an hour after the store has measured it."""
+    offset, learned_at = store._scripts._clock._measure()
     store._scripts._clock._estimate = (offset - 3600, learned_at)
 
 
-def test_a_clock_that_was_set_forward_costs_one_repetition(redis_client: redis.Redis) -> None:
+def test_setting_the_clock_forward_costs_one_repetition(redis_client: redis.Redis) -> None:
     store = TaskStore(redis_client)
     submit(store, redis_client)
     set_forward(store)
     assert len(claim(store)) == 1
 
 
-def test_leases_mean_nothing_when_the_clock_was_set(redis_client: redis.Redis) -> None:
-    """All of them would lapse at once: the caller waits as after an outage."""
+def test_no_lease_lapses_when_the_clock_was_set(redis_client: redis.Redis) -> None:
+    """All would lapse at once: the caller waits as after an outage."""
     store = TaskStore(redis_client)
     submit(store, redis_client)
     claim_one(store, lease_seconds=-1)
@@ -128,7 +128,7 @@ def test_leases_mean_nothing_when_the_clock_was_set(redis_client: redis.Redis) -
     assert redis_client.zcard(keys.LEASES) == 1
 
 
-def test_the_estimate_is_never_ahead_and_is_learned_again(redis_client: redis.Redis) -> None:
+def test_the_estimate_is_never_ahead_and_is_renewed(redis_client: redis.Redis) -> None:
     late = Late()
     clock = ServerClock(redis_client, late)
     first = clock.timeout_at()
@@ -141,7 +141,7 @@ def test_the_estimate_is_never_ahead_and_is_learned_again(redis_client: redis.Re
     assert again - first < server_clock.MAX_ESTIMATE_AGE_SECONDS * 1e6, "by TIME, not by the local clock"
 
 
-def test_a_client_that_waits_for_ever_sets_no_limit(redis_client: redis.Redis) -> None:
+def test_a_client_without_a_timeout_sends_no_time(redis_client: redis.Redis) -> None:
     class Patient:
         connection_pool = redis.ConnectionPool(socket_timeout=None)
 
@@ -151,13 +151,13 @@ def test_a_client_that_waits_for_ever_sets_no_limit(redis_client: redis.Redis) -
     assert ServerClock(Patient()).timeout_at() is None
 
 
-def test_the_other_doors_carry_the_limit_too(redis_client: redis.Redis) -> None:
+def test_the_outbox_and_the_readers_send_the_time_too(redis_client: redis.Redis) -> None:
     assert Outbox(redis_client)._scripts._clock.timeout_at() is not None
     assert Readers(redis_client)._scripts._clock.timeout_at() is not None
 
 
-def test_a_lost_reply_of_a_claim_is_no_crash(redis_server: RedisServer, redis_client: redis.Redis) -> None:
-    """Twelve of twelve lost replies made the task a suspect."""
+def test_a_lost_reply_of_a_claim_is_not_a_crash(redis_server: RedisServer, redis_client: redis.Redis) -> None:
+    """Regression: lost replies made the task a suspect."""
     store = TaskStore(redis_client)
     submit(store, redis_client)
     for _ in range(12):

@@ -1,4 +1,4 @@
-"""What a worker holds comes back into its old place: handed back, or taken when its lease lapsed."""
+"""A task returns to its position in the queue when it is handed back or its lease lapses."""
 
 import pytest
 import redis
@@ -38,7 +38,7 @@ def test_a_renewed_lease_does_not_lapse(store: TaskStore, redis_client: redis.Re
     assert store.renew(owned([claimed]), 60) == Renewed(lost=frozenset({claimed.task_id}))
 
 
-def test_leases_are_in_redis_time(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_leases_use_the_clock_of_redis(store: TaskStore, redis_client: redis.Redis) -> None:
     submit(store, redis_client)
     claimed = claim_one(store, lease_seconds=60)
     seconds, microseconds = redis_client.time()
@@ -46,15 +46,15 @@ def test_leases_are_in_redis_time(store: TaskStore, redis_client: redis.Redis) -
     assert 0 < seconds + microseconds / 1e6 + 60 - lapses < WATCHDOG_SECONDS
 
 
-def test_nothing_owned_is_nothing(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_nothing_happens_without_owned_tasks(store: TaskStore, redis_client: redis.Redis) -> None:
     assert store.renew({}, 60) == Renewed()
     assert store.hand_back({}) == 0
     assert store.renew({"unknown": "me"}, 60) == Renewed(lost=frozenset({"unknown"}))
     assert unchanged(redis_client, lambda: store.hand_back({"unknown": "me"})) == 0
 
 
-def test_rq_sees_that_it_lives(store: TaskStore, redis_client: redis.Redis) -> None:
-    """rq#1164: jobs whose worker is gone stay `started` with an old heartbeat; ours must not look so."""
+def test_rq_shows_a_recent_heartbeat(store: TaskStore, redis_client: redis.Redis) -> None:
+    """rq#1164: jobs whose worker is gone stay `started` with an old heartbeat."""
     submit(store, redis_client)
     claimed = claim_one(store)
     claimed_at = fetch(redis_client, claimed.task_id).last_heartbeat
@@ -64,7 +64,7 @@ def test_rq_sees_that_it_lives(store: TaskStore, redis_client: redis.Redis) -> N
     assert job.get_executions()[0].last_heartbeat > claimed_at
 
 
-def test_handed_back_to_the_front_in_order(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_tasks_are_handed_back_to_the_front_in_order(store: TaskStore, redis_client: redis.Redis) -> None:
     ids = [submit(store, redis_client) for _ in range(6)]
     queue = claim(store, 4)[0].queue
     held = {task_id: fetch_owner(redis_client, task_id) for task_id in (ids[2], ids[0], ids[3], ids[1])}
@@ -77,7 +77,7 @@ def fetch_owner(client: redis.Redis, task_id: str) -> str:
     return client.hget(keys.run(task_id), "owner").decode()
 
 
-def test_two_hands_give_back_in_order_too(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_tasks_of_two_workers_are_handed_back_in_order(store: TaskStore, redis_client: redis.Redis) -> None:
     ids = [submit(store, redis_client, cost=10**n) for n in range(4)]
     first, second, third = claim(store, 3)
     for hands in ([second], [first, third]):
@@ -87,7 +87,7 @@ def test_two_hands_give_back_in_order_too(store: TaskStore, redis_client: redis.
     assert ahead == [0, 1, 11, 111]
 
 
-def test_handed_back_is_queued_again(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_task_handed_back_is_queued_again(store: TaskStore, redis_client: redis.Redis) -> None:
     given = submission(redis_client)
     store.submit(given)
     claimed = claim_one(store)
@@ -104,7 +104,7 @@ def test_handed_back_is_queued_again(store: TaskStore, redis_client: redis.Redis
     assert unchanged(redis_client, lambda: store.hand_back(owned([claimed]))) == 0
 
 
-def test_an_old_owner_hands_nothing_back(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_former_owner_cannot_hand_back(store: TaskStore, redis_client: redis.Redis) -> None:
     submit(store, redis_client)
     old = claim_one(store, lease_seconds=-1)
     reap(store)
@@ -112,7 +112,7 @@ def test_an_old_owner_hands_nothing_back(store: TaskStore, redis_client: redis.R
     assert unchanged(redis_client, lambda: store.hand_back(owned([old]))) == 0
 
 
-def test_lapsed_ones_come_back_in_order(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_lapsed_tasks_return_in_order(store: TaskStore, redis_client: redis.Redis) -> None:
     ids = [submit(store, redis_client) for _ in range(5)]
     lapsed = claim(store, 3, lease_seconds=-1)
     held = claim_one(store)
@@ -121,14 +121,14 @@ def test_lapsed_ones_come_back_in_order(store: TaskStore, redis_client: redis.Re
     assert reap(store) == Reaped()
 
 
-def test_several_reapers_take_each_once(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_concurrent_reapers_requeue_each_task_once(store: TaskStore, redis_client: redis.Redis) -> None:
     submit(store, redis_client)
     lapsed = claim_one(store, lease_seconds=-1)
     assert [reap(store).returned for _ in range(3)] == [(lapsed.task_id,), (), ()]
     assert waiting(redis_client, lapsed.queue) == [lapsed.task_id]
 
 
-def test_a_reader_of_workers_waits_to_be_woken(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_queued_task_wakes_a_waiting_worker(store: TaskStore, redis_client: redis.Redis) -> None:
     with redis_client.pubsub() as pubsub:
         pubsub.subscribe(keys.wake(SLUG))
         assert pubsub.get_message(timeout=60)["type"] == "subscribe"
@@ -141,7 +141,7 @@ def test_a_reader_of_workers_waits_to_be_woken(store: TaskStore, redis_client: r
 
 @pytest.mark.parametrize("ending", ["renew", "hand_back", "reap"])
 @pytest.mark.parametrize("how", ["cancel", "delete"])
-def test_what_rq_ended_in_a_workers_hands(
+def test_a_job_that_rq_ended_is_reported_to_its_owner(
     store: TaskStore, redis_client: redis.Redis, ending: str, how: str
 ) -> None:
     submit(store, redis_client)
@@ -162,8 +162,10 @@ def test_what_rq_ended_in_a_workers_hands(
     assert StartedJobRegistry(claimed.queue, connection=redis_client).count == 0
 
 
-def test_a_settled_end_is_only_settled(store: TaskStore, redis_client: redis.Redis) -> None:
-    """An attempt whose log holds the end already needs no entry to settle it."""
+def test_a_task_whose_log_has_its_end_only_needs_a_settlement(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
+    """If the log already has the end, no entry is needed to settle it."""
     submit(store, redis_client)
     first = claim_one(store, lease_seconds=-1)
     end = LogEntry.of_end("", "stop", usage=Usage(prompt_tokens=1, completion_tokens=0))

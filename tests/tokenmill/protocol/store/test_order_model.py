@@ -1,7 +1,6 @@
-"""Claims, positions and sums of tokens equal those of a naive model, whatever has happened before.
-
-Submissions, claims, cancels, expiries, failures and hand-backs come in any order while time passes. Ages keep
-a distance of minutes from the limits of the rule, so that a slow machine changes nothing.
+"""Claims, positions and token sums equal those of a naive model after any history. Submissions, claims,
+cancellations, expiries, failures and hand-backs come in any order while time passes. Ages stay minutes away
+from the limits of the rule, so that a slow machine changes nothing.
 """
 
 import pytest
@@ -34,7 +33,7 @@ ORDERS = (
 
 
 class Queue(RuleBasedStateMachine):
-    """Tasks of one model. `tenants`: of which they are."""
+    """Tasks of one model, of these `tenants`."""
 
     client: redis.Redis
     tenants: str
@@ -126,7 +125,7 @@ class Queue(RuleBasedStateMachine):
             if len(own) == len(tasks):
                 assert (snapshot.position, snapshot.tokens_ahead) == exact
             elif snapshot.position:
-                # An estimate: never below what this tenant itself has before the task, never above all.
+                # An estimate: at least what this tenant itself has ahead of the task, at most everything.
                 assert exact[0] <= snapshot.position < len(tasks)
                 assert exact[1] <= snapshot.tokens_ahead <= total - task.cost
             assert counts_as(task, self.order, now) <= task.priority
@@ -146,7 +145,7 @@ class Queue(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("tenants", ["a", "abc"])
-def test_any_order_of_steps_leaves_exact_sums(redis_client: redis.Redis, tenants: str) -> None:
+def test_sums_are_exact_after_any_order_of_steps(redis_client: redis.Redis, tenants: str) -> None:
     machine = type("AnyQueue", (Queue,), {"client": redis_client, "tenants": tenants})
     run_state_machine_as_test(
         machine,

@@ -1,4 +1,4 @@
-"""Webhooks in Redis: put there by every end, taken by one deliverer at a time, gone when dealt with."""
+"""Webhooks in Redis: added by every end, taken by one deliverer at a time, removed when done."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ from tokenmill.protocol.store.task_store import TaskStore
 
 URL = "https://example.org/hook?a=1"
 PATIENCE = 3600.0
-"""No deliverer of these tests is silent for so long."""
+"""No deliverer of these tests is idle for this long."""
 
 
 @pytest.fixture
@@ -36,13 +36,13 @@ def take(outbox: Outbox, max_webhooks: int = 10, silence_seconds: float = PATIEN
 
 
 def pass_time(client: redis.Redis, seconds: float) -> None:
-    """Each webhook that waits for its next try becomes so much older."""
+    """Make each webhook that waits for its retry this much older."""
     for member, _ in client.zrange(keys.OUTBOX_DUE, 0, -1, withscores=True):
         client.zincrby(keys.OUTBOX_DUE, -seconds, member)
 
 
 def ended(store: TaskStore, client: redis.Redis, **changes: object) -> str:
-    """A task with a webhook that has ended."""
+    """An ended task with a webhook."""
     task_id = submit(store, client, webhook=URL, **changes)
     settle(store, claim_one(store), 0, 2)
     return task_id
@@ -106,7 +106,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
-def test_every_end_puts_the_webhook_out(
+def test_every_end_adds_the_webhook(
     store: TaskStore,
     outbox: Outbox,
     redis_client: redis.Redis,
@@ -123,16 +123,16 @@ def test_every_end_puts_the_webhook_out(
     assert take(outbox) == []
 
 
-def test_a_task_without_one_puts_nothing_out(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_task_without_a_webhook_adds_nothing(store: TaskStore, redis_client: redis.Redis) -> None:
     submit(store, redis_client)
     settle(store, claim_one(store))
     assert not redis_client.exists(keys.OUTBOX)
 
 
-def test_an_end_that_is_told_twice_is_put_out_once(
+def test_an_end_that_is_sent_twice_adds_one_webhook(
     store: TaskStore, outbox: Outbox, redis_client: redis.Redis
 ) -> None:
-    """The reply of the settlement was lost, and it is sent again; then somebody cancels."""
+    """The reply of the settlement was lost, and it is sent again; then the task is cancelled."""
     task_id = submit(store, redis_client, webhook=URL)
     claimed = claim_one(store)
     for _ in range(2):
@@ -141,7 +141,7 @@ def test_an_end_that_is_told_twice_is_put_out_once(
     assert len(take(outbox)) == 1
 
 
-def test_nothing_is_put_out_before_the_result_is_there(
+def test_the_webhook_is_not_added_before_the_result_is_stored(
     store: TaskStore, outbox: Outbox, redis_client: redis.Redis
 ) -> None:
     submit(store, redis_client, webhook=URL)
@@ -153,7 +153,7 @@ def test_nothing_is_put_out_before_the_result_is_there(
     assert len(take(outbox)) == 1
 
 
-def test_what_is_done_leaves_nothing(store: TaskStore, outbox: Outbox, redis_client: redis.Redis) -> None:
+def test_a_done_webhook_leaves_nothing(store: TaskStore, outbox: Outbox, redis_client: redis.Redis) -> None:
     ended(store, redis_client)
     (webhook,) = take(outbox)
     outbox.done(webhook)
@@ -164,7 +164,7 @@ def test_what_is_done_leaves_nothing(store: TaskStore, outbox: Outbox, redis_cli
     assert take(outbox) == []
 
 
-def test_several_deliverers_share_the_work(store: TaskStore, redis_url: str) -> None:
+def test_several_deliverers_share_the_webhooks(store: TaskStore, redis_url: str) -> None:
     with redis.Redis.from_url(redis_url) as client:
         ids = [ended(store, client) for _ in range(7)]
     taken = []
@@ -174,7 +174,7 @@ def test_several_deliverers_share_the_work(store: TaskStore, redis_url: str) -> 
     assert sorted(webhook.task_id for webhook in taken) == sorted(ids)
 
 
-def test_one_whose_deliverer_died_comes_back(
+def test_a_webhook_of_a_dead_deliverer_returns(
     store: TaskStore, outbox: Outbox, redis_client: redis.Redis
 ) -> None:
     ended(store, redis_client)
@@ -183,7 +183,7 @@ def test_one_whose_deliverer_died_comes_back(
     assert take(outbox, silence_seconds=0) == [webhook]
 
 
-def test_a_try_that_failed_is_repeated_when_its_time_comes(
+def test_a_failed_attempt_is_retried_when_due(
     store: TaskStore, outbox: Outbox, redis_client: redis.Redis
 ) -> None:
     ended(store, redis_client)
@@ -202,10 +202,10 @@ def test_a_try_that_failed_is_repeated_when_its_time_comes(
     assert take(outbox)[0].tries == 3
 
 
-def test_of_two_that_held_it_the_late_one_changes_nothing(
+def test_a_deliverer_that_is_too_late_changes_nothing(
     store: TaskStore, outbox: Outbox, redis_client: redis.Redis
 ) -> None:
-    """A deliverer that was silent for too long must not have it delivered a third time."""
+    """A deliverer that was idle for too long must not cause a third delivery."""
     ended(store, redis_client)
     (late,) = take(outbox)
     (webhook,) = take(outbox, silence_seconds=0)
@@ -223,7 +223,7 @@ def test_of_two_that_held_it_the_late_one_changes_nothing(
     assert not redis_client.exists(keys.OUTBOX_DUE)
 
 
-def test_two_that_held_it_and_failed_made_one_try(
+def test_two_failures_of_one_attempt_count_once(
     store: TaskStore, outbox: Outbox, redis_client: redis.Redis
 ) -> None:
     ended(store, redis_client)
@@ -235,7 +235,7 @@ def test_two_that_held_it_and_failed_made_one_try(
 
 
 def test_a_task_is_kept_for_its_webhook(redis_client: redis.Redis) -> None:
-    """Its text would be gone before the last try."""
+    """Otherwise its text would expire before the last attempt."""
     store, outbox = (one(redis_client, retention_seconds=600) for one in (TaskStore, Outbox))
     task_id = submit(store, redis_client, webhook=URL, idempotency_key="k")
     settle(store, claim_one(store), 0, 2)
@@ -251,7 +251,7 @@ def test_a_task_is_kept_for_its_webhook(redis_client: redis.Redis) -> None:
         assert 590 < redis_client.ttl(key) <= 600, key
 
 
-def test_a_webhook_that_was_delivered_late_leaves_a_minute_to_look(
+def test_a_task_is_kept_for_a_minute_after_a_late_delivery(
     store: TaskStore, redis_client: redis.Redis
 ) -> None:
     task_id = ended(store, redis_client)
@@ -261,14 +261,14 @@ def test_a_webhook_that_was_delivered_late_leaves_a_minute_to_look(
     assert 50 < redis_client.ttl(keys.run(task_id)) <= 60
 
 
-def test_a_longer_retention_is_not_cut(redis_client: redis.Redis) -> None:
+def test_a_longer_retention_is_not_shortened(redis_client: redis.Redis) -> None:
     store = TaskStore(redis_client, retention_seconds=10 * 86400)
     task_id = submit(store, redis_client, webhook=URL)
     store.cancel(task_id)
     assert redis_client.ttl(keys.run(task_id)) > 9 * 86400
 
 
-def test_a_task_that_was_deleted_by_hand_is_forgotten(
+def test_a_webhook_of_a_deleted_task_is_dropped(
     store: TaskStore, outbox: Outbox, redis_client: redis.Redis
 ) -> None:
     first, second = ended(store, redis_client), ended(store, redis_client)
@@ -283,7 +283,7 @@ def test_a_task_that_was_deleted_by_hand_is_forgotten(
     assert redis_client.xlen(keys.OUTBOX) == 0
 
 
-def test_full_memory_does_not_hinder_deliveries(
+def test_full_memory_does_not_prevent_deliveries(
     store: TaskStore, outbox: Outbox, redis_client: redis.Redis
 ) -> None:
     for _ in range(2):

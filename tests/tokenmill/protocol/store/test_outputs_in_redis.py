@@ -1,4 +1,6 @@
-"""Several outputs of one task: each index ends once, the last end is the task's, whoever writes it."""
+"""Several outputs of one task: each index ends once, and the last end is the task's, whichever script writes
+it.
+"""
 
 from collections import Counter
 
@@ -22,7 +24,7 @@ def write(store: TaskStore, claimed: Claimed, first: int, *entries: LogEntry) ->
 
 
 def begun(store: TaskStore, claimed: Claimed) -> None:
-    """Two tokens of output 0, one of 2, and 1 has ended."""
+    """Two tokens of output 0, one of output 2, and output 1 has ended."""
     write(
         store,
         claimed,
@@ -51,8 +53,10 @@ def snapshot_of(store: TaskStore, task_id: str) -> TaskSnapshot:
 
 
 @pytest.mark.parametrize("state", ["waiting", "claimed", "running", "handed back", "lapsed"])
-def test_a_cancel_ends_every_output_once(store: TaskStore, redis_client: redis.Redis, state: str) -> None:
-    """vllm#10852: a client that waits for each of its n outputs waits for ever if one has no end."""
+def test_a_cancellation_ends_every_output_once(
+    store: TaskStore, redis_client: redis.Redis, state: str
+) -> None:
+    """vllm#10852: a client that waits for each of its n outputs hangs if one has no end."""
     task_id = submit(store, redis_client, num_outputs=3)
     if state != "waiting":
         claimed = claim_one(store, lease_seconds=-1)
@@ -74,7 +78,9 @@ def test_a_cancel_ends_every_output_once(store: TaskStore, redis_client: redis.R
     assert snapshot_of(store, task_id).status == "cancelled"
 
 
-def test_what_is_heard_is_what_is_read(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_the_channel_and_the_log_agree_after_a_cancellation(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
     task_id = submit(store, redis_client, num_outputs=3)
     begun(store, claim_one(store))
     with redis_client.pubsub() as pubsub:
@@ -102,9 +108,7 @@ def test_a_timeout_in_the_queue_ends_every_output(store: TaskStore, redis_client
 
 
 @pytest.mark.parametrize("how", ["claim", "renew", "hand_back", "settle", "reap"])
-def test_what_rqs_tools_ended_ends_every_output(
-    store: TaskStore, redis_client: redis.Redis, how: str
-) -> None:
+def test_an_end_by_rqs_tools_ends_every_output(store: TaskStore, redis_client: redis.Redis, how: str) -> None:
     task_id = submit(store, redis_client, num_outputs=3)
     owner = "" if how in ("claim", "reap") else claim_one(store).owner
     redis_client.delete(f"rq:job:{task_id}")
@@ -129,7 +133,7 @@ def test_what_rqs_tools_ended_ends_every_output(
     assert store.queue_stats(SLUG).totals["finished:cancelled"] == 1
 
 
-def test_the_end_of_a_failed_output_tells_why(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_the_end_of_a_failed_output_has_its_error(store: TaskStore, redis_client: redis.Redis) -> None:
     submit(store, redis_client, num_outputs=2)
     claimed = claim_one(store)
     write(store, claimed, 0, LogEntry.of_end("", "error", index=1, done=False, error=ERROR))
@@ -140,7 +144,7 @@ def test_the_end_of_a_failed_output_tells_why(store: TaskStore, redis_client: re
 
 
 def test_tokens_keep_their_logprobs(store: TaskStore, redis_client: redis.Redis) -> None:
-    """What is heard live and what is read later is the same, byte for byte."""
+    """The channel and the log have the same bytes."""
     submit(store, redis_client, num_outputs=2)
     claimed = claim_one(store)
     logprobs = {"logprob": -9999.0, "token": '\u2028"', "bytes": [226, 128, 168, 34], "top": []}

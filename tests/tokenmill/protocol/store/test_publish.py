@@ -1,4 +1,4 @@
-"""What an owner writes is stored once, in order, with the live message; what another writes is not stored."""
+"""The writes of an owner are stored once, in order, and published; writes of others are refused."""
 
 import dataclasses
 
@@ -25,12 +25,12 @@ from tokenmill.protocol.store.task_store import TaskStore
 
 
 def taken_over(store: TaskStore, lapsed: Claimed) -> Claimed:
-    """The same task in other hands. `lapsed` must have a lease that has lapsed."""
+    """The same task, claimed by another worker. The lease of `lapsed` must have lapsed."""
     assert store.reap(SLUG, max_task_seconds=3600).returned == (lapsed.task_id,)
     return claim_one(store)
 
 
-def test_log_and_channel_say_the_same(store: TaskStore, redis_client: redis.Redis, claimed: Claimed) -> None:
+def test_the_log_and_the_channel_agree(store: TaskStore, redis_client: redis.Redis, claimed: Claimed) -> None:
     entries = [LogEntry.of_token(seq, text) for seq, text in enumerate(HARD_TEXTS)]
     entries.append(LogEntry.of_token(7, "other output", index=1))
     with redis_client.pubsub() as pubsub:
@@ -50,22 +50,24 @@ def test_log_and_channel_say_the_same(store: TaskStore, redis_client: redis.Redi
     assert ids == [f"0-{seq + 1}".encode() for seq in range(len(entries))]
 
 
-def test_an_overlap_adds_only_what_is_missing(store: TaskStore, claimed: Claimed) -> None:
-    """The reply was lost, and the next call brings the same and more."""
+def test_an_overlapping_write_adds_only_what_is_missing(store: TaskStore, claimed: Claimed) -> None:
+    """The reply was lost, and the next call sends the same and more."""
     publish(store, claimed, 0, 3)
     assert publish(store, claimed, 1, 4) == Accepted()
     assert [event.text for event in store.read_log(claimed.task_id)] == [" t0", " t1", " t2", " t3", " t4"]
 
 
-def test_the_same_again_stores_nothing(store: TaskStore, redis_client: redis.Redis, claimed: Claimed) -> None:
+def test_a_repeated_write_stores_nothing(
+    store: TaskStore, redis_client: redis.Redis, claimed: Claimed
+) -> None:
     publish(store, claimed, 0, 3, cached_tokens="2")
     assert unchanged(redis_client, lambda: publish(store, claimed, 0, 3, cached_tokens="2")) == Accepted()
 
 
-def test_a_gap_is_refused_with_the_length(
+def test_a_gap_is_refused_with_the_length_of_the_log(
     store: TaskStore, redis_client: redis.Redis, claimed: Claimed
 ) -> None:
-    """A host that was lost takes the end of a log with it; its owner fills it up again."""
+    """A failover may lose the end of a log; its owner sends it again."""
     publish(store, claimed, 0, 2)
     refused = unchanged(redis_client, lambda: publish(store, claimed, 3, 1, waiting_for="behind"))
     assert refused == Gap(2)
@@ -73,7 +75,7 @@ def test_a_gap_is_refused_with_the_length(
     assert len(store.read_log(claimed.task_id)) == 4
 
 
-def test_many_tasks_in_one_call(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_many_tasks_are_written_in_one_call(store: TaskStore, redis_client: redis.Redis) -> None:
     for _ in range(64):
         submit(store, redis_client)
     claimed = claim(store)
@@ -85,13 +87,13 @@ def test_many_tasks_in_one_call(store: TaskStore, redis_client: redis.Redis) -> 
     calls_before = redis_client.info("commandstats")["cmdstat_evalsha"]["calls"]
     outcomes = store.publish(writes)
     calls = redis_client.info("commandstats")["cmdstat_evalsha"]["calls"] - calls_before
-    # The first call of a script tells that the server does not know it yet.
+    # The first call of a script loads it.
     assert calls <= 2
     assert outcomes == [Lost() if one is lost else Accepted() for one in (*claimed[:10], lost, *claimed[11:])]
     assert [len(store.read_log(one.task_id)) for one in claimed] == [int(n != 10) for n in range(64)]
 
 
-def test_several_writes_of_one_task_follow_each_other(store: TaskStore, claimed: Claimed) -> None:
+def test_several_writes_of_one_task_are_applied_in_order(store: TaskStore, claimed: Claimed) -> None:
     writes = [
         Write(task_id=claimed.task_id, owner=claimed.owner, first_seq=0, entries=tokens(0, 2)),
         Write(task_id=claimed.task_id, owner=claimed.owner, first_seq=2, entries=tokens(2, 1)),
@@ -103,13 +105,13 @@ def test_several_writes_of_one_task_follow_each_other(store: TaskStore, claimed:
     assert len(store.read_log(claimed.task_id)) == 5
 
 
-def test_nothing_to_write_is_nothing(store: TaskStore) -> None:
+def test_no_write_is_no_call(store: TaskStore) -> None:
     assert store.publish([]) == []
 
 
 @pytest.mark.parametrize("what", ["token", "fact", "result"])
-def test_an_old_owner_writes_nothing(store: TaskStore, redis_client: redis.Redis, what: str) -> None:
-    """bullmq#3183, celery#5935: a worker that was away past its lease comes back and goes on writing."""
+def test_a_former_owner_cannot_write(store: TaskStore, redis_client: redis.Redis, what: str) -> None:
+    """bullmq#3183, celery#5935: a worker that was away for longer than its lease keeps writing."""
     submit(store, redis_client)
     old = claim_one(store, lease_seconds=-1)
     publish(store, old, 0, 2)
@@ -124,17 +126,17 @@ def test_an_old_owner_writes_nothing(store: TaskStore, redis_client: redis.Redis
     assert unchanged(redis_client, calls[what]) == Lost()
 
 
-def test_a_lapsed_owner_goes_on_until_somebody_takes_over(
+def test_a_lapsed_owner_writes_until_the_task_is_claimed_again(
     store: TaskStore, redis_client: redis.Redis
 ) -> None:
-    """The fence decides, not the clock."""
+    """The owner decides, not the clock."""
     submit(store, redis_client)
     lapsed = claim_one(store, lease_seconds=-1)
     assert publish(store, lapsed, 0, 2) == Accepted()
     assert settle(store, lapsed, 2) == Accepted()
 
 
-def test_one_who_never_was_an_owner(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_worker_that_never_owned_the_task_cannot_write(store: TaskStore, redis_client: redis.Redis) -> None:
     nobody = Claimed(
         task_id="unknown", owner="me", attempt=1, queue="q", priority=2, accepted_at=0.0, data=b""
     )
@@ -142,7 +144,7 @@ def test_one_who_never_was_an_owner(store: TaskStore, redis_client: redis.Redis)
 
 
 @pytest.mark.parametrize(("ago", "is_accepted"), [("0.000001", False), ("1000", True)])
-def test_a_start_is_told_as_seconds_ago_and_is_never_before_the_acceptance(
+def test_the_start_is_sent_as_seconds_ago_and_is_not_before_the_acceptance(
     store: TaskStore, redis_client: redis.Redis, ago: str, is_accepted: bool
 ) -> None:
     submit(store, redis_client)
@@ -156,7 +158,7 @@ def test_a_start_is_told_as_seconds_ago_and_is_never_before_the_acceptance(
     assert (snapshot.scheduled_at == snapshot.accepted_at) is is_accepted
 
 
-def test_times_are_stamped_once(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_times_are_stored_once(store: TaskStore, redis_client: redis.Redis) -> None:
     submit(store, redis_client)
     first = claim_one(store, lease_seconds=-1)
     publish(store, first, 0, 1, scheduled="0")
@@ -172,7 +174,7 @@ def test_times_are_stamped_once(store: TaskStore, redis_client: redis.Redis) -> 
     assert again.attempt == 2
 
 
-def test_facts_are_told_and_taken_back(store: TaskStore, claimed: Claimed) -> None:
+def test_facts_are_set_and_cleared(store: TaskStore, claimed: Claimed) -> None:
     publish(store, claimed, 0, 0, waiting_for="kv_blocks", position="3", tokens_ahead="50", prompt_tokens="9")
     snapshot = store.inspect(claimed.task_id)
     assert snapshot is not None
@@ -190,14 +192,14 @@ def test_facts_are_told_and_taken_back(store: TaskStore, claimed: Claimed) -> No
     assert snapshot.waiting_for is None
 
 
-def test_facts_have_known_names() -> None:
-    """A fact named `owner` would take a task."""
+def test_unknown_facts_are_refused() -> None:
+    """A fact named `owner` would take over the task."""
     with pytest.raises(ValueError, match="owner"):
         Write(task_id="t", owner="o", facts={"owner": "me"})
 
 
-def test_a_surrogate_keeps_nobody_from_being_stored(store: TaskStore, redis_client: redis.Redis) -> None:
-    """It has no bytes in UTF-8; the client would refuse the whole call, at each try again."""
+def test_a_lone_surrogate_does_not_prevent_a_write(store: TaskStore, redis_client: redis.Redis) -> None:
+    """It has no UTF-8 form, so the client would fail at each attempt."""
     for _ in range(2):
         submit(store, redis_client)
     writes = [
@@ -208,16 +210,14 @@ def test_a_surrogate_keeps_nobody_from_being_stored(store: TaskStore, redis_clie
     assert [store.read_log(write.task_id)[0].text for write in writes] == ["a?", "b"]
 
 
-def test_the_separator_cannot_be_smuggled_in(
-    store: TaskStore, redis_client: redis.Redis, claimed: Claimed
-) -> None:
+def test_the_separator_is_refused(store: TaskStore, redis_client: redis.Redis, claimed: Claimed) -> None:
     before = dump(redis_client)
     with pytest.raises(ValueError, match="control character"):
         publish(store, claimed, 0, 1, waiting_for="a\x1fb")
-    with pytest.raises(ValueError, match="JSON text"):
+    with pytest.raises(ValueError, match="control character"):
         store.publish([Write(task_id=claimed.task_id, owner=claimed.owner, entries=(LogEntry("1", "\x1f"),))])
     assert dump(redis_client) == before
-    # In a token's text it is escaped.
+    # In the text of a token it is escaped.
     write = Write(task_id=claimed.task_id, owner=claimed.owner, entries=(LogEntry.of_token(1, "\x1f"),))
     assert store.publish([write]) == [Accepted()]
     assert store.read_log(claimed.task_id)[0].text == "\x1f"

@@ -1,4 +1,4 @@
-"""Tasks that end with their last reader: when they do, and when not."""
+"""Tasks that are cancelled with their last reader, and when they are not."""
 
 import json
 
@@ -33,12 +33,12 @@ def remembered(client: redis.Redis, task_id: str) -> bool:
 
 
 def lapse(client: redis.Redis, task_id: str) -> None:
-    """Its readers have been silent for too long."""
+    """Let its readers lapse."""
     client.delete(keys.readers(task_id))
     client.zadd(keys.WATCHED, {task_id: 1})
 
 
-def test_it_ends_when_its_last_reader_goes_away(
+def test_a_task_is_cancelled_when_its_last_reader_disconnects(
     store: TaskStore, readers: Readers, redis_client: redis.Redis, task_id: str
 ) -> None:
     for reader in ("a", "b", "c"):
@@ -52,7 +52,7 @@ def test_it_ends_when_its_last_reader_goes_away(
     assert not unchanged(redis_client, lambda: readers.leave(task_id, "c", gone=True))
 
 
-def test_a_running_one_is_taken_from_its_owner(
+def test_a_running_task_is_taken_from_its_owner(
     store: TaskStore, readers: Readers, redis_client: redis.Redis, task_id: str
 ) -> None:
     claimed = claim_one(store)
@@ -66,10 +66,10 @@ def test_a_running_one_is_taken_from_its_owner(
     assert publish(store, claimed, 2, 1) == Cancelled()
 
 
-def test_one_who_leaves_without_having_gone_away_ends_nothing(
+def test_a_reader_that_finishes_cancels_nothing(
     store: TaskStore, readers: Readers, redis_client: redis.Redis, task_id: str
 ) -> None:
-    """A poll that waited its time and was answered."""
+    """A poll that was answered after its wait."""
     readers.read(task_id, "a", 60)
     assert not readers.leave(task_id, "a", gone=False)
     assert not remembered(redis_client, task_id)
@@ -88,7 +88,7 @@ def test_the_readers_of_a_dead_server_lapse(
     assert not remembered(redis_client, task_id)
 
 
-def test_one_of_several_that_lapsed_ends_nothing(
+def test_one_of_several_readers_that_lapsed_cancels_nothing(
     store: TaskStore, readers: Readers, redis_client: redis.Redis, task_id: str
 ) -> None:
     readers.read(task_id, "dead", 60)
@@ -96,13 +96,13 @@ def test_one_of_several_that_lapsed_ends_nothing(
     redis_client.zadd(keys.readers(task_id), {"dead": 1})
     redis_client.zadd(keys.WATCHED, {task_id: 1})
     assert reap(store).cancelled == ()
-    # It is looked at again when that one may have lapsed.
+    # The task is checked again when the other may have lapsed.
     assert redis_client.zscore(keys.WATCHED, task_id) == redis_client.zscore(keys.readers(task_id), "alive")
     redis_client.zadd(keys.readers(task_id), {"dead": 1})
     assert readers.leave(task_id, "alive", gone=True)
 
 
-def test_a_reader_that_says_so_stays(
+def test_a_reader_that_renews_stays(
     store: TaskStore, readers: Readers, redis_client: redis.Redis, task_id: str
 ) -> None:
     readers.read(task_id, "a", 60)
@@ -112,12 +112,12 @@ def test_a_reader_that_says_so_stays(
     )
     assert redis_client.zscore(keys.WATCHED, task_id) == redis_client.zscore(keys.readers(task_id), "a")
     assert 500 < redis_client.ttl(keys.readers(task_id)) <= 600
-    # One with less time does not shorten that of the other.
+    # A reader with less time does not shorten another's.
     readers.read(task_id, "b", 60)
     assert redis_client.zscore(keys.WATCHED, task_id) == redis_client.zscore(keys.readers(task_id), "a")
 
 
-def test_of_other_tasks_nothing_is_remembered(
+def test_readers_of_other_tasks_are_not_stored(
     store: TaskStore, readers: Readers, redis_client: redis.Redis
 ) -> None:
     task_id = submit(store, redis_client)
@@ -126,7 +126,7 @@ def test_of_other_tasks_nothing_is_remembered(
     assert not unchanged(redis_client, lambda: readers.leave("0" * 32, "a", gone=True))
 
 
-def test_an_end_forgets_the_readers(
+def test_an_end_deletes_the_readers(
     store: TaskStore, readers: Readers, redis_client: redis.Redis, task_id: str
 ) -> None:
     readers.read(task_id, "a", 60)
@@ -137,7 +137,9 @@ def test_an_end_forgets_the_readers(
     assert status(store, task_id) == "completed"
 
 
-def test_full_memory_hinders_no_end(store: TaskStore, readers: Readers, redis_client: redis.Redis) -> None:
+def test_full_memory_does_not_prevent_a_cancellation(
+    store: TaskStore, readers: Readers, redis_client: redis.Redis
+) -> None:
     task_id = submit(store, redis_client, cancel_on_disconnect=True)
     readers.read(task_id, "a", 60)
     redis_client.config_set("maxmemory", 1)

@@ -1,4 +1,4 @@
-"""A task and its log, read in pages: of one moment, whatever is written, lost or expires in between."""
+"""A task and its log, read in pages, are of one moment, whatever is written, lost or expires in between."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Meddled:
-    """A client beside which something happens before its `nth` look into a log."""
+    """A client that calls something before its `nth` read of a log."""
 
     def __init__(self, client: redis.Redis, nth: int, happen: Callable[[], object]) -> None:
         self._client = client
@@ -52,7 +52,7 @@ def test_a_log_is_read_page_by_page(redis_client: redis.Redis, claimed: Claimed,
     assert [event.seq for event in store.read_log(claimed.task_id, 1)] == list(range(2, count))
 
 
-def test_what_is_written_meanwhile_is_of_another_moment(
+def test_entries_written_meanwhile_are_not_included(
     store: TaskStore, redis_client: redis.Redis, claimed: Claimed
 ) -> None:
     publish(store, claimed, 0, 5)
@@ -63,17 +63,17 @@ def test_what_is_written_meanwhile_is_of_another_moment(
     assert reading.entries == tokens(0, 5)
 
 
-def test_a_task_that_expires_meanwhile_is_not_known(
+def test_a_task_that_expires_meanwhile_is_unknown(
     store: TaskStore, redis_client: redis.Redis, claimed: Claimed
 ) -> None:
-    """romm#3195: a result that had expired was a 500."""
+    """romm#3195: an expired result was a 500."""
     settle(store, claimed, 0, 5)
     gone = [keys.run(claimed.task_id), keys.log(claimed.task_id)]
     client = Meddled(redis_client, 2, lambda: redis_client.delete(*gone))
     assert TaskStore(client).read(claimed.task_id) is None
 
 
-def test_a_log_that_lost_its_end_meanwhile_is_looked_at_again(
+def test_a_log_that_lost_its_end_meanwhile_is_read_again(
     store: TaskStore, redis_client: redis.Redis, claimed: Claimed
 ) -> None:
     publish(store, claimed, 0, 5)
@@ -85,7 +85,7 @@ def test_a_log_that_lost_its_end_meanwhile_is_looked_at_again(
     assert reading.entries == tokens(0, 3)
 
 
-def test_a_claim_tells_how_long_the_log_is(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_claim_has_the_length_of_the_log(store: TaskStore, redis_client: redis.Redis) -> None:
     submit(store, redis_client)
     first = claim_one(store)
     publish(store, first, 0, 4)
@@ -94,7 +94,7 @@ def test_a_claim_tells_how_long_the_log_is(store: TaskStore, redis_client: redis
     assert (again.num_entries, again.entries) == (4, ())
     assert store.log_entries(again.task_id, 4) == tokens(0, 4)
     assert store.log_entries(again.task_id, 2) == tokens(0, 2)
-    # It was cancelled meanwhile: the end behind is not what the claim spoke of.
+    # It was cancelled meanwhile; that end is not part of the claim.
     store.cancel(again.task_id)
     assert store.log_entries(again.task_id, 4) == tokens(0, 4)
     assert isinstance(store.read_log(again.task_id)[-1], FinishedEvent)

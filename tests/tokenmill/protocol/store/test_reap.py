@@ -1,4 +1,4 @@
-"""The reaper ends what waited too long, mends what RQ's own tools moved, and drops what has expired."""
+"""The reaper ends overdue tasks, applies changes of RQ's tools, and drops expired records."""
 
 import time
 
@@ -35,7 +35,7 @@ from tokenmill.protocol.store.task_store import TaskStore
 WATCHDOG_SECONDS = 60
 
 
-def test_what_waits_too_long_ends_as_timeout(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_an_overdue_task_ends_as_timeout(store: TaskStore, redis_client: redis.Redis) -> None:
     given = submission(redis_client)
     store.submit(given)
     claimed = claim_one(store, lease_seconds=-1)
@@ -65,7 +65,7 @@ def test_what_waits_too_long_ends_as_timeout(store: TaskStore, redis_client: red
     assert reap(store, max_task_seconds=0) == Reaped()
 
 
-def test_only_what_is_overdue_ends(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_only_overdue_tasks_end(store: TaskStore, redis_client: redis.Redis) -> None:
     old, young = submit(store, redis_client), submit(store, redis_client)
     accept_earlier(redis_client, old, 7200)
     assert reap(store).timed_out == (old,)
@@ -73,7 +73,9 @@ def test_only_what_is_overdue_ends(store: TaskStore, redis_client: redis.Redis) 
 
 
 @pytest.mark.parametrize("how", ["cancel", "delete"])
-def test_what_rq_took_from_the_list_ends(store: TaskStore, redis_client: redis.Redis, how: str) -> None:
+def test_a_job_that_rq_removed_from_the_list_ends(
+    store: TaskStore, redis_client: redis.Redis, how: str
+) -> None:
     given = [submission(redis_client) for _ in range(3)]
     for one in given:
         store.submit(one)
@@ -83,7 +85,7 @@ def test_what_rq_took_from_the_list_ends(store: TaskStore, redis_client: redis.R
     assert waiting(redis_client, given[0].queue) == [given[0].task_id, given[2].task_id]
 
 
-def test_an_emptied_rq_queue_ends_all(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_emptying_an_rq_queue_ends_all_its_tasks(store: TaskStore, redis_client: redis.Redis) -> None:
     """`rq empty` deletes the jobs of a queue."""
     given = [submission(redis_client) for _ in range(3)]
     for one in given:
@@ -92,8 +94,8 @@ def test_an_emptied_rq_queue_ends_all(store: TaskStore, redis_client: redis.Redi
     assert reap(store).cancelled == tuple(one.task_id for one in given)
 
 
-def test_what_rq_requeued_does_not_run_again(store: TaskStore, redis_client: redis.Redis) -> None:
-    """`rq requeue` of a failed job: its log has an end, and readers have seen it."""
+def test_a_job_that_rq_requeued_does_not_run_again(store: TaskStore, redis_client: redis.Redis) -> None:
+    """`rq requeue` of a failed job: its log has an end that readers have seen."""
     given = submission(redis_client)
     store.submit(given)
     settle(store, claim_one(store), 0, 1, reason="error")
@@ -106,8 +108,8 @@ def test_what_rq_requeued_does_not_run_again(store: TaskStore, redis_client: red
     assert waiting(redis_client, given.queue) == []
 
 
-def test_a_job_that_is_no_task_fails(store: TaskStore, redis_client: redis.Redis) -> None:
-    """Whoever can reach Redis can enqueue anything; nothing that a job names is called."""
+def test_a_job_that_is_not_a_task_fails(store: TaskStore, redis_client: redis.Redis) -> None:
+    """Any client of Redis can enqueue a job; no function that a job names is called."""
     given = submission(redis_client)
     store.submit(given)
     queue = Queue(given.queue, connection=redis_client, serializer=JSONSerializer)
@@ -121,7 +123,7 @@ def test_a_job_that_is_no_task_fails(store: TaskStore, redis_client: redis.Redis
     assert waiting(redis_client, given.queue) == []
 
 
-def test_a_job_missing_from_rqs_list_is_listed_again(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_job_missing_in_rqs_list_is_added_again(store: TaskStore, redis_client: redis.Redis) -> None:
     ids = [submit(store, redis_client) for _ in range(6)]
     queue = submission(redis_client).queue
     for missing in (ids[0], ids[2], ids[3], ids[5]):
@@ -130,16 +132,18 @@ def test_a_job_missing_from_rqs_list_is_listed_again(store: TaskStore, redis_cli
     assert waiting(redis_client, queue) == ids
 
 
-def test_one_call_ends_a_hundred_at_most(store: TaskStore, redis_client: redis.Redis) -> None:
-    """Redis serves nobody else while a script runs."""
+def test_one_call_ends_at_most_a_hundred_tasks(store: TaskStore, redis_client: redis.Redis) -> None:
+    """Redis serves no other client while a script runs."""
     for n in range(150):
         submit(store, redis_client, priority=n % 2)
     assert [len(reap(store, max_task_seconds=0).timed_out) for _ in range(3)] == [100, 50, 0]
 
 
 @pytest.mark.parametrize("how", ["emptied", "unlisted", "listed"])
-def test_one_call_puts_a_hundred_right_at_most(store: TaskStore, redis_client: redis.Redis, how: str) -> None:
-    """Three thousand deleted jobs held up everybody else for most of a second."""
+def test_one_call_repairs_at_most_a_hundred_jobs(
+    store: TaskStore, redis_client: redis.Redis, how: str
+) -> None:
+    """Regression: three thousand deleted jobs blocked Redis for most of a second."""
     given = [submission(redis_client, priority=n % 2) for n in range(250)]
     for one in given:
         store.submit(one)
@@ -163,7 +167,7 @@ def test_one_call_puts_a_hundred_right_at_most(store: TaskStore, redis_client: r
 
 
 def test_expired_ids_leave_the_registries(redis_client: redis.Redis) -> None:
-    """romm#3195: registries that name jobs which have expired; RQ itself never trims the cancelled ones."""
+    """romm#3195: registries with expired jobs; RQ itself never trims cancelled ones."""
     store = TaskStore(redis_client, retention_seconds=0.01)
     given = [submission(redis_client) for _ in range(3)]
     for one in given:
@@ -184,8 +188,10 @@ def test_expired_ids_leave_the_registries(redis_client: redis.Redis) -> None:
     assert not redis_client.exists(keys.shown(SLUG))
 
 
-def test_a_queue_is_shown_while_something_of_it_is_kept(store: TaskStore, redis_client: redis.Redis) -> None:
-    """`rq info` goes through the list of queues: one that left with its last waiting task hides what runs."""
+def test_a_queue_is_shown_while_anything_of_it_exists(store: TaskStore, redis_client: redis.Redis) -> None:
+    """`rq info` iterates over the list of queues; a queue that left it with its last waiting task hides
+    running ones.
+    """
     given = submission(redis_client)
     store.submit(given)
     redis_client.zadd(keys.shown(SLUG), {given.queue: 0})

@@ -1,4 +1,4 @@
-"""A server in a bad state refuses a change whole; and the list of keys that people read is the true one."""
+"""A server in a bad state refuses a change as a whole; the documented list of keys is complete."""
 
 import re
 from collections.abc import Iterator
@@ -32,12 +32,12 @@ DOCUMENT = Path(__file__).parents[4] / "docs" / "redis-keys.md"
 
 @pytest.fixture
 def memory(redis_client: redis.Redis) -> Iterator[redis.Redis]:
-    """Set `maxmemory` as you like; it is given back afterwards."""
+    """A client for changing `maxmemory`, which is reset afterwards."""
     yield redis_client
     redis_client.config_set("maxmemory", 0)
 
 
-def test_full_memory_stores_nothing_in_part(store: TaskStore, memory: redis.Redis) -> None:
+def test_with_full_memory_nothing_is_stored_in_part(store: TaskStore, memory: redis.Redis) -> None:
     """redis#3893, durabull#64: `noeviction` refuses single writes; a script is refused before its first."""
     submit(store, memory)
     waiting = submission(memory)
@@ -59,7 +59,7 @@ def test_full_memory_stores_nothing_in_part(store: TaskStore, memory: redis.Redi
     assert settle(store, claimed, 1, 1) == store.publish([final_write(claimed, 1, 1)])[0]
 
 
-def test_full_memory_does_not_hinder_what_frees_it(store: TaskStore, memory: redis.Redis) -> None:
+def test_with_full_memory_scripts_that_free_it_run(store: TaskStore, memory: redis.Redis) -> None:
     ids = [submit(store, memory) for _ in range(4)]
     first, second, third = claim(store, 3, lease_seconds=-1)
     memory.config_set("maxmemory", 1)
@@ -73,8 +73,8 @@ def test_full_memory_does_not_hinder_what_frees_it(store: TaskStore, memory: red
     assert store.queue_stats(SLUG).claimed == 1
 
 
-def test_a_replica_reads_and_writes_nothing(store: TaskStore, redis_client: redis.Redis) -> None:
-    """After a failover an old primary answers READONLY: an error for the caller, no change."""
+def test_a_replica_refuses_every_change(store: TaskStore, redis_client: redis.Redis) -> None:
+    """After a failover the former primary answers READONLY, which is raised to the caller."""
     task_id = submit(store, redis_client)
     before = dump(redis_client)
     redis_client.replicaof("127.0.0.1", "1")
@@ -89,16 +89,16 @@ def test_a_replica_reads_and_writes_nothing(store: TaskStore, redis_client: redi
     assert dump(redis_client) == before
 
 
-def test_a_server_that_forgot_the_scripts_gets_them_again(
-    store: TaskStore, redis_client: redis.Redis
-) -> None:
+def test_scripts_are_loaded_again_after_a_flush(store: TaskStore, redis_client: redis.Redis) -> None:
     task_id = submit(store, redis_client)
     redis_client.script_flush()
     assert store.cancel(task_id) == "cancelled"
 
 
 def lived(store: TaskStore, client: redis.Redis) -> tuple[set[str], set[str]]:
-    """All keys and all fields of run hashes that ever were in a life with everything in it, as patterns."""
+    """All keys, and all fields of run hashes, that exist in the life of tasks with every feature, as
+    patterns.
+    """
     seen: set[str] = set()
     fields: set[str] = set()
 
@@ -152,7 +152,7 @@ def test_the_document_lists_every_key_and_field(store: TaskStore, redis_client: 
     assert generic(fields) - in_code == set()
 
 
-def test_the_document_lists_no_field_that_is_not(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_the_document_lists_no_other_field(store: TaskStore, redis_client: redis.Redis) -> None:
     table = DOCUMENT.read_text().partition("### Fields of")[2].partition("## Of queues")[0]
     listed = {
         name for row in re.findall(r"^\| (`[^|]+) \|", table, re.M) for name in re.findall(r"`([^`]+)`", row)
@@ -161,5 +161,5 @@ def test_the_document_lists_no_field_that_is_not(store: TaskStore, redis_client:
 
 
 def generic(fields: set[str]) -> set[str]:
-    """The ends of outputs have a field each."""
+    """Each output has its own field for its end."""
     return {re.sub(r"^ended:\d+$", "ended:<index>", field) for field in fields}

@@ -1,4 +1,4 @@
-"""What has ended leaves nothing behind, however much it was."""
+"""Ended tasks leave no keys behind."""
 
 import time
 
@@ -13,18 +13,18 @@ from tokenmill.protocol.store.task_store import TaskStore
 
 RETENTION_SECONDS = 0.5
 MAX_KEPT = 10
-"""Keys of a model that has no task: none of them is one of a task, a tenant or a queue."""
+"""Keys of a model without tasks; none belongs to a task, a tenant or a queue."""
 
 
 def test_thousands_of_ended_tasks_leave_a_handful_of_keys(redis_client: redis.Redis) -> None:
-    """durabull#64: keys of finished work grew until Redis refused to write."""
+    """durabull#64: keys of finished work grew until Redis refused writes."""
     peak = 0
     for _ in finish_many(redis_client, 3000, RETENTION_SECONDS):
         peak = max(peak, redis_client.dbsize())
     store = TaskStore(redis_client, retention_seconds=RETENTION_SECONDS)
     assert sum(store.queue_stats(SLUG).waiting.values()) == 0
     assert peak > 300
-    # Of tenants that do not come back something is remembered for an hour, as long as it may matter.
+    # Counters of tenants without waiting tasks are kept for an hour.
     assert 0 < redis_client.pttl(keys.away(SLUG)) <= 3_600_000
     redis_client.delete(keys.away(SLUG))
 

@@ -1,4 +1,4 @@
-"""A task ends once, for its readers and for RQ at the same moment, and is kept for its retention."""
+"""A task ends once, at the same moment for its readers and for RQ, and is kept for its retention."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ from tokenmill.protocol.records import Accepted, Cancelled, Claimed, Lost
 from tokenmill.protocol.store.task_store import TaskStore
 
 
-def test_settling_ends_it_for_everybody(
+def test_a_settlement_ends_the_task_for_readers_and_rq(
     store: TaskStore, redis_client: redis.Redis, claimed: Claimed
 ) -> None:
     publish(store, claimed, 0, 2)
@@ -55,7 +55,7 @@ def test_settling_ends_it_for_everybody(
     assert not redis_client.exists(keys.LEASES)
 
 
-def test_a_failed_one_keeps_its_partial_result(
+def test_a_failed_task_keeps_its_partial_result(
     store: TaskStore, redis_client: redis.Redis, claimed: Claimed
 ) -> None:
     settle(store, claimed, 0, 2, reason="error")
@@ -71,7 +71,7 @@ def test_a_failed_one_keeps_its_partial_result(
     assert snapshot.status == "failed"
 
 
-def test_settling_twice_is_accepted_once(
+def test_a_repeated_settlement_is_accepted_and_counted_once(
     store: TaskStore, redis_client: redis.Redis, claimed: Claimed
 ) -> None:
     settle(store, claimed, 0, 3)
@@ -80,15 +80,17 @@ def test_settling_twice_is_accepted_once(
     assert len(fetch(redis_client, claimed.task_id).results()) == 1
 
 
-def test_nothing_comes_after_the_end(store: TaskStore, redis_client: redis.Redis, claimed: Claimed) -> None:
+def test_nothing_is_stored_after_the_end(
+    store: TaskStore, redis_client: redis.Redis, claimed: Claimed
+) -> None:
     settle(store, claimed, 0, 3)
     assert unchanged(redis_client, lambda: publish(store, claimed, 4, 1)) == Lost()
 
 
-def test_the_end_is_never_seen_before_its_result(
+def test_the_end_is_not_visible_before_its_result(
     store: TaskStore, redis_client: redis.Redis, redis_url: str
 ) -> None:
-    """rq#1724, rq#1997: pollers saw `finished`, and no result yet."""
+    """rq#1724, rq#1997: pollers saw `finished` without a result."""
     ids = [submit(store, redis_client) for _ in range(50)]
 
     def poll() -> list[Any]:
@@ -108,7 +110,7 @@ def test_the_end_is_never_seen_before_its_result(
 
 
 @pytest.mark.parametrize("how", ["cancel", "delete"])
-def test_what_rq_ended_is_not_settled(
+def test_a_job_that_rq_ended_is_not_settled(
     store: TaskStore, redis_client: redis.Redis, claimed: Claimed, how: str
 ) -> None:
     """rq#2292: `Job.cancel()` of a running job only edits Redis, and the worker overwrote it at the end."""
@@ -124,7 +126,7 @@ def test_what_rq_ended_is_not_settled(
     assert not redis_client.exists(f"rq:execution:{claimed.task_id}:{claimed.owner}")
 
 
-def test_all_of_a_task_expires_together(redis_client: redis.Redis) -> None:
+def test_all_keys_of_a_task_expire_together(redis_client: redis.Redis) -> None:
     """romm#3195, docling-serve#518: results outlive logs, or failed jobs fill the memory for a year."""
     store = TaskStore(redis_client, retention_seconds=1000)
     task_id = submit(store, redis_client, idempotency_key="k")
@@ -136,7 +138,7 @@ def test_all_of_a_task_expires_together(redis_client: redis.Redis) -> None:
         assert 990_000 < redis_client.pttl(key) <= 1_000_000
 
 
-def test_an_end_without_a_token_is_no_first_token(store: TaskStore, claimed: Claimed) -> None:
+def test_an_end_without_a_token_is_not_a_first_token(store: TaskStore, claimed: Claimed) -> None:
     settle(store, claimed, reason="error")
     snapshot = store.inspect(claimed.task_id)
     assert snapshot is not None
@@ -162,7 +164,7 @@ def test_totals_add_up(store: TaskStore, redis_client: redis.Redis) -> None:
 
 
 def test_a_result_may_be_any_json(store: TaskStore, redis_client: redis.Redis, claimed: Claimed) -> None:
-    """Lua's cjson turns `[]` into `{}` and cuts long integers; what Python has encoded stays as it is."""
+    """Lua's cjson turns `[]` into `{}` and truncates long integers; JSON encoded in Python is not changed."""
     result = {"outputs": [], "long": 2**63 + 1, "text": "".join(HARD_TEXTS)}
     write = final_write(claimed)
     assert write.settlement is not None
@@ -172,7 +174,7 @@ def test_a_result_may_be_any_json(store: TaskStore, redis_client: redis.Redis, c
 
 
 @pytest.mark.parametrize("is_client_error", [False, True])
-def test_errors_that_the_client_can_correct_are_counted_apart(
+def test_errors_of_the_client_are_counted_separately(
     store: TaskStore, redis_client: redis.Redis, is_client_error: bool
 ) -> None:
     submit(store, redis_client)

@@ -1,4 +1,4 @@
-"""A submission is whole or not at all, once however often it is sent, and what RQ would have stored."""
+"""A submission is atomic, stored once however often it is sent, and equals what RQ would have stored."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,7 +24,7 @@ from tokenmill.protocol.records import IdempotencyConflict, QueueFull, Submissio
 from tokenmill.protocol.store.task_store import TaskStore
 
 
-def test_the_job_is_what_rq_reads(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_rq_reads_the_job(store: TaskStore, redis_client: redis.Redis) -> None:
     given = submission(redis_client)
     assert store.submit(given) == Submitted(given.task_id, replayed=False)
     job = fetch(redis_client, given.task_id)
@@ -39,20 +39,22 @@ def test_the_job_is_what_rq_reads(store: TaskStore, redis_client: redis.Redis) -
     assert [q.name for q in Queue.all(connection=redis_client)] == [given.queue]
 
 
-def test_the_same_submission_again_stores_nothing(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_repeated_submission_stores_nothing(store: TaskStore, redis_client: redis.Redis) -> None:
     given = submission(redis_client)
     store.submit(given)
     assert unchanged(redis_client, lambda: store.submit(given)) == Submitted(given.task_id, replayed=True)
 
 
-def test_a_key_gives_the_first_task_to_the_same_body(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_an_idempotency_key_returns_the_first_task_for_the_same_body(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
     first = submission(redis_client, idempotency_key="k", body_digest="a")
     store.submit(first)
     again = submission(redis_client, idempotency_key="k", body_digest="a")
     assert unchanged(redis_client, lambda: store.submit(again)) == Submitted(first.task_id, replayed=True)
 
 
-def test_a_key_refuses_another_body(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_an_idempotency_key_refuses_another_body(store: TaskStore, redis_client: redis.Redis) -> None:
     store.submit(submission(redis_client, idempotency_key="k", body_digest="a"))
     other = submission(redis_client, idempotency_key="k", body_digest="b")
     before = dump(redis_client)
@@ -61,20 +63,22 @@ def test_a_key_refuses_another_body(store: TaskStore, redis_client: redis.Redis)
     assert dump(redis_client) == before
 
 
-def test_keys_belong_to_a_tenant(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_idempotency_keys_belong_to_a_tenant(store: TaskStore, redis_client: redis.Redis) -> None:
     store.submit(submission(redis_client, idempotency_key="k", body_digest="a"))
     other = submission(redis_client, tenant="someone else", idempotency_key="k", body_digest="b")
     assert not store.submit(other).replayed
 
 
-def test_a_key_can_be_used_anew_when_its_task_is_gone(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_an_idempotency_key_is_free_again_when_its_task_is_gone(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
     first = submission(redis_client, idempotency_key="k", body_digest="a")
     store.submit(first)
     redis_client.delete(keys.run(first.task_id))
     assert not store.submit(submission(redis_client, idempotency_key="k", body_digest="b")).replayed
 
 
-def test_the_limit_counts_all_queues_of_the_model(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_the_task_limit_counts_all_queues_of_the_model(store: TaskStore, redis_client: redis.Redis) -> None:
     submit(store, redis_client, priority=1, max_waiting=2)
     submit(store, redis_client, priority=3, max_waiting=2)
     refused = submission(redis_client, max_waiting=2, idempotency_key="k")
@@ -82,13 +86,13 @@ def test_the_limit_counts_all_queues_of_the_model(store: TaskStore, redis_client
     with pytest.raises(QueueFull) as full:
         store.submit(refused)
     assert (full.value.limit_met, full.value.depth, full.value.tokens) == ("tasks", 2, 20)
-    # No record of the key either: the next try must not be taken for a replay.
+    # The key is not stored either: the next attempt must not count as a replay.
     assert dump(redis_client) == before
     claim(store, 1)
     assert not store.submit(refused).replayed
 
 
-def test_the_limit_of_tokens_counts_all_that_waits(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_the_token_limit_counts_all_waiting_tasks(store: TaskStore, redis_client: redis.Redis) -> None:
     limits = {"max_waiting": 100, "max_waiting_tokens": 100}
     submit(store, redis_client, priority=1, tenant="a", cost=60, **limits)
     submit(store, redis_client, priority=3, tenant="b", cost=40, **limits)
@@ -97,16 +101,16 @@ def test_the_limit_of_tokens_counts_all_that_waits(store: TaskStore, redis_clien
         unchanged(redis_client, lambda: store.submit(refused))
     assert (full.value.limit_met, full.value.depth, full.value.tokens) == ("tokens", 2, 100)
     claim(store, 1)
-    # 40 wait: what fits is taken, what does not is not.
+    # 40 wait: what fits is accepted, what does not is refused.
     with pytest.raises(QueueFull):
         store.submit(submission(redis_client, cost=61, **limits))
     assert not store.submit(refused).replayed
 
 
-def test_one_that_is_larger_than_the_limit_is_taken_alone(
+def test_a_task_larger_than_the_limit_is_accepted_if_none_waits(
     store: TaskStore, redis_client: redis.Redis
 ) -> None:
-    """Refused for ever, it could never run, though a worker has nothing else to do."""
+    """Otherwise it could never run, although a worker is idle."""
     submit(store, redis_client, cost=1000, max_waiting_tokens=100)
     for cost in (0, 1000):
         with pytest.raises(QueueFull):
@@ -121,8 +125,8 @@ def test_a_replay_is_answered_when_the_queue_is_full(store: TaskStore, redis_cli
     assert store.submit(given).replayed
 
 
-def test_the_limit_holds_for_submissions_at_once(redis_url: str, redis_client: redis.Redis) -> None:
-    """sglang#33858: over the limit each is answered, and no more than the limit is taken."""
+def test_the_limit_holds_for_concurrent_submissions(redis_url: str, redis_client: redis.Redis) -> None:
+    """sglang#33858: each one over the limit is answered, and no more than the limit are accepted."""
 
     def try_one(given: Submission) -> bool:
         with redis.Redis.from_url(redis_url) as client:
@@ -137,8 +141,10 @@ def test_the_limit_holds_for_submissions_at_once(redis_url: str, redis_client: r
     assert redis_client.zcard(keys.order(queue_name(SLUG, 2, "default"))) == 10
 
 
-def test_acceptance_rises_also_when_the_clock_stands(store: TaskStore, redis_client: redis.Redis) -> None:
-    """The clock of Redis may step back; the order of acceptance may not."""
+def test_acceptance_times_increase_while_the_clock_stands(
+    store: TaskStore, redis_client: redis.Redis
+) -> None:
+    """Redis's clock may be set back; the order of acceptance must not change."""
     future = 4_000_000_000_000_000
     redis_client.set(keys.clock(SLUG), future)
     ids = [submit(store, redis_client) for _ in range(3)]
@@ -157,7 +163,7 @@ def test_acceptance_rises_also_when_the_clock_stands(store: TaskStore, redis_cli
         {"queue": "q"},
     ],
 )
-def test_what_cannot_stand_in_a_key_or_message_is_refused(
+def test_values_that_are_invalid_in_a_key_or_message_are_refused(
     redis_client: redis.Redis, wrong: dict[str, object]
 ) -> None:
     (name,) = wrong
@@ -167,7 +173,7 @@ def test_what_cannot_stand_in_a_key_or_message_is_refused(
         Submission(**(fields | wrong))
 
 
-def test_what_was_given_is_told_back(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_snapshot_has_the_submitted_values(store: TaskStore, redis_client: redis.Redis) -> None:
     task_id = submit(store, redis_client, metadata='{"a": "\\ud800"}', priority=4)
     snapshot = store.inspect(task_id)
     assert snapshot is not None
@@ -175,8 +181,8 @@ def test_what_was_given_is_told_back(store: TaskStore, redis_client: redis.Redis
     assert (snapshot.status, snapshot.claimed, snapshot.attempt) == ("queued", False, 0)
 
 
-def test_no_tenant_takes_all_of_the_limits(store: TaskStore, redis_client: redis.Redis) -> None:
-    """A tenant may have as many tasks as it leaves free, so that the first of another is always taken."""
+def test_no_tenant_takes_all_of_the_task_limit(store: TaskStore, redis_client: redis.Redis) -> None:
+    """A tenant may have as many tasks as it leaves free, so that the first of another is always accepted."""
     limits: dict[str, object] = {"max_waiting": 10, "share_limits": True}
 
     def submit_many(tenant: str) -> None:
@@ -194,19 +200,19 @@ def test_no_tenant_takes_all_of_the_limits(store: TaskStore, redis_client: redis
     assert (full.limit_of, full.tenant_depth, full.depth) == ("tenant", 3, 8)
     assert fill("c").tenant_depth == 1
     assert fill("d").limit_of == "all"
-    # What is claimed makes room again.
+    # A claim makes room.
     assert len(claim(store, 3)) == 3
     submit(store, redis_client, tenant="e", **limits)
 
 
-def test_no_tenant_takes_all_of_the_tokens(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_no_tenant_takes_all_of_the_token_limit(store: TaskStore, redis_client: redis.Redis) -> None:
     limits: dict[str, object] = {"max_waiting_tokens": 1000, "share_limits": True}
     for _ in range(5):
         submit(store, redis_client, tenant="a", cost=100, **limits)
     with pytest.raises(QueueFull) as full:
         submit(store, redis_client, tenant="a", cost=100, **limits)
     assert (full.value.limit_met, full.value.limit_of, full.value.tenant_tokens) == ("tokens", "tenant", 500)
-    # The first task of a tenant is taken whatever its size, or a large one never would be.
+    # The first task of a tenant is accepted at any size; otherwise a large one never would be.
     submit(store, redis_client, tenant="b", cost=900, **limits)
     with pytest.raises(QueueFull) as full:
         submit(store, redis_client, tenant="b", cost=1, **limits)

@@ -1,4 +1,4 @@
-"""Workers say what they do, and are forgotten when they stop saying it."""
+"""Records of workers, which expire when workers stop reporting."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ RECORD = WorkerRecord(
 WATCHDOG_SECONDS = 60
 
 
-def test_a_record_is_told(store: TaskStore) -> None:
+def test_a_record_is_returned_as_stored(store: TaskStore) -> None:
     other = dataclasses.replace(RECORD, name="host-2", slug="other-000000", state="loading")
     store.put_worker(RECORD, 60)
     store.put_worker(other, 60)
@@ -25,14 +25,14 @@ def test_a_record_is_told(store: TaskStore) -> None:
 
 
 def test_a_record_of_a_newer_version_can_be_read(store: TaskStore, redis_client: redis.Redis) -> None:
-    """While workers are replaced one by one, old and new read each other."""
+    """During a rolling upgrade old and new workers read each other's records."""
     store.put_worker(RECORD, 60)
     newer = {**json.loads(RECORD.to_json()), "num_devices": 8}
     redis_client.set(keys.worker(RECORD.name), json.dumps(newer))
     assert store.workers() == [RECORD]
 
 
-def test_the_newest_record_counts(store: TaskStore) -> None:
+def test_a_newer_record_replaces_an_older_one(store: TaskStore) -> None:
     store.put_worker(RECORD, 60)
     assert store.queue_stats(SLUG).num_ready_workers == 1
     draining = dataclasses.replace(RECORD, state="draining")
@@ -41,7 +41,7 @@ def test_the_newest_record_counts(store: TaskStore) -> None:
     assert store.queue_stats(SLUG).num_ready_workers == 0
 
 
-def test_a_worker_says_goodbye(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_worker_removes_its_record(store: TaskStore, redis_client: redis.Redis) -> None:
     store.put_worker(RECORD, 60)
     store.drop_worker(RECORD.name)
     store.drop_worker(RECORD.name)
@@ -49,7 +49,7 @@ def test_a_worker_says_goodbye(store: TaskStore, redis_client: redis.Redis) -> N
     assert redis_client.keys() == []
 
 
-def test_a_silent_worker_is_forgotten(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_the_record_of_a_silent_worker_expires(store: TaskStore, redis_client: redis.Redis) -> None:
     store.put_worker(RECORD, 0.001)
     deadline = time.monotonic() + WATCHDOG_SECONDS
     while store.workers() and time.monotonic() < deadline:
@@ -60,7 +60,7 @@ def test_a_silent_worker_is_forgotten(store: TaskStore, redis_client: redis.Redi
     assert redis_client.zrange(keys.WORKERS, 0, -1) == [b"host-2"]
 
 
-def test_a_model_card_stays(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_model_card_persists(store: TaskStore, redis_client: redis.Redis) -> None:
     assert store.model_card(SLUG) is None
     card = ModelCard(
         model="m",

@@ -1,11 +1,11 @@
-"""What holds of a store and its model after every step, whatever it was (`LAWS`), and once all has ended."""
+"""Invariants of a store and its model, after every step (`INVARIANTS`) and once all tasks have ended."""
 
 import copy
 from collections import Counter
 
 from rq import Queue
 
-from tests.tokenmill.protocol.store.expected import World
+from tests.tokenmill.protocol.store.task_model import World
 from tests.tokenmill.protocol.store.tasks import SLUG
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import FinishedEvent
@@ -54,13 +54,13 @@ def numbers_add_up(world: World) -> None:
 
 
 def what_waits_is_counted(world: World) -> None:
-    """The counters that submissions ask are never off."""
+    """The counters that submissions read are exact."""
     kept = world.client.hgetall(keys.waiting(SLUG)) | world.client.hgetall(keys.tenants(SLUG))
     assert {name.decode(): int(number) for name, number in kept.items()} == world.fair.num_waiting()
 
 
 def tenants_are_charged_for_what_they_were_served(world: World) -> None:
-    """Also over crashes, hand-backs and ends: what a claim has charged is corrected once."""
+    """Also after crashes, hand-backs and ends: the charge of a claim is corrected once."""
     kept = dict(world.client.zrange(keys.shares(SLUG), 0, -1, withscores=True))
     waiting = {tenant_hash(tenant): world.fair.counters[tenant] for tenant in world.fair.tenants()}
     assert {name.decode(): counter for name, counter in kept.items()} == waiting
@@ -93,7 +93,7 @@ def lines_are_those_that_wait(world: World) -> None:
 
 
 def standing_is_that_of_the_claims(world: World) -> None:
-    """The next to be claimed has position 0, no other has; with one tenant they are a permutation."""
+    """Only the next task to be claimed has position 0; with one tenant the positions are a permutation."""
     snapshots = [world.store.inspect(task_id) for task_id in world.waiting()]
     positions = sorted(snapshot.position for snapshot in snapshots)
     first = [snapshot.task_id for snapshot in snapshots if snapshot.position == 0]
@@ -107,7 +107,7 @@ def standing_is_that_of_the_claims(world: World) -> None:
         assert 0 <= snapshot.tokens_ahead <= total - world.tasks[snapshot.task_id].cost
 
 
-LAWS = (
+INVARIANTS = (
     every_task_is_in_exactly_one_place,
     every_log_is_whole,
     numbers_add_up,
@@ -119,7 +119,7 @@ LAWS = (
 
 
 def nothing_is_left_behind(world: World) -> None:
-    """Once all tasks have ended."""
+    """Checked once all tasks have ended."""
     assert world.client.pttl(keys.away(SLUG)) > 0 or not world.tasks
     kept = {key.decode().split(":")[1] for key in world.client.scan_iter("tokenmill:*")}
     assert kept <= {"run", "log", "totals", "pace", "rule", "clock", "shown", "away", "idem"}
@@ -135,4 +135,4 @@ AFTER_THE_END = (
     numbers_add_up,
     nothing_is_left_behind,
 )
-"""What must hold once all tasks have ended; whom they were charged to is no matter any more."""
+"""Invariants once all tasks have ended; what was charged to whom no longer matters."""

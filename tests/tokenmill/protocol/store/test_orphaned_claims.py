@@ -1,4 +1,4 @@
-"""Claims and workers that no time limit would ever end: their keys are gone, or the clock was set back."""
+"""Claims and workers that would never lapse, because keys were deleted or the clock was set back."""
 
 import redis
 
@@ -30,8 +30,8 @@ def test_a_claim_without_a_lease_gets_one(store: TaskStore, redis_client: redis.
     assert reap(store).returned == (held.task_id,)
 
 
-def test_a_lease_that_lies_far_ahead_is_shortened(store: TaskStore, redis_client: redis.Redis) -> None:
-    """The clock of Redis was set back by an hour."""
+def test_a_lease_far_in_the_future_is_shortened(store: TaskStore, redis_client: redis.Redis) -> None:
+    """Redis's clock was set back by an hour."""
     submit(store, redis_client)
     submit(store, redis_client)
     short, long = claim(store, 1, lease_seconds=7)[0], claim(store, 1, lease_seconds=2 * HOUR)[0]
@@ -42,8 +42,8 @@ def test_a_lease_that_lies_far_ahead_is_shortened(store: TaskStore, redis_client
     assert lapse_of(redis_client, long.task_id) == before, "a long lease is no error"
 
 
-def test_a_renewal_sets_the_duration(store: TaskStore, redis_client: redis.Redis) -> None:
-    """Another setting, or a claim of an older version, which stored none."""
+def test_a_renewal_stores_the_duration(store: TaskStore, redis_client: redis.Redis) -> None:
+    """After a change of the setting, or for a claim of an older version, which stored none."""
     submit(store, redis_client)
     held = claim_one(store, lease_seconds=7)
     redis_client.hdel(keys.run(held.task_id), "lease_seconds")
@@ -53,8 +53,8 @@ def test_a_renewal_sets_the_duration(store: TaskStore, redis_client: redis.Redis
     assert lapse_of(redis_client, held.task_id) == before
 
 
-def test_all_claims_are_looked_at_in_turn(store: TaskStore, redis_client: redis.Redis) -> None:
-    """A hundred each call, in whatever queue they are."""
+def test_all_claims_are_checked_in_turn(store: TaskStore, redis_client: redis.Redis) -> None:
+    """A hundred per call, in any queue."""
     ids = [submit(store, redis_client, priority=n % 3) for n in range(250)]
     claim(store, 250, lease_seconds=60)
     redis_client.delete(keys.LEASES)
@@ -69,10 +69,10 @@ def test_all_claims_are_looked_at_in_turn(store: TaskStore, redis_client: redis.
     assert redis_client.zcard(keys.LEASES) == len(ids), "and from the start again"
 
 
-def test_a_running_task_whose_run_hash_is_gone_leaves_nothing(
+def test_a_running_task_without_a_run_hash_leaves_nothing(
     store: TaskStore, redis_client: redis.Redis
 ) -> None:
-    """Its keys had no expiry, and the number of claimed tasks stayed at one."""
+    """Regression: its keys had no expiry, and the number of claimed tasks stayed at one."""
     task_id = submit(store, redis_client)
     held = claim_one(store)
     publish(store, held, 0, 2)
@@ -93,9 +93,7 @@ def test_a_running_task_whose_run_hash_is_gone_leaves_nothing(
     assert reap(store).lost == ()
 
 
-def test_a_waiting_task_whose_run_hash_is_gone_is_told_as_lost(
-    store: TaskStore, redis_client: redis.Redis
-) -> None:
+def test_a_waiting_task_without_a_run_hash_is_lost(store: TaskStore, redis_client: redis.Redis) -> None:
     task_id = submit(store, redis_client)
     publish(store, claim_one(store, lease_seconds=-1), 0, 2)
     reap(store)
@@ -110,10 +108,10 @@ def record(name: str = "w") -> WorkerRecord:
     return WorkerRecord(name=name, model="m", slug=SLUG, state="ready", started_at=0.0)
 
 
-def test_a_worker_that_reported_in_the_future_is_not_ready(
+def test_a_worker_with_a_record_from_the_future_is_not_ready(
     store: TaskStore, redis_client: redis.Redis
 ) -> None:
-    """The clock was set back, and the worker killed: readiness listed it for an hour."""
+    """The clock was set back, and the worker killed. Regression: readiness listed it for an hour."""
     store.put_worker(record("dead"), 10)
     store.put_worker(record("alive"), 10)
     ahead = now(redis_client) + HOUR
@@ -131,7 +129,7 @@ def test_a_worker_that_reported_in_the_future_is_not_ready(
     assert {one.name for one in store.workers()} == {"alive", "dead"}, "it reports again: it lives"
 
 
-def test_a_worker_whose_record_is_gone_is_not_ready(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_worker_without_a_record_is_not_ready(store: TaskStore, redis_client: redis.Redis) -> None:
     store.put_worker(record(), 10)
     redis_client.delete(keys.worker("w"))
     reap(store)

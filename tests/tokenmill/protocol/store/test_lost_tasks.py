@@ -1,4 +1,4 @@
-"""A task of which Redis lost keys is reported as lost, never as cancelled."""
+"""A task of which Redis lost keys ends as lost, not as cancelled."""
 
 from collections.abc import Iterator
 
@@ -29,14 +29,16 @@ def assert_lost(store: TaskStore, task_id: str) -> None:
     assert (end.finish_reason, end.done, end.error["code"]) == ("error", True, "lost")  # type: ignore[union-attr,index]
 
 
-def test_a_waiting_task_whose_job_was_evicted(store: TaskStore, evicting: redis.Redis) -> None:
+def test_a_waiting_task_whose_job_was_evicted_is_lost(store: TaskStore, evicting: redis.Redis) -> None:
     task_id, other = submit(store, evicting), submit(store, evicting)
     evicting.delete(f"rq:job:{task_id}")
     assert [one.task_id for one in claim(store)] == [other]
     assert_lost(store, task_id)
 
 
-def test_a_waiting_task_whose_job_and_list_were_evicted(store: TaskStore, evicting: redis.Redis) -> None:
+def test_a_waiting_task_whose_job_and_list_were_evicted_is_lost(
+    store: TaskStore, evicting: redis.Redis
+) -> None:
     task_id = submit(store, evicting)
     evicting.delete(f"rq:job:{task_id}", *evicting.keys("rq:queue:*"))
     assert reap(store).lost == (task_id,)
@@ -44,7 +46,9 @@ def test_a_waiting_task_whose_job_and_list_were_evicted(store: TaskStore, evicti
 
 
 @pytest.mark.parametrize("how", ["renew", "publish", "hand_back", "reap"])
-def test_a_running_task_whose_job_was_evicted(store: TaskStore, evicting: redis.Redis, how: str) -> None:
+def test_a_running_task_whose_job_was_evicted_is_lost(
+    store: TaskStore, evicting: redis.Redis, how: str
+) -> None:
     task_id = submit(store, evicting)
     held = claim_one(store, lease_seconds=-1)
     publish(store, held, 0, 2)
@@ -62,7 +66,9 @@ def test_a_running_task_whose_job_was_evicted(store: TaskStore, evicting: redis.
     assert evicting.pttl(keys.run(task_id)) > 0
 
 
-def test_what_rqs_tools_cancelled_is_cancelled_there_too(store: TaskStore, evicting: redis.Redis) -> None:
+def test_a_job_cancelled_with_rqs_tools_is_cancelled_on_such_a_server_too(
+    store: TaskStore, evicting: redis.Redis
+) -> None:
     task_id = submit(store, evicting)
     evicting.hset(f"rq:job:{task_id}", "status", "canceled")
     assert claim(store) == []

@@ -1,5 +1,5 @@
-"""A model in plain Python of all tasks of a service: what must have happened to each, and whom deaths count
-against. Beside it what workers believe of the tasks that they claimed.
+"""A model in plain Python of all tasks of a service: the expected state of each, including the crashes that
+count against it; and what workers believe of the tasks that they claimed.
 """
 
 from collections import Counter
@@ -39,7 +39,7 @@ class Expected:
             self.num_tokens, self.crashes = num_tokens, []
 
     def die(self) -> bool:
-        """Its worker has. Gives whether it is to blame, and ends."""
+        """Record that its worker crashed. Returns whether the task is poisoned; then it ends."""
         assert self.owner is not None
         if self.standing != "untouched" and self.num_tokens == self.claimed_at:
             self.crashes.append((self.owner, self.standing))
@@ -62,7 +62,7 @@ class Expected:
 
 @dataclass
 class Holder:
-    """A worker's own view of a task: it may be wrong, and must learn so."""
+    """What a worker believes of a task. It may be wrong, and must learn so."""
 
     claimed: Claimed
     sent: int = 0
@@ -70,7 +70,7 @@ class Holder:
 
 
 class World:
-    """The store that is tried, and the model of it."""
+    """The store under test, and its model."""
 
     def __init__(self, client: redis.Redis) -> None:
         self.client = client
@@ -88,7 +88,7 @@ class World:
         return "tokens" if max_tokens is not None and num_tasks and tokens + cost > max_tokens else None
 
     def dies(self, task_id: str) -> bool:
-        """Its worker has. Gives whether it is to blame, and has ended."""
+        """Record that its worker crashed. Returns whether the task is poisoned and has ended."""
         task = self.tasks[task_id]
         if is_poison := task.die():
             self.let_go(task, num_served=task.num_tokens)
@@ -115,18 +115,18 @@ class World:
         return Write(task_id=claimed.task_id, owner=claimed.owner, first_seq=first, entries=entries)
 
     def check(self, holder: Holder, outcome: object) -> None:
-        """The owner is never refused; another is, unless it says what its own settlement has stored."""
+        """The owner is never refused; another worker is, unless it repeats its own settlement."""
         if self.owns(holder):
             assert outcome == Accepted()
         elif self.tasks[holder.claimed.task_id].ended_by != holder.claimed.owner:
             assert outcome == self.refusal(holder)
 
     def hear(self, holder: Holder, outcome: object) -> None:
-        """One that is refused has spoken: it is not dead."""
+        """A worker that is refused has called, so it has not crashed."""
         if outcome == Lost():
             self.tasks[holder.claimed.task_id].absolve(holder.claimed.owner)
 
     def refusal(self, holder: Holder) -> Lost | Cancelled:
-        """What one who does not own the task is told."""
+        """What a worker that does not own the task is told."""
         owner = self.tasks[holder.claimed.task_id].cancelled_under
         return Cancelled() if owner == holder.claimed.owner else Lost()
