@@ -1,4 +1,4 @@
-"""Model directories with one fault each, made from a sound one."""
+"""Breaks a valid model directory in one way each."""
 
 import json
 from collections.abc import Callable
@@ -15,12 +15,12 @@ LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize
 
 
 def text(name: str, content: str) -> Fault:
-    """`content` in the place of a file."""
+    """Replaces a file by `content`."""
     return lambda directory: (directory / name).write_text(content) and None
 
 
 def removed(*patterns: str) -> Fault:
-    """No file that matches one of `patterns`."""
+    """Removes the files that match one of `patterns`."""
 
     def remove(directory: Path) -> None:
         for pattern in patterns:
@@ -31,7 +31,7 @@ def removed(*patterns: str) -> Fault:
 
 
 def config(**changes: Any) -> Fault:
-    """Other values in config.json; None takes one out."""
+    """Changes values in config.json; None removes one."""
 
     def change(directory: Path) -> None:
         path = directory / "config.json"
@@ -42,7 +42,7 @@ def config(**changes: Any) -> Fault:
 
 
 def tensors(change: Callable[[Tensors], Tensors]) -> Fault:
-    """Other tensors in model.safetensors."""
+    """Changes the tensors in model.safetensors."""
 
     def rewrite(directory: Path) -> None:
         path = directory / "model.safetensors"
@@ -52,7 +52,7 @@ def tensors(change: Callable[[Tensors], Tensors]) -> Fault:
 
 
 def cut(name: str, num_bytes: int) -> Fault:
-    """A file without its last bytes."""
+    """Truncates a file."""
 
     def truncate(directory: Path) -> None:
         path = directory / name
@@ -62,7 +62,7 @@ def cut(name: str, num_bytes: int) -> Fault:
 
 
 def lengthened(name: str) -> Fault:
-    """A file with bytes too many."""
+    """Appends bytes to a file."""
 
     def lengthen(directory: Path) -> None:
         path = directory / name
@@ -72,7 +72,7 @@ def lengthened(name: str) -> Fault:
 
 
 def sharded(directory: Path) -> None:
-    """The same weights in two files with an index. No fault."""
+    """Splits the weights into two files with an index, which is valid."""
     path = directory / "model.safetensors"
     found = load_file(path)
     path.unlink()
@@ -86,7 +86,7 @@ def sharded(directory: Path) -> None:
 
 
 def pickled(directory: Path) -> None:
-    """The same weights in a file of torch.save. No fault."""
+    """Stores the weights with torch.save, which is valid."""
     path = directory / "model.safetensors"
     torch.save(load_file(path), directory / "pytorch_model.bin")
     path.unlink()

@@ -1,4 +1,4 @@
-"""A model directory that cannot be served is refused by its files alone, with the file and the reason."""
+"""An unusable model directory is refused with the file and the reason."""
 
 import json
 import os
@@ -58,13 +58,13 @@ def nothing(directory: Path) -> None:
         text("chat_template.jinja", "{{ messages }}"),
     ],
 )
-def test_a_sound_directory_passes(model: Path, change: Fault) -> None:
+def test_a_valid_directory_passes(model: Path, change: Fault) -> None:
     change(model)
     check_directory(model)
 
 
 def in_two_shards(directory: Path) -> None:
-    """A third file of the index holds tensors of the first."""
+    """A third file of the index repeats tensors of the first."""
     sharded(directory)
     shutil.copy(directory / "model-1.safetensors", directory / "model-3.safetensors")
     index = directory / "model.safetensors.index.json"
@@ -197,8 +197,8 @@ FAULTS: list[tuple[Fault, str]] = [
 
 
 @pytest.mark.parametrize(("fault", "message"), FAULTS)
-def test_a_fault_is_named_with_its_file(model: Path, fault: Fault, message: str) -> None:
-    """vmlx-swift#217, ComfyUI#13669: truncated files and LFS pointers ended in tracebacks without a name."""
+def test_an_error_names_the_file(model: Path, fault: Fault, message: str) -> None:
+    """vmlx-swift#217, ComfyUI#13669: truncated files and LFS pointers ended in bare tracebacks."""
     fault(model)
     with pytest.raises(InvalidParameter, match=message) as raised:
         check_source(str(model))
@@ -220,7 +220,7 @@ def test_a_fault_is_named_with_its_file(model: Path, fault: Fault, message: str)
         ({"bits": 3}, "unnamed"),
     ],
 )
-def test_quantized_weights_are_refused_by_the_method(
+def test_quantized_weights_are_refused_with_the_method(
     model: Path, quantization: dict[str, object], name: str
 ) -> None:
     config(quantization_config=quantization)(model)
@@ -246,7 +246,7 @@ def test_quantized_weights_are_refused_by_the_method(
         ),
     ],
 )
-def test_weights_that_are_quantized_without_a_quantization_config(
+def test_quantized_weights_without_a_quantization_config_are_refused(
     model: Path, fault: Fault, name: str
 ) -> None:
     fault(model)
@@ -255,9 +255,7 @@ def test_weights_that_are_quantized_without_a_quantization_config(
 
 
 @pytest.mark.parametrize("source", ["./no/such/dir", "/x/y", "no/such/dir", "../nothing-here", "a b", ".x/"])
-def test_what_is_written_as_a_path_is_no_hub_id(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_is_not_a_hub_id(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InvalidParameter, match=r"is neither an existing directory.* nor a hub id"):
         find_directory(source)
@@ -280,7 +278,7 @@ def test_paths_and_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             find_directory(source)
 
 
-def test_files_and_broken_links_are_no_directories(model: Path) -> None:
+def test_files_and_broken_links_are_refused(model: Path) -> None:
     (model / "q4.gguf").write_text("GGUF")
     (model / "link").symlink_to("nowhere")
     for name, message in {
@@ -293,8 +291,8 @@ def test_files_and_broken_links_are_no_directories(model: Path) -> None:
             find_directory(str(model / name))
 
 
-def test_the_memory_that_weights_take(model: Path) -> None:
-    """Headers state it before anything is loaded."""
+def test_the_memory_of_loaded_weights(model: Path) -> None:
+    """Known from the headers, before anything is loaded."""
     found = check_weights(model, {"model_type": "llama"})
     num_elements = sum(one.num_bytes for one in found.tensors.values()) // 4
     assert found.loaded_bytes(4) == found.num_bytes == 4 * num_elements
@@ -303,8 +301,8 @@ def test_the_memory_that_weights_take(model: Path) -> None:
     assert check_weights(model, {"model_type": "llama"}).loaded_bytes(4) >= 4 * num_elements
 
 
-def test_the_check_needs_no_library(model: Path) -> None:
-    """Importing torch takes seconds, in which a wrong path would be silent."""
+def test_the_check_imports_no_library(model: Path) -> None:
+    """Importing torch takes seconds; a wrong path must be reported before."""
     code = (
         "import sys; from engine.checkpoint.check import check_source; check_source(sys.argv[1]);"
         "print(sorted({'torch', 'transformers', 'huggingface_hub', 'numpy'} & set(sys.modules)))"

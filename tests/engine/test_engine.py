@@ -1,4 +1,4 @@
-"""The engine's step with a scripted device: ends, resuming, cancelling and refusals."""
+"""Engine steps with a scripted device: finishing, resuming, cancelling and refusing."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def test_the_first_token_may_be_the_last() -> None:
     assert engine.scheduler.running_queue == []
 
 
-def test_every_end_that_a_token_can_bring() -> None:
+def test_every_finish_reason_of_a_token() -> None:
     runner = ScriptedRunner({"stop_id": [5, 6, 7], "stop_str": [5, 6, 7], "ignores": [EOS, 8, EOS]})
     engine, _ = build_engine(runner)
     add(engine, "stop_id", 2, max_tokens=9, stop_token_ids=(6,))
@@ -33,8 +33,8 @@ def test_every_end_that_a_token_can_bring() -> None:
 
 
 @pytest.mark.parametrize(("prompt_len", "num_tokens"), [(47, 1), (46, 2)])
-def test_the_models_length_ends_a_sequence(prompt_len: int, num_tokens: int) -> None:
-    """vllm#23683: a prompt one short of the model's length has room for exactly one token."""
+def test_the_model_length_ends_a_sequence(prompt_len: int, num_tokens: int) -> None:
+    """vllm#23683: a prompt one token shorter than the model length has room for exactly one token."""
     engine, _ = build_engine()
     add(engine, "a", prompt_len, max_tokens=10)
 
@@ -43,8 +43,8 @@ def test_the_models_length_ends_a_sequence(prompt_len: int, num_tokens: int) -> 
     assert (len(tokens), end) == (num_tokens, "length")
 
 
-def test_a_lone_sequence_that_outgrows_the_pool_ends_with_length_and_is_never_preempted() -> None:
-    """vllm#39734: it preempted itself for ever."""
+def test_a_single_sequence_that_outgrows_the_pool_ends_with_length() -> None:
+    """vllm#39734: it preempted itself forever."""
     engine, _ = build_engine(num_kv_blocks=2)
     add(engine, "a", 5)
 
@@ -56,7 +56,7 @@ def test_a_lone_sequence_that_outgrows_the_pool_ends_with_length_and_is_never_pr
 
 @pytest.mark.parametrize("prompt_len", [3, 4, 5, 8])
 @pytest.mark.parametrize("joined", [False, True])
-def test_prompts_at_the_edge_of_a_block_end_in_time(prompt_len: int, joined: bool) -> None:
+def test_prompts_at_a_block_boundary_finish(prompt_len: int, joined: bool) -> None:
     """FastDeploy#3288: a prompt of exactly k blocks stalled at batch 1, or lost its second block."""
     engine, runner = build_engine()
     add(engine, "a", prompt_len, max_tokens=6)
@@ -71,7 +71,7 @@ def test_prompts_at_the_edge_of_a_block_end_in_time(prompt_len: int, joined: boo
     assert computed == [(0, prompt_len)] + [(prompt_len + n, 1) for n in range(5)]
 
 
-def test_preemption_changes_nothing_that_is_told() -> None:
+def test_preemption_does_not_change_the_output() -> None:
     engine, _ = build_engine(num_kv_blocks=8, max_num_batched_tokens=9)
     for name in "abcdef":
         add(engine, name, 5, max_tokens=12)
@@ -92,7 +92,7 @@ def test_preemption_changes_nothing_that_is_told() -> None:
     assert num_preempted
 
 
-def test_a_resumed_request_goes_on_after_its_tokens_and_repeats_no_text() -> None:
+def test_a_resumed_request_continues_and_repeats_no_text() -> None:
     engine, runner = build_engine()
     params = SamplingParams(max_tokens=5)
     engine.add(
@@ -111,7 +111,7 @@ def test_a_resumed_request_goes_on_after_its_tokens_and_repeats_no_text() -> Non
         ([100, 101], {"max_tokens": 9, "stop": ("101",)}, "stop"),
     ],
 )
-def test_a_resumed_request_that_was_at_its_end_only_ends(
+def test_a_resumed_request_that_was_complete_only_finishes(
     output: list[int], params: dict[str, object], end: str
 ) -> None:
     engine, runner = build_engine()
@@ -125,7 +125,7 @@ def test_a_resumed_request_that_was_at_its_end_only_ends(
     assert runner.steps == []
 
 
-def test_text_held_at_the_crash_is_told_by_the_next_engine() -> None:
+def test_text_held_at_a_crash_is_reported_by_the_next_engine() -> None:
     engine, _ = build_engine()
     params = SamplingParams(max_tokens=2, stop=("<100><7",))
     engine.add(EngineRequest("a", [1], params, arrival_time=0.0, resumed=(ResumedOutput(0, (100,)),)))
@@ -133,10 +133,10 @@ def test_text_held_at_the_crash_is_told_by_the_next_engine() -> None:
     assert run(engine) == {"a": ([101], "<100><101>", "length")}
 
 
-def test_more_tokens_than_this_engine_takes_end_and_repeat_no_text() -> None:
+def test_resumed_tokens_beyond_the_limit_finish_and_repeat_no_text() -> None:
     engine, _ = build_engine(max_model_len=6)
     tokens = (100, 101, 102, 103, 104, 105, 106)
-    # The fifth fills this engine; what was held there was told with the sixth.
+    # The fifth token reaches this engine's limit; the text held there was reported with the sixth.
     engine.add(
         EngineRequest(
             "a", [1], SamplingParams(stop=("<104><9",)), arrival_time=0.0, resumed=(ResumedOutput(0, tokens),)
@@ -147,7 +147,7 @@ def test_more_tokens_than_this_engine_takes_end_and_repeat_no_text() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_a_cancel_ends_exactly_one_request_in_every_state(steps: int) -> None:
+def test_a_cancel_finishes_exactly_one_request_in_every_state(steps: int) -> None:
     engine, _ = build_engine(max_num_batched_tokens=4)
     add(engine, "other", 2, max_tokens=6)
     add(engine, "a", 9, max_tokens=6)
@@ -164,7 +164,7 @@ def test_a_cancel_ends_exactly_one_request_in_every_state(steps: int) -> None:
     assert engine.scheduler.block_manager.num_free_blocks == 16
 
 
-def test_a_discarded_request_is_never_heard_of_again() -> None:
+def test_a_discarded_request_reports_nothing() -> None:
     engine, _ = build_engine()
     add(engine, "a", 3, max_tokens=4)
     add(engine, "b", 3, max_tokens=4)
@@ -178,8 +178,8 @@ def test_a_discarded_request_is_never_heard_of_again() -> None:
     assert not engine.has_work
 
 
-def test_what_never_fits_is_refused_and_the_next_is_served() -> None:
-    """vllm#35541: with 8 blocks, a prompt of 40 tokens blocked all behind it."""
+def test_a_request_that_never_fits_is_refused_and_the_next_is_served() -> None:
+    """vllm#35541: with 8 blocks, a prompt of 40 tokens blocked the queue."""
     engine, _ = build_engine(num_kv_blocks=8)
 
     with pytest.raises(NeverFits, match="32"):

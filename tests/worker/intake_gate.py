@@ -1,4 +1,4 @@
-"""An intake in one thread, against a real server: its prepared tasks and publishes can be looked at."""
+"""An intake in one thread with a real Redis, whose prepared tasks and writes can be inspected."""
 
 import threading
 
@@ -17,14 +17,14 @@ from worker.publisher import Publisher
 
 
 class Impatient(threading.Event):
-    """Nobody is waited for in a test of one thread."""
+    """Never waits: a test in one thread has nothing to wait for."""
 
     def wait(self, timeout: float | None = None) -> bool:
         return True
 
 
 class Gate:
-    """An intake whose prepared tasks and publishes can be looked at."""
+    """An intake whose prepared tasks and writes can be inspected."""
 
     def __init__(self, client: "redis.Redis", model: ServedModel | None = None, slots: int = 8) -> None:
         self.client = client

@@ -1,4 +1,4 @@
-"""A loop with everything around it in reach: scripted engine, no threads, no Redis."""
+"""A loop with a scripted engine, without threads or Redis."""
 
 import threading
 from typing import Any
@@ -18,14 +18,14 @@ A, B = Ownership("a", "o1"), Ownership("b", "o2")
 
 
 class ScriptedEngine:
-    """Runs what it is given until told to end it."""
+    """Runs requests until they are cancelled or discarded."""
 
     config = EngineConfig(max_model_len=10, num_kv_blocks=10)
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
         self.live: list[str] = []
-        self.refusal: Exception | None = None
+        self.add_error: Exception | None = None
         self.fault: Exception | None = None
         self.num_waiting = 0
         self.is_compiling = False
@@ -39,8 +39,8 @@ class ScriptedEngine:
         return len(self.live)
 
     def add(self, request: EngineRequest) -> None:
-        if self.refusal:
-            raise self.refusal
+        if self.add_error:
+            raise self.add_error
         self.calls.append(("add", request.request_id))
         self.live.append(request.request_id)
 
@@ -98,7 +98,7 @@ class OutputSink:
 
 
 class Bench:
-    """A loop with everything around it in reach."""
+    """A loop and the parts it uses."""
 
     def __init__(self, *observers: Any) -> None:
         self.now = 0.0
@@ -135,7 +135,7 @@ class Bench:
         self.inbox.put(Quiesce(ownership, heard))
         return heard
 
-    def try_alone(self, ownership: Ownership) -> None:
+    def retry(self, ownership: Ownership) -> None:
         self.inbox.put(RetryIsolated(ownership, lambda: prepared_task(ownership)))
 
     @property

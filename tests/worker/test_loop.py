@@ -1,4 +1,4 @@
-"""The loop, turn by turn: scripted engine, no threads, no Redis."""
+"""The loop turn by turn, with a scripted engine and without threads or Redis."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from worker.loop import Load
 from worker.ownership import Ownership
 
 
-def test_a_turn_takes_what_came_steps_and_hands_on() -> None:
+def test_a_turn_handles_messages_steps_and_passes_results_on() -> None:
     bench = Bench()
     bench.arrive(A)
     bench.arrive(B)
@@ -19,10 +19,10 @@ def test_a_turn_takes_what_came_steps_and_hands_on() -> None:
     assert bench.engine.calls == [("add", "a:o1"), ("add", "b:o2"), ("step", "a:o1,b:o2")]
     assert [output.request_id for output in bench.sink.steps[0].outputs] == ["a:o1", "b:o2"]
     assert bench.loop.load == Load(num_running=2)
-    assert bench.wake.is_set(), "what was started leaves room for claims"
+    assert bench.wake.is_set(), "started requests leave room for claims"
 
 
-def test_messages_keep_their_order() -> None:
+def test_messages_are_handled_in_order() -> None:
     bench = Bench()
     bench.arrive(A)
     bench.inbox.put(Cancel(A))
@@ -38,8 +38,8 @@ def test_messages_keep_their_order() -> None:
     ]
 
 
-def test_what_was_lost_on_its_way_is_not_started() -> None:
-    """rq#2160: the cancel came before the start."""
+def test_a_task_lost_before_it_is_added_is_not_started() -> None:
+    """rq#2160: a cancel arrived before the start."""
     bench = Bench()
     bench.arrive(A)
     bench.owned_tasks.drop(A)
@@ -49,8 +49,8 @@ def test_what_was_lost_on_its_way_is_not_started() -> None:
     assert bench.engine.calls == [("cancel", "a:o1")]
 
 
-def test_a_task_that_comes_back_is_a_new_request() -> None:
-    """The late discard of its earlier attempt leaves the new one alone."""
+def test_a_task_claimed_again_is_a_new_request() -> None:
+    """A late discard of the earlier attempt does not affect the new one."""
     bench = Bench()
     again = Ownership("a", "o9")
     bench.arrive(A)
@@ -79,7 +79,7 @@ def test_a_refused_request_fails_with_the_clients_field(
     refusal: Exception, param: str, code: str, message: str
 ) -> None:
     bench = Bench()
-    bench.engine.refusal = refusal
+    bench.engine.add_error = refusal
     bench.arrive(A, prompt_field="messages")
     bench.loop.turn()
 
@@ -87,12 +87,12 @@ def test_a_refused_request_fails_with_the_clients_field(
     assert (failed.param, failed.code, failed.message) == (param, code, message)
 
 
-def test_an_unexpected_error_in_add_fails_that_request_alone() -> None:
+def test_an_unexpected_error_in_add_fails_only_that_request() -> None:
     bench = Bench()
-    bench.engine.refusal = RuntimeError("what?")
+    bench.engine.add_error = RuntimeError("what?")
     bench.arrive(A)
     bench.loop.turn()
-    bench.engine.refusal = None
+    bench.engine.add_error = None
     bench.arrive(B)
     bench.loop.turn()
 
@@ -100,7 +100,7 @@ def test_an_unexpected_error_in_add_fails_that_request_alone() -> None:
     assert bench.engine.live == ["b:o2"]
 
 
-def test_a_full_outlet_stops_steps_but_not_ticks() -> None:
+def test_a_full_sink_stops_steps_but_not_ticks() -> None:
     bench = Bench()
     bench.arrive(A)
     bench.sink.is_full = True
@@ -113,7 +113,7 @@ def test_a_full_outlet_stops_steps_but_not_ticks() -> None:
     assert not bench.watchdog.is_stalled
     bench.inbox.put(Cancel(A))
     bench.loop.turn()
-    assert bench.engine.calls[-1] == ("cancel", "a:o1"), "messages are heard all the same"
+    assert bench.engine.calls[-1] == ("cancel", "a:o1"), "messages are still handled"
 
 
 def test_the_watchdog_is_armed_once_a_second() -> None:
@@ -126,8 +126,8 @@ def test_the_watchdog_is_armed_once_a_second() -> None:
     assert bench.armed == [61.0] * 4
 
 
-def test_no_tick_puts_the_end_of_the_process_off() -> None:
-    """docling-jobkit#102: a worker that was to end went on hanging."""
+def test_ticks_do_not_postpone_the_end_of_the_process() -> None:
+    """docling-jobkit#102: a worker that was to end kept hanging."""
     bench = Bench()
     bench.loop.turn()
     bench.watchdog.end_within(14.0)
@@ -146,7 +146,7 @@ def test_a_loop_without_turns_is_stalled() -> None:
     assert bench.watchdog.is_stalled
 
 
-def test_observers_cannot_hurt_and_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_observer_is_logged_once_and_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         def observe(self, report: StepReport) -> None:
             raise ValueError("no such label")
@@ -168,7 +168,7 @@ def test_observers_cannot_hurt_and_are_logged_once(caplog: pytest.LogCaptureFixt
     assert caplog.text.count("an observer failed") == 1
 
 
-def test_where_requests_wait_is_told_twice_a_second() -> None:
+def test_queue_positions_are_reported_twice_a_second() -> None:
     bench = Bench()
     bench.engine.num_waiting = 1
     bench.arrive(A)
@@ -179,7 +179,7 @@ def test_where_requests_wait_is_told_twice_a_second() -> None:
     assert len(bench.sink.lines) == 4
 
 
-def test_an_empty_line_is_told_once() -> None:
+def test_an_empty_queue_is_reported_once() -> None:
     bench = Bench()
     bench.engine.num_waiting = 1
     bench.arrive(A)
@@ -192,8 +192,8 @@ def test_an_empty_line_is_told_once() -> None:
     assert [len(line) for line in bench.sink.lines] == [1, 0]
 
 
-def test_observers_see_the_engine_idle_after_a_discard() -> None:
-    """xllm PR829: gauges that kept the numbers of requests which were gone."""
+def test_observers_see_an_idle_engine_after_a_discard() -> None:
+    """xllm PR829: gauges kept the numbers of requests that were gone."""
     bench = Bench()
     bench.arrive(A)
     bench.loop.turn()

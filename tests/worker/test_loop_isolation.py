@@ -1,10 +1,10 @@
-"""The loop while one request is tried alone: whom it steps, and when it waits."""
+"""The loop during an isolated retry: which requests it steps, and when it waits."""
 
 from tests.worker.loop_bench import A, B, Bench
 from worker.inbox import Cancel, Resume, RetryIsolated
 
 
-def test_nobody_is_stepped_from_the_hush_on_and_the_loop_goes_round() -> None:
+def test_a_quiesced_loop_steps_no_request_and_keeps_turning() -> None:
     bench = Bench()
     bench.arrive(A)
     bench.loop.turn()
@@ -16,11 +16,11 @@ def test_nobody_is_stepped_from_the_hush_on_and_the_loop_goes_round() -> None:
 
     assert heard.is_set()
     assert bench.stepped == ["a:o1"]
-    assert len(bench.armed) == 4, "it ticks"
+    assert len(bench.armed) == 4, "it still ticks"
 
 
-def test_the_device_is_done_with_what_it_was_given_before_the_hush_is_heard() -> None:
-    """A step under way that ends the process would be blamed on the one that is tried."""
+def test_the_device_is_drained_before_quiescing_is_confirmed() -> None:
+    """A crash of a step in flight would be blamed on the suspect."""
     bench = Bench()
     bench.arrive(A)
     bench.loop.turn()
@@ -33,11 +33,11 @@ def test_the_device_is_done_with_what_it_was_given_before_the_hush_is_heard() ->
     assert heard.is_set()
 
 
-def test_the_one_that_is_tried_is_stepped_alone_until_its_trial_is_over() -> None:
+def test_a_suspect_is_stepped_alone_until_resume() -> None:
     bench = Bench()
     bench.arrive(A)
     bench.quiesce(B)
-    bench.try_alone(B)
+    bench.retry(B)
     bench.loop.turn()
     bench.loop.turn()
     bench.inbox.put(Resume(B))
@@ -46,11 +46,11 @@ def test_the_one_that_is_tried_is_stepped_alone_until_its_trial_is_over() -> Non
     assert bench.stepped == ["b:o2", "b:o2", "a:o1,b:o2"]
 
 
-def test_when_the_one_that_is_tried_has_ended_nobody_is_stepped_until_that_is_stored() -> None:
+def test_no_request_is_stepped_after_the_suspect_finished_until_resume() -> None:
     bench = Bench()
     bench.arrive(A)
     bench.quiesce(B)
-    bench.try_alone(B)
+    bench.retry(B)
     bench.loop.turn()
     bench.inbox.put(Cancel(B))
     bench.loop.turn()
@@ -62,20 +62,20 @@ def test_when_the_one_that_is_tried_has_ended_nobody_is_stepped_until_that_is_st
     assert bench.stepped == ["b:o2", "a:o1"]
 
 
-def test_a_trial_that_is_over_before_it_begins_prepares_nothing() -> None:
+def test_a_retry_resumed_before_it_begins_prepares_nothing() -> None:
     bench = Bench()
     bench.arrive(A)
     bench.quiesce(B)
     bench.inbox.put(Resume(B))
-    bench.try_alone(B)
+    bench.retry(B)
     bench.loop.turn()
 
     assert bench.stepped == ["a:o1"]
     assert bench.engine.live == ["a:o1"]
 
 
-def test_grammars_of_others_are_compiled_before_one_is_tried() -> None:
-    """They are in threads of their own, and could end the process too."""
+def test_grammars_of_other_requests_are_compiled_before_a_retry() -> None:
+    """A crash in a compiler thread would be blamed on the suspect."""
     bench = Bench()
     bench.arrive(A)
     bench.engine.is_compiling = True
@@ -90,7 +90,7 @@ def test_grammars_of_others_are_compiled_before_one_is_tried() -> None:
     assert bench.stepped == ["a:o1"]
 
 
-def test_one_that_is_gone_before_that_is_not_waited_for() -> None:
+def test_a_resume_cancels_quiescing() -> None:
     bench = Bench()
     bench.arrive(A)
     bench.engine.is_compiling = True
@@ -103,18 +103,18 @@ def test_one_that_is_gone_before_that_is_not_waited_for() -> None:
     assert bench.stepped == ["a:o1", "a:o1"]
 
 
-def test_the_end_of_another_trial_ends_none() -> None:
+def test_a_resume_for_another_task_is_ignored() -> None:
     bench = Bench()
     bench.arrive(A)
     bench.quiesce(B)
     bench.inbox.put(Resume(A))
-    bench.try_alone(B)
+    bench.retry(B)
     bench.loop.turn()
 
     assert bench.stepped == ["b:o2"]
 
 
-def test_one_that_ended_in_its_preparation_is_not_added() -> None:
+def test_a_suspect_that_ends_in_preparation_is_not_added() -> None:
     bench = Bench()
     bench.arrive(A)
     bench.quiesce(B)
@@ -125,8 +125,8 @@ def test_one_that_ended_in_its_preparation_is_not_added() -> None:
     assert bench.stepped == []
 
 
-def test_a_preparation_that_hangs_is_a_stall() -> None:
-    """docling-jobkit#102: what hangs must stop the ticks, so that the watchdog ends the process."""
+def test_a_preparation_that_hangs_stalls_the_loop() -> None:
+    """docling-jobkit#102: a hang must stop the ticks, so that the watchdog ends the process."""
     bench = Bench()
     bench.quiesce(B)
     seen = []
@@ -141,10 +141,10 @@ def test_a_preparation_that_hangs_is_a_stall() -> None:
     assert seen == [True]
 
 
-def test_a_full_outlet_stops_a_trial_too() -> None:
+def test_a_full_sink_stops_an_isolated_retry() -> None:
     bench = Bench()
     bench.quiesce(B)
-    bench.try_alone(B)
+    bench.retry(B)
     bench.sink.is_full = True
     bench.loop.turn()
 

@@ -1,4 +1,4 @@
-"""Requests through the whole worker: what is good is served, what is bad fails alone and says why."""
+"""Requests through the whole worker: valid ones are served, invalid ones fail alone with a reason."""
 
 import json
 import zlib
@@ -60,8 +60,8 @@ def test_requests_end_with_text_and_result(redis_url: str, redis_client: "redis.
         }  # fmt: skip
 
 
-def test_one_worker_many_at_once(redis_url: str, redis_client: "redis.Redis") -> None:
-    """More requests than slots: all end, and no step ran more than the slots."""
+def test_one_worker_serves_many_requests_at_once(redis_url: str, redis_client: "redis.Redis") -> None:
+    """More requests than slots: all finish, and no step runs more than the slots."""
     engine = build_engine(max_num_seqs=4)
     tasks = [submit(redis_client, prompt_token_ids=(n + 1,)) for n in range(30)]
 
@@ -71,7 +71,7 @@ def test_one_worker_many_at_once(redis_url: str, redis_client: "redis.Redis") ->
 
 
 def test_bad_prompts_fail_alone_and_name_the_field(redis_url: str, redis_client: "redis.Redis") -> None:
-    """vllm PR9634, vllm#7283, aider#3693: what cannot be computed must not hurt its batch mates."""
+    """vllm PR9634, vllm#7283, aider#3693: a request that cannot be computed must not affect its batch."""
     greedy = {"max_tokens": 5}
     bad = {
         "prompt_token_ids": [
@@ -119,7 +119,7 @@ def test_messages_are_rendered_by_the_template(redis_url: str, redis_client: "re
 
 
 def test_messages_without_a_template_are_refused(redis_url: str, redis_client: "redis.Redis") -> None:
-    """vllm PR45628: a model without a chat template is the client's to know, not a server's error."""
+    """vllm PR45628: a model without a chat template is reported to the client, not as a server error."""
     tokenizer = WordTokenizer()
     tokenizer.has_chat_template = False
     task = submit(redis_client, messages=({"role": "user", "content": "hello"},))
@@ -132,10 +132,10 @@ def test_messages_without_a_template_are_refused(redis_url: str, redis_client: "
     assert "chat template" in end.error["message"]
 
 
-def test_a_foreign_function_is_refused_and_not_called(
+def test_an_unknown_function_is_refused_and_not_called(
     redis_url: str, redis_client: "redis.Redis", tmp_path: Path
 ) -> None:
-    """JSON keeps nobody with access to Redis from naming any importable function."""
+    """Anyone with access to Redis can name any importable function in JSON."""
     witness = tmp_path / "called"
     data = zlib.compress(json.dumps(["os.mkdir", None, [str(witness)], {}]).encode())
     foreign = submit(redis_client, data)
@@ -149,11 +149,11 @@ def test_a_foreign_function_is_refused_and_not_called(
     assert not witness.exists()
 
 
-def test_a_tokenizer_that_breaks_fails_its_request_alone(
+def test_a_tokenizer_error_fails_only_its_request(
     redis_url: str, redis_client: "redis.Redis", caplog: pytest.LogCaptureFixture
 ) -> None:
     class Panic(BaseException):
-        """As a panic in Rust is seen by Python."""
+        """How Python sees a panic in Rust."""
 
     class Fragile(WordTokenizer):
         def encode(self, text: str) -> list[int]:
@@ -173,7 +173,7 @@ def test_a_tokenizer_that_breaks_fails_its_request_alone(
     assert "secret detail" in caplog.text
 
 
-def test_a_fault_in_the_sampler_fails_its_request_alone(redis_url: str, redis_client: "redis.Redis") -> None:
+def test_a_sampler_error_fails_only_its_request(redis_url: str, redis_client: "redis.Redis") -> None:
     """mstar#207, vllm#5822: one request's exception must not fail the batch or kill the loop."""
     runner = FakeRunner()
 
@@ -198,7 +198,7 @@ def test_a_fault_in_the_sampler_fails_its_request_alone(redis_url: str, redis_cl
     assert end.error["code"] == "engine_error"
 
 
-def test_never_finished_without_a_result(redis_url: str, redis_client: "redis.Redis") -> None:
+def test_a_job_is_never_finished_without_a_result(redis_url: str, redis_client: "redis.Redis") -> None:
     """rq#1724: `finished` was visible before the result was."""
     tasks = [submit(redis_client, prompt_token_ids=(n + 1,)) for n in range(100)]
     waiting = set(tasks)
@@ -217,8 +217,8 @@ def test_never_finished_without_a_result(redis_url: str, redis_client: "redis.Re
         until(look, "all are finished")
 
 
-def test_the_task_keeps_what_it_is_run_with(redis_url: str, redis_client: "redis.Redis") -> None:
-    """For its readers, and for the worker that goes on with it."""
+def test_a_task_stores_what_it_is_run_with(redis_url: str, redis_client: "redis.Redis") -> None:
+    """For its readers, and for a worker that resumes it."""
     task = submit(redis_client, sampling={"max_tokens": 10**9})
     with running(redis_url):
         ended(redis_client, task)
@@ -229,7 +229,7 @@ def test_the_task_keeps_what_it_is_run_with(redis_url: str, redis_client: "redis
     assert json.loads(run[b"sampling_defaults"]) == {}
 
 
-def test_a_claim_brings_the_defaults_of_the_first_attempt(redis_client: "redis.Redis") -> None:
+def test_a_claim_returns_the_defaults_of_the_first_attempt(redis_client: "redis.Redis") -> None:
     task = submit(redis_client)
     store = TaskStore(redis_client)
     first = store.claim(SLUG, worker="w", max_tasks=1, lease_seconds=60)[0]

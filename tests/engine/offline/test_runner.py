@@ -1,4 +1,4 @@
-"""A list of prompts: all or none, in their order, and an engine that is empty afterwards."""
+"""Lists of prompts: all or none run, results are in order, and the engine is empty afterwards."""
 
 import signal
 import subprocess
@@ -32,7 +32,7 @@ def assert_idle(offline: OfflineRunner) -> None:
     assert again.outputs[0].token_ids == [100, 101]
 
 
-def test_results_stand_in_the_order_of_the_prompts() -> None:
+def test_results_are_in_the_order_of_the_prompts() -> None:
     offline, _ = build(max_num_seqs=2)
     lengths = [9, 1, 4, 2, 7]
     prompts = [[n] * n for n in lengths]
@@ -45,7 +45,7 @@ def test_results_stand_in_the_order_of_the_prompts() -> None:
     assert_idle(offline)
 
 
-def test_a_result_has_all_that_was_asked_for() -> None:
+def test_a_result_has_everything_requested() -> None:
     runner = ScriptedRunner({"prompt-0/0": [5, 6, EOS], "prompt-0/1": [5, 7, 8]})
     offline, _ = build(runner)
     params = SamplingParams(n=2, max_tokens=3, stop=("<6><9",), logprobs=0, prompt_logprobs=0)
@@ -75,7 +75,7 @@ def test_a_result_has_all_that_was_asked_for() -> None:
     assert result.error is None
 
 
-def test_a_prompt_that_fails_while_it_runs_has_an_error_and_the_others_their_texts() -> None:
+def test_a_prompt_that_fails_has_an_error_and_the_others_have_texts() -> None:
     offline, runner = build()
 
     def fault(sequence: object) -> None:
@@ -100,7 +100,7 @@ def test_a_prompt_that_fails_while_it_runs_has_an_error_and_the_others_their_tex
         ([1], SamplingParams(stop_token_ids=(9999,)), InvalidParameter, r"prompt 2: stop_token_ids: "),
     ],
 )
-def test_a_prompt_that_cannot_be_served_is_named_before_any_runs(
+def test_an_invalid_prompt_is_reported_by_position_before_any_runs(
     bad: list[int], params: SamplingParams, error: type[Exception], message: str
 ) -> None:
     offline, runner = build()
@@ -112,22 +112,22 @@ def test_a_prompt_that_cannot_be_served_is_named_before_any_runs(
     assert_idle(offline)
 
 
-def test_no_prompts_are_no_results() -> None:
+def test_no_prompts_return_no_results() -> None:
     offline, _ = build()
 
     assert offline.run([], []) == []
 
 
-def test_progress_tells_each_end_and_each_token_once() -> None:
+def test_progress_counts_each_finish_and_each_token_once() -> None:
     offline, _ = build(max_num_seqs=2)
-    told: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
 
-    offline.run([[1], [2], [3]], [TWO] * 3, lambda ended, tokens: told.append((ended, tokens)))
+    offline.run([[1], [2], [3]], [TWO] * 3, lambda ended, tokens: calls.append((ended, tokens)))
 
-    assert (sum(ended for ended, _ in told), sum(tokens for _, tokens in told)) == (3, 6)
+    assert (sum(ended for ended, _ in calls), sum(tokens for _, tokens in calls)) == (3, 6)
 
 
-def test_ctrl_c_ends_the_run_after_its_step_and_the_engine_can_be_used_again() -> None:
+def test_ctrl_c_ends_the_run_after_a_step_and_the_engine_is_reusable() -> None:
     offline, runner = build()
     before = signal.getsignal(signal.SIGINT)
 
@@ -140,20 +140,20 @@ def test_ctrl_c_ends_the_run_after_its_step_and_the_engine_can_be_used_again() -
     with pytest.raises(KeyboardInterrupt):
         offline.run([[1], [2]], [SamplingParams(max_tokens=9)] * 2)
 
-    assert len(runner.steps) == 2, "the step that was interrupted came to its end"
+    assert len(runner.steps) == 2, "the interrupted step was completed"
     assert signal.getsignal(signal.SIGINT) is before
     runner.fault = lambda _: None
     assert_idle(offline)
 
 
-def test_a_second_ctrl_c_does_not_wait() -> None:
+def test_a_second_ctrl_c_interrupts_at_once() -> None:
     with delayed_interrupt():
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
 
-def test_another_thread_runs_without_signals() -> None:
+def test_other_threads_run_without_signal_handlers() -> None:
     offline, _ = build()
     results: list[RequestOutput] = []
 
@@ -164,7 +164,7 @@ def test_another_thread_runs_without_signals() -> None:
     assert [one.outputs[0].token_ids for one in results] == [[100, 101]]
 
 
-def test_a_dead_engine_says_so_and_holds_nothing() -> None:
+def test_a_dead_engine_raises_and_holds_no_requests() -> None:
     offline, runner = build()
 
     def broken(*_: object) -> None:
@@ -178,7 +178,7 @@ def test_a_dead_engine_says_so_and_holds_nothing() -> None:
     assert not offline._engine.has_work
 
 
-def test_importing_the_room_loads_neither_torch_nor_the_engine() -> None:
+def test_importing_the_package_loads_neither_torch_nor_the_engine() -> None:
     code = (
         "import sys, engine; assert 'LLM' in dir(engine)\n"
         "from engine import SamplingParams, RequestOutput\n"
@@ -190,7 +190,7 @@ def test_importing_the_room_loads_neither_torch_nor_the_engine() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_room_has_the_names_that_it_promises_and_no_others() -> None:
+def test_the_package_exports_exactly_its_public_names() -> None:
     for name in room.__all__:
         assert getattr(room, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'LM'"):

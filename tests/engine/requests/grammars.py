@@ -1,4 +1,4 @@
-"""Grammars and a compiler that do what a test says."""
+"""Scripted grammars and a scripted compiler."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ class Countdown:
             raise ValueError("no such word")
 
     def fill_bitmask(self, row: object) -> None:
-        """Nothing is masked here."""
+        """Masks nothing."""
 
     @property
     def is_complete(self) -> bool:
@@ -30,7 +30,7 @@ class Countdown:
 
 
 class ScriptedCompiler:
-    """Compiles when a test says so."""
+    """Finishes compilations when a test calls `finish`."""
 
     def __init__(self) -> None:
         self.submitted: dict[str, StructuredOutputs] = {}
@@ -56,6 +56,6 @@ class ScriptedCompiler:
         self.on_wait()
 
     def finish(self, compiled: MAKE | str) -> None:
-        """All that was submitted comes to `compiled`."""
+        """Finish everything submitted with `compiled`."""
         self.ready += [(key, compiled) for key in self.submitted]
         self.submitted.clear()

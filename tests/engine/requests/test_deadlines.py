@@ -1,4 +1,4 @@
-"""Limits of time: each ends what is late with what it has, and costs those that wait nothing."""
+"""Deadlines finish overdue requests, and cost the others nothing."""
 
 from dataclasses import dataclass, field
 
@@ -14,18 +14,18 @@ from tests.engine.fakes import Clock, ScriptedRunner, add, build_engine, run
 
 
 @dataclass(eq=False)
-class Asked:
-    """A request that counts how often it is asked."""
+class Examined:
+    """A request that counts how often it is examined."""
 
     met: set[Limit] = field(default_factory=set)
-    num_asked: int = 0
+    num_examined: int = 0
 
     def is_subject_to(self, limit: Limit) -> bool:
-        self.num_asked += 1
+        self.num_examined += 1
         return limit not in self.met
 
 
-def late(step: StepOutput) -> list[tuple[str, int, str | None]]:
+def timeouts(step: StepOutput) -> list[tuple[str, int, str | None]]:
     return [
         (one.request_id, one.index, one.error)
         for one in step.outputs
@@ -38,7 +38,7 @@ def step_at(engine: Engine, clock: Clock, now: float) -> StepOutput:
     return engine.step()
 
 
-def test_one_that_is_not_started_in_time_ends_and_the_running_one_goes_on() -> None:
+def test_a_request_not_started_in_time_times_out_and_the_running_one_continues() -> None:
     clock = Clock()
     engine, runner = build_engine(clock=clock, max_num_seqs=1)
     limits = Deadlines(queue_timeout_seconds=5)
@@ -46,28 +46,28 @@ def test_one_that_is_not_started_in_time_ends_and_the_running_one_goes_on() -> N
     add(engine, "waits", 3, deadlines=limits)
     engine.step()
 
-    assert late(step_at(engine, clock, 4.9)) == []
+    assert timeouts(step_at(engine, clock, 4.9)) == []
     step = step_at(engine, clock, 5.0)
 
-    assert late(step) == [("waits", 0, "not started within queue_timeout_seconds (5 s)")]
+    assert timeouts(step) == [("waits", 0, "not started within queue_timeout_seconds (5 s)")]
     assert step.report.num_waiting == 0
     assert run(engine)["runs"][2] == "length"
     assert all(who == "runs" for computed in runner.steps for who, _, _ in computed)
 
 
-def test_a_prompt_that_takes_too_long_has_no_first_token_in_time() -> None:
+def test_a_long_prefill_misses_the_first_token_deadline() -> None:
     clock = Clock()
     engine, _ = build_engine(clock=clock, max_num_batched_tokens=4)
     add(engine, "a", 40, max_tokens=3, deadlines=Deadlines(queue_timeout_seconds=1, ttft_timeout_seconds=2.5))
     engine.step()
 
-    assert late(step_at(engine, clock, 2.0)) == []
-    assert late(step_at(engine, clock, 2.5)) == [("a", 0, "no token within ttft_timeout_seconds (2.5 s)")]
+    assert timeouts(step_at(engine, clock, 2.0)) == []
+    assert timeouts(step_at(engine, clock, 2.5)) == [("a", 0, "no token within ttft_timeout_seconds (2.5 s)")]
     assert not engine.has_work
     assert engine.scheduler.block_manager.num_free_blocks == 16
 
 
-def test_what_was_generated_is_told_with_the_text_that_was_held() -> None:
+def test_a_timeout_keeps_the_generated_text_and_releases_held_text() -> None:
     clock = Clock()
     engine, _ = build_engine(clock=clock)
     limits = Deadlines(ttft_timeout_seconds=1, timeout_seconds=3)
@@ -85,27 +85,27 @@ def test_what_was_generated_is_told_with_the_text_that_was_held() -> None:
     )
 
 
-def test_one_that_was_late_when_it_came_ends_at_the_next_step_and_computes_nothing() -> None:
+def test_a_request_overdue_on_arrival_times_out_without_being_computed() -> None:
     engine, runner = build_engine()
     add(engine, "a", 3, deadlines=Deadlines(queue_timeout_seconds=5), waited_seconds=5)
     add(engine, "b", 3, deadlines=Deadlines(timeout_seconds=0))
 
     assert engine.has_work
-    assert [who for who, _, _ in late(engine.step())] == ["a", "b"]
+    assert [who for who, _, _ in timeouts(engine.step())] == ["a", "b"]
     assert runner.steps == []
 
 
-def test_limits_count_from_acceptance() -> None:
+def test_deadlines_count_from_acceptance() -> None:
     clock = Clock()
     engine, _ = build_engine(clock=clock)
     add(engine, "a", 3, deadlines=Deadlines(timeout_seconds=60), waited_seconds=50)
     engine.step()
 
-    assert late(step_at(engine, clock, 9.0)) == []
-    assert late(step_at(engine, clock, 10.0)) == [("a", 0, "not done within timeout_seconds (60 s)")]
+    assert timeouts(step_at(engine, clock, 9.0)) == []
+    assert timeouts(step_at(engine, clock, 10.0)) == [("a", 0, "not done within timeout_seconds (60 s)")]
 
 
-def test_a_late_request_ends_in_each_of_its_outputs_and_is_counted_once() -> None:
+def test_a_timeout_finishes_each_unfinished_output_and_counts_once() -> None:
     clock = Clock()
     engine, _ = build_engine(ScriptedRunner({"a/0": [999]}), clock, max_num_seqs=2)
     add(engine, "a", 3, n=4, deadlines=Deadlines(timeout_seconds=2))
@@ -114,21 +114,21 @@ def test_a_late_request_ends_in_each_of_its_outputs_and_is_counted_once() -> Non
 
     step = step_at(engine, clock, 2.0)
 
-    assert [index for _, index, _ in late(step)] == [1, 2, 3]
+    assert [index for _, index, _ in timeouts(step)] == [1, 2, 3]
     assert [one.reason for one in step.report.finished] == ["timeout"]
 
 
-def test_a_resumed_request_has_started_and_had_its_first_token() -> None:
+def test_a_resumed_request_has_met_its_queue_and_first_token_deadlines() -> None:
     clock = Clock()
     engine, _ = build_engine(clock=clock, max_num_seqs=1)
     limits = Deadlines(queue_timeout_seconds=5, ttft_timeout_seconds=5, timeout_seconds=100)
     add(engine, "a", 3, deadlines=limits, resumed=(ResumedOutput(0, (100,)),), waited_seconds=50)
 
-    assert late(engine.step()) == []
-    assert late(step_at(engine, clock, 50.0)) == [("a", 0, "not done within timeout_seconds (100 s)")]
+    assert timeouts(engine.step()) == []
+    assert timeouts(step_at(engine, clock, 50.0)) == [("a", 0, "not done within timeout_seconds (100 s)")]
 
 
-def test_a_preempted_request_has_started() -> None:
+def test_a_preempted_request_has_met_its_queue_deadline() -> None:
     clock = Clock()
     engine, _ = build_engine(clock=clock, num_kv_blocks=3, prefix_caching=False)
     add(engine, "old", 4, max_tokens=5)
@@ -141,7 +141,7 @@ def test_a_preempted_request_has_started() -> None:
     assert run(engine)["young"][2] == "length"
 
 
-def test_of_several_limits_that_are_over_the_first_is_named() -> None:
+def test_of_several_missed_deadlines_the_earliest_is_reported() -> None:
     clock = Clock()
     engine, _ = build_engine(clock=clock)
     add(
@@ -151,25 +151,25 @@ def test_of_several_limits_that_are_over_the_first_is_named() -> None:
         deadlines=Deadlines(queue_timeout_seconds=3, ttft_timeout_seconds=2, timeout_seconds=1),
     )
 
-    assert late(step_at(engine, clock, 9.0)) == [("a", 0, "not done within timeout_seconds (1 s)")]
+    assert timeouts(step_at(engine, clock, 9.0)) == [("a", 0, "not done within timeout_seconds (1 s)")]
 
 
-def test_a_step_looks_at_nobody_whose_time_has_not_come() -> None:
-    heap = DeadlineHeap[Asked]()
-    requests = [Asked() for _ in range(100_000)]
+def test_only_expired_deadlines_are_examined() -> None:
+    heap = DeadlineHeap[Examined]()
+    requests = [Examined() for _ in range(100_000)]
     for request in requests:
         heap.add(request, 0.0, Deadlines(queue_timeout_seconds=10))
-    before = sum(request.num_asked for request in requests)
+    before = sum(request.num_examined for request in requests)
 
     assert heap.pop_expired(9.0) == []
-    assert sum(request.num_asked for request in requests) == before
-    assert before < 4 * len(requests), "and few are looked at while they come"
+    assert sum(request.num_examined for request in requests) == before
+    assert before < 4 * len(requests), "few are examined while requests are added"
 
 
-def test_requests_that_ended_do_not_stay_in_memory() -> None:
-    heap = DeadlineHeap[Asked]()
+def test_finished_requests_leave_the_heap() -> None:
+    heap = DeadlineHeap[Examined]()
     for _ in range(5_000):
-        request = Asked()
+        request = Examined()
         heap.add(request, 0.0, Deadlines(timeout_seconds=86400))
         request.met.add(Limit.TOTAL)
 
@@ -180,20 +180,20 @@ def test_requests_that_ended_do_not_stay_in_memory() -> None:
     st.lists(st.tuples(*[st.one_of(st.none(), st.integers(0, 6))] * 3, st.sets(st.sampled_from(Limit)))),
     st.lists(st.integers(0, 6)),
 )
-def test_who_is_late_is_who_awaits_a_moment_that_is_over(
-    asked: list[tuple[int | None, int | None, int | None, set[Limit]]], moments: list[int]
+def test_expired_requests_are_those_with_an_unmet_past_deadline(
+    requests_drawn: list[tuple[int | None, int | None, int | None, set[Limit]]], moments: list[int]
 ) -> None:
-    heap = DeadlineHeap[Asked]()
-    requests: list[tuple[Asked, dict[Limit, int | None]]] = []
-    for queue, ttft, total, met in asked:
-        request = Asked()
+    heap = DeadlineHeap[Examined]()
+    requests: list[tuple[Examined, dict[Limit, int | None]]] = []
+    for queue, ttft, total, met in requests_drawn:
+        request = Examined()
         limits = Deadlines(queue_timeout_seconds=queue, ttft_timeout_seconds=ttft, timeout_seconds=total)
         heap.add(request, 0.0, limits)
         request.met = met
         requests.append((request, {Limit.QUEUE: queue, Limit.TTFT: ttft, Limit.TOTAL: total}))
 
     for now in sorted(moments):
-        told = [request for request, _ in heap.pop_expired(now)]
+        expired = [request for request, _ in heap.pop_expired(now)]
         expected = [
             request
             for request, limits in requests
@@ -201,13 +201,13 @@ def test_who_is_late_is_who_awaits_a_moment_that_is_over(
                 when is not None and when <= now and one not in request.met for one, when in limits.items()
             )
         ]
-        assert sorted(map(id, told)) == sorted(map(id, expected))
-        for request in told:
+        assert sorted(map(id, expired)) == sorted(map(id, expected))
+        for request in expired:
             request.met = set(Limit)
 
 
 @pytest.mark.parametrize("name", ["queue_timeout_seconds", "ttft_timeout_seconds", "timeout_seconds"])
-def test_no_limit_is_no_limit(name: str) -> None:
+def test_an_unset_limit_never_expires(name: str) -> None:
     clock = Clock()
     engine, _ = build_engine(clock=clock)
     add(engine, "a", 3, max_tokens=2, deadlines=Deadlines(**{name: None}))

@@ -1,4 +1,4 @@
-"""The compiler of grammars: nobody waits for another's bad grammar, and nothing grows without bound."""
+"""The grammar compiler: bad grammars delay no other request, and nothing grows without bound."""
 
 import threading
 from collections.abc import Callable
@@ -15,7 +15,7 @@ PATIENCE = 20.0
 
 
 class GatedBackend:
-    """Gives each regex back; those that start with "hang" wait for a gate."""
+    """Returns each regex; those that start with "hang" wait for a gate."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -54,8 +54,8 @@ def take(compiler: GrammarCompiler, count: int) -> dict[str, str | GrammarFactor
     while len(ready) < count:
         compiler.wait(PATIENCE)
         new = compiler.pop_ready()
-        assert new, "nothing came in time"
-        assert not set(dict(new)) & set(ready), "two answers"
+        assert new, "no result in time"
+        assert not set(dict(new)) & set(ready), "a key was returned twice"
         ready.update(new)
     return ready
 
@@ -69,7 +69,7 @@ def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it did not come about")
 
 
-def test_every_key_comes_out_once() -> None:
+def test_every_key_is_returned_once() -> None:
     compiler = GrammarCompiler(GatedBackend())
     for index in range(20):
         compiler.submit(f"r{index}", regex(f"a{index}"))
@@ -102,7 +102,7 @@ def test_the_same_grammar_is_compiled_once() -> None:
     assert backend.compiled == ["hang"]
 
 
-def test_errors_are_kept_too() -> None:
+def test_errors_are_cached() -> None:
     backend = GatedBackend()
     compiler = GrammarCompiler(backend)
     compiler.submit("a", regex("bad"))
@@ -112,7 +112,7 @@ def test_errors_are_kept_too() -> None:
     assert backend.compiled == ["bad"]
 
 
-def test_the_least_recently_used_is_dropped() -> None:
+def test_the_least_recently_used_result_is_evicted() -> None:
     backend = GatedBackend()
     compiler = GrammarCompiler(backend, max_cached=2, num_threads=1)
     for name in ("a", "b", "a", "c", "a", "b"):
@@ -121,7 +121,7 @@ def test_the_least_recently_used_is_dropped() -> None:
     assert backend.compiled == ["a", "b", "c", "b"]
 
 
-def test_a_grammar_that_is_never_done_holds_up_nobody() -> None:
+def test_a_compilation_that_never_returns_blocks_no_other() -> None:
     backend, clock = GatedBackend(), Clock()
     compiler = GrammarCompiler(backend, num_threads=1, max_threads=2, timeout_seconds=10.0, clock=clock)
     compiler.submit("slow", regex("hang"))
@@ -137,12 +137,12 @@ def test_a_grammar_that_is_never_done_holds_up_nobody() -> None:
     assert callable(ready["next"])
     backend.gate.set()
     until(lambda: compiler.num_threads == 0)
-    # It came late, and whoever asks again has it at once.
+    # The late result is cached for later requests.
     compiler.submit("again", regex("hang"))
     assert callable(dict(compiler.pop_ready())["again"])
 
 
-def test_threads_are_bounded_and_those_behind_are_told() -> None:
+def test_threads_are_bounded_and_queued_requests_fail_as_busy() -> None:
     backend, clock = GatedBackend(), Clock()
     compiler = GrammarCompiler(backend, num_threads=2, max_threads=3, timeout_seconds=10.0, clock=clock)
     for index in range(5):
@@ -161,7 +161,7 @@ def test_threads_are_bounded_and_those_behind_are_told() -> None:
     until(lambda: "later" in backend.compiled)
 
 
-def test_a_thread_that_comes_back_makes_room() -> None:
+def test_an_abandoned_thread_that_returns_frees_its_place() -> None:
     backend, clock = GatedBackend(), Clock()
     compiler = GrammarCompiler(backend, num_threads=1, max_threads=1, timeout_seconds=10.0, clock=clock)
     compiler.submit("slow", regex("hang"))
@@ -175,7 +175,7 @@ def test_a_thread_that_comes_back_makes_room() -> None:
 
 
 @pytest.mark.parametrize("is_running", [True, False])
-def test_what_is_forgotten_does_not_come_out(is_running: bool) -> None:
+def test_a_cancelled_key_is_not_returned(is_running: bool) -> None:
     backend = GatedBackend()
     compiler = GrammarCompiler(backend, num_threads=1)
     compiler.submit("first", regex("hang"))
@@ -189,7 +189,7 @@ def test_what_is_forgotten_does_not_come_out(is_running: bool) -> None:
     assert backend.compiled == (["hang", "second"] if is_running else ["hang"])
 
 
-def test_what_is_ready_can_be_forgotten() -> None:
+def test_a_ready_result_can_be_cancelled() -> None:
     compiler = GrammarCompiler(GatedBackend())
     compiler.submit("a", regex("a"))
     compiler.wait(PATIENCE)
@@ -197,7 +197,7 @@ def test_what_is_ready_can_be_forgotten() -> None:
     assert compiler.pop_ready() == []
 
 
-def test_waiting_for_nothing_returns() -> None:
+def test_waiting_without_work_returns_at_once() -> None:
     compiler = GrammarCompiler(GatedBackend())
     compiler.wait(PATIENCE * 100)
     compiler.submit("a", regex("a"))
@@ -205,7 +205,7 @@ def test_waiting_for_nothing_returns() -> None:
     compiler.wait(PATIENCE * 100)
 
 
-def test_waiting_ends_with_its_time() -> None:
+def test_waiting_returns_after_its_timeout() -> None:
     backend = GatedBackend()
     compiler = GrammarCompiler(backend)
     compiler.submit("a", regex("hang"))
@@ -215,7 +215,7 @@ def test_waiting_ends_with_its_time() -> None:
     take(compiler, 1)
 
 
-def test_waiting_ends_when_a_grammar_is_over_its_time() -> None:
+def test_waiting_returns_when_a_compilation_times_out() -> None:
     backend = GatedBackend()
     compiler = GrammarCompiler(backend, timeout_seconds=0.05)
     compiler.submit("a", regex("hang"))
@@ -246,7 +246,7 @@ def test_a_model_without_grammars_refuses_at_once() -> None:
     assert compiler.num_threads == 0
 
 
-def test_what_failed_for_want_of_a_process_is_tried_again() -> None:
+def test_failures_for_lack_of_resources_are_not_cached() -> None:
     compiler = GrammarCompiler(GatedBackend())
     compiler.submit("first", regex("busy"))
     assert "try again later" in str(take(compiler, 1)["first"])

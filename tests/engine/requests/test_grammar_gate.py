@@ -1,4 +1,4 @@
-"""Requests that wait for a grammar: alone in their waiting, alone in their failing."""
+"""Requests that wait for a grammar delay and fail no other request."""
 
 import pytest
 
@@ -14,13 +14,13 @@ from tests.engine.requests.grammars import Countdown, ScriptedCompiler
 ONE_WORD = StructuredOutputs(regex="word")
 
 
-def build(runner: ScriptedRunner | None = None, **given: object) -> tuple[Engine, ScriptedCompiler]:
+def build(runner: ScriptedRunner | None = None, **limits: object) -> tuple[Engine, ScriptedCompiler]:
     compiler = ScriptedCompiler()
-    engine, _ = build_engine(runner, grammar_compiler=compiler, **given)  # type: ignore[arg-type]
+    engine, _ = build_engine(runner, grammar_compiler=compiler, **limits)  # type: ignore[arg-type]
     return engine, compiler
 
 
-def test_a_request_waits_outside_the_line_while_others_run() -> None:
+def test_a_request_is_held_outside_the_queue_while_others_run() -> None:
     engine, compiler = build()
     add(engine, "a", 3, max_tokens=9, structured_outputs=ONE_WORD)
     add(engine, "b", 3, max_tokens=4)
@@ -33,13 +33,13 @@ def test_a_request_waits_outside_the_line_while_others_run() -> None:
     assert dict(engine.step().report.waiting_reasons) == {"grammar": 1}
     compiler.finish(lambda: Countdown(3))
 
-    assert compiler.num_waits == 0, "there was something else to do"
+    assert compiler.num_waits == 0, "the engine had other work"
     result = run(engine)
     assert result["a"] == ([100, 101, 102], words([100, 101, 102]), "stop")
     assert result["b"][2] == "length"
 
 
-def test_a_step_with_nothing_else_to_do_waits_instead_of_spinning() -> None:
+def test_a_step_without_other_work_waits_instead_of_spinning() -> None:
     engine, compiler = build()
     add(engine, "a", 3, n=2, max_tokens=9, structured_outputs=ONE_WORD)
     compiler.on_wait = lambda: compiler.finish(lambda: Countdown(1)) if compiler.num_waits == 3 else None
@@ -49,10 +49,10 @@ def test_a_step_with_nothing_else_to_do_waits_instead_of_spinning() -> None:
 
     assert compiler.num_waits == 3
     run(engine)
-    assert compiler.num_waits == 3, "nobody waits for a grammar any more"
+    assert compiler.num_waits == 3, "no request waits for a grammar any more"
 
 
-def test_a_bad_grammar_ends_its_request_alone_and_is_named() -> None:
+def test_a_bad_grammar_fails_only_its_request_with_its_error() -> None:
     engine, compiler = build()
     add(engine, "a", 3, n=2, structured_outputs=ONE_WORD)
     add(engine, "b", 3, max_tokens=2)
@@ -76,7 +76,7 @@ def test_an_engine_without_a_compiler_refuses_structured_outputs() -> None:
     assert not engine.has_work
 
 
-def test_a_request_whose_grammar_cannot_even_be_asked_for_is_not_taken() -> None:
+def test_a_request_whose_grammar_cannot_be_submitted_is_refused() -> None:
     engine, compiler = build()
 
     def refuse(key: str, structured_outputs: StructuredOutputs) -> None:
@@ -91,7 +91,7 @@ def test_a_request_whose_grammar_cannot_even_be_asked_for_is_not_taken() -> None
     assert run(engine)["a"][2] == "length"
 
 
-def test_each_output_has_a_grammar_of_its_own() -> None:
+def test_each_output_has_its_own_grammar() -> None:
     runner = ScriptedRunner({"a/0": [1, 2, 3], "a/1": [4, 5, 6]})
     engine, compiler = build(runner)
     add(engine, "a", 3, n=2, max_tokens=9, structured_outputs=ONE_WORD)
@@ -107,7 +107,7 @@ def test_each_output_has_a_grammar_of_its_own() -> None:
     assert [one.shown for one in made] == [[1, 2], [4, 5]]
 
 
-def test_a_token_that_the_grammar_forbids_fails_its_output_alone() -> None:
+def test_a_token_that_the_grammar_forbids_fails_only_its_output() -> None:
     engine, compiler = build(ScriptedRunner({"a/0": [1, 666], "a/1": [1, 2]}))
     add(engine, "a", 3, n=2, max_tokens=9, structured_outputs=ONE_WORD)
     compiler.finish(lambda: Countdown(2))
@@ -115,7 +115,7 @@ def test_a_token_that_the_grammar_forbids_fails_its_output_alone() -> None:
     assert run(engine) == {"a": ([1], "<1>", "error"), "a/1": ([1, 2], words([1, 2]), "stop")}
 
 
-def test_a_complete_text_at_max_tokens_stopped_and_was_not_cut() -> None:
+def test_a_complete_text_at_max_tokens_has_the_finish_reason_stop() -> None:
     engine, compiler = build()
     add(engine, "a", 3, max_tokens=2, structured_outputs=ONE_WORD)
     compiler.finish(lambda: Countdown(2))
@@ -134,7 +134,7 @@ def test_a_grammar_does_not_end_an_output_before_min_tokens() -> None:
 @pytest.mark.parametrize(
     ("tokens", "max_tokens", "end"), [((100, 101), 9, "stop"), ((100, 101), 2, "stop"), ((100,), 1, "length")]
 )
-def test_a_resumed_output_that_was_at_its_end_only_ends(
+def test_a_resumed_output_that_was_complete_only_finishes(
     tokens: tuple[int, ...], max_tokens: int, end: str
 ) -> None:
     engine, compiler = build()
@@ -145,7 +145,7 @@ def test_a_resumed_output_that_was_at_its_end_only_ends(
     assert run(engine) == {"a": ([], "", end)}
 
 
-def test_a_resumed_output_goes_on_where_its_grammar_stood() -> None:
+def test_a_resumed_output_continues_at_its_position_in_the_grammar() -> None:
     engine, compiler = build()
     resumed = (ResumedOutput(0, (100, 101)), ResumedOutput(1, (100, 101, 102)))
     add(engine, "a", 3, n=3, max_tokens=9, structured_outputs=ONE_WORD, resumed=resumed)
@@ -158,7 +158,7 @@ def test_a_resumed_output_goes_on_where_its_grammar_stood() -> None:
     }
 
 
-def test_resumed_tokens_that_do_not_match_fail_their_output_alone() -> None:
+def test_resumed_tokens_that_do_not_match_fail_only_their_output() -> None:
     engine, compiler = build()
     resumed = (ResumedOutput(0, (666,)),)
     add(engine, "a", 3, n=2, max_tokens=9, structured_outputs=ONE_WORD, resumed=resumed)
@@ -173,7 +173,7 @@ def test_resumed_tokens_that_do_not_match_fail_their_output_alone() -> None:
     assert outputs[0].error == "structured_outputs: ValueError: no such word"
 
 
-def test_one_that_ends_while_it_waits_is_forgotten_and_its_id_is_free() -> None:
+def test_a_request_that_finishes_while_compiling_is_cancelled_and_frees_its_id() -> None:
     engine, compiler = build()
     add(engine, "a", 3, structured_outputs=ONE_WORD)
     engine.cancel("a")
@@ -188,7 +188,7 @@ def test_one_that_ends_while_it_waits_is_forgotten_and_its_id_is_free() -> None:
     assert not engine.is_compiling
 
 
-def test_a_limit_of_time_is_told_though_nothing_can_run() -> None:
+def test_a_deadline_expires_while_nothing_can_run() -> None:
     clock = Clock()
     engine, compiler = build(clock=clock)
     add(engine, "a", 3, structured_outputs=ONE_WORD, deadlines=Deadlines(queue_timeout_seconds=5))

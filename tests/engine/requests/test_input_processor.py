@@ -1,4 +1,4 @@
-"""Texts of parameters as token ids, and ids that the model does not have."""
+"""Texts in parameters become token ids; ids outside the vocabulary are refused."""
 
 import pytest
 
@@ -19,19 +19,19 @@ def bad(*words: str) -> tuple[tuple[int, ...], ...]:
     return RESOLVER.resolve(SamplingParams(bad_words=words)).constraints.bad_token_ids
 
 
-def test_what_ends_an_output() -> None:
+def test_end_tokens_of_a_request() -> None:
     assert ends() == {EOS}
     assert ends(ignore_eos=True) == set()
     assert ends(stop_token_ids=(5,), stop=("<eos2>", "<6>", "text")) == {EOS, 5, 998}
     assert ends(stop_token_ids=(EOS,), ignore_eos=True) == {EOS}
 
 
-def test_bad_words_are_spelled_with_and_without_a_space_before() -> None:
+def test_bad_words_are_encoded_with_and_without_a_leading_space() -> None:
     assert bad("<7>") == ((7,), (507,))
     assert bad("<7><8>", " <7>") == ((7, 8), (507, 8), (7,), (507,))
 
 
-def test_a_word_that_only_stands_after_a_space_has_one_spelling() -> None:
+def test_a_word_with_tokens_only_after_a_space_has_one_variant() -> None:
     resolver = InputProcessor(PieceTokenizer("a", " word"), frozenset(), 10)
 
     assert resolver.resolve(SamplingParams(bad_words=("word",))).constraints.bad_token_ids == ((1,),)
@@ -42,7 +42,7 @@ def test_a_bad_word_without_tokens_is_refused() -> None:
         bad("no tokens")
 
 
-def test_a_bad_word_that_is_no_text_is_refused_by_the_field_s_name() -> None:
+def test_an_invalid_bad_word_is_refused_under_its_field() -> None:
     class Strict(WordTokenizer):
         def encode_text(self, text: str) -> list[int]:
             raise InvalidParameter("text", "is no valid Unicode text")
@@ -68,7 +68,7 @@ def test_a_bad_word_that_is_no_text_is_refused_by_the_field_s_name() -> None:
         ([1], {"allowed_token_ids": (5, 1000)}, "allowed_token_ids"),
     ],
 )
-def test_a_request_that_names_an_unknown_token_is_refused_and_leaves_nothing(
+def test_an_unknown_token_id_is_refused_and_leaves_no_state(
     prompt: list[int], params: dict[str, object], field: str
 ) -> None:
     """vllm#9634, vllm#54195: ids outside the vocabulary crashed the forward pass or wrote elsewhere."""
@@ -82,8 +82,8 @@ def test_a_request_that_names_an_unknown_token_is_refused_and_leaves_nothing(
     assert not engine.cancel("a")
 
 
-def test_parameters_are_checked_once_however_many_outputs_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each output has a seed of its own; 128 outputs with 262,144 allowed ids would cost seconds."""
+def test_parameters_are_checked_once_for_all_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each output has its own parameters: checking 262,144 allowed ids for 128 outputs would take seconds."""
     params = SamplingParams(n=128, allowed_token_ids=(1, 2), prompt_logprobs=1)
     monkeypatch.setattr(SamplingParams, "__post_init__", lambda _: pytest.fail("checked again"))
     varied = [params_of_output(params, index) for index in range(params.n)]

@@ -1,4 +1,4 @@
-"""One request of n outputs: each ends once, all share one prompt, and one's fate is not the others'."""
+"""Requests with n outputs: all share one prompt, each finishes once, and a fault fails one."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ from tests.engine.fakes import EOS, ScriptedRunner, add, build_engine, run, word
 
 
 class SeededRunner(ScriptedRunner):
-    """Draws by seed and place, as a sampler does."""
+    """Samples by seed and position."""
 
     def _draw(self, sequence: Sequence) -> SampledToken:
         return SampledToken(hash((sequence.params.seed, sequence.num_output_tokens)) % 500)
@@ -43,8 +43,8 @@ def run_all(engine: Engine) -> list[SequenceOutput]:
     return outputs
 
 
-def test_n_outputs_are_n_different_texts_of_which_each_ends_once() -> None:
-    """vllm#10852, vllm#52398: n samples came out equal, or fewer than n came."""
+def test_n_outputs_have_different_texts_and_finish_once_each() -> None:
+    """vllm#10852, vllm#52398: n outputs were equal, or fewer than n were returned."""
     results = []
     for _ in range(2):
         engine, _ = build_engine(SeededRunner())
@@ -58,11 +58,11 @@ def test_n_outputs_are_n_different_texts_of_which_each_ends_once() -> None:
     assert set(results[0]) == {"a", "a/1", "a/2", "a/3"}
     assert len({tuple(tokens) for tokens, _, _ in results[0].values()}) == 4
     assert all(end == "length" for _, _, end in results[0].values())
-    assert results[0]["a"] == alone["a"], "the first output is that of the request with n of 1"
+    assert results[0]["a"] == alone["a"], "the first output is that of the request with n=1"
 
 
 @pytest.mark.parametrize("seed", [0, 3, -1, 2**64 - 1])
-def test_no_two_outputs_of_one_request_or_of_neighbouring_seeds_share_a_seed(seed: int) -> None:
+def test_seeds_differ_between_outputs_and_neighbouring_requests(seed: int) -> None:
     engine, runner = build_engine(max_num_seqs=64, num_kv_blocks=300)
     add(engine, "a", 5, n=32, seed=seed, max_tokens=1)
     other = seed - 1 if seed > 0 else seed + 1
@@ -76,7 +76,7 @@ def test_no_two_outputs_of_one_request_or_of_neighbouring_seeds_share_a_seed(see
     assert all(-(2**63) <= one < 2**64 for one in seeds)
 
 
-def test_siblings_wait_for_the_prompt_and_compute_only_its_tail() -> None:
+def test_followers_wait_for_the_prompt_and_compute_only_its_tail() -> None:
     engine, runner = build_engine(max_num_batched_tokens=4)
     add(engine, "a", 9, n=3, max_tokens=2)
 
@@ -90,14 +90,14 @@ def test_siblings_wait_for_the_prompt_and_compute_only_its_tail() -> None:
         assert engine.num_waiting == 2
     result = run(engine)
 
-    assert computed(runner, "a")[:3] == [(0, 4), (4, 4), (8, 1)], "no sibling before the prompt is computed"
+    assert computed(runner, "a")[:3] == [(0, 4), (4, 4), (8, 1)], "no follower before the prompt is computed"
     assert Counter(computed(runner, "a")[3:]) == Counter({(8, 1): 2, (9, 1): 3}), "found in the cache"
     assert {name: tokens for name, (tokens, _, _) in result.items()} == {
         name: [100, 101] for name in ("a", "a/1", "a/2")
     }
 
 
-def test_the_prompt_is_shared_within_a_request_also_without_prefix_caching() -> None:
+def test_the_prompt_is_shared_within_a_request_without_prefix_caching() -> None:
     engine, runner = build_engine(prefix_caching=False)
     engine.add(EngineRequest("a", list(range(1, 10)), SamplingParams(max_tokens=2, n=3), arrival_time=0.0))
     run(engine)
@@ -106,10 +106,10 @@ def test_the_prompt_is_shared_within_a_request_also_without_prefix_caching() -> 
 
     for request_id, n in (("a", 3), ("b", 2)):
         counts = Counter(computed(runner, request_id))
-        assert counts == {(0, 9): 1, (8, 1): n - 1, (9, 1): n}, "and between requests it is not"
+        assert counts == {(0, 9): 1, (8, 1): n - 1, (9, 1): n}, "the prompt is not shared between requests"
 
 
-def test_a_first_output_that_ends_at_its_first_token_lets_the_others_go() -> None:
+def test_a_leader_that_finishes_at_its_first_token_releases_the_others() -> None:
     engine, runner = build_engine(ScriptedRunner({"a/0": [EOS]}))
     add(engine, "a", 9, n=3, max_tokens=2)
 
@@ -119,7 +119,7 @@ def test_a_first_output_that_ends_at_its_first_token_lets_the_others_go() -> Non
     assert computed(runner, "a")[:3] == [(0, 9), (8, 1), (8, 1)]
 
 
-def test_when_the_first_fails_before_its_prompt_is_computed_the_next_takes_its_place() -> None:
+def test_a_leader_that_fails_during_prefill_is_replaced() -> None:
     engine, runner = build_engine(max_num_batched_tokens=4)
     add(engine, "a", 9, n=3, max_tokens=2)
     fail_in_forward_pass(runner, "a", 0)
@@ -133,8 +133,8 @@ def test_when_the_first_fails_before_its_prompt_is_computed_the_next_takes_its_p
     assert computed(runner, "a")[:3] == [(0, 4), (4, 4), (8, 1)], "the third waits for the second"
 
 
-def test_what_a_failed_first_output_computed_is_not_shared() -> None:
-    """Its prompt was computed, but what failed is not trusted: the next computes it again, alone."""
+def test_blocks_of_a_failed_leader_are_not_shared() -> None:
+    """Its prompt was computed but may be invalid: the next leader computes it again."""
     engine, runner = build_engine()
 
     def fault(sequence: Sequence) -> None:
@@ -148,10 +148,10 @@ def test_what_a_failed_first_output_computed_is_not_shared() -> None:
 
     assert [end for _, _, end in result.values()] == ["error", "length", "length"]
     assert runner.steps[:2] == [[("a", 0, 9)], [("a", 0, 9)]]
-    assert ("a", 8, 1) in runner.steps[2], "the third finds what the second computed"
+    assert ("a", 8, 1) in runner.steps[2], "the third output finds the blocks of the second"
 
 
-def test_one_output_s_fault_is_its_own() -> None:
+def test_a_fault_of_one_output_fails_only_that_output() -> None:
     engine, runner = build_engine()
 
     def fault(sequence: Sequence) -> None:
@@ -167,7 +167,7 @@ def test_one_output_s_fault_is_its_own() -> None:
     assert result["a"] == result["a/2"] == ([100, 101, 102], words([100, 101, 102]), "length")
 
 
-def test_a_cancel_ends_each_output_that_has_not_ended_and_no_other() -> None:
+def test_a_cancel_finishes_only_unfinished_outputs() -> None:
     engine, _ = build_engine(ScriptedRunner({"a/1": [100, EOS]}), max_num_seqs=2)
     add(engine, "a", 5, n=4, max_tokens=9)
     while not any(output.finish_reason for output in engine.step().outputs):
@@ -186,7 +186,7 @@ def test_a_cancel_ends_each_output_that_has_not_ended_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
-def test_a_discarded_request_leaves_nothing_of_any_output(steps: int) -> None:
+def test_a_discarded_request_leaves_no_state(steps: int) -> None:
     engine, _ = build_engine(max_num_batched_tokens=6)
     add(engine, "a", 9, n=3, max_tokens=9)
     add(engine, "b", 3, n=2, max_tokens=4)
@@ -197,15 +197,15 @@ def test_a_discarded_request_leaves_nothing_of_any_output(steps: int) -> None:
     assert engine.discard("a")
     assert not engine.discard("a")
 
-    told = run_all(engine)
-    assert {output.request_id for output in told} == {"b"}
+    reported = run_all(engine)
+    assert {output.request_id for output in reported} == {"b"}
     assert engine.scheduler.block_manager.num_free_blocks == 16
     assert engine.num_tracked == 0
     add(engine, "a", 3, n=2, max_tokens=1)
     assert set(run(engine)) == {"a", "a/1"}, "its id is free again"
 
 
-def test_each_output_resumes_where_it_was() -> None:
+def test_each_output_resumes_at_its_position() -> None:
     engine, runner = build_engine()
     resumed = (
         ResumedOutput(0, (100, EOS), FinishReason.STOP),
@@ -214,15 +214,15 @@ def test_each_output_resumes_where_it_was() -> None:
     )
     add(engine, "a", 5, n=4, max_tokens=3, resumed=resumed)
 
-    told = run_all(engine)
+    reported = run_all(engine)
 
-    tokens = {index: [one.token_id for one in told if one.index == index] for index in range(4)}
+    tokens = {index: [one.token_id for one in reported if one.index == index] for index in range(4)}
     assert tokens == {0: [], 1: [102], 2: [100, 101, 102], 3: [None]}
-    assert sorted(one.index for one in told if one.finish_reason) == [1, 2, 3]
+    assert sorted(one.index for one in reported if one.finish_reason) == [1, 2, 3]
     assert computed(runner, "a")[0] == (0, 7), "the second computes the prompt for all"
 
 
-def test_a_resumed_request_counts_the_tokens_of_its_earlier_engine_once() -> None:
+def test_a_resumed_request_counts_earlier_tokens_once() -> None:
     engine, _ = build_engine()
     resumed = (ResumedOutput(0, (100, EOS), FinishReason.STOP), ResumedOutput(1, (100,)))
     add(engine, "a", 5, n=2, max_tokens=3, resumed=resumed)
@@ -244,7 +244,7 @@ def test_a_resumed_request_counts_the_tokens_of_its_earlier_engine_once() -> Non
         (ResumedOutput(0, (1,), FinishReason.STOP), ResumedOutput(1, (1,), FinishReason.LENGTH)),
     ],
 )
-def test_outputs_that_cannot_go_on_are_refused(resumed: tuple[ResumedOutput, ...]) -> None:
+def test_invalid_resumed_outputs_are_refused(resumed: tuple[ResumedOutput, ...]) -> None:
     engine, _ = build_engine()
 
     with pytest.raises(InvalidParameter, match="resumed"):
@@ -253,19 +253,19 @@ def test_outputs_that_cannot_go_on_are_refused(resumed: tuple[ResumedOutput, ...
     assert not engine.has_work
 
 
-def test_a_request_of_which_one_output_cannot_fit_is_refused_whole() -> None:
+def test_a_request_with_an_output_that_cannot_fit_is_refused() -> None:
     engine, _ = build_engine(chunked_prefill=False, max_num_batched_tokens=8)
 
     with pytest.raises(NeverFits):
-        # What has sampled may be computed again in chunks; the other output never began.
+        # A resumed output may be recomputed in chunks; the other output has not begun.
         add(engine, "a", 9, n=2, resumed=(ResumedOutput(0, (100,)),))
 
     assert not engine.has_work
     assert engine.num_waiting == 0
 
 
-def test_a_report_counts_a_request_once_and_its_tokens_all() -> None:
-    """vllm#31503: ends were counted elsewhere than their tokens, so that sums did not agree."""
+def test_a_report_counts_a_request_once_and_all_of_its_tokens() -> None:
+    """vllm#31503: finishes and tokens were counted in different places, and the sums differed."""
     engine, runner = build_engine(ScriptedRunner({"a/1": [EOS]}))
     add(engine, "a", 5, n=3, max_tokens=4)
     add(engine, "b", 5, n=2, max_tokens=4)
@@ -293,7 +293,7 @@ def test_a_report_counts_a_request_once_and_its_tokens_all() -> None:
     assert sorted(started) == ["a", "c"]
 
 
-def test_what_outputs_find_of_each_other_is_not_told_as_cached() -> None:
+def test_prefix_hits_among_outputs_are_not_reported_as_cached() -> None:
     engine, _ = build_engine()
     prompt = list(range(1, 10))
     engine.add(EngineRequest("first", prompt, SamplingParams(max_tokens=1), arrival_time=0.0))
@@ -307,20 +307,20 @@ def test_what_outputs_find_of_each_other_is_not_told_as_cached() -> None:
     assert {one.num_cached_tokens for one in ends if one.request_id == "a"} == {4}
 
 
-def test_prompt_logprobs_are_told_once_with_the_first_token_of_all() -> None:
+def test_prompt_logprobs_are_reported_once_with_the_first_token() -> None:
     engine, runner = build_engine(max_num_batched_tokens=4)
     add(engine, "a", 9, n=3, max_tokens=2, prompt_logprobs=1, logprobs=0)
 
-    told = run_all(engine)
+    reported = run_all(engine)
 
-    with_prompt = [one for one in told if one.prompt_logprobs is not None]
-    assert with_prompt == [next(one for one in told if one.token_id is not None)]
+    with_prompt = [one for one in reported if one.prompt_logprobs is not None]
+    assert with_prompt == [next(one for one in reported if one.token_id is not None)]
     assert with_prompt[0].index == 0
     first, *others = with_prompt[0].prompt_logprobs or ()
     assert first is None
     assert [one.logprob for one in others if one] == [-float(n) for n in range(1, 9)]
     assert computed(runner, "a").count((8, 1)) == 3, "the others need not compute the prompt for them"
-    tokens = [(one.token_id, one.logprobs.logprob) for one in told if one.index == 2 and one.logprobs]
+    tokens = [(one.token_id, one.logprobs.logprob) for one in reported if one.index == 2 and one.logprobs]
     assert tokens == [(100, 0.0), (101, -1.0)]
 
 
@@ -330,17 +330,17 @@ def test_prompt_logprobs_come_from_the_output_that_computed_the_prompt() -> None
     engine.step()
     fail_in_forward_pass(runner, "a", 0)
 
-    told = run_all(engine)
+    reported = run_all(engine)
 
-    (logprobs,) = [one.prompt_logprobs for one in told if one.prompt_logprobs]
+    (logprobs,) = [one.prompt_logprobs for one in reported if one.prompt_logprobs]
     assert len(logprobs) == 9
 
 
-def test_prompt_logprobs_were_told_by_the_earlier_engine_if_a_token_was() -> None:
+def test_prompt_logprobs_are_not_repeated_after_a_resume() -> None:
     engine, _ = build_engine()
     add(engine, "a", 5, n=2, max_tokens=3, prompt_logprobs=0, resumed=(ResumedOutput(1, (100,)),))
     add(engine, "b", 5, max_tokens=3, prompt_logprobs=0, resumed=(ResumedOutput(0, ()),))
 
-    told = run_all(engine)
+    reported = run_all(engine)
 
-    assert [one.request_id for one in told if one.prompt_logprobs] == ["b"]
+    assert [one.request_id for one in reported if one.prompt_logprobs] == ["b"]

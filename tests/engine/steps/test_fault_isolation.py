@@ -1,4 +1,4 @@
-"""What a step gives is told once, also when it was executed in parts."""
+"""Results of a step are reported once, even if it is executed in parts."""
 
 import logging
 import weakref
@@ -13,7 +13,7 @@ from engine.steps.step_report import StepRecorder
 
 
 class Device:
-    """Its logits are the decision; a request named "bad" fails where `fails_in` says."""
+    """Its logits are the scheduled items. A request named "bad" fails in stage `fails_in`."""
 
     def __init__(self, fails_in: str) -> None:
         self._fails_in = fails_in
@@ -61,35 +61,35 @@ def run(device: Device, *items: ScheduledSequence) -> ExecutedStep:
 
 @pytest.mark.parametrize("fails_in", ["execute", "sample", "prompt_logprobs"])
 @pytest.mark.parametrize("place", range(5))
-def test_rows_of_a_prompt_come_once_when_a_step_is_executed_in_halves(fails_in: str, place: int) -> None:
+def test_prompt_logprobs_are_returned_once_when_a_step_is_bisected(fails_in: str, place: int) -> None:
     good = [asking(name) for name in "abcd"]
     bad = asking("bad")
     executed = run(Device(fails_in), *good[:place], bad, *good[place:])
-    told = [TokenLogprobs(2, -1.0), TokenLogprobs(3, -1.0)]
-    assert executed.prompt_logprobs == {item.sequence: told for item in good}
+    expected = [TokenLogprobs(2, -1.0), TokenLogprobs(3, -1.0)]
+    assert executed.prompt_logprobs == {item.sequence: expected for item in good}
     assert executed.tokens.pop(bad.sequence) == SampledToken(None, "ValueError: bad")
     assert executed.tokens == {item.sequence: SampledToken(7) for item in good}
 
 
-def test_a_chunk_that_does_not_sample_has_prompt_logprobs_too() -> None:
+def test_a_chunk_that_does_not_sample_has_prompt_logprobs() -> None:
     item = asking("a", samples=False)
     executed = run(Device("nothing"), item)
     assert executed.tokens == {}
     assert len(executed.prompt_logprobs[item.sequence]) == 2
 
 
-def test_a_step_that_nobody_asks_of_does_not_look_for_prompt_rows() -> None:
+def test_prompt_logprobs_are_not_computed_unless_requested() -> None:
     device = Device("nothing")
     run(device, asking("a", number=None))
     assert device.num_calls == 0
 
 
 class Activation:
-    """A tensor of a forward pass: it should be gone when the pass has failed."""
+    """A tensor of a forward pass, which must be freed when the pass has failed."""
 
 
 class StarvedDevice(Device):
-    """Has memory for steps of up to `num_rows` sequences. `held`: activations alive at each try."""
+    """Has memory for steps of up to `num_rows` sequences. `held`: activations alive at each attempt."""
 
     def __init__(self, num_rows: int, releases: list[bool] | None = None) -> None:
         super().__init__("nothing")
@@ -118,7 +118,7 @@ class StarvedDevice(Device):
 
 
 class KeepsRecords(logging.Handler):
-    """As handlers of error trackers do."""
+    """Keeps records, as error trackers do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,8 +128,8 @@ class KeepsRecords(logging.Handler):
         self.records.append(record)
 
 
-def test_a_retry_holds_nothing_of_the_tries_that_failed() -> None:
-    """Two at depth two, while memory is what is missing."""
+def test_a_retry_holds_no_tensors_of_failed_attempts() -> None:
+    """Memory suffices for two sequences: the step is bisected twice."""
     device, handler = StarvedDevice(1), KeepsRecords()
     logger = logging.getLogger("engine.steps.fault_isolation")
     logger.addHandler(handler)
@@ -143,7 +143,7 @@ def test_a_retry_holds_nothing_of_the_tries_that_failed() -> None:
     assert len(handler.records) == 3
 
 
-def test_one_that_fails_alone_holds_nothing_when_the_next_is_tried() -> None:
+def test_a_failed_request_holds_no_tensors_during_the_next_attempt() -> None:
     device = StarvedDevice(0)
     bad = asking("a")
     executed = run(device, bad)
@@ -152,7 +152,7 @@ def test_one_that_fails_alone_holds_nothing_when_the_next_is_tried() -> None:
     assert device.held == [0] * 4
 
 
-def test_a_step_that_ran_out_of_memory_is_tried_whole_where_memory_was_released() -> None:
+def test_after_releasing_memory_the_whole_step_is_retried() -> None:
     device = StarvedDevice(1, releases=[True])
     device.release_memory = lambda: setattr(device, "num_rows", 2) is None  # type: ignore[method-assign]
     executed = run(device, asking("a"), asking("b"))
@@ -160,7 +160,7 @@ def test_a_step_that_ran_out_of_memory_is_tried_whole_where_memory_was_released(
     assert device.calls == [2, 2]
 
 
-def test_memory_is_released_once_in_a_step() -> None:
+def test_memory_is_released_once_per_step() -> None:
     device = StarvedDevice(1, releases=[True])
     run(device, *(asking(name) for name in "abcd"))
     assert device.calls == [4, 0, 4, 2, 1, 1, 2, 1, 1]

@@ -1,4 +1,4 @@
-"""One request's fault is its own: failures in forward pass, sampler and tokenizer."""
+"""Faults in forward pass, sampler and tokenizer fail only their own request."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from engine.sequence import Sequence
 from tests.engine.fakes import EOS, ScriptedRunner, WordTokenizer, add, build_engine, run, words
 
 
-def test_one_request_s_fault_in_the_sampler_is_its_own() -> None:
+def test_a_sampler_fault_fails_only_its_request() -> None:
     """mstar#207: one request's exception failed the batch."""
     runner = ScriptedRunner()
 
@@ -28,7 +28,7 @@ def test_one_request_s_fault_in_the_sampler_is_its_own() -> None:
         assert result[name] == ([100, 101, 102], words([100, 101, 102]), "length")
 
 
-def test_out_of_memory_is_tried_again_with_smaller_batches() -> None:
+def test_out_of_memory_is_retried_with_smaller_batches() -> None:
     """vllm#5822: a forward pass that ran out of memory ended the loop."""
     runner = ScriptedRunner()
 
@@ -44,7 +44,7 @@ def test_out_of_memory_is_tried_again_with_smaller_batches() -> None:
     assert run(engine) == {name: ([100, 101], words([100, 101]), "length") for name in "abcd"}
 
 
-def test_a_tokenizer_that_fails_on_a_token_fails_that_request() -> None:
+def test_a_tokenizer_error_fails_only_its_request() -> None:
     class Broken(WordTokenizer):
         def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
             if 666 in token_ids:
@@ -61,7 +61,7 @@ def test_a_tokenizer_that_fails_on_a_token_fails_that_request() -> None:
     assert result["b"] == ([100], "<100>", "error")
 
 
-def test_a_failure_of_everything_is_the_devices_and_the_engine_is_dead() -> None:
+def test_if_every_request_fails_and_the_check_too_the_engine_is_dead() -> None:
     engine, runner = build_engine()
 
     def broken(*_: object) -> None:
@@ -75,7 +75,7 @@ def test_a_failure_of_everything_is_the_devices_and_the_engine_is_dead() -> None
         engine.step()
 
 
-def test_a_request_that_always_fails_is_failed_where_the_device_still_works() -> None:
+def test_a_request_that_always_fails_is_failed_if_the_device_works() -> None:
     engine, runner = build_engine()
 
     def broken(_: object) -> None:
@@ -91,7 +91,7 @@ def test_a_request_that_always_fails_is_failed_where_the_device_still_works() ->
     assert output.error == "RuntimeError: a bad prompt"
 
 
-def test_a_lost_device_is_not_blamed_on_anybody() -> None:
+def test_a_lost_device_fails_no_request() -> None:
     engine, runner = build_engine()
 
     def lost(_: object) -> None:
@@ -104,7 +104,7 @@ def test_a_lost_device_is_not_blamed_on_anybody() -> None:
         engine.step()
 
 
-def test_nothing_leaks_over_many_requests_of_every_fate() -> None:
+def test_nothing_leaks_over_many_requests() -> None:
     """xllm#828: usage passed 100 % after enough cancels."""
     runner = ScriptedRunner({f"r{n}": [EOS] for n in range(0, 200, 5)})
     engine, _ = build_engine(runner, max_num_batched_tokens=8, max_num_seqs=3)
@@ -130,8 +130,8 @@ def test_nothing_leaks_over_many_requests_of_every_fate() -> None:
     assert engine.num_tracked == 0
 
 
-def test_a_step_in_parts_zeroes_no_block_that_one_of_them_has_written() -> None:
-    """Two faults in a row: blocks of the first, reused in the second, were zeroed again between its parts."""
+def test_a_bisected_step_zeroes_no_block_that_a_part_has_written() -> None:
+    """Blocks zeroed after one fault and reused in the next must not be zeroed again between the parts."""
     runner = ScriptedRunner()
     bad = {"x", "y"}
 
@@ -153,7 +153,7 @@ def test_a_step_in_parts_zeroes_no_block_that_one_of_them_has_written() -> None:
     assert zeroed == [(), (1, 2), (1, 2), ()], "x; then a and y together, a alone, y alone"
 
 
-def test_no_memory_for_any_of_several_requests_is_the_devices_fault() -> None:
+def test_no_memory_for_any_of_several_requests_is_a_device_fault() -> None:
     engine, runner = build_engine()
 
     def starve(_: object) -> None:
@@ -167,7 +167,7 @@ def test_no_memory_for_any_of_several_requests_is_the_devices_fault() -> None:
         engine.step()
 
 
-def test_no_memory_for_one_request_is_its_own_fault() -> None:
+def test_no_memory_for_a_single_request_fails_it() -> None:
     engine, runner = build_engine()
 
     def starve(outputs: SchedulerOutputs) -> None:
@@ -184,7 +184,7 @@ def test_no_memory_for_one_request_is_its_own_fault() -> None:
     assert result["small"][2] == "length"
 
 
-def test_text_that_was_held_back_is_told_when_a_request_fails() -> None:
+def test_held_text_is_reported_when_a_request_fails() -> None:
     runner = ScriptedRunner()
 
     def fault(sequence: Sequence) -> None:

@@ -1,4 +1,4 @@
-"""Steps launched before the tokens of the one before them are known: in which order, and for whom."""
+"""Steps launched ahead: their order, and when none is launched."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.engine.requests.grammars import Countdown, ScriptedCompiler
 
 
 class SamplesNoLogprobs(ScriptedLauncher):
-    """Takes chunks of a request that wants log-probabilities, as a device does, but not its last."""
+    """Like a device, takes chunks of a request with logprobs except the last one."""
 
     def takes(self, item: ScheduledSequence) -> bool:
         return not item.samples or item.sequence.params.logprobs is None
@@ -21,21 +21,21 @@ def launcher_of(scripts: dict[str, list[int]] | None = None) -> ScriptedLauncher
     return ScriptedLauncher(ScriptedRunner(scripts))
 
 
-def test_a_step_is_launched_before_the_one_before_it_is_fetched() -> None:
+def test_a_step_is_launched_before_the_previous_one_is_fetched() -> None:
     launcher = launcher_of()
     engine, _ = build_engine(launcher=launcher)
     add(engine, "a", 3, max_tokens=3)
 
-    told = [[one.token_id for one in engine.step().outputs] for _ in range(3)]
+    reported = [[one.token_id for one in engine.step().outputs] for _ in range(3)]
 
-    assert told == [[100], [101], [102]]
+    assert reported == [[100], [101], [102]]
     assert launcher.events == [
         ("launch", 1), ("launch", 2), ("fetch", 1), ("launch", 3), ("fetch", 2), ("fetch", 3),
     ]  # fmt: skip
     assert not engine.has_work
 
 
-def test_the_device_computes_each_token_that_was_drawn_before_the_host_knew_it() -> None:
+def test_the_device_computes_sampled_tokens_before_the_host_knows_them() -> None:
     launcher = launcher_of({"a": [7, 8, 9, 10], "b": [17, 18, 19], "c": [27, EOS]})
     engine, _ = build_engine(launcher=launcher, max_num_batched_tokens=6)
     for name in "abc":
@@ -45,10 +45,12 @@ def test_the_device_computes_each_token_that_was_drawn_before_the_host_knew_it()
 
     computed = {name: [seen[place] for place in sorted(seen) if place >= 4] for (name, _), seen in
                 launcher.seen.items()}  # fmt: skip
-    assert computed == {"a": [7, 8, 9], "b": [17, 18], "c": [27, EOS]}, "c's end was found out a step later"
+    assert computed == {"a": [7, 8, 9], "b": [17, 18], "c": [27, EOS]}, (
+        "the finish of c was detected a step later"
+    )
 
 
-def test_what_is_in_flight_of_one_that_stopped_is_never_told() -> None:
+def test_tokens_in_flight_of_a_stopped_request_are_dropped() -> None:
     launcher = launcher_of({"a": [100, EOS, 555], "b": [200, 201, 202, 203]})
     engine, _ = build_engine(launcher=launcher)
     add(engine, "a", 3, max_tokens=9)
@@ -66,8 +68,8 @@ def test_what_is_in_flight_of_one_that_stopped_is_never_told() -> None:
     assert engine.scheduler.block_manager.num_free_blocks == 16
 
 
-def test_no_step_is_launched_for_a_token_beyond_the_last() -> None:
-    """`max_tokens`, the model's length and the pool's are known before the token is."""
+def test_no_step_is_launched_after_the_last_token() -> None:
+    """Limits on length are known before the token is."""
     launcher = launcher_of()
     engine, runner = build_engine(launcher=launcher, max_model_len=8, num_kv_blocks=4)
     add(engine, "a", 3, max_tokens=2)
@@ -84,7 +86,7 @@ def test_no_step_is_launched_for_a_token_beyond_the_last() -> None:
     ]
 
 
-def test_one_that_is_cancelled_in_flight_gets_no_more_and_gives_its_blocks_back() -> None:
+def test_a_request_cancelled_in_flight_gets_no_tokens_and_frees_its_blocks() -> None:
     launcher = launcher_of()
     engine, _ = build_engine(launcher=launcher)
     add(engine, "a", 3, max_tokens=9)
@@ -92,14 +94,14 @@ def test_one_that_is_cancelled_in_flight_gets_no_more_and_gives_its_blocks_back(
     engine.step()
 
     engine.cancel("a")
-    told = [(one.request_id, one.token_id) for one in engine.step().outputs]
+    reported = [(one.request_id, one.token_id) for one in engine.step().outputs]
 
-    assert told == [("b", 101), ("a", None)]
+    assert reported == [("b", 101), ("a", None)]
     assert run(engine)["b"][0] == [102]
     assert engine.scheduler.block_manager.num_free_blocks == 16
 
 
-def test_when_all_are_gone_nothing_is_left_to_do_and_the_next_request_starts_at_once() -> None:
+def test_after_all_requests_are_gone_the_next_one_starts_at_once() -> None:
     launcher = launcher_of()
     engine, _ = build_engine(launcher=launcher)
     add(engine, "a", 3, max_tokens=9)
@@ -113,7 +115,7 @@ def test_when_all_are_gone_nothing_is_left_to_do_and_the_next_request_starts_at_
     assert (output.request_id, output.token_id) == ("b", 100)
 
 
-def test_a_request_with_a_grammar_is_served_step_by_step_and_so_are_its_mates() -> None:
+def test_a_request_with_a_grammar_makes_its_batch_synchronous() -> None:
     compiler = ScriptedCompiler()
     launcher = launcher_of()
     engine, _ = build_engine(launcher=launcher, grammar_compiler=compiler)
@@ -128,14 +130,14 @@ def test_a_request_with_a_grammar_is_served_step_by_step_and_so_are_its_mates() 
         num_launched.append(sum(kind == "launch" for kind, _ in launcher.events))
     result = run(engine)
 
-    assert num_launched[-1] == num_launched[-2] == num_launched[0], "none while the grammar's text was made"
+    assert num_launched[-1] == num_launched[-2] == num_launched[0], "no launches while the grammar is used"
     assert result["a"][2] == "length"
     assert launcher.events[-1][0] == "fetch"
-    assert sum(kind == "launch" for kind, _ in launcher.events) > num_launched[-1], "and on it goes ahead"
+    assert sum(kind == "launch" for kind, _ in launcher.events) > num_launched[-1], "steps overlap again"
 
 
-def test_a_step_that_would_preempt_is_decided_when_the_one_before_has_ended() -> None:
-    """One of its own may end by then, and nobody has to give way."""
+def test_a_step_that_may_preempt_is_not_scheduled_ahead() -> None:
+    """A running request may finish first, so that no preemption is needed."""
     launcher = launcher_of({"a": [100] * 3 + [EOS], "b": list(range(200, 220))})
     engine, _ = build_engine(launcher=launcher, num_kv_blocks=3)
     add(engine, "a", 4, max_tokens=9)
@@ -154,7 +156,7 @@ def test_a_step_that_would_preempt_is_decided_when_the_one_before_has_ended() ->
     assert num_preempted == expected > 0
 
 
-def test_the_head_takes_a_slot_also_while_steps_go_ahead() -> None:
+def test_the_head_of_the_queue_gets_a_slot_while_steps_overlap() -> None:
     launcher = launcher_of()
     engine, _ = build_engine(launcher=launcher, max_num_seqs=1)
     add(engine, "patient", 4, max_tokens=12, priority=3)
@@ -171,7 +173,7 @@ def test_the_head_takes_a_slot_also_while_steps_go_ahead() -> None:
 
 
 @pytest.mark.parametrize("where", ["launch", "fetch"])
-def test_a_fault_of_a_step_that_went_ahead_is_its_guilty_request_s(where: str) -> None:
+def test_a_fault_of_a_step_launched_ahead_fails_the_guilty_request(where: str) -> None:
     launcher = launcher_of()
     engine, runner = build_engine(launcher=launcher)
     for name in "abcd":
@@ -181,7 +183,7 @@ def test_a_fault_of_a_step_that_went_ahead_is_its_guilty_request_s(where: str) -
         if any(one.sequence.request_id == "b" and one.start == 5 for one in outputs.scheduled):
             raise KeyError("a bad place")
 
-    # Executed in order it fails again.
+    # Executed in order, it fails again.
     runner.fault = fault
     if where == "launch":
         launcher.fault = fault
@@ -196,7 +198,7 @@ def test_a_fault_of_a_step_that_went_ahead_is_its_guilty_request_s(where: str) -
     assert engine.scheduler.block_manager.num_free_blocks == 16
 
 
-def test_what_was_launched_on_top_of_a_failure_is_executed_again_in_its_turn() -> None:
+def test_a_step_launched_after_a_failed_one_is_executed_again() -> None:
     launcher = launcher_of({"a": list(range(300, 306))})
     engine, runner = build_engine(launcher=launcher)
     add(engine, "a", 3, max_tokens=6)
@@ -210,16 +212,16 @@ def test_what_was_launched_on_top_of_a_failure_is_executed_again_in_its_turn() -
 
     assert run(engine)["a"][0] == list(range(300, 306))
     starts = [start for ((_, start, _),) in runner.steps]
-    assert starts == [0, 3, 4, 3, 4, 5, 6, 7], "the second step failed when the third was launched already"
+    assert starts == [0, 3, 4, 3, 4, 5, 6, 7], "the second step failed after the third was launched"
 
 
-def test_blocks_are_zeroed_though_the_step_that_was_to_do_it_lost_all_its_requests() -> None:
+def test_blocks_are_zeroed_after_their_step_lost_all_requests() -> None:
     launcher = launcher_of({"x": [-1], "y": [100, EOS]})
     engine, _ = build_engine(launcher=launcher)
     add(engine, "x", 4, max_tokens=3)
     add(engine, "y", 3, max_tokens=9)
-    told = engine.step().outputs
-    assert [one.error for one in told if one.request_id == "x"] == ["the logits are not finite"]
+    reported = engine.step().outputs
+    assert [one.error for one in reported if one.request_id == "x"] == ["the logits are not finite"]
     to_zero: list[tuple[int, ...]] = []
 
     def fail_once(outputs: SchedulerOutputs) -> None:
@@ -228,7 +230,7 @@ def test_blocks_are_zeroed_though_the_step_that_was_to_do_it_lost_all_its_reques
             raise MemoryError("busy")
 
     launcher.fault = fail_once
-    engine.step()  # y ends, for which alone the failed step was
+    engine.step()  # y finishes; the failed step had no other request
     add(engine, "z", 3, max_tokens=1)
     engine.step()
 
@@ -236,7 +238,7 @@ def test_blocks_are_zeroed_though_the_step_that_was_to_do_it_lost_all_its_reques
     assert to_zero == [to_zero[0]] * 2
 
 
-def test_a_lost_device_ends_the_engine_where_it_is_found_out() -> None:
+def test_a_lost_device_ends_the_engine_when_detected() -> None:
     launcher = launcher_of()
     engine, _ = build_engine(launcher=launcher)
     add(engine, "a", 3)
@@ -251,7 +253,7 @@ def test_a_lost_device_ends_the_engine_where_it_is_found_out() -> None:
         engine.step()
 
 
-def test_a_drained_engine_has_nothing_under_way_and_loses_nothing() -> None:
+def test_a_drained_engine_has_nothing_in_flight_and_loses_nothing() -> None:
     launcher = launcher_of()
     engine, _ = build_engine(launcher=launcher)
     add(engine, "a", 3, max_tokens=4)
@@ -264,14 +266,14 @@ def test_a_drained_engine_has_nothing_under_way_and_loses_nothing() -> None:
     launched = [number for kind, number in launcher.events if kind == "launch"]
     fetched = [number for kind, number in launcher.events if kind == "fetch"]
     assert launched == fetched
-    told = [(one.request_id, one.token_id) for one in engine.step(isolate_request_id="b").outputs]
-    assert told == [("a", 101), ("b", 101)], "what was under way belongs to both"
-    told = [(one.request_id, one.token_id) for one in engine.step(isolate_request_id="b").outputs]
-    assert told == [("b", 102)]
+    reported = [(one.request_id, one.token_id) for one in engine.step(isolate_request_id="b").outputs]
+    assert reported == [("a", 101), ("b", 101)], "the step in flight has tokens of both"
+    reported = [(one.request_id, one.token_id) for one in engine.step(isolate_request_id="b").outputs]
+    assert reported == [("b", 102)]
     assert {name: tokens for name, (tokens, *_) in run(engine).items()} == {"a": [102, 103], "b": [103]}
 
 
-def test_a_block_is_not_found_before_the_step_that_writes_it_has_ended() -> None:
+def test_a_block_is_not_shared_before_its_step_has_finished() -> None:
     launcher = launcher_of()
     engine, _ = build_engine(launcher=launcher, max_num_batched_tokens=4, max_chunk_tokens=4)
     add(engine, "a", 12, max_tokens=2)
@@ -284,7 +286,7 @@ def test_a_block_is_not_found_before_the_step_that_writes_it_has_ended() -> None
     assert found == [1, 2, 3, 3]
 
 
-def test_no_block_is_found_by_a_token_that_is_not_known() -> None:
+def test_no_block_is_found_by_a_placeholder() -> None:
     launcher = launcher_of({"a": list(range(300, 320)), "b": list(range(400, 420))})
     engine, _ = build_engine(launcher=launcher)
     add(engine, "a", 3, max_tokens=14)
@@ -297,7 +299,7 @@ def test_no_block_is_found_by_a_token_that_is_not_known() -> None:
         assert all(token_id >= 0 for token_id in memoryview(cached.tokens).cast("q"))
 
 
-def test_nor_by_the_step_that_is_decided_meanwhile() -> None:
+def test_no_block_is_found_by_the_step_scheduled_ahead() -> None:
     launcher = launcher_of()
     engine, _ = build_engine(launcher=launcher)
     cache = engine.scheduler.block_manager.prefix_cache
@@ -307,10 +309,10 @@ def test_nor_by_the_step_that_is_decided_meanwhile() -> None:
 
     run(engine)
 
-    assert found == [0, 0, 1], "the second step begins a block, and the first may fail"
+    assert found == [0, 0, 1], "the second step starts a block, and the first may still fail"
 
 
-def test_outputs_that_share_a_prompt_wait_until_all_of_it_was_computed() -> None:
+def test_followers_wait_until_the_whole_prompt_is_computed() -> None:
     launcher = launcher_of()
     engine, runner = build_engine(launcher=launcher, max_num_batched_tokens=6, max_chunk_tokens=6)
     add(engine, "a", 12, n=2, max_tokens=1)
@@ -320,7 +322,7 @@ def test_outputs_that_share_a_prompt_wait_until_all_of_it_was_computed() -> None
     assert runner.steps == [[("a", 0, 6)], [("a", 6, 6)], [("a", 8, 4)]]
 
 
-def test_when_one_is_stepped_alone_what_was_under_way_is_told_and_no_more_is_launched_for_others() -> None:
+def test_isolation_reports_tokens_in_flight_and_launches_no_more() -> None:
     launcher = launcher_of()
     engine, runner = build_engine(launcher=launcher)
     add(engine, "a", 3, max_tokens=5)
@@ -328,14 +330,14 @@ def test_when_one_is_stepped_alone_what_was_under_way_is_told_and_no_more_is_lau
     engine.step()
     num_steps = len(runner.steps)
 
-    told = [{one.request_id for one in engine.step(isolate_request_id="b").outputs} for _ in range(3)]
+    reported = [{one.request_id for one in engine.step(isolate_request_id="b").outputs} for _ in range(3)]
 
-    assert told == [{"a", "b"}, {"b"}, {"b"}]
+    assert reported == [{"a", "b"}, {"b"}, {"b"}]
     assert [{name for name, *_ in step} for step in runner.steps[num_steps:]] == [{"b"}, {"b"}]
 
 
-def test_a_last_chunk_of_one_token_that_was_decided_ahead_and_not_launched_is_followed_by_a_block() -> None:
-    """Recomputed after a preemption, it is a decode; its sequence needs a block like any that decodes."""
+def test_a_one_token_last_chunk_scheduled_ahead_gets_its_next_block() -> None:
+    """After a preemption this chunk is a decode, and its sequence needs a block as any decode does."""
     launcher = SamplesNoLogprobs(ScriptedRunner())
     engine, _ = build_engine(
         launcher=launcher, num_kv_blocks=4, block_size=2, max_num_batched_tokens=2, max_num_seqs=4
@@ -350,7 +352,7 @@ def test_a_last_chunk_of_one_token_that_was_decided_ahead_and_not_launched_is_fo
     assert result["r1"] == (tokens, words(tokens), "length")
 
 
-def test_the_wait_in_the_queue_ends_when_the_step_is_decided_and_not_when_it_is_reported() -> None:
+def test_queue_time_ends_when_the_step_is_scheduled() -> None:
     clock, launcher = Clock(), launcher_of()
     engine, _ = build_engine(launcher=launcher, clock=clock)
 
@@ -361,7 +363,7 @@ def test_the_wait_in_the_queue_ends_when_the_step_is_decided_and_not_when_it_is_
     add(engine, "a", 3, max_tokens=6)
     reports = [engine.step().report]
     clock.now = 6.0
-    # Accepted at 6, decided at 6 while a's second step is computed until 11, reported at 16.
+    # Queued at 6, scheduled at 6 while a's second step runs until 11, reported at 16.
     add(engine, "b", 3, max_tokens=1, waited_seconds=1.0, deadlines=Deadlines(queue_timeout_seconds=2.0))
     steps = [engine.step(), engine.step()]
     reports += [one.report for one in steps]
@@ -371,4 +373,4 @@ def test_the_wait_in_the_queue_ends_when_the_step_is_decided_and_not_when_it_is_
     assert [one.inter_token_seconds for one in reports] == [(), (6.0,), (5.0,)]
     assert [one.seconds_since_decision for one in reports] == [5.0, 11.0, 10.0]
     ends = [(one.request_id, one.finish_reason and one.finish_reason.value) for one in steps[1].outputs]
-    assert ends == [("a", None), ("b", "length")], "it was scheduled within its limit"
+    assert ends == [("a", None), ("b", "length")], "it was scheduled before its deadline"

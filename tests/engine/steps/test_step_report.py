@@ -1,4 +1,4 @@
-"""What a step and the line of waiting requests tell: each event once, nothing stale."""
+"""Step reports and queue positions: each event once, nothing stale."""
 
 import pytest
 
@@ -8,19 +8,21 @@ from engine.sampling_params import SamplingParams
 from tests.engine.fakes import Clock, add, build_engine
 
 
-def test_the_line_tells_position_tokens_ahead_and_reason() -> None:
+def test_queue_positions_have_tokens_ahead_and_a_reason() -> None:
     engine, _ = build_engine(max_num_seqs=1)
     add(engine, "a", 4, max_tokens=9)
     add(engine, "b", 5, max_tokens=3)
     add(engine, "c", 6, max_tokens=3)
     engine.step()
 
-    told = [(one.request_id, one.position, one.tokens_ahead, one.reason) for one in engine.queue_positions()]
-    assert told == [("b", 1, 9, WaitingReason.SEQ_BUDGET), ("c", 2, 17, WaitingReason.BEHIND)]
+    reported = [
+        (one.request_id, one.position, one.tokens_ahead, one.reason) for one in engine.queue_positions()
+    ]
+    assert reported == [("b", 1, 9, WaitingReason.SEQ_BUDGET), ("c", 2, 17, WaitingReason.BEHIND)]
 
 
 def test_a_report_counts_each_event_once() -> None:
-    """vllm#31503, vllm#15167: ends and first tokens were counted elsewhere than their tokens."""
+    """vllm#31503, vllm#15167: finishes and first tokens were counted apart from their tokens."""
     clock = Clock()
     engine, runner = build_engine(clock=clock, max_num_batched_tokens=4)
 
@@ -38,7 +40,7 @@ def test_a_report_counts_each_event_once() -> None:
         reports.append(engine.step().report)
 
     first_tokens = [wait.seconds for one in reports for wait in one.first_token_seconds]
-    assert first_tokens == [1.0, 3.0], "the short prompt beside a chunk; the whole of three chunks"
+    assert first_tokens == [1.0, 3.0], "a short prompt beside a chunk, and a prompt of three chunks"
     assert [s for one in reports for s in one.inter_token_seconds] == [1.0, 1.0]
     finished = {one.num_prompt_tokens: one for report in reports for one in report.finished}
     assert {one.reason for report in reports for one in report.finished} == {"length", "cancelled"}
@@ -55,7 +57,7 @@ def test_a_report_counts_each_event_once() -> None:
     assert sum(one.num_decode_tokens for one in reports) == 2
 
 
-def test_a_resumed_request_waits_and_starts_only_once() -> None:
+def test_a_resumed_request_reports_no_second_queue_or_first_token_time() -> None:
     engine, _ = build_engine()
     engine.add(
         EngineRequest(
@@ -76,10 +78,10 @@ def test_a_resumed_request_waits_and_starts_only_once() -> None:
 
 @pytest.mark.parametrize(("caches", "num_cached"), [(True, 8), (False, 0)])
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_resumed_request_starts_also_where_all_its_prompt_is_found(
+def test_a_resumed_request_starts_if_its_whole_prompt_is_cached(
     caches: bool, num_cached: int, n: int
 ) -> None:
-    """Then its first step is a decode, among those of others who have long been told."""
+    """Its first step is a decode then, among decodes of requests that started before."""
     engine, _ = build_engine(prefix_caching=caches)
     add(engine, "beside", 3, max_tokens=30)
     prompt = list(range(1, 9))
@@ -98,7 +100,7 @@ def test_a_resumed_request_starts_also_where_all_its_prompt_is_found(
     assert [one.num_cached_tokens for one in ends] == [num_cached] * n
 
 
-def test_time_spent_in_line_elsewhere_counts() -> None:
+def test_time_before_the_engine_counts_as_queue_time() -> None:
     engine, _ = build_engine()
     engine.add(
         EngineRequest(
@@ -112,7 +114,7 @@ def test_time_spent_in_line_elsewhere_counts() -> None:
     assert report.finished[0].seconds == 5.0
 
 
-def test_the_wait_in_the_queue_does_not_include_the_first_step() -> None:
+def test_queue_time_does_not_include_the_first_step() -> None:
     clock = Clock()
     engine, runner = build_engine(clock=clock, max_num_batched_tokens=4)
 
@@ -133,7 +135,7 @@ def test_the_wait_in_the_queue_does_not_include_the_first_step() -> None:
     assert [one.seconds_since_decision for one in reports] == [2.0] * 4
 
 
-def test_a_cancel_of_all_leaves_an_empty_report() -> None:
+def test_cancelling_everything_leaves_an_empty_report() -> None:
     """vllm#22545: gauges kept their last values when everything had been aborted."""
     engine, _ = build_engine()
     for name in "abcdef":
@@ -150,7 +152,7 @@ def test_a_cancel_of_all_leaves_an_empty_report() -> None:
     assert [one.reason for one in report.finished] == ["cancelled"] * 6
 
 
-def test_recomputed_tokens_are_those_that_a_preemption_took() -> None:
+def test_recomputed_tokens_are_those_lost_to_preemption() -> None:
     engine, _ = build_engine(num_kv_blocks=3, prefix_caching=False)
     add(engine, "old", 4, max_tokens=5)
     add(engine, "young", 3, max_tokens=5)
@@ -161,5 +163,5 @@ def test_recomputed_tokens_are_those_that_a_preemption_took() -> None:
 
     assert sum(report.num_preempted for report in reports) == 1
     lost = next(n for n, report in enumerate(reports) if report.num_preempted)
-    # In each step before that, the young one had its prompt or one token more computed.
+    # Each earlier step computed the prompt or one more token of the young request.
     assert sum(report.num_recomputed_tokens for report in reports) == 3 + lost - 1

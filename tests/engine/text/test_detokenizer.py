@@ -1,4 +1,4 @@
-"""Pieces of text joined are the text: no half characters, no stop strings, no lost spaces."""
+"""Concatenated pieces equal the text, without partial characters, stop strings or lost spaces."""
 
 import pytest
 from hypothesis import given
@@ -31,7 +31,7 @@ class LibraryTokenizer:
 
 
 def byte_level() -> LibraryTokenizer:
-    """Byte-level BPE as GPT-2 has it, without merges: every character that is not ASCII takes several ids."""
+    """Byte-level BPE as in GPT-2, without merges: every non-ASCII character takes several ids."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: n for n, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -54,78 +54,78 @@ def pieces(tokenizer: object, prompt: list[int], output: list[int]) -> list[str]
     return [*(decoder.push(token_id) for token_id in output), decoder.close()]
 
 
-def test_a_character_of_several_tokens_comes_whole() -> None:
+def test_a_character_of_several_tokens_is_not_split() -> None:
     """exo#1691, dynamo#12630: decoding token by token gave U+FFFD for emoji and CJK."""
     tokenizer = byte_level()
     text = "ab 世👋 cd"
     output = tokenizer.tokenizer.encode(text).ids
 
-    told = pieces(tokenizer, [0], output)
+    reported = pieces(tokenizer, [0], output)
 
-    assert all("\ufffd" not in piece for piece in told)
-    assert "".join(told) == text
-    assert "世" in told
-    assert "👋" in told
+    assert all("\ufffd" not in piece for piece in reported)
+    assert "".join(reported) == text
+    assert "世" in reported
+    assert "👋" in reported
 
 
 @given(st.binary(max_size=60), st.binary(max_size=8))
-def test_any_bytes_joined_are_the_decoded_whole(output: bytes, prompt: bytes) -> None:
-    """sglang#31598: offsets that go back told characters twice."""
+def test_concatenated_pieces_equal_the_decoded_text(output: bytes, prompt: bytes) -> None:
+    """sglang#31598: offsets that moved back repeated characters."""
     prompt = b"p" + prompt + b"."
-    told = pieces(ByteTokenizer(), list(prompt), list(output))
+    reported = pieces(ByteTokenizer(), list(prompt), list(output))
 
-    assert "".join(told) == output.decode(errors="replace")
+    assert "".join(reported) == output.decode(errors="replace")
 
 
 @given(st.text(max_size=40))
-def test_text_never_shows_a_replacement_that_is_not_in_it(text: str) -> None:
+def test_valid_text_never_shows_a_replacement_character(text: str) -> None:
     text = text.encode(errors="ignore").decode()
-    told = pieces(byte_level_shared, [1], byte_level_shared.tokenizer.encode(text).ids)
+    reported = pieces(byte_level_shared, [1], byte_level_shared.tokenizer.encode(text).ids)
 
-    assert "".join(told) == text
+    assert "".join(reported) == text
     if "\ufffd" not in text:
-        assert all("\ufffd" not in piece for piece in told)
+        assert all("\ufffd" not in piece for piece in reported)
 
 
 byte_level_shared = byte_level()
 
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.lists(st.integers(0, 3), min_size=1, max_size=12))
-def test_spaces_between_prompt_and_output_and_between_chunks_stay(
+def test_spaces_between_prompt_and_output_and_between_chunks_are_kept(
     output: list[int], prompt: list[int]
 ) -> None:
     """transformers#22710, vllm#984: a leading space was lost between chunks, or trimmed twice."""
     tokenizer = metaspace("▁", "▁leading", "▁x", "y")
 
-    told = "".join(pieces(tokenizer, prompt, output))
+    reported = "".join(pieces(tokenizer, prompt, output))
 
-    assert told == tokenizer.decode(prompt + output)[len(tokenizer.decode(prompt)) :]
+    assert reported == tokenizer.decode(prompt + output)[len(tokenizer.decode(prompt)) :]
 
 
-def test_byte_fallback_characters_come_whole() -> None:
+def test_byte_fallback_characters_are_not_split() -> None:
     tokenizer = metaspace("▁a")
     output = [0, *(1 + byte for byte in "世👋".encode()), 0]
 
-    told = pieces(tokenizer, [0], output)
+    reported = pieces(tokenizer, [0], output)
 
-    assert "".join(told) == " a世👋 a"
-    assert all("\ufffd" not in piece for piece in told)
+    assert "".join(reported) == " a世👋 a"
+    assert all("\ufffd" not in piece for piece in reported)
 
 
-def test_an_endless_run_of_broken_bytes_is_told_as_it_comes() -> None:
-    told = pieces(ByteTokenizer(), list(b"p"), [0xFF] * 50)
+def test_an_endless_run_of_invalid_bytes_is_returned_as_it_arrives() -> None:
+    reported = pieces(ByteTokenizer(), list(b"p"), [0xFF] * 50)
 
-    assert "".join(told) == "\ufffd" * 50
-    assert told.count("") < 10
+    assert "".join(reported) == "\ufffd" * 50
+    assert reported.count("") < 10
 
 
 def test_a_prompt_that_ends_inside_a_character_does_not_leak() -> None:
-    """vllm#48853: prompt text came out when the prompt ended inside a character."""
+    """vllm#48853: prompt text leaked when the prompt ended inside a character."""
     first, *rest = "世".encode()
 
-    told = "".join(pieces(ByteTokenizer(), [*b"secret ", first], [*rest, *b" x"]))
+    reported = "".join(pieces(ByteTokenizer(), [*b"secret ", first], [*rest, *b" x"]))
 
-    assert told == "世 x"
+    assert reported == "世 x"
 
 
 @pytest.mark.parametrize("output", [list(("ab 世👋 cd" * 40).encode()), [0xFF] * 400, [0xE4, 0xB8] * 200])
@@ -153,13 +153,13 @@ def test_a_long_text_is_decoded_in_short_windows(output: list[int]) -> None:
         (["aaab"], ("aab",), "a"),
     ],
 )
-def test_a_stop_string_is_cut_wherever_it_falls(chunks: list[str], stop: tuple[str, ...], text: str) -> None:
+def test_a_stop_string_is_cut_at_any_position(chunks: list[str], stop: tuple[str, ...], text: str) -> None:
     """vllm#3574, TGI#1039: stop strings over several tokens leaked their start or were missed."""
     strings = StopStrings(stop)
 
-    told = [strings.push(chunk) for chunk in chunks]
+    reported = [strings.push(chunk) for chunk in chunks]
 
-    assert "".join(told) + strings.close() == text
+    assert "".join(reported) + strings.close() == text
     assert strings.matched
 
 
@@ -167,18 +167,18 @@ def test_a_stop_string_is_cut_wherever_it_falls(chunks: list[str], stop: tuple[s
     st.lists(st.text("abc", max_size=4), max_size=12),
     st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
 )
-def test_stop_strings_do_not_depend_on_where_the_text_is_cut(chunks: list[str], stop: list[str]) -> None:
+def test_stop_strings_are_found_for_any_division_into_chunks(chunks: list[str], stop: list[str]) -> None:
     whole = StopStrings(tuple(stop))
     expected = whole.push("".join(chunks)) + whole.close()
     strings = StopStrings(tuple(stop))
-    told = "".join(map(strings.push, chunks)) + strings.close()
+    reported = "".join(map(strings.push, chunks)) + strings.close()
 
-    assert told == expected
+    assert reported == expected
     assert strings.matched is whole.matched is any(one in "".join(chunks) for one in stop)
-    assert not any(one in told for one in stop)
+    assert not any(one in reported for one in stop)
 
 
-def test_a_text_that_ends_inside_a_character_or_a_stop_string_is_told_to_its_end() -> None:
+def test_a_text_that_ends_inside_a_character_or_stop_string_is_complete() -> None:
     params = SamplingParams(stop=("cd!",))
 
     assert final_text(ByteTokenizer(), [65], list(b"ab\xe4"), params) == "ab\ufffd"
@@ -186,20 +186,20 @@ def test_a_text_that_ends_inside_a_character_or_a_stop_string_is_told_to_its_end
 
 
 @given(st.binary(max_size=40), st.integers(0, 40))
-def test_a_resumed_stream_tells_what_the_undisturbed_one_would(output: bytes, crash: int) -> None:
+def test_a_resumed_stream_equals_an_uninterrupted_one(output: bytes, crash: int) -> None:
     params = SamplingParams(stop=("zzzz", "\u4e16"))
     tokenizer, prompt = ByteTokenizer(), list(b"prompt")
     first = Detokenizer(tokenizer, prompt, params)
-    told = "".join(map(first.push, output[:crash]))
+    reported = "".join(map(first.push, output[:crash]))
     second = Detokenizer(tokenizer, prompt, params)
-    assert "".join(map(second.push, output[:crash])) == told
-    told += "".join(map(second.push, output[crash:])) + second.close()
+    assert "".join(map(second.push, output[:crash])) == reported
+    reported += "".join(map(second.push, output[crash:])) + second.close()
 
-    assert told == final_text(tokenizer, prompt, list(output), params)
+    assert reported == final_text(tokenizer, prompt, list(output), params)
 
 
-def test_a_stop_string_that_did_not_count_when_it_came_does_not_count_later() -> None:
-    """It is held as the start of a longer one; only what ends in the new text may stop."""
+def test_a_stop_string_ignored_on_arrival_stays_ignored() -> None:
+    """It is held as the start of a longer one; only stop strings that end in new text may stop."""
     strings = StopStrings(("ab", "xabq"))
 
     assert strings.push("xab", may_stop=False) == ""

@@ -1,4 +1,4 @@
-"""Stop strings against a naive reference, and the work that they cost counted in steps."""
+"""Stop strings against a naive reference, and their cost in steps of the automaton."""
 
 from array import array
 
@@ -14,7 +14,7 @@ PUSHES = st.lists(st.tuples(st.text("abc", max_size=5), st.booleans()), max_size
 
 
 class NaiveStopStrings:
-    """The same by definition: every cut is looked for in the whole text."""
+    """Reference: searches the whole text for every stop string."""
 
     def __init__(self, stop: tuple[str, ...], is_included: bool) -> None:
         self.stop, self.is_included = stop, is_included
@@ -42,7 +42,7 @@ class NaiveStopStrings:
 @given(STOPS, PUSHES, st.booleans())
 @example(stop=("ab", "babb"), pushes=[("ba", True), ("b", False), ("b", True)], is_included=False)
 @example(stop=("aab", "ab", "b"), pushes=[("aa", False), ("b", True)], is_included=True)
-def test_every_push_gives_what_the_definition_gives(
+def test_every_push_matches_a_direct_search(
     stop: tuple[str, ...], pushes: list[tuple[str, bool]], is_included: bool
 ) -> None:
     strings, naive = StopStrings(stop, is_included=is_included), NaiveStopStrings(stop, is_included)
@@ -66,7 +66,7 @@ def test_matches_are_all_patterns_that_end_in_a_state(patterns: list[list[int]])
 
 
 class CountedFailures:
-    """Counts the failure links that are followed."""
+    """Counts followed failure links."""
 
     def __init__(self, failures: "array[int]") -> None:
         self.failures, self.count = failures, 0
@@ -94,7 +94,7 @@ def test_steps_do_not_grow_with_the_stop_strings(num_stops: int, length: int) ->
 
 @pytest.mark.parametrize("length", [2, 1024])
 def test_held_text_is_not_copied_with_every_push(length: int) -> None:
-    """What is held back stays in the pieces in which it came, so a push handles what it brought."""
+    """Held text is kept in pieces, so that a push costs as much as its own text."""
     strings = StopStrings(("a" * length + "b",))
     sent = [strings.push("a") for _ in range(3000)]
 

@@ -1,4 +1,4 @@
-"""What ends a text, and what of it is told: stop strings, special tokens, `min_tokens`, lengths."""
+"""Finish reasons and the text they leave: stop strings, special tokens, `min_tokens`, limits on length."""
 
 import itertools
 
@@ -22,7 +22,7 @@ from tests.engine.fakes import (
 )
 
 
-def told_of(
+def outputs_of(
     script: list[int], tokenizer: PieceTokenizer | None = None, **params: object
 ) -> list[SequenceOutput]:
     engine, _ = build_engine(ScriptedRunner({"a": script}), tokenizer=tokenizer)
@@ -38,16 +38,16 @@ def text_of(outputs: list[SequenceOutput]) -> str:
 
 
 @pytest.mark.parametrize(("included", "text"), [(False, "aDE"), (True, "aDEFGH")])
-def test_a_stop_string_that_ends_inside_a_token_is_cut_or_kept_whole(included: bool, text: str) -> None:
-    """vllm#3574, TGI#1039: a stop string over several tokens was missed, or its start was told."""
+def test_a_stop_string_that_ends_inside_a_token_is_cut_or_included(included: bool, text: str) -> None:
+    """vllm#3574, TGI#1039: a stop string over several tokens was missed, or its start was reported."""
     tokenizer = PieceTokenizer("prompt", "?", "a", "DE", "FG", "Hx")
 
-    told = told_of([2, 3, 4, 5], tokenizer, stop=("FGH",), include_stop_str_in_output=included)
+    reported = outputs_of([2, 3, 4, 5], tokenizer, stop=("FGH",), include_stop_str_in_output=included)
 
-    assert text_of(told) == text
-    assert told[-1].finish_reason is not None
-    assert told[-1].finish_reason.value == "stop"
-    assert not any("F" in one.text for one in told[:-1]), "nothing of it before it is complete"
+    assert text_of(reported) == text
+    assert reported[-1].finish_reason is not None
+    assert reported[-1].finish_reason.value == "stop"
+    assert not any("F" in one.text for one in reported[:-1]), "none of it before it is complete"
 
 
 INJURY = PieceTokenizer("prompt", "?", "injury", ".", "<eos>", "<eos2>", num_special=2)
@@ -56,7 +56,7 @@ INJURY = PieceTokenizer("prompt", "?", "injury", ".", "<eos>", "<eos2>", num_spe
 @pytest.mark.parametrize("skips_special", [True, False])
 @pytest.mark.parametrize("by", ["stop", "stop_token_ids"])
 @pytest.mark.parametrize("included", [True, False])
-def test_a_special_token_stops_whether_or_not_special_tokens_are_text(
+def test_a_special_token_stops_with_and_without_skip_special_tokens(
     skips_special: bool, by: str, included: bool
 ) -> None:
     """vllm#2123: a stop that is a special token never matched, since it left no text; vllm#3150: a stop
@@ -65,35 +65,35 @@ def test_a_special_token_stops_whether_or_not_special_tokens_are_text(
     stop = {"stop": ("<eos2>",)} if by == "stop" else {"stop_token_ids": (5,)}
     params = {**stop, "skip_special_tokens": skips_special, "include_stop_str_in_output": included}
 
-    told = told_of([2, 3, 5, 2], INJURY, **params)
+    reported = outputs_of([2, 3, 5, 2], INJURY, **params)
 
-    assert [one.token_id for one in told] == [2, 3, 5]
-    assert told[-1].finish_reason is not None
-    assert told[-1].finish_reason.value == "stop"
-    assert text_of(told) == ("injury.<eos2>" if included and by == "stop" else "injury.")
+    assert [one.token_id for one in reported] == [2, 3, 5]
+    assert reported[-1].finish_reason is not None
+    assert reported[-1].finish_reason.value == "stop"
+    assert text_of(reported) == ("injury.<eos2>" if included and by == "stop" else "injury.")
 
 
 @pytest.mark.parametrize(("skips_special", "text"), [(True, "injury."), (False, "injury<eos2>.")])
-def test_special_tokens_are_text_where_they_are_asked_for(skips_special: bool, text: str) -> None:
-    told = told_of([2, 5, 3], INJURY, max_tokens=3, skip_special_tokens=skips_special)
+def test_special_tokens_are_text_unless_skipped(skips_special: bool, text: str) -> None:
+    reported = outputs_of([2, 5, 3], INJURY, max_tokens=3, skip_special_tokens=skips_special)
 
-    assert text_of(told) == text
+    assert text_of(reported) == text
 
 
-def test_the_text_of_a_special_stop_comes_after_what_was_held() -> None:
-    told = told_of(
+def test_the_text_of_a_special_stop_token_follows_held_text() -> None:
+    reported = outputs_of(
         [2, 3, 5], INJURY, stop=(".!", "<eos2>"), include_stop_str_in_output=True, skip_special_tokens=False
     )
 
-    assert [(one.text, one.held_text) for one in told] == [("injury", ""), ("", ""), ("", ".<eos2>")]
+    assert [(one.text, one.held_text) for one in reported] == [("injury", ""), ("", ""), ("", ".<eos2>")]
 
 
-def test_letters_that_spell_a_special_token_stop_as_text() -> None:
+def test_ordinary_tokens_that_spell_a_special_token_stop_as_text() -> None:
     tokenizer = PieceTokenizer("prompt", "?", "a<eo", "s2>", "<eos2>", num_special=1)
 
-    told = told_of([2, 3, 2], tokenizer, stop=("<eos2>",))
+    reported = outputs_of([2, 3, 2], tokenizer, stop=("<eos2>",))
 
-    assert text_of(told) == "a"
+    assert text_of(reported) == "a"
 
 
 EOS_TOO = 7
@@ -110,10 +110,10 @@ EOS_TOO = 7
         ({"min_tokens": 8}, 8, "length"),
     ],
 )
-def test_no_second_end_of_text_beats_ignore_eos_or_min_tokens(
+def test_further_eos_tokens_respect_ignore_eos_and_min_tokens(
     params: dict[str, object], num_tokens: int, end: str
 ) -> None:
-    """vllm#4589, vllm#21987: of several ends of text only the first was ignored or put off, or a stop string
+    """vllm#4589, vllm#21987: of several EOS tokens only the first was ignored or postponed, or a stop string
     ended a text before its `min_tokens`.
     """
     script = [100, 9, EOS_TOO, 4, EOS, EOS_TOO, 4, 4]
@@ -126,17 +126,17 @@ def test_no_second_end_of_text_beats_ignore_eos_or_min_tokens(
 
 
 def test_a_stop_string_before_min_tokens_is_text_and_the_next_one_stops() -> None:
-    told = told_of([4, 5, 4, 5], min_tokens=2, stop=("<4>",))
+    reported = outputs_of([4, 5, 4, 5], min_tokens=2, stop=("<4>",))
 
-    assert text_of(told) == words([4, 5])
-    assert [one.token_id for one in told] == [4, 5, 4]
+    assert text_of(reported) == words([4, 5])
+    assert [one.token_id for one in reported] == [4, 5, 4]
 
 
-def test_a_stop_string_that_begins_before_min_tokens_and_ends_after_stops() -> None:
-    told = told_of([4, 5, 6], min_tokens=1, stop=("<4><5>",))
+def test_a_stop_string_across_min_tokens_stops() -> None:
+    reported = outputs_of([4, 5, 6], min_tokens=1, stop=("<4><5>",))
 
-    assert text_of(told) == ""
-    assert [one.token_id for one in told] == [4, 5]
+    assert text_of(reported) == ""
+    assert [one.token_id for one in reported] == [4, 5]
 
 
 PIECES = PieceTokenizer("p", "", "a", "b", "ab", "ca", "bcb")
@@ -149,10 +149,10 @@ PIECES = PieceTokenizer("p", "", "a", "b", "ab", "ca", "bcb")
     st.booleans(),
     st.integers(0, 14),
 )
-def test_the_text_is_that_of_all_tokens_up_to_the_first_stop_that_counts(
+def test_the_text_is_that_of_the_tokens_before_the_first_valid_stop(
     script: list[int], stop: list[str], min_tokens: int, included: bool, crash: int
 ) -> None:
-    """By another way: of the whole text, the first place where a stop string ends that may end it."""
+    """Reference: the first position in the whole text where a stop string ends that may stop it."""
     params = SamplingParams(stop=tuple(stop), min_tokens=min_tokens, include_stop_str_in_output=included)
     whole = "".join(PIECES.pieces[one] for one in script)
     token_of = [place for place, one in enumerate(script) for _ in PIECES.pieces[one]]
@@ -166,10 +166,10 @@ def test_the_text_is_that_of_all_tokens_up_to_the_first_stop_that_counts(
 
     assert final_text(PIECES, [0], script, params) == expected
     streams = [Detokenizer(PIECES, [0], params) for _ in range(2)]
-    told = "".join(map(streams[0].push, script[:crash]))
-    assert "".join(map(streams[1].push, script[:crash])) == told
-    told += "".join(map(streams[1].push, script[crash:])) + streams[1].close()
-    assert told == expected
+    reported = "".join(map(streams[0].push, script[:crash]))
+    assert "".join(map(streams[1].push, script[:crash])) == reported
+    reported += "".join(map(streams[1].push, script[crash:])) + streams[1].close()
+    assert reported == expected
     assert streams[1].stopped is bool(ends)
 
 
@@ -184,11 +184,11 @@ def test_the_text_is_that_of_all_tokens_up_to_the_first_stop_that_counts(
         {"skip_special_tokens": False, "max_tokens": 6},
     ],
 )
-def test_a_resumed_request_tells_what_the_undisturbed_one_would(
+def test_a_resumed_request_continues_the_text_of_an_uninterrupted_one(
     params: dict[str, object], crash: int
 ) -> None:
     script = [100, 101, 102, 103, 104, 998]
-    undisturbed = told_of(script, **params)
+    undisturbed = outputs_of(script, **params)
     before = [one for one in undisturbed[:crash] if one.token_id is not None]
     engine, _ = build_engine(ScriptedRunner({"a": script}))
     tokens = tuple(one.token_id for one in before if one.token_id is not None)
@@ -204,40 +204,40 @@ def test_a_resumed_request_tells_what_the_undisturbed_one_would(
     assert after[-1].finish_reason == undisturbed[-1].finish_reason
 
 
-def test_ids_and_logprobs_come_with_their_token_while_its_text_is_held() -> None:
-    """vllm#36830: text was held for a stop string and ids were not, and they drifted apart."""
-    told = told_of([100, 101, 102, 103], stop=("<101><102><9",), logprobs=1, max_tokens=4)
+def test_ids_and_logprobs_are_reported_while_their_text_is_held() -> None:
+    """vllm#36830: text was held for a stop string but ids were not, and they diverged."""
+    reported = outputs_of([100, 101, 102, 103], stop=("<101><102><9",), logprobs=1, max_tokens=4)
 
-    assert [one.token_id for one in told] == [100, 101, 102, 103]
-    assert [one.logprobs.token_id for one in told if one.logprobs] == [100, 101, 102, 103]
-    assert [one.text for one in told] == ["<100>", "", "", words([101, 102, 103])]
+    assert [one.token_id for one in reported] == [100, 101, 102, 103]
+    assert [one.logprobs.token_id for one in reported if one.logprobs] == [100, 101, 102, 103]
+    assert [one.text for one in reported] == ["<100>", "", "", words([101, 102, 103])]
 
 
-def test_logprobs_come_only_where_they_were_asked_for() -> None:
-    assert [one.logprobs for one in told_of([100, 101], max_tokens=2)] == [None, None]
+def test_logprobs_are_reported_only_if_requested() -> None:
+    assert [one.logprobs for one in outputs_of([100, 101], max_tokens=2)] == [None, None]
 
 
 @pytest.mark.parametrize(("max_tokens", "num_tokens"), [(None, 47), (1, 1), (10**9, 47)])
-def test_without_max_tokens_a_text_goes_on_to_the_models_length(
+def test_without_max_tokens_an_output_ends_at_the_model_length(
     max_tokens: int | None, num_tokens: int
 ) -> None:
-    """vllm#19862: a null `max_tokens` was an error inside."""
-    told = told_of([100], max_tokens=max_tokens)
+    """vllm#19862: a null `max_tokens` was an internal error."""
+    reported = outputs_of([100], max_tokens=max_tokens)
 
-    assert len(told) == num_tokens
-    assert told[-1].finish_reason is not None
-    assert told[-1].finish_reason.value == "length"
+    assert len(reported) == num_tokens
+    assert reported[-1].finish_reason is not None
+    assert reported[-1].finish_reason.value == "length"
 
 
 @pytest.mark.parametrize("max_tokens", [0, -1, True, "5", 1.5])
-def test_a_max_tokens_that_is_no_number_of_tokens_is_refused(max_tokens: object) -> None:
+def test_an_invalid_max_tokens_is_refused(max_tokens: object) -> None:
     """vllm#19862, vllm#39556."""
     with pytest.raises(InvalidParameter, match="max_tokens"):
         SamplingParams(max_tokens=max_tokens)  # type: ignore[arg-type]
 
 
-def test_an_idle_engine_steps_and_tells_nothing() -> None:
-    """transformers#48303: an engine that was started with nothing to do failed."""
+def test_a_step_of_an_idle_engine_is_empty() -> None:
+    """transformers#48303: an engine without work failed."""
     engine, runner = build_engine()
 
     for _ in range(3):
@@ -247,4 +247,4 @@ def test_an_idle_engine_steps_and_tells_nothing() -> None:
 
     assert run(engine) == {"a": ([100], "<100>", "length")}
     assert len(runner.steps) == 1
-    assert not engine.cancel("a"), "it has ended"
+    assert not engine.cancel("a"), "it has finished"
