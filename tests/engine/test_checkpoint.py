@@ -235,7 +235,7 @@ def test_quantized_weights_are_refused_with_the_method(
         (config(quantization={"group_size": 64, "bits": 4}), "mlx"),
         (config(text_config={"quantization_config": {"quant_method": "hqq"}}), "hqq"),
         (text("quantize_config.json", "{}"), "gptq, according to quantize_config.json"),
-        (text("hf_quant_config.json", "{}"), "modelopt, as hf_quant_config.json says"),
+        (text("hf_quant_config.json", "{}"), "modelopt, according to hf_quant_config.json"),
         (
             tensors(lambda found: {name: one.to(torch.float8_e4m3fn) for name, one in found.items()}),
             "lm_head.weight is stored as F8_E4M3",
