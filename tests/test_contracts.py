@@ -58,7 +58,7 @@ PLANTS = {
     "monitoring.queue:": [("monitoring/queue.py", "import worker.errors")],
     "worker:": [
         ("worker/loop.py", "import torch"),
-        ("worker/loop.py", "import tokenmill.serve.state"),
+        ("worker/loop.py", "import tokenmill.serve.state_directory"),
         ("worker/errors.py", "import flask"),
     ],
     "api:": [

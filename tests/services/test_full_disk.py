@@ -18,7 +18,7 @@ from tests.live_service import wait_for
 from tests.tokenmill.cli.acknowledged import check_kept, push_until_it_ends
 from tests.tokenmill.serve.served import WITH_FAKE_ROOMS, Served
 from tokenmill.serve.embedded_redis import socket_url
-from tokenmill.serve.state import StateDirectory
+from tokenmill.serve.state_directory import StateDirectory
 
 pytestmark = pytest.mark.services
 

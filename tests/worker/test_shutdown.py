@@ -19,7 +19,7 @@ def test_the_parts_fit_into_the_whole_and_the_whole_into_the_supervisors_patienc
         + batch_worker.SIGN_OFF_SECONDS
     )
 
-    assert parts < batch_worker.SHUTDOWN_SECONDS < serve._EXTRA_SECONDS
+    assert parts < batch_worker.SHUTDOWN_SECONDS < serve.EXTRA_STOP_SECONDS
 
 
 def test_the_hard_end_is_set_before_anything_is_waited_for(

@@ -14,7 +14,7 @@ from tokenmill.cli.task_commands import NotCompleted, cancel, status, submit
 from tokenmill.cli.text_streams import CannotWrite, check_argument, prepare_standard_streams
 from tokenmill.client.http import ClientError, Refused
 from tokenmill.serve.embedded_redis import RedisUnavailable
-from tokenmill.serve.supervisor import CannotServe
+from tokenmill.serve.errors import CannotServe
 from tokenmill.settings.errors import SettingError
 
 FAILED, MISUSED, REFUSED, UNREACHABLE, INTERRUPTED = 1, 2, 3, 4, 130

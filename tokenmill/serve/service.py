@@ -17,18 +17,20 @@ from tokenmill.protocol.redis_url import hide_password
 from tokenmill.serve import embedded_redis
 from tokenmill.serve.announcement import announcement
 from tokenmill.serve.checks import check_address, check_distinct, check_installed
-from tokenmill.serve.devices import cuda_devices
-from tokenmill.serve.planned_workers import PlannedWorker, description, plan_workers
-from tokenmill.serve.processes import ChildSpec
-from tokenmill.serve.signals import StopRequested, StopSignals
-from tokenmill.serve.state import SELF, StateDirectory
-from tokenmill.serve.supervisor import CannotServe, Supervisor, Unusable, take_over
+from tokenmill.serve.child_processes import ChildSpec
+from tokenmill.serve.cuda_devices import find_cuda_devices
+from tokenmill.serve.errors import CannotServe, FatalExit
+from tokenmill.serve.state_directory import SELF, StateDirectory
+from tokenmill.serve.stop_signals import StopRequested, StopSignals
+from tokenmill.serve.supervisor import Supervisor
+from tokenmill.serve.take_over import take_over
+from tokenmill.serve.worker_plan import PlannedWorker, description, plan_workers
 from tokenmill.settings.errors import SettingError
 from tokenmill.settings.processes import VARIABLES, ServeSettings
 from tokenmill.settings.unknown import unknown_variables, warnings
 
-#: What a process needs to end once its own grace period is over.
-_EXTRA_SECONDS = 15.0
+EXTRA_STOP_SECONDS = 15.0
+"""What a process needs to exit once its own grace period is over."""
 _READY_TIMEOUT_SECONDS = 2.0
 #: BSD's EX_CONFIG: a setting is wrong, or the model cannot be served.
 _EX_CONFIG = 78
@@ -50,7 +52,7 @@ def serve(
             with suppress(StopRequested):
                 _Service(supervisor, signals, state, settings, environ, print_line).run()
             print_line(SELF, "stopping; Ctrl-C again does not wait for unfinished tasks, and nothing is lost")
-        except Unusable as error:
+        except FatalExit as error:
             raise SettingError(str(error)) from error
         finally:
             supervisor.stop()
@@ -83,8 +85,8 @@ class _Service:
         self._check_addresses(port, workers)
         redis_url = self._find_redis()
         api_url = f"http://{_reachable(self.settings.host)}:{port}"
-        self.supervisor.record.put_address("redis-url", redis_url)
-        self.supervisor.record.put_address("api-url", api_url)
+        self.supervisor.record.set_address("redis-url", redis_url)
+        self.supervisor.record.set_address("api-url", api_url)
         self.print_line(SELF, f"Redis at {hide_password(redis_url)}; loading the model")
         self._start_processes(workers, redis_url, port)
         client = Client(url=api_url, timeout=_READY_TIMEOUT_SECONDS)
@@ -103,7 +105,7 @@ class _Service:
         return plan_workers(
             self.settings.workers,
             self.settings.metrics_port,
-            () if self.settings.device == "cpu" else cuda_devices(self.environ),
+            () if self.settings.device == "cpu" else find_cuda_devices(self.environ),
             len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
             self.environ,
         )
@@ -123,7 +125,7 @@ class _Service:
         data, log, socket_file = self.state.redis_data, self.state.redis_log, self._socket_file()
         url = embedded_redis.socket_url(socket_file)
         child = self.supervisor.start(embedded_redis.server_spec(data, log, socket_file))
-        embedded_redis.wait_until_ready(url, log, lambda: child.returncode is None, self.signals.pause)
+        embedded_redis.wait_until_ready(url, log, lambda: child.returncode is None, self.signals.wait_or_stop)
         return url
 
     def _socket_file(self) -> Path:
@@ -156,10 +158,10 @@ class _Service:
             name=planned.name,
             command=process_command("worker"),
             environment={**environment, **planned.environment},
-            stop_seconds=self.settings.grace_seconds + _EXTRA_SECONDS,
-            final_codes=frozenset({_EX_CONFIG}),
-            stage="worker",
-            stopping="finishes tasks for up to TOKENMILL_GRACE_SECONDS and returns the rest",
+            stop_seconds=self.settings.grace_seconds + EXTRA_STOP_SECONDS,
+            fatal_exit_codes=frozenset({_EX_CONFIG}),
+            stop_group="worker",
+            while_stopping="finishes tasks for up to TOKENMILL_GRACE_SECONDS and returns the rest",
         )
 
     def _api(self, environment: Mapping[str, str]) -> ChildSpec:
@@ -167,11 +169,11 @@ class _Service:
             name="api",
             command=process_command("api"),
             environment=environment,
-            stop_seconds=self.settings.http_grace_seconds + _EXTRA_SECONDS,
-            final_codes=frozenset({_EX_CONFIG}),
-            stopping="finishes open requests for up to TOKENMILL_HTTP_GRACE_SECONDS",
+            stop_seconds=self.settings.http_grace_seconds + EXTRA_STOP_SECONDS,
+            fatal_exit_codes=frozenset({_EX_CONFIG}),
+            while_stopping="finishes open requests for up to TOKENMILL_HTTP_GRACE_SECONDS",
             # Tasks are in Redis, and a client whose connection ends asks again.
-            kill_hurried=True,
+            kill_on_second_request=True,
         )
 
     def _announce(self, api_url: str, redis_url: str, workers: list[PlannedWorker]) -> None:

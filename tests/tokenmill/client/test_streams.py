@@ -28,7 +28,7 @@ from tokenmill.protocol.messages import Event, encode
 from tokenmill.protocol.records import Claimed
 from tokenmill.protocol.store.task_store import TaskStore
 from tokenmill.serve import embedded_redis
-from tokenmill.serve.processes import Child
+from tokenmill.serve.child_processes import Child
 
 NEVER_SECONDS = 3600.0
 """A silence that never passes, so that it never causes a read of the log."""

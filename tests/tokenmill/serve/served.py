@@ -11,9 +11,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.tokenmill.serve.test_processes import WATCHDOG_SECONDS, Lines
+from tests.tokenmill.serve.children import TIMEOUT_SECONDS, Lines
 from tokenmill.serve.embedded_redis import free_port
-from tokenmill.serve.state import StateDirectory
+from tokenmill.serve.state_directory import StateDirectory
 from tokenmill.settings.processes import VARIABLES
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -55,11 +55,11 @@ Server(('127.0.0.1', int(os.environ['TOKENMILL_PORT'])), Handler).serve_forever(
 def main() -> None:
     """`tokenmill serve` with the fakes."""
     from tokenmill.cli import main as cli
-    from tokenmill.serve import devices
+    from tokenmill.serve import cuda_devices
     from tokenmill.serve import service as serve
 
     if os.environ.get("FAKE_CUDA"):
-        devices.torch_has_cuda = lambda: True
+        cuda_devices.torch_has_cuda = lambda: True
     codes = {"worker": _FAKE_WORKER, "api": _FAKE_API}
     serve.process_command = lambda name: (sys.executable, "-c", codes[name])
     cli.main()
@@ -115,8 +115,8 @@ class Served:
 
     def wait(self) -> int:
         """Its exit code; all its lines have been read."""
-        code = self.process.wait(WATCHDOG_SECONDS)
-        self._reader.join(WATCHDOG_SECONDS)
+        code = self.process.wait(TIMEOUT_SECONDS)
+        self._reader.join(TIMEOUT_SECONDS)
         return code
 
     def text(self) -> list[str]:
@@ -127,7 +127,7 @@ class Served:
         if self.process.poll() is None:
             self.signal(signal.SIGINT)
             try:
-                self.process.wait(WATCHDOG_SECONDS)
+                self.process.wait(TIMEOUT_SECONDS)
             except subprocess.TimeoutExpired:
                 self.process.kill()
         for process in self.state.processes().values():

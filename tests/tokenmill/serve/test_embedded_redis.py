@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.tokenmill.serve.test_processes import Lines
+from tests.tokenmill.serve.children import Lines
 from tokenmill.protocol.redis_url import hide_password
 from tokenmill.serve import embedded_redis
+from tokenmill.serve.child_processes import Child
 from tokenmill.serve.embedded_redis import NoRedisServer, RedisUnavailable
-from tokenmill.serve.processes import Child
 
 
-def never_pause(_: float) -> None:
-    """Ask again at once."""
+def no_pause(_: float) -> None:
+    """Poll again at once."""
 
 
 def start(directory: Path) -> tuple[Child, str]:
@@ -65,7 +65,7 @@ def deep(tmp_path: Path) -> Path:
     return data
 
 
-def test_a_long_path_has_its_socket_elsewhere_always_in_the_same_place(deep: Path) -> None:
+def test_the_socket_of_a_long_path_is_always_at_the_same_path(deep: Path) -> None:
     child, url = start(deep)
     with redis.Redis.from_url(url) as client:
         assert client.ping()
@@ -78,19 +78,19 @@ def test_a_long_path_has_its_socket_elsewhere_always_in_the_same_place(deep: Pat
     assert embedded_redis.socket_path(deep) != elsewhere
 
 
-def test_a_place_for_the_socket_that_others_made_is_refused(
+def test_a_directory_for_the_socket_that_is_not_private_is_refused(
     deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embedded_redis.tempfile, "gettempdir", lambda: str(tmp_path))
-    place = embedded_redis.socket_path(deep).parent
-    place.chmod(0o755)
+    directory = embedded_redis.socket_path(deep).parent
+    directory.chmod(0o755)
 
-    with pytest.raises(RedisUnavailable, match="no private directory of this user"):
+    with pytest.raises(RedisUnavailable, match="not a private directory of this user"):
         embedded_redis.socket_path(deep)
 
-    place.rmdir()
-    place.symlink_to(tmp_path)
-    with pytest.raises(RedisUnavailable, match="no private directory of this user"):
+    directory.rmdir()
+    directory.symlink_to(tmp_path)
+    with pytest.raises(RedisUnavailable, match="not a private directory of this user"):
         embedded_redis.socket_path(deep)
 
 
@@ -101,19 +101,19 @@ def test_a_path_of_any_characters_is_a_url(tmp_path: Path) -> None:
     child.kill()
 
 
-def test_a_server_that_ends_is_told_with_its_last_lines(tmp_path: Path) -> None:
+def test_the_last_lines_of_a_server_that_exits_are_reported(tmp_path: Path) -> None:
     (tmp_path / "redis" / "appendonlydir").mkdir(parents=True)
     (tmp_path / "redis" / "appendonlydir" / "appendonly.aof.manifest").write_text("nonsense\n")
 
-    with pytest.raises(RedisUnavailable, match=r"the Redis server ended; its last lines: .+"):
+    with pytest.raises(RedisUnavailable, match=r"the Redis server exited; its last lines: .+"):
         start(tmp_path)
 
 
-def test_a_server_that_stays_mute_is_told(tmp_path: Path) -> None:
+def test_a_server_that_does_not_answer_is_reported(tmp_path: Path) -> None:
     url = embedded_redis.socket_url(tmp_path / "redis.sock")
 
     with pytest.raises(RedisUnavailable, match="does not answer"):
-        embedded_redis.wait_until_ready(url, tmp_path / "log", lambda: True, never_pause, patience=0.1)
+        embedded_redis.wait_until_ready(url, tmp_path / "log", lambda: True, no_pause, timeout=0.1)
 
 
 def test_a_program_on_path_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_a_program_on_path_is_preferred(tmp_path: Path, monkeypatch: pytest.Monk
     assert embedded_redis.find_redis_server() == str(preferred)
 
 
-def test_no_program_at_all_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_program_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", os.devnull)
     monkeypatch.setattr(embedded_redis, "find_spec", lambda _: None)
 

@@ -1,4 +1,4 @@
-"""Writes that fail end nothing: the supervisor goes on, and Redis comes back as soon as there is room.
+"""A full disk ends nothing: the supervisor continues, and Redis is restarted once there is space.
 
 redis#1522: with `appendfsync always` a server ends itself when it cannot write its append-only file.
 """
@@ -14,22 +14,21 @@ import pytest
 
 from tests.live_service import wait_for
 from tests.tokenmill.cli.acknowledged import check_kept, push_until_it_ends
+from tests.tokenmill.serve.children import EXITS_ON_SIGTERM, SLEEPER, Lines
+from tests.tokenmill.serve.conftest import SupervisorRun
 from tests.tokenmill.serve.served import WITH_FAKE_ROOMS, Served
-from tests.tokenmill.serve.test_processes import SLEEPER, Lines
-from tests.tokenmill.serve.test_supervisor import POLITE, Stage, ask_to_stop, stage
+from tests.tokenmill.serve.test_supervisor import request_stop
 from tokenmill.cli.console import LinePrinter
-from tokenmill.serve import restarts, supervisor
-from tokenmill.serve.processes import Child, ChildSpec
+from tokenmill.serve import supervisor
+from tokenmill.serve.child_processes import Child, ChildSpec
+from tokenmill.serve.errors import CannotServe
 from tokenmill.serve.run_record import RunRecord
-from tokenmill.serve.signals import StopRequested
-from tokenmill.serve.state import SELF, StateDirectory
-from tokenmill.serve.supervisor import CannotServe
-
-__all__ = ["stage"]
+from tokenmill.serve.state_directory import SELF, StateDirectory
+from tokenmill.serve.stop_signals import StopRequested
 
 
 class Blocked:
-    """Writes to a file of the state directory that fail: what they are made through is a full device."""
+    """Makes writes to files of the state directory fail."""
 
     def __init__(self, state: StateDirectory) -> None:
         self._state = state
@@ -41,119 +40,119 @@ class Blocked:
     def free_records(self, name: str) -> None:
         (self._state.path / f".{name}.new").rmdir()
 
-    def room(self) -> None:
-        (self._state.redis_data / ".room").symlink_to("/dev/full")
+    def free_space(self) -> None:
+        (self._state.redis_data / ".space-probe").symlink_to("/dev/full")
 
 
-def test_what_could_not_be_recorded_is_recorded_later(tmp_path: Path) -> None:
+def test_a_record_that_cannot_be_written_is_written_later(tmp_path: Path) -> None:
     state, lines = StateDirectory(tmp_path / "state"), Lines()
     blocked = Blocked(state)
     blocked.records("api-url")
     blocked.records("redis-url")
     record = RunRecord(state, lines)
 
-    record.put_address("api-url", "http://127.0.0.1:1")
-    record.put_address("redis-url", "unix:///s")
-    record.retry()
+    record.set_address("api-url", "http://127.0.0.1:1")
+    record.set_address("redis-url", "unix:///s")
+    record.write_pending()
     assert not record.is_written
     assert len(lines.seen) == 1
     assert f"{state.path} cannot be written: " in lines.seen[0][1]
 
     blocked.free_records("api-url")
     blocked.free_records("redis-url")
-    record.retry()
+    record.write_pending()
     assert record.is_written
     assert (state.path / "api-url").read_text() == "http://127.0.0.1:1\n"
     assert (state.path / "redis-url").read_text() == "unix:///s\n"
 
 
-def test_a_restart_that_cannot_be_recorded_happens(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarts, "_FIRST_SECONDS", 0.01)
-    monkeypatch.setattr(supervisor, "_WRITE_AGAIN_SECONDS", 0.01)
-    stage.start("worker", SLEEPER)
-    stage.lines.wait_for("up")
-    first = stage.state.processes()["worker"]
-    Blocked(stage.state).records("processes.json")
+@pytest.mark.usefixtures("fast_restarts")
+def test_a_restart_happens_even_if_it_cannot_be_recorded(
+    run: SupervisorRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_RECORD_RETRY_SECONDS", 0.01)
+    run.start("worker", SLEEPER)
+    run.lines.wait_for("up")
+    first = run.state.processes()["worker"]
+    Blocked(run.state).records("processes.json")
     os.kill(first.pid, signal.SIGKILL)
 
     def is_back() -> bool:
-        if sum(text == "up" for _, text in stage.lines.seen) == 2 and not stage.supervisor.record.is_written:
-            Blocked(stage.state).free_records("processes.json")
-        return stage.supervisor.record.is_written and stage.state.processes()["worker"] != first
+        if sum(text == "up" for _, text in run.lines.seen) == 2 and not run.supervisor.record.is_written:
+            Blocked(run.state).free_records("processes.json")
+        return run.supervisor.record.is_written and run.state.processes()["worker"] != first
 
     with pytest.raises(StopRequested):
-        stage.supervisor.watch(is_back, ask_to_stop)
+        run.supervisor.watch(is_back, request_stop)
 
-    assert stage.state.processes()["worker"].is_alive()
+    assert run.state.processes()["worker"].is_alive()
 
 
-def test_a_child_that_needs_room_waits_for_it(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often it died for want of it: the service is not given up."""
-    monkeypatch.setattr(restarts, "_FIRST_SECONDS", 0.01)
-    monkeypatch.setattr(supervisor, "_ROOM_POLL_SECONDS", 0.01)
+@pytest.mark.usefixtures("fast_restarts")
+def test_a_restart_waits_for_space(run: SupervisorRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exits because of a full disk are not a crash loop."""
+    monkeypatch.setattr(supervisor, "_SPACE_POLL_SECONDS", 0.01)
     monkeypatch.setattr(supervisor, "_READY_POLL_SECONDS", 0.01)
-    stage.start("redis", SLEEPER, room=stage.state.redis_data)
-    stage.lines.wait_for("up")
+    run.start("redis", SLEEPER, data=run.state.redis_data)
+    run.lines.wait_for("up")
     probes: list[Path] = []
 
-    def check_room(directory: Path) -> None:
+    def check_free_space(directory: Path) -> None:
         probes.append(directory)
         if len(probes) < 5:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(supervisor, "check_room", check_room)
-    os.kill(stage.state.processes()["redis"].pid, signal.SIGKILL)
+    monkeypatch.setattr(supervisor, "check_free_space", check_free_space)
+    os.kill(run.state.processes()["redis"].pid, signal.SIGKILL)
 
     def is_back() -> bool:
-        return sum(text == "up" for _, text in stage.lines.seen) == 2
+        return sum(text == "up" for _, text in run.lines.seen) == 2
 
     with pytest.raises(StopRequested):
-        stage.supervisor.watch(is_back, ask_to_stop)
+        run.supervisor.watch(is_back, request_stop)
 
-    assert probes == [stage.state.redis_data] * 5
-    told = [line for line in stage.own_lines() if "cannot be written" in line]
-    assert len(told) == 1
-    assert "No space left on device" in told[0]
-    assert "TOKENMILL_STATE_DIR" in told[0]
+    assert probes == [run.state.redis_data] * 5
+    reports = [line for line in run.own_lines() if "cannot be written" in line]
+    assert len(reports) == 1
+    assert "No space left on device" in reports[0]
+    assert "TOKENMILL_STATE_DIR" in reports[0]
 
 
-def test_without_room_the_service_does_not_start_and_says_so(stage: Stage) -> None:
-    Blocked(stage.state).room()
+def test_a_full_disk_prevents_the_start(run: SupervisorRun) -> None:
+    Blocked(run.state).free_space()
 
     with pytest.raises(
-        CannotServe, match="redis cannot be written: No space left on device; make room there"
+        CannotServe, match="redis cannot be written: No space left on device; free some space there"
     ):
-        stage.start("redis", POLITE, room=stage.state.redis_data)
+        run.start("redis", EXITS_ON_SIGTERM, data=run.state.redis_data)
 
 
-def test_a_child_that_cannot_be_started_again_is_tried_again(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.usefixtures("fast_restarts")
+def test_a_restart_that_fails_is_repeated(
+    run: SupervisorRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(restarts, "_FIRST_SECONDS", 0.01)
     program = tmp_path / "program"
     program.symlink_to(sys.executable)
     spec = ChildSpec(
         name="worker", command=(str(program), "-c", SLEEPER), environment=os.environ, stop_seconds=60
     )
-    stage.supervisor.start(spec)
-    stage.lines.wait_for("up")
+    run.supervisor.start(spec)
+    run.lines.wait_for("up")
     program.unlink()
-    os.kill(stage.state.processes()["worker"].pid, signal.SIGKILL)
+    os.kill(run.state.processes()["worker"].pid, signal.SIGKILL)
 
     def is_back() -> bool:
-        if any("cannot be started" in line for line in stage.own_lines()) and not program.exists():
+        if any("cannot be started" in line for line in run.own_lines()) and not program.exists():
             program.symlink_to(sys.executable)
-        return sum(text == "up" for _, text in stage.lines.seen) == 2
+        return sum(text == "up" for _, text in run.lines.seen) == 2
 
     with pytest.raises(StopRequested):
-        stage.supervisor.watch(is_back, ask_to_stop)
+        run.supervisor.watch(is_back, request_stop)
 
-    assert "the worker cannot be started: No such file or directory; trying again" in "".join(
-        stage.own_lines()
-    )
+    assert "the worker cannot be started: No such file or directory; trying again" in "".join(run.own_lines())
 
 
-def test_a_log_that_cannot_be_opened_is_done_without(tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_opened_is_dropped(tmp_path: Path) -> None:
     spec = ChildSpec(
         name="child", command=(sys.executable, "-c", "print('lost')"), environment=os.environ,
         stop_seconds=5, log=tmp_path,
@@ -162,7 +161,7 @@ def test_a_log_that_cannot_be_opened_is_done_without(tmp_path: Path) -> None:
     assert Child(spec, (), Lines()).wait() == 0
 
 
-def test_a_full_disk_below_standard_output_loses_lines_and_nothing_else(
+def test_a_full_disk_behind_standard_output_loses_lines_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with open("/dev/full", "w") as full:
@@ -180,7 +179,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
     served.end()
 
 
-def test_redis_ends_for_want_of_room_and_comes_back_with_all_that_was_acknowledged(served: Served) -> None:
+def test_redis_exits_on_a_full_disk_and_returns_with_every_acknowledged_write(served: Served) -> None:
     """The limit of a file's size stands for the disk's: Redis fails in the same call, without root."""
     served.wait_until_ready()
     url = str(served.state.address("redis-url"))

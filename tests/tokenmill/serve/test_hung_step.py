@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from tests.comparer import assert_equal_tokens, reference
 from tests.live_service import http, wait_for
 from tests.tiny_models import save_model
+from tests.tokenmill.serve.children import TIMEOUT_SECONDS
 from tests.tokenmill.serve.hanging_worker import SERVE, ask_for
 from tests.tokenmill.serve.served import Served
-from tests.tokenmill.serve.test_processes import WATCHDOG_SECONDS
 from tokenmill.client.http import Client
 from tokenmill.client.streams import TokenStream
 from tokenmill.protocol import keys
@@ -91,7 +91,7 @@ class Run:
     def assert_all_undisturbed(self, model_dir: Path) -> None:
         """Each reader got each message once, in order, and the tokens are those of a run alone."""
         for reader in self._readers:
-            reader.join(WATCHDOG_SECONDS)
+            reader.join(TIMEOUT_SECONDS)
         model: Any = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="eager")
         expected = {number: reference(model, prompt, LENGTH) for number, prompt in PROMPTS.items()}
         for number, events in self.heard.items():

@@ -14,7 +14,7 @@ from tests.tokenmill.serve.served import WITH_FAKE_ROOMS, Served
 from tokenmill.cli.main import MISUSED
 from tokenmill.serve.checks import check_address, check_distinct, check_installed
 from tokenmill.serve.embedded_redis import free_port
-from tokenmill.serve.state import SELF
+from tokenmill.serve.state_directory import SELF
 from tokenmill.serve.supervisor import CannotServe
 from tokenmill.settings.errors import SettingError
 

@@ -17,8 +17,8 @@ import redis
 
 from tests.live_service import http, wait_for
 from tests.tiny_models import save_model
+from tests.tokenmill.serve.children import TIMEOUT_SECONDS
 from tests.tokenmill.serve.served import REAL, ROOT, Served
-from tests.tokenmill.serve.test_processes import WATCHDOG_SECONDS
 from tokenmill.cli.main import MISUSED
 from tokenmill.client.http import Client
 from tokenmill.client.streams import TokenStream
@@ -169,9 +169,7 @@ def test_a_second_request_to_stop_ends_the_wait_and_loses_nothing(serve: Callabl
     next(iter(TokenStream(redis_url(first), tasks[0])))
 
     first.signal(signal.SIGINT)
-    first.lines.wait_for(
-        "waiting for the worker, which finishes tasks for as long as TOKENMILL_GRACE_SECONDS"
-    )
+    first.lines.wait_for("waiting for the worker, which finishes tasks for up to TOKENMILL_GRACE_SECONDS")
     first.signal(signal.SIGINT)
 
     assert first.wait() == 0
@@ -198,8 +196,8 @@ def test_a_killed_api_comes_back_and_its_streams_go_on(serve: Callable[..., Serv
         os.kill(served.state.processes()["api"].pid, signal.SIGKILL)
         served.lines.wait_for("the api was ended by SIGKILL; starting it again")
 
-    reader.join(WATCHDOG_SECONDS)
-    waiter.join(WATCHDOG_SECONDS)
+    reader.join(TIMEOUT_SECONDS)
+    waiter.join(TIMEOUT_SECONDS)
     assert waited == ["completed"], "\n".join(served.text())
     assert [event.seq for event in events] == list(range(len(events)))
     assert joined(events) == client.task(task_id)["outputs"][0]["text"]

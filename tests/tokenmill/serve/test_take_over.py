@@ -1,4 +1,4 @@
-"""What a new supervisor does about an earlier one: refuses if it runs, clears up if it was killed."""
+"""A new supervisor refuses to start beside a running one, and stops what a killed one left."""
 
 import os
 import signal
@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.tokenmill.serve.test_processes import Lines
-from tokenmill.serve import supervisor
-from tokenmill.serve.processes import ProcessId
-from tokenmill.serve.state import SELF, AlreadyRunning, StateDirectory
-from tokenmill.serve.supervisor import CannotServe, take_over
+from tests.tokenmill.serve.children import Lines
+from tokenmill.serve import take_over as module
+from tokenmill.serve.child_processes import ProcessId
+from tokenmill.serve.errors import CannotServe
+from tokenmill.serve.state_directory import SELF, AlreadyRunning, StateDirectory
+from tokenmill.serve.take_over import take_over
 
 
 def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
@@ -25,13 +26,13 @@ def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
         take_over(state, lines)
 
     os.close(lock)
-    told = str(raised.value)
-    assert f"a tokenmill serve (pid {os.getpid()}) already uses" in told
-    assert "at http://127.0.0.1:8000" in told
-    assert "TOKENMILL_STATE_DIR" in told
+    message = str(raised.value)
+    assert f"a tokenmill serve (pid {os.getpid()}) already uses" in message
+    assert "at http://127.0.0.1:8000" in message
+    assert "TOKENMILL_STATE_DIR" in message
 
 
-def test_a_directory_that_cannot_be_used_is_told(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     with pytest.raises(CannotServe, match="cannot be used: Not a directory"):
@@ -60,7 +61,7 @@ def test_orphans_of_a_killed_supervisor_are_stopped(tmp_path: Path) -> None:
         orphan.stdin.close()
 
 
-def test_the_lock_of_the_dead_may_be_let_go_a_moment_later(
+def test_the_lock_of_a_dead_process_may_be_released_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Linux lists an flock for a tenth of a second after its last holder, of many threads, has died."""
@@ -83,11 +84,11 @@ def test_the_lock_of_the_dead_may_be_let_go_a_moment_later(
     assert len(failed) == 3
 
 
-def test_an_unrecorded_child_of_a_killed_supervisor_is_told(
+def test_an_unrecorded_child_of_a_killed_supervisor_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be a Redis server: a second one over the same files would destroy them."""
-    monkeypatch.setattr(supervisor, "_LOCK_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(module, "_LOCK_TIMEOUT_SECONDS", 0.1)
     state, lines = StateDirectory(tmp_path / "state"), Lines()
     lock = take_over(state, lines)
     state.write_processes({SELF: ProcessId(os.getpid(), "killed")})

@@ -1,7 +1,7 @@
-"""Processes of the supervisor: children in groups of their own, and orphans of an earlier run.
+"""Child processes in process groups of their own, and orphans of an earlier run.
 
-Law: a process that is not ours is never signalled. A recorded pid counts only together with the moment of its
-birth, as a pid can be given to a stranger. Knows no setting and no Redis.
+Invariant: no foreign process is signalled. A recorded pid is used only together with the start time of its
+process, because the system reuses pids.
 """
 
 import os
@@ -20,35 +20,35 @@ _ORPHAN_POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A pid and when that process was born: together they name one process for good."""
+    """A pid and the start time of its process. Together they identify a process uniquely."""
 
     pid: int
-    birth: str
+    start_time: str
 
     @classmethod
     def of(cls, pid: int) -> "ProcessId":
-        return cls(pid, birth(pid) or "")
+        return cls(pid, start_time(pid) or "")
 
     @classmethod
     def own(cls) -> "ProcessId":
         return cls.of(os.getpid())
 
     def is_alive(self) -> bool:
-        return bool(self.birth) and birth(self.pid) == self.birth
+        return bool(self.start_time) and start_time(self.pid) == self.start_time
 
 
-def birth(pid: int) -> str | None:
-    """A text that differs between two processes that had the same pid; None if there is none, or a zombie."""
+def start_time(pid: int) -> str | None:
+    """A text that differs between processes with the same pid; None for a zombie or if no process has it."""
     try:
         # pid (name) state ppid ... starttime; the name may hold anything, also parentheses.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None if Path("/proc/self/stat").exists() else _birth_by_ps(pid)
+        return None if Path("/proc/self/stat").exists() else _start_time_from_ps(pid)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return None if fields[0] == "Z" else f"{boot}/{fields[19]}"
 
 
-def _birth_by_ps(pid: int) -> str | None:
+def _start_time_from_ps(pid: int) -> str | None:
     """For systems without /proc."""
     listing = subprocess.run(
         ["/bin/ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
@@ -56,9 +56,9 @@ def _birth_by_ps(pid: int) -> str | None:
     return listing.stdout.strip() or None
 
 
-def stop_orphan(process: ProcessId, patience: float) -> None:
-    """End what an earlier, killed supervisor left: ask, wait for `patience` seconds, then kill its group."""
-    for number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, 10.0)):
+def stop_orphan(process: ProcessId, timeout: float) -> None:
+    """Send SIGTERM to the group of a process, and SIGKILL if it has not exited after `timeout` seconds."""
+    for number, seconds in ((signal.SIGTERM, timeout), (signal.SIGKILL, 10.0)):
         if not process.is_alive():
             return
         _signal_group(process.pid, number)
@@ -69,13 +69,14 @@ def stop_orphan(process: ProcessId, patience: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ChildSpec:
-    """How to start a child. `stop_seconds`: how long it may take to end after SIGTERM.
+    """How to start and stop a child.
 
-    `log`: its output goes to this file; None: line by line to the supervisor's printer. `final_codes`: exit
-    codes that say that another start would end the same way. `stage`: children of one stage are stopped
-    together; "" is a stage of its own. `stopping`: what it does after SIGTERM, for people. `kill_hurried`: a
-    second request to stop kills it, as it holds nothing that could be lost. `umask`: -1 is the supervisor's.
-    `room`: a directory in which it needs room; it is not started again while there is none.
+    `stop_seconds`: how long it may run after SIGTERM. `log`: file for its output; None prints its lines.
+    `fatal_exit_codes`: exit codes after which a restart would fail the same way. `stop_group`: children of
+    one group are stopped together; "" means alone. `while_stopping`: what it does after SIGTERM, for people.
+    `kill_on_second_request`: a second request to stop kills it, as it holds nothing that could be lost.
+    `umask`: -1 inherits the supervisor's. `data`: directory that it writes; the child is not restarted while
+    the disk is full.
     """
 
     name: str
@@ -83,19 +84,19 @@ class ChildSpec:
     environment: Mapping[str, str]
     stop_seconds: float
     log: Path | None = None
-    final_codes: frozenset[int] = frozenset()
-    stage: str = ""
-    stopping: str = "ends"
-    kill_hurried: bool = False
+    fatal_exit_codes: frozenset[int] = frozenset()
+    stop_group: str = ""
+    while_stopping: str = "exits"
+    kill_on_second_request: bool = False
     umask: int = -1
-    room: Path | None = None
+    data: Path | None = None
 
 
 class Child:
-    """A running child: the leader of a process group, so that the terminal's Ctrl-C does not reach it.
+    """A child process that leads a process group of its own, so that the terminal's Ctrl-C does not reach it.
 
-    Whatever it leaves in its group when it ends is killed with it: a worker that outlives its master would
-    keep the port from the next one. `last_line`: what it printed last, "" if nothing or to a log.
+    When it exits, the rest of its group is killed: a grandchild that survives would keep the port.
+    `last_line`: the last line that it printed; "" if there is none or it has a log.
     """
 
     def __init__(self, spec: ChildSpec, inherit: tuple[int, ...], print_line: Callable[[str, str], None]):
@@ -115,65 +116,65 @@ class Child:
                 umask=spec.umask,
             )
         self.id = ProcessId.of(self._process.pid)
-        self._pump: threading.Thread | None = None
+        self._printer: threading.Thread | None = None
         if stream := self._process.stdout:
-            self._pump = threading.Thread(
-                target=self._pass_on, args=(stream,), daemon=True, name=f"log-{spec.name}"
+            self._printer = threading.Thread(
+                target=self._print_lines, args=(stream,), daemon=True, name=f"log-{spec.name}"
             )
-            self._pump.start()
+            self._printer.start()
 
     @property
     def returncode(self) -> int | None:
         """None while it runs; negative: the signal that ended it."""
-        return self._end(os.WNOHANG)
+        return self._reap(os.WNOHANG)
 
     @property
-    def lived(self) -> float:
+    def uptime(self) -> float:
         """Seconds since its start."""
         return time.monotonic() - self._started
 
     def signal(self, number: int) -> None:
-        """To the child alone, which passes on what its own children must know. Nothing if it has ended."""
+        """Signal the child alone, not its group. Does nothing if it has exited."""
         if self.returncode is None:
-            # Not send_signal(), which may bury the child without its group. The pid is the child's till then.
+            # Not send_signal(), which may reap the child without its group. Until then the pid is not reused.
             os.kill(self._process.pid, number)
 
     def kill(self) -> None:
-        """At once, with everything in its group."""
+        """Kill the child and its group."""
         if self.returncode is None:
             _signal_group(self._process.pid, signal.SIGKILL)
-            self._end()
+            self._reap()
 
     def wait(self) -> int:
-        """The exit code, when it has ended."""
-        self._end()
+        """Wait for the exit and return its code."""
+        self._reap()
         return self._process.wait()
 
-    def finish_output(self, patience: float = 2.0) -> bool:
+    def finish_output(self, timeout: float = 2.0) -> bool:
         """Wait until the last lines are printed. False: a grandchild still holds the pipe."""
-        if self._pump is None:
+        if self._printer is None:
             return True
-        self._pump.join(patience)
-        return not self._pump.is_alive()
+        self._printer.join(timeout)
+        return not self._printer.is_alive()
 
-    def _end(self, options: int = 0) -> int | None:
-        """Wait for its end, or only look (WNOHANG); then kill what is left of its group. The exit code."""
+    def _reap(self, options: int = 0) -> int | None:
+        """Wait for the exit, or only poll (WNOHANG), then kill the rest of the group. Returns the code."""
         process = self._process
         if process.returncode is not None:
             return process.returncode
         if not hasattr(os, "waitid"):
-            # macOS before Python 3.13. It gives pids in turn: this one is not a stranger's so soon.
+            # macOS before Python 3.13. It assigns pids in order: this one is not reused so soon.
             code = process.poll() if options else process.wait()
             if code is not None:
                 _signal_group(process.pid, signal.SIGKILL)
             return code
         if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | options) is None:
             return None
-        # The child is not buried yet, so that the group's name, its pid, cannot be a stranger's.
+        # The child is not reaped yet, so its pid, which names the group, is not reused.
         _signal_group(process.pid, signal.SIGKILL)
         return process.wait()
 
-    def _pass_on(self, stream: IO[bytes]) -> None:
+    def _print_lines(self, stream: IO[bytes]) -> None:
         with stream:
             for line in stream:
                 text = line.decode(errors="replace").rstrip()
@@ -182,7 +183,7 @@ class Child:
 
 
 def _open_log(path: Path) -> IO[bytes]:
-    """For appending, for its user alone. A log that cannot be opened, as on a full disk, is dropped."""
+    """A private file to append to. If it cannot be opened, as on a full disk, the output is dropped."""
     try:
         return open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600), "ab")
     except OSError:
@@ -190,6 +191,6 @@ def _open_log(path: Path) -> IO[bytes]:
 
 
 def _signal_group(pid: int, number: int) -> None:
-    # macOS refuses a group that has only dead members.
+    # PermissionError: macOS, for a group of zombies.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)

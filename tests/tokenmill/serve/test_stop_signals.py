@@ -1,11 +1,11 @@
-"""Requests to stop are counted and wake whoever waits; what was set before is set again afterwards."""
+"""Requests to stop are counted and interrupt waits; earlier handlers are restored."""
 
 import signal
 from collections.abc import Iterator
 
 import pytest
 
-from tokenmill.serve.signals import StopRequested, StopSignals
+from tokenmill.serve.stop_signals import StopRequested, StopSignals
 
 
 @pytest.fixture
@@ -16,14 +16,14 @@ def hangup_ignored() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_request_ends_every_pause(number: int) -> None:
+def test_a_request_interrupts_every_wait(number: int) -> None:
     with StopSignals() as signals:
-        signals.pause(0)
+        signals.wait_or_stop(0)
         signal.raise_signal(number)
 
         for _ in range(2):
             with pytest.raises(StopRequested):
-                signals.pause(3600)
+                signals.wait_or_stop(3600)
 
         assert signals.count == 1
 
@@ -43,7 +43,7 @@ def test_nohup_is_respected(hangup_ignored: None) -> None:
         assert signals.count == 0
 
 
-def test_handlers_are_put_back() -> None:
+def test_handlers_are_restored() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]
     with StopSignals():
         pass

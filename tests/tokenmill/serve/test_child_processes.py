@@ -1,39 +1,17 @@
-"""Children and orphans: only what is ours is ever signalled."""
+"""Children and orphans: no foreign process is signalled."""
 
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tokenmill.serve.processes import Child, ChildSpec, ProcessId, stop_orphan
-
-SLEEPER = "import time; print('up', flush=True); time.sleep(300)"
-STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEPER
-WATCHDOG_SECONDS = 240.0
-
-
-class Lines:
-    """What children print, and waiting for it."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, str]] = []
-        self._changed = threading.Condition()
-
-    def __call__(self, name: str, text: str) -> None:
-        with self._changed:
-            self.seen.append((name, text))
-            self._changed.notify_all()
-
-    def wait_for(self, text: str, times: int = 1) -> None:
-        with self._changed:
-            assert self._changed.wait_for(
-                lambda: sum(text in line for _, line in self.seen) >= times, WATCHDOG_SECONDS
-            ), "\n".join(line for _, line in self.seen)
+from tests.tokenmill.serve.children import IGNORES_SIGTERM, SLEEPER, TIMEOUT_SECONDS, Lines
+from tokenmill.serve.child_processes import Child, ChildSpec, ProcessId, stop_orphan
 
 
 @pytest.fixture
@@ -45,7 +23,10 @@ def lines() -> Lines:
 def orphan() -> Iterator[subprocess.Popen[bytes]]:
     """A process in a group of its own that ignores SIGTERM."""
     process = subprocess.Popen(
-        [sys.executable, "-c", STUBBORN], process_group=0, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", IGNORES_SIGTERM],
+        process_group=0,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     )
     assert process.stdout is not None
     process.stdout.readline()
@@ -61,7 +42,7 @@ def spec_of(code: str, log: Path | None = None) -> ChildSpec:
     )
 
 
-def test_a_process_is_known_by_its_birth() -> None:
+def test_a_process_is_identified_by_its_start_time() -> None:
     assert ProcessId.own().is_alive()
     assert not ProcessId(os.getpid(), "another time").is_alive()
     assert not ProcessId(os.getpid(), "").is_alive()
@@ -80,7 +61,7 @@ def test_a_zombie_is_not_alive() -> None:
     process.wait()
 
 
-def test_lines_of_a_child_are_passed_on(lines: Lines) -> None:
+def test_lines_of_a_child_are_printed(lines: Lines) -> None:
     child = Child(spec_of("import sys; print('out'); sys.stderr.write('last'); sys.exit(3)"), (), lines)
     child.finish_output()
 
@@ -107,7 +88,7 @@ def test_a_child_leads_a_group_of_its_own(lines: Lines) -> None:
     assert child.returncode == -signal.SIGKILL
 
 
-def test_killing_takes_the_whole_group(lines: Lines) -> None:
+def test_killing_ends_the_whole_group(lines: Lines) -> None:
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEPER!r}])"
     child = Child(spec_of(parent), (), lines)
     lines.wait_for("up")
@@ -115,27 +96,27 @@ def test_killing_takes_the_whole_group(lines: Lines) -> None:
     child.kill()
 
     # The pipe ends when the grandchild, which holds its other end, is gone.
-    assert child.finish_output(WATCHDOG_SECONDS)
+    assert child.finish_output(TIMEOUT_SECONDS)
 
 
-@pytest.mark.parametrize("ask", ["returncode", "wait", "signal", "kill"])
-def test_what_a_child_leaves_is_killed_however_its_end_is_found(lines: Lines, ask: str) -> None:
+@pytest.mark.parametrize("call", ["returncode", "wait", "signal", "kill"])
+def test_the_group_of_a_child_is_killed_however_its_exit_is_noticed(lines: Lines, call: str) -> None:
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEPER!r}]); input()"
     child = Child(spec_of(parent), (), lines)
-    # The parent has ended by itself, as its standard input is empty.
+    # The parent exits by itself, as its standard input is empty.
     lines.wait_for("EOFError")
     lines.wait_for("up")
     os.waitid(os.P_PID, child.id.pid, os.WEXITED | os.WNOWAIT)
 
-    answers = {
+    calls: dict[str, Callable[[], object]] = {
         "returncode": lambda: child.returncode,
         "wait": child.wait,
         "signal": lambda: child.signal(signal.SIGTERM),
         "kill": child.kill,
     }
-    answers[ask]()
+    calls[call]()
 
-    assert child.finish_output(WATCHDOG_SECONDS)
+    assert child.finish_output(TIMEOUT_SECONDS)
     assert child.returncode == 1
 
 
@@ -143,22 +124,22 @@ def test_the_last_line_is_known(lines: Lines) -> None:
     child = Child(spec_of("print('first'); print('the reason'); print()"), (), lines)
     child.wait()
 
-    assert child.finish_output(WATCHDOG_SECONDS)
+    assert child.finish_output(TIMEOUT_SECONDS)
     assert child.last_line == "the reason"
 
 
 def test_an_orphan_that_does_not_stop_is_killed(orphan: subprocess.Popen[bytes]) -> None:
-    # An orphan is nobody's child here, so somebody must bury it.
-    undertaker = threading.Thread(target=orphan.wait)
-    undertaker.start()
+    # Here the orphan is a child of the test, which must reap it.
+    reaper = threading.Thread(target=orphan.wait)
+    reaper.start()
 
-    stop_orphan(ProcessId.of(orphan.pid), patience=0.2)
+    stop_orphan(ProcessId.of(orphan.pid), timeout=0.2)
 
-    undertaker.join(WATCHDOG_SECONDS)
+    reaper.join(TIMEOUT_SECONDS)
     assert orphan.returncode == -signal.SIGKILL
 
 
-def test_a_stranger_with_a_recorded_pid_is_left_alone(orphan: subprocess.Popen[bytes]) -> None:
-    stop_orphan(ProcessId(orphan.pid, "born at another time"), patience=0.2)
+def test_a_foreign_process_with_a_recorded_pid_is_not_signalled(orphan: subprocess.Popen[bytes]) -> None:
+    stop_orphan(ProcessId(orphan.pid, "another time"), timeout=0.2)
 
     assert orphan.poll() is None

@@ -1,9 +1,9 @@
-"""The directory that `tokenmill serve` keeps between runs, under a lock.
+"""The directory that `tokenmill serve` keeps between runs, and its lock.
 
-Law: the lock is free only when nothing of an earlier run is alive. Every child inherits the descriptor, and
-the kernel lets go of an flock with its last holder; so a supervisor that was killed cannot leave a Redis
-server behind on which a second one would be started over the same files. What is in the directory is readable
-by its user alone: it holds every prompt and answer. Knows no child by name.
+Invariant: the lock is free only if no process of an earlier run is alive. Every child inherits its
+descriptor, and the kernel releases an flock when the last descriptor is closed. So no second Redis server is
+started over the files of one that a killed supervisor left running. The directory is private to its user: it
+holds every prompt and output.
 """
 
 import fcntl
@@ -15,14 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenmill.serve.processes import ProcessId
+from tokenmill.serve.child_processes import ProcessId
 
 SELF = "serve"
-"""The name under which the supervisor itself is recorded, beside its children."""
+"""The name of the supervisor itself, beside those of its children."""
 _PROCESSES = "processes.json"
 _RECORDS = ("redis-url", "api-url", _PROCESSES)
 _OTHERS = 0o077
-_ROOM_BYTES = 1 << 20
+_PROBE_BYTES = 1 << 20
 
 
 class AlreadyRunning(Exception):
@@ -31,7 +31,7 @@ class AlreadyRunning(Exception):
 
 @dataclass(frozen=True)
 class StateDirectory:
-    """Paths in the directory, and small files in it: `redis-url`, `api-url` and `processes.json`."""
+    """Paths in the directory, and its small files `redis-url`, `api-url` and `processes.json`."""
 
     path: Path
 
@@ -48,26 +48,23 @@ class StateDirectory:
         return self.path / "lock"
 
     def create(self) -> None:
-        """Make what is missing, and take the rights of other users from what an earlier version left.
-
-        Raises `OSError` where that is not possible.
-        """
+        """Create what is missing and remove the rights of other users from what exists. Raises `OSError`."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self._is_made_by_us():
+        if self._is_dedicated():
             _make_private(self.path)
         self.redis_data.mkdir(mode=0o700, exist_ok=True)
         files = [self.path / name for name in _RECORDS]
         for path in (self.lock_file, self.redis_log, *files, self.redis_data, *self.redis_data.rglob("*")):
             _make_private(path)
 
-    def _is_made_by_us(self) -> bool:
-        """False for a directory that has another purpose too; what is in it is private all the same."""
+    def _is_dedicated(self) -> bool:
+        """False for a directory with another purpose, such as the home directory. Its own rights are kept."""
         shared = (Path.cwd(), Path("/"), Path(os.path.expanduser("~")))  # pathlib raises without a home
         is_sticky = bool(self.path.stat().st_mode & stat.S_ISVTX)
         return self.lock_file.exists() and not is_sticky and self.path.resolve() not in shared
 
     def lock(self) -> int:
-        """Take the lock; a descriptor to hold and to hand to every child. Raises `AlreadyRunning`."""
+        """Take the lock. Returns its descriptor, which every child inherits. Raises `AlreadyRunning`."""
         descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -77,11 +74,11 @@ class StateDirectory:
         return descriptor
 
     def write_address(self, name: str, address: str) -> None:
-        """Record `redis-url` or `api-url`, for other commands and for people. Raises `OSError`."""
+        """Record `redis-url` or `api-url`. Raises `OSError`."""
         self._write(name, address + "\n")
 
     def address(self, name: str) -> str | None:
-        """The recorded address; None if no service runs."""
+        """The recorded address, or None if no service runs."""
         supervisor = self.processes().get(SELF)
         if supervisor is None or not supervisor.is_alive():
             return None
@@ -91,26 +88,28 @@ class StateDirectory:
             return None
 
     def write_processes(self, processes: Mapping[str, ProcessId]) -> None:
-        """Record who belongs to this run, in the order in which they are to be stopped. Raises `OSError`."""
-        rows = {name: {"pid": process.pid, "birth": process.birth} for name, process in processes.items()}
+        """Record the processes of this run in the order in which they are stopped. Raises `OSError`."""
+        rows = {
+            name: {"pid": process.pid, "birth": process.start_time} for name, process in processes.items()
+        }
         self._write(_PROCESSES, json.dumps(rows, indent=1))
 
     def processes(self) -> dict[str, ProcessId]:
-        """What the last run recorded; empty when there is nothing legible."""
+        """The processes that the last run recorded; empty if there is no readable record."""
         try:
             rows = json.loads((self.path / _PROCESSES).read_text(encoding="utf-8"))
             return {name: ProcessId(int(row["pid"]), str(row["birth"])) for name, row in rows.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}
 
-    def forget_run(self) -> None:
-        """Nothing runs any more. A record that cannot be removed names processes that are not alive."""
+    def delete_record(self) -> None:
+        """For the end of a run. A record that cannot be deleted names processes that are not alive."""
         for name in _RECORDS:
             with suppress(OSError):
                 (self.path / name).unlink(missing_ok=True)
 
     def _write(self, name: str, text: str) -> None:
-        """Replace a small file as a whole, or leave it as it was. Raises `OSError`."""
+        """Replace a small file atomically. Raises `OSError`."""
         temporary = self.path / f".{name}.new"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
@@ -124,14 +123,14 @@ class StateDirectory:
             raise
 
 
-def check_room(directory: Path) -> None:
+def check_free_space(directory: Path) -> None:
     """Raises `OSError` unless a megabyte can be written into `directory`."""
-    probe = directory / ".room"
+    probe = directory / ".space-probe"
     try:
         with open(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(bytes(_ROOM_BYTES))
+            file.write(bytes(_PROBE_BYTES))
             file.flush()
-            # Some file systems say only here that there is no room.
+            # Some file systems report a full disk only here.
             os.fsync(file.fileno())
     finally:
         with suppress(OSError):
@@ -139,7 +138,7 @@ def check_room(directory: Path) -> None:
 
 
 def _make_private(path: Path) -> None:
-    """Raises `OSError` where the rights of others cannot be taken, as from another user's file."""
+    """Remove the rights of other users. Raises `OSError`, for example for another user's file."""
     with suppress(FileNotFoundError):
         mode = path.lstat().st_mode
         if not stat.S_ISLNK(mode) and mode & _OTHERS:

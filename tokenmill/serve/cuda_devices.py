@@ -1,6 +1,6 @@
-"""Which CUDA devices this machine has for us, found without importing torch: that takes seconds and memory.
+"""Finds the CUDA devices of this machine without importing torch, which takes seconds and memory.
 
-Each is a word for CUDA_VISIBLE_DEVICES, by which one process sees it alone.
+A device is a value of CUDA_VISIBLE_DEVICES that makes a process see it alone.
 """
 
 import re
@@ -9,19 +9,19 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-_LIST_SECONDS = 30.0
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+_TIMEOUT_SECONDS = 30.0
 _PROC = Path("/proc/driver/nvidia/gpus")
 _UUID = re.compile(r"\(UUID: ((?:GPU|MIG)-[^)]+)\)")
 _CUDA_BUILD = re.compile(r"^cuda\b[^=\n]*=\s*['\"]", re.MULTILINE)
 
 
-def cuda_devices(
+def find_cuda_devices(
     environ: Mapping[str, str], listing: Callable[[], str | None] | None = None, proc: Path = _PROC
 ) -> tuple[str, ...]:
-    """The devices that a process started with `environ` can use, none if torch is no CUDA build.
+    """The devices that a process with `environ` can use; none if torch is not a CUDA build.
 
-    `listing`: the output of `nvidia-smi -L`, None where that does not work; then `proc` is looked at.
+    `listing` returns the output of `nvidia-smi -L`, or None if it fails; then `proc` is counted instead.
     """
     if not torch_has_cuda():
         return ()
@@ -30,11 +30,11 @@ def cuda_devices(
         devices = _listed(text)
     else:
         devices = tuple(str(number) for number, _ in enumerate(proc.iterdir())) if proc.is_dir() else ()
-    return _visible(devices, environ.get(VISIBLE))
+    return _visible(devices, environ.get(VISIBLE_DEVICES))
 
 
 def torch_has_cuda() -> bool:
-    """As torch's own record of its build says."""
+    """Whether torch is a CUDA build, according to its file `version.py`."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return False
@@ -48,7 +48,7 @@ def _nvidia_smi() -> str | None:
     try:
         done = subprocess.run(
             ["nvidia-smi", "-L"],  # noqa: S607 - where the driver's package has put it
-            capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=_LIST_SECONDS,
+            capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=_TIMEOUT_SECONDS,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -56,9 +56,9 @@ def _nvidia_smi() -> str | None:
 
 
 def _listed(text: str) -> tuple[str, ...]:
-    """Of a GPU that is divided its instances: a process can use only one of them.
+    """UUIDs, as CUDA numbers devices in another order than the listing.
 
-    By UUID, as CUDA numbers devices in another order than the listing.
+    A GPU that is divided into MIG instances is listed as its instances: a process can use only one of them.
     """
     devices: list[str] = []
     for line in text.splitlines():
@@ -72,7 +72,7 @@ def _listed(text: str) -> tuple[str, ...]:
 
 
 def _visible(devices: tuple[str, ...], limit: str | None) -> tuple[str, ...]:
-    """What the variable leaves of them. Like CUDA, it takes nothing after a word that names no device."""
+    """The devices that the variable allows. Like CUDA, ignores everything after an invalid entry."""
     if limit is None:
         return devices
     visible: list[str] = []

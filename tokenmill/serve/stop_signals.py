@@ -1,6 +1,6 @@
-"""Requests to stop, as a process receives them, and waiting that they interrupt.
+"""Counts requests to stop (SIGINT, SIGTERM, SIGHUP), and waits that they interrupt.
 
-Law: a request is counted, never acted upon inside the handler. Knows nothing of what is stopped.
+Signal handlers only count: everything else happens in the main loop.
 """
 
 import contextlib
@@ -13,46 +13,46 @@ _STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequested(Exception):
-    """Ctrl-C, SIGTERM or a closed terminal."""
+    """Ctrl-C, SIGTERM, or the terminal was closed."""
 
 
 class StopSignals:
-    """While entered, counts requests to stop in `count`; the end of a child ends a wait too."""
+    """A context that counts requests to stop in `count`. SIGCHLD ends a wait too, but is not counted."""
 
     def __init__(self) -> None:
         self.count = 0
         self._reader, self._writer = socket.socketpair()
-        self._before: dict[int, object] = {}
-        self._wakeup_before = -1
+        self._previous_handlers: dict[int, object] = {}
+        self._previous_wakeup = -1
 
     def __enter__(self) -> "StopSignals":
         self._reader.setblocking(False)
         self._writer.setblocking(False)
-        self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        # SIGHUP: the terminal was closed. Under nohup it is ignored, and stays so.
+        self._previous_wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        # SIGHUP: the terminal was closed. Under nohup it is ignored, and stays ignored.
         ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         for number in _STOPS if ignored else (*_STOPS, signal.SIGHUP):
-            self._before[number] = signal.signal(number, self._count)
-        self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, _ignore)
+            self._previous_handlers[number] = signal.signal(number, self._count)
+        self._previous_handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, _ignore)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal() returned
-        signal.set_wakeup_fd(self._wakeup_before)
+        signal.set_wakeup_fd(self._previous_wakeup)
         self._reader.close()
         self._writer.close()
 
     def wait(self, seconds: float) -> None:
-        """Return after `seconds`, or earlier when a signal has come."""
+        """Return after `seconds`, or earlier when a signal arrives."""
         if select.select([self._reader], [], [], max(0.0, seconds))[0]:
             with contextlib.suppress(BlockingIOError):
                 self._reader.recv(4096)
 
-    def pause(self, seconds: float) -> None:
-        """`wait`, but raises `StopRequested` if a stop has been asked for, before it or within it."""
+    def wait_or_stop(self, seconds: float) -> None:
+        """Like `wait`. Raises `StopRequested` if a stop was requested before or during the wait."""
         if not self.count:
             self.wait(seconds)
         if self.count:
@@ -63,4 +63,4 @@ class StopSignals:
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """A handler, as the default for SIGCHLD would not wake anybody."""
+    """A handler of its own: the default one for SIGCHLD writes nothing to the wakeup descriptor."""

@@ -1,4 +1,4 @@
-"""The state directory: one user at a time, and small files that survive a kill."""
+"""The state directory: its lock, and small files that survive a kill."""
 
 import os
 import signal
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tokenmill.serve.processes import ProcessId
-from tokenmill.serve.state import SELF, AlreadyRunning, StateDirectory
+from tokenmill.serve.child_processes import ProcessId
+from tokenmill.serve.state_directory import SELF, AlreadyRunning, StateDirectory
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def state(tmp_path: Path) -> StateDirectory:
     return directory
 
 
-def test_only_one_holds_the_lock(state: StateDirectory) -> None:
+def test_the_lock_is_exclusive(state: StateDirectory) -> None:
     descriptor = state.lock()
     with pytest.raises(AlreadyRunning):
         state.lock()
@@ -28,7 +28,7 @@ def test_only_one_holds_the_lock(state: StateDirectory) -> None:
     os.close(state.lock())
 
 
-def test_the_lock_is_held_as_long_as_any_child_lives(state: StateDirectory) -> None:
+def test_a_living_child_holds_the_lock(state: StateDirectory) -> None:
     """The supervisor may be killed: its children still use the directory."""
     descriptor = state.lock()
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(descriptor,))
@@ -54,19 +54,19 @@ def test_addresses_are_those_of_a_running_service(state: StateDirectory) -> None
     state.write_processes({SELF: ProcessId.own()})
     assert state.address("api-url") == "http://127.0.0.1:8000"
 
-    state.forget_run()
+    state.delete_record()
     assert state.address("api-url") is None
     assert state.processes() == {}
 
 
-def test_addresses_are_for_their_owner_alone(state: StateDirectory) -> None:
+def test_addresses_are_private(state: StateDirectory) -> None:
     """A Redis URL may hold a password."""
     state.write_address("redis-url", "redis://:secret@h:1/0")
 
     assert (state.path / "redis-url").stat().st_mode & 0o077 == 0
 
 
-def test_what_an_earlier_version_left_open_is_closed_to_others(state: StateDirectory) -> None:
+def test_rights_of_others_are_removed_from_existing_files(state: StateDirectory) -> None:
     """Redis kept prompts and answers in files that every user of the machine could read."""
     log, part = state.redis_log, state.redis_data / "appendonlydir" / "appendonly.aof.1.incr.aof"
     part.parent.mkdir()
@@ -100,7 +100,7 @@ def test_a_directory_with_another_purpose_keeps_its_rights(
     assert state.lock_file.stat().st_mode & 0o077 == 0
 
 
-def test_a_write_that_fails_leaves_what_was_there(state: StateDirectory) -> None:
+def test_a_failed_write_keeps_the_old_file(state: StateDirectory) -> None:
     state.write_address("api-url", "http://127.0.0.1:8000")
     (state.path / ".api-url.new").symlink_to("/dev/full")
 
@@ -118,7 +118,7 @@ def test_processes_keep_their_order(state: StateDirectory) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"a": 1}', '{"a": {"pid": "x", "birth": ""}}'])
-def test_an_illegible_record_is_none(state: StateDirectory, text: str) -> None:
+def test_an_unreadable_record_is_empty(state: StateDirectory, text: str) -> None:
     (state.path / "processes.json").write_text(text)
 
     assert state.processes() == {}

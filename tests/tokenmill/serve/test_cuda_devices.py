@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tokenmill.serve import devices
-from tokenmill.serve.devices import cuda_devices, torch_has_cuda
+from tokenmill.serve import cuda_devices
+from tokenmill.serve.cuda_devices import find_cuda_devices, torch_has_cuda
 
 TWO = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aaa)
 GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-bbb)
@@ -22,7 +22,7 @@ GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-bbb)
 
 @pytest.fixture(autouse=True)
 def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(cuda_devices, "torch_has_cuda", lambda: True)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_devices_are_those_of_the_listing(listing: str, found: tuple[str, ...]) -> None:
-    assert cuda_devices({}, lambda: listing) == found
+    assert find_cuda_devices({}, lambda: listing) == found
 
 
 @pytest.mark.parametrize(
@@ -55,20 +55,20 @@ def test_devices_are_those_of_the_listing(listing: str, found: tuple[str, ...]) 
     ],
 )
 def test_the_environment_limits_them(limit: str, found: tuple[str, ...]) -> None:
-    assert cuda_devices({"CUDA_VISIBLE_DEVICES": limit}, lambda: TWO) == found
+    assert find_cuda_devices({"CUDA_VISIBLE_DEVICES": limit}, lambda: TWO) == found
 
 
 def test_the_environment_alone_makes_no_device(tmp_path: Path) -> None:
-    assert cuda_devices({"CUDA_VISIBLE_DEVICES": "0,1"}, lambda: None, tmp_path / "none") == ()
-    assert cuda_devices({"CUDA_VISIBLE_DEVICES": "GPU-a"}, lambda: "") == ()
+    assert find_cuda_devices({"CUDA_VISIBLE_DEVICES": "0,1"}, lambda: None, tmp_path / "none") == ()
+    assert find_cuda_devices({"CUDA_VISIBLE_DEVICES": "GPU-a"}, lambda: "") == ()
 
 
 def test_without_the_program_the_driver_is_asked(tmp_path: Path) -> None:
     for name in ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0"):
         (tmp_path / name).mkdir()
 
-    assert cuda_devices({}, lambda: None, tmp_path) == ("0", "1", "2")
-    assert cuda_devices({"CUDA_VISIBLE_DEVICES": "2"}, lambda: None, tmp_path) == ("2",)
+    assert find_cuda_devices({}, lambda: None, tmp_path) == ("0", "1", "2")
+    assert find_cuda_devices({"CUDA_VISIBLE_DEVICES": "2"}, lambda: None, tmp_path) == ("2",)
 
 
 @pytest.mark.parametrize(("status", "found"), [(0, ("GPU-aaa", "GPU-bbb")), (9, ())])
@@ -80,7 +80,7 @@ def test_the_program_is_run(
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
-    assert cuda_devices({}, proc=tmp_path / "none") == found
+    assert find_cuda_devices({}, proc=tmp_path / "none") == found
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,6 @@ def test_torch_is_not_imported_to_know_its_build(
 
 
 def test_a_torch_without_cuda_has_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "torch_has_cuda", lambda: False)
+    monkeypatch.setattr(cuda_devices, "torch_has_cuda", lambda: False)
 
-    assert cuda_devices({}, lambda: TWO) == ()
+    assert find_cuda_devices({}, lambda: TWO) == ()
