@@ -20,9 +20,28 @@ PLANTS = {
         ("tokenmill/process/restart_loop.py", "import redis"),
     ],
     "tokenmill: rooms": [
-        ("tokenmill/client/http.py", "import tokenmill.serve.state"),
+        ("tokenmill/client/http.py", "import tokenmill.serve.state_directory"),
+        ("tokenmill/client/sse.py", "import tokenmill.settings.errors"),
+        ("tokenmill/settings/errors.py", "import tokenmill.client.http"),
         ("tokenmill/protocol/redis_url.py", "import tokenmill.client.http"),
         ("tokenmill/process/restart_loop.py", "import tokenmill.protocol.keys"),
+    ],
+    "tokenmill.cli:": [
+        ("tokenmill/cli/console.py", "import tokenmill.cli.request_flags"),
+        ("tokenmill/cli/service_commands.py", "import tokenmill.cli.task_commands"),
+    ],
+    "tokenmill.serve:": [
+        ("tokenmill/serve/supervisor.py", "import tokenmill.serve.embedded_redis"),
+        ("tokenmill/serve/stopping.py", "import tokenmill.serve.run_record"),
+        ("tokenmill/serve/child_processes.py", "import tokenmill.serve.state_directory"),
+    ],
+    "tokenmill.settings:": [
+        ("tokenmill/settings/sources.py", "import tokenmill.settings.processes"),
+        ("tokenmill/settings/declaration.py", "import tokenmill.settings.credentials"),
+    ],
+    "settings:": [
+        ("tokenmill/settings/sources.py", "import redis"),
+        ("tokenmill/settings/credentials.py", "import worker.errors"),
     ],
     "tokenmill.protocol: the store": [
         ("tokenmill/protocol/records.py", "import tokenmill.protocol.store.task_store"),
@@ -70,7 +89,7 @@ PLANTS = {
     ],
     "tokenmill:": [
         ("tokenmill/cli/main.py", "import worker.errors"),
-        ("tokenmill/serve/service.py", "import api.admission"),
+        ("tokenmill/serve/service.py", "import api.submission"),
         ("tokenmill/client/streams.py", "import rq"),
     ],
     "torch is not even": [("engine/scheduling/scheduler.py", "import engine.execution.model_runner")],
