@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.t
 TEST_PROCESSES := 2
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
-.PHONY: help serve test test-processors test-services chaos bench bench-all check setup clean
+.PHONY: help serve test test-processors test-services chaos bench bench-all check docs setup clean
 
 help:
 	@echo "make serve           set up and run the service (Redis, workers, the API)"
@@ -19,6 +19,7 @@ help:
 	@echo "make bench           Tokenmill beside other engines: the cells of the targets, in under an hour"
 	@echo "make bench-all       the whole matrix, for a night; BENCH_ARGS=\"--model NAME --system NAME ...\""
 	@echo "make check           lint, format, types and import contracts"
+	@echo "make docs            build the documentation into site/; broken links are errors"
 	@echo "make setup           everything for development, without running anything"
 	@echo "make clean           remove the environment and caches; the data in .tokenmill stays"
 
@@ -52,10 +53,13 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+
 setup: $(VENV)/.dev
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
+	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
 
 # The first Python that is new enough; the one called python3 is the machine's own choice. venv must work in
 # it, which Debian keeps in a package of its own.
@@ -79,4 +83,8 @@ $(VENV)/.serve: $(VENV)/bin/python pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.serve
 	$(PIP) -e '.[serve,dev]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.serve
+	$(PIP) -e '.[serve,docs]'
 	@touch $@

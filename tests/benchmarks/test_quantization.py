@@ -1,4 +1,4 @@
-"""8 and 4 bits take the default model's logits no farther from the plain ones than the README states."""
+"""8 and 4 bits take the default model's logits no farther from the plain ones than `docs/models.md` states."""
 
 import math
 from pathlib import Path
@@ -10,7 +10,7 @@ from benchmarks.quantization import TEXT, divergence, load, logits_of, undo_roun
 from engine.execution.loading.default_model import default_model
 
 NUM_TOKENS = 256
-"""Of the text, whose whole the README's figures are of: they differ from these by a tenth."""
+"""Of the text, whose whole the documented figures are of: they differ from these by a tenth."""
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,8 @@ Dashboard = Callable[[str], Any]
 
 
 def documented_options(redis_url: str) -> list[str]:
-    """The options of the command in the README, with the URL in the place of the file that holds it."""
-    (command,) = re.findall(r"`(rq-dashboard [^`]+)`", (ROOT / "README.md").read_text("utf-8"))
+    """The options of the documented command, with `redis_url` in place of the file that holds it."""
+    (command,) = re.findall(r"`(rq-dashboard [^`]+)`", (ROOT / "docs" / "token-stream.md").read_text("utf-8"))
     _, *options = shlex.split(command.replace("$(cat .tokenmill/redis-url)", redis_url))
     return options
 

@@ -120,7 +120,7 @@ class TestLeases:
         assert outbox.take(1, silence_seconds=0) == []
 
     def test_several_renewals_fit_into_a_lease(self):
-        """Of a killed deliverer the bound in the README is the lease and one look at the outbox."""
+        """Of a killed deliverer the documented bound is the lease and one look at the outbox."""
         assert 3 * RENEW_SECONDS < LEASE_SECONDS <= 10
 
 

@@ -82,9 +82,11 @@ def has_open_stream(served: Served) -> bool:
     return "\ntokenmill_http_streams_open 1.0\n" in text
 
 
-def readme_blocks(language: str) -> list[str]:
-    parts = (ROOT / "README.md").read_text().split(f"```{language}\n")[1:]
-    return [part.split("```")[0] for part in parts]
+def documented_readers() -> list[str]:
+    """The stream readers in the README and in the page about the token stream, as they are written there."""
+    pages = (ROOT / "README.md", ROOT / "docs" / "token-stream.md")
+    parts = [part for page in pages for part in page.read_text("utf-8").split("```python\n")[1:]]
+    return [block for block in (part.split("```")[0] for part in parts) if "redis_url" in block]
 
 
 def printed_by(code: str, **names: str) -> str:
@@ -108,9 +110,8 @@ def test_submit_poll_stream_and_cancel(serve: Callable[..., Served]) -> None:
     assert joined(list(TokenStream(redis_url(served), done["id"]))) == text
     assert joined(list(client.events(done["id"]))) == text
 
-    # The readers of the README, as they stand there.
-    readers = [block for block in readme_blocks("python") if "redis_url" in block]
-    assert len(readers) == 2
+    readers = documented_readers()
+    assert len(readers) == 3
     for code in readers:
         assert printed_by(code, redis_url=redis_url(served), task_id=done["id"]) == text
         live = client.submit(SHORT)["id"]
