@@ -1,4 +1,4 @@
-"""8 and 4 bits take the default model's logits no farther from the plain ones than `docs/models.md` states."""
+"""Quantization in 8 and 4 bits changes the default model's logits no more than `docs/models.md` states."""
 
 import math
 from pathlib import Path
