@@ -13,6 +13,20 @@ ROOMS = ["api", "engine", "monitoring", "tokenmill", "worker"]
 
 # contract's first word(s) -> (file that gets the line, the line)
 PLANTS = {
+    "rooms:": [
+        ("tokenmill/client/http.py", "import monitoring.http"),
+        ("monitoring/http.py", "import api.app"),
+        ("tokenmill/protocol/keys.py", "import tokenmill.client.http"),
+    ],
+    "engine: rooms": [
+        ("engine/outputs.py", "import engine.waiting.queue"),
+        ("engine/scheduling/budget.py", "import engine.engine"),
+    ],
+    "engine.execution:": [
+        ("engine/execution/machine/memory.py", "import engine.execution.runner.model_runner"),
+        ("engine/execution/attention/interface.py", "import engine.execution.layers.packed_linears"),
+    ],
+    "api: routes": [("api/schemas/requests.py", "import api.app")],
     "protocol:": [
         ("tokenmill/protocol/messages.py", "import redis"),
         ("tokenmill/protocol/keys.py", "import worker.errors"),
@@ -52,13 +66,12 @@ PLANTS = {
     ],
     "engine:": [
         ("engine/scheduling/scheduler.py", "import torch"),
-        ("engine/engine.py", "import engine.execution.model_runner"),
+        ("engine/engine.py", "import engine.execution.runner.model_runner"),
         ("engine/scheduling/budget.py", "import redis"),
         ("engine/outputs.py", "import tokenmill.protocol.messages"),
         ("engine/sequence.py", "import prometheus_client"),
-        ("engine/offline/runner.py", "import tqdm"),
     ],
-    "engine.offline.llm:": [
+    "engine.offline:": [
         ("engine/offline/llm.py", "import worker.errors"),
         ("engine/offline/progress.py", "import redis"),
     ],
@@ -71,7 +84,7 @@ PLANTS = {
         ("monitoring/worker.py", "import tokenmill.protocol.keys"),
     ],
     "monitoring.engine:": [
-        ("monitoring/engine.py", "import engine.scheduler"),
+        ("monitoring/engine.py", "import engine.scheduling.scheduler"),
         ("monitoring/engine.py", "import tokenmill.protocol.keys"),
     ],
     "monitoring.queue:": [("monitoring/queue.py", "import worker.errors")],
@@ -89,10 +102,10 @@ PLANTS = {
     ],
     "tokenmill:": [
         ("tokenmill/cli/main.py", "import worker.errors"),
-        ("tokenmill/serve/service.py", "import api.submission"),
+        ("tokenmill/serve/service.py", "import api.app"),
         ("tokenmill/client/streams.py", "import rq"),
     ],
-    "torch is not even": [("engine/scheduling/scheduler.py", "import engine.execution.model_runner")],
+    "torch is not even": [("engine/scheduling/scheduler.py", "import engine.execution.runner.model_runner")],
 }
 
 
