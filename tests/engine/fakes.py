@@ -86,7 +86,7 @@ class ScriptedRunner:
         )
 
 
-class ScriptedLauncher:
+class ScriptedExecutor:
     """An asynchronous executor on a `ScriptedRunner`: tokens are available only once they are fetched.
 
     Accepts sequences without logprobs and grammar. `fault` and `fetch_fault` are called with the decision
@@ -196,11 +196,11 @@ def build_engine(
     grammar_compiler: GrammarCompiler | None = None,
     tokenizer: Tokenizer | None = None,
     eos_token_ids: frozenset[int] = frozenset({EOS}),
-    launcher: ScriptedLauncher | None = None,
+    executor: ScriptedExecutor | None = None,
     **limits: int,
 ) -> tuple[Engine, ScriptedRunner]:
     config = EngineConfig(**{"max_model_len": 48, "num_kv_blocks": 16, "block_size": 4, **limits})
-    runner = runner or (launcher.runner if launcher else ScriptedRunner())
+    runner = runner or (executor.runner if executor else ScriptedRunner())
     engine = Engine(
         config,
         runner,
@@ -209,7 +209,7 @@ def build_engine(
         eos_token_ids=eos_token_ids,
         vocab_size=VOCAB_SIZE,
         grammar_compiler=grammar_compiler,
-        async_executor=launcher,
+        async_executor=executor,
         clock=clock or Clock(),
     )
     return engine, runner

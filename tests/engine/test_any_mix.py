@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engine.outputs import StepOutput
 from engine.requests.deadlines import Deadlines
 from engine.structured_outputs import StructuredOutputs
-from tests.engine.fakes import Clock, ScriptedLauncher, ScriptedRunner, add, build_engine, words
+from tests.engine.fakes import Clock, ScriptedExecutor, ScriptedRunner, add, build_engine, words
 from tests.engine.requests.grammars import Countdown, ScriptedCompiler
 
 GRAMMAR_LENGTH = 3
@@ -43,11 +43,11 @@ ACTIONS = st.one_of(
 class Mix:
     """An engine, its requests, and their outputs."""
 
-    def __init__(self, config: dict[str, int], launcher: ScriptedLauncher | None = None) -> None:
+    def __init__(self, config: dict[str, int], executor: ScriptedExecutor | None = None) -> None:
         self.clock = Clock()
         self.compiler = ScriptedCompiler()
         self.engine, _ = build_engine(
-            clock=self.clock, grammar_compiler=self.compiler, launcher=launcher, **config
+            clock=self.clock, grammar_compiler=self.compiler, executor=executor, **config
         )
         self.requests: dict[str, dict[str, Any]] = {}
         self.discarded: set[str] = set()
@@ -120,7 +120,7 @@ class Mix:
 def test_each_output_ends_once_with_its_own_text_and_no_state_is_left(
     is_asynchronous: bool, config: dict[str, int], actions: list[tuple[str, object]]
 ) -> None:
-    mix = Mix(config, ScriptedLauncher(ScriptedRunner()) if is_asynchronous else None)
+    mix = Mix(config, ScriptedExecutor(ScriptedRunner()) if is_asynchronous else None)
     for name, argument in actions:
         mix.act(name, argument)
     mix.run_to_end()

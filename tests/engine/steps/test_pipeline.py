@@ -6,53 +6,53 @@ from engine.errors import DeviceLost, EngineDead
 from engine.outputs import ScheduledSequence, SchedulerOutputs
 from engine.requests.deadlines import Deadlines
 from engine.structured_outputs import StructuredOutputs
-from tests.engine.fakes import EOS, Clock, ScriptedLauncher, ScriptedRunner, add, build_engine, run, words
+from tests.engine.fakes import EOS, Clock, ScriptedExecutor, ScriptedRunner, add, build_engine, run, words
 from tests.engine.requests.grammars import Countdown, ScriptedCompiler
 
 
-class SamplesNoLogprobs(ScriptedLauncher):
+class SamplesNoLogprobs(ScriptedExecutor):
     """Like a device, takes chunks of a request with logprobs except the last one."""
 
     def takes(self, item: ScheduledSequence) -> bool:
         return not item.samples or item.sequence.params.logprobs is None
 
 
-def launcher_of(scripts: dict[str, list[int]] | None = None) -> ScriptedLauncher:
-    return ScriptedLauncher(ScriptedRunner(scripts))
+def executor_of(scripts: dict[str, list[int]] | None = None) -> ScriptedExecutor:
+    return ScriptedExecutor(ScriptedRunner(scripts))
 
 
 def test_a_step_is_launched_before_the_previous_one_is_fetched() -> None:
-    launcher = launcher_of()
-    engine, _ = build_engine(launcher=launcher)
+    executor = executor_of()
+    engine, _ = build_engine(executor=executor)
     add(engine, "a", 3, max_tokens=3)
 
     reported = [[one.token_id for one in engine.step().outputs] for _ in range(3)]
 
     assert reported == [[100], [101], [102]]
-    assert launcher.events == [
+    assert executor.events == [
         ("launch", 1), ("launch", 2), ("fetch", 1), ("launch", 3), ("fetch", 2), ("fetch", 3),
     ]  # fmt: skip
     assert not engine.has_work
 
 
 def test_the_device_computes_sampled_tokens_before_the_host_knows_them() -> None:
-    launcher = launcher_of({"a": [7, 8, 9, 10], "b": [17, 18, 19], "c": [27, EOS]})
-    engine, _ = build_engine(launcher=launcher, max_num_batched_tokens=6)
+    executor = executor_of({"a": [7, 8, 9, 10], "b": [17, 18, 19], "c": [27, EOS]})
+    engine, _ = build_engine(executor=executor, max_num_batched_tokens=6)
     for name in "abc":
         add(engine, name, 4, max_tokens=4 if name == "a" else 3)
 
     run(engine)
 
     computed = {name: [seen[place] for place in sorted(seen) if place >= 4] for (name, _), seen in
-                launcher.seen.items()}  # fmt: skip
+                executor.seen.items()}  # fmt: skip
     assert computed == {"a": [7, 8, 9], "b": [17, 18], "c": [27, EOS]}, (
         "the finish of c was detected a step later"
     )
 
 
 def test_tokens_in_flight_of_a_stopped_request_are_dropped() -> None:
-    launcher = launcher_of({"a": [100, EOS, 555], "b": [200, 201, 202, 203]})
-    engine, _ = build_engine(launcher=launcher)
+    executor = executor_of({"a": [100, EOS, 555], "b": [200, 201, 202, 203]})
+    engine, _ = build_engine(executor=executor)
     add(engine, "a", 3, max_tokens=9)
     add(engine, "b", 3, max_tokens=4)
 
@@ -70,8 +70,8 @@ def test_tokens_in_flight_of_a_stopped_request_are_dropped() -> None:
 
 def test_no_step_is_launched_after_the_last_token() -> None:
     """Limits on length are known before the token is."""
-    launcher = launcher_of()
-    engine, runner = build_engine(launcher=launcher, max_model_len=8, num_kv_blocks=4)
+    executor = executor_of()
+    engine, runner = build_engine(executor=executor, max_model_len=8, num_kv_blocks=4)
     add(engine, "a", 3, max_tokens=2)
     add(engine, "b", 5)
 
@@ -87,8 +87,8 @@ def test_no_step_is_launched_after_the_last_token() -> None:
 
 
 def test_a_request_cancelled_in_flight_gets_no_tokens_and_frees_its_blocks() -> None:
-    launcher = launcher_of()
-    engine, _ = build_engine(launcher=launcher)
+    executor = executor_of()
+    engine, _ = build_engine(executor=executor)
     add(engine, "a", 3, max_tokens=9)
     add(engine, "b", 3, max_tokens=3)
     engine.step()
@@ -102,8 +102,8 @@ def test_a_request_cancelled_in_flight_gets_no_tokens_and_frees_its_blocks() -> 
 
 
 def test_after_all_requests_are_gone_the_next_one_starts_at_once() -> None:
-    launcher = launcher_of()
-    engine, _ = build_engine(launcher=launcher)
+    executor = executor_of()
+    engine, _ = build_engine(executor=executor)
     add(engine, "a", 3, max_tokens=9)
     engine.step()
     engine.discard("a")
@@ -117,8 +117,8 @@ def test_after_all_requests_are_gone_the_next_one_starts_at_once() -> None:
 
 def test_a_request_with_a_grammar_makes_its_batch_synchronous() -> None:
     compiler = ScriptedCompiler()
-    launcher = launcher_of()
-    engine, _ = build_engine(launcher=launcher, grammar_compiler=compiler)
+    executor = executor_of()
+    engine, _ = build_engine(executor=executor, grammar_compiler=compiler)
     add(engine, "a", 3, max_tokens=8)
     add(engine, "g", 3, max_tokens=4, structured_outputs=StructuredOutputs(regex="a"))
     engine.step()
@@ -127,19 +127,19 @@ def test_a_request_with_a_grammar_makes_its_batch_synchronous() -> None:
 
     while engine.has_request("g"):
         engine.step()
-        num_launched.append(sum(kind == "launch" for kind, _ in launcher.events))
+        num_launched.append(sum(kind == "launch" for kind, _ in executor.events))
     result = run(engine)
 
     assert num_launched[-1] == num_launched[-2] == num_launched[0], "no launches while the grammar is used"
     assert result["a"][2] == "length"
-    assert launcher.events[-1][0] == "fetch"
-    assert sum(kind == "launch" for kind, _ in launcher.events) > num_launched[-1], "steps overlap again"
+    assert executor.events[-1][0] == "fetch"
+    assert sum(kind == "launch" for kind, _ in executor.events) > num_launched[-1], "steps overlap again"
 
 
 def test_a_step_that_may_preempt_is_not_scheduled_ahead() -> None:
     """A running request may finish first, so that no preemption is needed."""
-    launcher = launcher_of({"a": [100] * 3 + [EOS], "b": list(range(200, 220))})
-    engine, _ = build_engine(launcher=launcher, num_kv_blocks=3)
+    executor = executor_of({"a": [100] * 3 + [EOS], "b": list(range(200, 220))})
+    engine, _ = build_engine(executor=executor, num_kv_blocks=3)
     add(engine, "a", 4, max_tokens=9)
     add(engine, "b", 4, max_tokens=6)
     num_preempted = 0
@@ -147,7 +147,7 @@ def test_a_step_that_may_preempt_is_not_scheduled_ahead() -> None:
     while engine.has_work:
         num_preempted += engine.step().report.num_preempted
 
-    in_order, _ = build_engine(launcher.runner, num_kv_blocks=3)
+    in_order, _ = build_engine(executor.runner, num_kv_blocks=3)
     add(in_order, "a", 4, max_tokens=9)
     add(in_order, "b", 4, max_tokens=6)
     expected = 0
@@ -157,8 +157,8 @@ def test_a_step_that_may_preempt_is_not_scheduled_ahead() -> None:
 
 
 def test_the_head_of_the_queue_gets_a_slot_while_steps_overlap() -> None:
-    launcher = launcher_of()
-    engine, _ = build_engine(launcher=launcher, max_num_seqs=1)
+    executor = executor_of()
+    engine, _ = build_engine(executor=executor, max_num_seqs=1)
     add(engine, "patient", 4, max_tokens=12, priority=3)
     engine.step()
     add(engine, "urgent", 4, max_tokens=3, priority=1)
@@ -174,8 +174,8 @@ def test_the_head_of_the_queue_gets_a_slot_while_steps_overlap() -> None:
 
 @pytest.mark.parametrize("where", ["launch", "fetch"])
 def test_a_fault_of_a_step_launched_ahead_fails_the_guilty_request(where: str) -> None:
-    launcher = launcher_of()
-    engine, runner = build_engine(launcher=launcher)
+    executor = executor_of()
+    engine, runner = build_engine(executor=executor)
     for name in "abcd":
         add(engine, name, 3, max_tokens=5)
 
@@ -186,9 +186,9 @@ def test_a_fault_of_a_step_launched_ahead_fails_the_guilty_request(where: str) -
     # Executed in order, it fails again.
     runner.fault = fault
     if where == "launch":
-        launcher.fault = fault
+        executor.fault = fault
     else:
-        launcher.fetch_fault = fault
+        executor.fetch_fault = fault
 
     result = run(engine)
 
@@ -199,8 +199,8 @@ def test_a_fault_of_a_step_launched_ahead_fails_the_guilty_request(where: str) -
 
 
 def test_a_step_launched_after_a_failed_one_is_executed_again() -> None:
-    launcher = launcher_of({"a": list(range(300, 306))})
-    engine, runner = build_engine(launcher=launcher)
+    executor = executor_of({"a": list(range(300, 306))})
+    engine, runner = build_engine(executor=executor)
     add(engine, "a", 3, max_tokens=6)
     failures = iter([None, MemoryError("busy")])
 
@@ -208,7 +208,7 @@ def test_a_step_launched_after_a_failed_one_is_executed_again() -> None:
         if error := next(failures, None):
             raise error
 
-    launcher.fetch_fault = fail_once
+    executor.fetch_fault = fail_once
 
     assert run(engine)["a"][0] == list(range(300, 306))
     starts = [start for ((_, start, _),) in runner.steps]
@@ -216,8 +216,8 @@ def test_a_step_launched_after_a_failed_one_is_executed_again() -> None:
 
 
 def test_blocks_are_zeroed_after_their_step_lost_all_requests() -> None:
-    launcher = launcher_of({"x": [-1], "y": [100, EOS]})
-    engine, _ = build_engine(launcher=launcher)
+    executor = executor_of({"x": [-1], "y": [100, EOS]})
+    engine, _ = build_engine(executor=executor)
     add(engine, "x", 4, max_tokens=3)
     add(engine, "y", 3, max_tokens=9)
     reported = engine.step().outputs
@@ -229,7 +229,7 @@ def test_blocks_are_zeroed_after_their_step_lost_all_requests() -> None:
         if len(to_zero) == 1:
             raise MemoryError("busy")
 
-    launcher.fault = fail_once
+    executor.fault = fail_once
     engine.step()  # y finishes; the failed step had no other request
     add(engine, "z", 3, max_tokens=1)
     engine.step()
@@ -239,23 +239,23 @@ def test_blocks_are_zeroed_after_their_step_lost_all_requests() -> None:
 
 
 def test_a_lost_device_ends_the_engine_when_detected() -> None:
-    launcher = launcher_of()
-    engine, _ = build_engine(launcher=launcher)
+    executor = executor_of()
+    engine, _ = build_engine(executor=executor)
     add(engine, "a", 3)
     engine.step()
 
     def lost(_: object) -> None:
         raise DeviceLost("an illegal memory access")
 
-    launcher.fetch_fault = lost
+    executor.fetch_fault = lost
 
     with pytest.raises(EngineDead, match="illegal memory access"):
         engine.step()
 
 
 def test_a_drained_engine_has_nothing_in_flight_and_loses_nothing() -> None:
-    launcher = launcher_of()
-    engine, _ = build_engine(launcher=launcher)
+    executor = executor_of()
+    engine, _ = build_engine(executor=executor)
     add(engine, "a", 3, max_tokens=4)
     add(engine, "b", 3, max_tokens=4)
     engine.step()
@@ -263,8 +263,8 @@ def test_a_drained_engine_has_nothing_in_flight_and_loses_nothing() -> None:
     engine.drain()
     engine.drain()
 
-    launched = [number for kind, number in launcher.events if kind == "launch"]
-    fetched = [number for kind, number in launcher.events if kind == "fetch"]
+    launched = [number for kind, number in executor.events if kind == "launch"]
+    fetched = [number for kind, number in executor.events if kind == "fetch"]
     assert launched == fetched
     reported = [(one.request_id, one.token_id) for one in engine.step(isolate_request_id="b").outputs]
     assert reported == [("a", 101), ("b", 101)], "the step in flight has tokens of both"
@@ -274,8 +274,8 @@ def test_a_drained_engine_has_nothing_in_flight_and_loses_nothing() -> None:
 
 
 def test_a_block_is_not_shared_before_its_step_has_finished() -> None:
-    launcher = launcher_of()
-    engine, _ = build_engine(launcher=launcher, max_num_batched_tokens=4, max_chunk_tokens=4)
+    executor = executor_of()
+    engine, _ = build_engine(executor=executor, max_num_batched_tokens=4, max_chunk_tokens=4)
     add(engine, "a", 12, max_tokens=2)
     cache = engine.scheduler.block_manager.prefix_cache
     found = []
@@ -287,8 +287,8 @@ def test_a_block_is_not_shared_before_its_step_has_finished() -> None:
 
 
 def test_no_block_is_found_by_a_placeholder() -> None:
-    launcher = launcher_of({"a": list(range(300, 320)), "b": list(range(400, 420))})
-    engine, _ = build_engine(launcher=launcher)
+    executor = executor_of({"a": list(range(300, 320)), "b": list(range(400, 420))})
+    engine, _ = build_engine(executor=executor)
     add(engine, "a", 3, max_tokens=14)
     add(engine, "b", 5, max_tokens=14)
     run(engine)
@@ -300,11 +300,11 @@ def test_no_block_is_found_by_a_placeholder() -> None:
 
 
 def test_no_block_is_found_by_the_step_scheduled_ahead() -> None:
-    launcher = launcher_of()
-    engine, _ = build_engine(launcher=launcher)
+    executor = executor_of()
+    engine, _ = build_engine(executor=executor)
     cache = engine.scheduler.block_manager.prefix_cache
     found: list[int] = []
-    launcher.fault = lambda _: found.append(len(cache))
+    executor.fault = lambda _: found.append(len(cache))
     add(engine, "a", 4, max_tokens=3)
 
     run(engine)
@@ -313,8 +313,8 @@ def test_no_block_is_found_by_the_step_scheduled_ahead() -> None:
 
 
 def test_followers_wait_until_the_whole_prompt_is_computed() -> None:
-    launcher = launcher_of()
-    engine, runner = build_engine(launcher=launcher, max_num_batched_tokens=6, max_chunk_tokens=6)
+    executor = executor_of()
+    engine, runner = build_engine(executor=executor, max_num_batched_tokens=6, max_chunk_tokens=6)
     add(engine, "a", 12, n=2, max_tokens=1)
 
     run(engine)
@@ -323,8 +323,8 @@ def test_followers_wait_until_the_whole_prompt_is_computed() -> None:
 
 
 def test_isolation_reports_tokens_in_flight_and_launches_no_more() -> None:
-    launcher = launcher_of()
-    engine, runner = build_engine(launcher=launcher)
+    executor = executor_of()
+    engine, runner = build_engine(executor=executor)
     add(engine, "a", 3, max_tokens=5)
     add(engine, "b", 3, max_tokens=5)
     engine.step()
@@ -338,9 +338,9 @@ def test_isolation_reports_tokens_in_flight_and_launches_no_more() -> None:
 
 def test_a_one_token_last_chunk_scheduled_ahead_gets_its_next_block() -> None:
     """After a preemption this chunk is a decode, and its sequence needs a block as any decode does."""
-    launcher = SamplesNoLogprobs(ScriptedRunner())
+    executor = SamplesNoLogprobs(ScriptedRunner())
     engine, _ = build_engine(
-        launcher=launcher, num_kv_blocks=4, block_size=2, max_num_batched_tokens=2, max_num_seqs=4
+        executor=executor, num_kv_blocks=4, block_size=2, max_num_batched_tokens=2, max_num_seqs=4
     )
     add(engine, "r0", 4, max_tokens=2, logprobs=1)
     add(engine, "r1", 2, max_tokens=7, logprobs=1)
@@ -353,13 +353,13 @@ def test_a_one_token_last_chunk_scheduled_ahead_gets_its_next_block() -> None:
 
 
 def test_queue_time_ends_when_the_step_is_scheduled() -> None:
-    clock, launcher = Clock(), launcher_of()
-    engine, _ = build_engine(launcher=launcher, clock=clock)
+    clock, executor = Clock(), executor_of()
+    engine, _ = build_engine(executor=executor, clock=clock)
 
     def tick(_: SchedulerOutputs) -> None:
         clock.now += 5.0
 
-    launcher.fetch_fault = tick
+    executor.fetch_fault = tick
     add(engine, "a", 3, max_tokens=6)
     reports = [engine.step().report]
     clock.now = 6.0
