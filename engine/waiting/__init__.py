@@ -1,1 +1,1 @@
-"""Holds waiting sequences and decides whose turn is next."""
+"""The waiting sequences and their order."""

@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -197,7 +197,7 @@ def build_engine(
     tokenizer: Tokenizer | None = None,
     eos_token_ids: frozenset[int] = frozenset({EOS}),
     executor: ScriptedExecutor | None = None,
-    **limits: int,
+    **limits: Any,
 ) -> tuple[Engine, ScriptedRunner]:
     config = EngineConfig(**{"max_model_len": 48, "num_kv_blocks": 16, "block_size": 4, **limits})
     runner = runner or (executor.runner if executor else ScriptedRunner())

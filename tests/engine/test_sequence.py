@@ -1,12 +1,14 @@
 """The status of a sequence, and the validation of sampling parameters."""
 
+from collections.abc import Callable
+
 import pytest
 
 from engine.errors import IllegalTransition, InvalidParameter
 from engine.sampling_params import SamplingParams
 from engine.sequence import TRANSITIONS, FinishReason, Sequence, SequenceStatus
 
-CHANGES = {
+CHANGES: dict[SequenceStatus, Callable[[Sequence], None]] = {
     SequenceStatus.WAITING: Sequence.preempt,
     SequenceStatus.RUNNING: lambda one: one.admit(slot=3),
     SequenceStatus.FINISHED: lambda one: one.finish(FinishReason.STOP),

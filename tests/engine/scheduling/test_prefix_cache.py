@@ -1,5 +1,7 @@
 """The prefix cache: a common prefix is computed once, and no sequence reads wrong keys and values."""
 
+from typing import Any
+
 import pytest
 
 from engine.config import EngineConfig
@@ -10,7 +12,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence
 
 
-def build(**limits: int) -> Scheduler:
+def build(**limits: Any) -> Scheduler:
     return Scheduler(EngineConfig(**{"max_model_len": 48, "num_kv_blocks": 16, "block_size": 4, **limits}))
 
 
