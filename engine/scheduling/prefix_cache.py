@@ -10,7 +10,7 @@ request that published them ends.
 
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from engine.sequence import Sequence
@@ -50,6 +50,11 @@ class PrefixCache:
 
     def __len__(self) -> int:
         return len(self._cached)
+
+    @property
+    def blocks(self) -> Mapping[int, CachedBlock]:
+        """The cached blocks by number."""
+        return self._cached
 
     @property
     def num_unverified(self) -> int:

@@ -61,7 +61,7 @@ class ScriptedRunner:
         )
 
     def sample(self, logits: None, items: tuple[ScheduledSequence, ...]) -> list[SampledToken]:
-        return [self._sample(item.sequence) for item in items if item.samples]
+        return [self.sample_token(item.sequence) for item in items if item.samples]
 
     def prompt_logprobs(
         self, logits: None, items: tuple[ScheduledSequence, ...]
@@ -72,7 +72,7 @@ class ScriptedRunner:
             if item.sequence.params.prompt_logprobs is not None and not item.sequence.num_output_tokens
         ]
 
-    def _sample(self, sequence: Sequence) -> SampledToken:
+    def sample_token(self, sequence: Sequence) -> SampledToken:
         self.sample_fault(sequence)
         index = sequence.num_output_tokens
         script = self.scripts.get(f"{sequence.request_id}/{sequence.index}")

@@ -16,7 +16,7 @@ from tests.engine.fakes import EOS, ScriptedRunner, add, build_engine, run, word
 class SeededRunner(ScriptedRunner):
     """Samples by seed and position."""
 
-    def _sample(self, sequence: Sequence) -> SampledToken:
+    def sample_token(self, sequence: Sequence) -> SampledToken:
         return SampledToken(hash((sequence.params.seed, sequence.num_output_tokens)) % 500)
 
 

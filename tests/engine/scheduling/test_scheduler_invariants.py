@@ -326,7 +326,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert 0 not in references
         assert len(references) + blocks.num_free_blocks == self.config.num_kv_blocks
         assert all(blocks.reference_count(block) == number for block, number in references.items())
-        cached = [block for block in blocks._free if block in blocks.prefix_cache]
+        cached = [block for block in blocks.prefix_cache.blocks if not blocks.reference_count(block)]
         assert blocks.num_cached_blocks == len(cached)
 
     @invariant()

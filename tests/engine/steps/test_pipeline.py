@@ -295,7 +295,7 @@ def test_no_block_is_found_by_a_placeholder() -> None:
 
     cache = engine.scheduler.block_manager.prefix_cache
     assert len(cache) == 8
-    for cached in cache._cached.values():
+    for cached in cache.blocks.values():
         assert all(token_id >= 0 for token_id in memoryview(cached.tokens).cast("q"))
 
 
