@@ -43,7 +43,7 @@ ACTIONS = st.one_of(
 class Mix:
     """An engine, its requests, and their outputs."""
 
-    def __init__(self, config: dict[str, int], executor: ScriptedExecutor | None = None) -> None:
+    def __init__(self, config: dict[str, Any], executor: ScriptedExecutor | None = None) -> None:
         self.clock = Clock()
         self.compiler = ScriptedCompiler()
         self.engine, _ = build_engine(
@@ -118,7 +118,7 @@ class Mix:
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 @given(CONFIGS, st.lists(ACTIONS, max_size=25))
 def test_each_output_ends_once_with_its_own_text_and_no_state_is_left(
-    is_asynchronous: bool, config: dict[str, int], actions: list[tuple[str, object]]
+    is_asynchronous: bool, config: dict[str, Any], actions: list[tuple[str, object]]
 ) -> None:
     mix = Mix(config, ScriptedExecutor(ScriptedRunner()) if is_asynchronous else None)
     for name, argument in actions:

@@ -232,7 +232,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_tokens = sum(item.num_new_tokens for item in outputs.scheduled)
         assert num_tokens == outputs.num_batched_tokens <= config.max_num_batched_tokens
         assert len(scheduled) <= config.max_num_seqs
-        assert len(outputs.prefill) <= config.max_num_prefill_seqs
+        assert len(outputs.prefill) <= config.prefill_seqs_limit
         assert all(item.num_new_tokens == 1 for item in outputs.decode)
         assert all(item.num_new_tokens >= 1 for item in outputs.prefill)
         if not config.chunked_prefill:
@@ -407,7 +407,7 @@ class AsynchronousMachine(SchedulerMachine):
         seed=st.integers(0, 2**32),
         decline_rate=st.sampled_from([0.0, 0.0, 0.1]),
     )
-    def build(self, config: EngineConfig, seed: int, decline_rate: float) -> None:  # type: ignore[override]
+    def build(self, config: EngineConfig, seed: int, decline_rate: float) -> None:
         self.begin(config)
         rng = random.Random(seed)
         self.device = MachineDevice(self, rng, decline_rate)

@@ -1,5 +1,7 @@
 """Waiting sequences: their order, ageing, skip-ahead, deferral, and the reported reasons."""
 
+from typing import Any
+
 import pytest
 
 from engine.outputs import WaitingReason
@@ -126,7 +128,7 @@ def test_sequences_behind_the_head_wait_for_it() -> None:
 # Skip-ahead.
 
 
-def skip_ahead_bench(**limits: object) -> tuple[Bench, list[Sequence]]:
+def skip_ahead_bench(**limits: Any) -> tuple[Bench, list[Sequence]]:
     """A running sequence with half of the blocks, a head that lacks blocks, and small ones behind it."""
     bench = Bench(num_kv_blocks=8, max_num_seqs=8, **limits)
     running = bench.add(16, 9)

@@ -4,6 +4,7 @@ The bound on the wait is the same for runs of different lengths.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -49,7 +50,7 @@ def all_at_once(bench: Bench) -> None:
 STREAMS = (urgent, cached, flood, long_prompts, all_at_once)
 
 
-def make_bench(policy: str, **limits: object) -> Bench:
+def make_bench(policy: str, **limits: Any) -> Bench:
     return Bench(
         seconds=1.0,
         policy=policy,
