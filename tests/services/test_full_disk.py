@@ -65,7 +65,7 @@ def test_a_full_disk_is_waited_out_and_nothing_is_lost(served: Served) -> None:
     # The record of processes cannot be written either, when another child dies now.
     worker = served.state.processes()["worker"]
     os.kill(worker.pid, signal.SIGKILL)
-    served.lines.wait_for(".tokenmill cannot be written: No space left on device; the service runs on")
+    served.lines.wait_for(".tokenmill cannot be written: No space left on device; the service continues")
     assert served.process.poll() is None
 
     filler.unlink()

@@ -1,14 +1,13 @@
-"""The `tokenmill` command. Start the service and its parts; submit tasks to it and read them.
+"""The `tokenmill` command: starts the service and its parts, submits tasks and reads them.
 
-Law: an error that a user can make or meet is one line that says what to do, and an exit code of its own; a
-traceback is a fault of this program. It imports neither API nor worker: they are processes.
+An expected error is one line that says what to do, with an exit code of its own. A traceback is a bug.
 """
 
 from typing import Any
 
 import click
 
-from tokenmill.cli.console import colour_wanted
+from tokenmill.cli.console import use_colour
 from tokenmill.cli.service_commands import api, serve, worker
 from tokenmill.cli.task_commands import NotCompleted, cancel, status, submit
 from tokenmill.cli.text_streams import CannotWrite, check_argument, prepare_standard_streams
@@ -18,6 +17,7 @@ from tokenmill.serve.errors import CannotServe
 from tokenmill.settings.errors import SettingError
 
 FAILED, MISUSED, REFUSED, UNREACHABLE, INTERRUPTED = 1, 2, 3, 4, 130
+"""Exit codes."""
 
 _EPILOG = """\b
 Exit codes:
@@ -36,7 +36,7 @@ file that --config names (max_num_seqs = 32).
 
 
 class _Group(click.Group):
-    """Turns every expected error into one line and its exit code."""
+    """Prints an expected error as one line and exits with its code."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         prepare_standard_streams()
@@ -80,7 +80,7 @@ def main(ctx: click.Context) -> None:
       tokenmill submit --stream --chat --temperature 0 "What is the capital of France?"
       tokenmill status ID
     """
-    ctx.color = colour_wanted()
+    ctx.color = use_colour()
 
 
 for command in (serve, worker, api, submit, status, cancel):

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from tokenmill.cli.console import LinePrinter, colour_wanted
+from tokenmill.cli.console import LinePrinter, use_colour
 from tokenmill.process.startup_signals import blocked_signals
 from tokenmill.protocol.redis_url import hide_password
 from tokenmill.serve.service import process_command
@@ -83,7 +83,7 @@ def serve(config_file: str | None, **flags: str | None) -> None:
       REDIS_URL=redis://localhost:6379/0 tokenmill serve
     """
     settings = load_settings(ServeSettings, flags, config_file)
-    run_service(state_of(settings), settings, os.environ, LinePrinter(colour_wanted()))
+    run_service(state_of(settings), settings, os.environ, LinePrinter(use_colour()))
 
 
 @click.command()

@@ -1,7 +1,7 @@
-"""`tokenmill submit`, `status` and `cancel`: a running service, seen from a shell.
+"""`tokenmill submit`, `status` and `cancel`: clients of a running service.
 
-Law: what was asked for goes to standard output and nothing else does, so that it can be piped. The id of a
-submitted task is on standard error before anything can fail, so that no task is lost sight of.
+Only results go to standard output, so that it can be piped. `submit` prints the id of its task to standard
+error first, so that the id is known if anything fails later.
 """
 
 import sys
@@ -12,7 +12,7 @@ import click
 
 from tokenmill.cli.request_flags import request_flags, to_body
 from tokenmill.cli.service_commands import load_settings, setting_flags, state_of
-from tokenmill.cli.text_streams import note, read_standard_input, show, to_json
+from tokenmill.cli.text_streams import read_standard_input, to_json, write_stderr, write_stdout
 from tokenmill.client.http import Client
 from tokenmill.client.texts import StreamedTexts, texts
 from tokenmill.protocol.messages import FinishedEvent
@@ -23,13 +23,13 @@ _json_flag = click.option("--json", "as_json", is_flag=True, help="print the tas
 
 
 class NotCompleted(Exception):
-    """The task ended, but not well."""
+    """The task ended, but did not complete."""
 
 
 @click.command()
 @click.argument("prompt", required=False)
-@click.option("--stream", is_flag=True, help="print the text as it comes")
-@click.option("--wait", is_flag=True, help="print the text when the task has ended")
+@click.option("--stream", is_flag=True, help="print the text while it is generated")
+@click.option("--wait", is_flag=True, help="wait until the task has ended and print its text")
 @request_flags
 @_json_flag
 @setting_flags(ClientSettings)
@@ -43,9 +43,9 @@ def submit(
     api_key: str | None,
     **flags: Any,
 ) -> None:
-    """Submit a task; print its id, or with --wait or --stream its text. The id is on standard error too.
+    """Submit a task and print its id, or with --wait or --stream its text. The id is also on standard error.
 
-    The PROMPT is read from standard input if it is not given or is "-".
+    PROMPT is read from standard input if it is missing or "-".
 
     \b
     Examples:
@@ -55,36 +55,36 @@ def submit(
       cat article.txt | tokenmill submit
     """
     if stream and (wait or as_json):
-        raise click.UsageError("--stream goes with neither --wait nor --json")
+        raise click.UsageError("--stream cannot be combined with --wait or --json")
     client = _client(url, api_key, config_file)
     task = client.submit(to_body(_read_prompt(prompt), flags))
-    note(f"task {task['id']}")
+    write_stderr(f"task {task['id']}")
     if stream:
         _print_stream(client, str(task["id"]), flags.get("n") or 1)
     elif wait:
         task = client.wait(str(task["id"]))
-        show(to_json(task) if as_json else texts(task))
-        _require_completed(task)
+        write_stdout(to_json(task) if as_json else texts(task))
+        _check_completed(task)
     else:
-        show(to_json(task) if as_json else str(task["id"]))
+        write_stdout(to_json(task) if as_json else str(task["id"]))
 
 
-def _checked_id(_context: click.Context, _parameter: click.Parameter, task_id: str) -> str:
-    """An empty id, as of an unset shell variable, and one with a slash are other paths of the service."""
+def _check_id(_context: click.Context, _parameter: click.Parameter, task_id: str) -> str:
+    """Refuse an empty id, as from an unset shell variable, and one with a slash: both change the path."""
     if not task_id.strip() or "/" in task_id:
         raise click.UsageError(f"{task_id!r} is not the id of a task")
     return task_id
 
 
 @click.command()
-@click.argument("task_id", metavar="ID", callback=_checked_id)
+@click.argument("task_id", metavar="ID", callback=_check_id)
 @click.option("--wait", is_flag=True, help="wait until the task has ended")
 @_json_flag
 @setting_flags(ClientSettings)
 def status(
     task_id: str, wait: bool, as_json: bool, config_file: str | None, url: str | None, api_key: str | None
 ) -> None:
-    """Show a task: its state, place in the queue, and the text so far.
+    """Show a task: its state, its position in the queue, and its text so far.
 
     \b
     Examples:
@@ -93,30 +93,30 @@ def status(
     """
     client = _client(url, api_key, config_file)
     task = client.wait(task_id) if wait else client.task(task_id)
-    show(to_json(task) if as_json else _description(task))
+    write_stdout(to_json(task) if as_json else _describe(task))
     if wait:
-        _require_completed(task)
+        _check_completed(task)
 
 
 @click.command()
-@click.argument("task_id", metavar="ID", callback=_checked_id)
+@click.argument("task_id", metavar="ID", callback=_check_id)
 @_json_flag
 @setting_flags(ClientSettings)
 def cancel(
     task_id: str, as_json: bool, config_file: str | None, url: str | None, api_key: str | None
 ) -> None:
-    """Cancel a task, waiting or running. One that has ended stays as it is.
+    """Cancel a waiting or running task. A task that has ended is not changed.
 
     \b
     Examples:
       tokenmill cancel 0192f0c1a2b3...
     """
     task = _client(url, api_key, config_file).cancel(task_id)
-    show(to_json(task) if as_json else str(task.get("status")))
+    write_stdout(to_json(task) if as_json else str(task.get("status")))
 
 
 def _client(url: str | None, api_key: str | None, config_file: str | None) -> Client:
-    """For the address that is set, else that of the service that runs in this directory, else the default."""
+    """A client of the configured address, else of the service that runs in this directory."""
     settings = load_settings(ClientCommandSettings, {"url": url, "api_key": api_key}, config_file)
     address = settings.url or state_of(settings).address("api-url")
     try:
@@ -125,47 +125,48 @@ def _client(url: str | None, api_key: str | None, config_file: str | None) -> Cl
         raise SettingError(str(error)) from None
 
 
-def _read_prompt(given: str | None) -> str:
-    if given not in (None, "-"):
-        return str(given)
-    if given is None and sys.stdin is not None and sys.stdin.isatty():
+def _read_prompt(argument: str | None) -> str:
+    if argument not in (None, "-"):
+        return str(argument)
+    if argument is None and sys.stdin is not None and sys.stdin.isatty():
         raise click.UsageError('give a prompt, or "-" to type it on standard input')
     return read_standard_input()
 
 
 def _print_stream(client: Client, task_id: str, num_outputs: int) -> None:
-    """The texts as they come. The task goes on when they are read no longer, and its id is shown again."""
+    """Print the texts while they are generated. If interrupted, the task continues; print its id again."""
     streamed = StreamedTexts(num_outputs)
     ends: list[FinishedEvent] = []
     try:
         for event in client.events(task_id):
             for piece in streamed.add(event):
-                show(piece, end="")
+                write_stdout(piece, end="")
             if isinstance(event, FinishedEvent):
                 ends.append(event)
     except (KeyboardInterrupt, BrokenPipeError):
-        note(f"\nthe task goes on: tokenmill status {task_id}")
+        write_stderr(f"\nthe task continues: tokenmill status {task_id}")
         raise
-    show("")
+    write_stdout("")
     for end in ends:
-        _require_ended_well(end.finish_reason, end.error)
+        _check_end(end.finish_reason, end.error)
 
 
-def _require_completed(task: Mapping[str, Any]) -> None:
+def _check_completed(task: Mapping[str, Any]) -> None:
     """Raises `NotCompleted`."""
     reason = "stop" if task.get("status") == "completed" else str(task.get("status"))
-    _require_ended_well(reason, task.get("error"))
+    _check_end(reason, task.get("error"))
 
 
-def _require_ended_well(reason: str, error: Mapping[str, Any] | None) -> None:
+def _check_end(reason: str, error: Mapping[str, Any] | None) -> None:
+    """Raises `NotCompleted`."""
     if error:
         raise NotCompleted(f"the task failed: {error.get('message')} ({error.get('code')})")
     if reason not in ("stop", "length"):
         raise NotCompleted(f"the task ended as {reason}")
 
 
-def _description(task: Mapping[str, Any]) -> str:
-    """What is known of the task, a line each, and its text so far."""
+def _describe(task: Mapping[str, Any]) -> str:
+    """A table of the task's fields, and its text so far."""
     rows = "\n".join(f"{click.style(f'{name:<12}', bold=True)} {value}" for name, value in _rows(task))
     return f"{rows}\n\n{texts(task)}".rstrip()
 

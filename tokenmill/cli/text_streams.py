@@ -1,7 +1,7 @@
-"""Text that comes into the command line and goes out of it, in any locale and through any pipe.
+"""Text input and output of the commands, in any locale and through any pipe.
 
-Invariants: what comes in is UTF-8 or refused with the place of the first byte that is not; what goes out and
-cannot be encoded is escaped, so that no text is lost and no command ends by an encoding error.
+Invariants: input is UTF-8, or is refused with the position of the first byte that is not. Output that the
+locale cannot encode is escaped, so that no text is lost and no command ends with an encoding error.
 """
 
 import io
@@ -15,16 +15,16 @@ import click
 
 
 class CannotWrite(Exception):
-    """Standard output takes no text, as on a full disk."""
+    """Standard output cannot be written, as on a full disk."""
 
 
 def prepare_standard_streams() -> None:
-    """Escape what the locale's encoding lacks; give closed descriptors to nobody else."""
+    """Escape characters that the locale lacks, and open closed standard descriptors on /dev/null."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            # Otherwise the next file or socket gets this number, and a child writes its output into it.
+            # Otherwise the next file or socket takes this number, and a child writes its output into it.
             os.open(os.devnull, os.O_RDWR)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -32,7 +32,7 @@ def prepare_standard_streams() -> None:
 
 
 def decode_text(data: bytes, what: str) -> str:
-    """Raises `click.UsageError`, which names `what` and the first byte that is not UTF-8, counted from 1."""
+    """Raises `click.UsageError` with `what` and the position, from 1, of the first byte that is not UTF-8."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -40,7 +40,7 @@ def decode_text(data: bytes, what: str) -> str:
 
 
 def check_argument(argument: str) -> None:
-    """Raises `click.UsageError` for an argument with bytes that the locale's encoding does not have."""
+    """Raises `click.UsageError` for an argument that the locale's encoding could not decode."""
     try:
         argument.encode("utf-8")
     except UnicodeEncodeError:
@@ -51,14 +51,14 @@ def check_argument(argument: str) -> None:
 
 
 def read_standard_input() -> str:
-    """All of it. Raises `click.UsageError`."""
+    """The whole of standard input. Raises `click.UsageError`."""
     if sys.stdin is None:
         raise click.UsageError("standard input is closed")
     try:
         data = sys.stdin.buffer.read()
     except OSError as error:
         raise click.UsageError(f"standard input cannot be read: {error.strerror}") from None
-    # Line ends as Python's text files have them.
+    # Universal newlines, as in Python's text files.
     return io.StringIO(decode_text(data, "standard input"), newline=None).read()
 
 
@@ -70,27 +70,27 @@ def read_file(file: BinaryIO) -> str:
         raise click.UsageError(f"{file.name} cannot be read: {error.strerror}") from None
 
 
-def show(text: str, *, end: str = "\n") -> None:
-    """Write to standard output. Raises `CannotWrite`, and `BrokenPipeError` when its reader has gone."""
+def write_stdout(text: str, *, end: str = "\n") -> None:
+    """Raises `CannotWrite`, and `BrokenPipeError` if the reader is gone."""
     try:
         click.echo(text + end, nl=False)
     except BrokenPipeError:
         raise
     except OSError as error:
-        # What is still in its buffer would fail once more at the end of the process.
+        # The rest of the buffer would fail again at the exit of the process.
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise CannotWrite(f"standard output cannot be written: {error.strerror}") from None
 
 
-def note(text: str) -> None:
-    """Write to standard error, where that is possible."""
+def write_stderr(text: str) -> None:
+    """Does nothing if standard error cannot be written."""
     with suppress(OSError):
         click.echo(text, err=True)
 
 
 def to_json(value: Any) -> str:
-    """JSON for standard output: its own escapes where the encoding lacks a character."""
+    """JSON for standard output, with JSON's own escapes where the encoding lacks a character."""
     text = json.dumps(value, ensure_ascii=False, indent=2)
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")

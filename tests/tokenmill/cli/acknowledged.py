@@ -1,4 +1,4 @@
-"""What a Redis server has acknowledged, and whether it still has it."""
+"""Checks that a Redis server keeps every write that it has acknowledged."""
 
 import redis
 
@@ -8,18 +8,18 @@ _ITEM_BYTES = 1000
 
 
 def push_until_it_ends(url: str) -> int:
-    """How many items the server acknowledged before it ended."""
+    """Push items until the server exits. Returns the number of acknowledged ones."""
     with redis.Redis.from_url(url, retry=None) as client:
         for number in range(1_000_000):
             try:
                 client.rpush("items", str(number).ljust(_ITEM_BYTES, "x"))
             except redis.ConnectionError:
                 return number
-    raise AssertionError("the server has room for everything")
+    raise AssertionError("the server did not run out of space")
 
 
 def check_kept(url: str, num_acknowledged: int) -> None:
-    """Wait until the server answers; it has all of them, and perhaps one that it did not acknowledge."""
+    """Wait until the server answers. It has all of them, and perhaps one that it did not acknowledge."""
 
     def answers() -> bool:
         try:

@@ -1,4 +1,4 @@
-"""A service that answers from a script: twenty lines of HTTP, and a record of what was asked."""
+"""An HTTP service with scripted answers that records the calls."""
 
 import json
 import threading
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Call:
-    """What was asked; the names of headers in lower case."""
+    """A recorded request. Header names are in lower case."""
 
     method: str
     path: str
@@ -21,7 +21,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is answered: a dict becomes JSON, a list of strings a stream. `breaks`: cut off before its end."""
+    """A response: a dict becomes JSON, a list of strings a stream. `breaks`: the connection is cut early."""
 
     body: Any = None
     status: int = 200
@@ -30,7 +30,7 @@ class Answer:
 
 
 class FakeService:
-    """Answers call after call from `answers`; an answer to a call that the test did not foresee is a 500."""
+    """Answers calls in the order of `answers`, and with status 500 once there are none."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -82,7 +82,7 @@ def _send(handler: BaseHTTPRequestHandler, answer: Answer) -> None:
     handler.send_response(answer.status)
     for name, value in answer.headers.items():
         handler.send_header(name, value)
-    # A broken answer promises more than comes.
+    # A broken answer announces more than it sends.
     handler.send_header("Content-Length", str(len(data) + (100 if answer.breaks else 0)))
     handler.send_header("Connection", "close")
     handler.end_headers()

@@ -1,4 +1,4 @@
-"""The command as a user types it: results on standard output, one line for every mistake, exit codes."""
+"""The command as a user types it: results on standard output, one line for an error, exit codes."""
 
 import json
 from typing import Any
@@ -18,27 +18,27 @@ from tokenmill.serve.embedded_redis import free_port
 pytestmark = pytest.mark.usefixtures("clean_environment")
 
 
-def typed(*arguments: str, stdin: str | None = None, environ: dict[str, str] | None = None) -> Result:
+def invoke(*arguments: str, stdin: str | None = None, environ: dict[str, str] | None = None) -> Result:
     return CliRunner().invoke(cli.main, arguments, input=stdin, env=environ)
 
 
-def at(service: FakeService, *arguments: str, stdin: str | None = None) -> Result:
-    return typed(*arguments, "--url", service.url, stdin=stdin)
+def invoke_at(service: FakeService, *arguments: str, stdin: str | None = None) -> Result:
+    return invoke(*arguments, "--url", service.url, stdin=stdin)
 
 
 def test_submit_prints_the_id_alone(service: FakeService) -> None:
     service.will_answer(Answer(task("queued"), 202))
 
-    result = at(service, "submit", "Once upon a time")
+    result = invoke_at(service, "submit", "Once upon a time")
 
     assert (result.exit_code, result.stdout, result.stderr) == (0, "t1\n", "task t1\n")
     assert service.calls[0].body == {"prompt": "Once upon a time"}
 
 
-def test_submit_sends_the_fields_that_are_given(service: FakeService) -> None:
+def test_submit_sends_the_given_fields(service: FakeService) -> None:
     service.will_answer(Answer(task("queued"), 202))
 
-    at(
+    invoke_at(
         service, "submit", "--chat", "--max-tokens", "5", "--temperature", "0", "--stop", "a", "--stop", "b",
         "--seed", "0", "--priority", "1", "--model", "tiny", "hi",
     )  # fmt: skip
@@ -53,15 +53,15 @@ def test_submit_sends_the_fields_that_are_given(service: FakeService) -> None:
 def test_a_key_is_a_flag_or_a_variable(service: FakeService, command: tuple[str, ...]) -> None:
     service.will_answer(*[Answer(task("queued"), 202)] * 2)
 
-    at(service, *command, "--api-key", "one")
-    typed(*command, "--url", service.url, environ={"TOKENMILL_API_KEY": "two"})
+    invoke_at(service, *command, "--api-key", "one")
+    invoke(*command, "--url", service.url, environ={"TOKENMILL_API_KEY": "two"})
 
     assert [call.headers["authorization"] for call in service.calls] == ["Bearer one", "Bearer two"]
 
 
 @pytest.mark.parametrize("key", ["a-secret with-more", "a-secret\nX-More: 1", "a-secret-\u20ac"])
-def test_a_key_that_is_none_is_not_repeated(service: FakeService, key: str) -> None:
-    done = at(service, "status", "t1", "--api-key", key)
+def test_a_malformed_key_is_not_repeated(service: FakeService, key: str) -> None:
+    done = invoke_at(service, "status", "t1", "--api-key", key)
 
     assert done.exit_code == 2
     assert "api_key must be" in done.stderr
@@ -73,7 +73,7 @@ def test_a_key_that_is_none_is_not_repeated(service: FakeService, key: str) -> N
 def test_submit_reads_standard_input(service: FakeService, arguments: tuple[str, ...]) -> None:
     service.will_answer(Answer(task("queued"), 202))
 
-    at(service, "submit", *arguments, stdin="from a pipe\n")
+    invoke_at(service, "submit", *arguments, stdin="from a pipe\n")
 
     assert service.calls[0].body == {"prompt": "from a pipe\n"}
 
@@ -81,24 +81,24 @@ def test_submit_reads_standard_input(service: FakeService, arguments: tuple[str,
 def test_submit_wait_prints_the_text(service: FakeService) -> None:
     service.will_answer(Answer(task("queued"), 202), Answer(task("completed", "Paris.")))
 
-    assert at(service, "submit", "--wait", "x").stdout == "Paris.\n"
+    assert invoke_at(service, "submit", "--wait", "x").stdout == "Paris.\n"
 
 
-def test_submit_stream_prints_the_text_as_it_comes(service: FakeService) -> None:
+def test_submit_stream_prints_the_text(service: FakeService) -> None:
     service.will_answer(
         Answer(task("queued"), 202), Answer([token(0, "Pa"), token(1, "ris"), finished(2, text=".")])
     )
 
-    result = at(service, "submit", "--stream", "x")
+    result = invoke_at(service, "submit", "--stream", "x")
 
     assert (result.exit_code, result.stdout) == (0, "Paris.\n")
 
 
-def test_a_stream_that_ends_badly_says_so(service: FakeService) -> None:
+def test_a_failed_stream_is_reported(service: FakeService) -> None:
     error = {"message": "the prompt has 9 tokens", "code": "prompt_too_long"}
     service.will_answer(Answer(task("queued"), 202), Answer([token(0, "Pa"), finished(1, "error", error)]))
 
-    result = at(service, "submit", "--stream", "x")
+    result = invoke_at(service, "submit", "--stream", "x")
 
     assert result.exit_code == FAILED
     assert result.stdout == "Pa\n"
@@ -106,17 +106,17 @@ def test_a_stream_that_ends_badly_says_so(service: FakeService) -> None:
 
 
 @pytest.mark.parametrize("status", ["failed", "cancelled"])
-def test_a_task_that_did_not_complete_is_no_success(service: FakeService, status: str) -> None:
+def test_a_task_that_did_not_complete_is_a_failure(service: FakeService, status: str) -> None:
     service.will_answer(Answer(task("queued"), 202), Answer(task(status, "Par")))
 
-    result = at(service, "submit", "--wait", "x")
+    result = invoke_at(service, "submit", "--wait", "x")
 
     assert (result.exit_code, result.stdout) == (FAILED, "Par\n")
     assert result.stderr == f"task t1\nError: the task ended as {status}\n"
 
 
 def test_stream_and_wait_exclude_each_other(service: FakeService) -> None:
-    result = at(service, "submit", "--stream", "--wait", "x")
+    result = invoke_at(service, "submit", "--stream", "--wait", "x")
 
     assert result.exit_code == MISUSED
     assert service.calls == []
@@ -125,15 +125,15 @@ def test_stream_and_wait_exclude_each_other(service: FakeService) -> None:
 def test_a_refusal_is_one_line(service: FakeService) -> None:
     service.will_answer(Answer(problem("invalid_value", "temperature: must be 0 or more"), 400))
 
-    result = at(service, "submit", "--temperature", "-1", "x")
+    result = invoke_at(service, "submit", "--temperature", "-1", "x")
 
     assert result.exit_code == REFUSED
     assert result.stderr == "Error: temperature: must be 0 or more\n"
 
 
 @pytest.mark.parametrize("url", ["foo", "127.0.0.1:8000", "ftp://127.0.0.1", "http://", "http://host:port"])
-def test_an_address_that_no_call_can_reach_is_a_wrong_setting(url: str) -> None:
-    result = typed("submit", "--url", url, "x")
+def test_a_malformed_address_is_a_wrong_setting(url: str) -> None:
+    result = invoke("submit", "--url", url, "x")
 
     assert result.exit_code == MISUSED
     assert result.stderr == (
@@ -145,18 +145,18 @@ def test_an_address_that_no_call_can_reach_is_a_wrong_setting(url: str) -> None:
 def test_no_service_is_one_line() -> None:
     url = f"http://127.0.0.1:{free_port()}"
 
-    result = typed("submit", "--url", url, "x")
+    result = invoke("submit", "--url", url, "x")
 
     assert result.exit_code == UNREACHABLE
     assert result.stderr.startswith(f"Error: no Tokenmill answers at {url}, is it running?")
     assert result.stderr.count("\n") == 1
 
 
-def test_status_shows_what_is_known(service: FakeService) -> None:
+def test_status_shows_the_fields(service: FakeService) -> None:
     queue = {"position": 3, "tokens_ahead": 812, "eta_seconds": 12.5, "waiting_for": "capacity"}
     service.will_answer(Answer(task("queued", queue=queue)))
 
-    lines = at(service, "status", "t1").stdout.splitlines()
+    lines = invoke_at(service, "status", "t1").stdout.splitlines()
 
     assert [line.split(maxsplit=1)[0] for line in lines] == [
         "id", "status", "model", "position", "tokens", "eta", "waiting", "tokens", "queue",
@@ -167,19 +167,19 @@ def test_status_shows_what_is_known(service: FakeService) -> None:
 def test_status_as_json_is_the_task(service: FakeService) -> None:
     service.will_answer(Answer(task("completed", "Zürich")))
 
-    assert json.loads(at(service, "status", "--json", "t1").stdout) == task("completed", "Zürich")
+    assert json.loads(invoke_at(service, "status", "--json", "t1").stdout) == task("completed", "Zürich")
 
 
 def test_status_can_wait(service: FakeService) -> None:
     service.will_answer(Answer(task("in_progress")), Answer(task("failed")))
 
-    assert at(service, "status", "--wait", "t1").exit_code == FAILED
+    assert invoke_at(service, "status", "--wait", "t1").exit_code == FAILED
 
 
-def test_status_of_a_failed_task_is_an_answer(service: FakeService) -> None:
+def test_status_of_a_failed_task_succeeds(service: FakeService) -> None:
     service.will_answer(Answer(task("failed", error={"message": "m", "code": "c"})))
 
-    result = at(service, "status", "t1")
+    result = invoke_at(service, "status", "t1")
 
     assert result.exit_code == 0
     assert "m (c)" in result.stdout
@@ -188,14 +188,14 @@ def test_status_of_a_failed_task_is_an_answer(service: FakeService) -> None:
 def test_cancel_prints_the_state(service: FakeService) -> None:
     service.will_answer(Answer(task("cancelled")))
 
-    assert at(service, "cancel", "t1").stdout == "cancelled\n"
+    assert invoke_at(service, "cancel", "t1").stdout == "cancelled\n"
     assert (service.calls[0].method, service.calls[0].path) == ("POST", "/v1/tasks/t1/cancel")
 
 
 @pytest.mark.parametrize("command", ["status", "cancel"])
 @pytest.mark.parametrize("task_id", ["", " ", "a/b"])
-def test_an_argument_that_is_no_id_is_wrong_usage(service: FakeService, command: str, task_id: str) -> None:
-    result = at(service, command, task_id)
+def test_a_malformed_id_is_wrong_usage(service: FakeService, command: str, task_id: str) -> None:
+    result = invoke_at(service, command, task_id)
 
     assert result.exit_code == MISUSED
     assert f"{task_id!r} is not the id of a task" in result.stderr
@@ -206,14 +206,14 @@ def test_an_argument_that_is_no_id_is_wrong_usage(service: FakeService, command:
     "command", [(), ("serve",), ("worker",), ("api",), ("submit",), ("status",), ("cancel",)]
 )
 def test_every_help_has_examples(command: tuple[str, ...]) -> None:
-    result = typed(*command, "--help")
+    result = invoke(*command, "--help")
 
     assert result.exit_code == 0
     assert "Examples:" in result.stdout
 
 
 def test_the_exit_codes_are_documented() -> None:
-    text = typed("--help").stdout
+    text = invoke("--help").stdout
 
     for code in (FAILED, MISUSED, REFUSED, UNREACHABLE, cli.INTERRUPTED):
         assert f"\n    {code} " in text
@@ -223,17 +223,17 @@ def test_the_address_comes_from_flag_environment_or_file(service: FakeService, t
     (tmp_path / "tokenmill.toml").write_text(f'url = "{service.url}"\n')
     service.will_answer(*[Answer(task("queued"))] * 2)
 
-    assert typed("status", "t1").exit_code == 0
-    assert typed("status", "t1", environ={"TOKENMILL_URL": service.url}).exit_code == 0
-    assert typed("status", "t1", environ={"TOKENMILL_URL": f"http://127.0.0.1:{free_port()}"}).exit_code == 4
+    assert invoke("status", "t1").exit_code == 0
+    assert invoke("status", "t1", environ={"TOKENMILL_URL": service.url}).exit_code == 0
+    assert invoke("status", "t1", environ={"TOKENMILL_URL": f"http://127.0.0.1:{free_port()}"}).exit_code == 4
 
 
 def test_a_wrong_setting_is_one_line() -> None:
-    result = typed("worker", "--max-num-seqs", "many")
+    result = invoke("worker", "--max-num-seqs", "many")
 
     assert result.exit_code == MISUSED
-    told = "Error: --max-num-seqs must be a whole number from 1 to 2147483647, not 'many'\n"
-    assert result.stderr == told
+    message = "Error: --max-num-seqs must be a whole number from 1 to 2147483647, not 'many'\n"
+    assert result.stderr == message
 
 
 @pytest.mark.parametrize("name", ["worker", "api"])
@@ -243,7 +243,9 @@ def test_flags_become_the_environment_of_the_process(name: str, monkeypatch: pyt
         service_commands.os, "execve", lambda _, command, environ: started.append((command, environ))
     )
 
-    result = typed(name, "--model", "m", "--redis-url", "redis://h:1/0", environ={"TOKENMILL_MODEL": "other"})
+    result = invoke(
+        name, "--model", "m", "--redis-url", "redis://h:1/0", environ={"TOKENMILL_MODEL": "other"}
+    )
 
     assert result.exit_code == 0
     command, environ = started[0]
@@ -251,17 +253,17 @@ def test_flags_become_the_environment_of_the_process(name: str, monkeypatch: pyt
     assert (environ["TOKENMILL_MODEL"], environ["REDIS_URL"]) == ("m", "redis://h:1/0")
 
 
-def test_submit_has_a_flag_for_what_shapes_an_answer(service: FakeService, tmp_path: Any) -> None:
+def test_submit_has_flags_for_structured_outputs(service: FakeService, tmp_path: Any) -> None:
     service.will_answer(*[Answer(task("queued"), 202)] * 3)
     (tmp_path / "schema.json").write_text('{"type": "object"}')
 
-    at(
+    invoke_at(
         service, "submit", "-n", "3", "--min-tokens", "2", "--presence-penalty", "0.5", "--frequency-penalty",
         "0.25", "--repetition-penalty", "1.1", "--timeout", "60", "--queue-timeout", "5", "--ttft-timeout",
         "7.5", "--choice", "a", "--choice", "b", "x",
     )  # fmt: skip
-    at(service, "submit", "--json-schema", str(tmp_path / "schema.json"), "x")
-    at(service, "submit", "--regex", "a+", "x")
+    invoke_at(service, "submit", "--json-schema", str(tmp_path / "schema.json"), "x")
+    invoke_at(service, "submit", "--regex", "a+", "x")
 
     assert service.calls[0].body == {
         "prompt": "x", "n": 3, "min_tokens": 2, "presence_penalty": 0.5, "frequency_penalty": 0.25,
@@ -272,8 +274,8 @@ def test_submit_has_a_flag_for_what_shapes_an_answer(service: FakeService, tmp_p
     assert shapes == [{"json": '{"type": "object"}'}, {"regex": "a+"}]
 
 
-def test_one_shape_of_an_answer_at_a_time(service: FakeService) -> None:
-    result = at(service, "submit", "--regex", "a", "--choice", "b", "x")
+def test_structured_outputs_exclude_each_other(service: FakeService) -> None:
+    result = invoke_at(service, "submit", "--regex", "a", "--choice", "b", "x")
 
     assert result.exit_code == MISUSED
     assert "one of --json-schema, --regex and --choice" in result.stderr
@@ -287,12 +289,12 @@ def test_every_flag_of_a_request_is_a_field_of_a_task() -> None:
     assert set(to_body("x", flags)) <= set(TaskBody.model_fields)
 
 
-def test_several_outputs_are_told_apart(service: FakeService) -> None:
+def test_several_outputs_have_headings(service: FakeService) -> None:
     outputs = [{"index": 0, "text": "Paris."}, {"index": 1, "text": "London."}]
     ended = {**task("completed"), "outputs": outputs}
     service.will_answer(Answer(task("queued"), 202), Answer(ended))
 
-    shown = at(service, "submit", "--wait", "-n", "2", "x").stdout
+    shown = invoke_at(service, "submit", "--wait", "-n", "2", "x").stdout
 
     assert shown == "--- output 0 ---\nParis.\n\n--- output 1 ---\nLondon.\n"
 
@@ -304,17 +306,17 @@ def test_a_stream_of_several_outputs_shows_one_after_the_other(service: FakeServ
     ]  # fmt: skip
     service.will_answer(Answer(task("queued"), 202), Answer(frames))
 
-    result = at(service, "submit", "--stream", "-n", "2", "x")
+    result = invoke_at(service, "submit", "--stream", "-n", "2", "x")
 
     assert result.exit_code == 0
     assert result.stdout == "--- output 0 ---\nParis!\n\n--- output 1 ---\nLondon.\n"
 
 
-def test_one_failed_output_of_several_is_no_success(service: FakeService) -> None:
+def test_one_failed_output_of_several_is_a_failure(service: FakeService) -> None:
     error = {"message": "not finite", "code": "engine_error"}
     frames = [finished(0, "error", error, index=1, done=False), finished(1, error=error)]
     service.will_answer(Answer(task("queued"), 202), Answer(frames))
 
-    result = at(service, "submit", "--stream", "-n", "2", "x")
+    result = invoke_at(service, "submit", "--stream", "-n", "2", "x")
 
     assert (result.exit_code, "engine_error" in result.stderr) == (FAILED, True)

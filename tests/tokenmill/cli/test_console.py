@@ -4,14 +4,14 @@ import sys
 
 import pytest
 
-from tokenmill.cli.console import LinePrinter, colour_wanted
+from tokenmill.cli.console import LinePrinter, use_colour
 
 
 @pytest.mark.parametrize(
     ("environ", "wanted"), [({}, None), ({"NO_COLOR": ""}, None), ({"NO_COLOR": "1"}, False)]
 )
 def test_no_color_is_respected(environ: dict[str, str], wanted: bool | None) -> None:
-    assert colour_wanted(environ) is wanted
+    assert use_colour(environ) is wanted
 
 
 def test_lines_carry_the_name_of_their_process(capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,7 +23,7 @@ def test_lines_carry_the_name_of_their_process(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == "api    | listening\nalone\n"
 
 
-def test_a_reader_that_went_away_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_is_gone_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class Closed:
         encoding = "utf-8"
 

@@ -1,4 +1,4 @@
-"""The command in any locale, with any bytes and any pipe: no text is lost, and no traceback shown."""
+"""The commands with any locale, bytes and pipe: no text is lost and no traceback is printed."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def test_a_text_that_cannot_be_encoded_is_escaped(service: FakeService, run: Run
     assert service.calls[0].body["structured_outputs"] == {"choice": [EMOJI]}
 
 
-def test_so_is_a_stream(service: FakeService, run: Run) -> None:
+def test_a_stream_that_cannot_be_encoded_is_escaped(service: FakeService, run: Run) -> None:
     service.will_answer(Answer(task("queued"), 202), Answer([token(0, EMOJI), finished(1, text="!")]))
 
     done = run("submit", "--stream", "x", env=LATIN)
@@ -72,7 +72,7 @@ def test_escaped_json_is_json(service: FakeService, run: Run) -> None:
 
 @pytest.mark.parametrize("locale", ["C", "C.UTF-8", "POSIX"])
 @pytest.mark.parametrize("utf8", ["0", "1"])
-def test_input_that_is_not_utf8_is_refused_with_its_place(
+def test_input_that_is_not_utf8_is_refused_with_its_position(
     service: FakeService, run: Run, locale: str, utf8: str
 ) -> None:
     """simonw/llm#225."""
@@ -96,7 +96,7 @@ def test_input_is_utf8_in_every_locale(service: FakeService, run: Run) -> None:
 @pytest.mark.parametrize(
     "arguments", [("submit", b"caf\xe9"), ("status", b"caf\xe9"), ("cancel", b"caf\xe9")]
 )
-def test_an_argument_that_is_not_utf8_is_refused_with_its_place(
+def test_an_argument_that_is_not_utf8_is_refused_with_its_position(
     service: FakeService, run: Run, arguments: Any
 ) -> None:
     done = run(*arguments)
@@ -106,7 +106,9 @@ def test_an_argument_that_is_not_utf8_is_refused_with_its_place(
     assert service.calls == []
 
 
-def test_so_is_a_schema(service: FakeService, run: Run, tmp_path: Path) -> None:
+def test_a_schema_that_is_not_utf8_is_refused_with_its_position(
+    service: FakeService, run: Run, tmp_path: Path
+) -> None:
     (tmp_path / "schema.json").write_bytes(b'{"title": "caf\xe9"}')
 
     done = run("submit", "--json-schema", str(tmp_path / "schema.json"), "x")
@@ -115,7 +117,7 @@ def test_so_is_a_schema(service: FakeService, run: Run, tmp_path: Path) -> None:
     assert b"schema.json is not UTF-8 text (byte 15)" in done.stderr
 
 
-def test_a_reader_that_has_gone_ends_a_stream_and_not_its_task(service: FakeService, run: Run) -> None:
+def test_a_closed_pipe_ends_the_stream_but_not_the_task(service: FakeService, run: Run) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     service.will_answer(Answer(task("queued"), 202), Answer([token(0, "a"), finished(1, text="!")]))
@@ -124,11 +126,11 @@ def test_a_reader_that_has_gone_ends_a_stream_and_not_its_task(service: FakeServ
     os.close(writer)
 
     assert done.returncode == FAILED
-    assert done.stderr == b"task t1\n\nthe task goes on: tokenmill status t1\n"
+    assert done.stderr == b"task t1\n\nthe task continues: tokenmill status t1\n"
 
 
 @pytest.mark.parametrize("flags", [(), ("--wait",), ("--stream",), ("--json",)])
-def test_output_that_cannot_be_written_is_one_line_after_the_id(
+def test_a_failed_write_is_one_line_after_the_id(
     service: FakeService, run: Run, flags: tuple[str, ...]
 ) -> None:
     following = Answer([finished(0, text="!")]) if "--stream" in flags else Answer(task("completed", "!"))
@@ -137,11 +139,11 @@ def test_output_that_cannot_be_written_is_one_line_after_the_id(
         done = run("submit", *flags, "x", stdout=full)
 
     assert done.returncode == FAILED
-    told = b"task t1\nError: standard output cannot be written: No space left on device\n"
-    assert done.stderr == told
+    message = b"task t1\nError: standard output cannot be written: No space left on device\n"
+    assert done.stderr == message
 
 
-def test_without_standard_streams_it_submits(service: FakeService, run: Run) -> None:
+def test_submit_works_without_standard_streams(service: FakeService, run: Run) -> None:
     service.will_answer(Answer(task("queued"), 202), Answer(task("completed", "!")))
 
     def close_all() -> None:
@@ -155,7 +157,7 @@ def test_without_standard_streams_it_submits(service: FakeService, run: Run) -> 
     assert len(service.calls) == 2
 
 
-def test_without_standard_input_a_prompt_is_asked_for(service: FakeService, run: Run) -> None:
+def test_without_standard_input_a_prompt_is_required(service: FakeService, run: Run) -> None:
     done = run("submit", preexec_fn=lambda: os.close(0))
 
     assert done.returncode == MISUSED
