@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
-Fault = Callable[[Path], None]
+Fault = Callable[[Path], object]
 
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 269060552\n"
 
 
 def text(name: str, content: str) -> Fault:
     """Replaces a file by `content`."""
-    return lambda directory: (directory / name).write_text(content) and None
+    return lambda directory: (directory / name).write_text(content)
 
 
 def removed(*patterns: str) -> Fault:

@@ -174,7 +174,7 @@ FAULTS: list[tuple[Fault, str]] = [
     (text("config.json", "{}"), "config.json: has no model_type"),
     (text("config.json", LFS_POINTER), "config.json: is a Git LFS pointer"),
     (text("config.json", "[" * 100_000), "config.json: is not usable JSON: it is nested too deeply"),
-    (lambda one: (one / "config.json").write_bytes(b'{"\xff"') and None, r"is not UTF-8 text \(byte 2\)"),
+    (lambda one: (one / "config.json").write_bytes(b'{"\xff"'), r"is not UTF-8 text \(byte 2\)"),
     (removed("config.json"), "has no config.json, so it is not a model directory"),
     (
         both(removed("config.json"), text("adapter_config.json", '{"base_model_name_or_path": "o/base"}')),

@@ -1,5 +1,7 @@
 """Engine steps with a scripted device: finishing, resuming, cancelling and refusing."""
 
+from typing import Any
+
 import pytest
 
 from engine.errors import NeverFits
@@ -78,9 +80,9 @@ def test_preemption_does_not_change_the_output() -> None:
     num_preempted = 0
     step = engine.step
 
-    def counted() -> StepOutput:
+    def counted(isolate_request_id: str | None = None) -> StepOutput:
         nonlocal num_preempted
-        output = step()
+        output = step(isolate_request_id)
         num_preempted += output.report.num_preempted
         return output
 
@@ -112,14 +114,14 @@ def test_a_resumed_request_continues_and_repeats_no_text() -> None:
     ],
 )
 def test_a_resumed_request_that_was_complete_only_finishes(
-    output: list[int], params: dict[str, object], end: str
+    output: list[int], params: dict[str, Any], end: str
 ) -> None:
     engine, runner = build_engine()
     engine.add(
         EngineRequest(
             "a", [1], SamplingParams(**params), arrival_time=0.0, resumed=(ResumedOutput(0, tuple(output)),)
         )
-    )  # type: ignore[arg-type]
+    )
 
     assert run(engine) == {"a": ([], "", end)}
     assert runner.steps == []

@@ -3,6 +3,7 @@
 import json
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -106,7 +107,9 @@ def test_bad_prompts_fail_alone_and_name_the_field(redis_url: str, redis_client:
                 assert (end.error["param"], end.error["type"]) == (param, "invalid_request_error")
                 job = Job.fetch(task, connection=redis_client, serializer=JSONSerializer)
                 assert job.get_status() == "failed"
-                assert str(end.error["message"]) in str(job.latest_result().exc_string)
+                result = job.latest_result()
+                assert result is not None
+                assert str(end.error["message"]) in str(result.exc_string)
         for task in good:
             assert tokens_of(ended(redis_client, task)) == undisturbed([4, 5, 4], 5)
 
@@ -209,8 +212,9 @@ def test_a_job_is_never_finished_without_a_result(redis_url: str, redis_client: 
             for task in tuple(waiting):
                 job = Job.fetch(task, connection=redis_client, serializer=JSONSerializer)
                 if job.get_status() == "finished":
-                    assert job.return_value()["outputs"][0]["finish_reason"] == "length"
-                    assert job.return_value()["usage"]["completion_tokens"] == 5
+                    value: dict[str, Any] = job.return_value() or {}
+                    assert value["outputs"][0]["finish_reason"] == "length"
+                    assert value["usage"]["completion_tokens"] == 5
                     waiting.discard(task)
             return not waiting
 

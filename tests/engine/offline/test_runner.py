@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from tests.engine.fakes import EOS, ScriptedRunner, build_engine, words
 TWO = SamplingParams(max_tokens=2)
 
 
-def build(runner: ScriptedRunner | None = None, **limits: int) -> tuple[OfflineRunner, ScriptedRunner]:
+def build(runner: ScriptedRunner | None = None, **limits: Any) -> tuple[OfflineRunner, ScriptedRunner]:
     engine, runner = build_engine(runner, **limits)
     return OfflineRunner(engine), runner
 

@@ -1,6 +1,7 @@
 """Finish reasons and the text they leave: stop strings, special tokens, `min_tokens`, limits on length."""
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,10 +24,10 @@ from tests.engine.fakes import (
 
 
 def outputs_of(
-    script: list[int], tokenizer: PieceTokenizer | None = None, **params: object
+    script: list[int], tokenizer: PieceTokenizer | None = None, **params: Any
 ) -> list[SequenceOutput]:
     engine, _ = build_engine(ScriptedRunner({"a": script}), tokenizer=tokenizer)
-    engine.add(EngineRequest("a", [0], SamplingParams(**params), arrival_time=0.0))  # type: ignore[arg-type]
+    engine.add(EngineRequest("a", [0], SamplingParams(**params), arrival_time=0.0))
     outputs: list[SequenceOutput] = []
     while engine.has_work:
         outputs += engine.step().outputs
@@ -111,7 +112,7 @@ EOS_TOO = 7
     ],
 )
 def test_further_eos_tokens_respect_ignore_eos_and_min_tokens(
-    params: dict[str, object], num_tokens: int, end: str
+    params: dict[str, Any], num_tokens: int, end: str
 ) -> None:
     """vllm#4589, vllm#21987: of several EOS tokens only the first was ignored or postponed, or a stop string
     ended a text before its `min_tokens`.
@@ -185,7 +186,7 @@ def test_the_text_is_that_of_the_tokens_before_the_first_valid_stop(
     ],
 )
 def test_a_resumed_request_continues_the_text_of_an_uninterrupted_one(
-    params: dict[str, object], crash: int
+    params: dict[str, Any], crash: int
 ) -> None:
     script = [100, 101, 102, 103, 104, 998]
     undisturbed = outputs_of(script, **params)

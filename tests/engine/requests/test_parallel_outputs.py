@@ -6,7 +6,14 @@ import pytest
 
 from engine.engine import Engine
 from engine.errors import InvalidParameter, NeverFits
-from engine.outputs import ResumedOutput, SampledToken, SchedulerOutputs, SequenceOutput, WaitingReason
+from engine.outputs import (
+    ResumedOutput,
+    SampledToken,
+    SchedulerOutputs,
+    SequenceOutput,
+    StepReport,
+    WaitingReason,
+)
 from engine.requests.engine_request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.sequence import FinishReason, Sequence
@@ -277,7 +284,8 @@ def test_a_report_counts_a_request_once_and_all_of_its_tokens() -> None:
             raise ValueError("bad")
 
     runner.sample_fault = fault
-    reports, started = [], []
+    reports: list[StepReport] = []
+    started: list[str] = []
     while engine.has_work:
         step = engine.step()
         reports.append(step.report)

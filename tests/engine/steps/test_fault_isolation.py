@@ -154,7 +154,12 @@ def test_a_failed_request_holds_no_tensors_during_the_next_attempt() -> None:
 
 def test_after_releasing_memory_the_whole_step_is_retried() -> None:
     device = StarvedDevice(1, releases=[True])
-    device.release_memory = lambda: setattr(device, "num_rows", 2) is None  # type: ignore[method-assign]
+
+    def release_memory() -> bool:
+        device.num_rows = 2
+        return True
+
+    device.release_memory = release_memory  # type: ignore[method-assign]
     executed = run(device, asking("a"), asking("b"))
     assert len(executed.tokens) == 2
     assert device.calls == [2, 2]

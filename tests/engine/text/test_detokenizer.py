@@ -13,8 +13,14 @@ from engine.text.stop_strings import StopStrings
 class ByteTokenizer:
     """Ids 0 to 255 are bytes, as in a byte-level BPE without merges."""
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return bytes(token_ids).decode(errors="replace")
+
+    def encode_text(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def special_token_id(self, text: str) -> None:
+        """There are no special tokens."""
 
     def decoded_bytes(self, skip_special_tokens: bool = True) -> None:
         """Decoded in windows."""
@@ -133,7 +139,7 @@ def test_a_long_text_is_decoded_in_short_windows(output: list[int]) -> None:
     longest = 0
 
     class Measured(ByteTokenizer):
-        def decode(self, token_ids: list[int]) -> str:
+        def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
             nonlocal longest
             longest = max(longest, len(token_ids))
             return super().decode(token_ids)
