@@ -3,8 +3,8 @@
 from dataclasses import fields
 
 from engine.config import POLICIES, EngineConfig
-from engine.execution.build import CUDA_LIMITS
 from engine.execution.loading.attention_backends import ATTENTION
+from engine.execution.loading.limits import CUDA_LIMITS
 from tokenmill.settings.declaration import settings_of
 from tokenmill.settings.processes import EngineSettings, Timing, WorkerSettings
 from worker.watchdog import WatchdogProcess

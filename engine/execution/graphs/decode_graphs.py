@@ -20,8 +20,8 @@ from engine.execution.graphs.decode_buffers import DecodeBuffers, DecodeInputs
 from engine.execution.graphs.self_check import GraphSelfCheck
 from engine.execution.machine.async_copy import copy_to_device
 from engine.execution.machine.memory import free_bytes
-from engine.execution.runner.forward import run_model
 from engine.execution.runner.inputs import StepInputs
+from engine.execution.runner.model_runner import run_model
 
 log = logging.getLogger(__name__)
 

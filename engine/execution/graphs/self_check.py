@@ -4,20 +4,21 @@ This detects graphs that contain values of their capture or read padding rows.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
-from engine.execution.attention.interface import AttentionBackend, AttentionBatch
-from engine.execution.runner.forward import run_model
+from engine.execution.attention.interface import AttentionBackend
 from engine.execution.runner.inputs import StepInputs
+from engine.execution.runner.model_runner import run_model
+from engine.execution.runner.synthetic_steps import SyntheticSequences
 from engine.execution.runner.transfers import move_inputs
 
 TOLERANCES = {torch.float32: 1e-3}
 OTHER_TOLERANCE = 5e-2
 """Of logits, relative to the largest: the kernels are the same, but long sums may be split differently."""
-TOKEN_STRIDE = 37
 
 
 class OtherLogits(Exception):
@@ -105,23 +106,11 @@ def check_inputs(
 
     `max_rows` rows, or as many as the pool holds; with `first` only the first of these.
     """
-    count = min(max_rows, config.num_kv_blocks)
-    num_blocks = max(1, min(2, config.num_kv_blocks // count, config.max_model_len // config.block_size))
-    rows = torch.arange(count)[:first]
-    tables = 1 + torch.arange(count * num_blocks).view(count, num_blocks)[:first]
-    lengths = (num_blocks - 1) * config.block_size + 1 + rows % config.block_size
-    positions = lengths.clamp(max=config.max_model_len) - 1
-    own = tables[rows, positions // config.block_size]
-    return StepInputs(
-        token_ids=rows * TOKEN_STRIDE % vocab_size,
-        positions=positions,
-        logits_rows=rows,
-        batch=AttentionBatch(
-            slot_mapping=own * config.block_size + positions % config.block_size,
-            blocks_begun=rows[:0],
-            decode_rows=rows,
-            decode_lengths=positions + 1,
-            decode_tables=tables,
-            chunks=(),
-        ),
-    )
+    count, block_size = min(max_rows, config.num_kv_blocks), config.block_size
+    num_blocks = max(1, min(2, config.num_kv_blocks // count, config.max_model_len // block_size))
+    lengths = [(num_blocks - 1) * block_size + 1 + row % block_size for row in range(count)]
+    lengths = [min(length, config.max_model_len) for length in lengths]
+    sequences = SyntheticSequences(lengths, block_size, vocab_size)
+    inputs = sequences.inputs([(row, length - 1, length) for row, length in enumerate(lengths)][:first])
+    # A graph zeroes no blocks.
+    return replace(inputs, batch=replace(inputs.batch, blocks_begun=inputs.token_ids[:0]))

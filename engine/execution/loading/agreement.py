@@ -1,8 +1,8 @@
-"""A trial of the paged path against transformers' eager attention, on a small random model of the same kind.
+"""Self-check of the paged path against transformers' eager attention, on a small random model.
 
-Law: what does not agree here is not served. The trial keeps the real model's heads and sizes of heads, every
-kind of layer that it has, and all that its config says about positions; it makes the vocabulary, the MLPs,
-the experts, the window and the soft cap small, so that leaving one of them out shows within a few tokens.
+A model that fails it is not served. The small model keeps the heads, the head sizes, every kind of layer and
+the positions of the real one. Its vocabulary, MLPs, experts, window and soft cap are small, so that omitting
+one shows within a few tokens.
 """
 
 import copy
@@ -17,28 +17,24 @@ from engine.execution.attention.interface import ATTENTION_NAME, BackendFactory,
 from engine.execution.attention.probe import record_layers
 from engine.execution.runner.inputs import InputBuilder
 from engine.execution.runner.model_runner import ModelRunner
-from engine.outputs import ScheduledSequence, SchedulerOutputs
-from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence
+from engine.execution.runner.synthetic_steps import Part, SyntheticSequences
 
 BLOCK_SIZE = 4
-NUM_BLOCKS = 16
 VOCAB_SIZE = 128
 DTYPE = torch.float32
-LARGEST_DIFFERENCE = 5e-4
-"""Of logits, as a share of the largest. Sound paths differ by 1e-5 in float32."""
+MAX_DIFFERENCE = 5e-4
+"""Of logits, as a share of the largest. Correct paths differ by 1e-5 in float32."""
 
-# Longer than the window and than a chunk; beside it one that decodes while the long one is still read.
-LONG, SHORT = 44, 9
-STEPS: tuple[tuple[tuple[int, int, int], ...], ...] = (
+LENGTHS = (44, 9)
+"""One sequence longer than the window and than a chunk, and one that decodes while the first is prefilled."""
+STEPS: tuple[tuple[Part, ...], ...] = (
     ((0, 0, 16), (1, 0, 7)),
     ((1, 7, 8), (0, 16, 32)),
     ((1, 8, 9), (0, 32, 43)),
     ((0, 43, 44),),
 )
-"""(sequence, start, end) of what each step computes."""
 
-MOST: dict[str, float] = {
+MAX_SIZES: dict[str, float] = {
     "vocab_size": VOCAB_SIZE,
     "sliding_window": 8,
     "attn_logit_softcapping": 2.0,
@@ -55,10 +51,10 @@ MOST: dict[str, float] = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-"""Fields of configs and the most that the trial's model has of each."""
+"""Fields of configs and their largest values in the small model."""
 
 Preparation = Callable[[PreTrainedModel], None]
-"""What is done to a model before it is served."""
+"""A change of a model before it is served."""
 
 
 def check_agreement(
@@ -67,9 +63,9 @@ def check_agreement(
     device: torch.device,
     prepare: Preparation = lambda _: None,
 ) -> None:
-    """Raise `UnsupportedModel`, which names the model type and the reason, unless both ways agree.
+    """Raise `UnsupportedModel`, with model type and reason, unless paged and eager attention agree.
 
-    `prepare` is done to the model only once its own way has been computed.
+    `prepare` is applied after the eager logits are computed.
     """
     name = f"model type {config.model_type!r}"
     try:
@@ -77,73 +73,58 @@ def check_agreement(
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{name}: {error}") from error
     except Exception as error:
-        # A model that cannot take part, for whatever reason, cannot be vouched for.
-        raise UnsupportedModel(f"{name}: the trial failed: {type(error).__name__}: {error}") from error
-    # NaN is not within the bound either.
-    if not difference <= LARGEST_DIFFERENCE:
+        # A model whose check fails for any reason is not known to be correct.
+        raise UnsupportedModel(f"{name}: the self-check failed: {type(error).__name__}: {error}") from error
+    # Also true for NaN.
+    if not difference <= MAX_DIFFERENCE:
         raise UnsupportedModel(
             f"{name}: paged attention disagrees with the model's own by {difference:.2g} of the largest"
-            " logit, so it must attend in a way that is not supported"
+            " logit, so its kind of attention is not supported"
         )
 
 
 def _difference(
-    config: PretrainedConfig,
-    make_backend: BackendFactory,
-    device: torch.device,
-    prepare: Preparation,
+    config: PretrainedConfig, make_backend: BackendFactory, device: torch.device, prepare: Preparation
 ) -> float:
+    """The largest difference of logits, as a share of the largest logit."""
     small = shrink(config)
     model = _small_model(small, device)
-    token_ids = 1 + torch.arange(LONG + SHORT) * 37 % (small.get_text_config().vocab_size - 1)
-    texts = (token_ids[:LONG].tolist(), token_ids[LONG:].tolist())
-    sequences = [_sequence(slot, text) for slot, text in enumerate(texts)]
+    sequences = SyntheticSequences(LENGTHS, BLOCK_SIZE, small.get_text_config().vocab_size)
     with torch.inference_mode():
         expected = [
-            model(input_ids=torch.tensor([one.token_ids], device=device), use_cache=False).logits[0]
-            for one in sequences
+            model(input_ids=torch.tensor([token_ids], device=device), use_cache=False).logits[0]
+            for token_ids in sequences.token_ids
         ]
     model.set_attn_implementation(ATTENTION_NAME)
     prepare(model)
-    backend = make_backend(PoolShape(record_layers(model), NUM_BLOCKS, BLOCK_SIZE, DTYPE, device))
-    found = _run(ModelRunner(model, backend, InputBuilder(2, LONG, BLOCK_SIZE)), sequences)
+    shape = PoolShape(record_layers(model), sequences.num_blocks, BLOCK_SIZE, DTYPE, device)
+    runner = ModelRunner(model, make_backend(shape), InputBuilder(len(LENGTHS), max(LENGTHS), BLOCK_SIZE))
     return max(
-        float((ours.float() - theirs.float()).abs().max() / theirs.abs().max())
-        for ours, theirs in zip(found, expected, strict=True)
+        float((paged.float() - eager.float()).abs().max() / eager.abs().max())
+        for paged, eager in zip(_run(runner, sequences), expected, strict=True)
     )
 
 
-def _run(runner: ModelRunner, sequences: list[Sequence]) -> list[torch.Tensor]:
-    """The logits of every token of each sequence, computed step by step as a scheduler would have it."""
-    rows: list[list[torch.Tensor]] = [[] for _ in sequences]
-    for step in STEPS:
-        items = tuple(ScheduledSequence(sequences[who], at, end - at, 0, False) for who, at, end in step)
-        logits = runner.execute(SchedulerOutputs(prefill=items))
-        for who, at, end in step:
-            rows[who].append(logits[: end - at])
-            logits = logits[end - at :]
+def _run(runner: ModelRunner, sequences: SyntheticSequences) -> list[torch.Tensor]:
+    """The logits of every token of each sequence, computed step by step."""
+    rows: list[list[torch.Tensor]] = [[] for _ in LENGTHS]
+    for parts in STEPS:
+        logits = runner.execute(sequences.step(parts))
+        sizes = [end - start for _, start, end in parts]
+        for (index, _, _), part in zip(parts, logits.split(sizes), strict=True):
+            rows[index].append(part)
     return [torch.cat(parts) for parts in rows]
 
 
-def _sequence(slot: int, token_ids: list[int]) -> Sequence:
-    sequence = Sequence(f"trial-{slot}", token_ids, SamplingParams(), arrival_time=0.0)
-    sequence.admit(slot)
-    # One counts up from the pool's start, one down from its end.
-    num_blocks = -(-len(token_ids) // BLOCK_SIZE)
-    blocks = range(1, NUM_BLOCKS) if slot else range(NUM_BLOCKS - 1, 0, -1)
-    sequence.block_table = list(blocks[:num_blocks])
-    return sequence
-
-
 def shrink(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy of `config` for a model that is small but attends as the real one does."""
+    """A copy of `config` for a small model with the same attention."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     _keep_kinds_of_layers(text)
-    for field, most in MOST.items():
+    for field, limit in MAX_SIZES.items():
         value = getattr(text, field, None)
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and value > most:
-            setattr(text, field, most)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value > limit:
+            setattr(text, field, limit)
     for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
         for part in (text, small):
             if getattr(part, field, None) is not None:
@@ -153,7 +134,7 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _keep_kinds_of_layers(text: PretrainedConfig) -> None:
-    """One layer for each kind, at least two. Fields with one entry a layer say which kinds there are."""
+    """One layer of each kind, at least two. Kinds differ in the fields with one entry per layer."""
     num_layers = text.num_hidden_layers
     by_layer = {
         field: value
@@ -170,7 +151,7 @@ def _keep_kinds_of_layers(text: PretrainedConfig) -> None:
 
 
 def _small_model(config: PretrainedConfig, device: torch.device) -> PreTrainedModel:
-    """Random weights, so large that attention is far from even; the global random state stays as it was."""
+    """Weights large enough for uneven attention; the global random state does not change."""
     with torch.random.fork_rng(devices=[]):
         # Typed as Any: the method has no types in transformers.
         auto: Any = AutoModelForCausalLM

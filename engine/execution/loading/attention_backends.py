@@ -1,7 +1,7 @@
-"""Which backends may compute a plain model's attention, in the order in which they are tried.
+"""Chooses the attention backends for a device, in the order in which they are tried.
 
-Law: torch's is always there, so "auto" never fails for want of a faster one; it says once why it has none.
-A backend that somebody asked for by name is taken or refused, never replaced. This file does not know models.
+With "auto", torch's backend is always the last one; a warning says why a faster one is missing. A backend
+that is requested by name is used or refused, never replaced.
 """
 
 import logging
@@ -16,7 +16,7 @@ from engine.execution.attention.native_backend import NativeAttention, bytes_per
 from engine.execution.attention.native_operator import AttentionOperator
 from engine.execution.attention.native_self_check import check_operator
 from engine.execution.attention.torch_backend import TorchAttention
-from engine.execution.loading.cuda_backends import cuda_backends
+from engine.execution.loading.attention_self_check import check_attention
 from engine.execution.machine.native_build import CannotBuild
 from engine.execution.machine.native_library import NativeLibrary
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 ATTENTION = ("auto", "torch", "native", "triton")
 DEVICES = {"native": "cpu", "triton": "cuda"}
-"""The only type of device on which each runs."""
+"""The only type of device on which each backend runs."""
 TORCH = Backend("torch", TorchAttention, KVPool.bytes_per_block)
 
 
@@ -35,36 +35,41 @@ def choose_backends(
     device: torch.device,
     library: NativeLibrary | CannotBuild,
 ) -> tuple[Backend, ...]:
-    """`attention`: one of `ATTENTION`; `library`: the native operators, or why there are none.
+    """`attention`: one of `ATTENTION`. `library`: the native operators, or why there are none.
 
-    Raises `InvalidParameter` for what cannot be had.
-
-    With `deterministic` there is nothing to choose, and torch's stands for what is not used.
+    The result is not used in deterministic mode, which has its own backend. Raises `InvalidParameter` for a
+    backend that is not available.
     """
     if attention not in ATTENTION:
         raise InvalidParameter("attention", f"must be {', '.join(ATTENTION)}, not {attention!r}")
     if attention in DEVICES and deterministic:
-        raise InvalidParameter("attention", "deterministic numerics have their own; use auto")
-    if (wanted := DEVICES.get(attention, device.type)) != device.type:
-        raise InvalidParameter("attention", f"{attention} runs on {wanted}, not on {device.type}; use auto")
+        raise InvalidParameter("attention", "deterministic mode has its own attention; use auto")
+    if (required := DEVICES.get(attention, device.type)) != device.type:
+        raise InvalidParameter("attention", f"{attention} runs on {required}, not on {device.type}; use auto")
     if attention == "torch" or deterministic:
         return (TORCH,)
-    if device.type == "cuda":
-        return cuda_backends(attention, TORCH)
     try:
-        native = native_backend(library)
-    except CannotBuild as error:
-        if attention == "native":
-            raise InvalidParameter("attention", f"native cannot be had: {error}") from error
-        log.warning("attention is computed by torch, which is slower than the native operator: %s", error)
+        fast = triton_backend() if device.type == "cuda" else native_backend(library)
+    except (ImportError, CannotBuild) as error:
+        if attention != "auto":
+            raise InvalidParameter("attention", f"{attention} is not available: {error}") from error
+        log.warning("attention is computed by torch, which is slower: %s", error)
         return (TORCH,)
-    return (native,) if attention == "native" else (native, TORCH)
+    return (fast, TORCH) if attention == "auto" else (fast,)
 
 
 def native_backend(library: NativeLibrary | CannotBuild) -> Backend:
-    """The native operator, tried. Raises `CannotBuild`."""
+    """The native operator, after its self-check. Raises `CannotBuild`."""
     if isinstance(library, CannotBuild):
         raise library
     operator = AttentionOperator(library)
     check_operator(operator)
     return Backend("native", partial(NativeAttention, operator), partial(bytes_per_block, operator))
+
+
+def triton_backend() -> Backend:
+    """Triton's kernels. Raises `ImportError`: torch for CPUs comes without Triton."""
+    from engine.execution.attention.triton_backend import TritonAttention
+
+    self_check = partial(check_attention, TritonAttention)
+    return Backend("triton", TritonAttention, KVPool.bytes_per_block, self_check=self_check)

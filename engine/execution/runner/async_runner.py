@@ -1,7 +1,6 @@
-"""Gives a device a whole step to do, forward pass and draw, without waiting for it.
+"""Launches whole steps, forward pass and draw, without waiting for the device.
 
-Law: the tokens are those that `ModelRunner` and `Sampler` give step by step. What needs the host half-way is
-not taken. This file does not know why a step is launched early.
+The tokens are those that `ModelRunner` and `Sampler` compute step by step.
 """
 
 from typing import Protocol
@@ -9,25 +8,19 @@ from typing import Protocol
 import torch
 
 from engine.execution.machine.async_copy import SampledIds
-from engine.execution.sampling.logits_processors import is_edited
+from engine.execution.sampling.logits_processors import is_processed
 from engine.execution.sampling.sampler import Sampler
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
 
 
 class AsyncRunner(Protocol):
-    """A runner that takes tokens which are on the device only."""
+    """A runner that accepts tokens which are only on the device. See `ModelRunner`."""
 
-    def execute(self, outputs: SchedulerOutputs, drawn: torch.Tensor | None = None) -> torch.Tensor:
-        """See `ModelRunner.execute`."""
-        ...
+    def execute(self, outputs: SchedulerOutputs, drawn: torch.Tensor | None = None) -> torch.Tensor: ...
 
-    def check(self) -> None:
-        """See `ModelRunner.check`."""
-        ...
+    def check(self) -> None: ...
 
-    def release_memory(self) -> bool:
-        """See `ModelRunner.release_memory`."""
-        ...
+    def release_memory(self) -> bool: ...
 
 
 class DeviceExecutor:
@@ -36,13 +29,13 @@ class DeviceExecutor:
     def __init__(self, runner: AsyncRunner, sampler: Sampler, device: torch.device) -> None:
         self._runner = runner
         self._sampler = sampler
-        # Whether a row's window holds all that its filters keep is asked on the host.
+        # With top-k or top-p, the host must check that a row's window holds all tokens that are kept.
         self._draws_filtered = device.type == "cpu"
 
     def takes(self, item: ScheduledSequence) -> bool:
-        """Not what looks at an output's own tokens, is masked, or gives log-probabilities.
+        """Whether the item can be launched: its draw needs neither the output's tokens, masks nor logprobs.
 
-        A GPU does not draw among the likeliest without the host either.
+        On a GPU, top-k and top-p need the host as well.
         """
         params = item.sequence.params
         if params.prompt_logprobs is not None:
@@ -53,11 +46,11 @@ class DeviceExecutor:
         return (
             params.logprobs is None
             and (self._draws_filtered or not is_filtered)
-            and not is_edited(item.sequence)
+            and not is_processed(item.sequence)
         )
 
     def launch(self, outputs: SchedulerOutputs, after: SampledIds | None) -> SampledIds:
-        """Raises `DeviceLost`; any other exception, out of memory too, as it comes."""
+        """Raises `DeviceLost`; any other exception, such as `MemoryError`, passes."""
         logits = self._runner.execute(outputs, None if after is None else after.tokens)
         return self._sampler.draw(logits, outputs.scheduled)
 

@@ -1,9 +1,7 @@
-"""Turns a scheduler's decision into the flat arrays of one forward, all of them on the host.
+"""Turns a scheduler's decision into the flat arrays of one forward pass, on the host.
 
-Law: the arrays say nothing but what the decision says, so building them again changes nothing. Block tables
-stay here from step to step, a row for each slot, and only grow while a sequence keeps its slot; behind its
-blocks, and where there is no sequence, a row names the null block. Everything else is made anew. This file
-does not know models, devices or how a pool is laid out.
+Building a step again gives the same arrays. Only block tables persist between steps: one row per slot, which
+grows while a sequence keeps its slot and is padded with the null block.
 """
 
 from collections.abc import Collection
@@ -23,10 +21,9 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One forward. `token_ids`, `positions` [tokens]; `logits_rows`: the rows whose logits are wanted.
+    """One forward pass. `token_ids`, `positions` [tokens]; `logits_rows`: rows whose logits are wanted.
 
-    `drawn`: tokens on the device, of which those stand for the one at place p whose id is -1 - p; None: the
-    host knows all.
+    `drawn`: tokens on the device that the host does not know yet: token id -1 - i stands for `drawn[i]`.
     """
 
     token_ids: torch.Tensor
@@ -36,37 +33,37 @@ class StepInputs:
     drawn: torch.Tensor | None = None
 
     def known(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """`token_ids` of this step, on the device, with the drawn ones in their places.
+        """`token_ids` of this step, on the device, with placeholders replaced by drawn tokens.
 
-        Where an error was drawn it is token 0: its sequence ends by that, and nobody reads what it writes.
+        A drawn error becomes token 0: its sequence ends, so what it writes is never read.
         """
         if self.drawn is None or not len(self.drawn):
             return token_ids
-        places = (-1 - token_ids).clamp_(min=0)
-        return torch.where(token_ids < 0, self.drawn[places].clamp_(min=0), token_ids)
+        indices = (-1 - token_ids).clamp_(min=0)
+        return torch.where(token_ids < 0, self.drawn[indices].clamp_(min=0), token_ids)
 
 
 class BlockTables:
-    """Each slot's block table as a row of one array, filled up with the null block 0."""
+    """The block table of each slot, as a row of one array padded with the null block 0."""
 
     def __init__(self, num_slots: int, max_blocks: int, block_size: int) -> None:
         self.array: Integers = np.zeros((num_slots, max_blocks), dtype=np.int64)
         self._block_size = block_size
-        # Who sits there, in which of its lives, and how many of its blocks are written down.
+        # Per slot: the sequence with its number of preemptions, and the number of blocks in its row.
         self._owners: list[tuple[Sequence, int] | None] = [None] * num_slots
         self._lengths = [0] * num_slots
 
     def release(self, slot: int) -> None:
-        """Clear the row of a slot that lost its sequence."""
+        """Clear the row of a slot whose sequence left."""
         self._owners[slot] = None
         self.array[slot, : self._lengths[slot]] = 0
         self._lengths[slot] = 0
 
     def update(self, item: ScheduledSequence) -> int:
-        """Write down the blocks that the sequence has now; returns its slot.
+        """Copy the sequence's current block table into its row; returns its slot.
 
-        Raises `BlockTableOverrun` if these do not hold all tokens that the step computes: keys and values
-        would be written to a block of another sequence.
+        Raises `BlockTableOverrun` if its blocks do not hold all tokens of the step: keys and values would be
+        written to a block of another sequence.
         """
         sequence = item.sequence
         slot = sequence.slot
@@ -79,7 +76,7 @@ class BlockTables:
                 f"but holds {len(table)} blocks of {self._block_size}"
             )
         owner = self._owners[slot]
-        # Compared by identity and life: a preempted sequence may come back to its old slot with other blocks.
+        # A preempted sequence may return to its old slot with other blocks.
         if owner is None or owner[0] is not sequence or owner[1] != sequence.num_preemptions:
             self.release(slot)
             self._owners[slot] = (sequence, sequence.num_preemptions)
@@ -98,7 +95,7 @@ class InputBuilder:
         self._tables = BlockTables(max_num_seqs, -(-max_model_len // block_size), block_size)
 
     def build(self, outputs: SchedulerOutputs, drawn: torch.Tensor | None = None) -> StepInputs:
-        """The decision's sequences in the order of `outputs.scheduled`, their tokens one after the other.
+        """Arrays with the tokens of `outputs.scheduled`, in order.
 
         Raises `BlockTableOverrun`.
         """
@@ -115,10 +112,10 @@ class InputBuilder:
             batch=AttentionBatch(
                 slot_mapping=torch.from_numpy(blocks * block_size + rows.positions % block_size),
                 blocks_begun=torch.from_numpy(self._blocks_begun(rows)),
-                decode_rows=torch.from_numpy(rows.first_rows[rows.singles]),
-                decode_lengths=torch.from_numpy(rows.ends[rows.singles]),
-                decode_tables=torch.from_numpy(self._single_tables(rows)),
-                chunks=tuple(self._chunk(rows, item) for item in np.flatnonzero(~rows.singles)),
+                decode_rows=torch.from_numpy(rows.first_rows[rows.decodes]),
+                decode_lengths=torch.from_numpy(rows.ends[rows.decodes]),
+                decode_tables=torch.from_numpy(self._decode_tables(rows)),
+                chunks=tuple(self._chunk(rows, item) for item in np.flatnonzero(~rows.decodes)),
             ),
             drawn=drawn,
         )
@@ -129,11 +126,11 @@ class InputBuilder:
         blocks: Integers = self._tables.array[rows.slots[begun], last_blocks[begun]]
         return blocks
 
-    def _single_tables(self, rows: "_Rows") -> Integers:
-        """Only blocks that hold tokens: a table may name others already, and nobody wrote these."""
-        num_blocks = -(-rows.ends[rows.singles] // self._block_size)
+    def _decode_tables(self, rows: "_Rows") -> Integers:
+        """Only blocks that hold tokens; a table may already have blocks that were never written."""
+        num_blocks = -(-rows.ends[rows.decodes] // self._block_size)
         width = int(num_blocks.max(initial=0))
-        tables: Integers = self._tables.array[rows.slots[rows.singles], :width]
+        tables: Integers = self._tables.array[rows.slots[rows.decodes], :width]
         tables[np.arange(width) >= num_blocks[:, None]] = 0
         return tables
 
@@ -148,22 +145,8 @@ class InputBuilder:
         )
 
 
-def null_inputs() -> StepInputs:
-    """One token of nobody, in the null block, with no logits: shows whether a device can compute at all."""
-    zero = torch.zeros(1, dtype=torch.int64)
-    batch = AttentionBatch(
-        slot_mapping=zero,
-        blocks_begun=zero,
-        decode_rows=zero,
-        decode_lengths=zero + 1,
-        decode_tables=zero[None],
-        chunks=(),
-    )
-    return StepInputs(token_ids=zero, positions=zero, logits_rows=zero[:0], batch=batch)
-
-
 class _Rows:
-    """The same decision by item (slot, start, count, end, first row) and by row (its item, its position)."""
+    """The decision as arrays: per item (slot, start, count, end, first row) and per row (item, position)."""
 
     def __init__(self, items: tuple[ScheduledSequence, ...], slots: list[int]) -> None:
         _, starts, counts, logits_from, _ = zip(*items, strict=True) if items else ((),) * 5
@@ -172,13 +155,13 @@ class _Rows:
         self.counts = _integers(counts)
         self.ends = self.starts + self.counts
         if counts.count(1) == len(items) and not any(logits_from):
-            # As below, and what most steps are: no chunk among them.
+            # Fast path for the common step: decodes only.
             self.positions = self.starts
             self.items = self.first_rows = self.wanted = np.arange(len(items))
-            self.singles = np.ones(len(items), dtype=np.bool_)
+            self.decodes = np.ones(len(items), dtype=np.bool_)
             return
         self.first_rows = np.cumsum(self.counts) - self.counts
-        self.singles = self.counts == 1
+        self.decodes = self.counts == 1
         self.items = np.repeat(np.arange(len(items)), self.counts)
         offsets = np.arange(len(self.items)) - self.first_rows[self.items]
         self.positions = self.starts[self.items] + offsets
@@ -186,7 +169,7 @@ class _Rows:
 
 
 def _integers(values: Collection[int]) -> Integers:
-    # A third of the time of `np.array`, which first looks for what they are.
+    # Three times as fast as `np.array`, which first looks for a common type.
     return np.fromiter(values, dtype=np.int64, count=len(values))
 
 

@@ -1,8 +1,4 @@
-"""Takes the arrays of a step to the device in one copy that the host does not wait for.
-
-Law: what arrives is what was packed, each array at an address that vector loads like. This file does not know
-what the arrays mean.
-"""
+"""Copies the arrays of a step to the device in one transfer that the host does not wait for."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -13,45 +9,46 @@ from engine.execution.machine.async_copy import host_buffer
 from engine.execution.runner.inputs import StepInputs
 
 ALIGNMENT = 16
-"""Integers of 8 bytes. A kernel that is compiled for aligned addresses would be compiled again for others."""
+"""In integers of 8 bytes. Kernels are compiled for aligned addresses, and once more for others."""
 
 
 def aligned(count: int) -> int:
-    """`count` integers and what fills them up."""
+    """`count` integers, rounded up to the alignment."""
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 def pack(tensors: list[torch.Tensor], buffer: torch.Tensor) -> None:
-    """Write int64 tensors one after the other into `buffer`, which has `packed_size` integers."""
-    at = 0
+    """Write int64 tensors into `buffer` of `packed_size` integers, each at an aligned offset."""
+    offset = 0
     for tensor in tensors:
-        buffer[at : at + tensor.numel()] = tensor.flatten()
-        at += aligned(tensor.numel())
+        buffer[offset : offset + tensor.numel()] = tensor.flatten()
+        offset += aligned(tensor.numel())
 
 
 def packed_size(tensors: Iterable[torch.Tensor]) -> int:
+    """Integers that `pack` needs."""
     return sum(aligned(tensor.numel()) for tensor in tensors)
 
 
 def unpack(buffer: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
     """Views of what `pack` wrote, in the shapes of `like`."""
     views = []
-    at = 0
+    offset = 0
     for tensor in like:
-        views.append(buffer[at : at + tensor.numel()].view(tensor.shape))
-        at += aligned(tensor.numel())
+        views.append(buffer[offset : offset + tensor.numel()].view(tensor.shape))
+        offset += aligned(tensor.numel())
     return views
 
 
 def move(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Int64 tensors of the host on `device`: views of one tensor there."""
+    """Copy int64 tensors of the host to `device`; returns views of one tensor there."""
     buffer = host_buffer((packed_size(tensors),), device)
     pack(tensors, buffer)
     return unpack(buffer.to(device, non_blocking=True), tensors)
 
 
 def move_inputs(inputs: StepInputs, device: torch.device) -> StepInputs:
-    """The same step with its arrays on `device`. The batch stays on the host too, for those who plan."""
+    """The step with its arrays on `device`. The batch also stays on the host, where backends plan with it."""
     if device.type == "cpu":
         return inputs
     own = [inputs.token_ids, inputs.positions, inputs.logits_rows]

@@ -1,6 +1,6 @@
-"""From what a user gave to a grammar in llguidance's Lark, and from its errors to words for the user.
+"""Translates structured outputs into llguidance's Lark grammars, and the library's errors for users.
 
-Law: nothing that was asked for is left out silently: what the library cannot do is an error. Knows no tokens.
+What the library does not support is an error, never ignored.
 """
 
 import json
@@ -11,44 +11,44 @@ from typing import Any
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
-from engine.execution.text.json_schemas import place_of, rewritten
+from engine.requests.json_schemas import find_keyword, rewrite_schema
 from engine.structured_outputs import StructuredOutputs
 
-# Between two parts of a JSON text. Without a bound, a model can write blank lines until its tokens run out.
+# Between two parts of a JSON text. Unbounded, a model can write blank lines until its tokens run out.
 WHITESPACE = r"[ \t\n\r]{1,64}"
-# Every spelling of an allowed text is allowed; the library would choose one by a tokenizer that it has not.
+# Any tokenization of an allowed text is allowed. To force tokens the library would need the tokenizer.
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 MAX_ERROR = 400
 
 
 def to_lark(structured_outputs: StructuredOutputs) -> str:
-    """The grammar as Lark text, with start symbol `start`. Raises `ValueError`, which names the field."""
+    """A Lark grammar with start symbol `start`. Raises `ValueError` with the name of the field."""
     try:
         return _start_of(structured_outputs) + NO_FORCING
     except ValueError as error:
         raise ValueError(f"{structured_outputs.kind}: {error}"[:MAX_ERROR]) from error
 
 
-def explain(error: str, given: StructuredOutputs | None = None) -> str:
-    """The library's error in words for the user of `given`, which is named; None: the text is being written.
+def explain(error: str, structured_outputs: StructuredOutputs | None = None) -> str:
+    """The library's error for a user, with the name of the field, or None while the text is generated.
 
-    Without the library's listing of the grammar, its places in our text, and its switches, which no user has.
+    Drops the library's listing of the grammar, its line numbers in our translation, and its options.
     """
     first, *others = error.splitlines() or [""]
     reasons = [line.removeprefix("error: ") for line in others if line.startswith("error: ")]
     text = " ".join([re.sub(r"^at \d+\(\d+\): ", "", first), *reasons])
-    for pattern, words in _WORDS:
+    for pattern, message in _MESSAGES:
         if match := pattern.search(text):
-            text = words.format(*match.groups())
+            text = message.format(*match.groups())
             break
-    if given is not None:
-        text = f"{given.kind}: {_placed(text, given)}"
+    if structured_outputs is not None:
+        text = f"{structured_outputs.kind}: {_with_pointer(text, structured_outputs)}"
     return text if len(text) <= MAX_ERROR else text[: MAX_ERROR - 3] + "..."
 
 
-_WORDS = [
-    (re.compile(pattern), words)
-    for pattern, words in (
+_MESSAGES = [
+    (re.compile(pattern), message)
+    for pattern, message in (
         (r"^NoExtension(?:Bias)?$", "no text fits it"),
         (r"Unimplemented keys: \[\"([^\"]*)\"", "the keyword `{0}` is not supported"),
         (
@@ -71,32 +71,32 @@ _WORDS = [
 ]
 
 
-def _placed(text: str, given: StructuredOutputs) -> str:
-    """`text` with the place in the schema of the keyword that it names."""
+def _with_pointer(text: str, structured_outputs: StructuredOutputs) -> str:
+    """`text` with the JSON pointer of the keyword that it names."""
     match = re.match(r"the keyword `(.*?)` (?:is not supported with|leads to)? ?(?:'(.*?)')?", text)
-    if not match or given.json is None or "(at " in text:
+    if not match or structured_outputs.json is None or "(at " in text:
         return text
-    place = place_of(json.loads(given.json_schema), match[1], match[2])
-    return text if place is None else text.replace(f"`{match[1]}`", f"`{match[1]}` (at {place})", 1)
+    pointer = find_keyword(json.loads(structured_outputs.json_schema), match[1], match[2])
+    return text if pointer is None else text.replace(f"`{match[1]}`", f"`{match[1]}` (at {pointer})", 1)
 
 
-def _start_of(given: StructuredOutputs) -> str:
-    if given.regex is not None:
-        # As in the patterns of JSON schemas: ASCII digits and letters.
-        return f"start: /{regex_to_lark(given.regex, 'dw')}/"
-    if given.choice is not None:
-        return "start: " + " | ".join(map(json.dumps, given.choice))
-    if given.grammar is not None:
-        return _grammar(given.grammar)
-    return _json({"type": "object"} if given.json is None else json.loads(given.json_schema))
+def _start_of(outputs: StructuredOutputs) -> str:
+    if outputs.regex is not None:
+        # \d and \w match ASCII only, as in the patterns of JSON schemas.
+        return f"start: /{regex_to_lark(outputs.regex, 'dw')}/"
+    if outputs.choice is not None:
+        return "start: " + " | ".join(map(json.dumps, outputs.choice))
+    if outputs.grammar is not None:
+        return _grammar(outputs.grammar)
+    return _json({"type": "object"} if outputs.json is None else json.loads(outputs.json_schema))
 
 
 def _json(schema: Any) -> str:
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
-    schema = rewritten(schema)
+    schema = rewrite_schema(schema)
     options = {"whitespace_pattern": WHITESPACE, "json_allow_general_unicode_escapes": True}
-    # The library's own options are ours to set; to a JSON schema this is one more unknown word.
+    # Overwrites options of the library that the user may have put there.
     return f"start: %json {json.dumps({**schema, 'x-guidance': options})}"
 
 
@@ -104,21 +104,21 @@ def _grammar(text: str) -> str:
     if is_lark_syntax(text) or "::=" not in text:
         return text
     rules = Counter(re.findall(r"(?m)^[ \t]*([\w-]+)\s*::=", text))
-    if twice := [rule for rule, times in rules.items() if times > 1]:
-        raise ValueError(f"{twice[0]} is defined twice")
+    if repeated := [rule for rule, count in rules.items() if count > 1]:
+        raise ValueError(f"{repeated[0]} is defined twice")
     try:
-        return gbnf_to_lark(_ESCAPE.sub(_spell_out, text))
+        return gbnf_to_lark(_ESCAPE.sub(_unescape, text))
     except Exception as error:
-        # The library's converter has no error of its own for what it does not expect.
-        raise ValueError(f"is no GBNF: {error}") from error
+        # The library's converter raises any exception for unexpected input.
+        raise ValueError(f"is not valid GBNF: {error}") from error
 
 
-# All escapes, so that the second half of an escaped backslash is not taken for the start of another.
+# Matches every escape, so that an escaped backslash does not begin another one.
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
-def _spell_out(escape: re.Match[str]) -> str:
-    """The character itself for `\\uXXXX` and `\\UXXXXXXXX`, which the library's converter gets wrong."""
+def _unescape(escape: re.Match[str]) -> str:
+    """Replace `\\uXXXX` and `\\UXXXXXXXX`, which the library's converter misreads, by the character."""
     code = escape[1] or escape[2]
     if code is None:
         return escape[0]

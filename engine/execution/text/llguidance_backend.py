@@ -1,8 +1,8 @@
-"""Grammars by the library llguidance, over the bytes of a model's tokens.
+"""The grammar backend: masks of allowed tokens by llguidance, over the bytes of a model's tokens.
 
-Law: what the mask allows is decided by bytes alone: any spelling of an allowed text in tokens is allowed, a
-special token never, the end exactly where the text may end. So a grammar's place depends on the output's
-tokens and nothing else. The library's limits bound the work of every step. Knows no sequences.
+Invariants: any tokenization of an allowed text is allowed, special tokens never, end-of-text tokens exactly
+where the text may end. The state of a grammar depends on the output's tokens only. The library's limits bound
+the work of every step.
 """
 
 import threading
@@ -19,36 +19,36 @@ from engine.execution.text.tokenizer import Tokenizer
 from engine.requests.grammar_compiler import GrammarFactory
 from engine.structured_outputs import FIELD, StructuredOutputs
 
-TRIAL_SECONDS = 5.0
-"""The most of a processor's time that a grammar may take to compile, off the step loop."""
+MAX_COMPILE_SECONDS = 5.0
+"""CPU time that a grammar may take to compile, off the step loop."""
 
-Words = NDArray[np.int32]
-"""A bit for each token: bit `i % 32` of word `i // 32`."""
+Bitmask = NDArray[np.int32]
+"""One bit per token: bit `i % 32` of word `i // 32`."""
 
 
 class LlguidanceBackend:
-    """Compiles for one tokenizer and a model of `vocab_size` tokens, of which `eos_token_ids` end a text.
+    """Compiles grammars for one tokenizer and a model of `vocab_size` tokens.
 
-    The vocabulary is read by `load`, or else for the first grammar (a quarter of a second for 50,000 tokens).
+    `load` reads the vocabulary, or else the first grammar does (0.25 s for 50,000 tokens).
     """
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(one for one in eos_token_ids if one < vocab_size)
-        self._sandbox = GrammarSandbox(TRIAL_SECONDS)
+        self._sandbox = GrammarSandbox(MAX_COMPILE_SECONDS)
         self._lock = threading.Lock()
         self._vocabulary: _Vocabulary | None = None
 
     def check(self) -> None:
-        """Raises `InvalidParameter` if no grammar can be served with this tokenizer."""
+        """Raise `InvalidParameter` if this tokenizer supports no grammars."""
         if not self._tokenizer.knows_bytes:
             raise InvalidParameter(
-                FIELD, "this model's tokenizer does not tell the bytes of its tokens, which grammars need"
+                FIELD, "grammars need the bytes of tokens, which this model's tokenizer does not provide"
             )
 
     def compile(self, structured_outputs: StructuredOutputs) -> GrammarFactory:
-        """Raises `ValueError`, with what is wrong in the user's own words."""
+        """Raises `ValueError` with an explanation for the user."""
         self.check()
         lark = to_lark(structured_outputs)
         if error := self._sandbox.error_of(lark):
@@ -56,16 +56,16 @@ class LlguidanceBackend:
         vocabulary = self._load_once()
         matcher = LLMatcher(vocabulary.library, lark, log_level=0, limits=LIMITS)
         first = TokenGrammar(matcher, vocabulary)
-        # Finds a grammar without any text, and spares every output of it this first, costly mask.
+        # Detects a grammar that allows no text, and computes the costly first mask once for all outputs.
         first.fill_bitmask(np.zeros(_num_words(self._vocab_size), np.int32))
 
-        def fresh() -> TokenGrammar:
+        def new_grammar() -> TokenGrammar:
             return TokenGrammar(matcher.deep_copy(), vocabulary)
 
-        return fresh
+        return new_grammar
 
     def load(self) -> None:
-        """Read the vocabulary now, so that no step waits for it later: the library holds the interpreter."""
+        """Read the vocabulary before steps run: the library holds the interpreter lock meanwhile."""
         self._load_once()
 
     def _load_once(self) -> "_Vocabulary":
@@ -76,17 +76,16 @@ class LlguidanceBackend:
 
 
 class TokenGrammar:
-    """A place in a grammar (`engine.constraints.Grammar`). Tokens that end the text are passed over.
+    """The state of one output in a grammar (`engine.constraints.Grammar`). End-of-text tokens are skipped.
 
-    Every method raises `ValueError` once the library has given up: the text left the grammar, or the grammar
-    is too costly to follow further.
+    Every method raises `ValueError` once the text has left the grammar, or the grammar has become too costly.
     """
 
     def __init__(self, matcher: LLMatcher, vocabulary: "_Vocabulary") -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._num_seen = 0
-        self._mask: Words | None = None
+        self._mask: Bitmask | None = None
 
     def advance(self, token_ids: list[int]) -> None:
         if len(token_ids) < self._num_seen:
@@ -99,10 +98,10 @@ class TokenGrammar:
             self._matcher.consume_tokens(text)
         self._check()
 
-    def fill_bitmask(self, row: Words) -> None:
+    def fill_bitmask(self, row: Bitmask) -> None:
         mask = self._current_mask()
         if not mask.any() and not self._matcher.is_accepting():
-            raise ValueError("the grammar leads to a place from where no text goes on")
+            raise ValueError("the grammar reached a state that allows no further text")
         row[:] = mask
 
     @property
@@ -112,12 +111,12 @@ class TokenGrammar:
             return False
         return not (self._current_mask() & ~self._vocabulary.eos).any()
 
-    def _current_mask(self) -> Words:
+    def _current_mask(self) -> Bitmask:
         if self._mask is None:
             mask = self._vocabulary.new_mask()
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             self._check()
-            # The library's own idea of special tokens and of ends is narrower than the model's.
+            # The library does not know the model's special tokens and end-of-text tokens.
             mask = mask[: len(self._vocabulary.text)] & self._vocabulary.text
             if self._matcher.is_accepting():
                 mask |= self._vocabulary.eos
@@ -125,36 +124,36 @@ class TokenGrammar:
         return self._mask
 
     def _check(self) -> None:
-        # The library says "stopped", and allows the end, also where it has failed.
+        # After a failure the library still reports "stopped" and allows the end.
         if self._matcher.is_error():
             raise ValueError(explain(self._matcher.get_error()))
 
 
 class _Vocabulary:
-    """A model's tokens as the library wants them, and which of them are text, which the end.
+    """A model's tokens for the library, with bitmasks of those that are text and those that end it.
 
-    The library is told no special token, so that no grammar can name one. Ids that are special, or that the
-    tokenizer does not have, are tokens without bytes to it, which it never allows.
+    Special ids, and ids that the tokenizer does not have, are tokens without bytes, which the library never
+    allows and no grammar can name.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self.eos_token_ids = eos_token_ids
         hidden = tokenizer.special_ids | eos_token_ids
         tokens = [b"" if one in hidden else tokenizer.token_bytes(one) for one in range(vocab_size)]
-        self.text = _words(vocab_size, [one for one, spelt in enumerate(tokens) if spelt])
-        self.eos = _words(vocab_size, sorted(eos_token_ids))
-        # The library needs one end: an id of its own, behind the model's.
+        self.text = _bitmask(vocab_size, [one for one, token in enumerate(tokens) if token])
+        self.eos = _bitmask(vocab_size, sorted(eos_token_ids))
+        # The library needs one end-of-text id: an extra one after the model's.
         wrapper = TokenizerWrapper(_Tokens([*tokens, b""], vocab_size))
         self.library = LLTokenizer(wrapper, eos_token=vocab_size)
         self._num_words = _num_words(self.library.vocab_size)
 
-    def new_mask(self) -> Words:
-        """Room for the library's mask, which may be a word longer than the model's."""
+    def new_mask(self) -> Bitmask:
+        """A buffer for the library's mask, which may be a word longer than the model's."""
         return np.zeros(self._num_words, np.int32)
 
 
 class _Tokens:
-    """The protocol of `TokenizerWrapper`. No text is ever encoded: the grammars force no tokens."""
+    """The protocol of `TokenizerWrapper`. It encodes nothing, since the grammars force no tokens."""
 
     bos_token_id = None
     special_token_ids: tuple[int, ...] = ()
@@ -171,7 +170,7 @@ def _num_words(num_bits: int) -> int:
     return (num_bits + 31) // 32
 
 
-def _words(vocab_size: int, token_ids: list[int]) -> Words:
+def _bitmask(vocab_size: int, token_ids: list[int]) -> Bitmask:
     bits = np.zeros(_num_words(vocab_size) * 32, np.uint8)
     bits[token_ids] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)

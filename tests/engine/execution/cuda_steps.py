@@ -22,12 +22,11 @@ from transformers import LlamaConfig
 
 from engine.config import EngineConfig
 from engine.constraints import Constraints
-from engine.execution import plans as numerics
+from engine.execution import plans
 from engine.execution.attention.interface import Backend
 from engine.execution.attention.probe import record_layers
 from engine.execution.graphs.self_check import GraphSelfCheck
-from engine.execution.loading.attention_backends import TORCH
-from engine.execution.loading.cuda_backends import cuda_backends
+from engine.execution.loading.attention_backends import TORCH, triton_backend
 from engine.execution.loading.loader import LoadedModel
 from engine.execution.machine.memory import free_bytes
 from engine.execution.runner.async_runner import DeviceExecutor
@@ -124,15 +123,15 @@ def patch_captures() -> None:
         replay(trial._inputs(max(1, size - 1)))
 
     GraphSelfCheck.check = check  # type: ignore[method-assign]
-    numerics.CudaCapture = FakeCapture  # type: ignore[assignment, misc]
+    plans.CudaCapture = FakeCapture  # type: ignore[assignment, misc]
     torch.cuda.mem_get_info = lambda *_: (1 << 34, 1 << 35)  # type: ignore[assignment]
 
 
 def make_runner(arch: str, backend: Backend, *, has_graphs: bool) -> ModelRunner:
     """As a worker makes it from a loaded model."""
     model = fake_model(make_config(arch))
-    plain = numerics.plain((backend,), None, has_graphs=has_graphs)
-    plain.prepare(model)
+    plan = plans.plain((backend,), None, has_graphs=has_graphs)
+    plan.prepare(model)
     loaded = LoadedModel(
         model=model,
         layers=record_layers(model),
@@ -145,7 +144,7 @@ def make_runner(arch: str, backend: Backend, *, has_graphs: bool) -> ModelRunner
         vocab_size=VOCAB_SIZE,
         fingerprint="",
     )
-    runner: Any = plain.make_runner(loaded, CONFIG, lambda _: None)
+    runner: Any = plan.make_runner(loaded, CONFIG, lambda _: None)
     assert bool(runner.graph_sizes) == (has_graphs and backend is not TORCH)
     return runner
 
@@ -316,7 +315,7 @@ def fused_memory(*, hold_originals: bool) -> dict[str, Any]:
         held = list(model.parameters()) if hold_originals else []
         error = None
         try:
-            numerics.plain((TORCH,), None).prepare(model)
+            plans.plain((TORCH,), None).prepare(model)
         except torch.OutOfMemoryError as caught:
             error = repr(caught)
         free = free_bytes(DEVICE)
@@ -325,7 +324,7 @@ def fused_memory(*, hold_originals: bool) -> dict[str, Any]:
 
 
 def report() -> dict[str, Any]:
-    triton, *_ = cuda_backends("triton", TORCH)
+    triton = triton_backend()
     found: dict[str, Any] = {"planted": planted_waits(), "launched": {}, "captured": {}, "variants": {}}
     for arch in ARCHITECTURES:
         with KernelVariants().installed():

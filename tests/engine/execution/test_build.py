@@ -1,4 +1,4 @@
-"""Limits that are set hold; those that are not follow from the model and the memory."""
+"""Limits that are set hold; the others follow from the model and the memory."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -9,8 +9,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter
-from engine.execution import build
-from engine.execution.build import Execution, build_execution, default_limits, model_length
+from engine.execution.build import Execution, build_execution
+from engine.execution.loading import limits
+from engine.execution.loading.limits import default_limits, model_length
 from engine.requests.engine_request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.comparer import assert_equal_tokens, reference
@@ -32,7 +33,7 @@ def test_what_is_built_serves_what_transformers_generates(tiny_llama: Path) -> N
     assert_equal_tokens({"r": token_ids}, {"r": right})
 
 
-def test_limits_that_nobody_set(tiny_llama: Path) -> None:
+def test_default_limits(tiny_llama: Path) -> None:
     config = build_execution(str(tiny_llama), device="cpu", max_num_seqs=2).config
     assert config.max_model_len == 2048
     assert config.num_kv_blocks == 2 * 2048 // 16
@@ -40,13 +41,12 @@ def test_limits_that_nobody_set(tiny_llama: Path) -> None:
     assert config.chunked_prefill
 
 
-def test_limits_that_nobody_set_on_cuda(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the device has them, but for those that are set."""
+def test_default_limits_on_cuda(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert default_limits(cpu) == {}
     assert default_limits(cuda) == {"max_num_batched_tokens": 2048, "max_num_seqs": 256}
-    limits = default_limits(cuda)
-    monkeypatch.setattr(build, "default_limits", lambda _: limits)
+    expected = default_limits(cuda)
+    monkeypatch.setattr(limits, "default_limits", lambda _: expected)
 
     def built(**given: Any) -> tuple[int, int]:
         config = build_execution(str(tiny_llama), device="cpu", num_kv_blocks=8, **given).config
@@ -75,7 +75,7 @@ def test_limits_that_are_set(tiny_llama: Path) -> None:
 
 
 def test_every_field_of_the_config_may_be_set(tiny_llama: Path) -> None:
-    """A field that the loader did not hand on would be a setting without effect."""
+    """A field that is not passed on would be a setting without effect."""
     wanted = EngineConfig(
         max_model_len=90,
         num_kv_blocks=23,
@@ -98,23 +98,22 @@ def test_every_field_of_the_config_may_be_set(tiny_llama: Path) -> None:
     assert build_execution(str(tiny_llama), device="cpu", **values).config == wanted
 
 
-def test_none_is_the_default_but_where_it_means_something(tiny_llama: Path) -> None:
+def test_none_is_the_default_unless_it_is_a_value(tiny_llama: Path) -> None:
     config = build_execution(
         str(tiny_llama), device="cpu", num_kv_blocks=4, max_num_seqs=None, policy=None, ageing_seconds=None
     ).config
     assert (config.max_num_seqs, config.policy, config.ageing_seconds) == (64, "fifo", None)
 
 
-def test_steps_are_launched_ahead_where_that_was_asked_for(tiny_llama: Path) -> None:
-    """On a CPU only then: it does a step where it is launched."""
-    ways = {
+def test_asynchronous_scheduling_is_off_by_default_on_a_cpu(tiny_llama: Path) -> None:
+    built = {
         asked: build_execution(str(tiny_llama), device="cpu", num_kv_blocks=9, async_scheduling=asked)
         for asked in (None, False, True)
     }
-    assert {asked: way.launcher is not None for asked, way in ways.items()} == {
+    assert {asked: one.launcher is not None for asked, one in built.items()} == {
         None: False, False: False, True: True,
     }  # fmt: skip
-    assert generate(ways[True]) == generate(ways[False])
+    assert generate(built[True]) == generate(built[False])
 
 
 def generate(execution: Execution) -> list[int | None]:
@@ -135,7 +134,7 @@ def test_an_unknown_limit_is_refused() -> None:
         build_execution("/nowhere", max_sequences=3)
 
 
-def test_more_than_the_model_takes_is_refused(tiny_llama: Path) -> None:
+def test_a_length_beyond_the_model_is_refused(tiny_llama: Path) -> None:
     with pytest.raises(InvalidParameter, match="max_model_len: is 2049, but the model takes at most 2048"):
         build_execution(str(tiny_llama), device="cpu", max_model_len=2049)
 
@@ -149,31 +148,31 @@ def test_a_bad_limit_is_refused_before_anything_is_loaded() -> None:
         build_execution("/nowhere", max_model_len=0)
 
 
-def test_a_model_without_an_end_takes_its_tokenizers(tmp_path: Path) -> None:
+def test_a_model_without_eos_uses_the_eos_of_its_tokenizer(tmp_path: Path) -> None:
     save_model(tmp_path, eos_token_id=None)
     (tmp_path / "generation_config.json").unlink()
     assert build_execution(str(tmp_path), device="cpu", num_kv_blocks=4).eos_token_ids == {EOS}
 
 
-def test_the_default_model_needs_a_place() -> None:
+def test_the_default_model_needs_a_cache_directory() -> None:
     with pytest.raises(InvalidParameter, match="cache_dir: must be set"):
         build_execution("SmolLM2-135M-Instruct")
 
 
-def test_a_model_that_states_no_length_needs_one() -> None:
+def test_a_model_without_a_stated_length_needs_the_setting() -> None:
     assert model_length(None, 500) == 500
     with pytest.raises(InvalidParameter, match="max_model_len: must be set"):
         model_length(None, None)
 
 
 def test_a_pool_that_does_not_hold_the_longest_sequence(tiny_llama: Path) -> None:
-    """A length that was asked for is refused, the model's own is reduced: no request waits for ever."""
-    told: list[str] = []
-    config = build_execution(str(tiny_llama), device="cpu", num_kv_blocks=10, progress=told.append).config
+    """A length that is set is refused, the model's own is reduced, so that no request waits forever."""
+    lines: list[str] = []
+    config = build_execution(str(tiny_llama), device="cpu", num_kv_blocks=10, progress=lines.append).config
     assert (config.max_model_len, config.max_prompt_tokens) == (160, 159)
-    (line,) = [line for line in told if "max_model_len" in line]
+    (line,) = [line for line in lines if "max_model_len" in line]
     assert line.startswith("max_model_len is 160 instead of the model's 2048: 10 KV blocks hold no more;")
-    assert line.endswith("num_kv_blocks=128 would do")
+    assert line.endswith("num_kv_blocks=128 would suffice")
     with pytest.raises(
         InvalidParameter,
         match="max_model_len: is 161, but 10 KV blocks of 16 tokens hold 160; set it to at most 160, or"

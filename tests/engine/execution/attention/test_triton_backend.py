@@ -20,7 +20,8 @@ from engine.execution.attention.interface import (
 )
 from engine.execution.attention.triton_backend import TritonAttention
 from engine.execution.loading.agreement import check_agreement
-from engine.execution.runner.inputs import InputBuilder, null_inputs
+from engine.execution.runner.inputs import InputBuilder
+from engine.execution.runner.synthetic_steps import null_inputs
 from engine.outputs import SchedulerOutputs
 from tests.engine.execution.attention.bench import TOLERANCE, Bench, Outputs
 from tests.engine.execution.pools import cpu_shape

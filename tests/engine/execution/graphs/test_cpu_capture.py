@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.execution import plans as numerics
+from engine.execution import plans
 from engine.execution.attention.interface import ATTENTION_NAME, PoolShape, install
 from engine.execution.attention.native_backend import NativeAttention
 from engine.execution.attention.probe import record_layers
@@ -41,7 +41,7 @@ def captured(arch: str, config: Any = CROWDED, dtype: torch.dtype = torch.float3
     model = make_model(arch, dtype=dtype)
     model.set_attn_implementation(ATTENTION_NAME)
     library = native_library()
-    numerics.plain((), library).prepare(model)
+    plans.plain((), library).prepare(model)
     shape = cpu_shape(record_layers(model), config.num_kv_blocks + 1, config.block_size, dtype)
     backend = NativeAttention(attention_operator(), shape)
     for layer in backend.pool.layers:

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
-from engine.execution import plans as numerics
+from engine.execution import plans
 from engine.execution.attention.interface import AttentionBatch, AttentionMetadata, DecodeRows
 from engine.execution.graphs.decode_graphs import graph_sizes, make_decode_graphs
 from engine.execution.graphs.self_check import check_inputs
@@ -277,9 +277,9 @@ def loaded(model: Any, device: str, backend: type[GraphableTorch] | Any) -> Any:
 def test_graphs_are_for_backends_that_allow_them(
     device: str, backend: Any, has_graphs: bool, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(numerics, "CudaCapture", lambda _: Recorder())
+    monkeypatch.setattr(plans, "CudaCapture", lambda _: Recorder())
     told: list[str] = []
-    made = numerics.plain((), None, has_graphs=has_graphs)
+    made = plans.plain((), None, has_graphs=has_graphs)
     runner = made.make_runner(loaded(make_model("llama"), device, backend), CROWDED, told.append)
     assert isinstance(runner, ModelRunner)
     assert runner.graph_sizes == sizes
@@ -292,12 +292,10 @@ def test_deterministic_mode_never_uses_graphs(monkeypatch: pytest.MonkeyPatch) -
     def refuse(_: object) -> None:
         raise AssertionError("captured")
 
-    monkeypatch.setattr(numerics, "CudaCapture", refuse)
-    monkeypatch.setattr(numerics, "make_decode_graphs", refuse)
-    monkeypatch.setattr(numerics, "agreeing_row_counts", lambda *_, **__: (1, 4))
-    monkeypatch.setattr(numerics, "DeterministicAttention", lambda *_: graphable(model, CROWDED))
+    monkeypatch.setattr(plans, "CudaCapture", refuse)
+    monkeypatch.setattr(plans, "make_decode_graphs", refuse)
+    monkeypatch.setattr(plans, "agreeing_row_counts", lambda *_, **__: (1, 4))
+    monkeypatch.setattr(plans, "DeterministicAttention", lambda *_: graphable(model, CROWDED))
     model = make_model("llama")
-    runner = numerics.DETERMINISTIC.make_runner(
-        loaded(model, "cuda", GraphableTorch), CROWDED, lambda _: None
-    )
+    runner = plans.DETERMINISTIC.make_runner(loaded(model, "cuda", GraphableTorch), CROWDED, lambda _: None)
     assert runner._runner.graph_sizes == ()  # type: ignore[attr-defined]

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from engine.execution.graphs.decode_graphs import DecodeGraphs
-from engine.execution.runner.inputs import InputBuilder, StepInputs, null_inputs
+from engine.execution.runner.inputs import InputBuilder, StepInputs
 from engine.execution.runner.model_runner import ModelRunner
+from engine.execution.runner.synthetic_steps import null_inputs
 from engine.outputs import SchedulerOutputs
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence

@@ -13,7 +13,7 @@ from torch.nn.functional import gelu, silu
 from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
-from engine.execution import plans as numerics
+from engine.execution import plans
 from engine.execution.attention.interface import ATTENTION_NAME, install
 from engine.execution.layers.elementwise_operator import Activation, ElementwiseOperator, NormFormula
 from engine.execution.layers.fused_linears import FusedPart, fuse_linears
@@ -333,7 +333,7 @@ def test_an_operator_that_fails_its_trial_is_not_used(
 @pytest.mark.parametrize("has_library", [True, False])
 def test_a_plain_model_is_prepared_with_the_library_if_there_is_one(has_library: bool) -> None:
     model = ready()
-    numerics.plain((), native_library() if has_library else None).prepare(model)
+    plans.plain((), native_library() if has_library else None).prepare(model)
     kinds = Counter(type(module) for module in model.modules())
     assert (kinds[NativeRMSNorm], kinds[NativeGatedMLP]) == ((5, 2) if has_library else (0, 0))
     assert kinds[FusedPart] > 0
@@ -343,7 +343,7 @@ def test_operators_are_tried_once_for_all_models(monkeypatch: pytest.MonkeyPatch
     tried: list[object] = []
     monkeypatch.setattr("engine.execution.layers.native_elements.check_elementwise", tried.append)
     monkeypatch.setattr("engine.execution.layers.linear_operator.check_linears", tried.append)
-    prepare = numerics.plain((), native_library()).prepare
+    prepare = plans.plain((), native_library()).prepare
     for _ in range(2):
         prepare(ready())
     assert Counter(map(type, tried)) == {ElementwiseOperator: 1, LinearOperator: 1}
@@ -355,5 +355,5 @@ def test_to_prepare_a_model_its_layers_are_run_three_times_and_its_head_never() 
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     embeddings.register_forward_pre_hook(lambda _, args: given.append(args[0].shape))
     head.register_forward_pre_hook(lambda _, args: given.append(args[0].shape[:2]))
-    numerics.plain((), native_library()).prepare(model)
+    plans.plain((), native_library()).prepare(model)
     assert given == [(1, 2), (1, 0)] * 3

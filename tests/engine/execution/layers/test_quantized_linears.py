@@ -33,7 +33,7 @@ from engine.execution.layers.quantized_weights import (
     quantize_to_int4,
     quantize_to_int8,
 )
-from engine.execution.loading.quantization_options import check_quantization
+from engine.execution.plans import check_quantization
 from tests.comparer import assert_equal_tokens, reference
 from tests.engine.execution.serving import GREEDY, make_prompts, make_runner, serve
 from tests.tiny_models import ARCHITECTURES, make_model
@@ -262,7 +262,7 @@ def test_a_model_that_reads_its_weights_is_refused() -> None:
 def test_what_cannot_be_had_is_refused_before_anything_is_loaded() -> None:
     for asked, message in (
         ({"quantization": "int2"}, "must be none, int8, int4, not 'int2'"),
-        ({"quantization": "int8", "deterministic": True}, "deterministic numerics are for plain weights"),
+        ({"quantization": "int8", "deterministic": True}, "deterministic mode is for plain weights"),
     ):
         with pytest.raises(InvalidParameter, match=f"quantization: {message}"):
             build_execution("/nowhere", device="cpu", **asked)

@@ -86,7 +86,7 @@ def test_an_encoder_decoder_is_refused_by_name() -> None:
 
 
 def test_a_model_whose_trial_fails_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModel, match="'llama': the trial failed: ZeroDivisionError"):
+    with pytest.raises(UnsupportedModel, match="'llama': the self-check failed: ZeroDivisionError"):
         check(make_config("llama", num_key_value_heads=0))
 
 

@@ -1,4 +1,4 @@
-"""The native attention is taken where it can be had; where not, torch's is, and the reason is said once."""
+"""The fastest attention that is available is used; otherwise torch's, with one warning."""
 
 import logging
 import math
@@ -17,7 +17,7 @@ from engine.execution.attention.interface import AttentionBackend, Backend
 from engine.execution.attention.native_operator import AttentionOperator, NativeCall
 from engine.execution.attention.native_self_check import check_operator
 from engine.execution.build import build_execution
-from engine.execution.loading import attention_backends as attention_choice
+from engine.execution.loading import attention_backends
 from engine.execution.loading.attention_backends import TORCH, choose_backends
 from engine.execution.machine import native_build, native_library
 from engine.execution.machine.native_build import CannotBuild, build, built_library, find_compiler
@@ -46,17 +46,35 @@ def test_native_goes_first_on_a_cpu() -> None:
     assert names("torch", cache) == ["torch"]
 
 
+def test_triton_goes_first_on_cuda(caplog: pytest.LogCaptureFixture) -> None:
+    assert names("auto", None, CUDA) == ["triton", "torch"]
+    assert names("triton", None, CUDA) == ["triton"]
+    assert not caplog.records
+
+
+def test_without_triton_torch_is_used_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "engine.execution.attention.triton_backend", None)
+    assert names("auto", None, CUDA) == ["torch"]
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "triton_backend" in record.getMessage()
+    with pytest.raises(InvalidParameter, match=r"attention: triton is not available: .*triton_backend"):
+        names("triton", None, CUDA)
+
+
 @pytest.mark.parametrize(
     ("attention", "device", "deterministic", "reason"),
     [
         ("fast", CPU, False, "must be auto, torch, native"),
         ("native", CUDA, False, "native runs on cpu, not on cuda"),
         ("triton", CPU, False, "triton runs on cuda, not on cpu"),
-        ("native", CPU, True, "have their own"),
-        ("triton", CUDA, True, "have their own"),
+        ("native", CPU, True, "deterministic mode has its own"),
+        ("triton", CUDA, True, "deterministic mode has its own"),
     ],
 )
-def test_what_cannot_be_had_is_refused(
+def test_an_unavailable_backend_is_refused(
     attention: str, device: torch.device, deterministic: bool, reason: str
 ) -> None:
     with pytest.raises(InvalidParameter, match=f"attention: .*{reason}"):
@@ -67,7 +85,7 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/c++")
 
 
-def test_without_a_compiler_torch_is_taken_with_one_warning(
+def test_without_a_compiler_torch_is_used_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     without_compiler(monkeypatch)
@@ -75,7 +93,7 @@ def test_without_a_compiler_torch_is_taken_with_one_warning(
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "no C++ compiler was found (CXX is '/nowhere/c++')" in record.getMessage()
-    with pytest.raises(InvalidParameter, match="attention: native cannot be had: no C"):
+    with pytest.raises(InvalidParameter, match="attention: native is not available: no C"):
         names("native", tmp_path)
 
 
@@ -240,7 +258,7 @@ def test_an_operator_that_computes_wrongly_is_not_used(
     def wrong(_library: object) -> None:
         raise CannotBuild("what was compiled disagrees with torch")
 
-    monkeypatch.setattr(attention_choice, "check_operator", wrong)
+    monkeypatch.setattr(attention_backends, "check_operator", wrong)
     assert names("auto", ROOT / ".tokenmill") == ["torch"]
     assert "disagrees with torch" in caplog.text
 
@@ -252,7 +270,7 @@ def test_what_fails_the_trial_of_a_model_gives_way(
         raise UnsupportedModel("heads of a strange size")
 
     native = Backend("native", refuse, TORCH.bytes_per_block)
-    monkeypatch.setattr(attention_choice, "native_backend", lambda *_: native)
+    monkeypatch.setattr(attention_backends, "native_backend", lambda *_: native)
     told: list[str] = []
     execution = build_execution(
         str(tiny_llama), device="cpu", num_kv_blocks=4, cache_dir="/nowhere", progress=told.append

@@ -13,9 +13,8 @@ from engine.errors import UnsupportedModel
 from engine.execution.attention.interface import AttentionBatch, Backend, LayerSpec, PoolShape
 from engine.execution.attention.torch_backend import TorchAttention, TorchMetadata
 from engine.execution.attention.triton_backend import TritonAttention
-from engine.execution.loading.attention_backends import TORCH
+from engine.execution.loading.attention_backends import TORCH, triton_backend
 from engine.execution.loading.attention_self_check import check_attention, with_checked_attention
-from engine.execution.loading.cuda_backends import cuda_backends
 from engine.execution.loading.loader import load_model
 
 PLAIN = LayerSpec(4, 2, 32, 32, 0.2)
@@ -117,7 +116,7 @@ def test_attention_that_fails_is_replaced_or_refused(
 
 
 def test_the_kernels_of_a_gpu_are_checked() -> None:
-    (triton,) = cuda_backends("triton", TORCH)
+    triton = triton_backend()
     assert triton.self_check is not None
     triton.self_check(shape(PLAIN))
     with pytest.raises(UnsupportedModel):

@@ -123,7 +123,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
             b"version https://git-lfs.github.com/spec/v1\nsize 7\n",
             "is a Git LFS pointer, not the file of 7 bytes",
         ),
-        (b"garbage", "is no GGUF file; install it"),
+        (b"garbage", "is not a GGUF file; install it"),
         (b"GGUF" + b"garbage" * 100, r"is a damaged GGUF file \("),
         (None, r"is a damaged GGUF file \("),
     ],

@@ -1,15 +1,15 @@
-"""Rewrites what JSON schemas commonly say, and llguidance does not read, into what it reads.
+"""Rewrites JSON Schema keywords that llguidance does not support into ones that it does.
 
-Invariant: the rewritten schema allows no text that the given one forbids. What cannot be rewritten is left
-for the library to refuse, or refused here with the keyword and its place. Covers what pydantic emits for
-paths, secrets, versions of UUIDs, base64, IP addresses and mappings with constrained keys.
+The rewritten schema allows no text that the original forbids. What cannot be rewritten is refused by the
+library, or here with the keyword and its JSON pointer. Covers what pydantic emits for paths, secrets, UUID
+versions, base64, IP addresses and mappings with constrained keys.
 """
 
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Formats that say what a text is used for, and not how it is written.
+# Formats that do not constrain the text.
 _ANY_TEXT = frozenset({"path", "file-path", "directory-path", "password", "binary"})
 _HEX = "[0-9a-f]"
 _BASE64 = r"^(?:[A-Za-z0-9{0}]{{4}})*(?:[A-Za-z0-9{0}]{{2}}==|[A-Za-z0-9{0}]{{3}}=)?$"
@@ -26,13 +26,13 @@ _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
-def rewritten(schema: Any) -> Any:
-    """Raises ValueError, which names the keyword and its place in the schema."""
+def rewrite_schema(schema: Any) -> Any:
+    """A rewritten copy. Raises `ValueError` with the keyword and its JSON pointer."""
     return _rewrite(schema, schema, "#")
 
 
-def place_of(schema: Any, keyword: str, value: str | None = None) -> str | None:
-    """The JSON pointer of the first schema that has `keyword`, with `value` if given; None if none has."""
+def find_keyword(schema: Any, keyword: str, value: str | None = None) -> str | None:
+    """The JSON pointer of the first subschema with `keyword`, and with `value` if given; None if absent."""
     places = (
         place for node, place in _nodes(schema, "#") if keyword in node and value in (None, node[keyword])
     )
@@ -43,7 +43,7 @@ def _rewrite(node: Any, root: Any, place: str) -> Any:
     if not isinstance(node, dict):
         return node
     node = dict(node)
-    # Before the values are rewritten: it reads them as they were given.
+    # First, since it reads values that are rewritten below.
     _rewrite_names(node, root, place)
     _rewrite_unique(node, place)
     _rewrite_format(node)
@@ -56,7 +56,7 @@ def _rewrite(node: Any, root: Any, place: str) -> Any:
 
 
 def _children(node: dict[str, Any], place: str) -> list[tuple[Any, Any, Any, str]]:
-    """The schemas in a schema: what holds each, under which key, itself, and where it stands."""
+    """The direct subschemas: (container, key, subschema, JSON pointer)."""
     children: list[tuple[Any, Any, Any, str]] = [
         (node, keyword, node[keyword], f"{place}/{keyword}")
         for keyword in _SCHEMAS
@@ -95,8 +95,8 @@ def _rewrite_format(node: dict[str, Any]) -> None:
 def _rewrite_unique(node: dict[str, Any], place: str) -> None:
     if "uniqueItems" not in node:
         return
-    most = node.get("maxItems")
-    if node["uniqueItems"] is not False and not (isinstance(most, int) and most <= 1):
+    max_items = node.get("maxItems")
+    if node["uniqueItems"] is not False and not (isinstance(max_items, int) and max_items <= 1):
         raise ValueError(
             f"the keyword `uniqueItems` (at {place}) is not supported: no grammar can tell items apart; "
             "leave it out, as by a list in the place of a set"
@@ -105,11 +105,11 @@ def _rewrite_unique(node: dict[str, Any], place: str) -> None:
 
 
 def _rewrite_names(node: dict[str, Any], root: Any, place: str) -> None:
-    """`propertyNames` becomes `properties` or `patternProperties`, with no others allowed."""
+    """Turn `propertyNames` into `properties` or `patternProperties` without additional properties."""
     if "propertyNames" not in node:
         return
     names = _resolved(node["propertyNames"], root)
-    if names is True or (isinstance(names, dict) and _says_nothing(names)):
+    if names is True or (isinstance(names, dict) and _is_unconstrained(names)):
         del node["propertyNames"]
         return
     if "properties" in node or "patternProperties" in node or not isinstance(names, dict):
@@ -129,31 +129,31 @@ def _rewrite_names(node: dict[str, Any], root: Any, place: str) -> None:
     del node["propertyNames"]
 
 
-def _says_nothing(names: Mapping[str, Any]) -> bool:
+def _is_unconstrained(names: Mapping[str, Any]) -> bool:
     return not (names.keys() - {"type", "title", "description"}) and names.get("type", "string") == "string"
 
 
 def _pattern_of(names: Mapping[str, Any]) -> str | None:
-    said = names.keys() - {"type", "title", "description"}
-    if said == {"pattern"}:
+    keywords = names.keys() - {"type", "title", "description"}
+    if keywords == {"pattern"}:
         return str(names["pattern"])
-    if said == {"format"} and names["format"] in _PATTERNS:
+    if keywords == {"format"} and names["format"] in _PATTERNS:
         return _PATTERNS[names["format"]]
-    if said and said <= {"minLength", "maxLength"}:
+    if keywords and keywords <= {"minLength", "maxLength"}:
         return f"^(?s:.){{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
     return None
 
 
 def _resolved(node: Any, root: Any) -> Any:
-    """What a local `$ref` leads to, over several if need be; the node itself where it has none."""
+    """Follow local `$ref`s, at most ten; a node without one is returned."""
     for _ in range(10):
         if not (isinstance(node, dict) and isinstance(node.get("$ref"), str)):
             return node
-        node = _pointed_at(root, node["$ref"])
+        node = _at_pointer(root, node["$ref"])
     return node
 
 
-def _pointed_at(root: Any, reference: str) -> Any:
+def _at_pointer(root: Any, reference: str) -> Any:
     if not re.match("#/", reference):
         return None
     node = root

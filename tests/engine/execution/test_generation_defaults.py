@@ -1,4 +1,4 @@
-"""Sampling defaults come from the model's own file, as far as they can be used."""
+"""Sampling defaults come from the model's `generation_config.json`."""
 
 import json
 import logging
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.checkpoint.generation_defaults import FIELDS, describe_defaults, read_defaults
 from engine.errors import InvalidParameter
 from engine.execution.build import build_execution
-from engine.execution.loading.generation_defaults import FIELDS, describe_defaults, read_defaults
 from engine.offline.llm import LLM
 from engine.sampling_params import SamplingParams
 from tests.tiny_models import save_model
@@ -21,7 +21,7 @@ def write(directory: Path, content: object) -> Path:
     return directory
 
 
-def test_what_vllm_follows_is_followed(tmp_path: Path) -> None:
+def test_the_fields_that_vllm_reads_are_read(tmp_path: Path) -> None:
     content = {
         "do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05,
         "repetition_penalty": 1.05, "max_new_tokens": 2048, "eos_token_id": [1, 2], "num_beams": 1,
@@ -37,13 +37,13 @@ def test_what_vllm_follows_is_followed(tmp_path: Path) -> None:
     assert "temperature 0.6" in describe_defaults(defaults)
 
 
-def test_every_field_is_one_of_ours() -> None:
+def test_every_field_is_a_sampling_parameter() -> None:
     assert set(FIELDS.values()) <= set(SamplingParams.__dataclass_fields__)
 
 
 def test_without_a_file_there_are_none(tmp_path: Path) -> None:
     assert read_defaults(tmp_path) == {}
-    assert describe_defaults({}).startswith("no sampling defaults")
+    assert describe_defaults({}) == "sampling defaults: the engine's own (generation_config.json sets none)"
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_without_a_file_there_are_none(tmp_path: Path) -> None:
         ("\x00", {}),
     ],
 )
-def test_a_value_that_cannot_be_used_is_left_out_with_a_warning(
+def test_an_unusable_value_is_ignored_with_a_warning(
     tmp_path: Path, content: object, left: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -73,7 +73,7 @@ def test_a_value_that_cannot_be_used_is_left_out_with_a_warning(
 
 
 @pytest.mark.parametrize("content", [{"top_k": -1}, {"top_k": 0}, {"temperature": None}])
-def test_other_ways_to_say_nothing(tmp_path: Path, content: object, caplog: pytest.LogCaptureFixture) -> None:
+def test_values_that_set_nothing(tmp_path: Path, content: object, caplog: pytest.LogCaptureFixture) -> None:
     assert read_defaults(write(tmp_path, content)) in ({"top_k": 0}, {})
     assert not caplog.records
 
@@ -85,7 +85,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(saved, {**config, "temperature": 0.01, "top_k": 1, "max_new_tokens": 3})
 
 
-def test_the_switch_and_the_start_up_line(directory: Path) -> None:
+def test_the_setting_and_the_log_line(directory: Path) -> None:
     lines: list[str] = []
     followed = build_execution(str(directory), num_kv_blocks=8, progress=lines.append)
     assert followed.default_sampling == {"temperature": 0.01, "top_k": 1, "max_tokens": 3}
@@ -103,7 +103,7 @@ def test_the_switch_and_the_start_up_line(directory: Path) -> None:
     [{"max_new_tokens": 0}, {"early_stopping": 7}, [1], {"eos_token_id": "x"}, {"eos_token_id": [1, None]}],
 )
 def test_a_file_that_transformers_refuses_is_named(directory: Path, tmp_path: Path, content: object) -> None:
-    """Before the weights are read, in one line."""
+    """Before the weights are read."""
     for file in directory.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "generation_config.json").unlink()
@@ -112,7 +112,7 @@ def test_a_file_that_transformers_refuses_is_named(directory: Path, tmp_path: Pa
         build_execution(str(tmp_path), num_kv_blocks=8)
 
 
-def test_an_offline_model_follows_the_same_rule(directory: Path) -> None:
+def test_offline_models_use_the_same_defaults(directory: Path) -> None:
     llm = LLM(str(directory), num_kv_blocks=8)
     assert llm.sampling_params(top_k=4) == SamplingParams(temperature=0.01, top_k=4, max_tokens=3)
     defaults = llm.generate("the quick", show_progress=False)[0].outputs[0]

@@ -1,4 +1,4 @@
-"""Finds the texts of special tokens, and encodes a text so that only some of them become special tokens."""
+"""Finds special tokens in a text, and encodes a text in which only some of them are special."""
 
 import re
 import secrets
@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Span = tuple[int, int]
-"""Start and end of a part of a text, in characters."""
+"""Start and end in a text, in characters."""
 
 
 def new_mark() -> str:
-    """A text of eight private-use characters that no client can guess. It has no case and no white space."""
+    """A secret marker: eight random private-use characters, without case or white space."""
     return "".join(chr(0xE000 + secrets.randbelow(6400)) for _ in range(8))
 
 
 class SpecialTexts:
-    """The texts of a tokenizer's special tokens, found as it finds them: leftmost, then longest."""
+    """Finds a tokenizer's special tokens in a text as the tokenizer does: leftmost, then longest."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._pattern = re.compile(_pattern(texts)) if texts else None
-        #: Characters of which every special text, and every joint of one, has at least one.
+        #: Each special token has one of these characters.
         self.signs = frozenset(sign for text in texts for sign in _signs(text))
         self.proper_prefixes = tuple({text[:end] for text in texts for end in range(1, len(text))})
         self.proper_suffixes = tuple({text[start:] for text in texts for start in range(1, len(text))})
@@ -28,16 +28,15 @@ class SpecialTexts:
         return [match.span() for match in self._pattern.finditer(text)] if self._pattern else []
 
     def may_occur(self, text: str) -> bool:
-        """False where `text` has no part of any special text, but for letters and digits."""
+        """False if `text` has no part of a special token other than letters and digits."""
         return not self.signs.isdisjoint(text)
 
 
 class SelectiveEncoder:
-    """Encodes with a copy of a tokenizer that reads special tokens as text, but for those it is shown.
+    """Encodes texts in which special tokens are special at given positions only.
 
-    `specials`: the special tokens by id. In the copy each has a second, secret text, which is put where a
-    special token is meant. So the tokenizer cuts the text there as it always does. The copy takes as much
-    memory as the original.
+    `specials`: the special tokens by id. A copy of the tokenizer reads them as plain text and knows each by a
+    second, secret text, which replaces it where it is special. The copy takes as much memory as the original.
     """
 
     def __init__(self, backend: Any, specials: Mapping[int, Any]) -> None:
@@ -50,11 +49,11 @@ class SelectiveEncoder:
             for token_id, token in specials.items()
         }
 
-    def encode(self, text: str, meant: Sequence[Span]) -> list[int]:
-        """The ids of `text`, in which only the special tokens at `meant` are special."""
+    def encode(self, text: str, special: Sequence[Span]) -> list[int]:
+        """The ids of `text`, in which only the special tokens at `special` are special."""
         pieces: list[str] = []
         end = 0
-        for start, stop in meant:
+        for start, stop in special:
             pieces += text[end:start], self._marks[text[start:stop]]
             end = stop
         pieces.append(text[end:])
@@ -63,7 +62,7 @@ class SelectiveEncoder:
 
 
 def _marked(token: Any, mark: str) -> Any:
-    """`mark` as an added token that behaves as `token` does."""
+    """`mark` as an added token with the options of `token`."""
     return type(token)(
         mark,
         single_word=token.single_word,
@@ -84,7 +83,7 @@ def _signs(text: str) -> set[str]:
 
 
 def _pattern(texts: Sequence[str]) -> str:
-    """A regular expression of all `texts` that tries no character twice at one place."""
+    """A regular expression for `texts` that tests each character once at each position."""
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree
@@ -95,7 +94,7 @@ def _pattern(texts: Sequence[str]) -> str:
 
 
 def _alternatives(tree: Mapping[str, Any]) -> str:
-    """Longest first: the end of a text, "", is the last alternative."""
+    """Longest first: "", the end of a text, is the last alternative."""
     chain = ""
     while len(tree) == 1:
         character, tree = next(iter(tree.items()))

@@ -1,4 +1,4 @@
-"""Contents of chat messages are text: only the template writes special tokens."""
+"""The contents of chat messages are text; only the template writes special tokens."""
 
 from typing import Any
 

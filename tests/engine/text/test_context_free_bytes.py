@@ -1,4 +1,4 @@
-"""Text put together from tokens is the text that the tokenizer decodes, however it comes."""
+"""The joined bytes of tokens are the text that the tokenizer decodes."""
 
 import os.path
 from typing import Any
@@ -10,16 +10,16 @@ from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from engine.execution.text.byte_spelling import token_bytes_of_texts
 from engine.execution.text.tokenizer import Tokenizer
 from engine.sampling_params import SamplingParams
 from engine.text.byte_decoder import ByteDecoder
 from engine.text.detokenizer import Detokenizer, IncrementalDecoder
+from engine.text.token_bytes import context_free_bytes
 from tests.tiny_models import VOCAB_SIZE, make_tokenizer
 
 
 def make_words() -> PreTrainedTokenizerFast:
-    """Words that are joined by spaces, as a tokenizer without a decoder does it."""
+    """Words joined by spaces, as without a decoder."""
     words = Backend(
         models.WordLevel({word: n for n, word in enumerate(["<s>", "a", "", "é\ufffd", "b c"])}, "a")
     )
@@ -35,21 +35,21 @@ BYTES, WORDS = with_tools(make_tokenizer()), with_tools(make_words())
 CASES = {"bytes": (BYTES, VOCAB_SIZE + 4), "words": (WORDS, 9)}
 
 
-def told(decoder: ByteDecoder | IncrementalDecoder, output: list[int]) -> str:
+def decode_all(decoder: ByteDecoder | IncrementalDecoder, output: list[int]) -> str:
     return "".join(map(decoder.push, output)) + decoder.close()
 
 
-def spelled(tokenizer: Tokenizer, prompt: list[int], *, skips: bool = True) -> ByteDecoder:
-    spelling = tokenizer.decoded_bytes(skips)
-    assert spelling is not None
-    return ByteDecoder(spelling, prompt)
+def byte_decoder(tokenizer: Tokenizer, prompt: list[int], *, skips: bool = True) -> ByteDecoder:
+    token_bytes = tokenizer.decoded_bytes(skips)
+    assert token_bytes is not None
+    return ByteDecoder(token_bytes, prompt)
 
 
 @pytest.mark.parametrize("kind", CASES)
 @given(data=st.data(), skips=st.booleans())
-def test_text_put_together_is_what_is_decoded(kind: str, data: st.DataObject, skips: bool) -> None:
+def test_joined_bytes_are_the_decoded_text(kind: str, data: st.DataObject, skips: bool) -> None:
     tokenizer, size = CASES[kind]
-    # Half of them parts of characters and special tokens, of which there are few.
+    # Half of them parts of characters and special tokens, which are rare.
     token_ids = st.lists(
         st.integers(0, size - 1) | st.sampled_from([0, 1, size - 2, size - 3, 165, 121, 249])
     )
@@ -58,16 +58,16 @@ def test_text_put_together_is_what_is_decoded(kind: str, data: st.DataObject, sk
         prompt, output = [one % size for one in prompt], [one % size for one in output]
     whole, before = tokenizer.decode(prompt + output, skips), tokenizer.decode(prompt, skips)
 
-    text = told(spelled(tokenizer, prompt, skips=skips), output)
+    text = decode_all(byte_decoder(tokenizer, prompt, skips=skips), output)
 
     assert text == whole[len(os.path.commonprefix([whole, before])) :]  # noqa: RUF071 - of characters
     window = IncrementalDecoder(lambda ids: tokenizer.decode(ids, skips), prompt)
-    assert text == told(window, output)
+    assert text == decode_all(window, output)
 
 
 @given(st.text(), st.text(min_size=1))
-def test_characters_come_whole(prompt: str, text: str) -> None:
-    decoder = spelled(BYTES, BYTES.encode_text(f"a{prompt}"))
+def test_characters_are_never_split(prompt: str, text: str) -> None:
+    decoder = byte_decoder(BYTES, BYTES.encode_text(f"a{prompt}"))
     pieces = [decoder.push(one) for one in BYTES.encode_text(text)]
     assert "".join(pieces) == text
     if "\ufffd" not in text:
@@ -75,30 +75,30 @@ def test_characters_come_whole(prompt: str, text: str) -> None:
     assert decoder.close() == ""
 
 
-def test_a_token_tells_the_same_whoever_asked_for_it_before() -> None:
-    """What is remembered of a token is remembered for all."""
+def test_cached_texts_of_tokens_do_not_depend_on_their_first_context() -> None:
+    """The cache is shared by all decoders."""
     first, *rest = BYTES.encode_text("世")
     letter = BYTES.encode_text("a")[0]
     for _ in range(2):
-        assert told(spelled(BYTES, [letter]), [first, *rest, letter]) == "世a"
-        assert told(spelled(BYTES, [letter]), [first, letter]) == "\ufffda"
-        assert told(spelled(BYTES, [letter, first]), [letter]) == "a"
-        assert told(spelled(BYTES, [letter, first]), [*rest, letter]) == "世a"
-        assert told(spelled(BYTES, [letter, first, rest[0]]), [rest[1], letter]) == "世a"
-        assert told(spelled(WORDS, [1]), [1, 1]) == " a a"
-        assert told(spelled(WORDS, [0]), [1, 1]) == "a a"
-        assert told(spelled(WORDS, [0], skips=False), [0, 1]) == " <s> a"
+        assert decode_all(byte_decoder(BYTES, [letter]), [first, *rest, letter]) == "世a"
+        assert decode_all(byte_decoder(BYTES, [letter]), [first, letter]) == "\ufffda"
+        assert decode_all(byte_decoder(BYTES, [letter, first]), [letter]) == "a"
+        assert decode_all(byte_decoder(BYTES, [letter, first]), [*rest, letter]) == "世a"
+        assert decode_all(byte_decoder(BYTES, [letter, first, rest[0]]), [rest[1], letter]) == "世a"
+        assert decode_all(byte_decoder(WORDS, [1]), [1, 1]) == " a a"
+        assert decode_all(byte_decoder(WORDS, [0]), [1, 1]) == "a a"
+        assert decode_all(byte_decoder(WORDS, [0], skips=False), [0, 1]) == " <s> a"
 
 
-def test_a_token_that_cannot_be_read_leaves_the_rest_as_it_was() -> None:
+def test_a_token_that_raises_leaves_the_state_unchanged() -> None:
     first, *rest = BYTES.encode_text("世")
-    decoder = spelled(BYTES, [first])
+    decoder = byte_decoder(BYTES, [first])
     with pytest.raises(OverflowError):
         decoder.push(-1)
-    assert told(decoder, rest) == "世"
+    assert decode_all(decoder, rest) == "世"
 
 
-def test_a_detokenizer_takes_the_spelling_of_its_parameters() -> None:
+def test_a_detokenizer_skips_special_tokens_by_its_parameters() -> None:
     for skips, text in ((True, ""), (False, "</s>")):
         stream = Detokenizer(BYTES, [5], SamplingParams(skip_special_tokens=skips))
         assert stream.push(1) == text
@@ -121,13 +121,13 @@ def fast(backend: Backend, decoder: decoders.Decoder | None) -> Tokenizer:
         decoders.Sequence([decoders.Strip(" ", 1, 0), decoders.ByteFallback(), decoders.Fuse()]),
     ],
 )
-def test_decoders_that_look_at_neighbours_are_not_read_so(decoder: decoders.Decoder) -> None:
+def test_a_decoder_that_depends_on_neighbours_has_no_token_bytes(decoder: decoders.Decoder) -> None:
     tokenizer = fast(Backend(models.BPE(vocab={"a": 0, "b": 1}, merges=[])), decoder)
     assert tokenizer.decoded_bytes() is None
 
 
 class Disagreeing:
-    """A tokenizer of a kind that is known, and yet one token is decoded to something else."""
+    """A tokenizer of a known kind that decodes one token differently."""
 
     def __init__(self, backend: Any, odd: int) -> None:
         self._backend = backend
@@ -141,9 +141,9 @@ class Disagreeing:
 
 
 @pytest.mark.parametrize("odd", [7, VOCAB_SIZE])
-def test_a_tokenizer_that_disagrees_is_not_read_so(odd: int) -> None:
+def test_a_tokenizer_that_disagrees_has_no_token_bytes(odd: int) -> None:
     backend = make_tokenizer()
     backend.add_tokens(["<tool é>"])
     added, inner = {VOCAB_SIZE}, backend.backend_tokenizer
-    assert token_bytes_of_texts(inner, added, frozenset(), skips=False) is not None
-    assert token_bytes_of_texts(Disagreeing(inner, odd), added, frozenset(), skips=False) is None
+    assert context_free_bytes(inner, added, frozenset(), skips=False) is not None
+    assert context_free_bytes(Disagreeing(inner, odd), added, frozenset(), skips=False) is None

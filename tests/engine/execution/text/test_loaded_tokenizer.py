@@ -1,4 +1,4 @@
-"""A tokenizer that does not belong to the model, or does not work, is refused at load."""
+"""A broken tokenizer, or one of another model, is refused at load."""
 
 import json
 import shutil
@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import InvalidParameter
-from engine.execution.text.tokenizer import Tokenizer
-from engine.execution.text.tokenizer_check import load_tokenizer
+from engine.execution.text.tokenizer import Tokenizer, load_tokenizer
 from tests.tiny_models import VOCAB_SIZE, make_tokenizer
 
 
@@ -18,9 +17,9 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_one_that_fits(directory: Path) -> None:
+def test_a_tokenizer_that_fits(directory: Path) -> None:
     assert load_tokenizer(directory, VOCAB_SIZE).vocab_size == VOCAB_SIZE
-    # An embedding is often padded.
+    # Embeddings are often padded.
     assert load_tokenizer(directory, VOCAB_SIZE + 64).vocab_size == VOCAB_SIZE
 
 
@@ -33,7 +32,7 @@ def test_ids_beyond_the_embedding(directory: Path) -> None:
 
 
 def test_an_added_token_without_an_embedding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Gemma 3 1B has one for images; its texts are served all the same."""
+    """Gemma 3 1B has one for images; texts are served nevertheless."""
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<image>"])
     tokenizer.save_pretrained(tmp_path)
@@ -41,7 +40,7 @@ def test_an_added_token_without_an_embedding(tmp_path: Path, caplog: pytest.LogC
     assert "the model has no embedding for <image>; prompts that contain them are refused" in caplog.text
 
 
-def test_one_that_spells_nothing(directory: Path) -> None:
+def test_a_tokenizer_without_a_vocabulary(directory: Path) -> None:
     path = directory / "tokenizer.json"
     values = json.loads(path.read_text())
     values["model"] |= {"vocab": {}, "merges": []}
@@ -53,12 +52,12 @@ def test_one_that_spells_nothing(directory: Path) -> None:
         load_tokenizer(directory, VOCAB_SIZE)
 
 
-def test_a_chat_template_that_is_none(directory: Path) -> None:
+def test_a_chat_template_that_cannot_be_parsed(directory: Path) -> None:
     template = directory / "chat_template.jinja"
     template.write_text("{% if %}")
     with pytest.raises(InvalidParameter, match="model: its chat template cannot be parsed: Expected an expr"):
         load_tokenizer(directory, VOCAB_SIZE)
-    # One that refuses a chat is the model's business.
+    # A template may refuse a chat.
     template.write_text("{{ raise_exception('a system message is needed') }}")
     assert load_tokenizer(directory, VOCAB_SIZE).has_chat_template
 
@@ -75,8 +74,8 @@ def test_a_chat_template_that_is_none(directory: Path) -> None:
         ),
     ],
 )
-def test_what_the_library_cannot_load(directory: Path, name: str, content: str, message: str) -> None:
-    """Whatever it raises is one line."""
+def test_files_that_the_library_cannot_load(directory: Path, name: str, content: str, message: str) -> None:
+    """The message is one line."""
     (directory / name).write_text(content)
     with pytest.raises(InvalidParameter, match=message) as raised:
         Tokenizer.load(directory)

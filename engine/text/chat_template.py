@@ -1,15 +1,14 @@
-"""Renders chats by a model's own template, and finds which special tokens in the text are the template's.
+"""Renders chats with a model's template and finds the special tokens that the template itself wrote.
 
-Invariant: the text of a special token that stands in a message, or begins or ends in one, is never taken
-for the template's own. How a template transforms the contents of messages is found by rendering them with
-secret marks:
+The text of a special token inside a message, or across its edge, is never special: a client cannot forge a
+turn. Rendering the messages with secret marks shows where the template puts their contents:
 
-1. Marks around each string. If the text is the same without them, everything between two marks is content.
-   This holds for templates that copy contents, trim them or put them into JSON.
-2. Marks inside each special text, and at ends that could join with their neighbours to one. This holds for
-   templates that look at the beginning of a content or cut it.
-3. Otherwise the chat is rendered with other characters in place of those that special texts are made of. If
-   that gives as many special tokens, none comes from the messages; if not, the messages are refused.
+1. Marks around each string. If the text without the marks is unchanged, everything between two marks is
+   content. This works for templates that copy contents, trim them or put them into JSON.
+2. Marks inside each special token, and at edges that could form one with their neighbours. This works for
+   templates that test the beginning of a content or cut it.
+3. Otherwise the characters of special tokens are replaced in the messages. If the rendered text has as many
+   special tokens as before, none comes from the messages; if not, the messages are refused.
 """
 
 import re
@@ -18,13 +17,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.errors import InvalidParameter
-from engine.execution.text.special_tokens import Span, SpecialTexts, new_mark
+from engine.text.special_tokens import Span, SpecialTexts, new_mark
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 
 
 class ChatTemplate:
-    """`render`: the model's own template. `specials`: the special tokens that its tokenizer reads."""
+    """`render`: applies the model's template. `specials`: its tokenizer's special tokens."""
 
     def __init__(self, render: Render, specials: SpecialTexts) -> None:
         self._apply = render
@@ -33,17 +32,17 @@ class ChatTemplate:
         self._marks = re.compile(f"({'|'.join(marks)})")
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Raises `InvalidParameter` where the template refuses the messages."""
+        """The text of a chat. Raises `InvalidParameter` if the template refuses the messages."""
         try:
             return self._apply(messages)
         except Exception as error:
-            # A template is the model's program: what it raises at messages that it dislikes is its own.
+            # A template is a program of the model: it may raise anything.
             raise InvalidParameter("messages", f"the model's chat template refuses them: {error}") from error
 
     def own_specials(self, messages: Sequence[Mapping[str, Any]], text: str) -> list[Span] | None:
-        """Where `text`, the rendered `messages`, has special tokens of the template; None: all are.
+        """The special tokens of the template in `text`, the rendered `messages`; None: all of them.
 
-        Raises `InvalidParameter` where that cannot be told.
+        Raises `InvalidParameter` if they cannot be distinguished.
         """
         if not any(self._specials.may_occur(one) for one in _strings(messages)):
             return None
@@ -59,17 +58,17 @@ class ChatTemplate:
         raise InvalidParameter(
             "messages",
             "they have the text of a special token, and the model's chat template changes them so that it "
-            "cannot be told from the template's own; leave it out",
+            "cannot be distinguished from the template's own; leave it out",
         )
 
     def _try(self, messages: Any) -> str | None:
         try:
             return self._apply(messages)
-        except Exception:  # noqa: BLE001 - a template raises what it likes at contents that it does not expect
+        except Exception:  # noqa: BLE001 - a template may raise anything at unexpected contents
             return None
 
     def _contents(self, marked_messages: Any, text: str) -> list[Span] | None:
-        """The parts of `text` that are marked as content; None if the marks have changed it, or are lost."""
+        """The contents in `text`; None if the marks changed the text or are lost."""
         marked = self._try(marked_messages)
         return None if marked is None else self._read_marks(marked, text)
 
@@ -110,21 +109,21 @@ class ChatTemplate:
             end = first + 1
         marked = self._break.join([*pieces, core[end:]])
         before = self._break if core.startswith(self._specials.proper_suffixes) else ""
-        behind = self._break if core.endswith(self._specials.proper_prefixes) else ""
-        return f"{text[:start]}{before}{marked}{behind}{text[start + len(core) :]}"
+        after = self._break if core.endswith(self._specials.proper_prefixes) else ""
+        return f"{text[:start]}{before}{marked}{after}{text[start + len(core) :]}"
 
     def _neutral(self, text: str) -> str:
         return "".join("x" if character in self._specials.signs else character for character in text)
 
 
 def _touches(span: Span, contents: list[Span]) -> bool:
-    """Whether `span` shares a character with one of `contents`, in order, or lies across its place."""
+    """Whether `span` overlaps one of `contents`, which are in order, or encloses an empty one."""
     before = bisect_left(contents, (span[1],)) - 1
     return before >= 0 and contents[before][1] > span[0]
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """The same value with all its strings changed, names too."""
+    """A copy of a JSON value with all strings changed, keys too."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

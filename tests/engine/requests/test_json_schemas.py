@@ -16,7 +16,7 @@ import pytest
 from api.json_body import parse_object
 from api.problems import Problem
 from api.schemas.requests import TaskBody
-from engine.execution.text.json_schemas import _PATTERNS, rewritten
+from engine.requests.json_schemas import _PATTERNS, rewrite_schema
 from engine.structured_outputs import StructuredOutputs
 from tests.tiny_grammars import BYTE_LEVEL, EOS_IDS, bytes_to_ids
 
@@ -147,11 +147,11 @@ def test_patterns_of_formats_are_those_of_python(name: str) -> None:
 def test_a_schema_is_rewritten_as_a_copy_and_at_any_depth() -> None:
     schema = {"anyOf": [{"type": "array", "items": {"format": "path"}, "uniqueItems": False}, True]}
     before = json.dumps(schema)
-    assert rewritten(schema) == {"anyOf": [{"type": "array", "items": {}}, True]}
+    assert rewrite_schema(schema) == {"anyOf": [{"type": "array", "items": {}}, True]}
     assert json.dumps(schema) == before
-    assert rewritten(True) is True
+    assert rewrite_schema(True) is True
     named = {"properties": {"format": {"const": "path"}, "propertyNames": {"type": "string"}}}
-    assert rewritten(named) == named
+    assert rewrite_schema(named) == named
 
 
 @pytest.mark.parametrize("depth", [1, 20, 32, 33, 34, 49, 50, 51])
@@ -201,4 +201,4 @@ def test_a_text_is_refused_where_the_object_would_be(text: str) -> None:
 
 def test_many_properties_cost_no_copies_of_each_other() -> None:
     schema = {"properties": {str(one): {"format": "path"} for one in range(20_000)}}
-    assert rewritten(schema) == {"properties": {str(one): {} for one in range(20_000)}}
+    assert rewrite_schema(schema) == {"properties": {str(one): {} for one in range(20_000)}}

@@ -1,4 +1,4 @@
-"""A text that is too long for any prompt is refused before it is tokenized, and tokenizing holds no lock."""
+"""A text too long for any prompt is refused before it is tokenized; tokenizing releases the lock."""
 
 import unicodedata
 from typing import Any
@@ -10,10 +10,10 @@ from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from engine.errors import NeverFits
-from engine.execution.text.token_lengths import _SHRINKING, longest_token_bytes
 from engine.execution.text.tokenizer import Tokenizer
 from engine.requests.input_processor import InputProcessor, prepare_texts
 from engine.sampling_params import SamplingParams
+from engine.text.token_lengths import _SHRINKING, longest_token_bytes
 from tests.tiny_models import VOCAB_SIZE, make_tokenizer
 from tests.tiny_tokenizers import make_metaspace, make_sentencepiece, make_wordpiece, make_words
 
@@ -49,7 +49,7 @@ def test_no_token_stands_for_more_bytes(kind: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC", "NFKD"])
-def test_how_much_a_normal_form_shrinks(form: str) -> None:
+def test_how_much_a_normal_form_shrinks_a_text(form: str) -> None:
     """Decomposing and composing, each at its worst."""
     characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
 
@@ -90,13 +90,13 @@ def split(pre_tokenizer: Any) -> Backend:
         (with_added(rstrip=True), "<|t|>" + " " * 5000),
     ],
 )
-def test_where_a_token_stands_for_any_text_there_is_no_bound(backend: Backend, text: str) -> None:
+def test_there_is_no_bound_if_a_token_stands_for_any_text(backend: Backend, text: str) -> None:
     assert longest_token_bytes(backend) is None
     assert len(backend.encode(text, add_special_tokens=False).ids) <= 10
 
 
 class Refusing:
-    """Fails where a text is encoded in the way that holds the interpreter lock, or, with `all`, in any."""
+    """Fails in the `encode` that holds the interpreter lock, or with `all_ways` in any."""
 
     def __init__(self, backend: Any, *, all_ways: bool = False) -> None:
         self._backend = backend
@@ -109,7 +109,7 @@ class Refusing:
 
 
 def test_a_text_that_is_too_long_is_not_tokenized() -> None:
-    """vllm PR10635, sglang PR15097, tiktoken#195: seconds were spent on a prompt that was then refused."""
+    """vllm PR10635, sglang PR15097, tiktoken#195: tokenizing a prompt that was then refused took seconds."""
     tokenizer = Tokenizer(make_tokenizer(), max_prompt_tokens=100)
     most = tokenizer.max_prompt_bytes
     assert most == 1200
@@ -130,7 +130,7 @@ def test_the_longest_text_is_tokenized() -> None:
 
 
 def test_no_path_tokenizes_with_the_lock_held() -> None:
-    """`encode` of the library holds the interpreter lock for all of its time; a batch of one does not."""
+    """The library's `encode` holds the interpreter lock throughout; a batch of one does not."""
     tokenizer = Tokenizer(make_tokenizer())
     tokenizer._backend = Refusing(tokenizer._backend)
     params = SamplingParams(bad_words=("fox", "dog"), stop=("stop", "</s>"))
@@ -141,7 +141,7 @@ def test_no_path_tokenizes_with_the_lock_held() -> None:
         assert tokenizer.render_chat([{"role": "user", "content": content}])
 
 
-def test_the_step_loop_finds_the_texts_of_parameters_encoded() -> None:
+def test_texts_of_parameters_are_cached_before_the_step_loop() -> None:
     tokenizer = Tokenizer(make_tokenizer())
     params = SamplingParams(bad_words=tuple("x" * n for n in range(1, 129)))
     prepare_texts(tokenizer, params)
@@ -150,7 +150,7 @@ def test_the_step_loop_finds_the_texts_of_parameters_encoded() -> None:
     assert InputProcessor(tokenizer, frozenset(), VOCAB_SIZE).resolve(params).constraints.bad_token_ids
 
 
-def test_a_truncation_in_the_tokenizers_file_does_not_cut_prompts() -> None:
+def test_a_truncation_in_the_tokenizer_file_does_not_cut_prompts() -> None:
     fast = make_tokenizer()
     fast.backend_tokenizer.enable_truncation(4)
     fast.backend_tokenizer.enable_padding(length=50)
