@@ -1,7 +1,7 @@
-"""Draws random tokens: filters as thresholds, noise as a pure function, and then the largest.
+"""Draws random tokens with torch: temperature, top-k, top-p and min-p as thresholds, then the Gumbel-max
+trick.
 
-Law: a row's token depends on its logits and its own parameters alone. The order is temperature, top-k, top-p,
-min-p, then the largest of logit + noise. This file does not know where logits come from.
+A row's token depends on its own logits and parameters only.
 """
 
 from dataclasses import dataclass
@@ -12,103 +12,104 @@ import numpy.typing as npt
 import torch
 
 from engine.execution.machine.async_copy import copy_to_device
-from engine.execution.sampling.filters import WINDOW, Filters, decide, mass, thresholds_of_sorted
+from engine.execution.sampling.filters import WINDOW, Filters, mass, sorted_thresholds, window_thresholds
 from engine.execution.sampling.gumbel import gumbel_noise, row_keys
-from engine.execution.sampling.slot_params import Numbers, Rows
-from engine.execution.sampling.top_k import largest
+from engine.execution.sampling.slot_params import Integers, Params
+from engine.execution.sampling.top_k import top_k
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The parameters of the rows that are drawn at random, each [rows]; `keys` [rows, 2] name the noise.
+    """The parameters of random rows, each [rows]; `keys` [rows, 2] select the noise.
 
-    `lowest`: what min-p leaves out lies below this, on a scale where the row's largest logit is 0.
-    `filtered`, `unfiltered`: the rows that do or do not ask for top-k or top-p.
+    `threshold`: min-p drops tokens below it, where the row's largest logit is 0. `filtered`, `unfiltered`:
+    rows with and without top-k or top-p.
     """
 
     temperature: torch.Tensor
     filters: Filters
-    lowest: torch.Tensor
+    threshold: torch.Tensor
     keys: torch.Tensor
     filtered: torch.Tensor
     unfiltered: torch.Tensor
 
     @classmethod
-    def of(cls, params: Rows, indices: Numbers, vocab_size: int, device: torch.device) -> "Draws":
-        """`indices`: how many tokens each output has."""
-        top_k = limited_top_k(params, vocab_size)
-        filtered = (top_k < vocab_size) | (params["top_p"] < 1)
+    def of(cls, params: Params, indices: Integers, vocab_size: int, device: torch.device) -> "Draws":
+        """`indices`: the number of tokens of each output."""
+        limits = limited_top_k(params, vocab_size)
+        filtered = (limits < vocab_size) | (params["top_p"] < 1)
 
         def on_device(array: npt.NDArray[Any]) -> torch.Tensor:
-            # A field of one row counts as contiguous, and yet its stride is the row's.
+            # A field of one row counts as contiguous, but its stride is the row's.
             return copy_to_device(torch.from_numpy(array.copy()), device)
 
         return cls(
             temperature=on_device(params["temperature"]),
-            filters=Filters(on_device(top_k), on_device(params["top_p"])),
-            lowest=on_device(least_logits(params)),
+            filters=Filters(on_device(limits), on_device(params["top_p"])),
+            threshold=on_device(min_p_thresholds(params)),
             keys=row_keys(params["seed_state"], indices, device),
             filtered=on_device(np.flatnonzero(filtered)),
             unfiltered=on_device(np.flatnonzero(~filtered)),
         )
 
 
-def limited_top_k(params: Rows, vocab_size: int) -> Numbers:
-    """Each row's top-k; `vocab_size` where it is off."""
+def limited_top_k(params: Params, vocab_size: int) -> Integers:
+    """The top-k of each row; `vocab_size` if off."""
     return np.where(params["top_k"] == 0, vocab_size, np.minimum(params["top_k"], vocab_size))
 
 
-def least_logits(params: Rows) -> npt.NDArray[np.float32]:
-    """What min-p leaves out is below this, where the row's largest logit is 0."""
+def min_p_thresholds(params: Params) -> npt.NDArray[np.float32]:
+    """Min-p drops logits below this, where the row's largest is 0."""
     with np.errstate(divide="ignore"):
-        lowest: npt.NDArray[np.float64] = np.log(params["min_p"])
-    return lowest.astype(np.float32)
+        thresholds: npt.NDArray[np.float64] = np.log(params["min_p"])
+    return thresholds.astype(np.float32)
 
 
 def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """Tokens [rows] from logits [rows, vocabulary] after temperature, each row's largest shifted to 0."""
+    """Tokens [rows] from logits [rows, vocabulary] after temperature, the largest of each row at 0."""
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    lowest = draws.lowest.clone()
+    threshold = draws.threshold.clone()
     whole = draws.unfiltered
     if len(draws.filtered):
         undecided = _draw_from_window(logits, draws, tokens)
         if len(undecided):
-            values = take(logits, undecided).sort(-1, descending=True).values
-            threshold = thresholds_of_sorted(values, draws.filters.of(undecided))
-            lowest[undecided] = torch.maximum(lowest[undecided], threshold)
+            values = select_rows(logits, undecided).sort(-1, descending=True).values
+            by_filters = sorted_thresholds(values, draws.filters.select(undecided))
+            threshold[undecided] = torch.maximum(threshold[undecided], by_filters)
         whole = torch.cat([whole, undecided]).sort().values
     if len(whole):
-        tokens[whole] = _draw_from_all(take(logits, whole), lowest[whole], draws.keys[whole])
+        tokens[whole] = _draw_from_all(select_rows(logits, whole), threshold[whole], draws.keys[whole])
     return tokens
 
 
 def _draw_from_window(logits: torch.Tensor, draws: Draws, tokens: torch.Tensor) -> torch.Tensor:
-    """Draw filtered rows among their most likely tokens; returns the rows for which these are too few."""
+    """Draw filtered rows among their most likely tokens; returns the rows that need more."""
     rows = draws.filtered
-    logits = take(logits, rows)
-    values, token_ids = largest(logits, min(WINDOW, logits.shape[1]))
-    threshold, decided = decide(values, mass(logits), draws.filters.of(rows), logits.shape[1])
-    lowest = torch.maximum(threshold, draws.lowest[rows])
-    noisy = _with_noise(values, lowest, draws.keys[rows], token_ids.int())
+    logits = select_rows(logits, rows)
+    values, token_ids = top_k(logits, min(WINDOW, logits.shape[1]))
+    filters = draws.filters.select(rows)
+    threshold, decided = window_thresholds(values, mass(logits), filters, logits.shape[1])
+    threshold = torch.maximum(threshold, draws.threshold[rows])
+    noisy = _with_noise(values, threshold, draws.keys[rows], token_ids.int())
     wins = noisy == noisy.amax(-1, keepdim=True)
-    # Of equal ones the first, whichever order they were found in. None wins in a row with NaN.
+    # The first of equal ones, in whatever order they were found. No token wins in a row with NaN.
     tokens[rows] = token_ids.masked_fill(~wins, logits.shape[1] - 1).amin(-1)
     return rows[~decided]
 
 
-def _draw_from_all(logits: torch.Tensor, lowest: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Draw among all tokens; `logits` [rows, vocabulary], `lowest` [rows], `keys` [rows, 2]."""
+def _draw_from_all(logits: torch.Tensor, threshold: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Draw among all tokens; `logits` [rows, vocabulary], `threshold` [rows], `keys` [rows, 2]."""
     token_ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
-    return _with_noise(logits, lowest, keys, token_ids).argmax(-1)
+    return _with_noise(logits, threshold, keys, token_ids).argmax(-1)
 
 
-def take(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """`logits[rows]` for ascending `rows`, without a copy when these are all."""
+def select_rows(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`logits[rows]` for ascending `rows`, without a copy if these are all rows."""
     return logits if len(rows) == len(logits) else logits[rows]
 
 
 def _with_noise(
-    logits: torch.Tensor, lowest: torch.Tensor, keys: torch.Tensor, token_ids: torch.Tensor
+    logits: torch.Tensor, threshold: torch.Tensor, keys: torch.Tensor, token_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Logits plus each token's noise; -inf for those under their row's `lowest`."""
-    return logits.masked_fill(logits < lowest[:, None], -torch.inf) + gumbel_noise(keys, token_ids)
+    """Logits plus noise; -inf below the row's `threshold`."""
+    return logits.masked_fill(logits < threshold[:, None], -torch.inf) + gumbel_noise(keys, token_ids)

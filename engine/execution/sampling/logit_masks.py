@@ -1,7 +1,7 @@
-"""Which tokens a row may not take: everything here makes logits -inf, and nothing else does.
+"""Masks that set the logits of forbidden tokens to -inf: allowed ids, bad words, minimum length, grammars.
 
-Law: a mask is made of its own sequence alone, and a grammar that fails fails its own row. Where a grammar
-leaves nothing but the end, the end stays allowed before `min_tokens`. Knows no penalties and no draws.
+A mask depends on its own sequence only, and a failing grammar fails its own row. If a grammar allows only
+end-of-text tokens, they stay allowed before `min_tokens`.
 """
 
 from dataclasses import dataclass
@@ -11,76 +11,76 @@ import numpy.typing as npt
 import torch
 
 from engine.execution.machine.async_copy import copy_to_device
-from engine.execution.sampling.penalties import within
+from engine.execution.sampling.penalties import in_vocabulary
 from engine.sequence import Sequence
 from engine.structured_outputs import FIELD
 from engine.text.pattern_automaton import ROOT, PatternAutomaton
 
 Bits = npt.NDArray[np.int32]
-# For each byte of a bitmask, what its eight bits add to their logits.
+# For each byte of a bitmask, what is added to the logits of its eight tokens.
 _ADDED = np.where((np.arange(256)[:, None] >> np.arange(8)) & 1, np.float32(0), np.float32(-np.inf))
 
 
 class BadSequences:
-    """Sequences of ids that must not come: an automaton over the output finds which ids would complete one.
+    """Forbidden sequences of ids. An automaton over the output finds the ids that would complete one.
 
-    A new token costs an amortised constant number of steps, and one more for each sequence it could complete.
+    A new token costs amortised constant time, and a step for each sequence that it could complete.
     """
 
     def __init__(self, bad_token_ids: tuple[tuple[int, ...], ...], vocab_size: int) -> None:
-        self.never = within([bad[0] for bad in bad_token_ids if len(bad) == 1], vocab_size)
-        longer = [bad for bad in bad_token_ids if len(bad) > 1 and within([bad[-1]], vocab_size)]
+        self.always_banned = in_vocabulary([bad[0] for bad in bad_token_ids if len(bad) == 1], vocab_size)
+        longer = [bad for bad in bad_token_ids if len(bad) > 1 and in_vocabulary([bad[-1]], vocab_size)]
         self._last_of: dict[tuple[int, ...], list[int]] = {}
-        for *before, last in longer:
-            self._last_of.setdefault(tuple(before), []).append(last)
+        for *prefix, last in longer:
+            self._last_of.setdefault(tuple(prefix), []).append(last)
         self.automaton = PatternAutomaton(self._last_of)
-        # Ids by the state that bans them, which is found when the state is first met.
+        # Banned ids by state, filled in when a state is first reached.
         self._by_state: dict[int, list[int]] = {ROOT: []}
 
     def completing(self, state: int, token_ids: list[int]) -> list[int]:
-        """The ids that must not follow `token_ids`, which end in `state`."""
+        """The ids that must not follow `token_ids`, which lead to `state`."""
         banned = self._by_state.get(state)
         if banned is None:
             lengths = self.automaton.matches(state)
-            befores = [tuple(token_ids[-length:]) for length in lengths]
-            banned = self._by_state[state] = [last for before in befores for last in self._last_of[before]]
+            prefixes = [tuple(token_ids[-length:]) for length in lengths]
+            banned = self._by_state[state] = [last for prefix in prefixes for last in self._last_of[prefix]]
         return banned
 
 
 class _ConstantMasks:
-    """What stays the same while a sequence lives, and is the same for all outputs of a request."""
+    """What is constant for a sequence, and equal for all outputs of a request."""
 
-    __slots__ = ("bad", "ends", "ever", "no_ends")
+    __slots__ = ("allowed", "bad", "ends", "no_ends")
 
     def __init__(self, sequence: Sequence, vocab_size: int) -> None:
         constraints, allowed = sequence.constraints, sequence.params.allowed_token_ids
-        self.ends = within(list(constraints.end_token_ids), vocab_size)
+        self.ends = in_vocabulary(list(constraints.end_token_ids), vocab_size)
         self.bad = BadSequences(constraints.bad_token_ids, vocab_size)
-        ever = None if allowed is None else within(list(allowed), vocab_size)
-        self.ever = _bits(ever, self.bad.never, vocab_size)
+        ids = None if allowed is None else in_vocabulary(list(allowed), vocab_size)
+        self.allowed = _bits(ids, self.bad.always_banned, vocab_size)
         self.no_ends = _bits(None, self.ends, vocab_size)
 
 
 class RowMasks:
-    """The masks of one sequence: what stays the same is made once, the rest from its newest tokens.
+    """The masks of one sequence: constant parts are made once, the rest from its new tokens.
 
-    `sibling`: the masks of another output of the same request, whose constant parts are shared.
+    `shared`: masks of another output of the same request, with the same constant parts.
     """
 
-    def __init__(self, sequence: Sequence, vocab_size: int, sibling: "RowMasks | None" = None) -> None:
+    def __init__(self, sequence: Sequence, vocab_size: int, shared: "RowMasks | None" = None) -> None:
         self._sequence = sequence
         constraints, allowed = sequence.constraints, sequence.params.allowed_token_ids
         self.grammar = constraints.grammar
-        #: It names what is allowed, not what is not.
+        #: Whether the mask lists allowed tokens rather than forbidden ones.
         self.is_dense = self.grammar is not None or allowed is not None
         self._state = ROOT
         self._num_seen = sequence.num_prompt_tokens
         self._constant: _ConstantMasks = (
-            _ConstantMasks(sequence, vocab_size) if sibling is None else sibling._constant
+            _ConstantMasks(sequence, vocab_size) if shared is None else shared._constant
         )
 
     def shares(self, sequence: Sequence) -> bool:
-        """Whether the constant parts are also those of `sequence`: the same values, not equal ones."""
+        """Whether `sequence` has the same constant parts, by identity."""
         mine, other = self._sequence, sequence
         return (
             mine.params.allowed_token_ids is other.params.allowed_token_ids
@@ -89,15 +89,15 @@ class RowMasks:
         )
 
     def banned(self) -> list[int]:
-        """The ids that must not come next, but for what `allow` says."""
+        """The ids that must not come next, if the mask is not dense."""
         return (
-            self._constant.bad.never
+            self._constant.bad.always_banned
             + self._completing()
             + (self._constant.ends if self._is_too_short else [])
         )
 
     def allow(self, row: Bits) -> None:
-        """Write what may come next into `row`, int32 [ceil(vocabulary / 32)], zeros at first.
+        """Write the bitmask of allowed tokens into `row`, int32 [ceil(vocabulary / 32)].
 
         Raises what the grammar raises.
         """
@@ -106,8 +106,8 @@ class RowMasks:
             row.fill(0)
             self.grammar.advance(self._sequence.output_token_ids)
             self.grammar.fill_bitmask(row)
-        # Also takes away what a grammar says of ids beyond the vocabulary.
-        row &= self._constant.ever
+        # Also clears bits beyond the vocabulary.
+        row &= self._constant.allowed
         _clear(row, self._completing())
         if self._is_too_short:
             self._clear_ends(row)
@@ -122,7 +122,7 @@ class RowMasks:
         return self._sequence.num_output_tokens < self._sequence.params.min_tokens
 
     def _completing(self) -> list[int]:
-        """The ids that would complete a bad sequence whose beginning the output ends with."""
+        """The ids that would complete a forbidden sequence."""
         token_ids, automaton, state = self._sequence.token_ids, self._constant.bad.automaton, self._state
         for token_id in token_ids[self._num_seen :]:
             state = automaton.advance(state, token_id)
@@ -134,18 +134,18 @@ class RowMasks:
 class FilledMasks:
     """The masks of some rows of logits [rows, vocabulary], on the host.
 
-    `places`: what must not come, counted in the flat logits. `bits` [len(rows), words]: what may come next in
-    each of `rows`, which have no `places`. `faults`: errors of grammars, by row.
+    `banned`: indices of forbidden tokens in the flattened logits. `bits` [len(rows), words]: bitmasks of
+    allowed tokens for `rows`, which are not in `banned`. `faults`: errors of grammars, by row.
     """
 
-    places: list[int]
+    banned: list[int]
     rows: list[int]
     bits: Bits
     faults: dict[int, str]
 
     @classmethod
     def of(cls, masks: list[tuple[int, RowMasks]], vocab_size: int) -> "FilledMasks":
-        """Advance the grammars and fill their masks. The device is not used: it may be busy meanwhile."""
+        """Advance the grammars and fill their masks, on the host only."""
         dense = [(row, one) for row, one in masks if one.is_dense]
         sparse = [(row, one.banned()) for row, one in masks if not one.is_dense]
         bits = np.zeros((len(dense), -(-vocab_size // 32)), dtype=np.int32)
@@ -155,41 +155,41 @@ class FilledMasks:
                 one.allow(allowed)
             except ValueError as error:  # the text left the grammar, or it is too costly to follow
                 faults[row] = f"{FIELD}: {error}"[:500]
-            except Exception as error:  # noqa: BLE001 - a grammar library raises what it likes
+            except Exception as error:  # noqa: BLE001 - a grammar library may raise anything
                 faults[row] = f"its grammar failed: {type(error).__name__}: {error}"[:500]
-        places = [row * vocab_size + token_id for row, banned in sparse for token_id in banned]
-        return cls(places, [row for row, _ in dense], bits, faults)
+        flat = [row * vocab_size + token_id for row, banned in sparse for token_id in banned]
+        return cls(flat, [row for row, _ in dense], bits, faults)
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Make what must not come -inf in `logits`, in place. The host does not wait for the device."""
+        """Set forbidden tokens to -inf in `logits`, in place. The host does not wait for the device."""
         device = logits.device
-        if self.places:
-            logits.view(-1).index_fill_(0, copy_to_device(torch.tensor(self.places), device), -torch.inf)
+        if self.banned:
+            logits.view(-1).index_fill_(0, copy_to_device(torch.tensor(self.banned), device), -torch.inf)
         if self.rows:
             added = unpacked(self.bits, device)[:, : logits.shape[1]]
             logits.index_add_(0, copy_to_device(torch.tensor(self.rows), device), added)
 
 
 def unpacked(bits: Bits, device: torch.device) -> torch.Tensor:
-    """What is added to logits [rows, 32 * words]: 0 where a bit is set, -inf where it is not."""
+    """Addends for logits [rows, 32 * words]: 0 where a bit is set, -inf elsewhere."""
     if device.type == "cpu":
         return torch.from_numpy(np.take(_ADDED, bits.view(np.uint8), axis=0)).flatten(1)
     return unpacked_on(bits, device)
 
 
 def unpacked_on(bits: Bits, device: torch.device) -> torch.Tensor:
-    """The same; only the bits travel to the device. On a CPU ten times slower."""
+    """The same, unpacked on the device; on a CPU ten times slower."""
     packed = copy_to_device(torch.from_numpy(bits.view(np.uint8)), device)
     allowed = (packed[..., None] >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
     added = torch.zeros(allowed.shape, device=device)
     return added.masked_fill_(allowed == 0, -torch.inf).flatten(1)
 
 
-def _bits(ever: list[int] | None, never: list[int], vocab_size: int) -> Bits:
-    """A bitmask of the ids `ever` (None: all) but for those that are `never` to come."""
+def _bits(allowed: list[int] | None, banned: list[int], vocab_size: int) -> Bits:
+    """A bitmask of the ids `allowed` (None: all) without `banned`."""
     flags = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
-    flags[slice(vocab_size) if ever is None else ever] = 1
-    flags[never] = 0
+    flags[slice(vocab_size) if allowed is None else allowed] = 1
+    flags[banned] = 0
     return np.packbits(flags, bitorder="little").view(np.int32)
 
 

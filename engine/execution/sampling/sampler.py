@@ -1,7 +1,7 @@
-"""Chooses the next token of each row: a pure function of the row and of its sequence's tokens and parameters.
+"""Chooses the next token of each row: logits processors, then argmax or a random draw.
 
-Law: a row's token depends on nothing else: not on the other rows, not on any generator's state. The order is
-penalties and bias, masks, then the draw. This file does not know sequences' states, stops or texts.
+A row's token is a pure function of its logits and of its sequence's tokens and parameters. It does not depend
+on the batch or on a generator state.
 """
 
 from collections.abc import Iterator
@@ -13,49 +13,45 @@ import torch
 from engine.constraints import NO_TOKEN_ALLOWED
 from engine.execution.machine.async_copy import SampledIds, copy_to_device
 from engine.execution.machine.device_errors import device_errors
-from engine.execution.sampling.draw import Draws, draw, take
-from engine.execution.sampling.logits_processors import Edited, LogitEdits
+from engine.execution.sampling.draw import Draws, draw, select_rows
+from engine.execution.sampling.logits_processors import LogitsProcessors, ProcessedLogits
 from engine.execution.sampling.logprobs import token_logprobs
-from engine.execution.sampling.native_draw import UNDECIDED, DrawOperator, ask, row_addresses
-from engine.execution.sampling.slot_params import NO_LOGPROBS, Numbers, Rows, SlotParams
-from engine.execution.sampling.top_k import first_largest
+from engine.execution.sampling.native_draw import UNDECIDED, DrawOperator, draw_requests, row_addresses
+from engine.execution.sampling.slot_params import NO_LOGPROBS, Integers, Params, SlotParams
+from engine.execution.sampling.top_k import row_max
 from engine.outputs import SampledToken, ScheduledSequence, TokenLogprobs
 from engine.sequence import Sequence
 
 NON_FINITE = "the model computed non-finite logits"
 ROWS_AT_ONCE = 32
-"""On a CPU, so that what is made of them stays in its cache, and a large batch takes no more memory."""
+"""On a CPU, rows that are sampled together. Their intermediate values fit the cache."""
 _ERRORS = {-1: NON_FINITE, -2: NO_TOKEN_ALLOWED}
 
 
 class Sampler:
-    """Chooses for a whole batch at once. What it remembers of a sequence can be made again from it."""
+    """Samples whole batches. `operator`: draws if the logits are on a CPU; None: torch draws."""
 
     def __init__(self, operator: DrawOperator | None = None) -> None:
-        """Draws by the native `operator`, if there is one and the logits are on a CPU."""
         self._operator = operator
         self._params = SlotParams()
-        self._edits = LogitEdits()
+        self._processors = LogitsProcessors()
 
     def sample(self, logits: torch.Tensor, items: tuple[ScheduledSequence, ...]) -> list[SampledToken]:
-        """One token for each item that samples, in order; `logits` stay as they are.
+        """One token for each item that samples, in order. `logits` are not changed.
 
-        `logits` [wanted rows of all items, vocabulary], any float dtype. A row that has NaN or +inf, or
-        nothing but -inf, gives an error and no token; so does one whose masks leave nothing, and one whose
-        grammar fails. Raises `DeviceLost`.
+        `logits` [wanted rows of all items, vocabulary], any float dtype. A row gives an error instead of a
+        token if it has NaN or +inf, or only -inf, if its masks allow no token, or if its grammar fails.
+        Raises `DeviceLost`.
         """
         with device_errors(), torch.inference_mode():
-            self._edits.forget_those_who_left()
+            self._processors.evict()
             sampled: list[SampledToken] = []
             for part, sequences, params in self._parts(logits, items):
                 sampled += self._sample(part, sequences, params)
         return sampled
 
     def draw(self, logits: torch.Tensor, items: tuple[ScheduledSequence, ...]) -> SampledIds:
-        """The tokens of `sample`, on their way, for items that want neither edits nor log-probabilities.
-
-        Raises `DeviceLost`.
-        """
+        """As `sample`, without waiting, for items without logits processors and log-probabilities."""
         with device_errors(), torch.inference_mode():
             tokens = [
                 self._choose(part, None, sequences, params)
@@ -65,7 +61,7 @@ class Sampler:
             return SampledIds.of(tokens[0] if len(tokens) == 1 else torch.cat([nothing, *tokens]))
 
     def fetch(self, drawn: SampledIds) -> list[SampledToken]:
-        """Wait for what was drawn: what `sample` gives. Raises `DeviceLost`."""
+        """Wait for drawn tokens; returns what `sample` does. Raises `DeviceLost`."""
         with device_errors():
             return [
                 SampledToken(token_id) if token_id >= 0 else SampledToken(None, _ERRORS[token_id])
@@ -74,8 +70,8 @@ class Sampler:
 
     def _parts(
         self, logits: torch.Tensor, items: tuple[ScheduledSequence, ...]
-    ) -> Iterator[tuple[torch.Tensor, list[Sequence], Rows]]:
-        """The rows that are sampled from, float32, with their sequences, as many as are sampled at once."""
+    ) -> Iterator[tuple[torch.Tensor, list[Sequence], Params]]:
+        """The rows to sample from, float32, with their sequences and parameters, in parts."""
         rows, sequences = _sampling_rows(items)
         if len(rows) < len(logits):
             logits = logits[copy_to_device(torch.tensor(rows, dtype=torch.int64), logits.device)]
@@ -85,11 +81,12 @@ class Sampler:
             part = slice(start, start + step)
             yield logits[part].float().contiguous(), sequences[part], params[part]
 
-    def _sample(self, logits: torch.Tensor, sequences: list[Sequence], params: Rows) -> list[SampledToken]:
-        edited = self._edits.apply(logits, sequences, np.flatnonzero(params["may_be_edited"]).tolist())
-        token_ids = self._choose(logits, edited, sequences, params).tolist()
+    def _sample(self, logits: torch.Tensor, sequences: list[Sequence], params: Params) -> list[SampledToken]:
+        candidates = np.flatnonzero(params["may_be_processed"]).tolist()
+        processed = self._processors.apply(logits, sequences, candidates)
+        token_ids = self._choose(logits, processed, sequences, params).tolist()
         logprobs = _sampled_logprobs(logits, token_ids, params)
-        faults = edited.faults if edited else {}
+        faults = processed.faults if processed else {}
         if not faults and not logprobs and min(token_ids) >= 0:
             return list(map(SampledToken, token_ids))
         return [
@@ -100,31 +97,35 @@ class Sampler:
         ]
 
     def _choose(
-        self, logits: torch.Tensor, edited: Edited | None, sequences: list[Sequence], params: Rows
+        self,
+        logits: torch.Tensor,
+        processed: ProcessedLogits | None,
+        sequences: list[Sequence],
+        params: Params,
     ) -> torch.Tensor:
-        """The token of each row, or the key of its error, on the device of the logits."""
+        """The token of each row, or its key in `_ERRORS`, on the device of the logits."""
         operator = self._operator if logits.device.type == "cpu" else None
-        find_largest = operator.first_largest if operator else first_largest
-        largest, tokens = find_largest(logits)
-        # The largest of a row with NaN is NaN. Of the model's own row: a mask's -inf is no fault.
-        is_finite = largest.isfinite()
-        if edited:
-            largest[edited.rows], tokens[edited.rows] = find_largest(edited.logits)
+        find_max = operator.row_max if operator else row_max
+        max_logits, tokens = find_max(logits)
+        # Checked before masks, whose -inf is no error. The maximum of a row with NaN is NaN.
+        is_finite = max_logits.isfinite()
+        if processed:
+            max_logits[processed.rows], tokens[processed.rows] = find_max(processed.logits)
         random = np.flatnonzero(params["is_random"])
         if len(random):
             indices = np.array([sequences[row].num_output_tokens for row in random], dtype=np.int64)
-            batch = _Batch(logits, edited, largest, tokens, params)
-            undecided = batch.draw_by(operator, random, indices) if operator else np.arange(len(random))
+            batch = _Batch(logits, processed, max_logits, tokens, params)
+            undecided = batch.draw_natively(operator, random, indices) if operator else np.arange(len(random))
             if len(undecided):
                 batch.draw(random[undecided], indices[undecided])
-        return tokens.masked_fill_(largest == -torch.inf, -2).masked_fill_(~is_finite, -1)
+        return tokens.masked_fill_(max_logits == -torch.inf, -2).masked_fill_(~is_finite, -1)
 
     def prompt_logprobs(
         self, logits: torch.Tensor, items: tuple[ScheduledSequence, ...]
     ) -> list[tuple[ScheduledSequence, list[TokenLogprobs]]]:
-        """Log-probabilities of the prompt tokens behind the wanted rows of each item that asks for them.
+        """Log-probabilities of prompt tokens, for the items that request them.
 
-        `logits` as in `sample`. A chunk's row j is about token `start + j + 1`, if that is in the prompt.
+        `logits` as in `sample`. Row j of a chunk gives token `start + j + 1`, if that is in the prompt.
         Raises `DeviceLost`.
         """
         found: list[tuple[ScheduledSequence, list[TokenLogprobs]]] = []
@@ -157,62 +158,61 @@ def _sampling_rows(items: tuple[ScheduledSequence, ...]) -> tuple[list[int], lis
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Rows with their `largest` logits after `edited`; a draw puts the `tokens` of some of them in place."""
+    """Rows of logits, where `processed` replaces some, and their maxima. A draw writes into `tokens`."""
 
     logits: torch.Tensor
-    edited: Edited | None
-    largest: torch.Tensor
+    processed: ProcessedLogits | None
+    max_logits: torch.Tensor
     tokens: torch.Tensor
-    params: Rows
+    params: Params
 
-    def draw_by(self, operator: DrawOperator, rows: Numbers, indices: Numbers) -> Numbers:
-        """Draw `rows`, whose outputs have `indices` tokens; returns which of them are yet undecided."""
+    def draw_natively(self, operator: DrawOperator, rows: Integers, indices: Integers) -> Integers:
+        """Draw `rows`, whose outputs have `indices` tokens; returns which of `rows` are undecided."""
         addresses = row_addresses(self.logits)
-        if self.edited:
-            addresses[self.edited.row_numbers] = row_addresses(self.edited.logits)
-        largest, likeliest = self.largest.numpy()[rows], self.tokens.numpy()[rows]
+        if self.processed:
+            addresses[self.processed.host_rows] = row_addresses(self.processed.logits)
+        max_logits, argmax = self.max_logits.numpy()[rows], self.tokens.numpy()[rows]
         vocab_size = self.logits.shape[1]
-        asked = ask(addresses[rows], largest, likeliest, self.params[rows], indices, vocab_size)
-        drawn = operator.draw(asked, vocab_size)
+        requests = draw_requests(addresses[rows], max_logits, argmax, self.params[rows], indices, vocab_size)
+        drawn = operator.draw(requests, vocab_size)
         self.tokens.numpy()[rows] = drawn
         return np.flatnonzero(drawn == UNDECIDED)
 
-    def draw(self, rows: Numbers, indices: Numbers) -> None:
-        """The same by torch, whatever the device."""
+    def draw(self, rows: Integers, indices: Integers) -> None:
+        """Draw `rows` with torch, on any device."""
         device = self.logits.device
         draws = Draws.of(self.params[rows], indices, self.logits.shape[1], device)
         on_device = copy_to_device(torch.from_numpy(rows), device)
         shifted = self._shifted(rows, on_device)
         self.tokens[on_device] = draw(shifted.div_(draws.temperature[:, None]), draws)
 
-    def _shifted(self, rows: Numbers, on_device: torch.Tensor) -> torch.Tensor:
-        """The edited logits of `rows`, ascending, in a tensor of their own, each row's largest at 0.
+    def _shifted(self, rows: Integers, on_device: torch.Tensor) -> torch.Tensor:
+        """The processed logits of `rows`, ascending, in a new tensor, with each row's largest at 0.
 
-        `on_device`: the same rows, where the logits are. Rows are shifted before they are divided: the draw
-        is the same, and nothing overflows at a small temperature.
+        `on_device`: `rows` on the device. Shifting before the division by temperature avoids overflow.
         """
-        logits, edited = self.logits, self.edited
-        if edited and len(edited.rows) == len(logits):
-            logits, edited = edited.logits, None
-        shifted = take(logits, on_device) - self.largest[on_device, None]
-        if edited:
-            at = np.flatnonzero(np.isin(edited.row_numbers, rows))
-            changed = edited.row_numbers[at]
-            places, at_there, changed_there = (
+        logits, processed = self.logits, self.processed
+        if processed and len(processed.rows) == len(logits):
+            logits, processed = processed.logits, None
+        shifted = select_rows(logits, on_device) - self.max_logits[on_device, None]
+        if processed:
+            at = np.flatnonzero(np.isin(processed.host_rows, rows))
+            changed = processed.host_rows[at]
+            to, source, changed_rows = (
                 copy_to_device(torch.from_numpy(one), logits.device)
                 for one in (np.searchsorted(rows, changed), at, changed)
             )
-            shifted[places] = edited.logits[at_there] - self.largest[changed_there, None]
+            shifted[to] = processed.logits[source] - self.max_logits[changed_rows, None]
         return shifted
 
 
-def _sampled_logprobs(logits: torch.Tensor, token_ids: list[int], params: Rows) -> dict[int, TokenLogprobs]:
-    """By row, for those that ask for them and have a token."""
-    asking = np.flatnonzero((params["num_logprobs"] != NO_LOGPROBS) & (np.array(token_ids) >= 0))
-    if not len(asking):
+def _sampled_logprobs(logits: torch.Tensor, token_ids: list[int], params: Params) -> dict[int, TokenLogprobs]:
+    """By row, for rows that request them and have a token."""
+    rows = np.flatnonzero((params["num_logprobs"] != NO_LOGPROBS) & (np.array(token_ids) >= 0))
+    if not len(rows):
         return {}
-    rows = copy_to_device(torch.from_numpy(asking), logits.device)
-    asked = asking.tolist()
-    chosen = [token_ids[row] for row in asked]
-    numbers = params["num_logprobs"][asking].tolist()
-    return dict(zip(asked, token_logprobs(take(logits, rows), chosen, numbers), strict=True))
+    selected = select_rows(logits, copy_to_device(torch.from_numpy(rows), logits.device))
+    numbers = rows.tolist()
+    chosen = [token_ids[row] for row in numbers]
+    logprobs = token_logprobs(selected, chosen, params["num_logprobs"][rows].tolist())
+    return dict(zip(numbers, logprobs, strict=True))

@@ -1,7 +1,4 @@
-"""What requests ask of their draws, as arrays: written down once for each slot, read for whole batches.
-
-Law: a row's parameters are those of the sequence that sits there, whoever sat there before. Knows no logits.
-"""
+"""Sampling parameters as arrays: one row per slot, written once per sequence, read for whole batches."""
 
 import numpy as np
 import numpy.typing as npt
@@ -10,11 +7,11 @@ from engine.execution.sampling.gumbel import seed_states
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
-HIGHEST_TEMPERATURE = 1e30
-"""All tokens are equally likely long before; more would be infinite in float32."""
+MAX_TEMPERATURE = 1e30
+"""All tokens are equally likely long before. More would be infinite in float32."""
 NO_LOGPROBS = -1
 
-ROW = np.dtype(
+PARAMS_DTYPE = np.dtype(
     [
         ("is_random", np.bool_),
         ("temperature", np.float32),
@@ -23,55 +20,55 @@ ROW = np.dtype(
         ("min_p", np.float64),
         ("seed_state", np.uint64),
         ("num_logprobs", np.int64),
-        ("may_be_edited", np.bool_),
+        ("may_be_processed", np.bool_),
     ]
 )
-"""A row's parameters, in the types that tensors are made of.
+"""The parameters of a row.
 
-`top_k`: 0 is off. `seed_state`: see `engine/execution/sampling/gumbel.py`. `num_logprobs`: `NO_LOGPROBS` if
-there are to be none. `may_be_edited`: it may at some time ask for penalties, bias or masks.
+`top_k`: 0 is off. `seed_state`: see `engine/execution/sampling/gumbel.py`. `num_logprobs`: `NO_LOGPROBS` for
+none. `may_be_processed`: whether it may need penalties, bias or masks at some step.
 """
-Rows = npt.NDArray[np.void]
-"""Of `ROW`, one for each sequence."""
-Numbers = npt.NDArray[np.int64]
+Params = npt.NDArray[np.void]
+"""An array of `PARAMS_DTYPE`, one element per row."""
+Integers = npt.NDArray[np.int64]
 
 
 class SlotParams:
-    """The parameters of those who sit, a row for each slot; there may be any number of slots."""
+    """The parameters of the sequences in all slots."""
 
     def __init__(self) -> None:
         self._owners: list[Sequence | None] = []
-        self._table: Rows = np.zeros(0, dtype=ROW)
+        self._table: Params = np.zeros(0, dtype=PARAMS_DTYPE)
 
-    def of(self, sequences: list[Sequence]) -> Rows:
-        """In their order. Raises ValueError if one has no slot."""
+    def of(self, sequences: list[Sequence]) -> Params:
+        """The rows of `sequences`, in order. Raises ValueError for a sequence without a slot."""
         slots = [_slot_of(sequence) for sequence in sequences]
         if max(slots, default=-1) >= len(self._owners):
             self._grow(max(slots) + 1)
-        # Compared by identity, in one go: who sits there has mostly sat there before.
+        # One comparison by identity: most sequences were in their slots before.
         if [self._owners[slot] for slot in slots] != sequences:
             for sequence, slot in zip(sequences, slots, strict=True):
                 if self._owners[slot] is not sequence:
-                    self._enter(sequence, slot)
+                    self._write(sequence, slot)
         return self._table[slots]
 
     def _grow(self, num_slots: int) -> None:
         num_new = max(num_slots, 2 * len(self._owners)) - len(self._owners)
         self._owners += [None] * num_new
-        self._table = np.concatenate([self._table, np.zeros(num_new, dtype=ROW)])
+        self._table = np.concatenate([self._table, np.zeros(num_new, dtype=PARAMS_DTYPE)])
 
-    def _enter(self, sequence: Sequence, slot: int) -> None:
+    def _write(self, sequence: Sequence, slot: int) -> None:
         params = sequence.params
         self._owners[slot] = sequence
         self._table[slot] = (
             not params.is_greedy,
-            min(params.temperature, HIGHEST_TEMPERATURE),
+            min(params.temperature, MAX_TEMPERATURE),
             min(params.top_k, np.iinfo(np.int64).max),
             params.top_p,
             params.min_p,
             seed_states([params.seed])[0],
             NO_LOGPROBS if params.logprobs is None else params.logprobs,
-            may_be_edited(sequence),
+            may_be_processed(sequence),
         )
 
 
@@ -81,8 +78,8 @@ def _slot_of(sequence: Sequence) -> int:
     return sequence.slot
 
 
-def may_be_edited(sequence: Sequence) -> bool:
-    """Whether it may at some time ask for anything but the model's own logits."""
+def may_be_processed(sequence: Sequence) -> bool:
+    """Whether its logits may need penalties, bias or masks at some step."""
     params, constraints = sequence.params, sequence.constraints
     return bool(
         is_penalized(params)

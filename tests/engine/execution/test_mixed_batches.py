@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine.constraints import NO_TOKEN_ALLOWED, Constraints
 from engine.execution.sampling import sampler
-from engine.execution.sampling.logits_processors import LogitEdits
+from engine.execution.sampling.logits_processors import LogitsProcessors
 from engine.execution.sampling.sampler import NON_FINITE, Sampler
 from engine.outputs import SampledToken, ScheduledSequence
 from engine.sampling_params import SamplingParams
@@ -124,16 +124,16 @@ def test_five_kinds_in_all_orders() -> None:
 
 def test_rows_that_ask_for_nothing_are_not_edited() -> None:
     """And a batch of such rows is neither copied nor remembered."""
-    edits, logits = LogitEdits(), random_logits(3, 50)
+    processors, logits = LogitsProcessors(), random_logits(3, 50)
     plain = [row(SamplingParams(seed=seed)).sequence for seed in (1, 2)]
-    assert edits.apply(logits, plain, range(len(plain))) is None
-    assert not edits._kept
-    edited = edits.apply(
+    assert processors.apply(logits, plain, range(len(plain))) is None
+    assert not processors._states
+    processed = processors.apply(
         logits, [plain[0], row(SamplingParams(logit_bias={3: 1.0})).sequence, plain[1]], range(3)
     )
-    assert edited
-    assert edited.rows.tolist() == [1]
-    assert edited.logits.shape == (1, 50)
+    assert processed
+    assert processed.rows.tolist() == [1]
+    assert processed.logits.shape == (1, 50)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -209,7 +209,7 @@ def in_slot(slot: int, number: int) -> Sequence:
 def test_nothing_is_remembered_of_those_who_left() -> None:
     remembering, sequence = Sampler(), in_slot(2, 1)
     remembering.sample(random_logits(1, 20), (ScheduledSequence(sequence, 0, 1, 0, True),))
-    assert list(remembering._edits._kept) == [2]
+    assert list(remembering._processors._states) == [2]
     sequence.preempt()
     remembering.sample(random_logits(1, 20), (row(SamplingParams()),))
-    assert not remembering._edits._kept
+    assert not remembering._processors._states

@@ -22,6 +22,6 @@ def test_what_can_be_no_model(source: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     told: list[str] = []
-    with pytest.raises(InvalidParameter, match="neither a directory nor a hub id"):
+    with pytest.raises(InvalidParameter, match="neither a directory nor an available hub id"):
         find_model("nobody/has-this-model", told.append)
     assert told == ["looking for nobody/has-this-model on the hub and in its cache"]

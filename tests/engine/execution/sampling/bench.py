@@ -127,11 +127,11 @@ def naive_draw(logits: torch.Tensor, params: SamplingParams, index: int) -> int:
     return max(kept, key=noisy.__getitem__)
 
 
-def naive_edited(logits: torch.Tensor, sequence: Sequence) -> torch.Tensor:
+def naive_processed(logits: torch.Tensor, sequence: Sequence) -> torch.Tensor:
     """Penalties, bias and masks, token by token, in single floats."""
     params, output = sequence.params, sequence.output_token_ids
-    edited = logits.clone().numpy()
-    for token, value in enumerate(edited):
+    processed = logits.clone().numpy()
+    for token, value in enumerate(processed):
         if token in sequence.token_ids:
             repetition = np.float32(params.repetition_penalty)
             value = value / repetition if value > 0 else value * repetition
@@ -139,9 +139,9 @@ def naive_edited(logits: torch.Tensor, sequence: Sequence) -> torch.Tensor:
             taken = params.frequency_penalty * output.count(token) + params.presence_penalty
             value = value - np.float32(taken)
         value = value + np.float32(params.logit_bias.get(token, 0.0))
-        edited[token] = value if naive_allowed(sequence, token) else -np.inf
-    edited = np.where(naive_ends(sequence, edited), -np.inf, edited).astype(np.float32)
-    return torch.from_numpy(edited)
+        processed[token] = value if naive_allowed(sequence, token) else -np.inf
+    processed = np.where(naive_ends(sequence, processed), -np.inf, processed).astype(np.float32)
+    return torch.from_numpy(processed)
 
 
 def naive_allowed(sequence: Sequence, token: int) -> bool:
@@ -157,13 +157,13 @@ def naive_allowed(sequence: Sequence, token: int) -> bool:
     return params.allowed_token_ids is None or token in params.allowed_token_ids
 
 
-def naive_ends(sequence: Sequence, edited: "np.ndarray[Any, Any]") -> list[bool]:
+def naive_ends(sequence: Sequence, processed: "np.ndarray[Any, Any]") -> list[bool]:
     """The ends that `min_tokens` forbids: none, where a grammar leaves nothing else."""
-    ends = [token in sequence.constraints.end_token_ids for token in range(len(edited))]
+    ends = [token in sequence.constraints.end_token_ids for token in range(len(processed))]
     is_too_short = sequence.num_output_tokens < sequence.params.min_tokens
     others = [token for token, is_end in enumerate(ends) if not is_end and naive_allowed(sequence, token)]
     if not is_too_short or (sequence.constraints.grammar is not None and not others):
-        return [False] * len(edited)
+        return [False] * len(processed)
     return ends
 
 
@@ -180,13 +180,13 @@ def naive_sample(logits: torch.Tensor, item: ScheduledSequence) -> SampledToken:
     sequence, params = item.sequence, item.sequence.params
     if not logits.max().isfinite():
         return SampledToken(None, NON_FINITE)
-    edited = naive_edited(logits.float(), sequence)
-    if edited.max() == -torch.inf:
+    processed = naive_processed(logits.float(), sequence)
+    if processed.max() == -torch.inf:
         return SampledToken(None, NO_TOKEN_ALLOWED)
     if params.is_greedy:
-        token_id = int(edited.argmax())
+        token_id = int(processed.argmax())
     else:
-        token_id = naive_draw(edited, params, sequence.num_output_tokens)
+        token_id = naive_draw(processed, params, sequence.num_output_tokens)
     if params.logprobs is None:
         return SampledToken(token_id)
     return SampledToken(token_id, None, naive_logprobs(logits, token_id, params.logprobs))

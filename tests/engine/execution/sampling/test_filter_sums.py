@@ -1,18 +1,18 @@
-"""Sums of probabilities tell tokens apart that are a hundred million times less likely than the likeliest."""
+"""Sums of probabilities resolve tokens that are a hundred million times less likely than the most likely."""
 
 import math
 
 import pytest
 import torch
 
-from engine.execution.sampling.filters import MASS_UNIT, Filters, decide, mass, thresholds_of_sorted
+from engine.execution.sampling.filters import MASS_UNIT, Filters, mass, sorted_thresholds, window_thresholds
 from tests.engine.execution.sampling.bench import random_logits
 
 UNLIKELY, UNLIKELIER = -17.0, -18.0
-"""Less than half of what a float32 of the size of 1 can tell apart."""
+"""Less than half of the resolution of a float32 near 1."""
 
 
-def test_the_mass_loses_less_than_its_unit_for_each_token() -> None:
+def test_the_mass_loses_less_than_its_unit_per_token() -> None:
     logits = random_logits(2, 200_000).clamp_(max=0.0)
     logits[:, 0] = 0.0
     exact = [math.fsum(row) for row in logits.exp().tolist()]
@@ -20,13 +20,13 @@ def test_the_mass_loses_less_than_its_unit_for_each_token() -> None:
     assert mass(logits).tolist() == pytest.approx(exact, rel=0, abs=allowed)
 
 
-def test_top_p_tells_the_least_likely_apart() -> None:
+def test_top_p_resolves_unlikely_tokens() -> None:
     values = torch.tensor([[0.0, UNLIKELY, UNLIKELIER]])
     weights = values.exp().double()
     total = weights.sum(-1)
-    # The second token is needed to hold p together, the third one is not.
+    # Top-p needs the second token and not the third.
     top_p = (1 + weights[:, 1] / 2) / total
     filters = Filters(torch.tensor([3]), top_p)
-    assert thresholds_of_sorted(values, filters).tolist() == [UNLIKELY]
-    threshold, is_decided = decide(values, total, filters, vocab_size=3)
+    assert sorted_thresholds(values, filters).tolist() == [UNLIKELY]
+    threshold, is_decided = window_thresholds(values, total, filters, vocab_size=3)
     assert (threshold.tolist(), is_decided.tolist()) == ([UNLIKELY], [True])

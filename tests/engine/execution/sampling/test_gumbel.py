@@ -44,7 +44,7 @@ def test_the_bits_are_those_of_plain_integers() -> None:
 
 
 def test_the_bits_are_pinned() -> None:
-    """A change of these would change the text of every seeded request that is resumed or asked again."""
+    """A change of these would change the text of every seeded request that is resumed or sent again."""
     assert [row_key(*draw) for draw in DRAWS[:3]] == PINNED_KEYS
     assert [hash_in_python(row_key(42, 7), token) for token in (0, 1, 49_151)] == PINNED_HASHES
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.execution.sampling import logit_masks
-from engine.execution.sampling.logits_processors import LogitEdits
+from engine.execution.sampling.logits_processors import LogitsProcessors
 from engine.outputs import ScheduledSequence
 from engine.sampling_params import SamplingParams
 from tests.engine.execution.sampling.bench import ModuloGrammar, SetGrammar, random_logits, row
@@ -20,7 +20,7 @@ VOCAB = 70
 def allowed(item: ScheduledSequence, vocab_size: int = VOCAB) -> list[int]:
     """The tokens that are left; all others are -inf, and these are as they were."""
     logits = random_logits(1, vocab_size)
-    changed = LogitEdits().apply(logits, [item.sequence], [0])
+    changed = LogitsProcessors().apply(logits, [item.sequence], [0])
     if changed is None:
         return list(range(vocab_size))
     assert not changed.faults
@@ -137,11 +137,11 @@ def test_bad_words_step_by_step_are_those_of_the_definition(
     bad: list[tuple[int, ...]], output: list[int]
 ) -> None:
     item = row(GREEDY, prompt=[1], bad_token_ids=tuple(bad))
-    edits, logits = LogitEdits(), random_logits(1, VOCAB)
+    processors, logits = LogitsProcessors(), random_logits(1, VOCAB)
 
     for length in range(len(output) + 1):
         so_far = output[:length]
-        changed = edits.apply(logits, [item.sequence], [0])
+        changed = processors.apply(logits, [item.sequence], [0])
         assert changed is not None
         expected = {last for *before, last in bad if so_far[length - len(before) :] == before}
         banned = (changed.logits[0] == -torch.inf).nonzero()[:, 0].tolist()
@@ -157,9 +157,9 @@ def test_outputs_of_one_request_share_their_large_masks() -> None:
     two.sequence.constraints = one.sequence.constraints
     for slot, item in enumerate((one, two, other)):
         item.sequence.slot = slot
-    edits = LogitEdits()
-    edits.apply(random_logits(3, VOCAB), [one.sequence, two.sequence, other.sequence], [0, 1, 2])
-    masks = [edits._kept[slot].masks for slot in range(3)]
+    processors = LogitsProcessors()
+    processors.apply(random_logits(3, VOCAB), [one.sequence, two.sequence, other.sequence], [0, 1, 2])
+    masks = [processors._states[slot].masks for slot in range(3)]
 
     assert all(masks)
     assert masks[0]._constant is masks[1]._constant  # type: ignore[union-attr]

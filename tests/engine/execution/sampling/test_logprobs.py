@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.execution.sampling import logprobs
-from engine.execution.sampling.logprobs import likeliest, token_logprobs
+from engine.execution.sampling.logprobs import most_likely, token_logprobs
 from engine.execution.sampling.sampler import Sampler
 from engine.outputs import ScheduledSequence, SchedulerOutputs, TokenLogprobs
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -30,7 +30,7 @@ from tests.tiny_models import make_model
 def test_the_likeliest_come_in_order_and_equal_ones_by_id(
     rows: int, vocab_size: int, numbers: list[int], levels: float | None, seed: int
 ) -> None:
-    """sglang#32290: candidates of one text were merged; vllm#1623: more than the vocabulary was asked for.
+    """sglang#32290: candidates of one text were merged; vllm#1623: more than the vocabulary was requested.
 
     `levels` 0: a flat row. Each row's answer does not depend on how many the others ask for.
     """
@@ -45,7 +45,7 @@ def test_the_likeliest_come_in_order_and_equal_ones_by_id(
 
 def test_zeros_of_both_signs_are_equal() -> None:
     values = torch.tensor([[-1.0, -0.0, 0.0, -0.0, 0.0]])
-    assert likeliest(values, 3)[1].tolist() == [[1, 2, 3]]
+    assert most_likely(values, 3)[1].tolist() == [[1, 2, 3]]
 
 
 def test_rows_that_are_not_finite_break_nothing() -> None:
@@ -64,11 +64,11 @@ def test_the_sampled_tokens_own_is_told_whatever_was_asked_of_the_draw(temperatu
     The token is not the likeliest here: the mask is no part of the model's distribution.
     """
     logits = random_logits(2, 500)
-    asked = SamplingParams(
+    params = SamplingParams(
         temperature=temperature, logprobs=0, logit_bias={7: 50.0}, repetition_penalty=3.0, seed=1
     )
     mate = row(SamplingParams(temperature=temperature, seed=2, logprobs=None))
-    found = Sampler().sample(logits, (row(asked, grammar=SetGrammar(7, 8)), mate))
+    found = Sampler().sample(logits, (row(params, grammar=SetGrammar(7, 8)), mate))
     assert found[0].logprobs == TokenLogprobs(7, float(logits[0].log_softmax(-1)[7]))
     assert found[1].logprobs is None
 

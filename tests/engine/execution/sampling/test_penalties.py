@@ -5,7 +5,7 @@ import torch
 from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
 
 from engine.config import EngineConfig
-from engine.execution.sampling.logits_processors import LogitEdits
+from engine.execution.sampling.logits_processors import LogitsProcessors
 from engine.execution.sampling.penalties import TokenCounts
 from engine.outputs import ScheduledSequence
 from engine.sampling_params import SamplingParams
@@ -16,9 +16,9 @@ from tests.tiny_models import make_model
 A, B = 0, 1
 
 
-def edited(logits: torch.Tensor, *items: ScheduledSequence) -> torch.Tensor:
+def processed(logits: torch.Tensor, *items: ScheduledSequence) -> torch.Tensor:
     """All rows after penalties, bias and masks."""
-    changed = LogitEdits().apply(logits, [item.sequence for item in items], range(len(items)))
+    changed = LogitsProcessors().apply(logits, [item.sequence for item in items], range(len(items)))
     return changed.logits if changed else logits
 
 
@@ -51,7 +51,7 @@ def test_repetition_is_what_transformers_makes_it() -> None:
     token_ids = [[5, 8, 8, 300, 12], [1, 2, 3, 4, 5], [7, 7, 7, 7, 7]]
     items = [row(SamplingParams(repetition_penalty=1.3), prompt=ids[:2], output=ids[2:]) for ids in token_ids]
     right = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor(token_ids), logits.clone())  # type: ignore[no-untyped-call]  # transformers is not typed
-    assert torch.equal(edited(logits, *items), right)
+    assert torch.equal(processed(logits, *items), right)
 
 
 def test_a_penalized_request_goes_as_transformers_generates_it() -> None:
@@ -85,7 +85,7 @@ def test_all_together_are_applied_one_after_the_other() -> None:
         repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25, logit_bias={0: 10.0, 3: -1.0}
     )
     item = row(params, prompt=[2], output=[0, 0, 1])
-    assert edited(logits, item).tolist() == [[2.0 - 1.25 + 10.0, -8.0 - 0.75, 2.0, 0.0]]
+    assert processed(logits, item).tolist() == [[2.0 - 1.25 + 10.0, -8.0 - 0.75, 2.0, 0.0]]
 
 
 def test_ids_outside_the_vocabulary_touch_nothing() -> None:
@@ -105,23 +105,24 @@ def test_ids_outside_the_vocabulary_touch_nothing() -> None:
         end_token_ids=frozenset({70, 101}),
     )
     plain = row(SamplingParams(logit_bias={1: 0.0}))
-    changed = edited(logits, plain, stray, plain)
+    changed = processed(logits, plain, stray, plain)
     assert torch.equal(changed[[0, 2]], logits[[0, 2]])
     assert changed[1].isfinite().nonzero()[:, 0].tolist() == [3]
     negative = row(SamplingParams(presence_penalty=2.0), output=[-1, -50])
-    assert torch.equal(edited(logits, plain, negative, plain), logits)
+    assert torch.equal(processed(logits, plain, negative, plain), logits)
 
 
 def test_a_small_divisor_does_not_make_infinity() -> None:
     logits = torch.tensor([[3e38, 1.0]])
-    assert edited(logits, row(SamplingParams(repetition_penalty=1e-3), prompt=[0])).isfinite().all()
+    assert processed(logits, row(SamplingParams(repetition_penalty=1e-3), prompt=[0])).isfinite().all()
     assert sample(logits, row(SamplingParams(repetition_penalty=1e-3, top_p=0.5), prompt=[0])) == [0]
 
 
 def test_the_smallest_penalty_makes_no_nan_of_an_impossible_token() -> None:
     logits = torch.tensor([[-torch.inf, 1.0, -2.0]])
     assert (
-        edited(logits, row(SamplingParams(repetition_penalty=1e-300), prompt=[0])).tolist() == logits.tolist()
+        processed(logits, row(SamplingParams(repetition_penalty=1e-300), prompt=[0])).tolist()
+        == logits.tolist()
     )
 
 
@@ -134,9 +135,9 @@ def test_counts_grow_with_the_sequence_and_no_token_is_counted_twice() -> None:
         sequence.append(step % 140)
         right[step % 140] = right.get(step % 140, 0.0) + 1.0
         for _ in range(step % 3):
-            counts.catch_up()
-    counts.catch_up()
-    assert dict(zip(counts.token_ids.tolist(), counts.taken.tolist(), strict=True)) == right
+            counts.update()
+    counts.update()
+    assert dict(zip(counts.token_ids.tolist(), counts.subtracted.tolist(), strict=True)) == right
     again = TokenCounts(sequence, 1000)
     assert again.token_ids.tolist() == counts.token_ids.tolist()
 
@@ -154,5 +155,5 @@ def test_catching_up_looks_at_new_tokens_alone() -> None:
     counts = TokenCounts(sequence, 10)
     watched = sequence.token_ids = Watched(sequence.token_ids)
     sequence.append(4)
-    counts.catch_up()
+    counts.update()
     assert watched.num_read == 1

@@ -52,7 +52,7 @@ def test_each_row_has_its_own(batches: list[dict[int, SamplingParams]], data: st
             assert (one["top_p"], one["min_p"]) == (params.top_p, params.min_p)
             assert one["seed_state"] == seed_states([params.seed])[0]
             assert one["num_logprobs"] == (NO_LOGPROBS if params.logprobs is None else params.logprobs)
-            assert one["may_be_edited"] == bool(params.logit_bias)
+            assert one["may_be_processed"] == bool(params.logit_bias)
 
 
 @pytest.mark.parametrize(
@@ -68,13 +68,13 @@ def test_each_row_has_its_own(batches: list[dict[int, SamplingParams]], data: st
         ({}, Constraints(bad_token_ids=((1, 2),))),
     ],
 )
-def test_who_may_be_edited(params: dict[str, object], constraints: Constraints) -> None:
+def test_who_may_be_processed(params: dict[str, object], constraints: Constraints) -> None:
     item = row(
         SamplingParams(**params), **{one.name: getattr(constraints, one.name) for one in fields(Constraints)}
     )
     plain = row(SamplingParams(temperature=0.3, top_k=5, top_p=0.5, min_p=0.1, logprobs=3, stop=("x",)))
     found = SlotParams().of([item.sequence, plain.sequence])
-    assert found["may_be_edited"].tolist() == [True, False]
+    assert found["may_be_processed"].tolist() == [True, False]
 
 
 def test_nobody_is_sampled_without_a_slot() -> None:
