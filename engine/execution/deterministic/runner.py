@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from engine.execution.attention.interface import AttentionBackend
 from engine.execution.machine.device_errors import device_errors
-from engine.execution.runner.inputs import InputBuilder, StepInputs, null_inputs
+from engine.execution.runner.inputs import InputBuilder, StepInputs
 from engine.execution.runner.model_runner import ModelRunner
+from engine.execution.runner.synthetic_steps import null_inputs
 from engine.outputs import ScheduledSequence, SchedulerOutputs
 
 MOST_FILL = 3

@@ -36,6 +36,6 @@ def find_model(source: str, progress: Callable[[str], None]) -> Path:
         # The hub client has its own errors, and others for caches that it cannot find or write.
         raise InvalidParameter(
             "model",
-            f"{source!r} is neither a directory nor a hub id that can be downloaded: {one_line(error)}",
+            f"{source!r} is neither a directory nor an available hub id: {one_line(error)}",
         ) from error
     raise InvalidParameter("model", f"{source!r} holds no weights ({', '.join(WEIGHT_FILES)})")

@@ -101,7 +101,7 @@ class TokenGrammar:
     def fill_bitmask(self, row: Bitmask) -> None:
         mask = self._current_mask()
         if not mask.any() and not self._matcher.is_accepting():
-            raise ValueError("the grammar reached a state that allows no further text")
+            raise ValueError("the grammar reached a state from which no text is allowed")
         row[:] = mask
 
     @property

@@ -9,6 +9,11 @@ from engine.checkpoint.fingerprint import fingerprint
 from tests.tiny_models import save_model
 
 
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("llama"))
+
+
 def test_a_copy_has_the_same_fingerprint(tiny_llama: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(tiny_llama, tmp_path / "elsewhere")
     (copied / "README.md").write_text("not a part of the model")
