@@ -71,7 +71,7 @@ def test_attention_that_is_not_causal_is_refused_by_name() -> None:
 
 
 def test_a_mask_of_the_models_own_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModel, match="'doge': the model adds a mask or a bias"):
+    with pytest.raises(UnsupportedModel, match="'doge': the model adds its own mask or bias"):
         check(small("doge", intermediate_size=32, num_key_value_heads=2))
 
 
