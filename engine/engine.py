@@ -136,16 +136,16 @@ class Engine:
             self.scheduler.abort(output.sequence, FinishReason.CANCELLED)
         self._parallel_outputs.release_followers(output.sequence for output in request.outputs)
         finished = self.scheduler.pop_finished()
-        self.scheduler.finished_sequences += [one for one in finished if one in self._outputs]
+        self.scheduler.finished_sequences += [sequence for sequence in finished if sequence in self._outputs]
         return True
 
     def step(self, isolate_request_id: str | None = None) -> StepOutput:
-        """Run one step and return its new tokens and finishes. With an `async_executor`, the next step is in
-        flight when it returns.
+        """Run one step and return its new tokens and finish reasons.
 
-        `isolate_request_id`: schedule this request only. The others keep their state unless it needs their
-        slots or blocks, and a step that is in flight still reports their tokens. Finishes are reported for
-        all. Raises `EngineDead` if nothing can be executed any more.
+        With an `async_executor`, the next step is in flight when it returns. `isolate_request_id`: schedule
+        this request only. The others keep their state unless it needs their slots or blocks; tokens of a step
+        in flight and finishes are still reported for all. Raises `EngineDead` if nothing can be executed any
+        more.
         """
         self._recorder.start_step()
         self._expire_deadlines()
@@ -201,7 +201,7 @@ class Engine:
         if isolated is None:
             is_idle = not running and not queue
         else:
-            is_idle = not any(one in running or one in queue for one in isolated)
+            is_idle = not any(sequence in running or sequence in queue for sequence in isolated)
         for request, error in self._grammars.pop_compiled(is_idle=is_idle):
             if error:
                 self._finish(request, FinishReason.ERROR, error)
@@ -254,7 +254,8 @@ class Engine:
         with self._recorder.stage("update"):
             started = self._record_first_scheduled(scheduled, executed)
             outputs = [
-                self._outputs[one].to_output(text, executed.tokens[one]) for one, text in texts.items()
+                self._outputs[sequence].to_output(text, executed.tokens[sequence])
+                for sequence, text in texts.items()
             ]
             outputs += self._pop_finished(texts)
         report = self._recorder.build_report(scheduled, self.scheduler)
@@ -279,8 +280,10 @@ class Engine:
     def _pop_finished(self, texts: dict[Sequence, str]) -> list[SequenceOutput]:
         """Forget finished outputs. Returns the finishes that come without a token of this step."""
         finished, now = self.scheduler.pop_finished(), self._clock()
-        outputs = [self._outputs[one].to_output(None, None) for one in finished if one not in texts]
-        for request in dict.fromkeys(self._outputs.pop(one).request for one in finished):
+        outputs = [
+            self._outputs[sequence].to_output(None, None) for sequence in finished if sequence not in texts
+        ]
+        for request in dict.fromkeys(self._outputs.pop(sequence).request for sequence in finished):
             if request.is_finished:
                 self._recorder.record_finished(request, now)
                 del self._requests[request.request_id]

@@ -70,7 +70,7 @@ class LLM:
         """
         all_prompts = [prompts] if isinstance(prompts, str) else prompts
         _check_list("prompts", all_prompts)
-        encoded = [self._encode(position, one) for position, one in enumerate(all_prompts)]
+        encoded = [self._encode(position, prompt) for position, prompt in enumerate(all_prompts)]
         return self._run(encoded, params, show_progress)
 
     def chat(
@@ -86,7 +86,9 @@ class LLM:
         """
         all_conversations = [conversations] if _is_conversation(conversations) else conversations
         _check_list("conversations", all_conversations)
-        rendered = [self._render(position, one) for position, one in enumerate(all_conversations)]
+        rendered = [
+            self._render(position, conversation) for position, conversation in enumerate(all_conversations)
+        ]
         return self._run(rendered, params, show_progress)
 
     def _run(
@@ -101,9 +103,9 @@ class LLM:
             raise InvalidParameter(
                 "params", f"must be one, or one for each of the {len(prompts)} prompts, not {len(params)}"
             )
-        for one in params:
-            if not isinstance(one, SamplingParams):
-                raise InvalidParameter("params", f"must be SamplingParams, not {shown(one)}")
+        for prompt_params in params:
+            if not isinstance(prompt_params, SamplingParams):
+                raise InvalidParameter("params", f"must be SamplingParams, not {shown(prompt_params)}")
         with Progress(len(prompts), is_shown=show_progress) as progress:
             return self._runner.run(prompts, params, progress.update)
 
@@ -132,7 +134,7 @@ def _check_list(name: str, value: object) -> None:
 
 
 def _is_conversation(value: object) -> TypeGuard[list[Message]]:
-    return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
+    return isinstance(value, list) and bool(value) and all(isinstance(message, Mapping) for message in value)
 
 
 def _expanded(cache_dir: Path | str) -> Path | None:

@@ -1,4 +1,4 @@
-"""Deadlines of requests, and the heap that tells which of them have passed.
+"""Deadlines of requests, and a heap that finds the expired ones.
 
 A step looks at the earliest deadline only. Entries of requests that finished or met a deadline are dropped
 lazily, so that they neither expire nor accumulate.

@@ -32,7 +32,7 @@ class ParallelOutputs:
         """
         leader = None if request.needs_grammar else request.choose_leader()
         # The scheduler only refuses outputs without tokens. They come first, before anything is added.
-        for output in sorted(request.outputs, key=lambda one: one.sequence.num_output_tokens):
+        for output in sorted(request.outputs, key=lambda output: output.sequence.num_output_tokens):
             sequence = output.sequence
             is_compiled_for = request.needs_grammar and output is request.outputs[0]
             reason = WaitingReason.GRAMMAR if is_compiled_for else WaitingReason.SIBLING

@@ -41,8 +41,8 @@ class RequestFactory:
         self._input_processor.check(request.prompt_token_ids, params)
         resolved = self._input_processor.resolve(params)
         resumed_by_index = _by_index(request.resumed, params.n)
-        for one in request.resumed:
-            self._input_processor.check_resumed(one.token_ids)
+        for resumed in request.resumed:
+            self._input_processor.check_resumed(resumed.token_ids)
         state = RequestState(
             request.request_id,
             params,
@@ -96,9 +96,9 @@ class RequestFactory:
 
 def _by_index(resumed: tuple[ResumedOutput, ...], n: int) -> dict[int, ResumedOutput]:
     """Raises `InvalidParameter` if `resumed` does not fit a request of `n` outputs with work left."""
-    by_index = {one.index: one for one in resumed}
+    by_index = {output.index: output for output in resumed}
     if len(by_index) < len(resumed) or not by_index.keys() <= set(range(n)):
         raise InvalidParameter("resumed", f"must name outputs 0 to {n - 1}, each at most once")
-    if len(by_index) == n and all(one.finish_reason for one in resumed):
+    if len(by_index) == n and all(output.finish_reason for output in resumed):
         raise InvalidParameter("resumed", "all outputs have finished; nothing is left to run")
     return by_index

@@ -125,7 +125,7 @@ class RequestState:
         if self.is_finished:
             return False
         if limit is Limit.QUEUE:
-            was_scheduled = any(one.sequence.scheduled_at is not None for one in self.outputs)
+            was_scheduled = any(output.sequence.scheduled_at is not None for output in self.outputs)
             return not (self.is_resumed or was_scheduled)
         if limit is Limit.TTFT:
             return not (self.is_resumed or self.first_token_at is not None)
@@ -134,9 +134,9 @@ class RequestState:
     def choose_leader(self) -> Sequence | None:
         """The first unfinished output: it computes the prompt that all share, and its logprobs."""
         unfinished = (
-            one.sequence
-            for one in self.outputs
-            if one.resumed_finish_reason is None and not one.sequence.is_finished()
+            output.sequence
+            for output in self.outputs
+            if output.resumed_finish_reason is None and not output.sequence.is_finished()
         )
         leader = next(unfinished, None)
         if leader is not None and self.prompt_logprobs is not None:

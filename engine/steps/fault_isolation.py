@@ -73,8 +73,12 @@ class ExecutedStep:
     def without_finished(self) -> "ExecutedStep":
         """Drops results of sequences that finished meanwhile."""
         return ExecutedStep(
-            {one: token for one, token in self.tokens.items() if not one.is_finished()},
-            {one: found for one, found in self.prompt_logprobs.items() if not one.is_finished()},
+            {sequence: token for sequence, token in self.tokens.items() if not sequence.is_finished()},
+            {
+                sequence: found
+                for sequence, found in self.prompt_logprobs.items()
+                if not sequence.is_finished()
+            },
         )
 
 

@@ -79,9 +79,9 @@ class StepRecorder:
             FinishedSequence(
                 reason=_worst_finish_reason(request).value,
                 num_prompt_tokens=outputs[0].sequence.num_prompt_tokens,
-                num_output_tokens=sum(one.sequence.num_output_tokens for one in outputs)
-                + sum(len(one.token_ids) for one in request.resumed_as_finished),
-                num_preemptions=sum(one.sequence.num_preemptions for one in outputs),
+                num_output_tokens=sum(output.sequence.num_output_tokens for output in outputs)
+                + sum(len(output.token_ids) for output in request.resumed_as_finished),
+                num_preemptions=sum(output.sequence.num_preemptions for output in outputs),
                 seconds=now - queued_at,
                 first_token_seconds=None if first_token_at is None else first_token_at - queued_at,
             )
@@ -128,8 +128,8 @@ class StepRecorder:
 
 
 def _worst_finish_reason(request: RequestState) -> FinishReason:
-    reasons = {one.sequence.finish_reason for one in request.outputs}
-    reasons |= {one.finish_reason for one in request.resumed_as_finished}
+    reasons = {output.sequence.finish_reason for output in request.outputs}
+    reasons |= {output.finish_reason for output in request.resumed_as_finished}
     return next(reason for reason in _WORST_FIRST if reason in reasons)
 
 

@@ -189,8 +189,8 @@ def test_a_resumed_request_continues_the_text_of_an_uninterrupted_one(
     params: dict[str, Any], crash: int
 ) -> None:
     script = [100, 101, 102, 103, 104, 998]
-    undisturbed = outputs_of(script, **params)
-    before = [one for one in undisturbed[:crash] if one.token_id is not None]
+    uninterrupted = outputs_of(script, **params)
+    before = [one for one in uninterrupted[:crash] if one.token_id is not None]
     engine, _ = build_engine(ScriptedRunner({"a": script}))
     tokens = tuple(one.token_id for one in before if one.token_id is not None)
     add(engine, "a", 1, resumed=(ResumedOutput(0, tokens),), **params)
@@ -199,10 +199,10 @@ def test_a_resumed_request_continues_the_text_of_an_uninterrupted_one(
     while engine.has_work:
         after += engine.step().outputs
 
-    assert "".join(one.text for one in before) + text_of(after) == text_of(undisturbed)
+    assert "".join(one.text for one in before) + text_of(after) == text_of(uninterrupted)
     ids = [one.token_id for one in (*before, *after) if one.token_id is not None]
-    assert ids == [one.token_id for one in undisturbed]
-    assert after[-1].finish_reason == undisturbed[-1].finish_reason
+    assert ids == [one.token_id for one in uninterrupted]
+    assert after[-1].finish_reason == uninterrupted[-1].finish_reason
 
 
 def test_ids_and_logprobs_are_reported_while_their_text_is_held() -> None:
