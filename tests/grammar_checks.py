@@ -12,13 +12,15 @@ import numpy as np
 from engine.constraints import Grammar
 from engine.execution.text.llguidance_backend import LlguidanceBackend
 from engine.execution.text.tokenizer import Tokenizer
-from engine.requests.grammar_compiler import GrammarCompiler
+from engine.requests.grammar_compiler import GrammarCompilerPool
 from engine.structured_outputs import StructuredOutputs
 
 
-def compiler_of(tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: frozenset[int]) -> GrammarCompiler:
+def compiler_of(
+    tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: frozenset[int]
+) -> GrammarCompilerPool:
     """What an engine is given, over a real tokenizer."""
-    return GrammarCompiler(
+    return GrammarCompilerPool(
         LlguidanceBackend(tokenizer, vocab_size=vocab_size, eos_token_ids=eos_token_ids), timeout_seconds=60.0
     )
 

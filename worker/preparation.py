@@ -25,7 +25,13 @@ from worker.errors import RequestRefused, invalid_value, server_error
 from worker.inbox import PreparedTask
 from worker.jobs import read_job
 from worker.ownership import Ownership
-from worker.request_fields import Tokenizer, prompt_field, to_deadlines, to_sampling_params, to_token_ids
+from worker.request_fields import (
+    PromptTokenizer,
+    prompt_field,
+    to_deadlines,
+    to_sampling_params,
+    to_token_ids,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +46,7 @@ class ServedModel:
     name: str
     slug: str
     fingerprint: str
-    tokenizer: Tokenizer
+    tokenizer: PromptTokenizer
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     max_sequence_tokens: int | None = None
 

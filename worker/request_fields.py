@@ -22,7 +22,7 @@ _DEADLINES = tuple(field.name for field in fields(Deadlines))
 """The fields have the same names in `GenerateRequest`."""
 
 
-class Tokenizer(Protocol):
+class PromptTokenizer(Protocol):
     """The part of the model's tokenizer that the worker uses. Encoding raises `InvalidParameter`."""
 
     def encode(self, text: str) -> list[int]: ...
@@ -38,7 +38,7 @@ def prompt_field(request: GenerateRequest) -> str:
     return "prompt" if request.prompt is not None else "prompt_token_ids"
 
 
-def to_token_ids(request: GenerateRequest, tokenizer: Tokenizer) -> list[int]:
+def to_token_ids(request: GenerateRequest, tokenizer: PromptTokenizer) -> list[int]:
     """Raises `RequestRefused`."""
     try:
         if request.messages is not None:

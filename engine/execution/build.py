@@ -32,7 +32,7 @@ from engine.execution.sampling.native_draw import choose_draw_operator
 from engine.execution.sampling.sampler import Sampler
 from engine.execution.text.llguidance_backend import LlguidanceBackend
 from engine.execution.text.tokenizer import Tokenizer, load_tokenizer
-from engine.requests.grammar_compiler import GrammarCompiler
+from engine.requests.grammar_compiler import GrammarCompilerPool
 from engine.steps.fault_isolation import Runner
 from engine.steps.pipeline import AsyncExecutor
 from engine.validation import boolean, shown
@@ -52,7 +52,7 @@ class Execution:
     runner: Runner
     sampler: Sampler
     tokenizer: Tokenizer
-    grammar_compiler: GrammarCompiler
+    grammar_compiler: GrammarCompilerPool
     config: EngineConfig
     eos_token_ids: frozenset[int]
     vocab_size: int
@@ -250,12 +250,12 @@ def _default_sampling(directory: Path, options: ExecutionOptions, progress: Prog
 
 def _grammar_compiler(
     tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]
-) -> GrammarCompiler:
+) -> GrammarCompilerPool:
     grammars = LlguidanceBackend(tokenizer, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
     if tokenizer.knows_bytes:
         # Now rather than with the first grammar: loading briefly blocks all other threads.
         grammars.load()
-    return GrammarCompiler(grammars)
+    return GrammarCompilerPool(grammars)
 
 
 def _suffix(options: ExecutionOptions) -> str:

@@ -25,7 +25,7 @@ _Content = tuple[str, str]
 BUSY = "all grammar compilers are blocked by slow grammars; try again later"
 
 
-class Backend(Protocol):
+class GrammarBackend(Protocol):
     """A grammar library with a model's tokenizer; called by several threads at once."""
 
     def check(self) -> None:
@@ -37,7 +37,7 @@ class Backend(Protocol):
         ...
 
 
-class GrammarCompiler:
+class GrammarCompilerPool:
     """Compiles what is submitted: `pop_ready` returns each key once, unless it is cancelled.
 
     Thread-safe; no call but `wait` blocks. Up to `num_threads` threads run while there is work; together with
@@ -48,7 +48,7 @@ class GrammarCompiler:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: GrammarBackend,
         *,
         num_threads: int = 2,
         max_threads: int = 4,

@@ -27,7 +27,7 @@ from engine.outputs import (
     TokenLogprobs,
 )
 from engine.requests.engine_request import EngineRequest
-from engine.requests.grammar_compiler import GrammarCompiler
+from engine.requests.grammar_compiler import GrammarCompilerPool
 from engine.sampling_params import SamplingParams
 from engine.steps.pipeline import AsyncExecutor
 from engine.structured_outputs import StructuredOutputs
@@ -166,7 +166,7 @@ def build_engine(runner: ModelRunner, config: EngineConfig, launcher: AsyncExecu
         TOKENIZER,
         eos_token_ids=ends,
         vocab_size=VOCAB_SIZE,
-        grammar_compiler=GrammarCompiler(
+        grammar_compiler=GrammarCompilerPool(
             LlguidanceBackend(TOKENIZER, vocab_size=VOCAB_SIZE, eos_token_ids=ends),
             timeout_seconds=300.0,
         ),

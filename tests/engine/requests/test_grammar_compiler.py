@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from engine.errors import InvalidParameter
-from engine.requests.grammar_compiler import BUSY, GrammarCompiler, GrammarFactory
+from engine.requests.grammar_compiler import BUSY, GrammarCompilerPool, GrammarFactory
 from engine.structured_outputs import StructuredOutputs
 from tests.engine.fakes import Clock
 
@@ -47,7 +47,7 @@ def regex(text: str) -> StructuredOutputs:
     return StructuredOutputs(regex=text)
 
 
-def take(compiler: GrammarCompiler, count: int) -> dict[str, str | GrammarFactory]:
+def take(compiler: GrammarCompilerPool, count: int) -> dict[str, str | GrammarFactory]:
     """The next `count` results, by key."""
     ready: dict[str, str | GrammarFactory] = {}
     while len(ready) < count:
@@ -69,7 +69,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_every_key_is_returned_once() -> None:
-    compiler = GrammarCompiler(GatedBackend())
+    compiler = GrammarCompilerPool(GatedBackend())
     for index in range(20):
         compiler.submit(f"r{index}", regex(f"a{index}"))
     ready = take(compiler, 20)
@@ -79,7 +79,7 @@ def test_every_key_is_returned_once() -> None:
 
 def test_a_bad_grammar_fails_alone() -> None:
     """vllm#43920: one malformed grammar ended the engine."""
-    compiler = GrammarCompiler(GatedBackend())
+    compiler = GrammarCompilerPool(GatedBackend())
     for key in ("bad", "panic", "good"):
         compiler.submit(key, regex(key))
     ready = take(compiler, 3)
@@ -90,7 +90,7 @@ def test_a_bad_grammar_fails_alone() -> None:
 
 def test_the_same_grammar_is_compiled_once() -> None:
     backend = GatedBackend()
-    compiler = GrammarCompiler(backend)
+    compiler = GrammarCompilerPool(backend)
     compiler.submit("a", regex("hang"))
     assert backend.entered.acquire(timeout=PATIENCE)
     compiler.submit("b", regex("hang"))
@@ -103,7 +103,7 @@ def test_the_same_grammar_is_compiled_once() -> None:
 
 def test_errors_are_cached() -> None:
     backend = GatedBackend()
-    compiler = GrammarCompiler(backend)
+    compiler = GrammarCompilerPool(backend)
     compiler.submit("a", regex("bad"))
     take(compiler, 1)
     compiler.submit("b", regex("bad"))
@@ -113,7 +113,7 @@ def test_errors_are_cached() -> None:
 
 def test_the_least_recently_used_result_is_evicted() -> None:
     backend = GatedBackend()
-    compiler = GrammarCompiler(backend, max_cached=2, num_threads=1)
+    compiler = GrammarCompilerPool(backend, max_cached=2, num_threads=1)
     for name in ("a", "b", "a", "c", "a", "b"):
         compiler.submit(name, regex(name))
         take(compiler, 1)
@@ -122,7 +122,7 @@ def test_the_least_recently_used_result_is_evicted() -> None:
 
 def test_a_compilation_that_never_returns_blocks_no_other() -> None:
     backend, clock = GatedBackend(), Clock()
-    compiler = GrammarCompiler(backend, num_threads=1, max_threads=2, timeout_seconds=10.0, clock=clock)
+    compiler = GrammarCompilerPool(backend, num_threads=1, max_threads=2, timeout_seconds=10.0, clock=clock)
     compiler.submit("slow", regex("hang"))
     assert backend.entered.acquire(timeout=PATIENCE)
     compiler.submit("next", regex("next"))
@@ -143,7 +143,7 @@ def test_a_compilation_that_never_returns_blocks_no_other() -> None:
 
 def test_threads_are_bounded_and_queued_requests_fail_as_busy() -> None:
     backend, clock = GatedBackend(), Clock()
-    compiler = GrammarCompiler(backend, num_threads=2, max_threads=3, timeout_seconds=10.0, clock=clock)
+    compiler = GrammarCompilerPool(backend, num_threads=2, max_threads=3, timeout_seconds=10.0, clock=clock)
     for index in range(5):
         compiler.submit(f"r{index}", regex(f"hang{index}"))
     answers: dict[str, object] = {}
@@ -162,7 +162,7 @@ def test_threads_are_bounded_and_queued_requests_fail_as_busy() -> None:
 
 def test_an_abandoned_thread_that_returns_frees_its_place() -> None:
     backend, clock = GatedBackend(), Clock()
-    compiler = GrammarCompiler(backend, num_threads=1, max_threads=1, timeout_seconds=10.0, clock=clock)
+    compiler = GrammarCompilerPool(backend, num_threads=1, max_threads=1, timeout_seconds=10.0, clock=clock)
     compiler.submit("slow", regex("hang"))
     assert backend.entered.acquire(timeout=PATIENCE)
     clock.now = 10.0
@@ -176,7 +176,7 @@ def test_an_abandoned_thread_that_returns_frees_its_place() -> None:
 @pytest.mark.parametrize("is_running", [True, False])
 def test_a_cancelled_key_is_not_returned(is_running: bool) -> None:
     backend = GatedBackend()
-    compiler = GrammarCompiler(backend, num_threads=1)
+    compiler = GrammarCompilerPool(backend, num_threads=1)
     compiler.submit("first", regex("hang"))
     assert backend.entered.acquire(timeout=PATIENCE)
     compiler.submit("second", regex("second"))
@@ -189,7 +189,7 @@ def test_a_cancelled_key_is_not_returned(is_running: bool) -> None:
 
 
 def test_a_ready_result_can_be_cancelled() -> None:
-    compiler = GrammarCompiler(GatedBackend())
+    compiler = GrammarCompilerPool(GatedBackend())
     compiler.submit("a", regex("a"))
     compiler.wait(PATIENCE)
     compiler.cancel("a")
@@ -197,7 +197,7 @@ def test_a_ready_result_can_be_cancelled() -> None:
 
 
 def test_waiting_without_work_returns_at_once() -> None:
-    compiler = GrammarCompiler(GatedBackend())
+    compiler = GrammarCompilerPool(GatedBackend())
     compiler.wait(PATIENCE * 100)
     compiler.submit("a", regex("a"))
     take(compiler, 1)
@@ -206,7 +206,7 @@ def test_waiting_without_work_returns_at_once() -> None:
 
 def test_waiting_returns_after_its_timeout() -> None:
     backend = GatedBackend()
-    compiler = GrammarCompiler(backend)
+    compiler = GrammarCompilerPool(backend)
     compiler.submit("a", regex("hang"))
     compiler.wait(0.01)
     assert compiler.pop_ready() == []
@@ -216,7 +216,7 @@ def test_waiting_returns_after_its_timeout() -> None:
 
 def test_waiting_returns_when_a_compilation_times_out() -> None:
     backend = GatedBackend()
-    compiler = GrammarCompiler(backend, timeout_seconds=0.05)
+    compiler = GrammarCompilerPool(backend, timeout_seconds=0.05)
     compiler.submit("a", regex("hang"))
     compiler.wait(PATIENCE * 100)
     assert "not compiled within" in str(compiler.pop_ready())
@@ -226,7 +226,7 @@ def test_waiting_returns_when_a_compilation_times_out() -> None:
 
 def test_threads_end_and_keep_no_process_alive() -> None:
     backend = GatedBackend()
-    compiler = GrammarCompiler(backend)
+    compiler = GrammarCompilerPool(backend)
     compiler.submit("a", regex("hang"))
     assert backend.entered.acquire(timeout=PATIENCE)
     assert all(one.daemon for one in threading.enumerate() if one.name == "grammar")
@@ -239,14 +239,14 @@ def test_threads_end_and_keep_no_process_alive() -> None:
 def test_a_model_without_grammars_refuses_at_once() -> None:
     backend = GatedBackend()
     backend.is_usable = False
-    compiler = GrammarCompiler(backend)
+    compiler = GrammarCompilerPool(backend)
     with pytest.raises(InvalidParameter, match="not with this tokenizer"):
         compiler.submit("a", regex("a"))
     assert compiler.num_threads == 0
 
 
 def test_failures_for_lack_of_resources_are_not_cached() -> None:
-    compiler = GrammarCompiler(GatedBackend())
+    compiler = GrammarCompilerPool(GatedBackend())
     compiler.submit("first", regex("busy"))
     assert "try again later" in str(take(compiler, 1)["first"])
 
