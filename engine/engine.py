@@ -38,6 +38,7 @@ class Engine:
     monotonic seconds.
     """
 
+    # One parameter for each part that runs the model.
     def __init__(
         self,
         config: EngineConfig,

@@ -19,7 +19,7 @@ from engine.structured_outputs import StructuredOutputs
 def compiler_of(
     tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: frozenset[int]
 ) -> GrammarCompilerPool:
-    """What an engine is given, over a real tokenizer."""
+    """A grammar compiler with a real tokenizer."""
     return GrammarCompilerPool(
         LlguidanceBackend(tokenizer, vocab_size=vocab_size, eos_token_ids=eos_token_ids), timeout_seconds=60.0
     )

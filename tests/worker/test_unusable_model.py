@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.broken_checkpoints import (
+from tests.engine.checkpoint.broken_checkpoints import (
     LFS_POINTER,
     Fault,
     config,

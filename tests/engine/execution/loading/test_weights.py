@@ -12,7 +12,7 @@ from engine.errors import InvalidParameter
 from engine.execution.attention.interface import install
 from engine.execution.loading.weights import load_weights
 from engine.execution.machine.library_messages import quiet_transformers
-from tests.engine.broken_checkpoints import Fault, Tensors, config, pickled, sharded, tensors
+from tests.engine.checkpoint.broken_checkpoints import Fault, Tensors, config, pickled, sharded, tensors
 from tests.tiny_models import save_model
 
 

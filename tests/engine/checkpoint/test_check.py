@@ -14,7 +14,7 @@ from engine.checkpoint.check import check_directory, check_source
 from engine.checkpoint.source import find_directory
 from engine.checkpoint.weights import check_weights
 from engine.errors import InvalidParameter, UnsupportedModel
-from tests.engine.broken_checkpoints import (
+from tests.engine.checkpoint.broken_checkpoints import (
     LFS_POINTER,
     Fault,
     both,
