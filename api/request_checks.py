@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from api.problems import Problem, bad_field, excerpt
 from api.schemas.requests import TaskBody
 from api.schemas.webhook_url import is_public, parse_url
+from engine.errors import InvalidParameter
 from tokenmill.protocol.limits import prompt_logprobs_error, prompt_logprobs_fit
 from tokenmill.protocol.records import ModelCard
 from tokenmill.protocol.store.task_store import TaskStore
@@ -17,12 +18,21 @@ from tokenmill.settings.processes import ApiSettings
 
 def check_request(body: TaskBody, settings: ApiSettings, store: TaskStore) -> ModelCard | None:
     """Return the card of the model, None before a worker has published one. Raises `Problem` (400 or 404)."""
+    _check_sampling(body)
     _check_model(body, settings.public_model)
     _check_webhook(body, settings)
     card = store.model_card(settings.slug)
     if card is not None:
         _check_limits(body, card)
     return card
+
+
+def _check_sampling(body: TaskBody) -> None:
+    """Build the parameters as the worker will. The schema has the same rules, so no known body fails here."""
+    try:
+        _ = body.sampling_params
+    except InvalidParameter as error:
+        raise bad_field(error.field, error.message) from None
 
 
 def _check_model(body: TaskBody, served: str) -> None:
@@ -52,10 +62,9 @@ def _check_limits(body: TaskBody, card: ModelCard) -> None:
     if body.prompt is not None:
         _check_prompt_bytes(body.prompt, card)
     if body.prompt_token_ids is not None:
-        _check_prompt_token_ids(body.prompt_token_ids, body.prompt_logprobs, card)
-    _check_token_ids("stop_token_ids", body.stop_token_ids or (), card)
-    _check_token_ids("allowed_token_ids", body.allowed_token_ids or (), card)
-    _check_token_ids("logit_bias", map(int, body.logit_bias or ()), card)
+        _check_prompt_token_ids(body.prompt_token_ids, body.sampling_params.prompt_logprobs, card)
+    for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        _check_token_ids(field, getattr(body.sampling_params, field) or (), card)
 
 
 def _check_prompt_bytes(prompt: str, card: ModelCard) -> None:

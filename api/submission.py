@@ -16,7 +16,6 @@ from rq.utils import now
 
 from api.problems import Problem, bad_field
 from api.schemas.requests import TaskBody
-from api.schemas.sampling import SAMPLING_FIELDS
 from tokenmill.protocol import naming
 from tokenmill.protocol.limits import TIME_LIMIT_NAMES, TimeLimits
 from tokenmill.protocol.messages import JOB_FUNCTION, GenerateRequest
@@ -77,7 +76,7 @@ class Submitter:
             max_waiting=settings.waiting_limit,
             max_waiting_tokens=settings.waiting_token_limit,
             share_limits=settings.keyring.has_several_tenants,
-            num_outputs=body.n or 1,
+            num_outputs=body.sampling_params.n,
             webhook=body.webhook.url if body.webhook else "",
             cancel_on_disconnect=body.on_disconnect == "cancel",
             limits=TimeLimits(**{name: getattr(body, name) for name in TIME_LIMIT_NAMES}),
@@ -145,22 +144,20 @@ def _queue_full_detail(full: QueueFull, cost: int, limit: int) -> str:
             f"the queue is full: {waiting} {unit} are waiting{added}; the limit is {limit}; try again later"
         )
     return (
-        f"this tenant's share of the queue is full: {own} of its {unit} wait{added}; a tenant may have "
-        f"as many as are free, which is {max(0, limit - waiting)} of {limit}; try again later"
+        f"the queue is full for this tenant: {own} {unit} of this tenant wait{added}; a tenant may have as "
+        f"many as are free, which is {max(0, limit - waiting)} of {limit}; try again later"
     )
 
 
 def to_request(body: TaskBody, task_id: str, model: str) -> GenerateRequest:
     """The request for the worker: the values of the body, a seed, and no defaults."""
-    sampling = body.model_dump(include=set(SAMPLING_FIELDS), exclude_none=True, by_alias=True)
-    sampling.setdefault("seed", secrets.randbits(63))
     return GenerateRequest(
         id=task_id,
         model=model,
         prompt=body.prompt,
         messages=None if body.messages is None else tuple(turn.model_dump() for turn in body.messages),
         prompt_token_ids=None if body.prompt_token_ids is None else tuple(body.prompt_token_ids),
-        sampling=sampling,
+        sampling={"seed": secrets.randbits(63), **body.sampling},
         priority=naming.DEFAULT_PRIORITY if body.priority is None else body.priority,
         cache_salt=body.cache_salt,
         **{name: getattr(body, name) for name in TIME_LIMIT_NAMES},
@@ -184,8 +181,8 @@ def estimate_cost(body: TaskBody, card: ModelCard | None) -> int:
         prompt = len(text.encode()) // BYTES_PER_TOKEN + 1
     maximum = card.max_model_len if card else MAX_COST
     prompt = min(prompt, maximum)
-    output = min(body.max_tokens or DEFAULT_OUTPUT_TOKENS, maximum - prompt)
-    return prompt + (body.n or 1) * output
+    output = min(body.sampling_params.max_tokens or DEFAULT_OUTPUT_TOKENS, maximum - prompt)
+    return prompt + body.sampling_params.n * output
 
 
 def parse_idempotency_key(header: str | None) -> str | None:

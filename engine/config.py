@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from engine.errors import InvalidParameter
-from engine.validation import boolean, number, shown, whole
+from engine.validation import Boolean, Integer, Number, excerpt
 
 POLICIES = ("fifo", "skip_ahead")
 _REQUIRED_LIMITS = (
@@ -56,12 +56,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for field in _REQUIRED_LIMITS:
-            whole(field, getattr(self, field), least=1)
+            Integer(minimum=1).check(field, getattr(self, field))
         for field in ("max_num_prefill_seqs", "max_chunk_tokens"):
             if getattr(self, field) is not None:
-                whole(field, getattr(self, field), least=1)
+                Integer(minimum=1).check(field, getattr(self, field))
         for field in ("chunked_prefill", "prefix_caching"):
-            boolean(field, getattr(self, field))
+            Boolean().check(field, getattr(self, field))
         if self.max_model_len < 2:
             raise InvalidParameter("max_model_len", "must be at least 2: a prompt token and an output token")
         self._check_policies()
@@ -99,10 +99,10 @@ class EngineConfig:
     def _check_policies(self) -> None:
         if self.policy not in POLICIES:
             raise InvalidParameter(
-                "policy", f"must be one of {', '.join(POLICIES)}, not {shown(self.policy)}"
+                "policy", f"must be one of {', '.join(POLICIES)}, not {excerpt(self.policy)}"
             )
-        whole("max_preemptions", self.max_preemptions, least=0)
-        number("prefill_reserve", self.prefill_reserve, 0.0, 0.9)
+        Integer(minimum=0).check("max_preemptions", self.max_preemptions)
+        Number(minimum=0.0, maximum=0.9).check("prefill_reserve", self.prefill_reserve)
         for field in ("ageing_seconds", "max_waiting_seconds"):
             if getattr(self, field) is not None:
-                number(field, getattr(self, field), 0.001, 86400.0 * 366)
+                Number(minimum=0.001, maximum=86400.0 * 366).check(field, getattr(self, field))

@@ -1,127 +1,173 @@
-"""What a user may ask of the choice of each next token, checked where it is made."""
+"""The parameters of a request that choose its tokens and end its outputs.
+
+This is the one definition of their names, ranges, defaults and descriptions. The HTTP API derives its schema
+from it, and the worker builds `SamplingParams` from the JSON of a request.
+"""
 
 import copy
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 
 from engine.errors import InvalidParameter
 from engine.structured_outputs import StructuredOutputs
-from engine.validation import boolean, number, numbers_by_token_id, strings, token_ids, whole
+from engine.validation import (
+    Boolean,
+    Integer,
+    Number,
+    NumbersByTokenId,
+    Rule,
+    Texts,
+    TokenIds,
+    excerpt,
+    parameter,
+)
 
 GREEDY_BELOW = 1e-4
-"""Temperatures under this choose the most likely token: dividing by less overflows float32."""
+"""Lower temperatures are greedy: dividing logits by them would overflow float32."""
 MAX_N = 128
 MAX_LOGPROBS = 20
-MAX_BIAS = 100.0
-MAX_REPETITION_PENALTY = 100.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint(Rule):
+    """A `StructuredOutputs`."""
+
+    def check(self, name: str, value: object) -> None:
+        if not isinstance(value, StructuredOutputs):
+            raise InvalidParameter(name, "must be an object with one constraint")
+
+    def from_json(self, value: object) -> StructuredOutputs:
+        return StructuredOutputs.from_json(value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How the tokens of one request are chosen, and when it ends.
+    """Each field's metadata holds its rule and description. A field whose default is None may be unset.
 
-    `n`: outputs of one request; each has a seed of its own, made of `seed` and its index. `max_tokens`: at
-    most so many output tokens; None: up to the model's length. `min_tokens`: nothing ends the output before.
-    `temperature`: 0 is greedy. `top_k`: 0 keeps all. `top_p`, `min_p`: shares of probability. `seed`: 64
-    bits; one seed gives one text, whatever runs beside it.
-
-    `presence_penalty`, `frequency_penalty`: taken off the logits of output tokens, once or as often as they
-    stand there (OpenAI). `repetition_penalty`: divides (where negative: multiplies) the logits of prompt and
-    output tokens (CTRL, arXiv:1909.05858; transformers). `logit_bias`: added to the logits of these ids.
-    `allowed_token_ids`: no others are chosen. `bad_words`: texts whose tokens are not chosen in this order.
-    `structured_outputs`: what the whole text must look like.
-
-    `stop`: strings that end the text; they are cut from it unless `include_stop_str_in_output`.
-    `stop_token_ids`: ids that end it and leave no text. `ignore_eos`: the model's own end is not an end.
-    `skip_special_tokens`: special tokens leave no text. `logprobs`: of each output token, and of so many of
-    the likeliest beside it; None: not told. `prompt_logprobs`: the same of each prompt token but the first.
-    Both are the model's own, before penalties and temperature.
+    Penalties, biases and constraints apply to logits before the temperature. `logprobs` and `prompt_logprobs`
+    are those of the model itself, before all of them. `repetition_penalty`: CTRL, arXiv:1909.05858.
 
     Raises `InvalidParameter`, which names the field.
     """
 
-    n: int = 1
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] = ()
-    structured_outputs: StructuredOutputs | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    n: int = parameter(
+        1,
+        Integer(minimum=1, maximum=MAX_N),
+        "Number of outputs for the prompt. Each has its own seed, derived from `seed` and its index.",
+    )
+    max_tokens: int | None = parameter(
+        None,
+        Integer(minimum=1),
+        "Maximum number of tokens of an output. Unset: the model's default, or up to the model's length.",
+    )
+    min_tokens: int = parameter(0, Integer(minimum=0), "Number of tokens before which no output ends.")
+    temperature: float = parameter(
+        1.0, Number(minimum=0.0), "Divides the logits. 0: always choose the most likely token."
+    )
+    top_k: int = parameter(0, Integer(minimum=0), "Sample from the k most likely tokens only. 0: from all.")
+    top_p: float = parameter(
+        1.0,
+        Number(minimum=0.0, maximum=1.0, above_minimum=True),
+        "Sample from the most likely tokens whose probabilities together reach p.",
+    )
+    min_p: float = parameter(
+        0.0,
+        Number(minimum=0.0, maximum=1.0),
+        "Drop tokens whose probability is below this share of the most likely token's.",
+    )
+    seed: int = parameter(
+        0,
+        Integer(minimum=-(2**63), maximum=2**64 - 1),
+        "The same seed gives the same output, whatever other requests run.",
+    )
+    presence_penalty: float = parameter(
+        0.0,
+        Number(minimum=-2.0, maximum=2.0),
+        "Subtracted from the logit of each token that the output already contains.",
+    )
+    frequency_penalty: float = parameter(
+        0.0,
+        Number(minimum=-2.0, maximum=2.0),
+        "Subtracted from the logit of each token once for each time that the output contains it.",
+    )
+    repetition_penalty: float = parameter(
+        1.0,
+        Number(minimum=0.0, maximum=100.0, above_minimum=True),
+        "Divides positive logits, and multiplies negative ones, of each token that the prompt or the output "
+        "contains.",
+    )
+    logit_bias: Mapping[int, float] = parameter(
+        {},
+        NumbersByTokenId(minimum=-100.0, maximum=100.0, http_max_items=1024),
+        "Maps token ids to numbers that are added to their logits.",
+    )
+    allowed_token_ids: tuple[int, ...] | None = parameter(
+        None, TokenIds(min_items=1, http_max_items=262_144), "The only token ids that may be chosen."
+    )
+    bad_words: tuple[str, ...] = parameter(
+        (),
+        Texts(http_max_items=128, http_max_characters=1024),
+        "Texts whose token sequences are never completed.",
+    )
+    structured_outputs: StructuredOutputs | None = parameter(  # noqa: RUF009 - it returns a dataclass field
+        None, Constraint(), "A constraint on the whole text of each output."
+    )
+    stop: tuple[str, ...] = parameter(
+        (),
+        Texts(http_max_items=16, http_max_characters=1024, http_accepts_text=True),
+        "Texts that end the output. The text that ended it is removed from it.",
+    )
+    stop_token_ids: tuple[int, ...] = parameter(
+        (), TokenIds(http_max_items=1024), "Token ids that end the output. They add no text to it."
+    )
+    include_stop_str_in_output: bool = parameter(
+        False, Boolean(), "Keep the text of `stop` that ended the output."
+    )
+    ignore_eos: bool = parameter(False, Boolean(), "Continue after the model's end-of-sequence tokens.")
+    skip_special_tokens: bool = parameter(True, Boolean(), "Remove special tokens from the text.")
+    logprobs: int | None = parameter(
+        None,
+        Integer(minimum=0, maximum=MAX_LOGPROBS),
+        "Return the log-probability of each output token and of this many of the most likely tokens.",
+    )
+    prompt_logprobs: int | None = parameter(
+        None,
+        Integer(minimum=0, maximum=MAX_LOGPROBS),
+        "Return the same for each token of the prompt except the first.",
+    )
+
+    @classmethod
+    def from_json(cls, values: object) -> "SamplingParams":
+        """The parameters in a JSON object. Members that are null are unset. Raises `InvalidParameter`."""
+        if not isinstance(values, Mapping):
+            raise InvalidParameter("sampling", "must be an object")
+        rules = {field.name: field.metadata["rule"] for field in fields(cls)}
+        for name in values:
+            if name not in rules:
+                raise InvalidParameter(str(name), "is not a sampling parameter of this version")
+        members = {name: value for name, value in values.items() if value is not None}
+        return cls(**{name: rules[name].from_json(value) for name, value in members.items()})
 
     def __post_init__(self) -> None:
-        self._check_lengths()
-        self._check_shape()
-        self._check_penalties()
-        self._check_constraints()
-        self._check_ends()
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                whole(name, getattr(self, name), least=0, most=MAX_LOGPROBS)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None or field.default is not None:
+                field.metadata["rule"].check(field.name, value)
+        check_min_tokens(self.min_tokens, self.max_tokens)
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
     def for_output(self, *, seed: int, prompt_logprobs: int | None) -> "SamplingParams":
-        """The same but for `seed` and `prompt_logprobs`, which are not checked, nor is the rest again."""
+        """A copy with another `seed` and `prompt_logprobs`, without checking any field again."""
         other = copy.copy(self)
         object.__setattr__(other, "seed", seed)
         object.__setattr__(other, "prompt_logprobs", prompt_logprobs)
         return other
 
-    def _check_lengths(self) -> None:
-        whole("n", self.n, least=1, most=MAX_N)
-        if self.max_tokens is not None:
-            whole("max_tokens", self.max_tokens, least=1)
-        whole("min_tokens", self.min_tokens, least=0)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidParameter("min_tokens", f"must be at most max_tokens ({self.max_tokens})")
 
-    def _check_shape(self) -> None:
-        number("temperature", self.temperature, 0.0, math.inf)
-        whole("top_k", self.top_k, least=0)
-        number("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0:
-            raise InvalidParameter("top_p", "must be above 0")
-        number("min_p", self.min_p, 0.0, 1.0)
-        whole("seed", self.seed, least=-(2**63), most=2**64 - 1)
-
-    def _check_penalties(self) -> None:
-        number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        number("repetition_penalty", self.repetition_penalty, 0.0, MAX_REPETITION_PENALTY)
-        if self.repetition_penalty == 0:
-            raise InvalidParameter("repetition_penalty", "must be above 0")
-
-    def _check_constraints(self) -> None:
-        numbers_by_token_id("logit_bias", self.logit_bias, -MAX_BIAS, MAX_BIAS)
-        if self.allowed_token_ids is not None:
-            token_ids("allowed_token_ids", self.allowed_token_ids)
-            if not self.allowed_token_ids:
-                raise InvalidParameter("allowed_token_ids", "must have at least one id")
-        strings("bad_words", self.bad_words)
-        if not isinstance(self.structured_outputs, (StructuredOutputs, type(None))):
-            raise InvalidParameter("structured_outputs", "must be an object with one constraint")
-
-    def _check_ends(self) -> None:
-        strings("stop", self.stop)
-        token_ids("stop_token_ids", self.stop_token_ids)
-        boolean("include_stop_str_in_output", self.include_stop_str_in_output)
-        boolean("ignore_eos", self.ignore_eos)
-        boolean("skip_special_tokens", self.skip_special_tokens)
+def check_min_tokens(min_tokens: int, max_tokens: int | None) -> None:
+    """Raises `InvalidParameter` for `min_tokens`."""
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise InvalidParameter("min_tokens", f"must be at most max_tokens ({excerpt(max_tokens)})")

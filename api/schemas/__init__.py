@@ -1,1 +1,1 @@
-"""Describes request bodies and replies."""
+"""Request and response bodies (pydantic), and how a task is shown."""

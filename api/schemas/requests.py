@@ -1,7 +1,7 @@
-"""What comes in, as OpenAPI shows it: bodies, headers, queries.
+"""Request bodies, headers and queries, as OpenAPI shows them.
 
-Law: strict types (true is not 1, "5" is not 5), and a name that is not here is refused by name. An optional
-field that is null counts as not given.
+Types are strict: true is not 1, and "5" is not 5. An unknown name is refused. An optional field that is null
+is not set.
 """
 
 import json
@@ -25,26 +25,26 @@ Seconds = Annotated[float, Field(gt=0, le=MAX_LIMIT_SECONDS)]
 
 
 class Message(Strict):
-    """One turn of a chat."""
+    """One message of a chat."""
 
     role: Literal["system", "user", "assistant"]
     content: str
 
 
 class WebhookBody(Strict):
-    """A signed `POST` with the task, as polling shows it, when it has ended. The secret is the service's."""
+    """Where to send a signed `POST` with the task when it has ended."""
 
-    url: Annotated[str, Field(max_length=MAX_CHARACTERS)] = Field(description="http or https.")
+    url: Annotated[str, Field(max_length=MAX_CHARACTERS)] = Field(description="An http or https URL.")
 
     @field_validator("url")
     @classmethod
-    def _usable(cls, url: str) -> str:
+    def _is_valid(cls, url: str) -> str:
         parse_url(url)
         return url
 
 
 class TaskBody(SamplingBody):
-    """A request for text. Give exactly one of `prompt`, `messages` and `prompt_token_ids`."""
+    """A request for text. Set exactly one of `prompt`, `messages` and `prompt_token_ids`."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -56,51 +56,57 @@ class TaskBody(SamplingBody):
         },
     )
 
-    prompt: Annotated[str, Field(min_length=1)] | None = Field(None, description="Text to go on from.")
+    prompt: Annotated[str, Field(min_length=1)] | None = Field(None, description="Text to continue.")
     messages: (
         Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None
-    ) = Field(None, description="A chat, written out by the model's own template.")
+    ) = Field(None, description="A chat, rendered by the chat template of the model.")
     prompt_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = Field(
-        None, description="The prompt as the model's token ids, taken as they are."
+        None, description="The prompt as token ids of the model."
     )
-    model: str | None = Field(None, description="The model's public name; null: the one that is served.")
+    model: str | None = Field(
+        None, description="The public name of the model. Refused if this service serves another one."
+    )
     priority: Annotated[int, Field(ge=naming.PRIORITIES[0], le=naming.PRIORITIES[-1])] | None = Field(
-        None, description=f"Lower goes first; null: {naming.DEFAULT_PRIORITY}."
+        None, description=f"Lower runs first. Default: {naming.DEFAULT_PRIORITY}."
     )
     queue_timeout_seconds: Seconds | None = Field(
-        None, description="It ends as `timeout` if it was not started so long after its acceptance."
+        None, description="The task ends as `timeout` if it has not started this long after its acceptance."
     )
     ttft_timeout_seconds: Seconds | None = Field(None, description="The same for its first token.")
-    timeout_seconds: Seconds | None = Field(None, description="The same for its end; what there is is kept.")
+    timeout_seconds: Seconds | None = Field(
+        None, description="The same for its end. The output so far is kept."
+    )
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = Field(
-        None, description="Prompts find each other's computed beginnings only under the same salt."
+        None, description="Only prompts with the same salt share cached prefixes."
     )
     on_disconnect: Literal["continue", "cancel"] | None = Field(
-        None, description="`cancel`: it ends when the last client that follows or waits goes away."
+        None,
+        description="`cancel`: the task is cancelled when the last client that follows it or waits for it "
+        "disconnects. Default: `continue`.",
     )
-    webhook: WebhookBody | None = Field(None, description="Where to tell of its end.")
+    webhook: WebhookBody | None = Field(None, description="Called when the task has ended.")
     metadata: dict[str, Any] | None = Field(
-        None, description=f"Given back with the task; at most {MAX_METADATA_BYTES} bytes of JSON."
+        None, description=f"Returned with the task. At most {MAX_METADATA_BYTES} bytes of JSON."
     )
 
     @field_validator("metadata")
     @classmethod
-    def _small(cls, metadata: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _is_small(cls, metadata: dict[str, Any] | None) -> dict[str, Any] | None:
         if len(json.dumps(metadata, ensure_ascii=False).encode()) > MAX_METADATA_BYTES:
             raise ValueError(f"must be at most {MAX_METADATA_BYTES} bytes of JSON")
         return metadata
 
     @model_validator(mode="after")
     def _one_input(self) -> "TaskBody":
-        given = [name for name in INPUTS if getattr(self, name) is not None]
-        if len(given) != 1:
-            found = " and ".join(given) or "none"
-            raise ValueError(f"give exactly one of prompt, messages and prompt_token_ids, not {found}")
+        inputs = [name for name in INPUTS if getattr(self, name) is not None]
+        if len(inputs) != 1:
+            found = " and ".join(inputs) or "none"
+            raise ValueError(f"set exactly one of prompt, messages and prompt_token_ids, not {found}")
         return self
 
 
 class _Parameters(BaseModel):
-    """Headers or a query. Their schemas are kept: the framework asks for them again with every call."""
+    """Headers or a query. The schema is cached: flask-openapi3 asks for it at each call."""
 
     @classmethod
     def model_json_schema(cls, *args: Any, **options: Any) -> dict[str, Any]:
@@ -118,40 +124,48 @@ class SubmitHeaders(_Parameters):
     idempotency_key: str | None = Field(
         None,
         alias="Idempotency-Key",
-        description="One key, one task: the same body again gives the same task, another body 422.",
+        description="A retry with the same key and body returns the task of the first call. Another body is "
+        "refused with 422.",
     )
     prefer: str | None = Field(
-        None, alias="Prefer", description=f"`wait=n` waits up to n (at most {MAX_WAIT_SECONDS:.0f}) seconds."
+        None,
+        alias="Prefer",
+        description=f"`wait=n`: wait up to n seconds for the task to end, at most {MAX_WAIT_SECONDS:.0f}. "
+        "Anything else is ignored, as RFC 7240 requires, also a `wait` that is not an integer.",
     )
 
 
 class TaskPath(BaseModel):
-    """The task that a URL names."""
+    """The task."""
 
-    task_id: str = Field(description="32 hex digits, as the submission gave them.")
+    task_id: str = Field(description="The `id` of the task, 32 hexadecimal digits.")
 
 
 class WaitQuery(_Parameters):
-    """How long a poll may wait."""
+    """How long a poll waits."""
 
     wait: float = Field(
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description=f"Answer when it ends, or after so many seconds (at most {MAX_WAIT_SECONDS:.0f}). "
-        "Without a free place it is answered at once, with the header `Tokenmill-Wait: skipped`.",
+        description=f"Wait up to this many seconds for the end of the task, at most {MAX_WAIT_SECONDS:.0f}. "
+        "If too many calls wait already, the reply comes at once, with the header `Tokenmill-Wait: skipped`.",
     )
 
 
 class EventsQuery(_Parameters):
-    """Where a stream begins."""
+    """Where a stream starts."""
 
-    after: int | None = Field(None, ge=-1, description="Begin behind this `seq`; -1 and none: at the start.")
+    after: int | None = Field(
+        None,
+        ge=-1,
+        description="Start after the event with this `seq`. Default: -1, before the first one.",
+    )
 
 
 class EventsHeaders(_Parameters):
-    """What a reconnecting event source sends."""
+    """What a reconnecting EventSource sends."""
 
     last_event_id: str | None = Field(
-        None, alias="Last-Event-ID", description="The last `seq` that was received; goes before `after`."
+        None, alias="Last-Event-ID", description="The `id` of the last event received. Overrides `after`."
     )

@@ -1,11 +1,13 @@
-"""The fields of a body that say how tokens are chosen and when a text ends, as OpenAPI shows them.
+"""The sampling fields of a body, derived from the definition in `engine.sampling_params`.
 
-Law: strict types (true is not 1, "5" is not 5), and the ranges of the engine's sampling parameters. An
-optional field that is null counts as not given. What is in no range of the engine's has a bound here: no
-body makes much work.
+Types are strict: true is not 1, and "5" is not 5. A field that is null is not set. Here every list has a
+maximum length, also where the engine has none: a small body must not cause much work.
 """
 
-from typing import Annotated, Any
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cached_property, singledispatch
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import (
     AfterValidator,
@@ -15,19 +17,34 @@ from pydantic import (
     Field,
     ValidationInfo,
     WithJsonSchema,
+    create_model,
     field_validator,
+    model_validator,
 )
 
-from api.schemas.structured_outputs import StructuredOutputsBody
+from engine.errors import InvalidParameter
+from engine.sampling_params import Constraint, SamplingParams, check_min_tokens
+from engine.structured_outputs import JsonSchema, StructuredOutputs
+from engine.validation import (
+    Boolean,
+    Integer,
+    Number,
+    NumbersByTokenId,
+    Rule,
+    Text,
+    Texts,
+    TokenIds,
+    is_token_id,
+)
 
-MAX_N = 128
-MAX_STOPS = 16
-MAX_BAD_WORDS = 128
-MAX_TEXT_CHARACTERS = 1024
-MAX_STOP_TOKEN_IDS = 1024
-MAX_BIASES = 1024
-MAX_ALLOWED_TOKEN_IDS = 262_144
-MAX_LOGPROBS = 20
+SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
+_NOTES = {
+    "max_tokens": " It is lowered where less fits: see `output_limit` of the task.",
+    "seed": " Default: a random number.",
+}
+"""Behaviour of the service that the engine does not have."""
+
+TokenId = Annotated[int, Field(ge=0)]
 
 
 class Strict(BaseModel):
@@ -36,118 +53,170 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
+def _definitions(parameters: type) -> dict[str, Any]:
+    """Pydantic fields for a dataclass whose fields were made by `engine.validation.parameter`."""
+    definitions: dict[str, Any] = {}
+    for field in fields(parameters):
+        description = field.metadata["description"]
+        if field.name in _NOTES:
+            description += _NOTES[field.name]
+        elif isinstance(field.default, (bool, int, float)):
+            description += f" Default: {_shown(field.default)}."
+        # BaseModel has a method `json`.
+        name, alias = ("schema_", "json") if field.name == "json" else (field.name, None)
+        annotation = _annotation(field.metadata["rule"])
+        definitions[name] = (annotation | None, Field(None, alias=alias, description=description))
+    return definitions
+
+
+def _shown(default: bool | float) -> str:
+    return str(default).lower() if isinstance(default, bool) else f"{default:g}"
+
+
+@singledispatch
+def _annotation(rule: Rule) -> Any:
+    """The type of the values that a rule allows."""
+    raise TypeError(f"no schema for {rule}")
+
+
+@_annotation.register
+def _boolean(rule: Boolean) -> Any:
+    return Annotated[bool, AfterValidator(_checked(rule))]
+
+
+@_annotation.register
+def _integer(rule: Integer) -> Any:
+    return Annotated[int, Field(ge=rule.minimum, le=rule.maximum)]
+
+
+@_annotation.register
+def _number(rule: Number) -> Any:
+    if rule.above_minimum:
+        return Annotated[float, Field(gt=rule.minimum, le=rule.maximum)]
+    return Annotated[float, Field(ge=rule.minimum, le=rule.maximum)]
+
+
+@_annotation.register
+def _text(rule: Text) -> Any:
+    return Annotated[str, Field(min_length=1), AfterValidator(_checked(rule))]
+
+
+@_annotation.register
+def _texts(rule: Texts) -> Any:
+    text = Annotated[str, Field(min_length=1, max_length=rule.http_max_characters)]
+    # `fail_fast`: a list of a million bad items is one error, not a million.
+    length = Field(min_length=rule.min_items or None, max_length=rule.http_max_items, fail_fast=True)
+    texts = Annotated[list[text], length, AfterValidator(_checked(rule))]  # type: ignore[valid-type]
+    if not rule.http_accepts_text:
+        return texts
+    one = {"type": "string", "minLength": 1, "maxLength": rule.http_max_characters}
+    several = {"type": "array", "maxItems": rule.http_max_items, "items": {"type": "string", "minLength": 1}}
+    return Annotated[texts, BeforeValidator(_as_list), WithJsonSchema({"anyOf": [one, several]})]
+
+
+@_annotation.register
+def _token_ids(rule: TokenIds) -> Any:
+    length = Field(min_length=rule.min_items or None, max_length=rule.http_max_items, fail_fast=True)
+    return Annotated[list[TokenId], length]
+
+
+@_annotation.register
+def _numbers_by_token_id(rule: NumbersByTokenId) -> Any:
+    def check_size(value: object) -> object:
+        # Before the members are checked: each bad one would be an error of its own.
+        if isinstance(value, dict) and len(value) > rule.http_max_items:
+            raise ValueError(f"must have at most {rule.http_max_items} entries")
+        return value
+
+    def check_names(numbers: dict[str, float]) -> dict[str, float]:
+        if not all(map(is_token_id, numbers)):
+            raise ValueError("each name must be a token id in digits")
+        return numbers
+
+    schema = {
+        "type": "object",
+        "maxProperties": rule.http_max_items,
+        "propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"},
+        "additionalProperties": {"type": "number", "minimum": rule.minimum, "maximum": rule.maximum},
+    }
+    number = Annotated[float, Field(ge=rule.minimum, le=rule.maximum)]
+    return Annotated[
+        dict[str, number],  # type: ignore[valid-type]
+        BeforeValidator(check_size),
+        AfterValidator(check_names),
+        WithJsonSchema(schema),
+    ]
+
+
+@_annotation.register
+def _json_schema(rule: JsonSchema) -> Any:
+    any_json = WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}]})
+    return Annotated[Any, BeforeValidator(_checked(rule)), any_json]
+
+
+@_annotation.register
+def _constraint(_rule: Constraint) -> Any:
+    return StructuredOutputsBody
+
+
 def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def _bounded(value: object) -> object:
-    # Before the entries are looked at: each wrong one is an error of its own.
-    if isinstance(value, dict) and len(value) > MAX_BIASES:
-        raise ValueError(f"must have at most {MAX_BIASES} entries")
-    return value
+def _checked(rule: Rule) -> Callable[[Any], Any]:
+    """A validator that applies the engine's rule. Pydantic names the field."""
+
+    def check(value: Any) -> Any:
+        try:
+            rule.check("", value)
+        except InvalidParameter as error:
+            raise ValueError(error.message) from None
+        return value
+
+    return check
 
 
-def _keyed_by_ids(biases: dict[str, float]) -> dict[str, float]:
-    for key in biases:
-        if not (key.isascii() and key.isdigit() and len(key) <= 18 and str(int(key)) == key):
-            raise ValueError("each name must be a token id in digits")
-    return biases
+if TYPE_CHECKING:
+    _Members = _SamplingFields = Strict
+else:
+    _Members = create_model("_Members", __base__=Strict, **_definitions(StructuredOutputs))
 
 
-# `fail_fast`: a list of a million wrong items is one error, not a million.
-TokenId = Annotated[int, Field(ge=0)]
-Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT_CHARACTERS)]
-Stops = Annotated[
-    list[Text],
-    Field(max_length=MAX_STOPS, fail_fast=True),
-    BeforeValidator(_as_list),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1, "maxLength": MAX_TEXT_CHARACTERS},
-                {"type": "array", "maxItems": MAX_STOPS, "items": {"type": "string", "minLength": 1}},
-            ]
-        }
-    ),
-]
-LogitBias = Annotated[
-    dict[str, Annotated[float, Field(ge=-100, le=100)]],
-    BeforeValidator(_bounded),
-    AfterValidator(_keyed_by_ids),
-    WithJsonSchema(
-        {
-            "type": "object",
-            "maxProperties": MAX_BIASES,
-            "propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"},
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-        }
-    ),
-]
-NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+class StructuredOutputsBody(_Members):
+    """A constraint on the whole text. Set exactly one member."""
+
+    @model_validator(mode="after")
+    def _one_member(self) -> "StructuredOutputsBody":
+        try:
+            StructuredOutputs.from_json(self.model_dump(by_alias=True, exclude_none=True))
+        except InvalidParameter as error:
+            raise ValueError(error.message) from None
+        return self
 
 
-def _given(description: str) -> Any:
-    return Field(None, description=description)
+if not TYPE_CHECKING:
+    _SamplingFields = create_model("_SamplingFields", __base__=Strict, **_definitions(SamplingParams))
 
 
-class SamplingBody(Strict):
-    """Names and ranges are those of the engine's `SamplingParams`."""
+class SamplingBody(_SamplingFields):
+    """The fields of `SamplingParams`, each optional."""
 
-    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = _given("So many outputs of one prompt; null: 1.")
-    max_tokens: Annotated[int, Field(ge=1)] | None = _given(
-        "At most so many tokens of an output; null: the model's default, or up to the model's length. "
-        "More than there is room for is lowered: see `output_limit` of the task."
-    )
-    min_tokens: Annotated[int, Field(ge=0)] | None = _given("Nothing ends the text before; null: 0.")
-    temperature: Annotated[float, Field(ge=0)] | None = _given("0 is greedy; null: 1.")
-    top_k: Annotated[int, Field(ge=0)] | None = _given(
-        "So many of the likeliest tokens are kept; 0 and null: all."
-    )
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = _given(
-        "The likeliest tokens that reach this share of probability are kept; null: 1."
-    )
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = _given(
-        "Tokens below this share of the likeliest's probability are dropped; null: 0."
-    )
-    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = _given(
-        "One seed gives one text; null: a random one."
-    )
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = _given(
-        "Taken off the logits of tokens that stand in the output; null: 0."
-    )
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = _given(
-        "The same, as often as they stand there; null: 0."
-    )
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = _given(
-        "Divides the logits of tokens that stand in prompt or output; null: 1."
-    )
-    logit_bias: LogitBias | None = _given("Token ids, as strings, and what is added to their logits.")
-    allowed_token_ids: (
-        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True)] | None
-    ) = _given("No other tokens are chosen.")
-    bad_words: Annotated[list[Text], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = _given(
-        "Texts whose tokens are not chosen in this order."
-    )
-    structured_outputs: StructuredOutputsBody | None = _given("What the whole text must look like.")
-    stop: Stops | None = _given(f"A string, or up to {MAX_STOPS}, that end the text and are cut from it.")
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = (
-        _given("Token ids that end the text.")
-    )
-    include_stop_str_in_output: bool | None = _given("The string that ended the text stays in it.")
-    ignore_eos: bool | None = _given("The model's own end is not an end.")
-    skip_special_tokens: bool | None = _given("Special tokens leave no text; null: true.")
-    logprobs: NumLogprobs | None = _given(
-        "Tell the log-probability of each token, and so many of the likeliest beside it."
-    )
-    prompt_logprobs: NumLogprobs | None = _given("The same of the prompt's tokens.")
-
-    @field_validator("min_tokens")
+    @field_validator("min_tokens", check_fields=False)
     @classmethod
-    def _at_most_max(cls, min_tokens: int | None, info: ValidationInfo) -> int | None:
-        most = info.data.get("max_tokens")
-        if min_tokens is not None and most is not None and min_tokens > most:
-            raise ValueError("must be at most max_tokens")
+    def _at_most_max_tokens(cls, min_tokens: int | None, info: ValidationInfo) -> int | None:
+        if min_tokens is not None:
+            try:
+                check_min_tokens(min_tokens, info.data.get("max_tokens"))
+            except InvalidParameter as error:
+                raise ValueError(error.message) from None
         return min_tokens
 
+    @cached_property
+    def sampling_params(self) -> SamplingParams:
+        """The engine's parameters; unset fields have their defaults. Raises `InvalidParameter`."""
+        return SamplingParams.from_json(self.sampling)
 
-SAMPLING_FIELDS = tuple(SamplingBody.model_fields)
+    @cached_property
+    def sampling(self) -> dict[str, Any]:
+        """The fields that are set, as JSON values."""
+        return self.model_dump(include=set(SAMPLING_FIELDS), exclude_none=True, by_alias=True)

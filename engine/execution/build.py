@@ -35,7 +35,7 @@ from engine.execution.text.tokenizer import Tokenizer, load_tokenizer
 from engine.requests.grammar_compiler import GrammarCompilerPool
 from engine.steps.fault_isolation import Runner
 from engine.steps.pipeline import AsyncExecutor
-from engine.validation import boolean, shown
+from engine.validation import Boolean, excerpt
 
 GENERATION_CONFIG = ("auto", "none")
 
@@ -112,13 +112,13 @@ class ExecutionOptions:
     generation_config: str = "auto"
 
     def __post_init__(self) -> None:
-        boolean("deterministic", self.deterministic)
-        boolean("decode_graphs", self.decode_graphs)
+        Boolean().check("deterministic", self.deterministic)
+        Boolean().check("decode_graphs", self.decode_graphs)
         if self.async_scheduling is not None:
-            boolean("async_scheduling", self.async_scheduling)
+            Boolean().check("async_scheduling", self.async_scheduling)
         if self.generation_config not in GENERATION_CONFIG:
             names = " or ".join(GENERATION_CONFIG)
-            reason = f"must be {names}, not {shown(self.generation_config)}"
+            reason = f"must be {names}, not {excerpt(self.generation_config)}"
             raise InvalidParameter("generation_config", reason)
 
 

@@ -9,7 +9,7 @@ from engine.execution.build import build_execution
 from engine.offline.progress import Progress
 from engine.offline.runner import OfflineRunner, RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.validation import shown
+from engine.validation import excerpt
 
 Prompt = str | list[int]
 Message = Mapping[str, str]
@@ -38,7 +38,7 @@ class LLM:
         **options: Any,
     ) -> None:
         if not isinstance(model, str) or not model:
-            raise InvalidParameter("model", f"must be a string (a name or a directory), not {shown(model)}")
+            raise InvalidParameter("model", f"must be a string (a name or a directory), not {excerpt(model)}")
         execution = build_execution(
             model, cache_dir=_expanded(cache_dir), dtype=dtype, device=device, **options
         )
@@ -105,7 +105,7 @@ class LLM:
             )
         for prompt_params in params:
             if not isinstance(prompt_params, SamplingParams):
-                raise InvalidParameter("params", f"must be SamplingParams, not {shown(prompt_params)}")
+                raise InvalidParameter("params", f"must be SamplingParams, not {excerpt(prompt_params)}")
         with Progress(len(prompts), is_shown=show_progress) as progress:
             return self._runner.run(prompts, params, progress.update)
 
@@ -130,7 +130,7 @@ class LLM:
 
 def _check_list(name: str, value: object) -> None:
     if not isinstance(value, list):
-        raise InvalidParameter(name, f"must be a list, not {shown(value)}")
+        raise InvalidParameter(name, f"must be a list, not {excerpt(value)}")
 
 
 def _is_conversation(value: object) -> TypeGuard[list[Message]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
-from engine.validation import number
+from engine.validation import Number
 
 LONGEST_SECONDS = 366 * 86400.0
 
@@ -33,7 +33,7 @@ class Deadlines:
     def __post_init__(self) -> None:
         for field in fields(self):
             if (value := getattr(self, field.name)) is not None:
-                number(field.name, value, 0.0, LONGEST_SECONDS)
+                Number(minimum=0.0, maximum=LONGEST_SECONDS).check(field.name, value)
 
 
 NO_DEADLINES = Deadlines()

@@ -10,7 +10,7 @@ from engine.errors import InvalidParameter
 from engine.sampling_params import SamplingParams
 from engine.text.detokenizer import Tokenizer
 from engine.text.pattern_automaton import automaton_of
-from engine.validation import shown
+from engine.validation import excerpt
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class InputProcessor:
         for token_id in ids:
             if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
                 raise InvalidParameter(
-                    name, f"token id {shown(token_id)} is outside the vocabulary of {self._vocab_size}"
+                    name, f"token id {excerpt(token_id)} is outside the vocabulary of {self._vocab_size}"
                 )
 
 

@@ -1,4 +1,4 @@
-"""Whatever a user sends is one bounded constraint or an error that says which part is wrong."""
+"""Every value is one constraint of bounded size, or an error that names what is wrong."""
 
 import json
 from contextlib import suppress
@@ -13,7 +13,7 @@ from engine.structured_outputs import MAX_BYTES, MAX_CHOICES, MAX_DEPTH, Structu
 
 
 def nested(depth: int) -> Any:
-    """A schema of `depth` objects and lists, one in another."""
+    """A schema of `depth` nested objects and lists."""
     schema: Any = {}
     for level in range(depth - 1):
         schema = [schema] if level % 2 and level < depth - 2 else {"anyOf": schema}
@@ -33,15 +33,15 @@ GOOD: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("value", GOOD)
-def test_each_kind_is_understood(value: dict[str, Any]) -> None:
+def test_each_kind_is_accepted(value: dict[str, Any]) -> None:
     made = StructuredOutputs.from_json(value)
-    kind = next(name for name, given in value.items() if given is not None)
+    kind = next(name for name, member in value.items() if member is not None)
     assert made.kind == kind
     assert made == StructuredOutputs.from_json(json.loads(json.dumps(value)))
     assert made.content == StructuredOutputs.from_json(value).content
 
 
-def test_contents_tell_constraints_apart() -> None:
+def test_different_constraints_have_different_contents() -> None:
     contents = [StructuredOutputs.from_json(value).content for value in GOOD]
     contents += [
         StructuredOutputs(regex='root ::= "a"').content,
@@ -56,15 +56,15 @@ BAD: list[tuple[object, str]] = [
     ("json", "must be an object"),
     ({}, "exactly one of json, json_object, regex, choice, grammar, not none"),
     ({"regex": "a", "choice": ["b"]}, "not regex and choice"),
-    ({"regexp": "a"}, "'regexp' is none of json, json_object"),
+    ({"regexp": "a"}, "'regexp' is not one of json, json_object"),
     ({"json_object": False}, "json_object: must be true"),
     ({"json_object": 1}, "json_object: must be true"),
     ({"json": []}, "json: must be a JSON schema"),
-    ({"json": "{"}, "json: is no JSON"),
-    ({"json": "[1]"}, "json: a JSON schema is an object"),
-    ({"json": '{"minimum": NaN}'}, "json: is no JSON: NaN"),
-    ({"json": {"minimum": float("inf")}}, "json: is no JSON"),
-    ({"json": {"a": {1, 2}}}, "json: is no JSON"),
+    ({"json": "{"}, "json: is not valid JSON"),
+    ({"json": "[1]"}, "json: must be a JSON schema, which is an object"),
+    ({"json": '{"minimum": NaN}'}, "json: is not valid JSON: NaN"),
+    ({"json": {"minimum": float("inf")}}, "json: is not valid JSON"),
+    ({"json": {"a": {1, 2}}}, "json: is not valid JSON"),
     ({"json": {"const": "\ud83d"}}, "json: .*surrogate"),
     ({"json": '{"const": "\\ud83d"}'}, "json: .*surrogate"),
     ({"json": {"const": "x" * MAX_BYTES}}, "json: must be at most"),
@@ -75,10 +75,10 @@ BAD: list[tuple[object, str]] = [
     ({"regex": 5}, "regex: must be text"),
     ({"regex": "\udc00"}, "regex: .*surrogate"),
     ({"regex": "é" * (MAX_BYTES // 2 + 1)}, "regex: must be at most"),
-    ({"choice": []}, "choice: must be a list of at least one"),
+    ({"choice": []}, "choice: must have at least 1 item"),
     ({"choice": "yes"}, "choice: must be a list"),
-    ({"choice": [""]}, "choice: must be text"),
-    ({"choice": [5]}, "choice: must be text"),
+    ({"choice": [""]}, "choice: must be a list of texts"),
+    ({"choice": [5]}, "choice: must be a list of texts"),
     ({"choice": ["\ud83d"]}, "choice: .*surrogate"),
     ({"choice": ["a"] * (MAX_CHOICES + 1)}, "choice: must have at most"),
     ({"choice": ["x" * 60_000, "y" * 60_000]}, "choice: must be at most"),
@@ -88,16 +88,16 @@ BAD: list[tuple[object, str]] = [
 
 
 @pytest.mark.parametrize(("value", "message"), BAD, ids=range(len(BAD)))
-def test_what_is_wrong_is_named(value: object, message: str) -> None:
-    """vllm#43920: `json_object: false` is a mistake of one request."""
+def test_the_error_names_the_member(value: object, message: str) -> None:
+    """vllm#43920: `json_object: false` must fail one request, not the engine."""
     with pytest.raises(InvalidParameter, match=f"(?s)^structured_outputs: .*{message}"):
         StructuredOutputs.from_json(value)
 
 
-def test_a_schema_that_holds_itself_is_refused() -> None:
+def test_a_schema_that_contains_itself_is_refused() -> None:
     schema: dict[str, object] = {}
     schema["items"] = schema
-    with pytest.raises(InvalidParameter, match="json: is no JSON"):
+    with pytest.raises(InvalidParameter, match="json: is not valid JSON"):
         StructuredOutputs(json=schema)
 
 
@@ -115,6 +115,6 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["json", "json_object", "regex", "choice", "grammar", "x"]), JSON))
-def test_anything_is_one_constraint_or_refused(value: dict[str, object]) -> None:
+def test_any_value_is_a_constraint_or_refused(value: dict[str, object]) -> None:
     with suppress(InvalidParameter):
         "".join(StructuredOutputs.from_json(value).content).encode()

@@ -29,7 +29,7 @@ from engine.execution.loading.weights import load_weights
 from engine.execution.machine.device_errors import device_errors
 from engine.execution.machine.library_messages import one_line, quiet_transformers
 from engine.execution.machine.memory import known_free_bytes
-from engine.validation import shown
+from engine.validation import excerpt
 
 log = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ def _check_generation_config(directory: Path) -> None:
         raise InvalidParameter("model", f"{path} cannot be used: {error}") from error
     if any(type(one) is not int for one in (eos if isinstance(eos, list) else [] if eos is None else [eos])):
         raise InvalidParameter(
-            "model", f"{path}: eos_token_id must be a token id or a list of them, not {shown(eos)}"
+            "model", f"{path}: eos_token_id must be a token id or a list of them, not {excerpt(eos)}"
         )
 
 

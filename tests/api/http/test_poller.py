@@ -60,7 +60,7 @@ def test_a_descriptor_that_is_used_again_gets_no_event_of_its_last_owner(pairs):
 
     def replace():
         first.recv(1)
-        poller.forget(number)
+        poller.unregister(number)
         old.close()
         again = socket.socket(fileno=os.dup2(new.fileno(), number))
         dispatchers[number] = Dispatcher(again, unexpected)

@@ -85,7 +85,7 @@ class TestReadiness:
         assert client.get("/readyz").json["warnings"] == []
         redis_client.config_set("maxmemory-policy", "allkeys-lru")
         try:
-            app.extensions["redis_checks"].check()
+            app.parts.redis_checks.check()
         finally:
             redis_client.config_set("maxmemory-policy", "noeviction")
         (warning,) = client.get("/readyz").json["warnings"]
