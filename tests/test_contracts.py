@@ -115,8 +115,20 @@ PLANTS = {
         ("worker/loop.py", "import tokenmill.serve.state_directory"),
         ("worker/errors.py", "import flask"),
     ],
+    "api rooms:": [
+        ("api/routes/tasks.py", "import api.app"),
+        ("api/streams/task_events.py", "import api.routes.tasks"),
+        ("api/webhooks/deliverer.py", "import api.streams.sse"),
+        ("api/schemas/requests.py", "import api.webhooks.signature"),
+        ("api/background/reaper.py", "import api.submission"),
+        ("api/problems.py", "import api.authentication"),
+    ],
+    "api.http:": [
+        ("api/http/server.py", "import api.streams.sse"),
+        ("api/http/connections.py", "import tokenmill.protocol.keys"),
+    ],
     "api:": [
-        ("api/app.py", "import engine.sampling_params"),
+        ("api/app.py", "import engine.engine"),
         ("api/app.py", "import worker.errors"),
         ("api/app.py", "import tokenmill.client"),
         ("api/app.py", "import monitoring.engine"),

@@ -71,16 +71,16 @@ def modules_of(image: str, module: str, directory: Path) -> set[str]:
     return {name.split(".")[0] for name in files}
 
 
-def test_the_api_image_runs_without_torch_and_engine(tmp_path: Path) -> None:
+def test_the_api_image_runs_without_torch(tmp_path: Path) -> None:
     modules = modules_of("api", "api.__main__", tmp_path)
     assert not modules & {"torch", "transformers", "numpy"}
-    assert modules & ROOMS == {"api", "monitoring", "tokenmill", "worker"}
+    assert modules & ROOMS == {"api", "engine", "monitoring", "tokenmill"}
 
 
 def test_the_worker_image_runs_without_flask_and_api(tmp_path: Path) -> None:
     modules = modules_of("worker", "worker.__main__", tmp_path)
     assert not modules & {"flask", "waitress"}
-    assert modules & ROOMS == {"engine", "monitoring", "worker"}
+    assert modules & ROOMS == {"engine", "monitoring", "tokenmill", "worker"}
 
 
 @pytest.mark.parametrize("image", IMAGES)
