@@ -42,13 +42,6 @@ PLANTS = {
         ("engine/execution/deterministic/runner.py", "import engine.execution.plans"),
         ("engine/execution/plans.py", "import engine.execution.build"),
     ],
-    "api: routes": [
-        ("api/schemas/requests.py", "import api.streams.sse"),
-        ("api/streams/sse.py", "import api.webhooks.signature"),
-        ("api/webhooks/signature.py", "import api.routes.tasks"),
-        ("api/routes/tasks.py", "import api.app"),
-        ("api/app.py", "import api.server"),
-    ],
     "protocol:": [
         ("tokenmill/protocol/messages.py", "import redis"),
         ("tokenmill/protocol/keys.py", "import worker.errors"),
@@ -115,7 +108,7 @@ PLANTS = {
         ("worker/loop.py", "import tokenmill.serve.state_directory"),
         ("worker/errors.py", "import flask"),
     ],
-    "api rooms:": [
+    "api: rooms": [
         ("api/routes/tasks.py", "import api.app"),
         ("api/streams/task_events.py", "import api.routes.tasks"),
         ("api/webhooks/deliverer.py", "import api.streams.sse"),
