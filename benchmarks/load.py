@@ -8,7 +8,7 @@ import argparse
 import resource
 import time
 
-from worker.importing import uncollected
+from worker.loading import gc_paused
 
 
 class Parts:
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="of torch; its own number if not given")
     given = parser.parse_args()
     parts = Parts()
-    with uncollected():
+    with gc_paused():
         import torch
 
         parts.end("import torch")

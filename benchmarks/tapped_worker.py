@@ -1,17 +1,15 @@
-"""A worker's loop, publisher and leases, put together for a measurement with a tap between the first two.
+"""A worker's loop, publisher and leases on a real Redis, with a tap between loop and publisher.
 
-Law: whatever disturbs the measurement raises. The parts are those of a real worker, on a real Redis; only
-the claiming of more tasks is left out, as all run from the start.
+No more tasks are claimed, since all run from the start. Everything that would disturb the measurement raises.
 """
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
-from engine.engine import Engine, QueuePosition
+from engine.engine import Engine, RequestPosition
 from engine.execution.build import Execution
 from engine.outputs import StepOutput
 from engine.requests.engine_request import EngineRequest
@@ -21,89 +19,88 @@ from tokenmill.protocol import naming
 from tokenmill.protocol.messages import TaskError
 from tokenmill.protocol.records import Submission
 from tokenmill.protocol.store.task_store import TaskStore
-from tokenmill.settings.processes import Timing
 from worker.connections import connect
-from worker.inbox import Inbox, PreparedTask
+from worker.context import WorkerContext
+from worker.inbox import PreparedTask
 from worker.leases import Leases
 from worker.loop import Loop
-from worker.ownership import OwnedTasks, Ownership
+from worker.output_queue import OutputQueue
+from worker.ownership import Ownership
+from worker.preparation import ServedModel
 from worker.publisher import Publisher
 from worker.service import Service
 from worker.stream import Stream
-from worker.watchdog import Observers, Watchdog
+from worker.watchdog import Observers
 
 SLUG = "benchmark"
-TIMING = Timing()
 DRAIN_SECONDS = 0.001
 
 
 class Tap:
-    """The loop's sink: hands on to the publisher at once, or, while `is_shut`, keeps what it is given."""
+    """The loop's sink: passes outputs to the publisher at once or, while `is_shut`, keeps them."""
 
-    def __init__(self, publisher: Publisher) -> None:
+    def __init__(self, outputs: OutputQueue) -> None:
         self.is_shut = False
-        self._publisher = publisher
+        self._outputs = outputs
         self._kept: list[StepOutput] = []
 
     @property
     def is_full(self) -> bool:
-        return self._publisher.is_full
+        return self._outputs.is_full
 
-    def hand(self, output: StepOutput) -> None:
+    def put(self, output: StepOutput) -> None:
         if self.is_shut:
             self._kept.append(output)
         else:
-            self._publisher.hand(output)
+            self._outputs.put(output)
 
     def open(self) -> None:
-        """Hand on all that was kept, and from now on at once."""
+        """Pass on what was kept, and later outputs at once."""
         self.is_shut = False
         kept, self._kept = self._kept, []
         for output in kept:
-            self._publisher.hand(output)
+            self._outputs.put(output)
 
-    def tell_waiting(self, line: list[QueuePosition]) -> None:
-        self._publisher.tell_waiting(line)
+    def put_positions(self, positions: list[RequestPosition]) -> None:
+        self._outputs.put_positions(positions)
 
     def fail(self, request_id: str, error: TaskError) -> None:
         raise AssertionError(f"{request_id}: {error.message}")
 
     def wait_for_room(self, seconds: float) -> None:
-        self._publisher.wait_for_room(seconds)
+        self._outputs.wait_for_room(seconds)
 
 
 class TappedWorker:
-    """Has claimed `num_tasks`, of prompts of `prompt_tokens` and outputs of `max_tokens`, none of them begun.
+    """Has claimed `num_tasks` with `prompt_tokens` each, to generate `max_tokens` each. None has started.
 
-    `storing_seconds`: of the processor, that the publisher's thread took.
+    `storing_seconds`: CPU time of the publisher's thread.
     """
 
     def __init__(
         self, execution: Execution, url: str, *, num_tasks: int, prompt_tokens: int, max_tokens: int
     ) -> None:
         self.storing_seconds = 0.0
-        self._owned_tasks = OwnedTasks(threading.Event())
-        self._metrics = WorkerMetrics(CollectorRegistry(), model=SLUG)
-        self._watchdog = Watchdog(1e6, time.monotonic, on_tick=lambda: None, arm=lambda _: None)
-        self._inbox = Inbox()
-        store = TaskStore(connect(url, "publisher"))
-        self._publisher = Publisher(
-            store, self._owned_tasks, self._metrics, on_lost=_disturbed, on_cancelled=_disturbed
-        )
-        self.tap = Tap(self._publisher)
+        self._context = _UndisturbedContext(execution, url)
+        store = self._context.new_store(self._context.connect("publisher"))
+        self._publisher = Publisher(store, self._context)
+        self.tap = Tap(self._context.outputs)
         self._claim(store, num_tasks, _prompts(execution.vocab_size, prompt_tokens), max_tokens)
         self.loop = Loop(
             _engine(execution),
-            self._inbox,
+            self._context.inbox,
             self.tap,
-            self._owned_tasks,
-            observers=Observers((), lambda: None),
-            watchdog=self._watchdog,
+            self._context.owned_tasks,
+            observers=Observers((), self._context.metrics),
+            watchdog=self._context.watchdog,
             clock=time.monotonic,
-            wake=threading.Event(),
+            wake=self._context.wake,
         )
-        leases = self._leases(TaskStore(connect(url, "leases")))
-        self._services = [_service("publisher", self._publish), _service("leases", leases.turn)]
+        leases = Leases(self._context.new_store(self._context.connect("leases")), self._context, _Silent())
+        self._services = [
+            Service("publisher", self._publish, self._context),
+            Service("leases", leases.turn, self._context),
+        ]
 
     def start(self) -> None:
         for service in self._services:
@@ -115,8 +112,8 @@ class TappedWorker:
             service.join(10)
 
     def drain(self) -> None:
-        """Until all that was handed to the publisher is stored."""
-        while not self._publisher.is_drained or self._publisher.backlog:
+        """Wait until the publisher has stored every output."""
+        while not self._publisher.is_drained or self._context.outputs.backlog:
             time.sleep(DRAIN_SECONDS)
 
     def _publish(self) -> None:
@@ -130,12 +127,14 @@ class TappedWorker:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         for _ in range(num_tasks):
             store.submit(_submission())
-        claimed = store.claim(SLUG, worker=SLUG, max_tasks=num_tasks, lease_seconds=TIMING.lease_seconds)
+        claimed = store.claim(
+            SLUG, worker=SLUG, max_tasks=num_tasks, lease_seconds=self._context.timing.lease_seconds
+        )
         for number, task in enumerate(claimed):
             ownership = Ownership(task.task_id, task.owner)
-            self._owned_tasks.take(ownership)
-            self._publisher.open(Stream(ownership, num_prompt_tokens=len(prompt(number))))
-            self._inbox.put(
+            self._context.owned_tasks.add(ownership)
+            self._context.outputs.open(Stream(ownership, num_prompt_tokens=len(prompt(number))))
+            self._context.inbox.put(
                 PreparedTask(
                     ownership,
                     EngineRequest(
@@ -144,38 +143,47 @@ class TappedWorker:
                 )
             )
 
-    def _leases(self, store: TaskStore) -> Leases:
-        return Leases(
-            store,
-            self._owned_tasks,
-            self._watchdog,
-            self._metrics,
-            slug=SLUG,
-            lease_seconds=TIMING.lease_seconds,
-            max_task_seconds=TIMING.max_task_seconds,
-            announce=lambda: None,
-            on_lost=_disturbed,
-            on_cancelled=_disturbed,
-            clock=time.monotonic,
-            wait=time.sleep,
+
+class _UndisturbedContext(WorkerContext):
+    """A context in which every drop and every failed thread raises. The process is never ended."""
+
+    def __init__(self, execution: Execution, url: str) -> None:
+        super().__init__(
+            model=ServedModel(name=SLUG, slug=SLUG, fingerprint="", tokenizer=execution.tokenizer),
+            connect=lambda name: connect(url, name),
+            metrics=_UndisturbedMetrics(CollectorRegistry(), model=SLUG),
+            arm=lambda _: None,
         )
 
+    def drop_lost(self, ownership: Ownership) -> None:
+        raise AssertionError(f"the measurement was disturbed: {ownership} was lost")
 
-def _disturbed(*what: object) -> None:
-    raise AssertionError(f"the measurement was disturbed: {what}")
+    def drop_cancelled(self, ownership: Ownership) -> None:
+        raise AssertionError(f"the measurement was disturbed: {ownership} was cancelled")
+
+    def thread_failed(self, thread: str, error: BaseException) -> None:
+        raise AssertionError(f"the measurement was disturbed: thread {thread} failed") from error
 
 
-def _service(name: str, turn: Callable[[], None]) -> Service:
-    return Service(name, turn, on_redis_error=_disturbed, on_failure=_disturbed)
+class _UndisturbedMetrics(WorkerMetrics):
+    def redis_error(self, op: str) -> None:
+        raise AssertionError(f"the measurement was disturbed: Redis failed in thread {op}")
+
+
+class _Silent:
+    """Announces nothing."""
+
+    def announce(self) -> None:
+        pass
 
 
 def _prompts(vocab_size: int, length: int) -> Callable[[int], list[int]]:
-    """By number; all different, and without the lowest ids, which are special ones."""
+    """Different prompts by number, without the lowest ids, which are special tokens."""
     return lambda number: [5 + (number * length + at) * 37 % (vocab_size - 5) for at in range(length)]
 
 
 def _engine(execution: Execution) -> Engine:
-    # Nobody ends before the measurement does.
+    # No request ends before the measurement.
     return replace(execution, eos_token_ids=frozenset()).new_engine()
 
 

@@ -18,7 +18,12 @@ from engine.requests.parallel_outputs import ParallelOutputs
 from engine.requests.request_factory import RequestFactory
 from engine.requests.request_state import OutputState, RequestState, describe
 from engine.requests.stop_rules import StopRules
-from engine.scheduling.queue_positions import QueuePosition, queue_positions
+from engine.scheduling.queue_positions import (
+    QueuePosition,
+    RequestPosition,
+    queue_positions,
+    request_positions,
+)
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence
 from engine.steps.fault_isolation import ExecutedStep, Runner, Sampler, StepExecutor
@@ -26,7 +31,7 @@ from engine.steps.pipeline import AsyncExecutor, Pipeline
 from engine.steps.step_report import StepRecorder
 from engine.text.detokenizer import Tokenizer
 
-__all__ = ["Engine", "QueuePosition"]
+__all__ = ["Engine", "QueuePosition", "RequestPosition"]
 
 
 class Engine:
@@ -164,6 +169,10 @@ class Engine:
     def queue_positions(self) -> list[QueuePosition]:
         """Waiting outputs: the queue from its head, then those held outside of it."""
         return queue_positions(self.scheduler)
+
+    def request_positions(self) -> list[RequestPosition]:
+        """Requests of which no output runs, in the order of `queue_positions`."""
+        return request_positions(self.scheduler)
 
     def _submit_grammar(self, request: RequestState) -> None:
         try:

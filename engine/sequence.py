@@ -3,6 +3,7 @@
 Invariants: every change of status goes through `Sequence._become`; `TRANSITIONS` lists the legal ones.
 """
 
+from collections.abc import Iterable
 from enum import Enum
 from operator import attrgetter
 
@@ -28,6 +29,20 @@ class FinishReason(Enum):
     CANCELLED = "cancelled"
     TIMEOUT = "timeout"
     ERROR = "error"
+
+
+_WORST_FIRST = (
+    FinishReason.ERROR,
+    FinishReason.TIMEOUT,
+    FinishReason.CANCELLED,
+    FinishReason.LENGTH,
+    FinishReason.STOP,
+)
+
+
+def worst_reason(reasons: Iterable[FinishReason]) -> FinishReason:
+    """The reason of a request whose outputs ended for `reasons`."""
+    return min(reasons, key=_WORST_FIRST.index)
 
 
 TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {

@@ -1,1 +1,1 @@
-"""Reports in, Prometheus out. Watches the service and never takes part in it."""
+"""Prometheus metrics of the API, the worker and the engine. Observes the service and never controls it."""

@@ -1,7 +1,7 @@
-"""One step's report in, Prometheus out. A label value is one of the engine's own words, known in advance.
+"""Metrics of the engine, updated from the report of each step.
 
-Everything comes from `StepReport`: this never reaches into the engine, and two reports are all it takes to
-test it. Not thread-safe against itself: one caller observes.
+Everything comes from `StepReport`. Label values are the engine's enumerations, known in advance. One thread
+observes.
 """
 
 from prometheus_client import CollectorRegistry
@@ -14,15 +14,15 @@ REASONS = tuple(reason.value for reason in WaitingReason)
 STAGES = ("schedule", "execute", "sample", "detokenize", "update", "total")
 KINDS = ("prefill", "decode")
 PRIORITIES = ("0", "1", "2", "3", "4")
-"""The classes of the service; 0 goes first."""
+"""Priority classes; 0 is served first."""
 BLOCK_STATES = ("used", "cached", "free")
-"""`cached`: held by nobody and free to be taken, but found again if asked for before that."""
+"""`cached`: free to be allocated, but still usable for a prefix cache hit."""
 
 
 class EngineMetrics:
-    """The engine's side of the metric table in `docs/metrics.md`, for one model in one registry.
+    """The engine's metrics in `docs/metrics.md`, for one model in one registry.
 
-    `max_model_len`: the longest sequence in tokens; the histograms of lengths end there.
+    `max_model_len`: the longest sequence in tokens, the last bucket of the length histograms.
     """
 
     def __init__(self, registry: CollectorRegistry, *, model: str, max_model_len: int) -> None:
@@ -37,24 +37,24 @@ class EngineMetrics:
         )
 
     def observe(self, report: StepReport) -> None:
-        """Count one step. A report of an idle engine brings the gauges back to zero."""
+        """Count one step. The report of an idle engine resets the gauges to zero."""
         for part in self._parts:
             part.observe(report)
 
 
 class _Requests:
-    """Who runs, who waits, and for what."""
+    """Running requests, waiting requests, and the reasons why they wait."""
 
     def __init__(self, families: Families) -> None:
         self._states = families.gauges(
             "requests",
-            "Requests in the engine: running holds a slot and KV blocks, waiting does not.",
+            "Requests in the engine. A running request holds a slot and KV blocks, a waiting one does not.",
             "state",
             ("running", "waiting"),
         )
         self._reasons = families.gauges(
             "requests_waiting_by_reason",
-            "Requests in the engine that wait, by what kept them out of the last step.",
+            "Waiting requests in the engine, by what kept them out of the last step.",
             "reason",
             REASONS,
         )
@@ -68,7 +68,7 @@ class _Requests:
 
 
 class _Budgets:
-    """What a step may spend, what it spent of that, and which limit ended it."""
+    """The limits of a step, how much of each it used, and which one bound it."""
 
     def __init__(self, families: Families) -> None:
         self._limits = families.gauges(
@@ -79,7 +79,7 @@ class _Budgets:
         )
         self._shares = families.histograms(
             "step_budget_used_ratio",
-            "Share of a step's limit that the step used.",
+            "Share of each limit that a step used.",
             "kind",
             self._limits,
             RATIO_BUCKETS,
@@ -106,7 +106,7 @@ class _Budgets:
 
 
 class _Steps:
-    """What a step ran and how long each stage of it took."""
+    """What a step computed, and how long each stage took."""
 
     def __init__(self, families: Families) -> None:
         self._tokens = families.histograms(
@@ -119,13 +119,13 @@ class _Steps:
             "step_duration_seconds", "Duration of one step, by stage and in total.", "stage", STAGES
         )
         self._preemptions = families.counter(
-            "preemptions_total", "Running requests whose KV blocks were taken away."
+            "preemptions_total", "Running requests that lost their KV blocks to others."
         )
         self._recomputed = families.counter(
             "recomputed_tokens_total", "Tokens computed again after a preemption."
         )
         self._faults = families.counter(
-            "execution_faults_total", "Exceptions in the forward pass, those that a retry overcame included."
+            "execution_faults_total", "Exceptions in the forward pass, including those that a retry overcame."
         )
 
     def observe(self, report: StepReport) -> None:
@@ -147,10 +147,10 @@ class _Blocks:
         self._blocks = families.gauges("kv_blocks", "KV blocks by state.", "state", BLOCK_STATES)
         self._usage = families.gauge("kv_cache_usage_ratio", "Share of the KV blocks in use.")
         self._queried = families.counter(
-            "prefix_cache_queried_tokens_total", "Tokens of requests when they were given a slot."
+            "prefix_cache_queried_tokens_total", "Tokens of requests at the time they got a slot."
         )
         self._hit = families.counter(
-            "prefix_cache_hit_tokens_total", "Of these, tokens that were found computed already."
+            "prefix_cache_hit_tokens_total", "Of the queried tokens, those found in the prefix cache."
         )
 
     def observe(self, report: StepReport) -> None:
@@ -164,23 +164,23 @@ class _Blocks:
 
 
 class _Latencies:
-    """What clients feel, each event once."""
+    """Latencies that clients see. Each event counts once."""
 
     def __init__(self, families: Families) -> None:
         self._queue = families.histograms(
             "queue_wait_seconds",
-            "From acceptance to the first step that ran any of the request, by priority class.",
+            "Time from acceptance to the first step of the request, by priority class.",
             "priority",
             PRIORITIES,
         )
         self._first_token = families.histograms(
             "time_to_first_token_seconds",
-            "From acceptance to the first token, by priority class.",
+            "Time from acceptance to the first token, by priority class.",
             "priority",
             PRIORITIES,
         )
         self._inter_token = families.histogram(
-            "inter_token_latency_seconds", "Between two tokens of one request."
+            "inter_token_latency_seconds", "Time between two tokens of one request."
         )
 
     def observe(self, report: StepReport) -> None:
@@ -195,7 +195,7 @@ class _Latencies:
 
 
 class _Outcomes:
-    """How requests ended and what they amounted to."""
+    """How requests ended, and their lengths and times."""
 
     def __init__(self, families: Families, max_model_len: int) -> None:
         lengths = length_buckets(max_model_len)
@@ -215,10 +215,10 @@ class _Outcomes:
         self._output_lengths = families.histogram(
             "request_generation_tokens", "Output tokens of one request.", lengths
         )
-        self._e2e = families.histogram("e2e_request_latency_seconds", "From acceptance to the end.")
+        self._e2e = families.histogram("e2e_request_latency_seconds", "Time from acceptance to the end.")
         self._per_token = families.histogram(
             "request_time_per_output_token_seconds",
-            "Mean time between the tokens of one request, of those with two or more.",
+            "Mean time between the tokens of one request that has two or more.",
         )
 
     def observe(self, report: StepReport) -> None:

@@ -1,7 +1,6 @@
-"""Makes the metrics of one process: one prefix, a help text each, every known series there from the start.
+"""Creates metrics with one prefix and common labels. Every known series exists from the start.
 
-A series that appears only with its first event is missing from sums, and its first event from rates.
-Knows no engine, no queue.
+A series that appears with its first event is missing from sums before, and its first event from rates.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +14,7 @@ TIME_BUCKETS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
     1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560,
 )  # fmt: skip
-"""Seconds. One ladder for all durations, from a step on a fast device to a request behind a backlog."""
+"""Seconds, for all durations: from a step on a fast device to a request behind a backlog."""
 
 RATIO_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1)
 """Shares of a limit."""
@@ -27,16 +26,16 @@ Metric = TypeVar("Metric", Counter, Gauge, Histogram)
 
 
 def length_buckets(longest: int) -> tuple[int, ...]:
-    """1, 2, 5, 10, ... below `longest` tokens, then `longest`: no possible length is beyond the last."""
+    """1, 2, 5, 10, ... below `longest` tokens, then `longest`, so that every length fits."""
     ladder = (step * 10**power for power in range(len(str(longest))) for step in (1, 2, 5))
     return (*(bound for bound in ladder if bound < longest), longest)
 
 
 class Families:
-    """Metrics that all bear the same labels, such as the model's name.
+    """Creates metrics that share labels, such as the model's name.
 
-    The plural verbs make one series for each known value of one more label, and return them by value.
-    Registering a name twice raises ValueError, as prometheus_client has it.
+    The plural methods create one series for each known value of one more label, and return them by value.
+    Registering a name twice raises ValueError.
     """
 
     def __init__(self, registry: CollectorRegistry, **labels: str) -> None:

@@ -1,6 +1,6 @@
-"""Metrics over HTTP, in and out: what the API counts of its calls, and how any process shows its registry.
+"""Metrics of the API's HTTP calls, and the HTTP server that exposes a process's registry.
 
-Law: no label value comes from a client. Knows no Flask and nothing of ours.
+Invariant: no label value comes from a client.
 """
 
 import logging
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 SILENCE_SECONDS = 5.0
-"""A client of the metrics port that sends nothing for so long is let go."""
+"""A connection to the metrics port is closed after this time without data."""
 
 
 class HttpMetrics:
-    """The API's calls. Every verb may be called from any thread."""
+    """The API's HTTP calls. Thread-safe."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._requests = Counter(
@@ -37,7 +37,7 @@ class HttpMetrics:
         )
         self._seconds = Histogram(
             f"{PREFIX}http_request_duration_seconds",
-            "Time until a call was answered; of a stream, until it began.",
+            "Time until a call was answered. For a stream, until it began.",
             ("route", "method"),
             registry=registry,
             buckets=TIME_BUCKETS,
@@ -45,10 +45,10 @@ class HttpMetrics:
         self._streams = Families(registry).gauge("http_streams_open", "Event streams open now.")
 
     def observe(self, route: str | None, method: str, status: int, seconds: float) -> None:
-        """One call was answered.
+        """Count a call that was answered.
 
-        `route`: the template that matched, such as `/v1/tasks/<task_id>`, never the path itself; None if
-        none matched. A made-up method counts as `other`.
+        `route`: the matching template, such as `/v1/tasks/<task_id>`, or None. An unknown method counts as
+        `other`.
         """
         known_route = route or "unmatched"
         known_method = method if method in METHODS else "other"
@@ -62,8 +62,8 @@ class HttpMetrics:
         self._streams.dec()
 
 
-class _Lean(Collector):
-    """A registry without the `_created` times, which double the series and which nothing here asks for."""
+class _WithoutCreated(Collector):
+    """A registry without the unused `_created` times, which double the number of series."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -76,12 +76,12 @@ class _Lean(Collector):
 
 
 def expose(registry: CollectorRegistry) -> tuple[bytes, str]:
-    """The body and the content type of a scrape's answer, in Prometheus' text format."""
-    return generate_latest(_Lean(registry)), CONTENT_TYPE_PLAIN_0_0_4
+    """Body and content type of the reply to a scrape, in Prometheus's text format."""
+    return generate_latest(_WithoutCreated(registry)), CONTENT_TYPE_PLAIN_0_0_4
 
 
 class MetricsServer:
-    """A running metrics port; `port` is the real one where 0 was asked for."""
+    """A running metrics server. `port`: the actual port if 0 was requested."""
 
     def __init__(self, server: ThreadingHTTPServer) -> None:
         self._server = server
@@ -90,7 +90,7 @@ class MetricsServer:
         self.port = server.server_port
 
     def close(self) -> None:
-        """Stop listening. Answers under way are not waited for. May be called twice."""
+        """Stop listening, without waiting for calls in progress. Can be called twice."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -99,9 +99,9 @@ class MetricsServer:
 def serve_metrics(
     registry: CollectorRegistry, host: str, port: int, ready: Callable[[], bool]
 ) -> MetricsServer:
-    """Answer GET and HEAD on `/metrics`, `/livez` and `/readyz` from a thread; port 0 takes any free one.
+    """Serve `/metrics`, `/livez` and `/readyz` in a thread. Port 0 takes any free port.
 
-    `/readyz` is 503 while `ready()` is false. Raises OSError where the port cannot be had.
+    `/readyz` returns 503 while `ready()` is false. Raises OSError if the address cannot be used.
     """
     return MetricsServer(_Server((host, port), partial(_Handler, registry, ready)))
 
@@ -111,7 +111,7 @@ class _Server(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - the base class's signature
         if isinstance(sys.exception(), OSError):
-            logger.debug("metrics port: a client went away", exc_info=True)
+            logger.debug("metrics port: a client disconnected", exc_info=True)
         else:
             logger.exception("metrics port: a call failed")
 
@@ -120,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = SILENCE_SECONDS
 
     def __init__(self, registry: CollectorRegistry, ready: Callable[[], bool], *args: Any) -> None:
-        # Before the base class, whose constructor answers the whole call.
+        # Before the base class, whose constructor handles the whole call.
         self._registry = registry
         self._ready = ready
         super().__init__(*args)

@@ -1,7 +1,7 @@
-"""The queue in Redis as metrics, read when Prometheus asks. Knows the task store, not how it stores.
+"""Metrics of the queue in Redis, read at each scrape.
 
-Law: one reading a scrape, and Redis being away is a metric, not a failed scrape: `redis_up` is 0 and the
-numbers that cannot be known are left out.
+Invariant: a scrape reads Redis once. If Redis is away the scrape still succeeds: `redis_up` is 0, and the
+metrics that need Redis are missing.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,22 +18,22 @@ from tokenmill.protocol.records import WorkerRecord, WorkerState
 from tokenmill.protocol.snapshots import QueueStats
 
 REASONS = ("stop", "length", "cancelled", "timeout", "error")
-"""How a task can end."""
+"""Finish reasons of a task."""
 OTHER_STATE = "other"
-"""A worker of a later version may be in a state that has no name here. A label is known in advance."""
+"""Label for states that this version does not know, since a worker may be newer."""
 
 
 class QueueReader(Protocol):
-    """What is needed of the task store."""
+    """The part of the task store that is used here."""
 
     def queue_stats(self, slug: str) -> QueueStats: ...
     def workers(self) -> list[WorkerRecord]: ...
 
 
 class QueueCollector(Collector):
-    """The queue of one model and its workers. Register it in one process of a deployment, the API's.
+    """The queue of one model and its workers. Registered in one process of a deployment, the API.
 
-    `slug`: the model as it stands in keys; `model`: its public name, the label.
+    `slug`: the model's name in Redis keys. `model`: its public name, used as the label.
     """
 
     def __init__(self, store: QueueReader, slug: str, model: str) -> None:
@@ -42,7 +42,7 @@ class QueueCollector(Collector):
         self._model = model
 
     def describe(self) -> Iterator[Metric]:
-        """The families without their numbers, so that registering asks nothing of Redis."""
+        """The families without values, so that registering does not read Redis."""
         yield _redis_up(0)
         stats = QueueStats(
             waiting={},
@@ -68,7 +68,7 @@ class QueueCollector(Collector):
     def _families(self, stats: QueueStats, workers: Iterable[WorkerRecord]) -> Iterator[Metric]:
         yield self._gauges(
             "queue_tasks",
-            "Tasks that wait in Redis, by priority class (0 goes first).",
+            "Tasks that wait in Redis, by priority class (0 is served first).",
             "priority",
             {str(priority): stats.waiting.get(priority, 0) for priority in PRIORITIES},
         )
@@ -77,22 +77,22 @@ class QueueCollector(Collector):
         )
         yield self._gauge(
             "queue_waiting_tokens",
-            "Estimated tokens of the waiting tasks, prompts and outputs together.",
+            "Estimated tokens of the waiting tasks, prompts and outputs.",
             stats.waiting_cost,
         )
         yield self._gauge("tasks_owned", "Tasks that workers have claimed and not ended.", stats.claimed)
         yield self._gauges(
-            "workers", "Worker processes by what they say of themselves.", "state", self._states(workers)
+            "workers", "Worker processes, by the state that they report.", "state", self._states(workers)
         )
         yield from self._totals(stats.totals)
         yield _webhooks({"due": stats.webhooks_due, "later": stats.webhooks_later})
 
     def _totals(self, totals: Mapping[str, int]) -> Iterator[Metric]:
-        """Counters of the whole deployment, kept in Redis; no restart takes them back."""
+        """Counters of the whole deployment. They are kept in Redis and survive restarts."""
         yield self._counter("tasks_submitted_total", "Tasks that were accepted.", totals.get("submitted", 0))
         finished = CounterMetricFamily(
             f"{PREFIX}tasks_finished_total",
-            "Tasks that ended, wherever they stood, by finish reason.",
+            "Tasks that ended, by finish reason.",
             labels=("model", "reason"),
         )
         for reason in REASONS:
@@ -100,7 +100,7 @@ class QueueCollector(Collector):
         yield finished
         yield self._counter(
             "tasks_client_errors_total",
-            "Of the tasks that ended with an error, those whose request the client has to correct.",
+            "Of the tasks that ended with an error, those whose client has to correct the request.",
             totals.get("client_errors", 0),
         )
         yield self._counter(
@@ -139,7 +139,7 @@ class QueueCollector(Collector):
 
 
 def _webhooks(counts: Mapping[str, int]) -> GaugeMetricFamily:
-    text = "Webhooks that are not delivered yet: due now, or to be tried again later."
+    text = "Webhooks that are not delivered yet: due now, or due later for another attempt."
     family = GaugeMetricFamily(f"{PREFIX}webhooks_undelivered", text, labels=("state",))
     for state, number in counts.items():
         family.add_metric((state,), number)

@@ -1,4 +1,4 @@
-"""Whether Redis is set up so that it keeps tasks, as the API last saw it. Knows no Redis."""
+"""Whether Redis is configured to keep accepted tasks, as the API last checked."""
 
 from collections.abc import Collection
 
@@ -10,12 +10,12 @@ FAULTS = ("evicts", "not_persistent", "write_failed", "unknown")
 
 
 class RedisStateMetrics:
-    """Every verb may be called from any thread."""
+    """Thread-safe."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._faults = Families(registry).gauges(
             "redis_unsafe",
-            "1 while Redis may lose accepted tasks, by why; checked once a minute.",
+            "1 while Redis may lose accepted tasks, by reason. Checked once a minute.",
             "reason",
             FAULTS,
         )

@@ -1,4 +1,4 @@
-"""What the API tells of its webhooks. Knows none."""
+"""Metrics of webhook deliveries by the API."""
 
 from prometheus_client import CollectorRegistry
 
@@ -8,20 +8,20 @@ OUTCOMES = ("delivered", "failed", "given_up")
 
 
 class WebhookMetrics:
-    """Tries to deliver one. Every verb may be called from any thread."""
+    """Delivery attempts by outcome. Thread-safe."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._tries = Families(registry).counters(
-            "webhook_deliveries_total", "Tries to deliver a webhook, by how they went.", "outcome", OUTCOMES
+        self._attempts = Families(registry).counters(
+            "webhook_deliveries_total", "Attempts to deliver a webhook, by outcome.", "outcome", OUTCOMES
         )
 
     def delivered(self) -> None:
-        self._tries["delivered"].inc()
+        self._attempts["delivered"].inc()
 
     def failed(self) -> None:
-        """It is tried again."""
-        self._tries["failed"].inc()
+        """The attempt failed and will be repeated."""
+        self._attempts["failed"].inc()
 
     def given_up(self) -> None:
-        """It failed for the last time."""
-        self._tries["given_up"].inc()
+        """The last attempt failed."""
+        self._attempts["given_up"].inc()

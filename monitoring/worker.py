@@ -1,4 +1,4 @@
-"""What a worker counts of its dealings with Redis, and its sign of life. Knows no Redis and no engine."""
+"""Metrics of a worker: its tasks, its calls to Redis, and the liveness of its loop."""
 
 from prometheus_client import CollectorRegistry, Counter
 
@@ -10,7 +10,7 @@ OPS = ("loading", "intake", "publisher", "leases", "listener", "shutdown")
 
 
 class WorkerMetrics:
-    """The worker's side of the table in `docs/metrics.md`. Every verb may be called from any thread."""
+    """The worker's metrics in `docs/metrics.md`. Thread-safe."""
 
     def __init__(self, registry: CollectorRegistry, *, model: str) -> None:
         self._model = model
@@ -29,44 +29,44 @@ class WorkerMetrics:
         self._init_loop(families)
 
     def _init_tasks(self, families: Families) -> None:
-        self._claimed = families.counter("tasks_claimed_total", "Tasks that this worker took from the queue.")
+        self._claimed = families.counter("tasks_claimed_total", "Tasks that this worker claimed.")
         self._lost = families.counter(
-            "tasks_lost_total", "Tasks that this worker had claimed and that another has now, or nobody."
+            "tasks_lost_total", "Tasks that this worker claimed and lost, because their leases lapsed."
         )
         self._handed_back = families.counter(
-            "tasks_handed_back_total", "Tasks that this worker put back to the front of the queue unfinished."
+            "tasks_handed_back_total", "Unfinished tasks that this worker returned to the front of the queue."
         )
         self._reclaimed = families.counter(
             "tasks_reclaimed_total",
-            "Tasks whose lease had lapsed and that this worker put back in the queue.",
+            "Tasks with a lapsed lease that this worker returned to the queue.",
         )
         self._suspected = families.counter(
             "tasks_suspected_total",
-            "Tasks that this worker ran alone for a while, as an earlier worker may have died of them.",
+            "Tasks that this worker ran alone at first, because an earlier worker may have died of them.",
         )
         self._poisoned = families.counter(
             "tasks_poisoned_total",
-            "Tasks that this worker ended, as several workers had died while they ran them alone.",
+            "Tasks that this worker ended, because several workers died while running them alone.",
         )
 
     def _init_streams(self, families: Families) -> None:
         self._published = families.counter("messages_published_total", "Messages written to token streams.")
         self._backlog = families.gauge(
-            "publish_backlog_messages", "Messages that wait to be written to token streams."
+            "publish_backlog_messages", "Messages that are not written to token streams yet."
         )
 
     def _init_loop(self, families: Families) -> None:
         self._tick = families.gauge(
             "worker_last_tick_timestamp_seconds",
-            "When the worker's loop last went round (seconds since 1970).",
+            "Time of the last turn of the worker's loop (seconds since 1970).",
         )
-        self._load = families.gauge("model_load_seconds", "Time that loading the model took.")
+        self._load = families.gauge("model_load_seconds", "Time that it took to load the model.")
         self._observer_errors = families.counter(
-            "observer_errors_total", "Exceptions in observers of the loop, which went on."
+            "observer_errors_total", "Exceptions in observers of the loop. The loop continues."
         )
 
     def redis_error(self, op: str) -> None:
-        """A call failed. `op`: who made it, in the worker's own words, never text that came from outside."""
+        """A call to Redis failed. `op`: one of `OPS`."""
         self._redis_errors.labels(model=self._model, op=op).inc()
 
     def claimed(self, tasks: int) -> None:
@@ -88,18 +88,18 @@ class WorkerMetrics:
         self._poisoned.inc(tasks)
 
     def reap_failure(self, duty: str) -> None:
-        """A record could not be treated by a duty of the reaper."""
+        """A duty of the reaper could not process a record."""
         self._reap_failures.failed(duty)
 
     def published(self, messages: int) -> None:
         self._published.inc(messages)
 
     def publish_backlog(self, messages: int) -> None:
-        """How many wait now."""
+        """Set the number of messages that are not written."""
         self._backlog.set(messages)
 
     def tick(self) -> None:
-        """The loop went round: it stepped, is idle, or waits for Redis."""
+        """The loop took a turn: it stepped, is idle, or waits for Redis."""
         self._tick.set_to_current_time()
 
     def model_load_seconds(self, seconds: float) -> None:

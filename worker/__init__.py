@@ -1,1 +1,1 @@
-"""RQ jobs in, token events out."""
+"""The worker: claims tasks from Redis, runs them in the engine, and publishes their tokens."""

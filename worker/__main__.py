@@ -1,14 +1,14 @@
-"""`python -m worker`: reads the settings, loads the model, and lets a `BatchWorker` work. Wiring only.
+"""`python -m worker`: reads the settings, loads the model, and runs a `BatchWorker`. Wiring only.
 
-Exit status: 0 told to stop and stopped; SIGTERM (143 as process 1) told to stop while it loaded; 1 the
-watchdog ended a hanging process; 70 the engine or a thread failed and what was held was handed back; 78 a
-setting or the model cannot be used, so starting again is of no use; 69 no Redis while it could have loaded.
+Exit status: 0 stopped on request; SIGTERM (143 as process 1) stopped on request while loading; 1 the watchdog
+ended a stalled process; 69 Redis was away until the deadline of loading; 70 the engine or a thread failed and
+the tasks were handed back; 78 a setting or the model cannot be used, so a restart does not help.
 """
 
 from tokenmill.process.startup_signals import exit_on_signals
 
 if __name__ == "__main__":
-    # First of all: the imports below take seconds, and loading a model minutes.
+    # Before anything else: the imports below take seconds, and loading a model takes minutes.
     exit_on_signals()
 
 import logging
@@ -34,15 +34,13 @@ from tokenmill.protocol.store.task_store import TaskStore
 from tokenmill.settings.errors import SettingError
 from tokenmill.settings.processes import VARIABLES, WorkerSettings
 from tokenmill.settings.unknown import warnings
-from worker.batch_worker import BatchWorker, new_worker_name
-from worker.cache_directory import usable_cache
+from worker.batch_worker import BatchWorker
 from worker.connections import connect
-from worker.errors import unusable
-from worker.importing import uncollected
-from worker.loading import Loading, unusable_machine
+from worker.context import WorkerContext, new_worker_name
+from worker.errors import settings_message
+from worker.loading import Loading, cache_errors_as_settings, gc_paused, machine_errors_as_settings
 from worker.preparation import ServedModel
-from worker.threads import WorkerContext
-from worker.watchdog import arm_watchdog
+from worker.watchdog import arm_watchdog, disarm_watchdog
 
 if TYPE_CHECKING:
     from engine.execution.build import Execution
@@ -55,7 +53,7 @@ REDIS_RETRY_SECONDS = 0.5
 
 
 class Process:
-    """One worker process from its settings to its exit status."""
+    """A worker process, from its settings to its exit status."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
@@ -72,10 +70,10 @@ class Process:
         if not _try_until(client.ping, client, settings.load_seconds):
             return EXIT_NO_REDIS
         arm_watchdog(settings.load_seconds)
-        with Loading(client, self._loading_record(), self._metrics) as loading, unusable_machine():
+        with Loading(client, self._loading_record(), self._metrics) as loading, machine_errors_as_settings():
             execution = _load(settings, loading)
         store, card = TaskStore(client), self._card(execution)
-        # A model that took minutes is not loaded once more because Redis was away for a moment.
+        # A short outage of Redis must not cost the loaded model.
         if not _try_until(lambda: store.put_model_card(self._slug, card), client, settings.load_seconds):
             return EXIT_NO_REDIS
         client.close()
@@ -84,21 +82,21 @@ class Process:
         return self._worker.work()
 
     def _serve_metrics(self) -> None:
-        """Raises `SettingError` when nothing can listen there."""
+        """Raises `SettingError` if the address cannot be used."""
         host, port = self._settings.metrics_host, self._settings.metrics_port
         try:
             server = serve_metrics(self._registry, host, port, self._is_ready)
         except OSError as error:
             raise SettingError(
-                f"TOKENMILL_METRICS_HOST and TOKENMILL_METRICS_PORT: cannot listen at {host}:{port}: {error}"
+                f"TOKENMILL_METRICS_HOST and TOKENMILL_METRICS_PORT: cannot listen on {host}:{port}: {error}"
             ) from error
-        logger.info("metrics at http://%s:%d/metrics", host, server.port)
+        logger.info("metrics are at http://%s:%d/metrics", host, server.port)
 
     def _connect(self, thread: str) -> Any:
         return connect(self._settings.redis_url, f"{self._name}:{thread}")
 
     def _is_ready(self) -> bool:
-        return self._worker is not None and self._worker.is_ready
+        return self._worker is not None and self._worker.state == "ready"
 
     def _loading_record(self) -> WorkerRecord:
         return WorkerRecord(
@@ -136,19 +134,22 @@ class Process:
             default_sampling=execution.default_sampling,
             max_sequence_tokens=execution.max_sequence_tokens,
         )
-        given = WorkerContext(
+        context = WorkerContext(
+            model=model,
             connect=self._connect,
             metrics=self._metrics,
+            name=self._name,
+            card=card,
             timing=settings,
             fair_sharing=settings.fair_sharing,
             observers=(engine_metrics,),
         )
-        return BatchWorker(execution.new_engine(), model, given, name=self._name, card=card)
+        return BatchWorker(execution.new_engine(), context)
 
 
 def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
-    # Takes seconds: by now a bad setting is told, and the worker's record says that it loads.
-    with uncollected():
+    # This import takes seconds. By now bad settings are reported, and the record shows that the worker loads.
+    with gc_paused():
         from engine.execution.build import build_execution
 
     return build_execution(
@@ -168,7 +169,7 @@ def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
 
 
 def _try_until(call: Callable[[], object], client: Any, seconds: float) -> bool:
-    """Whether Redis lets `call`, which uses `client`, through within `seconds`."""
+    """Repeat `call`, which uses `client`, until Redis accepts it. False if it never did within `seconds`."""
     deadline = time.monotonic() + seconds
     outages = OutageLog(logger, "worker")
     while time.monotonic() < deadline:
@@ -176,7 +177,7 @@ def _try_until(call: Callable[[], object], client: Any, seconds: float) -> bool:
             call()
         except redis.RedisError as error:
             outages.failed(error)
-            # After a failover a connection may live on to a server that only reads.
+            # After a failover an old connection may lead to a read-only replica.
             client.connection_pool.disconnect()
             time.sleep(REDIS_RETRY_SECONDS)
         else:
@@ -186,6 +187,8 @@ def _try_until(call: Callable[[], object], client: Any, seconds: float) -> bool:
 
 def _unusable(reason: str) -> int:
     logger.critical("%s", reason)
+    # Its deadline is that of loading, and the process may be held for longer.
+    disarm_watchdog()
     prevent_restart_loop(os.environ, logger.critical)
     return EXIT_UNUSABLE
 
@@ -201,12 +204,12 @@ def main() -> int:
         check_temporary_directory()
         # Before the libraries are imported, which takes seconds.
         check_source(settings.model)
-        with usable_cache(settings.cache_dir):
+        with cache_errors_as_settings(settings.cache_dir):
             return Process(settings).run()
     except NoTemporaryDirectory as error:
         return _unusable(str(error))
     except (SettingError, InvalidParameter, UnsupportedModel) as error:
-        return _unusable(unusable(error))
+        return _unusable(settings_message(error))
     except Exception:
         logger.critical("the worker failed", exc_info=True)
         return 1
@@ -215,5 +218,5 @@ def main() -> int:
 if __name__ == "__main__":
     status = main()
     logging.shutdown()
-    # Not sys.exit: a thread that hangs in native code must not keep the process, nor crash its end.
+    # Not sys.exit: a thread that is stuck in native code would keep the process alive, or crash its exit.
     os._exit(status)

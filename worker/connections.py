@@ -1,7 +1,7 @@
-"""Clients of Redis, with every option spelt out: the library's defaults change and hide what happens.
+"""Redis clients. Every option is explicit, since the library's defaults change between versions.
 
-Law: no call waits longer than the timeouts here, and none is tried again behind the caller's back; who gets
-an error decides what it means. Each thread has a client of its own.
+Invariants: no call waits longer than the timeouts here, and the library retries none; the caller decides what
+an error means. Each thread has its own client.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from tokenmill.protocol import redis_url
 SOCKET_SECONDS = 2.0
 
 Connect = Callable[[str], Any]
-"""Makes a client for the thread of that name."""
+"""Creates the client of the thread of that name."""
 
 
 def connect(url: str, name: str) -> "redis.Redis":
@@ -29,7 +29,7 @@ def connect(url: str, name: str) -> "redis.Redis":
         socket_keepalive=True,
         retry=Retry(NoBackoff(), 0),
         retry_on_timeout=False,
-        # Finds a dead link that lies idle: a subscriber pings, a caller checks before it writes.
+        # Detects a dead idle connection: a subscriber pings, a caller checks before it writes.
         health_check_interval=15,
         max_connections=4,
         client_name=name,

@@ -75,6 +75,9 @@ class Inbox:
     def __init__(self) -> None:
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
+    def __len__(self) -> int:
+        return self._messages.qsize()
+
     def put(self, message: Message) -> None:
         self._messages.put(message)
 

@@ -1,110 +1,90 @@
-"""Keeps what this worker owns, as long as its loop goes round, and brings back what others have lost.
+"""Renews the leases of owned tasks while the loop is alive, and reassigns tasks of workers that died.
 
-Law: a loop that hangs renews nothing. The fence in each write decides who owns a task; leases only say when
-somebody else may take it.
+Invariants: a stalled loop renews nothing. The owner check in every write decides who owns a task; a lease
+only decides when another worker may take it.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable
+from typing import Protocol
 
 import redis
 
-from monitoring.worker import WorkerMetrics
-from tokenmill.protocol.records import TaskPhase
 from tokenmill.protocol.store.task_store import TaskStore
-from worker.ownership import OwnedTasks, Ownership
-from worker.watchdog import Watchdog
+from worker.context import WorkerContext
+from worker.ownership import Ownership
 
 logger = logging.getLogger(__name__)
 
 MAX_BEAT_SECONDS = 1.0
 
 
-class Leases:
-    """`turn` belongs to one thread.
+class Announcer(Protocol):
+    def announce(self) -> None:
+        """Show the worker's state to others. Raises `RedisError`."""
 
-    `announce` shows the worker to others, as it is at the moment. `on_lost` gets tasks that another took,
-    `on_cancelled` those that a cancel ended. `phases` tells how tasks (task -> owner) stand in this
-    worker, which is recorded for the case that it dies. `wait` pauses between two turns.
-    """
+
+class Leases:
+    """`turn` belongs to one thread. `wait(seconds)` pauses between two turns."""
 
     def __init__(
         self,
         store: TaskStore,
-        owned_tasks: OwnedTasks,
-        watchdog: Watchdog,
-        metrics: WorkerMetrics,
-        *,
-        slug: str,
-        lease_seconds: float,
-        max_task_seconds: float,
-        announce: Callable[[], None],
-        on_lost: Callable[[Ownership], None],
-        on_cancelled: Callable[[Ownership], None],
-        phases: Callable[[Mapping[str, str]], Mapping[str, TaskPhase]],
-        clock: Callable[[], float],
-        wait: Callable[[float], None],
+        context: WorkerContext,
+        registration: Announcer,
+        wait: Callable[[float], None] = time.sleep,
     ) -> None:
         self._store = store
-        self._owned_tasks = owned_tasks
-        self._watchdog = watchdog
-        self._metrics = metrics
-        self._slug = slug
-        self._lease_seconds = lease_seconds
-        self._max_task_seconds = max_task_seconds
-        self._announce = announce
-        self._on_lost = on_lost
-        self._on_cancelled = on_cancelled
-        self._standings = phases
-        self._clock = clock
+        self._context = context
+        self._registration = registration
         self._wait = wait
-        self._take_back_after = clock()
-        # Since the last time that the reaper ran.
+        self._lease_seconds = context.timing.lease_seconds
+        self._reclaim_after = context.clock()
+        # Time of the last failure since the reaper last ran.
         self._failed_at: float | None = None
 
     def turn(self) -> None:
         """Renew, announce, reap, and wait for the next beat. Raises `RedisError`."""
         try:
-            self._beat()
+            if not self._context.watchdog.is_stalled:
+                self._renew()
+            self._registration.announce()
+            self._reap()
         except redis.RedisError:
-            # Redis may have been away for all: the others get a lease's time to come back for theirs.
-            self._failed_at = self._clock()
-            self._take_back_after = self._failed_at + self._lease_seconds
+            # Redis may be away for every worker: the others get the length of a lease to renew theirs.
+            self._failed_at = self._context.clock()
+            self._reclaim_after = self._failed_at + self._lease_seconds
             raise
         self._wait(min(MAX_BEAT_SECONDS, self._lease_seconds / 3))
 
-    def _beat(self) -> None:
-        if not self._watchdog.is_stalled:
-            self._renew()
-        self._announce()
-        self._reap()
-
     def _renew(self) -> None:
-        owners = self._owned_tasks.owners()
+        owners = self._context.owned_tasks.owners()
         if not owners:
             return
-        renewed = self._store.renew(owners, self._lease_seconds, self._standings(owners))
-        for task_ids, tell in ((renewed.lost, self._on_lost), (renewed.cancelled, self._on_cancelled)):
-            for task_id in task_ids:
-                tell(Ownership(task_id, owners[task_id]))
+        renewed = self._store.renew(owners, self._lease_seconds, self._context.phases(owners))
+        for task_id in renewed.lost:
+            self._context.drop_lost(Ownership(task_id, owners[task_id]))
+        for task_id in renewed.cancelled:
+            self._context.drop_cancelled(Ownership(task_id, owners[task_id]))
 
     def _reap(self) -> None:
-        now = self._clock()
+        now, metrics = self._context.clock(), self._context.metrics
         reaped = self._store.reap(
-            self._slug,
-            max_task_seconds=self._max_task_seconds,
-            reclaim_leases=now >= self._take_back_after,
+            self._context.model.slug,
+            max_task_seconds=self._context.timing.max_task_seconds,
+            reclaim_leases=now >= self._reclaim_after,
             failed_seconds_ago=None if self._failed_at is None else now - self._failed_at,
         )
         self._failed_at = None
         if reaped.returned:
-            logger.warning("back to the queue, their worker is gone: %s", ", ".join(reaped.returned))
-            self._metrics.reclaimed(len(reaped.returned))
+            logger.warning("tasks of a dead worker returned to the queue: %s", ", ".join(reaped.returned))
+            metrics.reclaimed(len(reaped.returned))
         if reaped.poisoned:
-            logger.error("ended, as workers died of them: %s", ", ".join(reaped.poisoned))
-            self._metrics.poisoned(len(reaped.poisoned))
+            logger.error("tasks ended, as several workers died of them: %s", ", ".join(reaped.poisoned))
+            metrics.poisoned(len(reaped.poisoned))
         if reaped.lost:
-            logger.error("ended, as Redis lost keys of them: %s", ", ".join(reaped.lost))
+            logger.error("tasks ended, as Redis lost some of their keys: %s", ", ".join(reaped.lost))
         for failure in reaped.failures:
-            logger.error("reaper, %s: %s is set aside: %s", *failure)
-            self._metrics.reap_failure(failure.duty)
+            logger.error("reaper, %s: record %s is skipped: %s", *failure)
+            metrics.reap_failure(failure.duty)

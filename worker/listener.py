@@ -1,12 +1,10 @@
-"""Hears what Redis's channels tell this worker: that something can be claimed, cancels, RQ's commands.
+"""Receives what Redis channels tell this worker: claimable tasks, cancels, RQ's commands.
 
-Law: a message is a hint, never the truth. What is missed shows at the next poll, renewal or write.
+Invariant: a message is only a hint. A lost message costs time until the next poll, renewal or write.
 """
 
 import json
 import logging
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import redis
@@ -14,7 +12,7 @@ from rq.command import PUBSUB_CHANNEL_TEMPLATE
 
 from tokenmill.protocol import keys
 from tokenmill.protocol.store.task_store import TaskStore
-from worker.ownership import OwnedTasks, Ownership
+from worker.context import WorkerContext
 
 logger = logging.getLogger(__name__)
 
@@ -22,45 +20,28 @@ LISTEN_SECONDS = 1.0
 
 
 class Listener:
-    """`turn` belongs to one thread.
+    """`turn` belongs to one thread. RQ's `stop-job` cancels an owned task like any other cancel."""
 
-    `on_cancel` gets held tasks that were cancelled; `on_shutdown` is called when RQ's `shutdown` command
-    comes. RQ's `stop-job` cancels a held task like any other cancel does.
-    """
-
-    def __init__(
-        self,
-        client: Any,
-        store: TaskStore,
-        owned_tasks: OwnedTasks,
-        *,
-        slug: str,
-        worker_name: str,
-        wake: threading.Event,
-        on_cancel: Callable[[Ownership], None],
-        on_shutdown: Callable[[], None],
-    ) -> None:
+    def __init__(self, client: Any, store: TaskStore, context: WorkerContext) -> None:
         self._client = client
         self._store = store
-        self._owned_tasks = owned_tasks
-        self._wake = wake
-        self._on_cancel = on_cancel
-        self._on_shutdown = on_shutdown
-        self._wake_channel = keys.wake(slug)
-        self._command_channel: str = PUBSUB_CHANNEL_TEMPLATE % worker_name
+        self._context = context
+        self._wake_channel = keys.wake(context.model.slug)
+        self._command_channel: str = PUBSUB_CHANNEL_TEMPLATE % context.name
         self._pubsub: Any = None
+        # Kept while its handling fails.
         self._message: dict[str, Any] | None = None
 
     def turn(self) -> None:
-        """Follow one message, or none after a moment.
+        """Handle one message, or none within `LISTEN_SECONDS`.
 
-        Raises `RedisError`; the next turn first follows what could not be followed, and subscribes anew.
+        Raises `RedisError`. The next turn handles the same message again and subscribes anew.
         """
         try:
             if self._message is None:
                 self._message = self._subscribed().get_message(timeout=LISTEN_SECONDS)
             if self._message is not None:
-                self._follow(self._message)
+                self._handle(self._message)
         except redis.RedisError:
             self.close()
             raise
@@ -78,34 +59,34 @@ class Listener:
             self._pubsub = pubsub
         return self._pubsub
 
-    def _follow(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         channel = message["channel"].decode()
         if message["type"] != "message" or channel == self._wake_channel:
-            # A confirmed subscription too: what was told before it went unheard.
-            self._wake.set()
+            # Also when a subscription is confirmed: messages before it were missed.
+            self._context.wake.set()
         elif channel == keys.CONTROL:
-            self._control(_read(message["data"]))
+            self._cancel(_read(message["data"]))
         else:
-            self._command(_read(message["data"]))
+            self._run_command(_read(message["data"]))
 
-    def _control(self, command: dict[str, Any]) -> None:
-        if ownership := self._owned_tasks.find(str(command.get("cancel"))):
-            self._on_cancel(ownership)
+    def _cancel(self, command: dict[str, Any]) -> None:
+        if ownership := self._context.owned_tasks.find(str(command.get("cancel"))):
+            self._context.drop_cancelled(ownership)
 
-    def _command(self, command: dict[str, Any]) -> None:
+    def _run_command(self, command: dict[str, Any]) -> None:
         match command.get("command"):
             case "shutdown":
-                self._on_shutdown()
+                self._context.stop("RQ's shutdown command")
             case "stop-job" | "stop-execution":
-                if held := self._owned_tasks.find(str(command.get("job_id"))):
-                    # Its script tells all workers, this one too.
-                    self._store.cancel(held.task_id)
+                if ownership := self._context.owned_tasks.find(str(command.get("job_id"))):
+                    # The script notifies all workers, this one included.
+                    self._store.cancel(ownership.task_id)
             case other:
-                logger.warning("RQ's command %r does nothing here", other)
+                logger.warning("RQ's command %r is not supported", other)
 
 
 def _read(data: bytes) -> dict[str, Any]:
-    """Anybody can publish anything: what is no JSON object says nothing."""
+    """The JSON object in `data`, or an empty one: any client of Redis can publish anything."""
     try:
         command = json.loads(data)
     except ValueError:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.config import EngineConfig
-from engine.engine import QueuePosition
+from engine.engine import RequestPosition
 from engine.errors import InvalidParameter
 from engine.outputs import StepOutput
 from engine.requests.engine_request import EngineRequest
@@ -47,7 +47,7 @@ class SteppingEngine(Protocol):
     def has_request(self, request_id: str) -> bool: ...
     def step(self, isolate_request_id: str | None = None) -> StepOutput: ...
     def drain(self) -> None: ...
-    def queue_positions(self) -> list[QueuePosition]: ...
+    def request_positions(self) -> list[RequestPosition]: ...
 
 
 class OutputSink(Protocol):
@@ -55,8 +55,8 @@ class OutputSink(Protocol):
 
     @property
     def is_full(self) -> bool: ...
-    def hand(self, output: StepOutput) -> None: ...
-    def tell_waiting(self, line: list[QueuePosition]) -> None: ...
+    def put(self, output: StepOutput) -> None: ...
+    def put_positions(self, positions: list[RequestPosition]) -> None: ...
     def fail(self, request_id: str, error: TaskError) -> None: ...
     def wait_for_room(self, seconds: float) -> None: ...
 
@@ -203,7 +203,7 @@ class Loop:
 
     def _step(self) -> None:
         output = self._engine.step(self._isolated_mode.request_id)
-        self._sink.hand(output)
+        self._sink.put(output)
         self._report_positions()
         self._observers.observe(output.report)
         self.load = Load(self._engine.num_running, self._engine.num_waiting)
@@ -215,6 +215,6 @@ class Loop:
         # An empty list is reported once, for the requests that no longer wait.
         if now >= self._next_positions_at and (self._engine.num_waiting or self._has_reported_positions):
             self._next_positions_at = now + POSITIONS_SECONDS
-            positions = self._engine.queue_positions()
-            self._sink.tell_waiting(positions)
+            positions = self._engine.request_positions()
+            self._sink.put_positions(positions)
             self._has_reported_positions = bool(positions)

@@ -1,6 +1,6 @@
-"""Which tasks this worker owns, as it believes. The truth is in Redis, whose scripts check every write.
+"""The tasks that this worker believes it owns. Redis decides: its scripts check the owner at every write.
 
-Law: a task is held from its claim until its end is stored, it is handed back, or it turns out to be lost.
+Invariant: a task is owned from its claim until its end is stored, it is handed back, or it is lost.
 """
 
 import threading
@@ -8,19 +8,19 @@ from typing import NamedTuple
 
 
 class Ownership(NamedTuple):
-    """One attempt at one task. `owner` is made by the claim and never used again."""
+    """One attempt at one task. Each claim makes a new `owner`."""
 
     task_id: str
     owner: str
 
     @property
     def request_id(self) -> str:
-        """The engine's name for this attempt: a task that comes back is a new request, never a mix-up."""
+        """The engine's id of this attempt. A later attempt at the task is another request."""
         return f"{self.task_id}:{self.owner}"
 
 
 class OwnedTasks:
-    """The owned tasks, shared by all threads. `wake` is set when one goes, so that another may come."""
+    """Shared by all threads. `wake` is set when a task is dropped, so that another can be claimed."""
 
     def __init__(self, wake: threading.Event) -> None:
         self._wake = wake
@@ -33,15 +33,13 @@ class OwnedTasks:
     def __contains__(self, ownership: Ownership) -> bool:
         return self._owners.get(ownership.task_id) == ownership.owner
 
-    def take(self, ownership: Ownership) -> Ownership | None:
-        """Gives the ownership that this one replaces: the task was lost, and nobody had noticed."""
+    def add(self, ownership: Ownership) -> None:
+        """Own a task. Replaces an earlier attempt at it."""
         with self._lock:
-            old_owner = self._owners.get(ownership.task_id)
             self._owners[ownership.task_id] = ownership.owner
-        return Ownership(ownership.task_id, old_owner) if old_owner else None
 
     def drop(self, ownership: Ownership) -> bool:
-        """False, and nothing changes, if it is not held (any more)."""
+        """Return False if it is not owned (any more)."""
         with self._lock:
             if ownership not in self:
                 return False

@@ -1,280 +1,179 @@
-"""Stores what the engine says: all that gathered since the last call, in one script call.
+"""Writes outputs to Redis: everything that arrived since the last call, in one script call.
 
-Law: nothing is lost and nothing doubled, whatever happens to a call or its reply: what is not known to be
-stored is sent again under the same `seq`. Knows no engine but its outputs.
+Invariant: every message is stored exactly once, whichever calls or replies are lost. What is not known to be
+stored is sent again under the same `seq`.
 """
 
-import queue
-import threading
-from collections import Counter
-from collections.abc import Callable, Set
-from dataclasses import dataclass
-
-from engine.engine import QueuePosition
+from engine.engine import RequestPosition
 from engine.outputs import SequenceOutput, StepOutput, WaitingReason
 from engine.sequence import FinishReason
-from monitoring.worker import WorkerMetrics
-from tokenmill.protocol.messages import TaskError
 from tokenmill.protocol.records import Accepted, Cancelled, Gap, Lost, Outcome, Write
 from tokenmill.protocol.store.task_store import TaskStore
-from worker.ownership import OwnedTasks, Ownership
+from worker.context import WorkerContext
+from worker.output_queue import Failed, Forget, Message, Positions
+from worker.ownership import Ownership
 from worker.stream import Stream
 
 IDLE_SECONDS = 0.25
-MAX_BACKLOG = 4096
-"""Tokens that may wait for Redis before the loop stops stepping: at 64 sequences a minute of slow steps."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    stream: Stream
-
-
-@dataclass(frozen=True, slots=True)
-class _Stepped:
-    output: StepOutput
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    line: list[QueuePosition]
-
-
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    request_id: str
-    error: TaskError
-
-
-@dataclass(frozen=True, slots=True)
-class _Forgotten:
-    request_id: str
-
-
-_Item = _Opened | _Stepped | _Line | _Failed | _Forgotten
+_NOT_WAITING = {"waiting_for": "", "position": "", "tokens_ahead": ""}
 
 
 class Publisher:
-    """`turn` belongs to one thread; the other methods may be called from any and return at once.
+    """Keeps one `Stream` for each request that has something to store. `turn` belongs to one thread."""
 
-    `on_lost` gets tasks that another took, `on_cancelled` those that a cancel ended: both as a refused write
-    tells it. `on_progress` gets each task of which something new is stored: tokens, ends, or its settlement.
-    """
-
-    def __init__(
-        self,
-        store: TaskStore,
-        owned_tasks: OwnedTasks,
-        metrics: WorkerMetrics,
-        *,
-        on_lost: Callable[[Ownership], None],
-        on_cancelled: Callable[[Ownership], None],
-        on_progress: Callable[[Ownership], None],
-        max_backlog: int = MAX_BACKLOG,
-    ) -> None:
+    def __init__(self, store: TaskStore, context: WorkerContext) -> None:
         self.num_completed = 0
         self.num_failed = 0
         self._store = store
-        self._owned_tasks = owned_tasks
-        self._metrics = metrics
-        self._on_lost = on_lost
-        self._on_cancelled = on_cancelled
-        self._on_progress = on_progress
-        self._max_backlog = max_backlog
-        self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._context = context
+        self._queue = context.outputs
         self._streams: dict[str, Stream] = {}
-        self._in_line: set[str] = set()
-        # Replaced, and never changed: other threads read it.
-        self.idle_ids: Set[str] = frozenset()
-        """Requests that wait in the scheduler, as it was last told, and of which nothing is being done."""
-        self._room = threading.Event()
-        # Each counter has one writing thread: the loop's, and the publisher's two.
-        self._num_handed = 0
-        self._num_gathered = 0
+        self._waiting_ids: set[str] = set()
         self._num_unstored = 0
 
-    # What other threads say.
-
-    @property
-    def backlog(self) -> int:
-        """Outputs that Redis is not known to have."""
-        return self._num_handed - self._num_gathered + self._num_unstored
-
-    @property
-    def is_full(self) -> bool:
-        return self.backlog >= self._max_backlog
-
-    def wait_for_room(self, seconds: float) -> None:
-        self._room.clear()
-        if self.is_full:
-            self._room.wait(seconds)
-
-    def open(self, stream: Stream) -> None:
-        """From here on outputs of this request are stored in `stream`."""
-        self._items.put(_Opened(stream))
-
-    def hand(self, output: StepOutput) -> None:
-        self._num_handed += len(output.outputs)
-        self._items.put(_Stepped(output))
-
-    def tell_waiting(self, line: list[QueuePosition]) -> None:
-        """All that wait in the scheduler; who was in the line before and is not now waits no longer."""
-        self._items.put(_Line(line))
-
-    def fail(self, request_id: str, error: TaskError) -> None:
-        self._items.put(_Failed(request_id, error))
-
-    def forget(self, request_id: str) -> None:
-        """It is not ours any more: what comes of it is not stored."""
-        self._items.put(_Forgotten(request_id))
-
-    # The publisher's thread.
-
     def turn(self) -> None:
-        """Store what there is, waiting a moment for it. Raises `RedisError`; nothing is lost by that."""
-        self._gather(0.0 if self._num_unstored else IDLE_SECONDS)
-        self._store_news()
+        """Store what has arrived; wait a moment for it if there is nothing to store.
+
+        Raises `RedisError`. Nothing is lost: the next turn sends the same again.
+        """
+        for message in self._queue.take(0.0 if self._num_unstored else IDLE_SECONDS):
+            self._receive(message)
+        self._update_backlog()
+        streams = [stream for stream in self._streams.values() if stream.has_unstored]
+        if streams:
+            self._publish(streams)
+            self._update_backlog()
 
     @property
     def is_drained(self) -> bool:
-        """All that was said is stored."""
-        return self._items.empty() and not any(stream.has_news for stream in self._streams.values())
+        """Whether everything that was put in the queue is stored."""
+        return self._queue.is_empty and not any(stream.has_unstored for stream in self._streams.values())
 
-    def _gather(self, wait_seconds: float) -> None:
-        try:
-            if wait_seconds:
-                self._take(self._items.get(timeout=wait_seconds))
-            while True:
-                self._take(self._items.get_nowait())
-        except queue.Empty:
-            self._count()
+    @property
+    def request_ids(self) -> set[str]:
+        """The requests whose outputs are stored."""
+        return set(self._streams)
 
-    def _take(self, item: _Item) -> None:
-        match item:
-            case _Opened(stream):
-                self._open(stream)
-            case _Stepped(output):
-                self._take_step(output)
-            case _Line(line):
-                self._take_line(line)
-            case _Failed(request_id, error):
-                if (failed := self._streams.get(request_id)) and not failed.has_ended:
-                    failed.fail(error)
-            case _Forgotten(request_id):
+    def _receive(self, message: Message) -> None:
+        match message:
+            case Stream():
+                self._open(message)
+            case StepOutput():
+                self._add_step(message)
+            case Positions(positions):
+                self._record_positions(positions)
+            case Failed(request_id, error):
+                if (stream := self._streams.get(request_id)) and not stream.has_ended:
+                    stream.fail(error)
+            case Forget(request_id):
                 self._streams.pop(request_id, None)
 
     def _open(self, stream: Stream) -> None:
-        # One that was lost or cancelled while it was prepared has been forgotten before this.
-        if stream.ownership in self._owned_tasks:
+        # A task that was lost or cancelled while it was prepared was forgotten before this.
+        if stream.ownership in self._context.owned_tasks:
             self._streams[stream.ownership.request_id] = stream
 
-    def _take_line(self, line: list[QueuePosition]) -> None:
-        num_outputs = Counter(waiting.request_id for waiting in line)
-        heads = {waiting.request_id: waiting for waiting in reversed(line)}
-        places = {request_id: place for place, request_id in enumerate(num_outputs)}
-        # A task of which some output runs does not wait.
-        waiting_ids = {name for name in heads if self._num_open(name) <= num_outputs[name]}
-        for request_id in waiting_ids:
-            self._note(request_id, _facts_of(heads[request_id], places[request_id]))
-        # A preempted request that runs again does not start again, so its start tells nothing.
-        for request_id in self._in_line - waiting_ids:
-            self._note(request_id, _NOT_WAITING)
-        self._in_line = waiting_ids
-        # A grammar is compiled while its request waits.
-        self.idle_ids = {one for one in waiting_ids if heads[one].reason is not WaitingReason.GRAMMAR}
+    def _add_step(self, step: StepOutput) -> None:
+        for request_id in step.started:
+            # The age of the decision to start it. The first token is a result of the same step.
+            seconds = step.report.seconds_since_decision
+            self._record(request_id, {"scheduled": f"{seconds:.6f}", **_NOT_WAITING})
+        errors = [error for output in step.outputs if (error := self._try_add(output))]
+        self._queue.note_taken(len(step.outputs))
+        if errors:
+            raise errors[0]
 
-    def _num_open(self, request_id: str) -> int:
-        stream = self._streams.get(request_id)
-        return stream.num_open if stream else 0
-
-    def _take_step(self, output: StepOutput) -> None:
-        for request_id in output.started:
-            # When the step was decided, not when it came out: the first token is of the same step.
-            seconds = output.report.seconds_since_decision
-            self._note(request_id, {"scheduled": f"{seconds:.6f}", **_NOT_WAITING})
-        faults = [fault for each in output.outputs if (fault := self._attempt(each.request_id, each))]
-        self._num_gathered += len(output.outputs)
-        if faults:
-            raise faults[0]
-
-    def _attempt(self, request_id: str, output: SequenceOutput) -> BaseException | None:
-        """Returns what failed. Nothing more of that stream is stored: its next message would be a gap."""
+    def _try_add(self, output: SequenceOutput) -> BaseException | None:
+        """Return the error, if any. The stream is then closed, since its next message would leave a gap."""
         try:
-            self._take_output(output)
-        except BaseException as fault:  # noqa: BLE001 - raised once the others have their outputs
-            self._streams.pop(request_id, None)
-            return fault
+            self._add(output)
+        except BaseException as error:  # noqa: BLE001 - raised after the other outputs are added
+            self._streams.pop(output.request_id, None)
+            return error
         return None
 
-    def _take_output(self, output: SequenceOutput) -> None:
+    def _add(self, output: SequenceOutput) -> None:
         if output.finish_reason is FinishReason.CANCELLED:
-            # Who cancelled has told the readers already, in one script with all that belongs to it.
+            # The script that cancelled the task wrote its end.
             self._streams.pop(output.request_id, None)
         elif (stream := self._streams.get(output.request_id)) and not stream.has_ended:
             stream.add(output)
 
-    def _note(self, request_id: str, facts: dict[str, str]) -> None:
-        if stream := self._streams.get(request_id):
-            stream.note(facts)
+    def _record_positions(self, positions: list[RequestPosition]) -> None:
+        for one in positions:
+            self._record(one.request_id, _facts_of(one))
+        waiting_ids = {one.request_id for one in positions}
+        # A preempted request that resumes is not reported as started.
+        for request_id in self._waiting_ids - waiting_ids:
+            self._record(request_id, _NOT_WAITING)
+        self._waiting_ids = waiting_ids
+        # A request that waits for its grammar is not idle: the grammar is being compiled.
+        self._queue.idle_ids = {
+            one.request_id for one in positions if one.reason is not WaitingReason.GRAMMAR
+        }
 
-    def _store_news(self) -> None:
-        streams = [stream for stream in self._streams.values() if stream.has_news]
-        if not streams:
-            return
+    def _record(self, request_id: str, facts: dict[str, str]) -> None:
+        if stream := self._streams.get(request_id):
+            stream.record(facts)
+
+    def _publish(self, streams: list[Stream]) -> None:
         writes = [self._to_write(stream) for stream in streams]
         outcomes = self._store.publish(writes)
-        # Counted once for all: this runs beside each step, and takes the interpreter from it.
-        followed = zip(streams, writes, outcomes, strict=True)
-        self._metrics.published(sum(self._follow(*each) for each in followed))
-        self._count()
-        self._room.set()
+        num_stored = sum(
+            self._apply(stream, write, outcome)
+            for stream, write, outcome in zip(streams, writes, outcomes, strict=True)
+        )
+        # One call for all, since a metric takes a lock and this thread competes with the loop.
+        self._context.metrics.published(num_stored)
 
     def _to_write(self, stream: Stream) -> Write:
         try:
             return stream.to_write()
         except BaseException:
-            # This turn fails, and the next stores what the others have.
-            del self._streams[stream.ownership.request_id]
+            # This turn fails. Without this stream the next one stores the others.
+            self._close(stream.ownership)
             raise
 
-    def _follow(self, stream: Stream, write: Write, outcome: Outcome) -> int:
-        """Gives how many messages were stored."""
+    def _apply(self, stream: Stream, write: Write, outcome: Outcome) -> int:
+        """Update the stream by the reply to its write. Returns the number of messages stored."""
         match outcome:
             case Accepted():
-                stream.stored(write)
-                if write.entries or write.settlement:
-                    self._on_progress(stream.ownership)
-                if write.settlement:
-                    self._close(stream, completed=write.settlement.status == "completed")
+                self._accepted(stream, write)
                 return len(write.entries)
             case Gap(length):
                 stream.rewind(length)
             case Lost():
-                del self._streams[stream.ownership.request_id]
-                self._on_lost(stream.ownership)
+                self._close(stream.ownership)
+                self._context.drop_lost(stream.ownership)
             case Cancelled():
-                del self._streams[stream.ownership.request_id]
-                self._on_cancelled(stream.ownership)
+                self._close(stream.ownership)
+                self._context.drop_cancelled(stream.ownership)
         return 0
 
-    def _close(self, stream: Stream, *, completed: bool) -> None:
-        del self._streams[stream.ownership.request_id]
-        self._owned_tasks.drop(stream.ownership)
-        self.num_completed += completed
-        self.num_failed += not completed
+    def _accepted(self, stream: Stream, write: Write) -> None:
+        stream.mark_stored(write)
+        if write.entries or write.settlement:
+            self._context.isolation.finish(stream.ownership)
+        if write.settlement:
+            self._close(stream.ownership)
+            self._context.owned_tasks.drop(stream.ownership)
+            is_completed = write.settlement.status == "completed"
+            self.num_completed += is_completed
+            self.num_failed += not is_completed
 
-    def _count(self) -> None:
+    def _close(self, ownership: Ownership) -> None:
+        del self._streams[ownership.request_id]
+
+    def _update_backlog(self) -> None:
         self._num_unstored = sum(stream.num_unstored for stream in self._streams.values())
-        self._metrics.publish_backlog(self.backlog)
+        self._queue.set_unstored(self._num_unstored)
+        self._context.metrics.publish_backlog(self._queue.backlog)
 
 
-_NOT_WAITING = {"waiting_for": "", "position": "", "tokens_ahead": ""}
-
-
-def _facts_of(waiting: QueuePosition, place: int) -> dict[str, str]:
+def _facts_of(position: RequestPosition) -> dict[str, str]:
     return {
-        "waiting_for": waiting.reason.value,
-        # How many tasks stand before it, as by the rank in Redis.
-        "position": str(place),
-        "tokens_ahead": str(waiting.tokens_ahead),
+        "waiting_for": position.reason.value,
+        "position": str(position.requests_ahead),
+        "tokens_ahead": str(position.tokens_ahead),
     }

@@ -1,74 +1,66 @@
-"""A thread that takes turns until it is told to stop.
+"""A thread that calls `turn` again and again until it is stopped.
 
-Law: an error of Redis costs a pause and fresh connections, never the thread; any other error ends the thread
-and is told. Knows nothing of what a turn does.
+Invariants: an error of Redis costs a pause and new connections, never the thread. Any other error ends the
+thread and is reported.
 """
 
-import logging
 import threading
-import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import redis
 
+from monitoring.worker import WorkerMetrics
 from tokenmill.process.redis_outages import OutageLog
 
-logger = logging.getLogger(__name__)
-
 FIRST_PAUSE_SECONDS = 0.05
-LONGEST_PAUSE_SECONDS = 1.0
+MAX_PAUSE_SECONDS = 1.0
+
+
+class ServiceHost(Protocol):
+    """What the services of a process share. `clock`: monotonic seconds. `outages` logs outages of Redis."""
+
+    @property
+    def metrics(self) -> WorkerMetrics: ...
+    @property
+    def outages(self) -> OutageLog: ...
+    @property
+    def clock(self) -> Callable[[], float]: ...
+    def thread_failed(self, thread: str, error: BaseException) -> None: ...
 
 
 class Service:
-    """`client`: the thread's own, or None. `on_failure` gets the thread's name and what ended it.
+    """`client`: the Redis client of this thread, if it has one."""
 
-    `outages`: where outages of Redis are logged, one for all threads of a worker. `clock`: seconds that
-    never go back.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        turn: Callable[[], None],
-        *,
-        client: Any = None,
-        on_redis_error: Callable[[str], None],
-        on_failure: Callable[[str, BaseException], None],
-        clock: Callable[[], float] = time.monotonic,
-        outages: OutageLog | None = None,
-    ) -> None:
+    def __init__(self, name: str, turn: Callable[[], None], host: ServiceHost, client: Any = None) -> None:
         self.name = name
-        self._outages = outages or OutageLog(logger, name, clock)
         self._turn = turn
+        self._host = host
         self._client = client
-        self._on_redis_error = on_redis_error
-        self._on_failure = on_failure
-        self._clock = clock
-        self._turned_at = self._succeeded_at = clock()
+        self._turn_began_at = self._succeeded_at = host.clock()
         self._stopping = threading.Event()
         self._pause = FIRST_PAUSE_SECONDS
-        # A daemon: a turn that hangs must not keep the process from ending.
+        # A daemon, so that a turn that never returns does not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        self._turned_at = self._succeeded_at = self._clock()
+        self._turn_began_at = self._succeeded_at = self._host.clock()
         self._thread.start()
 
-    def hangs(self, seconds: float) -> bool:
-        """Whether the turn under way has taken longer than that. A thread that has ended does not hang."""
-        return self._thread.is_alive() and self._clock() - self._turned_at > seconds
+    def is_stalled(self, seconds: float) -> bool:
+        """Whether the current turn has taken longer than `seconds`. False once the thread has ended."""
+        return self._thread.is_alive() and self._host.clock() - self._turn_began_at > seconds
 
-    def fails(self, seconds: float) -> bool:
-        """Whether no turn has worked for longer than that: it hangs, or Redis fails it."""
-        return self._thread.is_alive() and self._clock() - self._succeeded_at > seconds
+    def is_failing(self, seconds: float) -> bool:
+        """Whether no turn has succeeded for `seconds`, because it stalls or Redis fails."""
+        return self._thread.is_alive() and self._host.clock() - self._succeeded_at > seconds
 
     def stop(self) -> None:
-        """After the turn under way."""
+        """End the thread after its current turn."""
         self._stopping.set()
 
     def join(self, seconds: float) -> bool:
-        """Whether the thread has ended."""
+        """Wait up to `seconds` for the thread to end. Returns whether it has."""
         if self._thread.is_alive():
             self._thread.join(max(0.0, seconds))
         return not self._thread.is_alive()
@@ -77,8 +69,8 @@ class Service:
         try:
             while not self._stopping.is_set():
                 self._take_turn()
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it ends the worker, and with its name
-            self._on_failure(self.name, error)
+        except BaseException as error:  # noqa: BLE001 - every error ends the worker and is reported
+            self._host.thread_failed(self.name, error)
 
     def _take_turn(self) -> None:
         try:
@@ -87,16 +79,16 @@ class Service:
             self._recover(error)
         else:
             if self._client is not None:
-                self._outages.worked()
+                self._host.outages.worked()
             self._pause = FIRST_PAUSE_SECONDS
-            self._succeeded_at = self._clock()
-        self._turned_at = self._clock()
+            self._succeeded_at = self._host.clock()
+        self._turn_began_at = self._host.clock()
 
     def _recover(self, error: redis.RedisError) -> None:
-        self._outages.failed(error)
-        self._on_redis_error(self.name)
+        self._host.outages.failed(error)
+        self._host.metrics.redis_error(self.name)
         if self._client is not None:
-            # After a failover a connection may live on to a server that only reads.
+            # After a failover an old connection may lead to a read-only replica.
             self._client.connection_pool.disconnect()
         self._stopping.wait(self._pause)
-        self._pause = min(self._pause * 2, LONGEST_PAUSE_SECONDS)
+        self._pause = min(self._pause * 2, MAX_PAUSE_SECONDS)

@@ -1,41 +1,70 @@
-"""One task's messages as this worker knows them: what is said, and how much of that Redis has stored.
+"""The messages of one task as this worker knows them, and how much of them Redis has stored.
 
-Law: entries are only ever added, each `seq` once; each output ends once, and with the last of them the task.
-What is stored follows from the replies, never from having sent. Knows neither Redis nor threads.
+Invariants: entries are only appended, each `seq` once. Each output ends once, and the last end settles the
+task. What is stored follows from Redis's replies, never from having sent it.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
-from engine.outputs import SequenceOutput
-from engine.sequence import FinishReason
+from engine.outputs import SequenceOutput, TokenLogprobs
+from engine.sequence import FinishReason, worst_reason
 from tokenmill.protocol.log import has_ended, num_tokens_of, outputs_of, prompt_logprobs_of
 from tokenmill.protocol.messages import LogEntry, TaskError, Usage
 from tokenmill.protocol.records import Settlement, Write
 from worker.errors import INVALID_REQUEST, engine_error
-from worker.logprobs import LogprobsWriter
 from worker.ownership import Ownership
 
-_WORST_FIRST = tuple(
-    reason.value
-    for reason in (
-        FinishReason.CANCELLED,
-        FinishReason.ERROR,
-        FinishReason.TIMEOUT,
-        FinishReason.LENGTH,
-        FinishReason.STOP,
-    )
-)
-_COMPLETED = frozenset({FinishReason.STOP.value, FinishReason.LENGTH.value})
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot express. OpenAI's API uses the same value."""
+
+_COMPLETED = frozenset({FinishReason.STOP, FinishReason.LENGTH})
+
+
+class LogprobsWriter:
+    """Log-probabilities as JSON: each token id with its text and its bytes.
+
+    `token_bytes` returns the bytes of a token, which may be a part of a character. Tokens that have the same
+    text differ in their bytes.
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+
+    def members(self, output: SequenceOutput) -> dict[str, Any]:
+        """Fields to add to a token's message. Empty if no logprobs were requested."""
+        members: dict[str, Any] = {}
+        if output.logprobs is not None:
+            members["logprobs"] = self._describe(output.logprobs)
+        if output.prompt_logprobs is not None:
+            members["prompt_logprobs"] = [
+                None if one is None else {"id": one.token_id, **self._describe(one)}
+                for one in output.prompt_logprobs
+            ]
+        return members
+
+    def _describe(self, logprobs: TokenLogprobs) -> dict[str, Any]:
+        top = [{"id": token_id, **self._token(token_id, logprob)} for token_id, logprob in logprobs.top]
+        return {**self._token(logprobs.token_id, logprobs.logprob), "top": top}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        token_bytes = self._token_bytes(token_id)
+        return {
+            "logprob": logprob if math.isfinite(logprob) else MIN_LOGPROB,
+            "token": token_bytes.decode("utf-8", "replace"),
+            "bytes": list(token_bytes),
+        }
 
 
 class Stream:
-    """The log of one owned task, from its first entry on, with those of earlier attempts.
+    """The log of one owned task from its first entry on, including the entries of earlier attempts.
 
-    A task is completed if all its `num_outputs` have ended by stop or length, else it has failed, with the
-    error of the first that failed. All entries are kept while the task lives: a log that lost its end with
-    its host is filled up again from here. `num_cached_tokens`: as an earlier attempt told them.
+    A task is completed if all of its `num_outputs` ended by stop or length. Otherwise it has failed, with the
+    error of the first output that failed. All entries are kept until the task ends: a Redis that lost the end
+    of the log gets it again from here. `num_cached_tokens`: as an earlier attempt reported them.
     """
 
     def __init__(
@@ -58,36 +87,33 @@ class Stream:
         self._facts: dict[str, str] = {}
         self._stored_facts: dict[str, str] = {}
         ends = {int(entry.index): entry.parse_members() for entry in self._entries if entry.is_end}
-        self._reasons: dict[int, str] = {index: end["finish_reason"] for index, end in ends.items()}
+        self._reasons = {index: FinishReason(end["finish_reason"]) for index, end in ends.items()}
         self._error = next((error for end in ends.values() if (error := end.get("error"))), None)
-        self._settlement = self._settle_by_log() if has_ended(self._entries) else None
+        self._settlement = self._settle_from_log() if has_ended(self._entries) else None
 
     @property
     def num_unstored(self) -> int:
         return len(self._entries) - self._num_stored
 
     @property
-    def has_news(self) -> bool:
+    def has_unstored(self) -> bool:
+        """Whether there is anything to write: entries, facts, or the settlement."""
         return bool(self.num_unstored or self._facts or self._settlement)
 
     @property
     def has_ended(self) -> bool:
         return self._settlement is not None
 
-    @property
-    def num_open(self) -> int:
-        """Outputs that have not ended."""
-        return len(self._open())
-
-    def note(self, facts: Mapping[str, str]) -> None:
-        """Store these with the next write, as far as they are new. A fact that is empty is none."""
+    def record(self, facts: Mapping[str, str]) -> None:
+        """Write those of the task's `facts` that changed. An empty text removes a fact."""
         for name, text in facts.items():
-            # What waits to be stored may be so already: the reply of a write that failed is not known.
+            # A pending fact is replaced even by the stored text, since its write may have succeeded without a
+            # reply.
             if name in self._facts or self._stored_facts.get(name, "") != text:
                 self._facts[name] = text
 
     def add(self, output: SequenceOutput) -> None:
-        """A token, an end, or both; nothing comes after the end of an output."""
+        """Append a token, an end, or both. Ignored after the end of the output."""
         if output.index in self._reasons:
             return
         if output.token_id is not None:
@@ -95,18 +121,18 @@ class Stream:
             self._entries.append(LogEntry.of_token(output.token_id, output.text, output.index, members))
         if output.finish_reason:
             if output.index == 0:
-                # The prompt is one for all outputs, and the first of them computed it.
+                # All outputs share the prompt, which the first one computed.
                 self._num_cached_tokens = output.num_cached_tokens
-                self.note({"cached_tokens": str(output.num_cached_tokens)})
-            self._end(output.index, output.finish_reason.value, output.held_text, _error_of(output))
+                self.record({"cached_tokens": str(output.num_cached_tokens)})
+            self._end(output.index, output.finish_reason, output.held_text, _error_of(output))
 
     def fail(self, error: TaskError) -> None:
-        """End the task as failed; what was published stays."""
-        for index in self._open():
-            self._end(index, FinishReason.ERROR.value, "", error)
+        """End the task as failed. What was published stays."""
+        for index in self._open_outputs():
+            self._end(index, FinishReason.ERROR, "", error)
 
     def to_write(self) -> Write:
-        """All that is not stored yet."""
+        """Everything that is not stored yet."""
         return Write(
             task_id=self.ownership.task_id,
             owner=self.ownership.owner,
@@ -116,32 +142,33 @@ class Stream:
             settlement=self._settlement,
         )
 
-    def stored(self, write: Write) -> None:
-        """Redis has all of `write`."""
+    def mark_stored(self, write: Write) -> None:
+        """Redis accepted `write`."""
         self._num_stored = write.first_seq + len(write.entries)
         self._stored_facts.update(write.facts)
         self._facts = {n: text for n, text in self._facts.items() if write.facts.get(n) != text}
 
     def rewind(self, length: int) -> None:
-        """Redis has lost entries: its log has `length`."""
+        """Redis lost entries. Its log has `length` of them."""
         self._num_stored = length
 
-    def _open(self) -> list[int]:
+    def _open_outputs(self) -> list[int]:
         return [index for index in range(self._num_outputs) if index not in self._reasons]
 
-    def _end(self, index: int, reason: str, text: str, error: TaskError | None) -> None:
+    def _end(self, index: int, reason: FinishReason, text: str, error: TaskError | None) -> None:
         self._reasons[index] = reason
-        if self._open():
-            self._entries.append(LogEntry.of_end(text, reason, index=index, done=False, error=error))
+        if self._open_outputs():
+            end = LogEntry.of_end(text, reason.value, index=index, done=False, error=error)
+            self._entries.append(end)
             self._error = self._error or (error.to_json() if error else None)
             return
         error = TaskError(**self._error) if self._error else error
         usage = self._usage()
-        self._entries.append(LogEntry.of_end(text, reason, index=index, usage=usage, error=error))
+        self._entries.append(LogEntry.of_end(text, reason.value, index=index, usage=usage, error=error))
         self._settlement = self._settle(usage.to_json(), error)
 
-    def _settle_by_log(self) -> Settlement:
-        """An earlier attempt wrote the end and could not settle."""
+    def _settle_from_log(self) -> Settlement:
+        """An earlier attempt wrote the end without settling the task."""
         end = self._entries[-1].parse_members()
         usage, error = end["usage"] or self._usage().to_json(), end["error"]
         return self._settle(usage, TaskError(**error) if error else None)
@@ -154,10 +181,10 @@ class Stream:
         )
 
     def _settle(self, usage: Mapping[str, int], error: TaskError | None) -> Settlement:
-        reason = min(self._reasons.values(), key=_WORST_FIRST.index)
+        reason = worst_reason(self._reasons.values())
         return Settlement(
             status="completed" if reason in _COMPLETED else "failed",
-            reason=reason,
+            reason=reason.value,
             result=self._result(usage),
             error_text=error.message if error else "",
             is_client_error=error is not None and error.type == INVALID_REQUEST,

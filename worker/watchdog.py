@@ -1,4 +1,4 @@
-"""Those who look on: the steps' observers and the watchdog. One verb each, and no way to hurt the loop."""
+"""The watchdog, which ends a worker whose loop stalls, and the observers of its steps."""
 
 import contextlib
 import ctypes
@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.outputs import StepReport
+from monitoring.worker import WorkerMetrics
+from worker.service import Service
 
 logger = logging.getLogger(__name__)
 
 ARM_SECONDS = 1.0
-"""A loop that goes round arms the watchdog again so often: each time is a write to another process."""
+"""Interval at which a live loop arms the watchdog again. Each time is a write to another process."""
+FAILING_SECONDS = 10.0
+"""A thread is reported as failing when no turn of it has succeeded for this time."""
 WATCHDOG = Path(__file__).with_name("watchdog_process.py")
 
 
@@ -28,31 +32,29 @@ class Observer(Protocol):
 
 
 class Observers:
-    """Passes each report on. What an observer raises is logged once for each observer, and counted."""
+    """Passes each report to all observers. An observer's errors are counted, and the first is logged."""
 
-    def __init__(self, observers: Sequence[Observer], on_error: Callable[[], None]) -> None:
+    def __init__(self, observers: Sequence[Observer], metrics: WorkerMetrics) -> None:
         self._observers = observers
-        self._on_error = on_error
+        self._metrics = metrics
         self._logged: set[Observer] = set()
 
     def observe(self, report: StepReport) -> None:
         for observer in self._observers:
             try:
                 observer.observe(report)
-            except Exception:  # an observer is anybody's code, and steps are worth more than their numbers
-                self._on_error()
+            except Exception:  # an observer may be any code, and must not stop the loop
+                self._metrics.observer_error()
                 if observer not in self._logged:
                     self._logged.add(observer)
-                    logger.exception("an observer failed; the loop goes on without its numbers")
+                    logger.exception("an observer failed; the loop continues")
 
 
 class WatchdogProcess:
-    """Ends this process, with the stack of each thread on stderr and exit status 1, unless armed again in
-    time.
+    """Ends this process unless it is armed again in time: stacks of all threads on stderr, exit status 1.
 
-    Another process does it (`worker/watchdog_process.py`), by a signal whose handler is native code: neither
-    needs the interpreter's lock. Time in which this process did not run does not count. `arm` may be called
-    by any thread.
+    Another process (`worker/watchdog_process.py`) sends a signal whose handler is native code. Neither needs
+    the interpreter's lock. Time in which this process does not run does not count. `arm` is thread-safe.
     """
 
     def __init__(self) -> None:
@@ -60,17 +62,22 @@ class WatchdogProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def arm(self, seconds: float) -> None:
-        """End the process after `seconds`, in place of what was set before."""
+        """End the process after `seconds`. Replaces the previous deadline."""
         with self._arming:
             try:
                 self._send(seconds)
             except OSError:
-                # It was killed, or could not be started.
+                # The watchdog process was killed or could not be started.
                 self._stop()
                 self._restart(seconds)
 
+    @property
+    def pid(self) -> int | None:
+        """The process that watches this one, if it runs."""
+        return None if self._process is None else self._process.pid
+
     def close(self) -> None:
-        """Never end the process. For tests."""
+        """Remove the deadline."""
         with self._arming:
             self._stop()
 
@@ -78,7 +85,7 @@ class WatchdogProcess:
         try:
             self._send(seconds)
         except OSError as error:
-            logger.warning("no watchdog process, a timer takes its place: %s", error)
+            logger.warning("the watchdog process cannot run, a timer replaces it: %s", error)
             faulthandler.dump_traceback_later(min(seconds, threading.TIMEOUT_MAX / 2), exit=True)
 
     def _send(self, seconds: float) -> None:
@@ -88,7 +95,7 @@ class WatchdogProcess:
         self._process.stdin.write(f"{seconds:.3f}\n".encode())
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        number = _install_end()
+        number = _install_handler()
         return subprocess.Popen(
             [sys.executable, "-I", "-S", str(WATCHDOG), str(os.getpid()), str(int(number))],
             stdin=subprocess.PIPE,
@@ -107,11 +114,11 @@ class WatchdogProcess:
             process.wait()
 
 
-def _install_end() -> signal.Signals:
-    """Lets a signal write the stacks and end the process, in native code. Returns the signal.
+def _install_handler() -> signal.Signals:
+    """Make a signal write the stacks and end the process, in native code. Returns the signal.
 
-    The exit status is the number of the signal, as the handler is libc's `_exit`: 1, that of SIGHUP, unless
-    hang-ups are ignored, as by nohup.
+    The handler is libc's `_exit`, which takes the signal's number as the exit status: 1 for SIGHUP. If SIGHUP
+    is ignored, as under nohup, SIGUSR2 takes its place.
     """
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     number = signal.SIGUSR2 if ignored else signal.SIGHUP
@@ -123,7 +130,7 @@ def _install_end() -> signal.Signals:
 
 
 _OF_THIS_PROCESS = WatchdogProcess()
-"""A process has one, as it has one set of signal handlers."""
+"""One for each process, like its signal handlers."""
 
 
 def arm_watchdog(seconds: float) -> None:
@@ -131,55 +138,67 @@ def arm_watchdog(seconds: float) -> None:
     _OF_THIS_PROCESS.arm(seconds)
 
 
-class Watchdog:
-    """The loop's sign of life: the time of its last turn, and the watchdog that waits for the next one.
+def disarm_watchdog() -> None:
+    """Remove the deadline of this process."""
+    _OF_THIS_PROCESS.close()
 
-    `is_hanging`: whether another thread, without which no request goes on, hangs; then ticks are none.
+
+class Watchdog:
+    """Watches the loop by its ticks, and the other threads by their turns. `clock`: monotonic seconds.
+
+    Ticks do not count while another thread stalls, since no request progresses then.
     """
 
     def __init__(
         self,
         stall_seconds: float,
         clock: Callable[[], float],
+        metrics: WorkerMetrics,
         *,
-        on_tick: Callable[[], None],
-        is_hanging: Callable[[], bool] = lambda: False,
         arm: Callable[[float], None] = arm_watchdog,
     ) -> None:
         self._stall_seconds = stall_seconds
         self._clock = clock
-        self._on_tick = on_tick
-        self._is_hanging = is_hanging
+        self._metrics = metrics
         self._arm = arm
-        self._last = clock()
-        self._next_arming = self._last
+        self._services: Sequence[Service] = ()
+        self._last_tick = clock()
+        self._next_arming = self._last_tick
         self._arming = threading.Lock()
+
+    def watch(self, services: Sequence[Service]) -> None:
+        self._services = services
 
     def tick(self) -> None:
         now = self._clock()
-        # Arming writes to a pipe, and others are asked: once a second is enough.
+        # Once a second is enough: arming writes to a pipe.
         if now < self._next_arming:
-            self._last = now
-        elif not self._is_hanging():
-            self._last = now
+            self._last_tick = now
+        elif not any(service.is_stalled(self._stall_seconds) for service in self._services):
+            self._last_tick = now
             with self._arming:
                 self._arm_again(now)
-            self._on_tick()
+            self._metrics.tick()
 
     def end_within(self, seconds: float) -> None:
-        """End the process after so long whatever happens, ticks included."""
+        """End the process after `seconds` in any case. Later ticks do not postpone it."""
         with self._arming:
             self._next_arming = math.inf
             self._arm(seconds)
 
-    def _arm_again(self, now: float) -> None:
-        # Unless the end was set meanwhile.
-        if now >= self._next_arming:
-            self._next_arming = now + ARM_SECONDS
-            # The last tick comes up to that much later. A step has all of its time from there, and a loop
-            # that hangs is told to be stalled before the process ends.
-            self._arm(self._stall_seconds + ARM_SECONDS)
-
     @property
     def is_stalled(self) -> bool:
-        return self._clock() - self._last > self._stall_seconds
+        return self._clock() - self._last_tick > self._stall_seconds
+
+    @property
+    def failing_threads(self) -> list[str]:
+        """Names of the threads in which no turn has succeeded for `FAILING_SECONDS`."""
+        return [service.name for service in self._services if service.is_failing(FAILING_SECONDS)]
+
+    def _arm_again(self, now: float) -> None:
+        # `end_within` may have been called meanwhile.
+        if now >= self._next_arming:
+            self._next_arming = now + ARM_SECONDS
+            # The last tick may come up to ARM_SECONDS later. A step then still has its full time, and a
+            # stalled loop is reported before the process ends.
+            self._arm(self._stall_seconds + ARM_SECONDS)

@@ -1,12 +1,12 @@
-"""The program that ends a worker which hangs: `python -I worker/watchdog_process.py <pid of the worker>`.
+"""The program that ends a stalled worker: `python -I worker/watchdog_process.py <worker's pid> <signal>`.
 
-The worker writes on its standard input how many seconds from now it is to be ended, one number a line; the
-last one counts. Only time in which the worker ran counts: not while it was stopped (SIGSTOP, a debugger),
-and not while this program did not run either (a paused container or machine). A process of its own, since no
-thread of Python runs while native code holds the interpreter's lock, and a timer counts time in which the
-process was stopped.
+The worker writes deadlines to its standard input: seconds from now, one number a line; the last one counts.
+Only time in which the worker ran counts, not time in which it was stopped (SIGSTOP, a debugger) or in which
+this program did not run either (a paused container or machine). It is a process of its own because no Python
+thread runs while native code holds the interpreter's lock, and because a timer counts while the process is
+stopped.
 
-Ends with the worker. Standard library only, and nothing of ours: it is run as a file.
+Ends with the worker. It uses only the standard library, since it runs as a file.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ import time
 from pathlib import Path
 
 SLICE_SECONDS = 0.25
-LONGEST_SLICE_SECONDS = 2 * SLICE_SECONDS
-"""What a slice counts at most: a longer one was a pause of this program, and so of the worker."""
+MAX_SLICE_SECONDS = 2 * SLICE_SECONDS
+"""A slice counts at most this long. A longer one was a pause of this program, and so of the worker."""
 END_SECONDS = 10.0
-"""For the worker to write its stacks and to end, before it is killed."""
+"""Time for the worker to write its stacks and end, before it is killed."""
 
 
 class Budget:
-    """The time that a worker has left. None: it was never armed."""
+    """The time that a worker has left. None if it was never armed."""
 
     def __init__(self) -> None:
         self.seconds: float | None = None
@@ -34,26 +34,26 @@ class Budget:
         self.seconds = seconds
 
     def spend(self, elapsed: float, *, runs: bool) -> bool:
-        """A slice has passed. Returns whether nothing is left."""
+        """Count a slice. Returns whether the budget is used up."""
         if self.seconds is None:
             return False
         if runs:
-            self.seconds -= min(elapsed, LONGEST_SLICE_SECONDS)
+            self.seconds -= min(elapsed, MAX_SLICE_SECONDS)
         return self.seconds <= 0
 
 
 def is_running(pid: int) -> bool:
-    """False while the process is stopped. True also where the system does not tell."""
+    """False while the process is stopped. True if the system cannot tell."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return True
-    # The name before it is in parentheses, and may hold any character.
+    # The name before the state is in parentheses and may contain any character.
     return fields.rpartition(")")[2].split()[0] not in ("T", "t")
 
 
 def watch(worker: int, end_signal: int) -> None:
-    """Until the worker has ended, by itself or by this program."""
+    """Return when the worker has ended, by itself or by this program."""
     budget, rest, before = Budget(), b"", time.monotonic()
     while os.getppid() == worker:
         readable, _, _ = select.select([0], [], [], SLICE_SECONDS)
@@ -82,7 +82,7 @@ def end(worker: int, end_signal: int) -> None:
 
 
 def main() -> None:
-    # They are for the worker, which is of the same group.
+    # These signals are meant for the worker, which is in the same process group.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     worker, end_signal = int(sys.argv[1]), int(sys.argv[2])

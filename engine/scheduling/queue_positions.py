@@ -1,4 +1,4 @@
-"""The positions of waiting sequences, as reported to clients. No decision depends on them."""
+"""The positions of waiting sequences and requests, as reported to clients. No decision depends on them."""
 
 import itertools
 from dataclasses import dataclass
@@ -20,6 +20,34 @@ class QueuePosition:
     position: int
     tokens_ahead: int
     reason: WaitingReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestPosition:
+    """A request of which no output runs: the number of requests before it, and why it waits."""
+
+    request_id: str
+    requests_ahead: int
+    tokens_ahead: int
+    reason: WaitingReason
+
+
+def request_positions(scheduler: Scheduler) -> list[RequestPosition]:
+    """One entry for each waiting request, in the order of `queue_positions`."""
+    running_ids = {sequence.request_id for sequence in scheduler.running_queue}
+    first_outputs: dict[str, QueuePosition] = {}
+    for position in queue_positions(scheduler):
+        first_outputs.setdefault(position.request_id, position)
+    return [
+        RequestPosition(
+            request_id=request_id,
+            requests_ahead=requests_ahead,
+            tokens_ahead=first.tokens_ahead,
+            reason=first.reason,
+        )
+        for requests_ahead, (request_id, first) in enumerate(first_outputs.items())
+        if request_id not in running_ids
+    ]
 
 
 def queue_positions(scheduler: Scheduler) -> list[QueuePosition]:

@@ -6,15 +6,7 @@ from contextlib import contextmanager
 from engine.outputs import FinishedSequence, SchedulerOutputs, StepReport, Waited
 from engine.requests.request_state import OutputState, RequestState
 from engine.scheduling.scheduler import Scheduler
-from engine.sequence import FinishReason
-
-_WORST_FIRST = (
-    FinishReason.ERROR,
-    FinishReason.TIMEOUT,
-    FinishReason.CANCELLED,
-    FinishReason.LENGTH,
-    FinishReason.STOP,
-)
+from engine.sequence import FinishReason, worst_reason
 
 
 class StepRecorder:
@@ -128,9 +120,9 @@ class StepRecorder:
 
 
 def _worst_finish_reason(request: RequestState) -> FinishReason:
-    reasons = {output.sequence.finish_reason for output in request.outputs}
-    reasons |= {output.finish_reason for output in request.resumed_as_finished}
-    return next(reason for reason in _WORST_FIRST if reason in reasons)
+    reasons = [output.sequence.finish_reason for output in request.outputs]
+    reasons += [output.finish_reason for output in request.resumed_as_finished]
+    return worst_reason(reason for reason in reasons if reason is not None)
 
 
 def _num_recomputed_tokens(scheduled: SchedulerOutputs) -> int:

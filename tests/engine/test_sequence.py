@@ -6,7 +6,7 @@ import pytest
 
 from engine.errors import IllegalTransition, InvalidParameter
 from engine.sampling_params import SamplingParams
-from engine.sequence import TRANSITIONS, FinishReason, Sequence, SequenceStatus
+from engine.sequence import TRANSITIONS, FinishReason, Sequence, SequenceStatus, worst_reason
 
 CHANGES: dict[SequenceStatus, Callable[[Sequence], None]] = {
     SequenceStatus.WAITING: Sequence.preempt,
@@ -108,3 +108,12 @@ def test_extreme_sampling_parameters_are_accepted(field: str, value: object) -> 
 def test_a_number_with_too_many_digits_to_print_is_rejected_by_name(field: str) -> None:
     with pytest.raises(InvalidParameter, match=field):
         SamplingParams(**{field: -(10**5000)})  # type: ignore[arg-type]
+
+
+def test_a_request_ends_for_the_worst_reason_of_its_outputs() -> None:
+    """From worst to best: error, timeout, cancelled, length, stop."""
+    worst_first = ["error", "timeout", "cancelled", "length", "stop"]
+    assert {reason.value for reason in FinishReason} == set(worst_first)
+    for at, worst in enumerate(worst_first):
+        reasons = [FinishReason(reason) for reason in reversed(worst_first[at:])]
+        assert worst_reason(reasons) is FinishReason(worst)

@@ -30,8 +30,8 @@ from tests.worker.workshop import (
 from tokenmill.settings.processes import WorkerSettings
 from worker.batch_worker import BatchWorker
 from worker.connections import connect
+from worker.context import WorkerContext
 from worker.stream import Stream
-from worker.threads import WorkerContext
 
 DEADLY = 666
 DEADLY_TEXT = "BOOM"
@@ -131,14 +131,14 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     break_host_code(os.environ["HOW"])
     settings = WorkerSettings.load(os.environ)
-    given = WorkerContext(
+    context = WorkerContext(
+        model=served_model(MortalTokenizer()),
         connect=lambda thread: connect(settings.redis_url, thread),
         metrics=new_metrics(),
         timing=settings,
     )
-    model = served_model(MortalTokenizer())
     runner = MortalRunner(connect(settings.redis_url, "test"))
-    worker = BatchWorker(build_engine(runner, max_num_seqs=4), model, given)
+    worker = BatchWorker(build_engine(runner, max_num_seqs=4), context)
     worker.handle_signals()
     return worker.work()
 

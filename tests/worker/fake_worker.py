@@ -1,9 +1,9 @@
-"""`python -m tests.worker.fake_worker`: a worker process with a fake model, whose course a test decides.
+"""`python -m tests.worker.fake_worker`: a worker process with a fake model, controlled by the environment.
 
 With `GATED=1` each step waits for a permit in the Redis list `test:permits`. With `HANG=<step>` that step
-hangs in native code that keeps the interpreter's lock. `DIE=<thread>:<n>:<when>` kills the process, as
-SIGKILL would, at the n-th script (from 0) that this thread calls, `before` it is sent or `after` its answer.
-Timing comes from the settings' own variables.
+never returns from native code that keeps the interpreter's lock. `DIE=<thread>:<n>:<when>` kills the process
+with SIGKILL at the n-th script (from 0) that this thread calls, `before` it is sent or `after` its reply.
+Timing comes from the usual settings.
 """
 
 import logging
@@ -18,7 +18,7 @@ from tests.worker.workshop import FakeRunner, build_engine, new_metrics, served_
 from tokenmill.settings.processes import WorkerSettings
 from worker.batch_worker import BatchWorker
 from worker.connections import connect
-from worker.threads import WorkerContext
+from worker.context import WorkerContext
 
 PERMITS = "test:permits"
 
@@ -42,7 +42,7 @@ def hang_at(runner: FakeRunner, number: int) -> Callable[[], None]:
 
 
 def mortal(client: Any, plan: str, thread: str) -> Any:
-    """`client`, which kills the process at its appointed call."""
+    """`client`, which kills the process at the call that `plan` names."""
     victim, number, when = plan.split(":")
     if victim != thread:
         return client
@@ -53,7 +53,7 @@ def mortal(client: Any, plan: str, thread: str) -> Any:
         is_last = args[0] == "EVALSHA" and num_answered == int(number)
         if is_last and when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
-        # A script that the server does not know yet raises here, and is sent again.
+        # A script that the server does not have yet raises here and is sent again.
         reply = call(*args, **options)
         if is_last:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -73,12 +73,13 @@ def main() -> int:
     if step := os.environ.get("HANG"):
         runner.before_step = hang_at(runner, int(step))
     plan = os.environ.get("DIE", "nobody:0:before")
-    given = WorkerContext(
+    context = WorkerContext(
+        model=served_model(),
         connect=lambda thread: mortal(connect(settings.redis_url, thread), plan, thread),
         metrics=new_metrics(),
         timing=settings,
     )
-    worker = BatchWorker(build_engine(runner, max_num_seqs=4), served_model(), given)
+    worker = BatchWorker(build_engine(runner, max_num_seqs=4), context)
     worker.handle_signals()
     return worker.work()
 

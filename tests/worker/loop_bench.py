@@ -4,10 +4,11 @@ import threading
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.engine import QueuePosition
+from engine.engine import RequestPosition
 from engine.outputs import SequenceOutput, StepOutput, StepReport, WaitingReason
 from engine.requests.engine_request import EngineRequest
 from engine.sampling_params import SamplingParams
+from tests.worker.workshop import new_metrics
 from tokenmill.protocol.messages import TaskError
 from worker.inbox import Inbox, PreparedTask, Quiesce, RetryIsolated
 from worker.loop import Loop
@@ -71,8 +72,10 @@ class ScriptedEngine:
     def drain(self) -> None:
         self.calls.append(("drain", ""))
 
-    def queue_positions(self) -> list[QueuePosition]:
-        one = QueuePosition(request_id="w", position=1, tokens_ahead=3, reason=WaitingReason.TOKEN_BUDGET)
+    def request_positions(self) -> list[RequestPosition]:
+        one = RequestPosition(
+            request_id="w", requests_ahead=0, tokens_ahead=3, reason=WaitingReason.TOKEN_BUDGET
+        )
         return [one] * self.num_waiting
 
 
@@ -80,15 +83,15 @@ class OutputSink:
     def __init__(self) -> None:
         self.is_full = False
         self.steps: list[StepOutput] = []
-        self.lines: list[list[QueuePosition]] = []
+        self.lines: list[list[RequestPosition]] = []
         self.failed: dict[str, TaskError] = {}
         self.num_waits = 0
 
-    def hand(self, output: StepOutput) -> None:
+    def put(self, output: StepOutput) -> None:
         self.steps.append(output)
 
-    def tell_waiting(self, line: list[QueuePosition]) -> None:
-        self.lines.append(line)
+    def put_positions(self, positions: list[RequestPosition]) -> None:
+        self.lines.append(positions)
 
     def fail(self, request_id: str, error: TaskError) -> None:
         self.failed[request_id] = error
@@ -103,17 +106,17 @@ class Bench:
     def __init__(self, *observers: Any) -> None:
         self.now = 0.0
         self.armed: list[float] = []
-        self.num_observer_errors = 0
+        self.metrics = new_metrics()
         self.engine, self.sink, self.inbox = ScriptedEngine(), OutputSink(), Inbox()
         self.wake = threading.Event()
         self.owned_tasks = OwnedTasks(self.wake)
-        self.watchdog = Watchdog(60.0, self.clock, on_tick=lambda: None, arm=self.armed.append)
+        self.watchdog = Watchdog(60.0, self.clock, self.metrics, arm=self.armed.append)
         self.loop = Loop(
             self.engine,
             self.inbox,
             self.sink,
             self.owned_tasks,
-            observers=Observers(observers, self.count_error),
+            observers=Observers(observers, self.metrics),
             watchdog=self.watchdog,
             clock=self.clock,
             wake=self.wake,
@@ -122,15 +125,12 @@ class Bench:
     def clock(self) -> float:
         return self.now
 
-    def count_error(self) -> None:
-        self.num_observer_errors += 1
-
     def arrive(self, ownership: Ownership, prompt_field: str = "prompt") -> None:
-        self.owned_tasks.take(ownership)
+        self.owned_tasks.add(ownership)
         self.inbox.put(prepared_task(ownership, prompt_field))
 
     def quiesce(self, ownership: Ownership) -> threading.Event:
-        self.owned_tasks.take(ownership)
+        self.owned_tasks.add(ownership)
         heard = threading.Event()
         self.inbox.put(Quiesce(ownership, heard))
         return heard

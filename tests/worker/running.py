@@ -1,27 +1,29 @@
-"""A BatchWorker in this process, for tests: its threads are real, the signal handlers stay out."""
+"""A BatchWorker in this process, for tests: real threads, no signal handlers."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from engine.engine import Engine
-from tests.worker.workshop import WATCHDOG_SECONDS, build_engine, new_metrics, served_model
+from tests.worker.workshop import WATCHDOG_SECONDS, ExportedMetrics, build_engine, new_metrics, served_model
 from tokenmill.settings.processes import Timing
 from worker.batch_worker import BatchWorker
 from worker.connections import connect
+from worker.context import WorkerContext
+from worker.output_queue import MAX_BACKLOG, OutputQueue
 from worker.preparation import ServedModel
-from worker.threads import WorkerContext
+from worker.watchdog import Observer
 
 TIMING = Timing(lease_seconds=2.0, grace_seconds=10.0)
 
 
 class Running:
-    """`worker` at work in a thread of its own."""
+    """A worker that works in a thread. `context` holds what its threads share."""
 
     def __init__(self, worker: BatchWorker) -> None:
         self.worker = worker
+        self.context = worker.context
         self.status: int | None = None
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
@@ -30,7 +32,7 @@ class Running:
         self.status = self.worker.work()
 
     def wait(self) -> int | None:
-        """Until it has ended; gives its exit status."""
+        """Wait for its end. Returns its exit status."""
         self._thread.join(WATCHDOG_SECONDS)
         assert not self._thread.is_alive()
         return self.status
@@ -43,23 +45,26 @@ def make_worker(
     model: ServedModel | None = None,
     timing: Timing = TIMING,
     connecting: Callable[[str], Any] | None = None,
-    observers: Any = (),
+    metrics: ExportedMetrics | None = None,
+    observers: Sequence[Observer] = (),
+    max_backlog: int = MAX_BACKLOG,
     arm: Callable[[float], None] = lambda _: None,
 ) -> BatchWorker:
-    given = WorkerContext(
+    context = WorkerContext(
+        model=model or served_model(),
         connect=connecting or (lambda name: connect(url, name)),
-        metrics=new_metrics(),
+        metrics=metrics or new_metrics(),
         timing=timing,
         observers=observers,
-        clock=time.monotonic,
+        outputs=OutputQueue(max_backlog),
         arm=arm,
     )
-    return BatchWorker(engine or build_engine(), model or served_model(), given)
+    return BatchWorker(engine or build_engine(), context)
 
 
 @contextmanager
 def running(url: str, engine: Engine | None = None, **options: Any) -> Iterator[Running]:
-    """A worker that is stopped at the end, if it has not been before."""
+    """A worker that is stopped at the end of the context."""
     run = Running(make_worker(url, engine, **options))
     try:
         yield run

@@ -78,9 +78,9 @@ def test_cancel_at_the_third_token(redis_url: str, redis_client: "redis.Redis") 
         wait_for_length(redis_client, task, 3)
         assert TaskStore(redis_client).cancel(task) == "cancelled"
         events = ended(redis_client, task)
-        until(lambda: not run.worker._threads.owned_tasks, "the worker lets go")
+        until(lambda: not run.context.owned_tasks, "the worker lets go")
         permits.release(100)
-        until(lambda: run.worker._threads.loop.load == Load(), "nothing runs")
+        until(lambda: run.worker.threads.loop.load == Load(), "nothing runs")
 
     assert len(tokens_of(events)) == 3
     assert events == ended(redis_client, task)
@@ -105,7 +105,7 @@ def test_cancel_between_claim_and_start(redis_url: str, redis_client: "redis.Red
     with running(redis_url, build_engine(runner), model=served_model(Slow())) as run:
         assert encoding.wait(30)
         assert TaskStore(redis_client).cancel(task) == "cancelled"
-        until(lambda: not run.worker._threads.owned_tasks, "the worker heard of it")
+        until(lambda: not run.context.owned_tasks, "the worker heard of it")
         may_encode.set()
         mate = submit(redis_client, prompt=tokenizer.decode([1]))
         ended(redis_client, mate)

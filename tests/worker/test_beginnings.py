@@ -10,7 +10,7 @@ import redis
 
 from tests.conftest import free_port, start_redis
 from tests.worker.running import running
-from tests.worker.workshop import SLUG, ended, submit, tokens_of, undisturbed, until
+from tests.worker.workshop import SLUG, ended, new_metrics, submit, tokens_of, undisturbed, until
 from tokenmill.protocol.store.task_store import TaskStore
 from worker import __main__ as process
 from worker.connections import connect
@@ -26,8 +26,9 @@ def rq_workers(url: str) -> str:
 def test_redis_comes_after_the_worker(tmp_path: Path) -> None:
     port = free_port()
     url = f"redis://127.0.0.1:{port}/0"
-    with running(url) as run:
-        until(lambda: run.worker._threads._leases_service._pause > 0.1, "it has tried")
+    metrics = new_metrics()
+    with running(url, metrics=metrics) as run:
+        until(lambda: metrics.value("redis_errors_total") >= 10, "every thread has tried")
         server = start_redis(tmp_path, port)
         try:
             with redis.Redis.from_url(url) as client:

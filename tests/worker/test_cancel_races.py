@@ -56,7 +56,7 @@ class Gate:
         """Steps until `condition` holds of what is stored; the next step stands at the gate then."""
         until(lambda: self._arrivals, "a first step")
         for _ in range(300):
-            until(lambda: not run.worker._threads.publisher.backlog, "all is stored")
+            until(lambda: not run.context.outputs.backlog, "all is stored")
             if condition():
                 return
             before = self._arrivals
@@ -113,14 +113,14 @@ def test_the_named_task_ends_and_its_mates_do_not(
     with running(redis_url, engine) as run:
         gate.step_until(run, is_there)
         if not heard:
-            run.worker._threads._listener_service.stop()
-            until(lambda: run.worker._threads._listener_service.join(1), "nobody listens")
-        inbox = run.worker._threads._inbox._messages
-        num_before = inbox.qsize()
+            run.worker.threads.services["listener"].stop()
+            until(lambda: run.worker.threads.services["listener"].join(1), "nobody listens")
+        inbox = run.context.inbox
+        num_before = len(inbox)
         told = {TaskStore(redis_client).cancel(victim) for _ in range(times)}
         num_stored = log_length(redis_client, victim)
         if heard and state != "waiting":
-            until(lambda: inbox.qsize() > num_before, "the loop will hear of it")
+            until(lambda: len(inbox) > num_before, "the loop will hear of it")
         gate.open()
         for task in crowd:
             assert tokens_of(ended(redis_client, task)) == undisturbed([1, 2, 3], 100)

@@ -79,9 +79,10 @@ def test_a_worker_whose_loop_hangs_claims_nothing(redis_client: "redis.Redis") -
     """It would take back what lapsed in its own hands, and die with it once more."""
     submit(redis_client)
     gate = Gate(redis_client)
-    gate.is_stalled = True
+    gate.context.now = 61.0
+    assert gate.context.watchdog.is_stalled
     assert gate.turn() == []
-    gate.is_stalled = False
+    gate.context.watchdog.tick()
     assert len(gate.turn()) == 1
 
 
@@ -91,7 +92,7 @@ def test_a_claim_is_confirmed_before_it_is_touched(
     """From then on the death of the worker counts against the task, and not before."""
     task = submit(redis_client)
     gate, phases = Gate(redis_client), []
-    renew, is_away = gate.intake._store.renew, [True]
+    renew, is_away = gate.store.renew, [True]
 
     def failing(*arguments: Any, **options: Any) -> Any:
         if is_away.pop() if is_away else False:
@@ -99,7 +100,7 @@ def test_a_claim_is_confirmed_before_it_is_touched(
         phases.append(redis_client.hget(keys.run(task), "standing"))
         return renew(*arguments, **options)
 
-    monkeypatch.setattr(gate.intake._store, "renew", failing)
+    monkeypatch.setattr(gate.store, "renew", failing)
     with pytest.raises(redis.ConnectionError):
         gate.turn()
     assert gate.inbox.take(0.0) == [], "it is not touched"
@@ -111,14 +112,14 @@ def test_a_claim_is_confirmed_before_it_is_touched(
 def test_a_claim_that_another_has_by_then_is_not_touched(redis_client: "redis.Redis") -> None:
     task = submit(redis_client)
     gate = Gate(redis_client)
-    claim = gate.intake._store.claim
+    claim = gate.store.claim
 
     def lapsing(*arguments: Any, **options: Any) -> Any:
         claimed = claim(*arguments, **options)
         redis_client.hset(keys.run(task), "owner", "another")
         return claimed
 
-    gate.intake._store.claim = lapsing  # type: ignore[method-assign] # between claim and confirmation
+    gate.store.claim = lapsing  # type: ignore[method-assign] # between claim and confirmation
     assert gate.turn() == []
 
 
@@ -232,16 +233,17 @@ def test_a_task_that_comes_back_unnoticed_replaces_its_earlier_attempt(redis_cli
     assert discard == Discard(first.ownership)
     assert isinstance(second, PreparedTask)
     assert gate.owned_tasks.owners() == dict([second.ownership])
-    assert gate.publisher._streams.keys() == {second.ownership.request_id}
-    assert gate.metrics._lost._value.get() == 1
+    assert gate.publisher.request_ids == {second.ownership.request_id}
+    assert gate.context.exported.value("tasks_lost_total") == 1
 
 
 def test_owning_again_forgets_the_earlier_attempt() -> None:
     owned_tasks = OwnedTasks(threading.Event())
     old, new = Ownership("t", "1"), Ownership("t", "2")
-    assert owned_tasks.take(old) is None
-    assert owned_tasks.take(new) == old
+    owned_tasks.add(old)
+    owned_tasks.add(new)
 
+    assert new in owned_tasks
     assert old not in owned_tasks
     assert not owned_tasks.drop(old)
     assert owned_tasks.owners() == {"t": "2"}
@@ -273,7 +275,7 @@ def test_a_limit_that_an_earlier_attempt_kept_is_not_set_again(redis_client: "re
         (prepared,) = gate.turn()
         left.append(prepared.request.deadlines)
         stream = Stream(prepared.ownership)
-        stream.note(facts)
+        stream.record(facts)
         for _ in range(tokens):
             stream.add(SequenceOutput(request_id="", token_id=7, text="<7>"))
         TaskStore(redis_client).publish([stream.to_write()])

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from tests.chaos import leftovers
+from tests.worker.intake_gate import NeverWaits
 from tests.worker.workshop import (
     SLUG,
     build_engine,
@@ -33,8 +34,11 @@ from tokenmill.protocol.store.task_store import TaskStore
 from tokenmill.settings.processes import Timing
 from worker.batch_worker import BatchWorker
 from worker.connections import connect
-from worker.loop import Load
-from worker.threads import WorkerContext
+from worker.context import WorkerContext
+from worker.intake import Intake
+from worker.leases import Leases
+from worker.loop import Load, Loop
+from worker.publisher import Publisher
 
 LEASE_SECONDS = 10.0
 MANY_ROUNDS = 300
@@ -92,32 +96,39 @@ class Hand:
         self.wire = Wire(url)
         # Two slots, and blocks for less than two of the longest: some are preempted.
         self.engine = build_engine(max_num_seqs=2, num_kv_blocks=5)
-        given = WorkerContext(
+        self.context = WorkerContext(
+            model=served_model(),
             connect=self.wire.connect,
             metrics=new_metrics(),
             timing=Timing(lease_seconds=LEASE_SECONDS, stall_seconds=1e9),
+            wake=NeverWaits(),
             clock=clock,
             arm=lambda _: None,
         )
-        self.worker = BatchWorker(self.engine, served_model(), given)
-        self.crew = self.worker._threads
-        self.crew._wake.wait = lambda timeout=None: True  # type: ignore[method-assign] # nothing waits here
-        self.crew._leases_service._turn.__self__._wait = lambda _: None  # type: ignore[attr-defined] # as above
+        self.worker = BatchWorker(self.engine, self.context)
+        self.threads = self.worker.threads
 
     def turn(self, part: str) -> None:
         """One turn of that thread; none where it would only wait. Raises RedisError, `Died`."""
-        crew = self.crew
-        if part == "loop" and not (
-            self.engine.has_work or crew.loop.load != Load() or crew._inbox._messages.qsize()
-        ):
+        if part == "loop" and self.is_loop_idle and self.threads.loop.load == Load():
             return
-        if part == "publisher" and crew.publisher.is_drained:
+        if part == "publisher" and self.threads.publisher.is_drained:
             return
-        getattr(crew, f"_{part}_service")._turn()
+        parts: dict[str, Loop | Publisher | Intake | Leases] = {
+            "loop": self.threads.loop,
+            "publisher": self.threads.publisher,
+            "intake": self.threads.intake,
+            "leases": self.threads.leases,
+        }
+        parts[part].turn()
+
+    @property
+    def is_loop_idle(self) -> bool:
+        return not (self.engine.has_work or self.context.inbox)
 
     @property
     def is_idle(self) -> bool:
-        return not (self.engine.has_work or self.crew.owned_tasks or self.crew._inbox._messages.qsize())
+        return self.is_loop_idle and not self.context.owned_tasks
 
 
 PARTS = ("intake", "loop", "publisher", "leases")
@@ -192,11 +203,11 @@ class Service(RuleBasedStateMachine):
         others = self.what_is_not_of(hand)
         hand.wire.mishap = mishap
         try:
-            hand.worker._shut_down()
+            hand.worker.shut_down()
         except Died:
             pass
         else:
-            held = hand.crew.owned_tasks.owners()
+            held = hand.context.owned_tasks.owners()
             assert not [task_id for task_id, owner in held.items() if self.owner(task_id) == owner]
         assert {task_id: self.told(task_id) for task_id in others} == others, "it wrote what it had lost"
         self.replace(which)
@@ -265,7 +276,7 @@ class Service(RuleBasedStateMachine):
 
     def what_is_not_of(self, hand: Hand) -> dict[str, tuple[int, str | None]]:
         """Tasks that this worker does not own, whatever it believes, and how far they are."""
-        held = hand.crew.owned_tasks.owners()
+        held = hand.context.owned_tasks.owners()
         return {
             task_id: self.told(task_id)
             for task_id in self.tasks
@@ -293,6 +304,7 @@ def test_any_order_of_turns(
 ) -> None:
     # Hundreds of workers are made here, each with several stores; the texts of the scripts stay the same.
     monkeypatch.setattr(scripting, "_read", cache(scripting._read))
+    monkeypatch.setattr("worker.leases.MAX_BEAT_SECONDS", 0.0)
     service = type("Service", (Service,), {"url": redis_url, "client": redis_client})
     run_state_machine_as_test(
         service,

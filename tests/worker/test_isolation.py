@@ -76,7 +76,7 @@ def test_the_loop_is_asked_once_and_nothing_is_recorded_before_it_has_heard(cour
 
     assert court.trials.quiesce(A, 0.0)
     assert court.phases() == {"a": "alone", "b": "untouched", "c": "untouched"}
-    assert not court.trials.is_on
+    assert not court.trials.is_running
     assert court.told() == []
 
 
@@ -85,9 +85,9 @@ def test_one_that_is_in_no_line_is_taken_to_be_touched(court: Court) -> None:
 
 
 def test_one_after_the_other(court: Court) -> None:
-    assert court.trials.next() == task(A)
+    assert court.trials.next_suspect() == task(A)
     court.begin(A)
-    assert court.trials.is_on
+    assert court.trials.is_running
     assert court.trials.num_waiting == 1
     court.trials.finish(A)
 
@@ -95,9 +95,9 @@ def test_one_after_the_other(court: Court) -> None:
     assert court.wake.is_set()
     assert court.phases() == {"a": "seated", "b": "untouched", "c": "waiting"}
     assert not court.trials.is_pending
-    assert court.trials.next() == task(B)
+    assert court.trials.next_suspect() == task(B)
     court.begin(B)
-    assert court.trials.next() is None
+    assert court.trials.next_suspect() is None
 
 
 def test_its_time_runs_while_it_waits_for_its_turn(court: Court) -> None:
@@ -123,7 +123,7 @@ def test_one_that_is_lost_or_cancelled_before_its_trial_is_not_tried(court: Cour
     assert not court.trials.begin(A, court.prepared.append)
     assert not court.trials.quiesce(A, 0.0)
     assert court.told() == []
-    assert court.trials.next() == task(B)
+    assert court.trials.next_suspect() == task(B)
 
 
 def test_what_others_come_to_is_no_matter(court: Court) -> None:
@@ -237,7 +237,7 @@ def test_nothing_is_claimed_while_one_is_tried_or_soon_will_be(trying: Trying) -
     assert trying.look() == [], "it is tried"
     assert not trying.client.hexists(keys.run(late), "owner")
 
-    trying.trials.finish(quiesce.ownership)
+    trying.context.isolation.finish(quiesce.ownership)
     resume, prepared, again = trying.look()
     assert resume == Resume(quiesce.ownership)
     assert isinstance(prepared, PreparedTask), "others have a turn between two trials"
@@ -254,7 +254,7 @@ def test_without_redis_nothing_is_tried(trying: Trying, monkeypatch: pytest.Monk
         raise redis.ConnectionError("away")
 
     with monkeypatch.context() as patched:
-        patched.setattr(trying.intake._store, "renew", fail)
+        patched.setattr(trying.store, "renew", fail)
         for _ in range(3):
             with pytest.raises(redis.ConnectionError):
                 trying.intake.turn()

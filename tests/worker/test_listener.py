@@ -1,50 +1,41 @@
-"""What the worker hears on Redis's channels, and that it hears again after a lost connection."""
+"""What the listener receives on the channels of Redis, also after a lost connection."""
 
 import json
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import redis
 
-from tests.worker.workshop import SLUG, submit
+from tests.worker.workshop import SLUG, RecordingContext, submit
 from tokenmill.protocol import keys
 from tokenmill.protocol.store.task_store import TaskStore
 from worker.connections import connect
 from worker.listener import Listener
-from worker.ownership import OwnedTasks, Ownership
+from worker.ownership import Ownership
 
 
 class Ear:
+    """A listener without its thread."""
+
     def __init__(self, url: str) -> None:
         self.client: Any = connect(url, "listener")
-        self.wake = threading.Event()
-        self.owned_tasks = OwnedTasks(threading.Event())
-        self.cancelled: list[Ownership] = []
-        self.num_shutdowns = 0
+        self.context = RecordingContext()
+        self.wake = self.context.wake
         self.store = TaskStore(self.client)
-        self.listener = Listener(
-            self.client,
-            self.store,
-            self.owned_tasks,
-            slug=SLUG,
-            worker_name="w",
-            wake=self.wake,
-            on_cancel=self.cancelled.append,
-            on_shutdown=self.shut_down,
-        )
+        self.listener = Listener(self.client, self.store, self.context)
 
-    def shut_down(self) -> None:
-        self.num_shutdowns += 1
+    @property
+    def cancelled(self) -> list[Ownership]:
+        return self.context.cancelled
 
     def hear(self, condition: Callable[[], Any]) -> None:
-        """Turns until it is so; each waits for a message."""
+        """Take turns until `condition` holds. Each waits for a message."""
         for _ in range(50):
             if condition():
                 return
             self.listener.turn()
-        raise AssertionError("not heard")
+        raise AssertionError("the condition did not come true within 50 messages")
 
     def subscribe(self) -> None:
         self.hear(self.wake.is_set)
@@ -66,7 +57,7 @@ def claim(ear: Ear, client: "redis.Redis") -> Ownership:
     submit(client)
     (claimed,) = ear.store.claim(SLUG, worker="w", max_tasks=1, lease_seconds=60)
     ownership = Ownership(claimed.task_id, claimed.owner)
-    ear.owned_tasks.take(ownership)
+    ear.context.owned_tasks.add(ownership)
     return ownership
 
 
@@ -75,7 +66,7 @@ def test_a_submission_wakes(ear: Ear, redis_client: "redis.Redis") -> None:
     ear.hear(ear.wake.is_set)
 
 
-def test_a_cancel_of_a_held_task_is_heard(ear: Ear, redis_client: "redis.Redis") -> None:
+def test_a_cancel_of_an_owned_task_is_received(ear: Ear, redis_client: "redis.Redis") -> None:
     held = claim(ear, redis_client)
     TaskStore(redis_client).cancel(held.task_id)
     ear.hear(lambda: ear.cancelled == [held])
@@ -103,11 +94,11 @@ def test_a_command_survives_an_error_of_redis(ear: Ear, redis_client: "redis.Red
     for _ in range(2):
         with pytest.raises(redis.RedisError):
             ear.hear(lambda: False)
-    # Its own cancel goes unheard, as the subscription comes later; a write or a renewal tells.
+    # The message of this cancel is missed, as the subscription comes later. A write or a renewal shows it.
     ear.hear(lambda: redis_client.hget(keys.run(held.task_id), "terminal") == b"cancelled")
 
 
-def test_nonsense_says_nothing(ear: Ear, redis_client: "redis.Redis") -> None:
+def test_invalid_messages_are_ignored(ear: Ear, redis_client: "redis.Redis") -> None:
     held = claim(ear, redis_client)
     for nonsense in (
         b"\xff",
@@ -121,19 +112,19 @@ def test_nonsense_says_nothing(ear: Ear, redis_client: "redis.Redis") -> None:
         redis_client.publish(keys.CONTROL, nonsense)
         redis_client.publish("rq:pubsub:w", nonsense)
     redis_client.publish("rq:pubsub:w", b'{"command": "shutdown"}')
-    ear.hear(lambda: ear.num_shutdowns)
+    ear.hear(lambda: ear.context.stop_reasons.qsize())
 
     assert ear.cancelled == []
-    assert held in ear.owned_tasks
+    assert held in ear.context.owned_tasks
 
 
-def test_after_a_lost_connection_it_hears_again(ear: Ear, redis_client: "redis.Redis") -> None:
-    """rq#1836: after a reconnect the worker ignored all commands. And what went unheard wakes it."""
+def test_after_a_lost_connection_it_subscribes_again(ear: Ear, redis_client: "redis.Redis") -> None:
+    """rq#1836: after a reconnect the worker ignored all commands. Subscribing wakes the intake."""
     held = claim(ear, redis_client)
     ear.hear(ear.wake.is_set)
     ear.wake.clear()
     assert redis_client.client_kill_filter(skipme=True, _type="pubsub")
-    with pytest.raises(redis.RedisError):  # after what had arrived before the connection broke
+    with pytest.raises(redis.RedisError):  # after the messages that arrived before
         ear.hear(lambda: False)
     ear.wake.clear()
     ear.hear(ear.wake.is_set)

@@ -164,7 +164,7 @@ def test_a_failing_observer_is_logged_once_and_stops_nothing(caplog: pytest.LogC
         bench.loop.turn()
 
     assert counting.num == 5
-    assert bench.num_observer_errors == 5
+    assert bench.metrics.value("observer_errors_total") == 5
     assert caplog.text.count("an observer failed") == 1
 
 

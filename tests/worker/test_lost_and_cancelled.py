@@ -15,6 +15,7 @@ from tests.worker.workshop import (
     build_engine,
     ended,
     log_length,
+    new_metrics,
     submit,
     tokens_of,
     undisturbed,
@@ -23,7 +24,6 @@ from tests.worker.workshop import (
 )
 from tokenmill.protocol import keys
 from tokenmill.protocol.store.task_store import TaskStore
-from worker.batch_worker import BatchWorker
 from worker.loop import Load
 
 
@@ -35,11 +35,6 @@ class Ends:
 
     def observe(self, report: StepReport) -> None:
         self.reasons.update(str(one.reason) for one in report.finished)
-
-
-def count_lost(worker: BatchWorker) -> float:
-    value: float = worker._context.metrics._lost._value.get()
-    return value
 
 
 def reap_what_is_held(client: "redis.Redis", task: str) -> None:
@@ -55,24 +50,23 @@ def test_a_task_that_is_claimed_again_runs_once(redis_url: str, redis_client: "r
     engine = build_engine(runner)
     task = submit(redis_client, sampling={"max_tokens": 20})
 
-    with running(redis_url, engine) as run:
+    metrics = new_metrics()
+    with running(redis_url, engine, metrics=metrics) as run:
         wait_for_length(redis_client, task, 3)
         first = redis_client.hget(keys.run(task), "owner")
         reap_what_is_held(redis_client, task)
         # No step runs, so only the claim can tell that the first attempt is lost; or a renewal before it.
         until(lambda: redis_client.hget(keys.run(task), "owner") not in (None, first), "it is claimed again")
         # The loop stands in a step of the first attempt; it must not begin another before it hears of it.
-        until(
-            lambda: run.worker._threads._inbox._messages.qsize() == 2, "the loop will hear of both attempts"
-        )
+        until(lambda: len(run.context.inbox) == 2, "the loop will hear of both attempts")
         permits.release(2)
         until(lambda: log_length(redis_client, task) > 3, "the second attempt runs")
         assert [request.partition(":")[0] for request in engine._requests] == [task]
         permits.release(100)
         assert tokens_of(ended(redis_client, task)) == undisturbed([1, 2, 3], 20)
-        until(lambda: not run.worker._threads.owned_tasks, "nothing is held")
-        until(lambda: run.worker._threads.loop.load == Load(), "nothing runs")
-        assert count_lost(run.worker) == 1
+        until(lambda: not run.context.owned_tasks, "nothing is held")
+        until(lambda: run.worker.threads.loop.load == Load(), "nothing runs")
+        assert metrics.value("tasks_lost_total") == 1
 
 
 @pytest.mark.parametrize("heard", [True, False])
@@ -88,12 +82,13 @@ def test_every_cancel_of_a_running_request_is_counted(
 
     def has_running(number: int) -> bool:
         permits.release()
-        return run.worker._threads.loop.load == Load(num_running=number)
+        return run.worker.threads.loop.load == Load(num_running=number)
 
-    with running(redis_url, engine, observers=(ends,)) as run:
+    metrics = new_metrics()
+    with running(redis_url, engine, observers=(ends,), metrics=metrics) as run:
         if not heard:
-            run.worker._threads._listener_service.stop()
-            until(lambda: run.worker._threads._listener_service.join(1), "nobody listens")
+            run.worker.threads.services["listener"].stop()
+            until(lambda: run.worker.threads.services["listener"].join(1), "nobody listens")
         until(lambda: has_running(num_tasks), "all run")
         chance.shuffle(tasks)
         for task in tasks:
@@ -101,5 +96,5 @@ def test_every_cancel_of_a_running_request_is_counted(
             assert TaskStore(redis_client).cancel(task) == "cancelled"
         until(lambda: has_running(0), "nothing runs")
         assert ends.reasons == {"cancelled": num_tasks}
-        assert count_lost(run.worker) == 0
-        assert len(run.worker._threads.owned_tasks) == 0
+        assert metrics.value("tasks_lost_total") == 0
+        assert len(run.context.owned_tasks) == 0

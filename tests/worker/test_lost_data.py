@@ -15,6 +15,7 @@ from tests.worker.workshop import (
     MODEL,
     SLUG,
     VOCAB_SIZE,
+    ExportedMetrics,
     build_engine,
     ended,
     new_metrics,
@@ -28,7 +29,7 @@ from tokenmill.protocol.records import ModelCard
 from tokenmill.protocol.store.task_store import TaskStore
 from worker.batch_worker import BatchWorker
 from worker.connections import connect
-from worker.threads import WorkerContext
+from worker.context import WorkerContext
 
 CARD = ModelCard(
     model=MODEL,
@@ -40,11 +41,16 @@ CARD = ModelCard(
 )
 
 
-def work(url: str) -> Running:
-    given = WorkerContext(
-        connect=lambda name: connect(url, name), metrics=new_metrics(), timing=TIMING, arm=lambda _: None
+def work(url: str, metrics: ExportedMetrics | None = None) -> Running:
+    context = WorkerContext(
+        model=served_model(),
+        connect=lambda name: connect(url, name),
+        metrics=metrics or new_metrics(),
+        card=CARD,
+        timing=TIMING,
+        arm=lambda _: None,
     )
-    return Running(BatchWorker(build_engine(), served_model(), given, card=CARD))
+    return Running(BatchWorker(build_engine(), context))
 
 
 def end(run: Running) -> None:
@@ -90,13 +96,13 @@ def test_the_card_of_a_later_worker_stays(redis_url: str, redis_client: "redis.R
 def test_a_stopped_redis_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Five threads fail again and again."""
     server = start_redis(tmp_path, free_port())
-    run = work(server.url)
+    metrics = new_metrics()
+    run = work(server.url, metrics)
     try:
         with redis.Redis.from_url(server.url) as client:
             until(lambda: TaskStore(client).workers(), "it works")
             server.process.send_signal(signal.SIGSTOP)
-            errors = run.worker._context.metrics._redis_errors
-            until(lambda: sum(one._value.get() for one in errors._metrics.values()) >= 8, "calls fail")
+            until(lambda: metrics.value("redis_errors_total") >= 8, "calls fail")
             server.process.send_signal(signal.SIGCONT)
             task = submit(client, prompt_token_ids=(1,))
             assert tokens_of(ended(client, task)) == undisturbed([1], 5)

@@ -20,6 +20,7 @@ from tests.worker.workshop import (
     until,
     wait_for_length,
 )
+from tokenmill.protocol.store.task_store import TaskStore
 from worker.connections import connect
 
 
@@ -55,18 +56,21 @@ def test_all_connections_are_killed_again_and_again(redis_url: str, redis_client
         assert tokens_of(ended(redis_client, submit(redis_client))) == undisturbed([1, 2, 3], 5)
 
 
-def test_an_error_while_announcing_renews_the_connections(redis_url: str) -> None:
+def test_an_error_while_announcing_renews_the_connections(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a failover a connection may live on to a server that only reads."""
     worker = make_worker(redis_url)
-    before = worker.connection.client_id()
+    registration = worker.threads.registration
+    before = registration.connection.client_id()
 
     def refuse(*_: Any, **__: Any) -> None:
         raise redis.ReadOnlyError("a replica now")
 
-    worker._store.put_worker = refuse  # type: ignore[method-assign] # as a server that became a replica
+    monkeypatch.setattr(TaskStore, "put_worker", refuse)
     with pytest.raises(redis.ReadOnlyError):
-        worker._announce()
-    assert worker.connection.client_id() != before
+        registration.announce()
+    assert registration.connection.client_id() != before
 
 
 def test_redis_is_away_as_a_worker_begins(tmp_path: Path) -> None:
@@ -92,8 +96,8 @@ def test_redis_is_away_as_a_worker_begins(tmp_path: Path) -> None:
         try:
             with redis.Redis.from_url(server.url) as client:
                 assert tokens_of(ended(client, submit(client))) == undisturbed([1, 2, 3], 5)
-                assert client.hget(run.worker.key, "birth")
-                assert client.sismember("rq:workers", run.worker.key)
+                assert client.hget(run.worker.threads.registration.key, "birth")
+                assert client.sismember("rq:workers", run.worker.threads.registration.key)
         finally:
             server.process.kill()
             server.process.wait()
@@ -112,7 +116,7 @@ def test_redis_restarts_under_the_worker(tmp_path: Path) -> None:
             server.process.kill()
             server.process.wait()
             permits.release(10)
-            until(lambda: run.worker._threads.publisher.backlog >= 10, "tokens wait for Redis")
+            until(lambda: run.context.outputs.backlog >= 10, "tokens wait for Redis")
             server = start_redis(tmp_path, port)
             permits.release(100)
             assert tokens_of(ended(client, task)) == undisturbed([1, 2, 3], 30)
@@ -127,16 +131,18 @@ def test_the_loop_rests_while_redis_is_away_too_long(tmp_path: Path) -> None:
     server = start_redis(tmp_path, free_port())
     runner = FakeRunner()
     try:
-        with redis.Redis.from_url(server.url) as client, running(server.url, build_engine(runner)) as run:
-            run.worker._threads.publisher._max_backlog = 20
-            ticks = count_calls(run.worker._threads.watchdog, "tick")
+        with (
+            redis.Redis.from_url(server.url) as client,
+            running(server.url, build_engine(runner), max_backlog=20) as run,
+        ):
+            ticks = count_calls(run.context.watchdog, "tick")
             task = submit(client, sampling={"max_tokens": 190})
             wait_for_length(client, task, 1)
             server.process.send_signal(signal.SIGSTOP)
-            until(lambda: run.worker._threads.publisher.is_full, "the buffer is full")
+            until(lambda: run.context.outputs.is_full, "the buffer is full")
             num_ticks = len(ticks)
             until(lambda: len(ticks) >= num_ticks + 3, "the loop goes round")
-            assert run.worker._threads.publisher.backlog == 20
+            assert run.context.outputs.backlog == 20
             server.process.send_signal(signal.SIGCONT)
             assert tokens_of(ended(client, task)) == undisturbed([1, 2, 3], 190)
     finally:

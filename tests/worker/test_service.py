@@ -1,5 +1,6 @@
 """Threads that hang, and threads that Redis fails: who looks on can tell both from one that works."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,8 @@ import pytest
 import redis
 
 from tests.worker.running import make_worker, running
-from tests.worker.workshop import ended, submit, until
+from tests.worker.workshop import ended, new_metrics, submit, until
+from tokenmill.process.redis_outages import OutageLog
 from tokenmill.protocol.store.task_store import TaskStore
 from worker.connections import connect
 from worker.service import Service
@@ -17,20 +19,20 @@ from worker.watchdog import Watchdog
 
 
 class Turns:
-    """A service whose turns do as they are told, at a time that only the test lets pass."""
+    """A service whose turns the test controls, with a clock that the test moves."""
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.metrics = new_metrics()
+        self.clock: Callable[[], float] = lambda: self.now
+        self.outages = OutageLog(logging.getLogger(__name__), "test", self.clock)
         self.gate = threading.Semaphore(0)
         self.num_begun = 0
         self.fails = False
-        self.service = Service(
-            "turns",
-            self.turn,
-            on_redis_error=lambda _: None,
-            on_failure=lambda *_: None,
-            clock=lambda: self.now,
-        )
+        self.service = Service("turns", self.turn, self)
+
+    def thread_failed(self, thread: str, error: BaseException) -> None:
+        raise AssertionError(thread) from error
 
     def turn(self) -> None:
         self.num_begun += 1
@@ -60,10 +62,10 @@ def turning() -> Iterator[Turns]:
 def test_a_long_turn_hangs_until_it_ends() -> None:
     with turning() as turns:
         turns.now = 5.0
-        assert (turns.service.hangs(4.9), turns.service.fails(4.9)) == (True, True)
-        assert (turns.service.hangs(5.0), turns.service.fails(5.0)) == (False, False)
+        assert (turns.service.is_stalled(4.9), turns.service.is_failing(4.9)) == (True, True)
+        assert (turns.service.is_stalled(5.0), turns.service.is_failing(5.0)) == (False, False)
         turns.let_one_pass()
-        assert (turns.service.hangs(0.0), turns.service.fails(0.0)) == (False, False)
+        assert (turns.service.is_stalled(0.0), turns.service.is_failing(0.0)) == (False, False)
 
 
 def test_turns_that_redis_fails_do_not_hang_but_nothing_comes_of_them() -> None:
@@ -71,33 +73,37 @@ def test_turns_that_redis_fails_do_not_hang_but_nothing_comes_of_them() -> None:
         turns.fails = True
         turns.now = 5.0
         turns.let_one_pass()
-        assert (turns.service.hangs(0.0), turns.service.fails(4.0)) == (False, True)
+        assert (turns.service.is_stalled(0.0), turns.service.is_failing(4.0)) == (False, True)
         turns.fails = False
         turns.let_one_pass()
-        assert not turns.service.fails(0.0)
+        assert not turns.service.is_failing(0.0)
 
 
 def test_a_thread_that_has_ended_does_not_hang() -> None:
     with turning() as turns:
         pass
     turns.now = 100.0
-    assert (turns.service.hangs(1.0), turns.service.fails(1.0)) == (False, False)
+    assert (turns.service.is_stalled(1.0), turns.service.is_failing(1.0)) == (False, False)
+
+
+class StalledService:
+    def is_stalled(self, seconds: float) -> bool:
+        return True
 
 
 def test_ticks_count_for_nothing_while_another_thread_hangs() -> None:
     """The watchdog, which is armed for the last time, then ends the process."""
-    now, armed, hanging = [0.0], list[float](), [False]
-    watchdog = Watchdog(
-        60.0, lambda: now[0], on_tick=lambda: None, is_hanging=lambda: hanging[0], arm=armed.append
-    )
+    now, armed = [0.0], list[float]()
+    watchdog = Watchdog(60.0, lambda: now[0], new_metrics(), arm=armed.append)
     watchdog.tick()
-    hanging[0] = True
+    other: Any = StalledService()
+    watchdog.watch([other])
     for second in range(1, 62):
         now[0] = float(second)
         watchdog.tick()
     assert armed == [61.0]
     assert watchdog.is_stalled
-    hanging[0] = False
+    watchdog.watch([])
     watchdog.tick()
     assert armed == [61.0, 61.0]
     assert not watchdog.is_stalled
@@ -129,7 +135,7 @@ def test_a_worker_with_a_thread_that_cannot_reach_redis_is_not_ready(
     redis_url: str, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch, thread: str
 ) -> None:
     """Vexa#606: all looked healthy while nothing was done for those who waited."""
-    monkeypatch.setattr("worker.threads.TROUBLE_SECONDS", 0.5)
+    monkeypatch.setattr("worker.watchdog.FAILING_SECONDS", 0.5)
     is_deaf = threading.Event()
 
     def connecting(name: str) -> Any:
@@ -145,13 +151,13 @@ def test_a_worker_with_a_thread_that_cannot_reach_redis_is_not_ready(
         until(lambda: record() == ("ready", ""), "it is ready")
         is_deaf.set()
         task = submit(redis_client)
-        until(lambda: record() == ("stalled", f"nothing comes of: {thread}"), "it says that it is not")
-        assert not run.worker.is_ready
+        until(lambda: record() == ("stalled", f"threads without progress: {thread}"), "it is stalled")
+        assert run.worker.state == "stalled"
         is_deaf.clear()
         ended(redis_client, task)
-        until(lambda: record() == ("ready", "") and run.worker.is_ready, "it is ready again")
+        until(lambda: record() == ("ready", "") and run.worker.state == "ready", "it is ready again")
 
 
 def test_a_worker_that_was_just_made_is_in_no_trouble(redis_url: str) -> None:
     worker = make_worker(redis_url)
-    assert worker.condition == "ready"
+    assert worker.state == "ready"

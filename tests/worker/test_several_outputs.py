@@ -132,7 +132,7 @@ def test_a_cancel_ends_every_output_once(
         gate.open()
         events = ended(redis_client, task)
         until(lambda: not engine.has_work, "the engine lets go of it")
-        until(lambda: not run.worker._threads.owned_tasks, "nothing is held")
+        until(lambda: not run.context.owned_tasks, "nothing is held")
 
     assert {event.index for event in events if isinstance(event, FinishedEvent)} == {0, 1, 2}
     assert len(TaskStore(redis_client).read_log(task)) == len(events)

@@ -12,9 +12,8 @@ from tokenmill.protocol.log import outputs_of, prompt_logprobs_of
 from tokenmill.protocol.messages import LogEntry, encode
 from tokenmill.protocol.records import Settlement
 from worker.errors import invalid_value
-from worker.logprobs import LEAST, LogprobsWriter
 from worker.ownership import Ownership
-from worker.stream import Stream
+from worker.stream import MIN_LOGPROB, LogprobsWriter, Stream
 
 STOP, LENGTH, ERROR, TIMEOUT = (
     FinishReason.STOP,
@@ -55,7 +54,6 @@ def test_the_last_of_several_ends_is_the_tasks() -> None:
     say(given, 1, finish_reason=STOP, num_cached_tokens=9)
     say(given, 0, 6, finish_reason=LENGTH, num_cached_tokens=2)
     assert not given.has_ended
-    assert given.num_open == 1
     assert given.to_write().settlement is None
     say(given, 2, finish_reason=STOP, num_cached_tokens=9)
 
@@ -126,7 +124,7 @@ def test_a_resumed_task_waits_for_the_outputs_that_are_left() -> None:
         LogEntry.of_end("", "error", index=1, done=False, error=invalid_value("n", "of 1")),
     )
     given = stream(2, entries, num_cached_tokens=2)
-    assert given.num_open == 1
+    assert not given.has_ended
     say(given, 0, 6)
     say(given, 0, finish_reason=STOP, num_cached_tokens=3)
 
@@ -171,7 +169,7 @@ def test_logprobs_stand_in_the_messages_of_their_tokens() -> None:
     (output,) = outputs_of(entries)
 
     a = {"logprob": -0.5, "token": "a", "bytes": [97]}
-    b = {"logprob": LEAST, "token": "b", "bytes": [98]}
+    b = {"logprob": MIN_LOGPROB, "token": "b", "bytes": [98]}
     assert output.logprobs == [{**a, "top": [{"id": 97, **a}, {"id": 98, **b}]}, {**b, "top": []}]
     c = {"logprob": -1.5, "token": "c", "bytes": [99]}
     assert prompt_logprobs_of(entries) == [None, {"id": 99, **c, "top": [{"id": 99, **c}]}]

@@ -16,6 +16,7 @@ from tests.worker.workshop import (
     claim_and_lapse,
     die_with_all,
     ended,
+    new_metrics,
     submit,
     tokens_of,
     undisturbed,
@@ -58,11 +59,12 @@ def test_every_suspect_runs_alone_until_it_has_logged_a_token(
     die_with_all(redis_client)
     runner = Watched()
 
-    with running(redis_url, build_engine(runner, max_num_seqs=3)) as run:
+    metrics = new_metrics()
+    with running(redis_url, build_engine(runner, max_num_seqs=3), metrics=metrics) as run:
         for number, one in enumerate(tasks):
             assert tokens_of(ended(redis_client, one)) == undisturbed([number + 1], LENGTH)
-        until(lambda: not run.worker._threads.owned_tasks, "nothing is held")
-        suspected = run.worker._context.metrics._suspected._value.get()
+        until(lambda: not run.context.owned_tasks, "nothing is held")
+        suspected = metrics.value("tasks_suspected_total")
 
     assert suspected == 5
     for one in tasks:
@@ -100,7 +102,7 @@ def test_a_suspect_that_is_cancelled_in_its_trial_ends_it(
     with running(redis_url, build_engine(runner)) as run:
         until(lambda: {suspect} in runner.steps, "it is tried")
         TaskStore(redis_client).cancel(suspect)
-        until(lambda: not run.worker._threads.trials.is_on, "the trial is over")
+        until(lambda: not run.context.isolation.is_running, "the trial is over")
         permit.set()
         assert tokens_of(ended(redis_client, other)) == undisturbed([2], LENGTH)
 
@@ -114,7 +116,7 @@ def test_suspects_that_wait_do_not_hold_up_the_end(redis_url: str, redis_client:
     with running(redis_url, build_engine(runner), timing=Timing(grace_seconds=1000.0)) as run:
         until(lambda: runner.steps, "the first is tried")
         run.worker.stop("a test")
-        until(lambda: run.worker.condition == "draining", "it heard")
+        until(lambda: run.worker.state == "draining", "it heard")
         permit.set()
         assert run.wait() == 0
 

@@ -158,7 +158,9 @@ def test_one_that_was_never_armed_ends_nothing() -> None:
 def test_closing_ends_the_watchdog() -> None:
     guard = WatchdogProcess()
     guard.arm(1e6)
-    process = guard._process
-    assert process is not None
+    pid = guard.pid
+    assert pid is not None
+    assert _exists(pid)
     guard.close()
-    assert process.poll() is not None
+    assert guard.pid is None
+    assert not _exists(pid)

@@ -19,13 +19,16 @@ from engine.engine import Engine
 from engine.errors import InvalidParameter
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, TokenLogprobs
 from engine.sequence import Sequence as EngineSequence
+from monitoring.families import PREFIX
 from monitoring.worker import WorkerMetrics
 from tokenmill.protocol import keys, naming
 from tokenmill.protocol.limits import TIME_LIMIT_NAMES, TimeLimits
 from tokenmill.protocol.messages import JOB_FUNCTION, Event, FinishedEvent, GenerateRequest
 from tokenmill.protocol.naming import DEFAULT_TENANT, new_task_id, queue_name
-from tokenmill.protocol.records import Submission
+from tokenmill.protocol.records import Submission, TaskPhase
 from tokenmill.protocol.store.task_store import TaskStore
+from worker.context import WorkerContext
+from worker.ownership import Ownership
 from worker.preparation import ServedModel
 
 MODEL = "fake"
@@ -148,8 +151,48 @@ def served_model(tokenizer: Any = None, fingerprint: str = "f1") -> ServedModel:
     return ServedModel(name=MODEL, slug=SLUG, fingerprint=fingerprint, tokenizer=tokenizer or WordTokenizer())
 
 
-def new_metrics() -> WorkerMetrics:
-    return WorkerMetrics(CollectorRegistry(), model=MODEL)
+class ExportedMetrics(WorkerMetrics):
+    """A worker's metrics, read as Prometheus reads them."""
+
+    def __init__(self) -> None:
+        self._exported = CollectorRegistry()
+        super().__init__(self._exported, model=MODEL)
+
+    def value(self, name: str) -> float:
+        """The sum of all samples of that name. `name` has no prefix."""
+        samples = [sample for family in self._exported.collect() for sample in family.samples]
+        found = [sample.value for sample in samples if sample.name == PREFIX + name]
+        assert found, name
+        return sum(found)
+
+
+def new_metrics() -> ExportedMetrics:
+    return ExportedMetrics()
+
+
+class RecordingContext(WorkerContext):
+    """A context without threads. Its clock stands still, and what is dropped is recorded."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.now = 0.0
+        self.lost: list[Ownership] = []
+        self.cancelled: list[Ownership] = []
+        self.phase: TaskPhase | None = None
+        """Overrides the phase of every task."""
+        self.exported = new_metrics()
+        values = {"model": served_model(), "connect": lambda _: None, "name": "w", "arm": lambda _: None}
+        super().__init__(metrics=self.exported, clock=lambda: self.now, **(values | fields))
+
+    def drop_lost(self, ownership: Ownership) -> None:
+        self.lost.append(ownership)
+        super().drop_lost(ownership)
+
+    def drop_cancelled(self, ownership: Ownership) -> None:
+        self.cancelled.append(ownership)
+        super().drop_cancelled(ownership)
+
+    def phases(self, owners: Mapping[str, str]) -> dict[str, TaskPhase]:
+        return dict.fromkeys(owners, self.phase) if self.phase else super().phases(owners)
 
 
 def job_data(payload: object, function: str = JOB_FUNCTION) -> bytes:

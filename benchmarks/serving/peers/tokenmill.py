@@ -3,7 +3,7 @@
 from typing import Any
 
 from benchmarks.serving.protocol import Request, Served, Settings, drive, serve
-from worker.importing import uncollected
+from worker.loading import gc_paused
 
 
 class Tokenmill:
@@ -13,7 +13,7 @@ class Tokenmill:
         self.told: dict[str, float] = {}
 
     def load(self, settings: Settings) -> dict[str, Any]:
-        with uncollected():  # as a worker does
+        with gc_paused():  # as a worker does
             import torch
 
             from engine.execution.build import build_execution
