@@ -1,14 +1,13 @@
-"""What durability costs: tokens per second of the engine's loop with and without publishing, 64 running.
+"""The cost of durability: tokens per second of the engine's loop with and without publishing, 64 running.
 
-The real loop steps one batch. For a few steps its publisher stores all that comes out, in a real Redis that
-is started as `tokenmill serve` starts it, and leases are renewed; for the next few what comes out is kept
-back, and stored before the clock runs again. So the two ways take turns every few seconds over the same
-sequences, and whatever else the machine does falls on both. The first step of each turn is not counted: what
-it computes is stored while the next one runs, as in a service that never pauses.
+The loop of a worker steps one batch. For a few steps its publisher stores the outputs in a Redis that is
+configured as by `tokenmill serve`, and leases are renewed. For the next few steps the outputs are kept, and
+stored before the clock starts again. The two modes alternate every few seconds over the same sequences, so
+that other load on the machine affects both. The first step of each turn does not count, since its outputs
+are stored while the next step runs, as in a service that never pauses.
 
-The default model is the one that the promise is about; a model of two tiny layers shows what is left when
-the forward pass costs nothing. Writes `benchmarks/results/durability.json`. `CACHE_DIR` keeps the converted
-model.
+The documented figure is that of the default model. A model of two tiny layers shows the cost without the
+forward pass. Writes `benchmarks/results/durability.json`. `CACHE_DIR` keeps the converted model.
 
     OMP_NUM_THREADS=1 python -m benchmarks.durability CACHE_DIR
 """
@@ -37,12 +36,12 @@ from tokenmill.serve import embedded_redis
 
 RESULTS = Path(__file__).parent / "results" / "durability.json"
 RUNNING, PROMPT_TOKENS, MAX_MODEL_LEN = 64, 32, 512
-WITHOUT, WITH = WAYS = ("without", "with")
+WITHOUT, WITH = MODES = ("without", "with")
 
 
 @contextmanager
 def redis_server() -> Iterator[str]:
-    """The URL of a server as `tokenmill serve` starts it, empty, on this machine's disk."""
+    """The URL of an empty server, configured as by `tokenmill serve`, on the local disk."""
     with tempfile.TemporaryDirectory(prefix="tokenmill-durability-") as name:
         directory = Path(name)
         log, socket_file = directory / "log", embedded_redis.socket_path(directory)
@@ -58,21 +57,21 @@ def redis_server() -> Iterator[str]:
 
 
 def measure(execution: Execution, url: str, num_turns: int, num_steps: int) -> dict[str, Any]:
-    """`num_turns` of each way, of `num_steps` counted steps each."""
-    step_seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    """Measure `num_turns` turns of each mode, with `num_steps` counted steps each."""
+    step_seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     redis_seconds = 0.0
     with redis.Redis.from_url(url) as client:
         client.flushall()
         worker = begin(execution, url)
         for number in range(num_turns):
-            # The first of a pair is now the one, now the other.
-            for way in WAYS[:: -1 if number % 2 else 1]:
-                worker.tap.is_shut = way == WITHOUT
-                before = processor_seconds(client)
-                step_seconds[way].append(take_steps(worker, num_steps))
+            # The mode that comes first alternates.
+            for mode in MODES[:: -1 if number % 2 else 1]:
+                worker.tap.is_shut = mode == WITHOUT
+                before = cpu_seconds(client)
+                step_seconds[mode].append(take_steps(worker, num_steps))
                 worker.tap.open()
                 worker.drain()
-                redis_seconds += processor_seconds(client) - before if way == WITH else 0.0
+                redis_seconds += cpu_seconds(client) - before if mode == WITH else 0.0
         worker.stop()
     num_tokens = num_turns * (num_steps + 1) * RUNNING
     pairs = zip(step_seconds[WITHOUT], step_seconds[WITH], strict=True)
@@ -80,8 +79,8 @@ def measure(execution: Execution, url: str, num_turns: int, num_steps: int) -> d
         "running": RUNNING,
         "turns": num_turns,
         "steps_a_turn": num_steps,
-        "step_ms": {way: summary([1000 * one for one in step_seconds[way]]) for way in WAYS},
-        "tokens_per_second": {way: summary([RUNNING / one for one in step_seconds[way]]) for way in WAYS},
+        "step_ms": {mode: summary([1000 * one for one in step_seconds[mode]]) for mode in MODES},
+        "tokens_per_second": {mode: summary([RUNNING / one for one in step_seconds[mode]]) for mode in MODES},
         "cost_percent": summary([100 * (1 - without / with_) for without, with_ in pairs]),
         "publisher_us_per_token": round(1e6 * worker.storing_seconds / (2 * num_tokens), 1),
         "redis_us_per_token": round(1e6 * redis_seconds / num_tokens, 1),
@@ -89,7 +88,7 @@ def measure(execution: Execution, url: str, num_turns: int, num_steps: int) -> d
 
 
 def begin(execution: Execution, url: str) -> TappedWorker:
-    """All run, and what came of their prompts is stored."""
+    """A worker in which all tasks run and the results of their prefill are stored."""
     worker = TappedWorker(
         execution,
         url,
@@ -106,7 +105,7 @@ def begin(execution: Execution, url: str) -> TappedWorker:
 
 
 def take_steps(worker: TappedWorker, num_steps: int) -> float:
-    """Seconds of one step, on the mean over `num_steps` after a first one."""
+    """Mean seconds of a step over `num_steps` steps, after one that does not count."""
     worker.loop.turn()
     began = time.perf_counter()
     for _ in range(num_steps):
@@ -114,10 +113,10 @@ def take_steps(worker: TappedWorker, num_steps: int) -> float:
     return (time.perf_counter() - began) / num_steps
 
 
-def processor_seconds(client: Any) -> float:
-    """That the Redis server has taken so far."""
-    told = client.info("cpu")
-    return float(told["used_cpu_user"]) + float(told["used_cpu_sys"])
+def cpu_seconds(client: Any) -> float:
+    """CPU time of the Redis server so far."""
+    cpu = client.info("cpu")
+    return float(cpu["used_cpu_user"]) + float(cpu["used_cpu_sys"])
 
 
 def summary(values: list[float]) -> dict[str, float]:
@@ -139,10 +138,10 @@ def build(model: str, cache_dir: Path) -> Execution:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What durability costs the engine's loop.")
+    parser = argparse.ArgumentParser(description="The cost of durability for the engine's loop.")
     parser.add_argument("cache_dir", type=Path)
-    parser.add_argument("--turns", type=int, default=8, help="of each way")
-    parser.add_argument("--steps", type=int, default=10, help="counted in one turn")
+    parser.add_argument("--turns", type=int, default=8, help="turns of each mode")
+    parser.add_argument("--steps", type=int, default=10, help="steps counted in one turn")
     parser.add_argument("--json", type=Path, default=RESULTS, help="where to write the figures")
     args = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))

@@ -1,7 +1,7 @@
-"""What finished tasks leave in Redis: keys and bytes before, at most, and after all of them have expired.
+"""What finished tasks leave in Redis: keys and bytes before them, at the peak, and after they have expired.
 
-No model: tasks of several tenants and classes are taken to their ends through the store alone, in every way
-that there is, in a server of its own. Writes `benchmarks/results/retention.json`.
+Without a model: tasks of several tenants and priorities are ended through the store alone, in every possible
+way, on a separate server. Writes `benchmarks/results/retention.json`.
 
     python -m benchmarks.retention [NUM_TASKS [RETENTION_SECONDS]]
 """
@@ -30,13 +30,13 @@ def size(client: "redis.Redis") -> dict[str, int]:
 
 
 def measure(client: "redis.Redis", num_tasks: int, retention_seconds: float) -> dict[str, Any]:
-    # Nothing dies here, and what a disk takes is not the question.
+    # The cost of the disk is not measured here.
     client.config_set("appendfsync", "no")
     base = most = size(client)
     for num_ended in finish_many(client, num_tasks, retention_seconds):
         if num_ended % 1000 == 0:
             most = max(most, size(client), key=lambda one: one["bytes"])
-    # What each tenant was served is remembered for an hour, of ten thousand at most.
+    # The tokens served to each tenant are kept for an hour, for at most ten thousand tenants.
     client.delete(keys.away(SLUG))
     store = TaskStore(client, retention_seconds=retention_seconds)
     longest_reap, deadline = 0.0, time.monotonic() + retention_seconds + LONGEST_WAIT_SECONDS

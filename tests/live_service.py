@@ -1,7 +1,6 @@
-"""The whole service as real processes: Redis, a worker with a tiny model, the API. For tests only.
+"""The whole service as processes, for tests: Redis, a worker with a tiny model, the API.
 
-Law: what was started is stopped, in the order API, worker, Redis, whatever the test did. Knows the service
-from outside: its commands, its environment, its addresses.
+Whatever the test does, the processes are stopped in the order API, worker, Redis.
 """
 
 import json
@@ -27,7 +26,7 @@ TERMINAL = ("completed", "failed", "cancelled")
 
 
 def wait_for(condition: Callable[[], Any], what: str, seconds: float = WATCHDOG_SECONDS) -> Any:
-    """The first true value of `condition`; AssertionError, naming `what`, if none comes in `seconds`."""
+    """The first true value of `condition`. Raises AssertionError with `what` after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"after {seconds} s still not: {what}"
@@ -37,7 +36,7 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = WATCHDOG_
 
 @dataclass(frozen=True)
 class Reply:
-    """One HTTP answer, of any status."""
+    """An HTTP reply of any status."""
 
     status: int
     headers: Message
@@ -49,28 +48,28 @@ class Reply:
 
 
 def http(method: str, url: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Reply:
-    """One call. `body` is sent as JSON. Raises OSError where nobody answers."""
+    """One HTTP call. `body` is sent as JSON. Raises OSError if there is no reply."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})})
     request.method = method
     try:
-        with urllib.request.urlopen(request, timeout=WATCHDOG_SECONDS) as answer:
-            return Reply(answer.status, answer.headers, answer.read())
-    except urllib.error.HTTPError as answer:
-        with answer:
-            return Reply(answer.code, answer.headers, answer.read())
+        with urllib.request.urlopen(request, timeout=WATCHDOG_SECONDS) as reply:
+            return Reply(reply.status, reply.headers, reply.read())
+    except urllib.error.HTTPError as reply:
+        with reply:
+            return Reply(reply.code, reply.headers, reply.read())
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process of the service; everything that it wrote is in `log`."""
+    """A process of the service. `log`: its output."""
 
     popen: "subprocess.Popen[bytes]"
     log: Path
     url: str
 
     def is_ready(self) -> bool:
-        """Raises AssertionError, with the end of the log, where the process has ended."""
+        """Raises AssertionError with the end of the log if the process has ended."""
         assert self.popen.poll() is None, f"ended with {self.popen.returncode}:\n{self.tail()}"
         try:
             return http("GET", f"{self.url}/readyz").status == 200
@@ -81,7 +80,7 @@ class Process:
         return self.log.read_text(errors="replace")[-4000:]
 
     def stop(self, seconds: float = 60) -> None:
-        """SIGTERM, then wait. Raises AssertionError where it does not end, and kills it."""
+        """Send SIGTERM and wait. Kills the process and raises AssertionError if it does not end."""
         self.popen.terminate()
         try:
             self.popen.wait(seconds)
@@ -90,18 +89,17 @@ class Process:
             raise AssertionError(f"did not end within {seconds} s of SIGTERM:\n{self.tail()}") from None
 
     def kill(self) -> None:
-        """SIGKILL the process and what it started."""
+        """Send SIGKILL to the process and its children."""
         if self.popen.poll() is None:
             os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait()
 
 
 class LiveService:
-    """Redis, one API and one worker that serve the model in `model_dir`; files go below `tmp_path`.
+    """Redis, an API and a worker that serve the model in `model_dir`. Also a context manager.
 
-    `env` is added to the environment of worker and API. `worker` is the last one started; `start_worker`
-    may be called again for more of them. `redis_url`: of servers that the test looks after. Also a context
-    manager.
+    Files are written below `tmp_path`. `env` is added to the environment of worker and API. `worker` is the
+    one started last; `start_worker` starts more. `redis_url`: a server that the test manages.
     """
 
     def __init__(
@@ -140,7 +138,7 @@ class LiveService:
         return self.workers[-1]
 
     def start(self) -> "LiveService":
-        """Returns when the API says that the service is ready."""
+        """Returns when the API reports that the service is ready."""
         try:
             if self._redis_url is None:
                 self._redis = start_redis(self._directory, free_port())
@@ -155,7 +153,7 @@ class LiveService:
         return self
 
     def start_worker(self, *, wait: bool = True, env: Mapping[str, str] | None = None) -> Process:
-        """One more worker process, with a metrics port of its own; `wait`: until it is ready."""
+        """Start another worker process with its own metrics port. `wait`: until it is ready."""
         port = free_port()
         url = f"http://127.0.0.1:{port}"
         worker = self._run("worker", url, {"TOKENMILL_METRICS_PORT": str(port), **(env or {})})
@@ -165,11 +163,11 @@ class LiveService:
         return worker
 
     def kill_worker(self) -> None:
-        """SIGKILL to the last worker, as a crash would be."""
+        """Send SIGKILL to the last worker, as a crash."""
         self.worker.kill()
 
     def stop(self) -> None:
-        """In order: API, workers, Redis. Raises AssertionError where one does not end on SIGTERM."""
+        """Stop API, workers and Redis. Raises AssertionError if one does not end on SIGTERM."""
         try:
             for process in filter(None, [self.api, *self.workers]):
                 process.stop()
@@ -197,11 +195,11 @@ class LiveService:
     def call(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> Reply:
-        """One call of the API."""
+        """Call the API."""
         return http(method, self.api_url + path, body, headers)
 
     def submit(self, **fields: Any) -> str:
-        """Accepted, or AssertionError; the task's id."""
+        """Submit a task. Returns its id; raises AssertionError if it is not accepted."""
         reply = self.call("POST", "/v1/tasks", fields)
         assert reply.status == 202, reply.body
         return str(reply.json["id"])
@@ -212,7 +210,7 @@ class LiveService:
         return reply.json
 
     def wait_task(self, task_id: str) -> Any:
-        """The task when it has ended, however it did."""
+        """Wait for the end of the task. Returns the task."""
 
         def ended() -> Any:
             task = self.task(task_id)

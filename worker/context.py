@@ -51,9 +51,10 @@ def new_worker_name() -> str:
 class WorkerContext:
     """The state that all threads of a worker share. Attributes of `__post_init__` are built from the fields.
 
-    `connect` creates the Redis client of a thread. `card`: what the API needs to know about the model; it is
-    written again if Redis loses it. `fair_sharing`: tenants share claims fairly. `observers` receive the report
-    of each step. `clock`: monotonic seconds. `arm(seconds)` ends the process unless it is called again in time.
+    `connect` creates the Redis client of a thread. `card`: what the API needs to know about the model. It is
+    written again if Redis loses it. `fair_sharing`: tenants share claims fairly. `observers` receive the
+    report of each step. `clock`: monotonic seconds. `arm(seconds)` ends the process unless it is called
+    again in time.
     """
 
     model: ServedModel

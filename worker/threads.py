@@ -35,18 +35,18 @@ class WorkerThreads:
         self.intake = Intake(stores["intake"], context, engine.config, self.loop)
         self.leases = Leases(stores["leases"], context, self.registration)
         self.listener = Listener(clients["listener"], stores["listener"], context)
-        parts = {
-            "loop": self.loop,
-            "publisher": self.publisher,
-            "leases": self.leases,
-            "listener": self.listener,
-            "intake": self.intake,
+        turns: dict[str, Callable[[], None]] = {
+            "loop": self.loop.turn,
+            "publisher": self.publisher.turn,
+            "leases": self.leases.turn,
+            "listener": self.listener.turn,
+            "intake": self.intake.turn,
         }
         self.services = {
-            name: Service(name, part.turn, context, clients.get(name)) for name, part in parts.items()
+            name: Service(name, turn, context, clients.get(name)) for name, turn in turns.items()
         }
         # The loop itself ticks the watchdog.
-        context.watchdog.watch([self.services[name] for name in parts if name != "loop"])
+        context.watchdog.watch([self.services[name] for name in turns if name != "loop"])
 
     def start(self) -> None:
         for service in self.services.values():

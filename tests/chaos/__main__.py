@@ -1,10 +1,10 @@
-"""`python -m tests.chaos`: the long run, set by the environment.
+"""`python -m tests.chaos`: a long run, configured by the environment.
 
-`SEED` (by chance), `DURATION`: seconds of storm (300), `LEASE`: seconds of a worker's lease, `FAULTS`: names
-from `tests.chaos.faults` with commas between (all), `CLIENTS`: how many at once.
+`SEED` (default: random), `DURATION`: seconds of fault injection (300), `LEASE`: lease in seconds, `FAULTS`:
+names from `tests.chaos.faults`, separated by commas (all), `CLIENTS`: number of concurrent clients.
 
-The last line on stdout is the verdict; the exit status is 0 only if nothing is lost, doubled or stuck. What
-went wrong is told above it, and the directory with all logs is kept then.
+The last line on stdout is the verdict. The exit status is 0 only if nothing is lost, doubled or stuck.
+Otherwise the problems are listed above it, and the directory with the logs is kept.
 """
 
 import os
@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-# Before torch is imported: OpenMP threads fight badly on a loaded machine.
+# Before torch is imported. OpenMP threads slow each other down on a loaded machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from engine.execution.machine.library_messages import quiet_transformers
@@ -34,10 +34,10 @@ def say(line: str) -> None:
 
 
 def read_plan(env: Mapping[str, str]) -> Plan:
-    """An empty variable is as good as none."""
+    """An empty variable counts as unset."""
     chosen = set(filter(None, env.get("FAULTS", "").split(","))) or {*TO_PROCESSES, *TO_REDIS}
     if unknown := chosen - {*TO_PROCESSES, *TO_REDIS}:
-        raise SystemExit(f"FAULTS: no such fault: {', '.join(sorted(unknown))}")
+        raise SystemExit(f"FAULTS: unknown fault: {', '.join(sorted(unknown))}")
     return Plan(
         seed=int(env.get("SEED") or secrets.randbelow(10**6)),
         seconds=float(env.get("DURATION") or 300),
@@ -49,11 +49,11 @@ def read_plan(env: Mapping[str, str]) -> Plan:
 
 
 def main() -> int:
-    # As Ctrl-C: the processes of the service end with this one.
+    # As for Ctrl-C: stop the processes of the service.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     plan = read_plan(os.environ)
     directory = Path(tempfile.mkdtemp(prefix="tokenmill-chaos-"))
-    say(f"seed {plan.seed}, {plan.seconds:g} s of storm, logs in {directory}")
+    say(f"seed {plan.seed}, {plan.seconds:g} s of fault injection, logs in {directory}")
     with quiet_transformers():
         model_dir = save_model(directory / "model")
     verdict = run(plan, model_dir, directory, say)

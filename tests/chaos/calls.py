@@ -1,7 +1,7 @@
-"""Calls of the API, made until they are answered: what clients do while a service is disturbed.
+"""HTTP calls that are repeated until they succeed, as clients do while a service is disturbed.
 
-Law: 503 with Retry-After and a broken connection are what a client may meet and try again after; any other
-answer that the caller did not expect is a complaint.
+A client may meet broken connections and 503 with Retry-After, and retries. Any other unexpected status is a
+complaint.
 """
 
 import http.client
@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 CALL_SECONDS = 30.0
 PAUSE_SECONDS = 0.2
-"""Shorter than the service asks for, so that its recovery is met as it happens."""
+"""Shorter than the service asks for, so that clients call during its recovery."""
 
 AWAY = (OSError, http.client.HTTPException)
 
 
-class GaveUp(Exception):
-    """The run is over, and there was no answer."""
+class RunOver(Exception):
+    """The run ended without a reply."""
 
 
 class Answer(NamedTuple):
@@ -29,7 +29,7 @@ class Answer(NamedTuple):
 
 
 class Caller:
-    """Calls the API at `port` of this machine until `over` is set; `complain` gets what should not be."""
+    """Calls the API on `port` of this machine until `over` is set. `complain` receives unexpected replies."""
 
     def __init__(self, port: int, over: threading.Event, complain: Callable[[str], None]) -> None:
         self._port = port
@@ -45,7 +45,7 @@ class Caller:
         headers: Mapping[str, str] | None = None,
         expected: tuple[int, ...] = (200,),
     ) -> Answer:
-        """The first answer with one of the `expected` statuses. Raises `GaveUp`."""
+        """Repeat the call until its status is one of `expected`. Raises `RunOver`."""
         while not self._over.is_set():
             try:
                 answer = self._once(method, path, body, headers or {})
@@ -55,12 +55,12 @@ class Caller:
             if answer.status in expected:
                 return answer
             self.refuse(answer.status, answer.headers, f"{method} {path}")
-        raise GaveUp
+        raise RunOver
 
     def open_stream(
         self, path: str, headers: Mapping[str, str]
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """An answer whose body is read as it comes. Raises what AWAY names."""
+        """Open a streaming reply. Raises the errors in AWAY."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=CALL_SECONDS)
         try:
             connection.request("GET", path, headers=dict(headers))
@@ -70,7 +70,7 @@ class Caller:
             raise
 
     def refuse(self, status: int, headers: Message, what: str) -> None:
-        """Judge an answer that nobody asked for, and wait a moment before the next try."""
+        """Check an unexpected reply, and pause before the next attempt."""
         if status != 503:
             self.complain(f"{what} was answered with {status}")
         elif not headers.get("Retry-After"):

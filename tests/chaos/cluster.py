@@ -1,7 +1,6 @@
-"""The service as it runs in earnest: one Redis with append-only on, one API, two workers, a supervisor.
+"""The service as in production: Redis with an append-only file, one API, two workers, a supervisor.
 
-Law: whatever ends is started again, at the same address; what was started is ended with the cluster. Knows no
-request and decides no fault.
+A process that ends is restarted at the same address. All processes end with the cluster.
 """
 
 import os
@@ -15,15 +14,15 @@ from pathlib import Path
 
 import redis
 
-from tests.chaos.hooks import SECRET, Receiver
 from tests.chaos.program import Program
+from tests.chaos.webhook_receiver import SECRET, Receiver
 from tests.conftest import RedisServer, start_redis
 
-TEND_SECONDS = 0.1
+SUPERVISE_SECONDS = 0.1
 LEASE_SECONDS = 1.5
 STOP_SECONDS = 30.0
 CLOCK_SKEWS = (0.0, 7200.0)
-"""How far each worker's clock is ahead of Redis's: hosts never agree."""
+"""Seconds by which each worker's clock is ahead of Redis's. Clocks of hosts always differ."""
 API_CLOCK_SKEW = -5400.0
 SKEWED_CLOCK = Path(__file__).parent / "skewed_clock"
 LIMITS = {
@@ -33,7 +32,7 @@ LIMITS = {
     "TOKENMILL_MAX_NUM_BATCHED_TOKENS": "64",
     "TOKENMILL_BLOCK_SIZE": "16",
     "TOKENMILL_NUM_KV_BLOCKS": "44",
-    # What is not done by then is handed back, which is what is to be tried.
+    # Short, so that unfinished tasks are handed back.
     "TOKENMILL_GRACE_SECONDS": "0.5",
     "TOKENMILL_HTTP_GRACE_SECONDS": "1",
     "TOKENMILL_WEBHOOK_SECRET": SECRET,
@@ -42,16 +41,16 @@ LIMITS = {
 
 
 class Cluster:
-    """Serves the model in `model_dir`; logs and Redis's files go below `directory`."""
+    """Serves the model in `model_dir`. Logs and Redis's files are written below `directory`."""
 
     def __init__(self, model_dir: Path, directory: Path, *, lease_seconds: float = LEASE_SECONDS) -> None:
         self.lease_seconds = lease_seconds
-        # A worker that is stopped for some leases is to go on.
+        # A worker that is stopped for a few leases must resume.
         self.stall_seconds = max(6.0, 3 * lease_seconds)
         self.receiver = Receiver()
         self.complaints: list[str] = []
         self._directory = directory
-        self._redis_port = quiet_port()
+        self._redis_port = server_port()
         self._redis: RedisServer | None = None
         self._env = {
             **{name: value for name, value in os.environ.items() if not name.startswith("TOKENMILL_")},
@@ -69,7 +68,7 @@ class Cluster:
             for number, skew in enumerate(CLOCK_SKEWS)
         ]
         self._closing = threading.Event()
-        self._supervisor = threading.Thread(target=self._tend, name="supervisor", daemon=True)
+        self._supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
 
     @property
     def redis_url(self) -> str:
@@ -80,24 +79,24 @@ class Cluster:
         return [self.api, *self.workers]
 
     def start(self) -> None:
-        """Returns at once; `wait_until_well` waits."""
+        """Start all processes without waiting for them."""
         self.start_redis()
         for program in self.programs:
             program.start()
         self._supervisor.start()
 
-    def are_workers_well(self) -> bool:
-        return all(worker.is_well() for worker in self.workers)
+    def are_workers_healthy(self) -> bool:
+        return all(worker.is_healthy() for worker in self.workers)
 
-    def wait_until_well(self, seconds: float) -> bool:
-        """Whether all programs are within `seconds`."""
-        return until(lambda: all(program.is_well() for program in self.programs), seconds)
+    def wait_until_healthy(self, seconds: float) -> bool:
+        """Whether all programs become healthy within `seconds`."""
+        return until(lambda: all(program.is_healthy() for program in self.programs), seconds)
 
     def start_redis(self) -> None:
         self._redis = start_redis(self._directory, self._redis_port)
         with self.admin() as client:
-            # With `everysec` the server may hold writes back for two seconds while the disk is busy, and
-            # answers all the same: what is to be seen here are the faults of Tokenmill.
+            # With `everysec` a server with a busy disk acknowledges writes up to two seconds before it
+            # stores them. The losses to be found here are those of Tokenmill.
             client.config_set("appendfsync", "always")
 
     def kill_redis(self) -> None:
@@ -114,11 +113,11 @@ class Cluster:
         self._redis.process.send_signal(signal.SIGCONT)
 
     def admin(self) -> "redis.Redis":
-        """A new client, for a fault or a look; it tries again by itself."""
+        """A new client, which retries by itself."""
         return redis.Redis.from_url(self.redis_url)
 
     def stop(self) -> None:
-        """All programs are told to end, then Redis. What does not end well is complained of."""
+        """Stop all programs, then Redis. Programs that do not stop properly are complaints."""
         self._closing.set()
         if self._supervisor.is_alive():
             self._supervisor.join()
@@ -129,30 +128,30 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """Kill whatever is left."""
+        """Kill the remaining processes."""
         self._closing.set()
         if self._supervisor.is_alive():
             self._supervisor.join()
         for program in self.programs:
-            program.retire()
+            program.close()
         if self._redis is not None:
             self.kill_redis()
         self.receiver.close()
 
-    def _tend(self) -> None:
-        while not self._closing.wait(TEND_SECONDS):
+    def _supervise(self) -> None:
+        while not self._closing.wait(SUPERVISE_SECONDS):
             for program in self.programs:
-                program.tend()
+                program.restart_if_ended()
 
     def _program(self, module: str, name: str, health: str, env: Mapping[str, str]) -> Program:
-        port = quiet_port()
+        port = server_port()
         env = {**self._env, "TOKENMILL_PORT": str(port), "TOKENMILL_METRICS_PORT": str(port), **env}
         log = self._directory / f"{name}.log"
         return Program(module, name, port=port, health=health, env=env, log=log)
 
 
 def _clock(skew_seconds: float) -> dict[str, str]:
-    """The environment of a process on a host whose clock is so far ahead."""
+    """The environment of a process on a host whose clock is ahead by `skew_seconds`."""
     path = os.pathsep.join(filter(None, [str(SKEWED_CLOCK), os.environ.get("PYTHONPATH")]))
     return {"PYTHONPATH": path, "CLOCK_SKEW_SECONDS": str(skew_seconds)}
 
@@ -167,11 +166,10 @@ def until(condition: Callable[[], bool], seconds: float, pause: float = 0.05) ->
     return True
 
 
-def quiet_port() -> int:
-    """A free port below those that the kernel takes for outgoing connections.
+def server_port() -> int:
+    """A free port below the range of outgoing connections.
 
-    While a server is away, somebody who calls there could otherwise be connected to himself and keep the
-    port from it.
+    Otherwise a client could connect to itself while the server is down, and occupy its port.
     """
     chance = random.SystemRandom()
     while True:

@@ -1,10 +1,10 @@
-"""Which tokens a request may have got: its draws once more, from logits that `transformers` computed.
+"""A reference sampler: recomputes the tokens of a request from logits that `transformers` computed.
 
-The rules are written down here a second time, in float64 and one row at a time, so that the service's own
-sampler is not asked about itself. Only the noise is the service's: a function of seed, index and token.
+It implements the sampling rules independently of the service, in float64 and one row at a time. Only the
+noise, a function of seed, index and token, is the service's.
 
-A float32 logit moves by up to `NEAR_TIE` with the rows beside it. A token that such a move explains is a near
-tie; any other token is wrong.
+A float32 logit varies by up to `NEAR_TIE` with the other rows of its batch. A token that this explains is a
+near tie; any other difference is an error.
 """
 
 import math
@@ -26,9 +26,9 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How far a token is from the one that the reference draws. `lead`: of the score, 0 where they agree.
+    """The result for one token. `lead`: score of the reference's token minus its score, 0 if they agree.
 
-    `is_possible`: a move of `NEAR_TIE` in the logits explains the difference.
+    `is_possible`: a change of `NEAR_TIE` in the logits explains the difference.
     """
 
     lead: float
@@ -36,10 +36,7 @@ class Choice:
 
 
 class Draws:
-    """The draws of one output of a request. `body`: as it was sent; `index`: which of its outputs.
-
-    `grammar`: where its text has to follow one.
-    """
+    """The draws of one output of a request. `body`: the request; `index`: the output; `grammar`: if any."""
 
     def __init__(self, body: Mapping[str, Any], index: int, grammar: Grammar | None = None) -> None:
         self._body = body
@@ -48,7 +45,7 @@ class Draws:
         self._states = seed_states([params_of_output(params, index).seed])
 
     def choice(self, logits: torch.Tensor, token_ids: list[int]) -> Choice:
-        """Judge the last token. `logits` [vocabulary]: what the model gives after the others."""
+        """Check the last token. `logits` [vocab_size]: the model's output after the other tokens."""
         *before, token_id = token_ids
         allowed = self._edited(logits.double(), before)
         temperature = self._body["temperature"]
@@ -79,7 +76,7 @@ class Draws:
         return edited
 
     def _kept(self, scaled: torch.Tensor, move: float) -> torch.Tensor:
-        """Tokens that the filters keep where each logit may move by `move`; a negative one keeps fewer."""
+        """Tokens that the filters keep if logits change by up to `move`. A negative `move` keeps fewer."""
         body = self._body
         kept = scaled > -math.inf
         if top_k := body.get("top_k"):
@@ -88,7 +85,7 @@ class Draws:
             kept &= scaled >= scaled.max() + math.log(min_p) - 2 * move
         if top_p := body.get("top_p"):
             ordered, places = scaled.softmax(-1).sort(descending=True)
-            # A move of all logits changes each share by less than this factor.
+            # A change of all logits by `move` changes each probability by less than this factor.
             likelier = (ordered.cumsum(-1) - ordered) * math.exp(-2 * move)
             kept &= torch.zeros_like(kept).index_put((places,), likelier < top_p)
         return kept

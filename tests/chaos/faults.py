@@ -1,7 +1,4 @@
-"""What is done to the service: each fault strikes and lifts itself before it returns.
-
-Law: no fault touches what the service has stored. Knows the processes and the server, no request.
-"""
+"""Faults of processes and of Redis. Each is over when its function returns. None modifies stored data."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -12,33 +9,33 @@ from tests.chaos.cluster import STOP_SECONDS, Cluster, until
 Fault = Callable[[Cluster, Random], None]
 
 ROOM_BYTES = 32 * 1024
-"""Memory that a full server has left: a few writes go through, then none."""
-NOBODY = ("127.0.0.1", 1)
-"""A master that does not answer."""
+"""Memory left to a full server: a few writes succeed, then none."""
+UNREACHABLE = ("127.0.0.1", 1)
+"""A master that does not exist."""
 START_SECONDS = 60.0
 
 
 def kill_worker(cluster: Cluster, chance: Random) -> None:
-    """kill -9 in the middle of its work."""
+    """SIGKILL while it works."""
     chance.choice(cluster.workers).kill()
 
 
 def kill_all_workers(cluster: Cluster, chance: Random) -> None:
-    """Nobody is left who could take over; the API and its readers wait for the next."""
+    """SIGKILL to all: no worker is left to take over, so the API and its readers wait."""
     for worker in cluster.workers:
         worker.kill()
 
 
 def freeze_worker(cluster: Cluster, chance: Random) -> None:
-    """Stopped until others have taken what it had, then it goes on as if nothing had been."""
+    """SIGSTOP until other workers have taken its tasks, then SIGCONT."""
     worker = chance.choice(cluster.workers)
     worker.freeze()
     time.sleep(cluster.lease_seconds * chance.uniform(1.3, 2.2))
     worker.thaw()
 
 
-def blink_worker(cluster: Cluster, chance: Random) -> None:
-    """Stopped for less than a lease, or about one: perhaps taken over, perhaps not."""
+def pause_worker(cluster: Cluster, chance: Random) -> None:
+    """SIGSTOP for about a lease or less: its tasks may be taken over or not."""
     worker = chance.choice(cluster.workers)
     worker.freeze()
     time.sleep(cluster.lease_seconds * chance.uniform(0.5, 1.1))
@@ -46,42 +43,40 @@ def blink_worker(cluster: Cluster, chance: Random) -> None:
 
 
 def hang_worker(cluster: Cluster, chance: Random) -> None:
-    """Stopped for longer than a step may take: its watchdog ends it when it goes on, or it finds that it has
-    lost everything.
-    """
+    """SIGSTOP for longer than a step may take: the watchdog ends it, or it has lost its tasks."""
     worker = chance.choice(cluster.workers)
-    worker.excuse()
+    worker.expect_end()
     worker.freeze()
     time.sleep(cluster.stall_seconds + chance.uniform(1.5, 3.0))
     worker.thaw()
 
 
 def drain_worker(cluster: Cluster, chance: Random) -> None:
-    """SIGTERM: finishes what it can, hands the rest back."""
+    """SIGTERM: it finishes what it can and hands back the rest."""
     chance.choice(cluster.workers).terminate(STOP_SECONDS)
 
 
-def hurry_worker(cluster: Cluster, chance: Random) -> None:
-    """SIGTERM twice: ends at once, still handing back."""
+def stop_worker_twice(cluster: Cluster, chance: Random) -> None:
+    """SIGTERM twice: it stops at once and hands back its tasks."""
     chance.choice(cluster.workers).terminate(STOP_SECONDS, times=2)
 
 
 def restart_workers(cluster: Cluster, chance: Random) -> None:
-    """A rolling restart: each is drained, and the next only when its successor is well."""
+    """A rolling restart: each worker is drained once the one before is healthy again."""
     for worker in cluster.workers:
         worker.terminate(STOP_SECONDS)
-        until(worker.is_well, START_SECONDS, pause=0.2)
+        until(worker.is_healthy, START_SECONDS, pause=0.2)
 
 
 def fail_receiver(cluster: Cluster, chance: Random) -> None:
-    """Who is told of ends answers with errors for a while."""
+    """The receiver of webhooks replies with errors for a while."""
     cluster.receiver.is_failing = True
     time.sleep(chance.uniform(1.0, 3.0))
     cluster.receiver.is_failing = False
 
 
 def kill_api(cluster: Cluster, chance: Random) -> None:
-    """kill -9, of the process or of its whole group; open streams break."""
+    """SIGKILL to the process or to its process group. Open streams break."""
     cluster.api.kill(whole_group=chance.random() < 0.5)
 
 
@@ -90,7 +85,7 @@ def drain_api(cluster: Cluster, chance: Random) -> None:
 
 
 def cut_clients(cluster: Cluster, chance: Random) -> None:
-    """Every connection that is no subscription breaks, with calls under way on it."""
+    """Close every connection except subscriptions, during calls."""
     with cluster.admin() as client:
         client.client_kill_filter(_type="normal", skipme=True)
 
@@ -101,7 +96,7 @@ def cut_subscribers(cluster: Cluster, chance: Random) -> None:
 
 
 def restart_redis(cluster: Cluster, chance: Random) -> None:
-    """kill -9 of the server; it comes back with what its append-only file has."""
+    """SIGKILL to the server. It restarts with the contents of its append-only file."""
     cluster.kill_redis()
     time.sleep(chance.uniform(0.0, 1.0))
     cluster.start_redis()
@@ -127,9 +122,9 @@ def fill_memory(cluster: Cluster, chance: Random) -> None:
 
 
 def demote_redis(cluster: Cluster, chance: Random) -> None:
-    """As after a failover: the server that everybody is connected to only reads."""
+    """As after a failover: the server that all are connected to is a read-only replica."""
     with cluster.admin() as client:
-        client.replicaof(*NOBODY)
+        client.replicaof(*UNREACHABLE)
         try:
             time.sleep(chance.uniform(0.6, 1.5))
         finally:
@@ -139,11 +134,11 @@ def demote_redis(cluster: Cluster, chance: Random) -> None:
 TO_PROCESSES: Mapping[str, Fault] = {
     fault.__name__: fault
     for fault in (
-        kill_worker, kill_all_workers, freeze_worker, blink_worker, hang_worker, drain_worker, hurry_worker,
-        restart_workers, kill_api, drain_api, fail_receiver,
+        kill_worker, kill_all_workers, freeze_worker, pause_worker, hang_worker, drain_worker,
+        stop_worker_twice, restart_workers, kill_api, drain_api, fail_receiver,
     )
 }  # fmt: skip
-"""Also to the receiver of webhooks, which is a process to the service."""
+"""Includes the receiver of webhooks."""
 TO_REDIS: Mapping[str, Fault] = {
     fault.__name__: fault
     for fault in (cut_clients, cut_subscribers, restart_redis, hang_redis, fill_memory, demote_redis)

@@ -1,7 +1,6 @@
-"""The books: every accepted request ended once, with all of its messages, and nothing is left over. Pure.
+"""Checks that every accepted request ended once, with all of its messages, each delivered once. Pure.
 
-Law: whatever is not as it should be is lost, doubled or stuck, and is told with the request's name. Knows
-what was read and what is stored, not how either came about; texts are judged elsewhere.
+A problem is lost, doubled or stuck, and names the request. Texts are checked in `tests.chaos.outputs`.
 """
 
 from collections import Counter
@@ -14,7 +13,7 @@ from tokenmill.protocol.messages import Event, FinishedEvent, TokenEvent
 
 Kind = Literal["lost", "doubled", "stuck"]
 REASONS = {"stop": "completed", "length": "completed", "cancelled": "cancelled"}
-"""Any other reason to finish is a failure."""
+"""Any other finish reason is a failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +24,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """All that is known of one accepted request.
+    """An accepted request as it was read and stored.
 
-    `task_ids`: as each of its submissions was answered. `status`: as it is stored, None where nothing is;
-    `may_be`: the ends that it may have. `events`: its log. `num_results`: rows of RQ's results. `webhooks`:
-    as what its receiver was told that it ended; None where nobody was to be told.
+    `task_ids`: the replies to its submissions. `status`: the stored status, None if nothing is stored.
+    `may_be`: the allowed final statuses. `events`: its log. `num_results`: entries of RQ's results.
+    `webhooks`: the statuses that the receiver got; None if the request has no webhook.
     """
 
     name: str
@@ -39,12 +38,12 @@ class Account:
     events: tuple[Event, ...]
     num_results: int
     reading: Reading
-    gave_up: bool = False
+    timed_out: bool = False
     webhooks: tuple[str, ...] | None = None
 
 
 def audit(accounts: Iterable[Account]) -> list[Problem]:
-    """What is wrong with each."""
+    """The problems of all accounts."""
     return [
         Problem(kind, f"{account.name}, task {account.task_ids[0]}: {text}")
         for account in accounts
@@ -64,7 +63,7 @@ def _faults(account: Account) -> Iterator[Fault]:
     if account.status not in TERMINAL:
         yield "stuck", f"it is still {account.status}"
         return
-    if account.gave_up:
+    if account.timed_out:
         yield "stuck", "its client waited for an answer until the end"
     yield from _end_faults(account)
     yield from _log_faults(account.events)
@@ -72,12 +71,12 @@ def _faults(account: Account) -> Iterator[Fault]:
 
 
 def _end_faults(account: Account) -> Iterator[Fault]:
-    """One end, one result, and everybody was told the same."""
+    """One end and one result. All readers saw the same status."""
     if account.status not in account.may_be:
         yield "lost", f"it ended as {account.status}: {_errors(account.events)}"
-    for told in account.reading.told:
-        if told != account.status:
-            yield "doubled", f"it was told as {told} and is {account.status}"
+    for status in account.reading.statuses:
+        if status != account.status:
+            yield "doubled", f"it was reported as {status} and is {account.status}"
     expected = 0 if account.status == "cancelled" else 1
     if account.num_results != expected:
         yield fewer_or_more(account.num_results, expected), f"it has {account.num_results} results"
@@ -88,16 +87,16 @@ def _end_faults(account: Account) -> Iterator[Fault]:
 
 
 def _webhook_faults(account: Account) -> Iterator[Fault]:
-    """At least once, and each time the same."""
+    """Delivered at least once, always with the same status."""
     if account.webhooks == ():
-        yield "lost", "its webhook was never told"
-    for told in account.webhooks or ():
-        if told != account.status:
-            yield "doubled", f"its webhook was told {told}, and it is {account.status}"
+        yield "lost", "its webhook never arrived"
+    for status in account.webhooks or ():
+        if status != account.status:
+            yield "doubled", f"its webhook reported {status}, and it is {account.status}"
 
 
 def _log_faults(events: Sequence[Event]) -> Iterator[Fault]:
-    """Gap-free, monotonic, one terminal message, the last; an end for each output; numbers that agree."""
+    """No gaps, ordered, one terminal message at the end, one end for each output, counts that agree."""
     yield from _seq_faults([event.seq for event in events], len(events), "its log")
     ends = [event for event in events if isinstance(event, FinishedEvent)]
     terminal = [event for event in ends if event.done]
@@ -109,26 +108,29 @@ def _log_faults(events: Sequence[Event]) -> Iterator[Fault]:
     for index, number in Counter(event.index for event in ends).items():
         if number > 1:
             yield "doubled", f"output {index} ended {number} times"
-    num_tokens, told = len(events) - len(ends), (terminal[0].usage or {}).get("completion_tokens")
-    if told != num_tokens:
-        yield fewer_or_more(num_tokens, told or 0), f"its log has {num_tokens} tokens, its usage says {told}"
+    num_tokens, reported = len(events) - len(ends), (terminal[0].usage or {}).get("completion_tokens")
+    if reported != num_tokens:
+        yield (
+            fewer_or_more(num_tokens, reported or 0),
+            f"its log has {num_tokens} tokens, its usage says {reported}",
+        )
 
 
 def _reader_faults(account: Account) -> Iterator[Fault]:
-    """Each message once, in order, to the end; what was shown is never taken back."""
+    """Each message once, in order, to the end. Polls never show fewer tokens than before."""
     reading = account.reading
     if not reading.ended:
         yield "stuck", "its reader never saw the end"
-    elif not reading.glimpses:
+    elif not reading.polls:
         yield from _seq_faults(reading.seqs, len(account.events), "its reader")
-    # Polls are looked at for their first output.
+    # Of polls only the first output is checked.
     final = [event.token for event in account.events if isinstance(event, TokenEvent) and event.index == 0]
     shortest = 0
-    for glimpse in reading.glimpses:
-        if len(glimpse) < shortest or glimpse != final[: len(glimpse)]:
-            yield "lost", f"a poll showed {len(glimpse)} tokens that are not those of its log"
+    for polled in reading.polls:
+        if len(polled) < shortest or polled != final[: len(polled)]:
+            yield "lost", f"a poll showed {len(polled)} tokens that are not those of its log"
             return
-        shortest = len(glimpse)
+        shortest = len(polled)
 
 
 def _seq_faults(seqs: Sequence[int], length: int, who: str) -> Iterator[Fault]:
@@ -144,7 +146,7 @@ def _seq_faults(seqs: Sequence[int], length: int, who: str) -> Iterator[Fault]:
 
 
 def fewer_or_more(found: int, expected: int) -> Kind:
-    """What a wrong number means."""
+    """The kind of problem that a wrong number is."""
     return "lost" if found < expected else "doubled"
 
 

@@ -1,7 +1,6 @@
-"""What is left in Redis when all has ended: results and logs with a lifetime, and nothing that is waited for.
+"""Checks what is left in Redis after all tasks have ended: only results and logs that expire.
 
-Law: a key without a lifetime must be one of the few that are kept for ever. Knows the names of keys, and no
-task but by them.
+A key without an expiry must be one of the few that are kept permanently.
 """
 
 import re
@@ -15,26 +14,26 @@ from tokenmill.protocol import keys
 from tokenmill.protocol.messages import TokenEvent
 from tokenmill.protocol.store.task_store import TaskStore
 
-FOR_EVER = re.compile(
+PERMANENT = re.compile(
     r"tokenmill:(clock|totals|model|shown|workers|ready|rule):?.*|rq:(queues|workers|finished|failed|canceled).*"
 )
-"""Their number does not grow with that of tasks."""
-OF_WORK = re.compile(
+"""The number of these keys does not grow with the number of tasks."""
+TRANSIENT = re.compile(
     r"tokenmill:(order|cost|queues|lines|heads|unserved|shares|waiting|tenants|leases|damaged).*"
     r"|rq:(queue|wip|execution|executions):.*|rq:worker:.*:executions"
     r"|.*[:_]lock\b.*|.*:intermediate.*|rq:clean_registries:.*"
 )
-"""Gone when nothing waits and nothing runs."""
+"""Keys that do not exist while no task waits or runs."""
 
 
 def is_quiet(client: "redis.Redis", slug: str) -> bool:
-    """Nothing waits and nothing runs, as far as the service itself knows."""
+    """Whether no task waits or runs, by the service's own records."""
     stats = TaskStore(client).queue_stats(slug)
     return not client.zcard(keys.LEASES) and not sum(stats.waiting.values()) and not stats.claimed
 
 
 def look(client: "redis.Redis", slug: str) -> list[Problem]:
-    """All that should not be there, and totals that do not add up."""
+    """Keys that should not exist, and totals that do not add up."""
     names = sorted(key.decode() for key in client.scan_iter(count=1000))
     return [
         *_key_problems(client, names),
@@ -46,14 +45,14 @@ def look(client: "redis.Redis", slug: str) -> list[Problem]:
 def _key_problems(client: Any, names: list[str]) -> Iterator[Problem]:
     lifetimes = _ask(client, "pttl", names)
     for name, lifetime in zip(names, lifetimes, strict=True):
-        if OF_WORK.fullmatch(name):
+        if TRANSIENT.fullmatch(name):
             yield Problem("stuck", f"{name} is left over")
-        elif lifetime == -1 and not FOR_EVER.fullmatch(name):
+        elif lifetime == -1 and not PERMANENT.fullmatch(name):
             yield Problem("stuck", f"{name} is never deleted")
 
 
 def _task_problems(client: Any, names: list[str]) -> Iterator[Problem]:
-    """Those of nobody too: their submission was stored, and its reply was lost."""
+    """Includes tasks whose submission was stored but whose reply was lost."""
     runs = [name for name in names if name.startswith(keys.run(""))]
     for name, ended in zip(runs, _ask(client, "hget", runs, "terminal"), strict=True):
         if not ended:
@@ -61,7 +60,7 @@ def _task_problems(client: Any, names: list[str]) -> Iterator[Problem]:
 
 
 def _total_problems(client: Any, slug: str, names: list[str]) -> Iterator[Problem]:
-    """Each task was counted in once and out once, and so was each of its tokens."""
+    """Each task is counted once when submitted and once when finished, and each token once."""
     store = TaskStore(client)
     totals = store.queue_stats(slug).totals
     runs = [name.removeprefix(keys.run("")) for name in names if name.startswith(keys.run(""))]
@@ -78,7 +77,7 @@ def _total_problems(client: Any, slug: str, names: list[str]) -> Iterator[Proble
 
 
 def _ask(client: Any, command: str, names: list[str], *arguments: Any) -> list[Any]:
-    """The answer of one command for each key."""
+    """The reply to one command for each key."""
     with client.pipeline(transaction=False) as pipeline:
         for name in names:
             getattr(pipeline, command)(name, *arguments)

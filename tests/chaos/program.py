@@ -1,7 +1,6 @@
-"""One process of the service under test, started again whenever it ends, as a supervisor does.
+"""A process of the service under test, restarted whenever it ends.
 
-Law: an end that nobody wanted, of a program that had once been ready, is a complaint. Knows only how a
-program is started, asked whether it is well, and signalled.
+An unexpected end of a program that was healthy before is a complaint.
 """
 
 import http.client
@@ -18,9 +17,9 @@ HEALTH_SECONDS = 2.0
 
 
 class Program:
-    """`python -m <module>` that listens on `port`; it is well while the path `health` answers 200.
+    """`python -m <module>` that listens on `port`. It is healthy while the path `health` returns 200.
 
-    All that it writes is added to `log`.
+    Its output is appended to `log`.
     """
 
     def __init__(
@@ -35,8 +34,8 @@ class Program:
         self._env = env
         self._log = log
         self._lock = threading.Lock()
-        self._is_condemned = False
-        self._was_well = False
+        self._is_end_expected = False
+        self._was_healthy = False
         self._popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -51,10 +50,10 @@ class Program:
                 start_new_session=True,
             )
         self.num_starts += 1
-        self._is_condemned = self._was_well = False
+        self._is_end_expected = self._was_healthy = False
 
-    def is_well(self) -> bool:
-        """Whether it answers that it is; one that is stopped or starting does not."""
+    def is_healthy(self) -> bool:
+        """Whether the health check succeeds. A program that is stopped or starting is not healthy."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=HEALTH_SECONDS)
         try:
             connection.request("GET", self._health)
@@ -63,28 +62,28 @@ class Program:
             well = False
         finally:
             connection.close()
-        self._was_well |= well
+        self._was_healthy |= well
         return well
 
-    def tend(self) -> None:
-        """Start it again if it has ended."""
+    def restart_if_ended(self) -> None:
+        """Restart the process if it has ended."""
         with self._lock:
             if self._popen is None:
                 return
             status = self._popen.poll()
             if status is None:
-                if not self._was_well:
-                    self.is_well()
+                if not self._was_healthy:
+                    self.is_healthy()
                 return
-            # One that cannot start yet (its port is still taken, Redis is away) is tried again and again.
-            if self._was_well and not self._is_condemned:
+            # A program that cannot start yet (its port is in use, Redis is away) is restarted again.
+            if self._was_healthy and not self._is_end_expected:
                 self.complaints.append(f"{self.name} ended by itself with status {status}")
             self.start()
 
     def kill(self, *, whole_group: bool = True) -> None:
-        """SIGKILL, to it alone or with all that it started."""
+        """Send SIGKILL, to the process or to its whole group."""
         with self._lock:
-            self._is_condemned = True
+            self._is_end_expected = True
             if self._popen is not None and self._popen.poll() is None:
                 (os.killpg if whole_group else os.kill)(self._popen.pid, signal.SIGKILL)
                 self._popen.wait()
@@ -95,17 +94,17 @@ class Program:
     def thaw(self) -> None:
         self._signal(signal.SIGCONT)
 
-    def excuse(self) -> None:
-        """An end of this one, until it is started again, is nothing to complain of."""
+    def expect_end(self) -> None:
+        """Do not complain if the process ends before its next start."""
         with self._lock:
-            self._is_condemned = True
+            self._is_end_expected = True
 
     def terminate(self, seconds: float, *, times: int = 1) -> None:
-        """SIGTERM so many times, and wait for the end; complains of another status than 0 and kills."""
+        """Send SIGTERM `times` times and wait. Complains about a timeout or a status other than 0."""
         with self._lock:
             if self._popen is None or self._popen.poll() is not None:
                 return
-            was_well, self._is_condemned = self._was_well, True
+            was_healthy, self._is_end_expected = self._was_healthy, True
             for _ in range(times):
                 self._popen.terminate()
             try:
@@ -115,14 +114,14 @@ class Program:
                 os.killpg(self._popen.pid, signal.SIGKILL)
                 self._popen.wait()
                 return
-            if was_well and status != 0:
+            if was_healthy and status != 0:
                 self.complaints.append(f"{self.name} ended with status {status} after SIGTERM")
 
-    def retire(self) -> None:
-        """It is not started again. What is left of its processes is killed."""
+    def close(self) -> None:
+        """Kill the process group, and do not restart it."""
         with self._lock:
             if self._popen is not None:
-                self._is_condemned = True
+                self._is_end_expected = True
                 _kill_group(self._popen.pid)
                 self._popen.wait()
                 self._popen = None

@@ -1,7 +1,6 @@
-"""Three ways to read a task to its end: server-sent events, `TokenStream`, polls; and one that goes away.
+"""Three ways to read a task to its end (server-sent events, `TokenStream`, polls), and one that disconnects.
 
-Law: what was received is written down as it came, good or bad; nothing is put in order here. Each goes on
-from where it was when its connection breaks, as its users would.
+Messages are recorded as they arrive, in any order. A reader resumes where it was when its connection breaks.
 """
 
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 
 import redis
 
-from tests.chaos.calls import AWAY, Caller, GaveUp
+from tests.chaos.calls import AWAY, Caller, RunOver
 from tokenmill.client.sse import frames
 from tokenmill.client.streams import TokenStream
 from tokenmill.protocol.messages import FinishedEvent
@@ -22,13 +21,15 @@ POLL_WAIT_SECONDS = 1
 
 @dataclass
 class Reading:
-    """What one reader got. `seqs`: of all messages, in the order of their coming. `glimpses`: the token ids
-    of the first output, of each poll. `told`: each status that was given as the end.
+    """What one reader received.
+
+    `seqs`: of all messages, in the order of arrival. `polls`: the token ids of the first output in each poll.
+    `statuses`: the final statuses that were reported.
     """
 
     seqs: list[int] = field(default_factory=list)
-    glimpses: list[list[int]] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
+    polls: list[list[int]] = field(default_factory=list)
+    statuses: list[str] = field(default_factory=list)
     ended: bool = False
 
     @property
@@ -37,19 +38,19 @@ class Reading:
 
     @property
     def num_received(self) -> int:
-        return len(self.seqs) or len(self.glimpses[-1] if self.glimpses else ())
+        return len(self.seqs) or len(self.polls[-1] if self.polls else ())
 
 
 Progress = Callable[[int], None]
-"""Told how many messages or tokens have come."""
+"""Receives the number of messages or tokens so far."""
 
 
 def read_sse(caller: Caller, url: str, task_id: str, reading: Reading, progress: Progress) -> None:
-    """Raises `GaveUp`."""
+    """Raises `RunOver`."""
     path = f"/v1/tasks/{task_id}/events"
     while not reading.ended:
         if caller.is_over:
-            raise GaveUp
+            raise RunOver
         try:
             _read_one_stream(caller, path, reading, progress)
         except AWAY:
@@ -61,7 +62,7 @@ def _read_one_stream(caller: Caller, path: str, reading: Reading, progress: Prog
     connection, response = caller.open_stream(path, headers)
     with closing(connection), response:
         if response.status == 204:
-            # Ended, and nothing is behind the last one: whether that was the end is for the ledger.
+            # The stream has ended after the last message. The ledger checks whether that was the end.
             reading.ended = True
         elif response.status != 200:
             caller.refuse(response.status, response.headers, f"GET {path}")
@@ -72,7 +73,7 @@ def _read_one_stream(caller: Caller, path: str, reading: Reading, progress: Prog
 
 
 def read_token_stream(caller: Caller, url: str, task_id: str, reading: Reading, progress: Progress) -> None:
-    """Raises `GaveUp`, and `UnknownTask` of a task that the service has forgotten."""
+    """Raises `RunOver`, and `UnknownTask` for a task that the service does not know any more."""
     while not reading.ended:
         try:
             for event in TokenStream(url, task_id, reading.last):
@@ -80,48 +81,47 @@ def read_token_stream(caller: Caller, url: str, task_id: str, reading: Reading, 
                 reading.ended = isinstance(event, FinishedEvent) and event.done
                 progress(reading.num_received)
                 if caller.is_over:
-                    raise GaveUp
-            # Also where nothing was left to read behind the last one.
+                    raise RunOver
+            # Also if there was nothing left to read.
             reading.ended = True
         except redis.RedisError:
             if caller.is_over:
-                raise GaveUp from None
+                raise RunOver from None
             caller.pause()
 
 
 def poll(caller: Caller, url: str, task_id: str, reading: Reading, progress: Progress) -> None:
-    """Raises `GaveUp`."""
+    """Raises `RunOver`."""
     path = f"/v1/tasks/{task_id}"
     while not reading.ended:
-        # Some look, some wait: both see the task as it is at one moment.
-        waits = f"?wait={POLL_WAIT_SECONDS}" if len(reading.glimpses) % 3 == 2 else ""
-        _glimpse(caller, path + waits, task_id, reading)
+        # Every third poll waits. Both kinds return a consistent snapshot.
+        waits = f"?wait={POLL_WAIT_SECONDS}" if len(reading.polls) % 3 == 2 else ""
+        _poll_once(caller, path + waits, task_id, reading)
         progress(reading.num_received)
 
 
-def _glimpse(caller: Caller, path: str, task_id: str, reading: Reading) -> None:
+def _poll_once(caller: Caller, path: str, task_id: str, reading: Reading) -> None:
     task = caller.call("GET", path).body
-    reading.glimpses.append(token_ids(task))
+    reading.polls.append(token_ids(task))
     if task["status"] in TERMINAL:
-        reading.told.append(task["status"])
+        reading.statuses.append(task["status"])
         reading.ended = True
         if task["status"] == "completed" and task["usage"] is None:
-            caller.complain(f"task {task_id} was shown as completed before its result")
+            caller.complain(f"task {task_id} was reported as completed before it had a result")
     else:
         caller.pause()
 
 
-def leave(caller: Caller, task_id: str, reading: Reading, leave_at: int) -> None:
-    """Read some messages of a task that is to end with its readers, close the connection, and look from afar.
+def disconnect(caller: Caller, task_id: str, reading: Reading, disconnect_at: int) -> None:
+    """Read some messages of a task with `on_disconnect=cancel`, disconnect, and poll until it ends.
 
-    Raises `GaveUp`. What was read is not kept: the end alone is looked at. A connection that breaks before
-    is as good as closed.
+    Raises `RunOver`. The messages are not recorded. A connection that breaks earlier counts as closed.
     """
     with suppress(*AWAY):
-        _read_some(caller, f"/v1/tasks/{task_id}/events", leave_at)
+        _read_some(caller, f"/v1/tasks/{task_id}/events", disconnect_at)
     while not reading.ended:
-        # Without `?wait`, which would be a reader.
-        _glimpse(caller, f"/v1/tasks/{task_id}", task_id, reading)
+        # Without `?wait`, which would count as a reader.
+        _poll_once(caller, f"/v1/tasks/{task_id}", task_id, reading)
 
 
 def _read_some(caller: Caller, path: str, number: int) -> None:
@@ -139,4 +139,4 @@ def token_ids(task: Any) -> list[int]:
 
 
 READ = {"sse": read_sse, "token_stream": read_token_stream, "poll": poll}
-"""By the names of `errands.STAYING`."""
+"""By the names in `workload.PERSISTENT_READERS`."""

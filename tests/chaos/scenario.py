@@ -1,6 +1,6 @@
-"""A whole run: start the service, send traffic, let the storms loose, wait for all to end, close the books.
+"""A whole run: start the service, send traffic, inject faults, wait for all requests to end, check them.
 
-Law: the verdict comes from what is stored and what was read, after everything has ended or has had its time.
+The verdict is based on what was stored and read, after everything has ended or timed out.
 """
 
 import time
@@ -13,14 +13,14 @@ from typing import Any
 from tests.chaos import leftovers
 from tests.chaos.client import Record
 from tests.chaos.cluster import LEASE_SECONDS, Cluster, until
-from tests.chaos.errands import errands
 from tests.chaos.faults import TO_PROCESSES, TO_REDIS, Fault
-from tests.chaos.hooks import hasten
+from tests.chaos.injector import FaultInjector
 from tests.chaos.ledger import Account, Kind, Problem, audit
-from tests.chaos.storm import Storm
+from tests.chaos.outputs import OutputChecker, answers_of, few_enough
 from tests.chaos.takeovers import Takeovers
-from tests.chaos.texts import Judge, answers_of, few_enough
 from tests.chaos.traffic import Traffic
+from tests.chaos.webhook_receiver import make_webhooks_due
+from tests.chaos.workload import requests
 from tokenmill.protocol import naming, rq_keys
 from tokenmill.protocol.messages import FinishedEvent
 from tokenmill.protocol.store.task_store import TaskStore
@@ -31,10 +31,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How hard it blows.
+    """The parameters of a run.
 
-    `seconds`: of storm, None for each fault once. At least `min_requests` are sent. `settle_seconds`: a
-    watchdog, for everything to end after the storm.
+    `seconds`: duration of fault injection; None: each fault once. At least `min_requests` are sent.
+    `settle_seconds`: time limit for everything to end after that.
     """
 
     seed: int
@@ -49,7 +49,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What came of a run."""
+    """The result of a run."""
 
     seed: int
     num_requests: int
@@ -70,7 +70,7 @@ class Verdict:
 
 
 def run(plan: Plan, model_dir: Path, directory: Path, say: Say) -> Verdict:
-    """`directory`: for logs and Redis's files. `say` gets a line for whatever happens."""
+    """`directory`: for logs and Redis's files. `say` receives a line for each event."""
     began = time.monotonic()
 
     def tell(line: str) -> None:
@@ -85,7 +85,7 @@ def run(plan: Plan, model_dir: Path, directory: Path, say: Say) -> Verdict:
 
 
 class _Run:
-    """One run on a cluster that has been started."""
+    """A run on a started cluster."""
 
     def __init__(self, plan: Plan, cluster: Cluster, model_dir: Path, say: Say) -> None:
         self._plan = plan
@@ -94,36 +94,36 @@ class _Run:
         self._slug = naming.model_slug(naming.served_model_name(str(model_dir)))
         self._takeovers = Takeovers(cluster.redis_url)
         self._traffic = Traffic(
-            errands(plan.seed),
+            requests(plan.seed),
             plan.num_clients,
             api_port=cluster.api.port,
             redis_url=cluster.redis_url,
             webhook_url=cluster.receiver.url,
             on_accepted=self._takeovers.follow,
         )
-        self._storms = (
-            Storm(
+        self._injectors = (
+            FaultInjector(
                 cluster, plan.to_processes, Random(f"{plan.seed}:processes"),
-                pauses=(0.5, 2.0), is_well=cluster.are_workers_well, say=say,
+                pauses=(0.5, 2.0), is_healthy=cluster.are_workers_healthy, say=say,
             ),
-            Storm(cluster, plan.to_redis, Random(f"{plan.seed}:redis"), pauses=(1.0, 3.0), say=say),
+            FaultInjector(cluster, plan.to_redis, Random(f"{plan.seed}:redis"), pauses=(1.0, 3.0), say=say),
         )  # fmt: skip
-        # While the processes start, which takes longer.
-        self._judge = Judge(model_dir)
+        # Loads the model while the processes start, which takes longer.
+        self._checker = OutputChecker(model_dir)
 
     def finish(self) -> Verdict:
-        assert self._cluster.wait_until_well(START_SECONDS), "\n".join(
+        assert self._cluster.wait_until_healthy(START_SECONDS), "\n".join(
             program.tail() for program in self._cluster.programs
         )
-        self._blow()
+        self._inject_faults()
         problems = self._settle()
         records = [record for record in self._traffic.records if record.task_ids]
         accounts = self._accounts(records)
         problems += audit(accounts)
-        # Each once: a client tries again, and is told the same.
-        complaints = [f"{one.errand}: {text}" for one in records for text in dict.fromkeys(one.complaints)]
+        # Each text once, since clients retry.
+        complaints = [f"{one.request}: {text}" for one in records for text in dict.fromkeys(one.complaints)]
         problems += [Problem("lost", text) for text in complaints]
-        problems += self._judge_texts(records, accounts)
+        problems += self._check_outputs(records, accounts)
         with self._cluster.admin() as client:
             problems += leftovers.look(client, self._slug)
         self._cluster.stop()
@@ -131,74 +131,74 @@ class _Run:
         return Verdict(
             seed=self._plan.seed,
             num_requests=len(records),
-            num_faults=sum(storm.num_struck for storm in self._storms),
+            num_faults=sum(injector.num_injected for injector in self._injectors),
             num_resumed_tokens=self._takeovers.num_tokens,
             problems=problems,
             records=records,
         )
 
-    def _blow(self) -> None:
-        self._say("all is well")
+    def _inject_faults(self) -> None:
+        self._say("all programs are healthy")
         self._takeovers.start()
         self._traffic.start()
-        for storm in self._storms:
-            storm.start(self._plan.seconds)
-        for storm in self._storms:
-            storm.wait()
-        self._say("the storm is over")
+        for injector in self._injectors:
+            injector.start(self._plan.seconds)
+        for injector in self._injectors:
+            injector.wait()
+        self._say("no more faults")
         until(lambda: len(self._traffic.records) >= self._plan.min_requests, self._plan.settle_seconds)
         self._traffic.enough()
 
     def _settle(self) -> list[Problem]:
-        """Everything has its time to end."""
-        is_well = self._cluster.wait_until_well(self._plan.settle_seconds)
+        """Wait for all requests and webhooks. Returns what did not end."""
+        is_healthy = self._cluster.wait_until_healthy(self._plan.settle_seconds)
         self._traffic.stop(self._plan.settle_seconds)
         with self._cluster.admin() as client:
-            # What nobody waits for, as its reply was lost, and leases of the last dead worker.
+            # Tasks whose reply was lost, and leases of a dead worker.
             until(lambda: leftovers.is_quiet(client, self._slug), self._plan.settle_seconds)
-            until(lambda: self._are_all_told(client), self._plan.settle_seconds, pause=0.5)
+            until(lambda: self._have_all_webhooks_arrived(client), self._plan.settle_seconds, pause=0.5)
         self._takeovers.stop()
-        self._say("all is quiet")
+        self._say("everything has ended")
         refused = [record for record in self._traffic.records if not record.task_ids]
-        problems = [Problem("stuck", f"{record.errand}: never accepted") for record in refused]
-        return problems if is_well else [*problems, Problem("stuck", "the service has not recovered")]
+        problems = [Problem("stuck", f"{record.request}: never accepted") for record in refused]
+        return problems if is_healthy else [*problems, Problem("stuck", "the service has not recovered")]
 
-    def _are_all_told(self, client: Any) -> bool:
-        """Nobody waits a minute for the next try of a webhook, nor two for a deliverer that was killed."""
-        hasten(client)
-        told = self._cluster.receiver.told
+    def _have_all_webhooks_arrived(self, client: Any) -> bool:
+        """Does not wait for the delays between attempts of a webhook."""
+        make_webhooks_due(client)
+        received = self._cluster.receiver.received
         records = self._traffic.records
-        return all(record.task_ids[0] in told for record in records if record.is_to_be_told)
+        return all(record.task_ids[0] in received for record in records if record.expects_webhook)
 
     def _accounts(self, records: Sequence[Record]) -> list[Account]:
         with self._cluster.admin() as client:
             store = TaskStore(client)
-            told = self._cluster.receiver.told
-            return [_account(client, store, record, told) for record in records]
+            received = self._cluster.receiver.received
+            return [_account(client, store, record, received) for record in records]
 
-    def _judge_texts(self, records: Sequence[Record], accounts: Sequence[Account]) -> list[Problem]:
+    def _check_outputs(self, records: Sequence[Record], accounts: Sequence[Account]) -> list[Problem]:
         ended = [
-            (record.errand, answers_of(account.events))
+            (record.request, answers_of(account.events))
             for record, account in zip(records, accounts, strict=True)
             if account.events and isinstance(account.events[-1], FinishedEvent)
         ]
-        problems = self._judge.judge((errand, answer) for errand, answers in ended for answer in answers)
-        if not few_enough(len(self._judge.near_ties), len(ended)):
-            problems += [Problem("lost", f"near tie: {text}") for text in self._judge.near_ties]
+        problems = self._checker.check((request, answer) for request, answers in ended for answer in answers)
+        if not few_enough(len(self._checker.near_ties), len(ended)):
+            problems += [Problem("lost", f"near tie: {text}") for text in self._checker.near_ties]
         return problems
 
 
-def _account(client: Any, store: TaskStore, record: Record, told: Mapping[str, list[str]]) -> Account:
+def _account(client: Any, store: TaskStore, record: Record, received: Mapping[str, list[str]]) -> Account:
     task_id = record.task_ids[0]
     snapshot = store.inspect(task_id)
     return Account(
-        name=str(record.errand),
+        name=str(record.request),
         task_ids=tuple(record.task_ids),
         status=snapshot.status if snapshot else None,
-        may_be=record.errand.may_end_as,
+        may_be=record.request.may_end_as,
         events=tuple(store.read_log(task_id)),
         num_results=client.xlen(rq_keys.results(task_id)),
         reading=record.reading,
-        gave_up=record.gave_up,
-        webhooks=tuple(told.get(task_id, ())) if record.is_to_be_told else None,
+        timed_out=record.timed_out,
+        webhooks=tuple(received.get(task_id, ())) if record.expects_webhook else None,
     )

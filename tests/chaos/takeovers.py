@@ -1,7 +1,7 @@
-"""Counts the tokens that one attempt had published when another took the request over, and went on from them.
+"""Counts tokens that an attempt had published when another attempt took the request over.
 
-Law: a lower bound. It looks at running requests a few times a second; what was published after its last look
-at the old attempt is not counted. It must never hurt the run: without Redis it looks again later.
+The count is a lower bound: running requests are polled a few times a second, and tokens published after the
+last poll of an attempt do not count. Errors of Redis are ignored.
 """
 
 import threading
@@ -11,11 +11,11 @@ import redis
 
 from tokenmill.protocol import keys
 
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 
 
 class Takeovers:
-    """Looks at each request from `follow` on, until it has ended."""
+    """Polls each request from `follow` until its end."""
 
     def __init__(self, url: str) -> None:
         self.num_tokens = 0
@@ -39,13 +39,13 @@ class Takeovers:
 
     def _run(self) -> None:
         with redis.Redis.from_url(self._url) as client:
-            while not self._over.wait(LOOK_SECONDS):
+            while not self._over.wait(POLL_SECONDS):
                 try:
-                    self._look(client)
+                    self._poll(client)
                 except redis.RedisError:
                     continue
 
-    def _look(self, client: Any) -> None:
+    def _poll(self, client: Any) -> None:
         with self._lock:
             seen = dict(self._seen)
         with client.pipeline(transaction=True) as pipeline:
@@ -54,9 +54,9 @@ class Takeovers:
                 pipeline.xlen(keys.log(task_id))
             replies = pipeline.execute()
         for task_id, (attempt, terminal), length in zip(seen, replies[::2], replies[1::2], strict=True):
-            self._note(task_id, seen[task_id], int(attempt or 0), length, is_over=terminal is not None)
+            self._update(task_id, seen[task_id], int(attempt or 0), length, is_over=terminal is not None)
 
-    def _note(
+    def _update(
         self, task_id: str, before: tuple[int, int], attempt: int, length: int, *, is_over: bool
     ) -> None:
         old_attempt, old_length = before

@@ -1,4 +1,4 @@
-"""The books can fail: each kind of wrong is planted once, and told by its name."""
+"""The ledger detects each kind of problem."""
 
 from dataclasses import replace
 
@@ -37,10 +37,10 @@ CANCELLED = replace(
     may_be=frozenset({"completed", "cancelled"}),
     events=(*map(token, range(2)), end(2, "cancelled", 2)),
     num_results=0,
-    reading=Reading(seqs=[0, 1, 2], told=["cancelled", "cancelled"], ended=True),
+    reading=Reading(seqs=[0, 1, 2], statuses=["cancelled", "cancelled"], ended=True),
 )
 POLLED = replace(
-    GOOD, reading=Reading(glimpses=[[], [0, 1], [0, 1], [0, 1, 2, 3]], told=["completed"], ended=True)
+    GOOD, reading=Reading(polls=[[], [0, 1], [0, 1], [0, 1, 2, 3]], statuses=["completed"], ended=True)
 )
 
 
@@ -58,11 +58,11 @@ SEVERAL = replace(
 )
 
 
-TOLD_TWICE = replace(GOOD, webhooks=("completed", "completed"))
+DELIVERED_TWICE = replace(GOOD, webhooks=("completed", "completed"))
 
 
-@pytest.mark.parametrize("account", [GOOD, CANCELLED, POLLED, SEVERAL, TOLD_TWICE])
-def test_what_is_right_is_no_problem(account: Account) -> None:
+@pytest.mark.parametrize("account", [GOOD, CANCELLED, POLLED, SEVERAL, DELIVERED_TWICE])
+def test_correct_accounts_have_no_problem(account: Account) -> None:
     assert audit([account]) == []
 
 
@@ -74,26 +74,26 @@ def logged(*events: Event) -> Account:
     return replace(GOOD, events=events, reading=Reading(seqs=[event.seq for event in events], ended=True))
 
 
-def polled(*glimpses: list[int]) -> Account:
-    return replace(GOOD, reading=Reading(glimpses=list(glimpses), ended=True))
+def polled(*polls: list[int]) -> Account:
+    return replace(GOOD, reading=Reading(polls=list(polls), ended=True))
 
 
 @pytest.mark.parametrize(
-    ("kind", "told", "account"),
+    ("kind", "text", "account"),
     [
         ("lost", "nothing is stored", replace(GOOD, status=None, events=())),
         ("stuck", "still in_progress", replace(GOOD, status="in_progress")),
-        ("stuck", "waited for an answer", replace(GOOD, gave_up=True)),
+        ("stuck", "waited for an answer", replace(GOOD, timed_out=True)),
         ("doubled", "2 tasks", replace(GOOD, task_ids=("t", "u"))),
         ("lost", "ended as failed", replace(GOOD, status="failed", events=(*EVENTS[:-1], end(4, "error")))),
         ("lost", "ended as cancelled", replace(CANCELLED, may_be=frozenset({"completed"}))),
         ("doubled", "ends with error", logged(*EVENTS[:-1], end(4, "error"))),
-        ("doubled", "told as cancelled", replace(GOOD, reading=replace(READ, told=["cancelled"]))),
+        ("doubled", "reported as cancelled", replace(GOOD, reading=replace(READ, statuses=["cancelled"]))),
         ("lost", "0 results", replace(GOOD, num_results=0)),
         ("doubled", "2 results", replace(GOOD, num_results=2)),
         ("doubled", "1 results", replace(CANCELLED, num_results=1)),
-        ("lost", "webhook was never told", replace(GOOD, webhooks=())),
-        ("doubled", "told cancelled", replace(GOOD, webhooks=("completed", "cancelled"))),
+        ("lost", "webhook never arrived", replace(GOOD, webhooks=())),
+        ("doubled", "reported cancelled", replace(GOOD, webhooks=("completed", "cancelled"))),
         # The log.
         ("lost", "0 terminal messages", logged(*EVENTS[:-1])),
         ("lost", "log lacks messages [2]", logged(*EVENTS[:2], *EVENTS[3:])),
@@ -114,9 +114,9 @@ def polled(*glimpses: list[int]) -> Account:
         ("lost", "a poll showed 2 tokens", polled([0, 7], [0, 1, 2, 3])),
     ],
 )
-def test_what_is_wrong_is_told(kind: Kind, told: str, account: Account) -> None:
+def test_a_problem_is_detected(kind: Kind, text: str, account: Account) -> None:
     problems = audit([GOOD, account])
-    assert any(problem.kind == kind and told in problem.text for problem in problems), problems
+    assert any(problem.kind == kind and text in problem.text for problem in problems), problems
 
 
 def test_two_ends_of_one_output_are_doubled() -> None:

@@ -1,4 +1,4 @@
-"""What is left over in Redis is found: each kind is planted once beside what may stay."""
+"""Each kind of leftover in Redis is detected, beside keys that may stay."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ def run_one(client: "redis.Redis") -> str:
     return task_id
 
 
-def test_ended_tasks_leave_nothing_to_complain_of(redis_client: "redis.Redis") -> None:
+def test_ended_tasks_leave_no_problem(redis_client: "redis.Redis") -> None:
     run_one(redis_client)
     store = TaskStore(redis_client)
     store.cancel(submit(store, redis_client))
@@ -37,9 +37,9 @@ def test_a_task_that_has_not_ended_is_not_quiet(redis_client: "redis.Redis", cla
     assert not leftovers.is_quiet(redis_client, SLUG)
     problems = leftovers.look(redis_client, SLUG)
     assert {problem.kind for problem in problems} >= {"stuck"}
-    told = " ".join(problem.text for problem in problems)
-    assert f"{keys.run(task_id)} has not ended" in told
-    assert (keys.LEASES if claimed else "tokenmill:order:") in told
+    text = " ".join(problem.text for problem in problems)
+    assert f"{keys.run(task_id)} has not ended" in text
+    assert (keys.LEASES if claimed else "tokenmill:order:") in text
 
 
 def add_a_token(client: "redis.Redis", task_id: str) -> None:
@@ -47,7 +47,7 @@ def add_a_token(client: "redis.Redis", task_id: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "told", "plant"),
+    ("kind", "text", "plant"),
     [
         ("stuck", "tokenmill:leases is left over", lambda client, _: client.zadd(keys.LEASES, {"x": 1})),
         ("stuck", "rq:wip:q is left over", lambda client, _: client.zadd("rq:wip:q", {"x:y": 1})),
@@ -67,8 +67,8 @@ def add_a_token(client: "redis.Redis", task_id: str) -> None:
         ("lost", "totals have 3 tokens, there are 4", add_a_token),
     ],
 )
-def test_what_is_left_over_is_told(redis_client: "redis.Redis", kind: str, told: str, plant: Plant) -> None:
+def test_a_leftover_is_detected(redis_client: "redis.Redis", kind: str, text: str, plant: Plant) -> None:
     plant(redis_client, run_one(redis_client))
     problems = leftovers.look(redis_client, SLUG)
     assert [problem.kind for problem in problems] == [kind]
-    assert told in problems[0].text
+    assert text in problems[0].text

@@ -1,4 +1,4 @@
-"""Many clients, each with one request after the other, until they are told that it is enough."""
+"""Concurrent clients, each of which runs one request after another."""
 
 import threading
 import time
@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator
 
 from tests.chaos.calls import Caller
 from tests.chaos.client import Client, Record
-from tests.chaos.errands import Errand
+from tests.chaos.workload import Request
 
 
 class Traffic:
-    """`num_clients` of them share `errands`. `records`: of each errand that was begun."""
+    """`num_clients` clients share `requests`. `records`: one for each request that was started."""
 
     def __init__(
         self,
-        errands: Iterator[Errand],
+        requests: Iterator[Request],
         num_clients: int,
         *,
         api_port: int,
@@ -23,7 +23,7 @@ class Traffic:
         on_accepted: Callable[[str], None],
     ) -> None:
         self.records: list[Record] = []
-        self._errands = errands
+        self._requests = requests
         self._api_port = api_port
         self._redis_url = redis_url
         self._webhook_url = webhook_url
@@ -41,24 +41,24 @@ class Traffic:
             thread.start()
 
     def enough(self) -> None:
-        """Nothing new is begun."""
+        """Start no more requests."""
         self._enough.set()
 
     def stop(self, seconds: float) -> None:
-        """What was begun has so long to end, then its clients are told to give up."""
+        """Wait up to `seconds` for the started requests. Their clients then give up."""
         self.enough()
         deadline = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._over.set()
         for thread in self._threads:
-            # One that sits in a stream which is silent for ever does not hear it.
+            # A client of a stream that never sends anything does not notice `over`.
             thread.join(max(0.0, deadline + 5 - time.monotonic()))
 
     def _run(self) -> None:
         while not self._enough.is_set():
             with self._lock:
-                record = Record(next(self._errands))
+                record = Record(next(self._requests))
                 self.records.append(record)
             caller = Caller(self._api_port, self._over, record.complaints.append)
             Client(record, caller, self._redis_url, self._webhook_url, self._on_accepted).run()

@@ -1,6 +1,6 @@
-"""A host whose clock is wrong: `time.time()` is `CLOCK_SKEW_SECONDS` ahead.
+"""A host with a wrong clock: `time.time()` is ahead by `CLOCK_SKEW_SECONDS`.
 
-Python itself imports this file in a process that has its folder on `PYTHONPATH`.
+Python imports this file at startup if its directory is on `PYTHONPATH`.
 """
 
 import os

@@ -4,7 +4,7 @@ import time
 
 import redis
 
-from tests.chaos.leftovers import FOR_EVER
+from tests.chaos.leftovers import PERMANENT
 from tests.tokenmill.protocol.store.finished_work import finish_many
 from tests.tokenmill.protocol.store.tasks import SLUG, reap
 from tests.worker.workshop import WATCHDOG_SECONDS
@@ -36,5 +36,5 @@ def test_thousands_of_ended_tasks_leave_a_handful_of_keys(redis_client: redis.Re
     while len(left := kept()) > MAX_KEPT and time.monotonic() < deadline:
         pass
     assert len(left) <= MAX_KEPT
-    assert [key for key in left if not FOR_EVER.fullmatch(key) and redis_client.pttl(key) == -1] == []
+    assert [key for key in left if not PERMANENT.fullmatch(key) and redis_client.pttl(key) == -1] == []
     assert store.queue_stats(SLUG).totals["submitted"] == 3000

@@ -1,4 +1,4 @@
-"""One seed gives one course of faults and of requests; a storm that breaks is not taken for a calm."""
+"""Faults and requests follow from the seed, and a fault that raises is reported."""
 
 from itertools import islice
 from random import Random
@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from tests.chaos.cluster import Cluster
-from tests.chaos.errands import READERS, Errand, errand, errands
 from tests.chaos.faults import TO_PROCESSES, TO_REDIS
-from tests.chaos.storm import Storm, deck
+from tests.chaos.injector import FaultInjector, fault_order
+from tests.chaos.workload import READERS, Request, request, requests
 
 NO_CLUSTER: Any = None
 
 
 def names(seed: int, count: int) -> list[str]:
-    return [name for name, _ in islice(deck(TO_REDIS, Random(seed)), count)]
+    return [name for name, _ in islice(fault_order(TO_REDIS, Random(seed)), count)]
 
 
 def test_a_seed_gives_the_order_of_the_faults() -> None:
@@ -26,39 +26,39 @@ def test_a_seed_gives_the_order_of_the_faults() -> None:
         assert sorted(names(1, 3 * number)[round_number * number :][:number]) == sorted(TO_REDIS)
 
 
-def strike(*faults: str, seconds: float | None = None) -> tuple[Storm, list[str]]:
-    """A storm of faults that only note their names; "broken" raises."""
-    struck: list[str] = []
+def inject(*faults: str, seconds: float | None = None) -> tuple[FaultInjector, list[str]]:
+    """An injector of faults that record their names; "broken" raises."""
+    injected: list[str] = []
 
     def make(name: str) -> Any:
         def fault(cluster: Cluster, chance: Random) -> None:
-            struck.append(name)
+            injected.append(name)
             if name == "broken":
-                raise RuntimeError("the storm broke")
+                raise RuntimeError("the fault broke")
 
         return fault
 
-    storm = Storm(
+    injector = FaultInjector(
         NO_CLUSTER, {name: make(name) for name in faults}, Random(1), pauses=(0, 0), say=lambda _: None
     )
-    storm.start(seconds)
-    return storm, struck
+    injector.start(seconds)
+    return injector, injected
 
 
-def test_each_fault_strikes_once() -> None:
-    storm, struck = strike("a", "b", "c")
-    storm.wait()
-    assert sorted(struck) == ["a", "b", "c"]
-    assert storm.num_struck == 3
+def test_each_fault_is_injected_once() -> None:
+    injector, injected = inject("a", "b", "c")
+    injector.wait()
+    assert sorted(injected) == ["a", "b", "c"]
+    assert injector.num_injected == 3
 
 
-def test_what_breaks_a_storm_is_raised() -> None:
-    storm, _ = strike("a", "broken")
-    with pytest.raises(RuntimeError, match="the storm broke"):
-        storm.wait()
+def test_an_error_of_a_fault_is_raised() -> None:
+    injector, _ = inject("a", "broken")
+    with pytest.raises(RuntimeError, match="the fault broke"):
+        injector.wait()
 
 
-def test_there_is_a_storm_over_each_part_of_the_service() -> None:
+def test_each_part_of_the_service_has_faults() -> None:
     assert {
         "kill_worker", "freeze_worker", "hang_worker", "drain_worker", "restart_workers", "kill_api",
         "fail_receiver",
@@ -72,10 +72,10 @@ def test_there_is_a_storm_over_each_part_of_the_service() -> None:
     } <= TO_REDIS.keys()
 
 
-def test_a_seed_gives_the_errands_and_a_few_hold_every_kind() -> None:
-    few: list[Errand] = list(islice(errands(3), 30))
-    assert few == [errand(3, number) for number in range(30)]
-    assert few != list(islice(errands(4), 30))
+def test_requests_follow_from_the_seed_and_a_few_contain_every_kind() -> None:
+    few: list[Request] = list(islice(requests(3), 30))
+    assert few == [request(3, number) for number in range(30)]
+    assert few != list(islice(requests(4), 30))
     assert {one.reader for one in few} == set(READERS)
     assert {one.is_greedy for one in few} == {True, False}
     for kind in ("prompt", "messages", "prompt_token_ids", "stop", "seed"):
@@ -84,8 +84,8 @@ def test_a_seed_gives_the_errands_and_a_few_hold_every_kind() -> None:
     assert len({one.key for one in few if one.key}) == sum(one.key is not None for one in few)
     assert any(one.resubmits for one in few)
     assert any(one.has_webhook for one in few)
-    leavers = [one for one in few if one.reader == "leaver"]
-    assert leavers == [one for one in few if one.leave_at is not None]
-    assert {one.body.get("on_disconnect") for one in leavers} == {"cancel"}
-    assert {one.may_end_as for one in leavers} == {frozenset({"completed", "cancelled"})}
+    disconnecters = [one for one in few if one.reader == "disconnecter"]
+    assert disconnecters == [one for one in few if one.disconnect_at is not None]
+    assert {one.body.get("on_disconnect") for one in disconnecters} == {"cancel"}
+    assert {one.may_end_as for one in disconnecters} == {frozenset({"completed", "cancelled"})}
     assert not any(one.resubmits for one in few if one.key is None)

@@ -1,6 +1,6 @@
-"""What is asked of the service, without end: one seed gives one list. Pure.
+"""An endless list of requests that follows from a seed. Pure.
 
-Law: every kind comes in turn, so that a short list has all of them; lengths and words are left to chance.
+All kinds of requests alternate, so that a short list contains each. Lengths and words are random.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from tests.tiny_models import CORPUS, VOCAB_SIZE
 
 WORDS = " ".join(CORPUS).split()
 OFFERED = frozenset(TaskBody.model_fields)
-"""What this service can be asked for."""
+"""The request fields that the API accepts."""
 EXTRAS: tuple[dict[str, Any], ...] = (
     {},
     {"top_p": 0.8},
@@ -24,35 +24,34 @@ EXTRAS: tuple[dict[str, Any], ...] = (
     {"frequency_penalty": 0.6, "temperature": 0},
     {"structured_outputs": {"regex": "[a-z ]{60,90}"}},
 )
-"""Each makes one body that the likeliest tokens alone do not judge."""
+"""Sampling fields of sampled requests, one entry after another."""
 LONGEST = 300
-STAYING = ("sse", "token_stream", "poll")
-READERS = (*STAYING, "leaver")
+PERSISTENT_READERS = ("sse", "token_stream", "poll")
+READERS = (*PERSISTENT_READERS, "disconnecter")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Errand:
-    """One client's wish, and how it goes about it.
+class Request:
+    """A request and the behaviour of its client.
 
-    `reader`: one of READERS. `cancel_at`: messages after which the task is cancelled; 0 before it is read.
-    `leave_at`: messages after which the client closes its connection, and the task is to end by that.
-    `key`: its Idempotency-Key. `resubmits`: the same submission is made again. `has_webhook`: somebody is to
-    be told of its end.
+    `reader`: one of READERS. `cancel_at`: cancel after this number of messages; 0: before reading.
+    `disconnect_at`: disconnect after this number of messages, which ends the task. `key`: Idempotency-Key.
+    `resubmits`: submit the same again. `has_webhook`: ask for a webhook.
     """
 
     number: int
     body: Mapping[str, Any]
     reader: str
     cancel_at: int | None = None
-    leave_at: int | None = None
+    disconnect_at: int | None = None
     key: str | None = None
     resubmits: bool = False
     has_webhook: bool = False
 
     @property
     def may_end_as(self) -> frozenset[str]:
-        """One that is cut off may have ended before."""
-        is_cut_off = self.cancel_at is not None or self.leave_at is not None
+        """A request may complete before its cancel or disconnect takes effect."""
+        is_cut_off = self.cancel_at is not None or self.disconnect_at is not None
         return frozenset({"completed", "cancelled"} if is_cut_off else {"completed"})
 
     @property
@@ -62,28 +61,28 @@ class Errand:
     def __str__(self) -> str:
         kind = "greedy" if self.is_greedy else "sampled"
         cancelled = "" if self.cancel_at is None else f", cancelled at {self.cancel_at}"
-        cancelled += "" if self.leave_at is None else f", left at {self.leave_at}"
+        cancelled += "" if self.disconnect_at is None else f", left at {self.disconnect_at}"
         return f"request {self.number} ({kind}, {self.reader}{cancelled})"
 
 
-def errands(seed: int) -> Iterator[Errand]:
-    return (errand(seed, number) for number in count())
+def requests(seed: int) -> Iterator[Request]:
+    return (request(seed, number) for number in count())
 
 
-def errand(seed: int, number: int) -> Errand:
+def request(seed: int, number: int) -> Request:
     chance = Random(f"{seed}:{number}")
     has_key = number % 4 != 3
     body = _sampled(seed, number // 4) if number % 4 == 1 else _greedy(chance, number)
     leaves = number % 7 == 2
     if leaves:
         body["on_disconnect"] = "cancel"
-    return Errand(
+    return Request(
         number=number,
         body=body,
-        reader="leaver" if leaves else STAYING[number % 3],
+        reader="disconnecter" if leaves else PERSISTENT_READERS[number % 3],
         cancel_at=chance.choice((0, 0, 1, chance.randint(2, 60))) if number % 7 == 4 else None,
-        leave_at=chance.choice((0, 1, chance.randint(2, 20))) if leaves else None,
-        key=f"errand-{number}" if has_key else None,
+        disconnect_at=chance.choice((0, 1, chance.randint(2, 20))) if leaves else None,
+        key=f"request-{number}" if has_key else None,
         resubmits=has_key and number % 2 == 0,
         has_webhook=number % 5 == 1,
     )
@@ -104,7 +103,7 @@ def _greedy(chance: Random, number: int) -> dict[str, Any]:
     if number % 11 == 6 and "n" in OFFERED:
         body["n"] = 2
     if number % 2 == 0 and "timeout_seconds" in OFFERED:
-        # Longer than any run takes, and shorter than a worker's clock is wrong.
+        # Longer than any run, and shorter than the skew of a worker's clock.
         body["timeout_seconds"] = 3600.0
     return body
 
@@ -124,7 +123,7 @@ def _sampled(seed: int, number: int) -> dict[str, Any]:
 
 
 def _length(chance: Random) -> int:
-    """Tokens: many short ones, some that run through several faults."""
+    """Number of tokens: many short requests, and some that run during several faults."""
     return chance.randint(4, 60) if chance.random() < 0.3 else chance.randint(60, LONGEST)
 
 

@@ -1,9 +1,8 @@
-"""Is this what the model says when nothing disturbs it? Judges the tokens and texts of finished requests.
+"""Checks tokens and texts of finished requests against a reference.
 
-Each token, greedy or sampled, with or without a grammar, must be the one that is drawn from logits that
-`transformers` computes in one pass over all tokens before it, so that no step of the service is asked about
-itself. A difference that the rounding of float32 explains is a near tie, of which there may be few; any other
-is a fault.
+Each token, greedy or sampled, with or without a grammar, must follow from logits that `transformers` computes
+in one pass over all tokens before it, independently of the service. A difference that rounding in float32
+explains is a near tie, of which a few are allowed. Any other difference is a fault.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,8 +21,8 @@ from engine.sampling_params import SamplingParams
 from engine.structured_outputs import StructuredOutputs
 from engine.text.detokenizer import Detokenizer
 from tests.chaos.draws import Draws
-from tests.chaos.errands import Errand
 from tests.chaos.ledger import Problem
+from tests.chaos.workload import Request
 from tests.tiny_models import EOS, IM_END, VOCAB_SIZE
 from tokenmill.protocol.messages import Event, FinishedEvent, TokenEvent
 
@@ -32,7 +31,7 @@ ENDS = (EOS, IM_END)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One output of a request: what was said, and why it ended. `index`: which of its outputs."""
+    """An output of a request. `reason`: why it ended; `index`: its number in the request."""
 
     token_ids: list[int]
     text: str
@@ -41,7 +40,7 @@ class Answer:
 
 
 def answers_of(events: Sequence[Event]) -> list[Answer]:
-    """One for each output of a request, from its whole log."""
+    """One answer for each output of a request, from its whole log."""
     return [
         _answer([event for event in events if event.index == index], index)
         for index in sorted({event.index for event in events})
@@ -56,12 +55,12 @@ def _answer(events: Sequence[Event], index: int) -> Answer:
 
 
 def few_enough(num_near_ties: int, num_requests: int) -> bool:
-    """As in `tests.comparer`: one, or one in a hundred."""
+    """At most one, or one in a hundred, as in `tests.comparer`."""
     return num_near_ties <= max(1, num_requests // 100)
 
 
-class Judge:
-    """Knows the model in `model_dir`. `near_ties`: one line for each that was met."""
+class OutputChecker:
+    """Checks outputs of the model in `model_dir`. `near_ties`: one line for each."""
 
     def __init__(self, model_dir: Path) -> None:
         self.near_ties: list[str] = []
@@ -74,20 +73,20 @@ class Judge:
             self._tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset(ENDS)
         )
 
-    def judge(self, answers: Iterable[tuple[Errand, Answer]]) -> list[Problem]:
-        """What is wrong with the tokens, the text and the end of each answer."""
+    def check(self, answers: Iterable[tuple[Request, Answer]]) -> list[Problem]:
+        """The faults in tokens, text and finish reason of each answer."""
         return [
-            Problem("lost", f"{errand}: {fault}")
-            for errand, answer in answers
-            if (fault := self._fault(errand, answer))
+            Problem("lost", f"{request}: {fault}")
+            for request, answer in answers
+            if (fault := self._fault(request, answer))
         ]
 
-    def _fault(self, errand: Errand, answer: Answer) -> str | None:
-        if fault := self._token_fault(errand, answer):
+    def _fault(self, request: Request, answer: Answer) -> str | None:
+        if fault := self._token_fault(request, answer):
             return fault
-        text, length, reason = self._undisturbed(errand, answer.token_ids)
+        text, length, reason = self._undisturbed(request, answer.token_ids)
         if answer.reason == "cancelled":
-            # What it had held back is dropped.
+            # Text that was held back is dropped.
             return None if text.startswith(answer.text) else "its text is not that of its tokens"
         if (len(answer.token_ids), answer.reason) != (length, reason):
             return (
@@ -96,29 +95,29 @@ class Judge:
             )
         return None if answer.text == text else "its text is not that of its tokens"
 
-    def _token_fault(self, errand: Errand, answer: Answer) -> str | None:
+    def _token_fault(self, request: Request, answer: Answer) -> str | None:
         token_ids = answer.token_ids
         if not token_ids:
             return None
-        prompt = self._prompt(errand)
+        prompt = self._prompt(request)
         with torch.inference_mode():
-            told = self._model(input_ids=torch.tensor([prompt + token_ids]), use_cache=False)
-        rows = told.logits[0, len(prompt) - 1 : -1]
-        draws = Draws(errand.body, answer.index, self._grammar(errand))
+            output = self._model(input_ids=torch.tensor([prompt + token_ids]), use_cache=False)
+        rows = output.logits[0, len(prompt) - 1 : -1]
+        draws = Draws(request.body, answer.index, self._grammar(request))
         for place, row in enumerate(rows):
             choice = draws.choice(row, token_ids[: place + 1])
             if not choice.is_possible:
                 return f"token {place} of {len(token_ids)} is not the one that is drawn, by {choice.lead:.2g}"
             if choice.lead > 0:
-                self.near_ties.append(f"{errand}: token {place}, by {choice.lead:.2g}")
+                self.near_ties.append(f"{request}: token {place}, by {choice.lead:.2g}")
         return None
 
-    def _grammar(self, errand: Errand) -> Grammar | None:
-        asked = errand.body.get("structured_outputs")
+    def _grammar(self, request: Request) -> Grammar | None:
+        asked = request.body.get("structured_outputs")
         return None if asked is None else self._grammars.compile(StructuredOutputs.from_json(asked))()
 
-    def _prompt(self, errand: Errand) -> list[int]:
-        body = errand.body
+    def _prompt(self, request: Request) -> list[int]:
+        body = request.body
         if "messages" in body:
             return self._tokenizer.render_chat(body["messages"])
         return list(body["prompt_token_ids"]) if "prompt_token_ids" in body else self._encode(body["prompt"])
@@ -126,12 +125,12 @@ class Judge:
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)
 
-    def _undisturbed(self, errand: Errand, token_ids: list[int]) -> tuple[str, int, str]:
-        """The text of these tokens, up to where a run of its own would have ended, and why there."""
-        body = errand.body
-        grammar = self._grammar(errand)
+    def _undisturbed(self, request: Request, token_ids: list[int]) -> tuple[str, int, str]:
+        """Text, length and finish reason of these tokens in an undisturbed run."""
+        body = request.body
+        grammar = self._grammar(request)
         detokenizer = Detokenizer(
-            self._tokenizer, self._prompt(errand), SamplingParams(stop=tuple(body.get("stop", ())))
+            self._tokenizer, self._prompt(request), SamplingParams(stop=tuple(body.get("stop", ())))
         )
         text, reason, length = "", "", 0
         for token_id in token_ids:

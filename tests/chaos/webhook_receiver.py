@@ -1,7 +1,7 @@
-"""The receiver of webhooks: it fails and comes back, and writes down what it accepted.
+"""A receiver of webhooks that can fail, and records what it accepted.
 
-Law: it checks each signature by the words of Standard Webhooks alone, with nothing of the service; whether
-all was told, and told rightly, is for the ledger.
+It checks signatures by the Standard Webhooks specification, without code of the service. The ledger checks
+that each webhook arrived.
 """
 
 import base64
@@ -15,23 +15,23 @@ from typing import Any
 from tokenmill.protocol import keys
 
 KEY = b"chaos-chaos-chaos-chaos-chaos-32"
-"""What the service signs with."""
+"""The service's signing key."""
 SECRET = f"whsec_{base64.b64encode(KEY).decode()}"
 GROUP, CONSUMER = "deliverers", "api"
-"""As the scripts of the outbox call them."""
+"""Names in the scripts of the outbox."""
 LONG_SILENT_MS = 600_000
 
 
 class Receiver:
-    """Answers 204 unless it `is_failing`.
+    """Replies 204 unless it `is_failing`.
 
-    `told`: by task, as what it was told to have ended, each time. `complaints`: what should not have come.
+    `received`: task -> the statuses of its webhooks. `complaints`: unexpected webhooks.
     """
 
     def __init__(self) -> None:
         self.is_failing = False
         self.num_refused = 0
-        self.told: dict[str, list[str]] = {}
+        self.received: dict[str, list[str]] = {}
         self.complaints: list[str] = []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
@@ -48,7 +48,7 @@ class Receiver:
         self._thread.join()
 
     def take(self, headers: Mapping[str, str], body: bytes) -> int:
-        """The status of the answer."""
+        """Handle one call. Returns the status of the reply."""
         if self.is_failing:
             self.num_refused += 1
             return 503
@@ -59,7 +59,7 @@ class Receiver:
         task_id, status = event["data"]["id"], event["data"]["status"]
         if (event["type"], headers["webhook-id"]) != (f"task.{status}", f"msg_{task_id}"):
             self.complaints.append(f"a webhook of {task_id}, {status}, came as {dict(headers)}")
-        self.told.setdefault(task_id, []).append(status)
+        self.received.setdefault(task_id, []).append(status)
         return 204
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
@@ -72,7 +72,7 @@ class Receiver:
                 self.end_headers()
 
             def log_message(self, *_: Any) -> None:
-                """Quiet."""
+                """Log nothing."""
 
         return Handler
 
@@ -83,8 +83,8 @@ def is_signed(headers: Mapping[str, str], body: bytes) -> bool:
     return expected in headers["webhook-signature"].split()
 
 
-def hasten(client: Any) -> None:
-    """Time passes for the webhooks that wait: all are due, and their deliverers have been silent for long."""
+def make_webhooks_due(client: Any) -> None:
+    """Make all waiting webhooks due, and all deliveries in progress count as abandoned."""
     for task_id in client.zrange(keys.OUTBOX_DUE, 0, -1):
         client.zadd(keys.OUTBOX_DUE, {task_id: 1}, xx=True)
     if not client.exists(keys.OUTBOX):
