@@ -1,9 +1,8 @@
-"""`python -m tests.worker.deadly_worker`: a worker process that dies of prompts which begin with DEADLY.
+"""`python -m tests.worker.deadly_worker`: a worker process that dies of prompts that begin with DEADLY.
 
-`HOW` it dies: `exit` (at once, as of a crash in native code), `hang` (in a step, with the interpreter's lock
-held), `lost` (its device is lost), each at the step for output token `AT`; `encode` (while a prompt is
-tokenized); or of an exception of host code where `HOST_PLACES` says. Nothing of this is known to the
-product.
+`HOW` it dies: `exit` (at once, like a crash in native code), `hang` (in a step that holds the interpreter's
+lock), `lost` (the device is lost), each at the step for output token `AT`; `encode` (while it tokenizes a
+prompt), `stuck` (waiting while it tokenizes); or an exception in one of `HOST_PLACES`.
 """
 
 import logging
@@ -56,54 +55,59 @@ DEATHS: dict[str, Callable[[], object]] = {
 
 
 class HostFault(Exception):
-    """A bug that a request meets."""
+    """A bug that the deadly request triggers."""
 
 
 HOST_ERRORS: dict[str, type[BaseException]] = {"": HostFault, "memory": MemoryError, "exit": SystemExit}
-"""What is raised: `HOW` is `<place>` or `<place>:<name>`."""
+"""The error to raise, by the second part of `HOW`, which is `<place>` or `<place>:<name>`."""
 
 
 def _is_deadly(sequence: Any) -> bool:
     return bool(sequence.token_ids[0] == DEADLY)
 
 
-def break_host_code(how: str) -> None:
-    """Let a method of the product fail when it meets the deadly request, as a bug in it would."""
-    place, _, name = how.partition(":")
-    fault = HOST_ERRORS.get(name)
-    if place not in HOST_PLACES or fault is None:
-        return
-    owner, method, meets = HOST_PLACES[place]
-    inner = getattr(owner, method)
-
-    def broken(self: Any, *args: Any, **options: Any) -> Any:
-        outcome = inner(self, *args, **options) if place == "schedule" else None
-        if meets(outcome, *args):
-            raise fault(place)
-        return outcome if place == "schedule" else inner(self, *args, **options)
-
-    setattr(owner, method, broken)
+def _schedules_deadly(outputs: SchedulerOutputs) -> bool:
+    return any(_is_deadly(one.sequence) for one in outputs.scheduled)
 
 
-HOST_PLACES: dict[str, tuple[type, str, Callable[..., bool]]] = {
-    "schedule": (
-        Scheduler,
-        "schedule",
-        lambda made, *_: any(_is_deadly(one.sequence) for one in made.scheduled),
-    ),
-    "update": (
-        Scheduler,
-        "update",
-        lambda _, made, *__: any(_is_deadly(one.sequence) for one in made.scheduled),
-    ),
-    "detokenize": (Engine, "_detokenize", lambda _, tokens, *__: any(map(_is_deadly, tokens))),
-    "publish": (Stream, "add", lambda _, output: output.token_id == next_token([DEADLY])),
+HOST_PLACES: dict[str, tuple[type, tuple[str, ...], Callable[..., bool]]] = {
+    "schedule": (Scheduler, ("schedule", "schedule_isolated"), _schedules_deadly),
+    "update": (Scheduler, ("update",), lambda outputs, *_: _schedules_deadly(outputs)),
+    "detokenize": (Engine, ("_detokenize",), lambda executed: any(map(_is_deadly, executed.tokens))),
+    "publish": (Stream, ("add",), lambda output: output.token_id == next_token([DEADLY])),
 }
-"""Class, method, and whether a call meets the deadly request: from what it returned, and its arguments."""
+"""Class, methods, and whether a call concerns the deadly request: by its result for `schedule`, else by its
+arguments.
+"""
+
+
+def break_host_code(how: str) -> None:
+    """Let methods raise when they meet the deadly request, as a bug in them would."""
+    place, _, name = how.partition(":")
+    if place in HOST_PLACES and name in HOST_ERRORS:
+        owner, methods, _ = HOST_PLACES[place]
+        for method in methods:
+            setattr(owner, method, _broken(getattr(owner, method), place, HOST_ERRORS[name]))
+
+
+def _broken(method: Callable[..., Any], place: str, error: type[BaseException]) -> Callable[..., Any]:
+    _, _, is_deadly = HOST_PLACES[place]
+
+    def broken(self: Any, *args: Any) -> Any:
+        if place == "schedule":
+            outputs = method(self, *args)
+            if is_deadly(outputs):
+                raise error(place)
+            return outputs
+        if is_deadly(*args):
+            raise error(place)
+        return method(self, *args)
+
+    return broken
 
 
 class MortalRunner(FakeRunner):
-    """`client`: it dies when the log has the tokens before that step, as it would with slow steps."""
+    """Dies once the log has all tokens before step `AT`, as with slow steps."""
 
     def __init__(self, client: Any) -> None:
         super().__init__()
