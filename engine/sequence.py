@@ -212,7 +212,6 @@ class Sequence:
         self.is_pinned = self.is_promoted = False
         self.num_lost_tokens = max(self.num_lost_tokens, self.num_computed_tokens)
         self.num_computed_tokens = 0
-        self.num_published_blocks = 0
         self.num_preemptions += 1
         self.waiting_since = now - self.waited_seconds
 

@@ -120,7 +120,7 @@ class BlockManager:
             if not self._reference_counts[block]:
                 self._free_block(block)
         sequence.block_table.clear()
-        sequence.block_end = 0
+        sequence.block_end = sequence.num_published_blocks = 0
 
     def verify(self, sequence: Sequence) -> None:
         """Mark all blocks of `sequence` as verified: a finite row was sampled that depends on them."""
