@@ -99,6 +99,6 @@ def redis_url(redis_server: RedisServer) -> str:
 
 
 @pytest.fixture
-def redis_client(redis_url: str) -> Iterator["redis.Redis[bytes]"]:
+def redis_client(redis_url: str) -> Iterator[redis.Redis]:
     with redis.Redis.from_url(redis_url) as client:
         yield client

@@ -1,1 +1,1 @@
-"""Speaks to a running service: HTTP client and stream readers."""
+"""Clients of a running service: HTTP, and token streams from Redis."""

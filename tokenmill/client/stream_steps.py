@@ -38,7 +38,7 @@ class UnknownTask(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Give `events` to the consumer before the next step."""
+    """Yield `events` to the consumer before the next step."""
 
     events: Sequence[Event]
 

@@ -6,7 +6,7 @@ Both perform the steps of `stream_steps`; here is only the I/O.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Generator
 from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
@@ -60,7 +60,7 @@ class TokenStream:
         self._after = after
         self._silence_seconds = silence_seconds
 
-    def __iter__(self) -> Iterator[Event]:
+    def __iter__(self) -> Generator[Event, None, None]:
         steps = StreamSteps(self._task_id, self._after, self._silence_seconds)
         with ExitStack() as stack:
             client = _connect(self._source, redis)
@@ -100,7 +100,7 @@ class AsyncTokenStream:
         self._after = after
         self._silence_seconds = silence_seconds
 
-    async def __aiter__(self) -> AsyncIterator[Event]:
+    async def __aiter__(self) -> AsyncGenerator[Event, None]:
         steps = StreamSteps(self._task_id, self._after, self._silence_seconds)
         async with AsyncExitStack() as stack:
             client = _connect(self._source, redis.asyncio)
@@ -201,8 +201,8 @@ def _connect(source: Any, library: Any) -> Any:
     if isinstance(source, str):
         return redis_url.client(library, source, socket_keepalive=True, **options)
     pool = source.connection_pool
-    given = pool.connection_kwargs.items()
-    address = {name: value for name, value in given if name in _ADDRESS or name.startswith("ssl_")}
+    settings = pool.connection_kwargs.items()
+    address = {name: value for name, value in settings if name in _ADDRESS or name.startswith("ssl_")}
     if sentinels := getattr(pool, "sentinel_manager", None):
         return sentinels.master_for(pool.service_name, socket_keepalive=True, **address, **options)
     if "path" not in address:

@@ -57,8 +57,8 @@ class GenerateRequest:
             request = cls(**values)
         except TypeError as error:
             raise ProtocolError(f"not a request: {error}") from error
-        given = (request.prompt, request.messages, request.prompt_token_ids)
-        if sum(value is not None for value in given) != 1:
+        prompts = (request.prompt, request.messages, request.prompt_token_ids)
+        if sum(value is not None for value in prompts) != 1:
             raise ProtocolError("a request has one of prompt, messages and prompt_token_ids")
         return request
 
@@ -82,7 +82,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskError:
-    """Why a task failed, in the form of HTTP errors: `type` and `code` for programs, `message` for people."""
+    """Why a task failed, in the form of HTTP errors: `type` and `code` for programs, `message` for users."""
 
     type: str
     code: str
@@ -211,8 +211,8 @@ def encode(event: Event) -> str:
     members: dict[str, Any] = {"v": VERSION, "id": event.id, "seq": event.seq, "index": event.index}
     members |= {"token": event.token, "text": event.text}
     if isinstance(event, TokenEvent):
-        given = {"logprobs": event.logprobs, "prompt_logprobs": event.prompt_logprobs}
-        members |= {name: value for name, value in given.items() if value is not None}
+        logprobs = {"logprobs": event.logprobs, "prompt_logprobs": event.prompt_logprobs}
+        members |= {name: value for name, value in logprobs.items() if value is not None}
     else:
         members["finish_reason"] = event.finish_reason
         if event.done:

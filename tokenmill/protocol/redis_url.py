@@ -118,7 +118,7 @@ def _sentinels(hosts: str, path: str, options: dict[str, Any], *, tls: bool) -> 
             "an address with the service that the Sentinels watch, as redis+sentinel://host/service"
         )
     own = {name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")}
-    given = {name: value for name, value in own.items() if value is not None}
+    credentials = {name: value for name, value in own.items() if value is not None}
     # One certificate authority signs for the whole installation.
     trust = {name: value for name, value in options.items() if name.startswith("ssl_")}
     return RedisAddress(
@@ -126,14 +126,14 @@ def _sentinels(hosts: str, path: str, options: dict[str, Any], *, tls: bool) -> 
         service=unquote(service),
         tls=tls,
         options={"db": _database(database), **options},
-        sentinel_options={"ssl": tls, **trust, **given},
+        sentinel_options={"ssl": tls, **trust, **credentials},
     )
 
 
 def _credentials(text: str) -> dict[str, Any]:
     username, _, password = text.partition(":")
-    given = {"username": unquote(username), "password": unquote(password)}
-    return {name: value for name, value in given.items() if value}
+    credentials = {"username": unquote(username), "password": unquote(password)}
+    return {name: value for name, value in credentials.items() if value}
 
 
 def _node(text: str, default_port: int) -> tuple[str, int]:
@@ -184,10 +184,10 @@ _OPTIONS: Mapping[str, Callable[[str], Any]] = {
 
 
 def _query(text: str) -> dict[str, Any]:
-    given = dict(parse_qsl(text, keep_blank_values=True))
-    if not given.keys() <= _OPTIONS.keys():
+    options = dict(parse_qsl(text, keep_blank_values=True))
+    if not options.keys() <= _OPTIONS.keys():
         raise BadRedisUrl(f"an address with no other options than {', '.join(_OPTIONS)}")
-    return {name: _OPTIONS[name](value) for name, value in given.items()}
+    return {name: _OPTIONS[name](value) for name, value in options.items()}
 
 
 def _refuse_sentinel_options(options: Mapping[str, Any]) -> None:

@@ -4,12 +4,10 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-import redis
-import redis.asyncio
-
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.tasks import tokens
 from tokenmill.client.streams import AsyncTokenStream, TokenStream
 from tokenmill.protocol import keys
@@ -18,17 +16,17 @@ from tokenmill.protocol.messages import Event
 WATCHDOG_SECONDS = 60.0
 
 
-def by_iterator(*arguments: Any, **options: Any) -> Iterator[Event]:
+def by_iterator(*arguments: Any, **options: Any) -> Generator[Event, None, None]:
     return iter(TokenStream(*arguments, **options))
 
 
-def by_asyncio(*arguments: Any, **options: Any) -> Iterator[Event]:
-    events: AsyncIterator[Event] = aiter(AsyncTokenStream(*arguments, **options))
+def by_asyncio(*arguments: Any, **options: Any) -> Generator[Event, None, None]:
+    events = aiter(AsyncTokenStream(*arguments, **options))
     with asyncio.Runner() as runner:
         try:
             while True:
                 try:
-                    yield runner.run(anext(events))
+                    yield runner.run(events.__anext__())
                 except StopAsyncIteration:
                     return
         finally:
@@ -85,21 +83,21 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def num_looks(client: redis.Redis) -> int:
+def num_log_reads(client: RedisClient) -> int:
     """How often a log has been read."""
-    return client.info("commandstats").get("cmdstat_xrange", {"calls": 0})["calls"]
+    return int(client.info("commandstats").get("cmdstat_xrange", {"calls": 0})["calls"])
 
 
-def num_subscribers(client: redis.Redis, task_id: str) -> int:
-    return client.pubsub_numsub(keys.channel(task_id))[0][1]
+def num_subscribers(client: RedisClient, task_id: str) -> int:
+    return int(client.pubsub_numsub(keys.channel(task_id))[0][1])
 
 
-def wait_until_live(client: redis.Redis, task_id: str, looks_before: int) -> None:
+def wait_until_live(client: RedisClient, task_id: str, reads_before: int) -> None:
     """Wait until the log was read at the start and after the subscription: then the channel delivers."""
-    wait_until(lambda: num_subscribers(client, task_id) == 1 and num_looks(client) >= looks_before + 2)
+    wait_until(lambda: num_subscribers(client, task_id) == 1 and num_log_reads(client) >= reads_before + 2)
 
 
-def append_unheard(client: redis.Redis, task_id: str, seq: int) -> None:
+def append_unheard(client: RedisClient, task_id: str, seq: int) -> None:
     """Append an entry whose message on the channel is lost."""
     (entry,) = tokens(seq, 1)
     client.xadd(keys.log(task_id), {"t": entry.token, "x": entry.text}, id=f"0-{seq + 1}")

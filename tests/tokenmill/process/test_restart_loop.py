@@ -28,7 +28,7 @@ def start(room: str, hold: str, log: Path) -> "subprocess.Popen[bytes]":
 def test_it_waits_until_a_signal_ends_it(room: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     process = start(room, "true", log)
-    wait_for(lambda: "waiting, to prevent a restart loop" in log.read_text(), "it says that it is held")
+    wait_for(lambda: "waiting, to prevent a restart loop" in log.read_text(), "the log line")
     assert "REDIS_URL must be an address" in log.read_text()
     assert process.poll() is None
 

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-import redis
 
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.tasks import HARD_TEXTS
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import (
@@ -37,7 +37,7 @@ ENTRIES = [
 ]
 
 
-def published(store: TaskStore, client: redis.Redis, claimed: Claimed, *entries: LogEntry) -> list[bytes]:
+def published(store: TaskStore, client: RedisClient, claimed: Claimed, *entries: LogEntry) -> list[bytes]:
     """The messages that the script publishes for `entries`, the first of the log."""
     with client.pubsub(ignore_subscribe_messages=True) as pubsub:
         pubsub.subscribe(keys.channel(claimed.task_id))
@@ -51,7 +51,7 @@ def published(store: TaskStore, client: redis.Redis, claimed: Claimed, *entries:
 
 
 def test_python_and_the_script_write_the_same_bytes(
-    store: TaskStore, redis_client: redis.Redis, claimed: Claimed
+    store: TaskStore, redis_client: RedisClient, claimed: Claimed
 ) -> None:
     messages = published(store, redis_client, claimed, *ENTRIES)
 
@@ -62,7 +62,7 @@ def test_python_and_the_script_write_the_same_bytes(
 
 
 def test_a_task_ended_by_a_script_has_the_same_form(
-    store: TaskStore, redis_client: redis.Redis, claimed: Claimed
+    store: TaskStore, redis_client: RedisClient, claimed: Claimed
 ) -> None:
     with redis_client.pubsub(ignore_subscribe_messages=True) as pubsub:
         pubsub.subscribe(keys.channel(claimed.task_id))

@@ -8,7 +8,7 @@ import redis.asyncio
 
 from tokenmill.protocol.redis_url import BadRedisUrl, RedisAddress, client, hide_password, parse
 
-TLS = {"ssl_ca_certs": "/ca.pem"}
+TLS: Any = {"ssl_ca_certs": "/ca.pem"}
 HERE = "localhost"
 
 

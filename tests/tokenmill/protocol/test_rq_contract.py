@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-import redis
 from rq import Queue
 from rq.defaults import RQ_KEY_PREFIX
 from rq.executions import Execution, ExecutionRegistry
@@ -22,6 +21,7 @@ from rq.registry import (
 from rq.results import Result
 from rq.utils import utcformat
 
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.tasks import claim, claim_one, fetch, publish, settle, submission
 from tokenmill.protocol import rq_keys
 from tokenmill.protocol.records import JOB_ID, Accepted
@@ -29,13 +29,13 @@ from tokenmill.protocol.store import scripting
 from tokenmill.protocol.store.task_store import TaskStore
 
 
-def test_keys_equal_those_of_rq(redis_client: redis.Redis) -> None:
+def test_keys_equal_those_of_rq(redis_client: RedisClient) -> None:
     queue, task_id = Queue("q", connection=redis_client), "0a"
     assert RQ_KEY_PREFIX == "rq"
     assert Queue.redis_queues_keys == rq_keys.QUEUES
     assert rq_keys.queue("q") == queue.key
     assert rq_keys.job(task_id) == Job.key_for(task_id)
-    assert rq_keys.results(task_id) == Result.get_key(task_id)
+    assert rq_keys.results(task_id) == Result.get_key(task_id)  # type: ignore[no-untyped-call]
     assert rq_keys.executions(task_id) == ExecutionRegistry(task_id, connection=redis_client).key
     execution = Execution("e", task_id, redis_client, worker_name="w")
     assert rq_keys.execution(f"{task_id}:e") == execution.key
@@ -58,7 +58,7 @@ def test_statuses_equal_those_of_rq() -> None:
 
 
 @pytest.mark.parametrize("task_id", ["a" * 32, "A-b_9", "a:b", "a b", "", "é"])
-def test_task_ids_are_valid_job_ids(redis_client: redis.Redis, task_id: str) -> None:
+def test_task_ids_are_valid_job_ids(redis_client: RedisClient, task_id: str) -> None:
     try:
         Job(id=task_id, connection=redis_client).id = task_id
     except ValueError:
@@ -84,7 +84,7 @@ def test_no_key_has_braces() -> None:
         datetime(2100, 3, 1, tzinfo=UTC),
     ],
 )
-def test_times_have_the_format_of_rq(redis_client: redis.Redis, moment: datetime) -> None:
+def test_times_have_the_format_of_rq(redis_client: RedisClient, moment: datetime) -> None:
     clock = Path(scripting.__file__).with_name("scripts") / "parts" / "clock.lua"
     microseconds = round((moment - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds() * 1e6)
     script = clock.read_text() + "\nreturn utcformat(tonumber(ARGV[2]))"
@@ -92,29 +92,29 @@ def test_times_have_the_format_of_rq(redis_client: redis.Redis, moment: datetime
 
 
 def test_rq_info_shows_the_right_numbers_and_ends_no_job(
-    store: TaskStore, redis_client: redis.Redis, redis_url: str
+    store: TaskStore, redis_client: RedisClient, redis_url: str
 ) -> None:
     """In a process of its own; the leases have lapsed."""
     given = [submission(redis_client) for _ in range(10)]
-    for one in given:
-        store.submit(one)
+    for submitted in given:
+        store.submit(submitted)
     claimed = claim(store, 5, lease_seconds=-1)
-    for one, reason in zip(claimed, ("stop", "length", "error"), strict=False):
-        settle(store, one, 0, 1, reason=reason)
+    for task, reason in zip(claimed, ("stop", "length", "error"), strict=False):
+        settle(store, task, 0, 1, reason=reason)
     store.cancel(given[9].task_id)
     program = Path(sys.executable).with_name("rq")
     environment = {**os.environ, "COLUMNS": "120"}
-    told = subprocess.run(
+    done = subprocess.run(
         [program, "info", "--url", redis_url, "--raw"],
         env=environment, capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
-    assert f"queue {given[0].queue} 4, 2 executing, 2 finished, 1 failed" in told.stdout
-    for one in claimed[3:]:
-        assert fetch(redis_client, one.task_id).get_status() is JobStatus.STARTED
-        assert publish(store, one, 0, 1) == Accepted()
+    assert f"queue {given[0].queue} 4, 2 executing, 2 finished, 1 failed" in done.stdout
+    for task in claimed[3:]:
+        assert fetch(redis_client, task.task_id).get_status() is JobStatus.STARTED
+        assert publish(store, task, 0, 1) == Accepted()
 
 
-def test_a_blocking_read_of_results_returns(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_blocking_read_of_results_returns(store: TaskStore, redis_client: RedisClient) -> None:
     """`Job.latest_result(timeout=...)` reads the stream of results."""
     given = submission(redis_client)
     store.submit(given)
@@ -124,7 +124,7 @@ def test_a_blocking_read_of_results_returns(store: TaskStore, redis_client: redi
     assert result.type is Result.Type.SUCCESSFUL
 
 
-def test_redis_accepts_every_script(redis_client: redis.Redis) -> None:
+def test_redis_accepts_every_script(redis_client: RedisClient) -> None:
     for name in scripting.NAMES:
         redis_client.script_load(scripting.source(name))
 
@@ -138,7 +138,7 @@ def test_every_lua_file_is_a_script_or_a_part() -> None:
 def test_the_protocol_imports_only_the_standard_library() -> None:
     """`-S` hides site-packages, so that importing anything else fails."""
     code = "import tokenmill.protocol.store.task_store, tokenmill.client.sse, tokenmill.process.restart_loop"
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[3]
     )
-    assert (told.returncode, told.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, "")

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-import redis
-
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.tasks import SLUG, fetch, settle, submit
 from tokenmill.protocol.records import Claimed
 from tokenmill.protocol.store.readers import Readers
@@ -14,7 +13,7 @@ NUM_TENANTS = 50
 REASONS = ("stop", "length", "error", "timeout")
 
 
-def finish_many(client: redis.Redis, num_tasks: int, retention_seconds: float) -> Iterator[int]:
+def finish_many(client: RedisClient, num_tasks: int, retention_seconds: float) -> Iterator[int]:
     """End `num_tasks` tasks of several tenants and classes in every possible way. Yields after each hundred
     how many have ended. Renews leases and tidies registries as workers do.
     """
@@ -34,7 +33,7 @@ def finish_many(client: redis.Redis, num_tasks: int, retention_seconds: float) -
         yield first + BATCH
 
 
-def _submit(store: TaskStore, client: redis.Redis, number: int) -> str:
+def _submit(store: TaskStore, client: RedisClient, number: int) -> str:
     return submit(
         store,
         client,

@@ -6,7 +6,7 @@ from collections import Counter
 from rq import Queue
 
 from tests.tokenmill.protocol.store.task_model import World
-from tests.tokenmill.protocol.store.tasks import SLUG
+from tests.tokenmill.protocol.store.tasks import SLUG, snapshot_of
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import FinishedEvent
 from tokenmill.protocol.naming import queue_name, tenant_hash
@@ -92,19 +92,22 @@ def lines_are_those_that_wait(world: World) -> None:
         }
 
 
-def standing_is_that_of_the_claims(world: World) -> None:
+def positions_agree_with_the_claims(world: World) -> None:
     """Only the next task to be claimed has position 0; with one tenant the positions are a permutation."""
-    snapshots = [world.store.inspect(task_id) for task_id in world.waiting()]
-    positions = sorted(snapshot.position for snapshot in snapshots)
+    snapshots = [snapshot_of(world.store, task_id) for task_id in world.waiting()]
+    positions = sorted(snapshot.position or 0 for snapshot in snapshots)
     first = [snapshot.task_id for snapshot in snapshots if snapshot.position == 0]
     assert first == copy.deepcopy(world.fair).claim(1)
     if len(world.fair.tenants()) == 1:
         assert positions == list(range(len(snapshots)))
     for snapshot in snapshots:
-        assert (snapshot.position == 0) <= (snapshot.tokens_ahead == 0)
+        position, tokens_ahead = snapshot.position, snapshot.tokens_ahead
+        assert position is not None
+        assert tokens_ahead is not None
+        assert (position == 0) <= (tokens_ahead == 0)
         total = sum(world.tasks[task_id].cost for task_id in world.waiting())
-        assert snapshot.position < len(snapshots)
-        assert 0 <= snapshot.tokens_ahead <= total - world.tasks[snapshot.task_id].cost
+        assert position < len(snapshots)
+        assert 0 <= tokens_ahead <= total - world.tasks[snapshot.task_id].cost
 
 
 INVARIANTS = (
@@ -114,7 +117,7 @@ INVARIANTS = (
     what_waits_is_counted,
     tenants_are_charged_for_what_they_were_served,
     lines_are_those_that_wait,
-    standing_is_that_of_the_claims,
+    positions_agree_with_the_claims,
 )
 
 

@@ -5,8 +5,7 @@ claim of each queue are read from Redis, as other tests check them.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import redis
-
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.tasks import SLUG
 from tokenmill.protocol import keys
 from tokenmill.protocol.claim_order import ClaimOrder
@@ -28,7 +27,7 @@ class WaitingTask:
         return queue_name(SLUG, self.priority, self.tenant)
 
 
-def waiting_tasks(client: redis.Redis, task_ids: Iterable[str]) -> list[WaitingTask]:
+def waiting_tasks(client: RedisClient, task_ids: Iterable[str]) -> list[WaitingTask]:
     fields = ("tenant", "priority", "cost", "accepted_us")
     tasks = []
     for task_id in task_ids:
@@ -37,9 +36,9 @@ def waiting_tasks(client: redis.Redis, task_ids: Iterable[str]) -> list[WaitingT
     return tasks
 
 
-def now_us(client: redis.Redis) -> int:
+def now_us(client: RedisClient) -> int:
     seconds, microseconds = client.time()
-    return seconds * 1_000_000 + microseconds
+    return int(seconds * 1_000_000 + microseconds)
 
 
 def counts_as(task: WaitingTask, order: ClaimOrder, now: int) -> int:
@@ -55,7 +54,7 @@ def by_age(tasks: Iterable[WaitingTask], order: ClaimOrder, now: int) -> list[Wa
     return sorted(tasks, key=lambda task: (counts_as(task, order, now), task.accepted_us))
 
 
-def next_task(client: redis.Redis, tasks: list[WaitingTask], order: ClaimOrder) -> WaitingTask:
+def next_task(client: RedisClient, tasks: list[WaitingTask], order: ClaimOrder) -> WaitingTask:
     """The task that is claimed next. `tasks`: all waiting ones, at least one."""
     now = now_us(client)
     if not order.fair_sharing or len({task.tenant for task in tasks}) == 1:

@@ -2,8 +2,7 @@
 are moved into the past.
 """
 
-import redis
-
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.tasks import SLUG
 from tokenmill.protocol import keys
 from tokenmill.protocol.store import scripting
@@ -36,20 +35,20 @@ end
 """
 
 
-def accept_earlier(client: redis.Redis, task_id: str, seconds: float) -> None:
+def accept_earlier(client: RedisClient, task_id: str, seconds: float) -> None:
     """As if a waiting task had been accepted this much earlier."""
     client.eval(
         scripting.build(scripting.QUEUE_PARTS, _ACCEPT_EARLIER), 0, 1, SLUG, task_id, round(seconds * 1e6)
     )
 
 
-def let_pass(client: redis.Redis, seconds: float) -> None:
+def let_pass(client: RedisClient, seconds: float) -> None:
     """As if all waiting tasks, and the queues since their last claim, had waited this much longer."""
     script = scripting.build(scripting.QUEUE_PARTS, _LET_PASS)
     client.eval(script, 0, 1, SLUG, round(seconds * 1e6))
 
 
-def measured(client: redis.Redis, slug: str, rate: float) -> None:
+def measured(client: RedisClient, slug: str, rate: float) -> None:
     """As if the workers of a model had been measured to process this many tokens per second."""
     fields = {"tokens": f"{10 * rate:.6f}", "us": "10000000", "known": "1"}
     client.hset(keys.pace(slug), mapping=fields)

@@ -5,10 +5,10 @@ count against it; and what workers believe of the tasks that they claimed.
 from collections import Counter
 from dataclasses import dataclass, field
 
-import redis
-
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.fair_model import FairModel, Waiting
 from tests.tokenmill.protocol.store.tasks import SLUG
+from tokenmill.protocol.messages import LogEntry
 from tokenmill.protocol.naming import queue_name
 from tokenmill.protocol.records import Accepted, Cancelled, Claimed, Lost, TaskPhase, Write
 from tokenmill.protocol.store.task_store import TaskStore
@@ -72,7 +72,7 @@ class Holder:
 class World:
     """The store under test, and its model."""
 
-    def __init__(self, client: redis.Redis) -> None:
+    def __init__(self, client: RedisClient) -> None:
         self.client = client
         self.store = TaskStore(client)
         self.tasks: dict[str, Expected] = {}
@@ -110,7 +110,7 @@ class World:
     def owns(self, holder: Holder) -> bool:
         return self.tasks[holder.claimed.task_id].owner == holder.claimed.owner
 
-    def write(self, holder: Holder, first: int, entries: tuple) -> Write:
+    def write(self, holder: Holder, first: int, entries: tuple[LogEntry, ...]) -> Write:
         claimed = holder.claimed
         return Write(task_id=claimed.task_id, owner=claimed.owner, first_seq=first, entries=entries)
 
@@ -121,7 +121,7 @@ class World:
         elif self.tasks[holder.claimed.task_id].ended_by != holder.claimed.owner:
             assert outcome == self.refusal(holder)
 
-    def hear(self, holder: Holder, outcome: object) -> None:
+    def learn(self, holder: Holder, outcome: object) -> None:
         """A worker that is refused has called, so it has not crashed."""
         if outcome == Lost():
             self.tasks[holder.claimed.task_id].absolve(holder.claimed.owner)

@@ -5,15 +5,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import redis
 from rq import Queue
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
+from tests.redis_client import RedisClient
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import JOB_FUNCTION, LogEntry, Usage
 from tokenmill.protocol.naming import model_slug, new_task_id, queue_name
 from tokenmill.protocol.records import Claimed, Outcome, Reaped, Settlement, Submission, Write
+from tokenmill.protocol.snapshots import TaskSnapshot
 from tokenmill.protocol.store.task_store import TaskStore
 
 MODEL = "tiny/model"
@@ -23,7 +24,7 @@ HARD_TEXTS = ["\x00", "\u2028\u2029\x85", '"\\', "\U0001f600", "e\u0301", "\x7f\
 RESULT = {"outputs": [{"index": 0, "text": "hi"}], "usage": {"prompt_tokens": 3}}
 
 
-def submission(client: redis.Redis, **changes: Any) -> Submission:
+def submission(client: RedisClient, **changes: Any) -> Submission:
     """A valid submission of a task of MODEL. `changes`: other values for fields of `Submission`."""
     task_id = changes.setdefault("task_id", new_task_id())
     priority = changes.setdefault("priority", 2)
@@ -40,11 +41,18 @@ def submission(client: redis.Redis, **changes: Any) -> Submission:
         serializer=JSONSerializer,
         connection=client,
     )
-    values = {"queue": queue, "slug": SLUG, "model": MODEL, "cost": 10, "job_fields": job.to_dict()}
-    return Submission(**(values | changes))
+    values: dict[str, Any] = {"queue": queue, "slug": SLUG, "model": MODEL, "cost": 10}
+    return Submission(**({**values, "job_fields": job.to_dict()} | changes))
 
 
-def submit(store: TaskStore, client: redis.Redis, **changes: Any) -> str:
+def snapshot_of(store: TaskStore, task_id: str) -> TaskSnapshot:
+    """The snapshot of an existing task."""
+    snapshot = store.inspect(task_id)
+    assert snapshot is not None
+    return snapshot
+
+
+def submit(store: TaskStore, client: RedisClient, **changes: Any) -> str:
     """Submit a task and return its id."""
     return store.submit(submission(client, **changes)).task_id
 
@@ -119,17 +127,17 @@ def owned(claimed: Sequence[Claimed]) -> Mapping[str, str]:
     return {one.task_id: one.owner for one in claimed}
 
 
-def fetch(client: redis.Redis, task_id: str) -> Job:
+def fetch(client: RedisClient, task_id: str) -> Job:
     """The job of a task as RQ sees it."""
     return Job.fetch(task_id, connection=client, serializer=JSONSerializer)
 
 
-def dump(client: redis.Redis) -> dict[bytes, Any]:
+def dump(client: RedisClient) -> dict[bytes, Any]:
     """The whole database, to check that a call changes nothing."""
     return {key: client.dump(key) for key in client.scan_iter()}
 
 
-def unchanged(client: redis.Redis, call: Callable[[], Any]) -> Any:
+def unchanged(client: RedisClient, call: Callable[[], Any]) -> Any:
     """Return the result of `call`, which must not change the database."""
     before = dump(client)
     outcome = call()
@@ -137,7 +145,7 @@ def unchanged(client: redis.Redis, call: Callable[[], Any]) -> Any:
     return outcome
 
 
-def waiting(client: redis.Redis, queue: str) -> list[str]:
+def waiting(client: RedisClient, queue: str) -> list[str]:
     """The waiting tasks in order; RQ's list must agree."""
     order = [task_id.decode() for task_id in client.zrange(keys.order(queue), 0, -1)]
     assert Queue(queue, connection=client).job_ids == order

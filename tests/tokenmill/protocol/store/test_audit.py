@@ -5,8 +5,8 @@ all numbers. No script raises an error in between.
 from collections.abc import Callable
 
 import pytest
-import redis
 
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.naive_order import by_age, now_us, waiting_tasks
 from tests.tokenmill.protocol.store.tasks import SLUG, claim, claim_one, reap, settle, submission, submit
 from tokenmill.protocol import keys, rq_keys
@@ -27,20 +27,20 @@ INDEXES = (
     rq_keys.canceled(QUEUE),
 )  # fmt: skip
 
-Damage = Callable[[redis.Redis, str], object]
+Damage = Callable[[RedisClient, str], object]
 
 
-def delete(client: redis.Redis, key: str) -> None:
+def delete(client: RedisClient, key: str) -> None:
     client.delete(key)
 
 
-def overwrite(client: redis.Redis, key: str) -> None:
+def overwrite(client: RedisClient, key: str) -> None:
     """Replace it by a type that no index has."""
     client.delete(key)
     client.setbit(key, 7, 1) if key != keys.clock(SLUG) else client.rpush(key, "x")
 
 
-def audit(client: redis.Redis) -> int:
+def audit(client: RedisClient) -> int:
     return Audit(client).run()
 
 
@@ -54,7 +54,7 @@ def end_all(store: TaskStore) -> set[str]:
 
 
 @pytest.fixture
-def waiting(store: TaskStore, redis_client: redis.Redis) -> list[str]:
+def waiting(store: TaskStore, redis_client: RedisClient) -> list[str]:
     """Waiting tasks of two tenants and classes, a claimed one and an ended one."""
     for _ in range(2):
         submit(store, redis_client, tenant="a", webhook="http://h.example/")
@@ -69,7 +69,7 @@ def waiting(store: TaskStore, redis_client: redis.Redis) -> list[str]:
 @pytest.mark.parametrize("damage", [delete, overwrite])
 @pytest.mark.parametrize("key", INDEXES)
 def test_every_task_ends_although_an_index_is_damaged(
-    store: TaskStore, redis_client: redis.Redis, waiting: list[str], key: str, damage: Damage
+    store: TaskStore, redis_client: RedisClient, waiting: list[str], key: str, damage: Damage
 ) -> None:
     """The damage, then the usual calls, then an audit: nothing is lost at any point."""
     damage(redis_client, key)
@@ -90,7 +90,7 @@ def test_every_task_ends_although_an_index_is_damaged(
 @pytest.mark.parametrize("damage", [delete, overwrite])
 @pytest.mark.parametrize("key", INDEXES)
 def test_an_audit_restores_order_positions_and_numbers(
-    store: TaskStore, redis_client: redis.Redis, waiting: list[str], key: str, damage: Damage
+    store: TaskStore, redis_client: RedisClient, waiting: list[str], key: str, damage: Damage
 ) -> None:
     claimed_before = redis_client.zcard(keys.LEASES)
     damage(redis_client, key)
@@ -109,13 +109,13 @@ def test_an_audit_restores_order_positions_and_numbers(
 
 
 def test_an_intact_database_is_unchanged(
-    store: TaskStore, redis_client: redis.Redis, waiting: list[str]
+    store: TaskStore, redis_client: RedisClient, waiting: list[str]
 ) -> None:
     assert audit(redis_client) == 0
 
 
 def test_all_indexes_may_be_damaged_at_once(
-    store: TaskStore, redis_client: redis.Redis, waiting: list[str]
+    store: TaskStore, redis_client: RedisClient, waiting: list[str]
 ) -> None:
     kept = (keys.run(""), keys.log(""), rq_keys.job(""))
     for key in list(redis_client.scan_iter()):
@@ -128,7 +128,7 @@ def test_all_indexes_may_be_damaged_at_once(
 
 
 def test_a_run_hash_of_another_type_does_not_affect_other_tasks(
-    store: TaskStore, redis_client: redis.Redis, waiting: list[str]
+    store: TaskStore, redis_client: RedisClient, waiting: list[str]
 ) -> None:
     for key in (keys.run(waiting[0]), keys.log(waiting[2]), rq_keys.results(waiting[3])):
         overwrite(redis_client, key)
@@ -137,7 +137,7 @@ def test_a_run_hash_of_another_type_does_not_affect_other_tasks(
 
 
 def test_a_log_of_another_type_does_not_prevent_other_writes(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     ids = [submit(store, redis_client) for _ in range(2)]
     claimed = claim(store)
@@ -150,7 +150,7 @@ def test_a_log_of_another_type_does_not_prevent_other_writes(
 
 
 def test_an_audit_is_due_once_per_period_and_after_damage(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     audits = [Audit(redis_client), Audit(redis_client)]
     assert [one.is_due(60) for one in audits] == [True, False]

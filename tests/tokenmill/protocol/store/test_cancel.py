@@ -1,12 +1,13 @@
 """Cancelling ends exactly the named task, once, in any state."""
 
 import json
+from functools import partial
 
-import redis
 from rq import Queue
 from rq.job import JobStatus
 from rq.registry import CanceledJobRegistry, StartedJobRegistry
 
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.tasks import (
     SLUG,
     claim,
@@ -33,12 +34,12 @@ def the_end(store: TaskStore, task_id: str) -> FinishedEvent:
     return end
 
 
-def test_an_unknown_task_is_none(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_an_unknown_task_is_none(store: TaskStore, redis_client: RedisClient) -> None:
     for task_id in ("0" * 32, "", "a:b", "*"):
-        assert unchanged(redis_client, lambda task_id=task_id: store.cancel(task_id)) is None
+        assert unchanged(redis_client, partial(store.cancel, task_id)) is None
 
 
-def test_a_waiting_task_leaves_its_queue(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_waiting_task_leaves_its_queue(store: TaskStore, redis_client: RedisClient) -> None:
     first, given, last = (submission(redis_client, cost=cost) for cost in (1, 2, 4))
     for one in (first, given, last):
         store.submit(one)
@@ -52,7 +53,7 @@ def test_a_waiting_task_leaves_its_queue(store: TaskStore, redis_client: redis.R
     assert [claimed.task_id for claimed in claim(store)] == [first.task_id, last.task_id]
 
 
-def test_a_running_task_is_taken_from_its_owner(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_running_task_is_taken_from_its_owner(store: TaskStore, redis_client: RedisClient) -> None:
     task_id = submit(store, redis_client)
     claimed = claim_one(store)
     publish(store, claimed, 0, 3, prompt_tokens="7", cached_tokens="4", scheduled="1")
@@ -72,7 +73,7 @@ def test_a_running_task_is_taken_from_its_owner(store: TaskStore, redis_client: 
     assert the_end(store, task_id).usage == usage.to_json()
 
 
-def test_only_the_last_owner_is_told_of_the_cancellation(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_only_the_last_owner_is_told_of_the_cancellation(store: TaskStore, redis_client: RedisClient) -> None:
     """vllm#31503: two workers that count one cancellation are as wrong as none."""
     task_id = submit(store, redis_client)
     old = claim_one(store, lease_seconds=-1)
@@ -84,7 +85,7 @@ def test_only_the_last_owner_is_told_of_the_cancellation(store: TaskStore, redis
 
 
 def test_a_task_cancelled_between_attempts_is_lost_to_its_former_owner(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     task_id = submit(store, redis_client)
     old = claim_one(store, lease_seconds=-1)
@@ -93,7 +94,7 @@ def test_a_task_cancelled_between_attempts_is_lost_to_its_former_owner(
     assert publish(store, old, 0, 1) == Lost()
 
 
-def test_the_message_equals_the_one_of_a_worker(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_the_message_equals_the_one_of_a_worker(store: TaskStore, redis_client: RedisClient) -> None:
     """Byte for byte, although a script builds it."""
     task_id = submit(store, redis_client)
     publish(store, claim_one(store), 0, 2, prompt_tokens="7")
@@ -101,30 +102,30 @@ def test_the_message_equals_the_one_of_a_worker(store: TaskStore, redis_client: 
         pubsub.subscribe(keys.channel(task_id))
         assert pubsub.get_message(timeout=60)["type"] == "subscribe"
         store.cancel(task_id)
-        heard = pubsub.get_message(timeout=60)["data"]
+        messages = pubsub.get_message(timeout=60)["data"]
     entry = LogEntry.of_end("", "cancelled", usage=Usage(prompt_tokens=7, completion_tokens=2))
-    assert heard == encode(entry.to_event(task_id, 2)).encode()
+    assert messages == encode(entry.to_event(task_id, 2)).encode()
     assert log_of(store, task_id)[2] == entry
 
 
-def test_a_second_cancellation_changes_nothing(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_second_cancellation_changes_nothing(store: TaskStore, redis_client: RedisClient) -> None:
     for claims in (False, True):
         task_id = submit(store, redis_client)
         if claims:
             claim_one(store)
         store.cancel(task_id)
-        assert unchanged(redis_client, lambda task_id=task_id: store.cancel(task_id)) == "cancelled"
+        assert unchanged(redis_client, partial(store.cancel, task_id)) == "cancelled"
         assert len(store.read_log(task_id)) == 1
 
 
-def test_after_the_end_the_final_status_is_returned(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_after_the_end_the_final_status_is_returned(store: TaskStore, redis_client: RedisClient) -> None:
     for reason, status in (("stop", "completed"), ("error", "failed")):
         task_id = submit(store, redis_client)
         settle(store, claim_one(store), 0, 2, reason=reason)
-        assert unchanged(redis_client, lambda task_id=task_id: store.cancel(task_id)) == status
+        assert unchanged(redis_client, partial(store.cancel, task_id)) == status
 
 
-def test_a_task_is_cancelled_between_attempts(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_task_is_cancelled_between_attempts(store: TaskStore, redis_client: RedisClient) -> None:
     """A task that returned to its queue with a part of its text."""
     task_id = submit(store, redis_client)
     claimed = claim_one(store, lease_seconds=-1)
@@ -135,7 +136,7 @@ def test_a_task_is_cancelled_between_attempts(store: TaskStore, redis_client: re
     assert claim(store) == []
 
 
-def test_usage_counts_tokens_and_not_ends(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_usage_counts_tokens_and_not_ends(store: TaskStore, redis_client: RedisClient) -> None:
     """One of two outputs has ended: its end is an entry but not a token."""
     task_id = submit(store, redis_client, num_outputs=2)
     claimed = claim_one(store)
@@ -148,7 +149,7 @@ def test_usage_counts_tokens_and_not_ends(store: TaskStore, redis_client: redis.
     assert usage["completion_tokens"] == 2
 
 
-def test_a_cancelled_task_expires(redis_client: redis.Redis) -> None:
+def test_a_cancelled_task_expires(redis_client: RedisClient) -> None:
     """RQ keeps cancelled jobs for ever."""
     store = TaskStore(redis_client, retention_seconds=1000)
     task_id = submit(store, redis_client)

@@ -3,12 +3,12 @@
 import json
 import zlib
 
-import redis
 from rq import Queue
 from rq.executions import Execution
 from rq.job import JobStatus
 from rq.registry import CanceledJobRegistry, StartedJobRegistry
 
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.passing_time import accept_earlier
 from tests.tokenmill.protocol.store.tasks import (
     SLUG,
@@ -27,19 +27,19 @@ from tokenmill.protocol.store.task_store import TaskStore
 MINUTE_US = 60_000_000
 
 
-def test_within_a_class_the_oldest_goes_first(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_within_a_class_the_oldest_goes_first(store: TaskStore, redis_client: RedisClient) -> None:
     ids = [submit(store, redis_client, tenant=f"tenant {n % 3}") for n in range(7)]
     assert [claimed.task_id for claimed in claim(store, 4)] == ids[:4]
     assert [claimed.task_id for claimed in claim(store, 4)] == ids[4:]
     assert claim(store, 4) == []
 
 
-def test_lower_classes_go_first(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_lower_classes_go_first(store: TaskStore, redis_client: RedisClient) -> None:
     ids = {priority: submit(store, redis_client, priority=priority) for priority in (3, 1, 4, 0, 2)}
     assert [claimed.task_id for claimed in claim(store)] == [ids[priority] for priority in range(5)]
 
 
-def test_a_waiting_task_gains_a_class_each_ageing_time(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_waiting_task_gains_a_class_each_ageing_time(store: TaskStore, redis_client: RedisClient) -> None:
     """sglang#31954: without ageing a steady stream of favoured tasks starves the others."""
     old = submit(store, redis_client, priority=4)
     urgent = [submit(store, redis_client, priority=1) for _ in range(3)]
@@ -50,7 +50,7 @@ def test_a_waiting_task_gains_a_class_each_ageing_time(store: TaskStore, redis_c
     assert claim_one(store).task_id == old
 
 
-def test_a_claim_returns_the_whole_task(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_claim_returns_the_whole_task(store: TaskStore, redis_client: RedisClient) -> None:
     given = submission(redis_client, priority=1)
     store.submit(given)
     claimed = claim_one(store)
@@ -64,7 +64,7 @@ def test_a_claim_returns_the_whole_task(store: TaskStore, redis_client: redis.Re
     assert (function, args) == (JOB_FUNCTION, [{"id": given.task_id, "prompt": "hello"}])
 
 
-def test_a_second_attempt_gets_what_the_first_stored(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_second_attempt_gets_what_the_first_stored(store: TaskStore, redis_client: RedisClient) -> None:
     submit(store, redis_client)
     first = claim_one(store, lease_seconds=-1)
     publish(store, first, 0, 3, prompt_ids="[5, 6, 7]", fingerprint="f1")
@@ -76,7 +76,7 @@ def test_a_second_attempt_gets_what_the_first_stored(store: TaskStore, redis_cli
     assert (second.prompt_token_ids, second.fingerprint) == ((5, 6, 7), "f1")
 
 
-def test_rq_shows_the_job_as_started(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_rq_shows_the_job_as_started(store: TaskStore, redis_client: RedisClient) -> None:
     given = submission(redis_client)
     store.submit(given)
     redis_client.expire(f"rq:job:{given.task_id}", 1000)
@@ -96,7 +96,7 @@ def test_rq_shows_the_job_as_started(store: TaskStore, redis_client: redis.Redis
     assert Execution.fetch(claimed.owner, given.task_id, redis_client).created_at == job.started_at
 
 
-def test_counting_the_registry_ends_no_running_job(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_counting_the_registry_ends_no_running_job(store: TaskStore, redis_client: RedisClient) -> None:
     """rq#2424, rq#1507: counting a registry cleans it up, and fails jobs that look abandoned."""
     given = submission(redis_client)
     store.submit(given)
@@ -107,7 +107,7 @@ def test_counting_the_registry_ends_no_running_job(store: TaskStore, redis_clien
     assert fetch(redis_client, given.task_id).get_status() is JobStatus.STARTED
 
 
-def test_empty_queues_are_not_read(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_empty_queues_are_not_read(store: TaskStore, redis_client: RedisClient) -> None:
     given = submission(redis_client)
     store.submit(given)
     assert redis_client.zrange(keys.queues(SLUG), 0, -1) == [given.queue.encode()]
@@ -119,7 +119,7 @@ def test_empty_queues_are_not_read(store: TaskStore, redis_client: redis.Redis) 
     assert 0 < redis_client.pttl(keys.away(SLUG)) <= 3_600_000
 
 
-def test_a_job_that_rq_cancelled_ends_when_claimed(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_job_that_rq_cancelled_ends_when_claimed(store: TaskStore, redis_client: RedisClient) -> None:
     """rq#2160: a job that was cancelled while it waited must not run."""
     cancelled, kept = submission(redis_client), submission(redis_client)
     store.submit(cancelled)
@@ -135,7 +135,7 @@ def test_a_job_that_rq_cancelled_ends_when_claimed(store: TaskStore, redis_clien
     assert CanceledJobRegistry(cancelled.queue, connection=redis_client).get_job_ids() == [cancelled.task_id]
 
 
-def test_a_job_that_rq_deleted_ends_and_stays_deleted(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_job_that_rq_deleted_ends_and_stays_deleted(store: TaskStore, redis_client: RedisClient) -> None:
     task_id = submit(store, redis_client)
     fetch(redis_client, task_id).delete()
     assert claim(store) == []
@@ -145,12 +145,12 @@ def test_a_job_that_rq_deleted_ends_and_stays_deleted(store: TaskStore, redis_cl
     assert store.cancel(task_id) == "cancelled"
 
 
-def test_one_claim_ends_at_most_a_hundred_tasks(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_one_claim_ends_at_most_a_hundred_tasks(store: TaskStore, redis_client: RedisClient) -> None:
     """Redis serves no other client while a script runs."""
     given = submission(redis_client)
     for _ in range(250):
         submit(store, redis_client)
-    Queue(given.queue, connection=redis_client).empty()
+    Queue(given.queue, connection=redis_client).empty()  # type: ignore[no-untyped-call]
     kept = submit(store, redis_client)
     ended = []
     for _ in range(4):
@@ -159,7 +159,7 @@ def test_one_claim_ends_at_most_a_hundred_tasks(store: TaskStore, redis_client: 
     assert ended == [(100, []), (200, []), (250, [kept]), (250, [])]
 
 
-def test_the_wait_is_measured_on_the_clock_of_redis(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_the_wait_is_measured_on_the_clock_of_redis(store: TaskStore, redis_client: RedisClient) -> None:
     """With the clocks of the hosts a wait could be negative."""
     task_id = submit(store, redis_client)
     redis_client.hincrby(keys.run(task_id), "accepted_us", -MINUTE_US)
@@ -170,7 +170,7 @@ def test_the_wait_is_measured_on_the_clock_of_redis(store: TaskStore, redis_clie
 
 
 def test_a_task_without_a_run_hash_does_not_block_the_queue(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     """rq#1955: a server that evicts keys leaves ids without a hash."""
     evicted, kept = submit(store, redis_client), submit(store, redis_client)
@@ -180,6 +180,6 @@ def test_a_task_without_a_run_hash_does_not_block_the_queue(
     assert redis_client.pttl(f"rq:job:{evicted}") > 0
 
 
-def test_a_claim_is_for_one_model(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_claim_is_for_one_model(store: TaskStore, redis_client: RedisClient) -> None:
     submit(store, redis_client)
     assert store.claim("other-000000", worker="w", max_tasks=1, lease_seconds=60) == []

@@ -6,6 +6,7 @@ import pytest
 import redis
 
 from tests.conftest import free_port, start_redis
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.tasks import (
     SLUG,
     claim,
@@ -49,13 +50,13 @@ def blame(store: TaskStore) -> Reaped:
     return reaped
 
 
-def test_a_new_task_is_not_a_suspect(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_new_task_is_not_a_suspect(store: TaskStore, redis_client: RedisClient) -> None:
     submit(store, redis_client)
 
     assert not claim_one(store).suspect
 
 
-def test_a_crash_after_the_confirmation_counts(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_crash_after_the_confirmation_counts(store: TaskStore, redis_client: RedisClient) -> None:
     """A prompt that crashes its worker in its first step, or while tokenized, leaves no time to record."""
     submit(store, redis_client)
     store.renew(owned([claim_one(store)]), -1)
@@ -68,7 +69,7 @@ def test_a_crash_after_the_confirmation_counts(store: TaskStore, redis_client: r
     assert (snapshot.waiting_for, snapshot.position) == ("suspect", 0)
 
 
-def test_a_claim_without_confirmation_never_counts(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_claim_without_confirmation_never_counts(store: TaskStore, redis_client: RedisClient) -> None:
     """The reply of a claim may be lost; then no worker ever had the task."""
     submit(store, redis_client)
     for _ in range(MANY):
@@ -76,7 +77,7 @@ def test_a_claim_without_confirmation_never_counts(store: TaskStore, redis_clien
         assert len(reap(store).returned) == 1
 
 
-def test_a_crash_after_a_token_does_not_count(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_crash_after_a_token_does_not_count(store: TaskStore, redis_client: RedisClient) -> None:
     submit(store, redis_client)
     for attempt in range(MANY):
         claimed = claim_one(store)
@@ -85,7 +86,7 @@ def test_a_crash_after_a_token_does_not_count(store: TaskStore, redis_client: re
         die(store, claimed, "seated")
 
 
-def test_tokens_of_earlier_attempts_are_not_progress(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_tokens_of_earlier_attempts_are_not_progress(store: TaskStore, redis_client: RedisClient) -> None:
     submit(store, redis_client)
     first = claim_one(store)
     publish(store, first, 0, 3)
@@ -95,7 +96,7 @@ def test_tokens_of_earlier_attempts_are_not_progress(store: TaskStore, redis_cli
 
 
 def test_a_waiting_task_is_a_suspect_after_three_crashes_in_a_row(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     """It may have been scheduled just before each crash."""
     submit(store, redis_client)
@@ -108,7 +109,7 @@ def test_a_waiting_task_is_a_suspect_after_three_crashes_in_a_row(
     assert seen == [False, False, False, True]
 
 
-def test_an_untouched_suspect_is_never_blamed(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_an_untouched_suspect_is_never_blamed(store: TaskStore, redis_client: RedisClient) -> None:
     """hindsight#2675: a task that merely ran beside the one that crashes must not pay for it."""
     submit(store, redis_client)
     suspect = fall_under_suspicion(store)
@@ -124,7 +125,7 @@ def test_an_untouched_suspect_is_never_blamed(store: TaskStore, redis_client: re
 
 
 def test_a_suspect_is_not_blamed_before_its_isolated_run_is_recorded(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     submit(store, redis_client)
     fall_under_suspicion(store)
@@ -136,7 +137,7 @@ def test_a_suspect_is_not_blamed_before_its_isolated_run_is_recorded(
 
 
 def test_three_crashes_of_isolated_runs_end_the_task_as_poisoned(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     """goose#35: a request that crashed its process was retried for ever."""
     task_id = submit(store, redis_client)
@@ -154,7 +155,7 @@ def test_three_crashes_of_isolated_runs_end_the_task_as_poisoned(
     assert isinstance(end, FinishedEvent)
     assert (end.finish_reason, end.done, end.error) == ("error", True, POISON_ERROR.to_json())
     assert end.usage is not None
-    assert end.usage["completion_tokens"] == 2, "what was told stays"
+    assert end.usage["completion_tokens"] == 2, "published tokens count"
     job = fetch(redis_client, task_id)
     assert job.get_status() == "failed"
     (result,) = job.results()
@@ -167,7 +168,7 @@ def test_three_crashes_of_isolated_runs_end_the_task_as_poisoned(
     assert reap(store) == Reaped()
 
 
-def test_every_output_of_a_poisoned_task_ends(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_every_output_of_a_poisoned_task_ends(store: TaskStore, redis_client: RedisClient) -> None:
     task_id = submit(store, redis_client, num_outputs=3)
     fall_under_suspicion(store)
     store.hand_back(owned([_held(store, redis_client, task_id)]))
@@ -177,12 +178,12 @@ def test_every_output_of_a_poisoned_task_ends(store: TaskStore, redis_client: re
     assert [(end.index, end.done) for end in ends] == [(0, False), (1, False), (2, True)]
 
 
-def _held(store: TaskStore, client: redis.Redis, task_id: str) -> Claimed:
+def _held(store: TaskStore, client: RedisClient, task_id: str) -> Claimed:
     owner = client.hget(keys.run(task_id), "owner").decode()
     return Claimed(task_id=task_id, owner=owner, attempt=0, queue="", priority=2, accepted_at=0, data=b"")
 
 
-def test_progress_voids_all_crashes(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_progress_voids_all_crashes(store: TaskStore, redis_client: RedisClient) -> None:
     submit(store, redis_client)
     suspect = fall_under_suspicion(store)
     die(store, suspect, "alone")
@@ -197,7 +198,7 @@ def test_progress_voids_all_crashes(store: TaskStore, redis_client: redis.Redis)
     assert blame(store).poisoned == (fourth.task_id,), "and it takes three again"
 
 
-def test_an_untouched_task_is_never_a_suspect(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_an_untouched_task_is_never_a_suspect(store: TaskStore, redis_client: RedisClient) -> None:
     submit(store, redis_client)
     for _ in range(MANY):
         claimed = claim_one(store)
@@ -206,7 +207,7 @@ def test_an_untouched_task_is_never_a_suspect(store: TaskStore, redis_client: re
 
 
 @pytest.mark.parametrize("standing", ["untouched", "waiting", "seated", "alone"])
-def test_hand_backs_never_count(store: TaskStore, redis_client: redis.Redis, standing: TaskPhase) -> None:
+def test_hand_backs_never_count(store: TaskStore, redis_client: RedisClient, standing: TaskPhase) -> None:
     submit(store, redis_client)
     for _ in range(MANY):
         claimed = claim_one(store)
@@ -215,7 +216,7 @@ def test_hand_backs_never_count(store: TaskStore, redis_client: redis.Redis, sta
         assert store.hand_back(owned([claimed])) == 1
 
 
-def test_a_hand_back_of_a_crashed_worker_counts(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_hand_back_of_a_crashed_worker_counts(store: TaskStore, redis_client: RedisClient) -> None:
     """A kernel of one request may cost device after device, while each worker shuts down in order."""
     ids = [submit(store, redis_client) for _ in range(3)]
     guilty, progressed, mate = claim(store)
@@ -239,7 +240,7 @@ def test_a_hand_back_of_a_crashed_worker_counts(store: TaskStore, redis_client: 
 
 @pytest.mark.parametrize("how", ["renew", "publish"])
 def test_an_owner_that_renews_after_its_lease_lapsed_did_not_crash(
-    store: TaskStore, redis_client: redis.Redis, how: str
+    store: TaskStore, redis_client: RedisClient, how: str
 ) -> None:
     """celery#5935: a worker that was stopped or disconnected for longer than its lease is still alive."""
     submit(store, redis_client)
@@ -252,7 +253,7 @@ def test_an_owner_that_renews_after_its_lease_lapsed_did_not_crash(
 
 @pytest.mark.parametrize("how", ["renew", "publish"])
 def test_a_crash_of_an_isolated_run_is_retracted_if_its_owner_renews(
-    store: TaskStore, redis_client: redis.Redis, how: str
+    store: TaskStore, redis_client: RedisClient, how: str
 ) -> None:
     submit(store, redis_client)
     stopped = fall_under_suspicion(store)
@@ -272,7 +273,7 @@ def _speak(store: TaskStore, claimed: Claimed, how: str) -> None:
         assert publish(store, claimed, len(claimed.entries), 1) == Lost()
 
 
-def test_a_task_that_has_ended_does_not_change(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_task_that_has_ended_does_not_change(store: TaskStore, redis_client: RedisClient) -> None:
     task_id = submit(store, redis_client)
     suspect = fall_under_suspicion(store)
     die(store, suspect, "alone")
@@ -286,7 +287,7 @@ def test_a_task_that_has_ended_does_not_change(store: TaskStore, redis_client: r
     assert unchanged(redis_client, lambda: store.hand_back(owned([last]), crashed=True)) == 0
 
 
-def test_a_claim_of_an_older_version_never_counts(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_claim_of_an_older_version_never_counts(store: TaskStore, redis_client: RedisClient) -> None:
     """In a rolling upgrade: older scripts stored neither length nor phase."""
     submit(store, redis_client)
     claimed = claim_one(store, lease_seconds=-1)
@@ -298,7 +299,7 @@ def test_a_claim_of_an_older_version_never_counts(store: TaskStore, redis_client
 
 @pytest.mark.parametrize("how", ["hand_back", "reap"])
 def test_the_record_of_an_attempt_is_removed_with_it(
-    store: TaskStore, redis_client: redis.Redis, how: str
+    store: TaskStore, redis_client: RedisClient, how: str
 ) -> None:
     """An older version that claims next stores none, and would be judged by this one."""
     submit(store, redis_client)
@@ -311,7 +312,7 @@ def test_the_record_of_an_attempt_is_removed_with_it(
     assert redis_client.hmget(keys.run(claimed.task_id), "claimed_length", "standing") == [None, None]
 
 
-def test_a_log_that_lost_its_end_is_not_progress(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_log_that_lost_its_end_is_not_progress(store: TaskStore, redis_client: RedisClient) -> None:
     """After a crash of Redis's host the log may be shorter than at the claim."""
     submit(store, redis_client)
     first = claim_one(store)
@@ -325,7 +326,7 @@ def test_a_log_that_lost_its_end_is_not_progress(store: TaskStore, redis_client:
 
 
 def test_a_lapse_during_an_outage_of_redis_is_not_a_crash(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     """The worker may have shut down in order without being able to hand back."""
     submit(store, redis_client)
@@ -361,7 +362,7 @@ def test_a_lapse_across_a_restart_of_redis_is_not_a_crash(tmp_path: Path) -> Non
         server.process.wait()
 
 
-def test_a_crash_after_an_outage_counts(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_crash_after_an_outage_counts(store: TaskStore, redis_client: RedisClient) -> None:
     submit(store, redis_client)
     held = claim_one(store)
     store.reap(SLUG, max_task_seconds=3600, reclaim_leases=False, failed_seconds_ago=1.0)

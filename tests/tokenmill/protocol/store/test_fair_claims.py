@@ -8,8 +8,8 @@ import dataclasses
 from collections import Counter
 
 import pytest
-import redis
 
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.passing_time import let_pass
 from tests.tokenmill.protocol.store.tasks import (
     SLUG,
@@ -18,6 +18,7 @@ from tests.tokenmill.protocol.store.tasks import (
     owned,
     publish,
     settle,
+    snapshot_of,
     submission,
     submit,
 )
@@ -30,19 +31,21 @@ from tokenmill.protocol.store.task_store import TaskStore
 FLOOD = 1000
 
 
-def flood(store: TaskStore, client: redis.Redis, count: int, **fields: object) -> None:
+def flood(store: TaskStore, client: RedisClient, count: int, **fields: object) -> None:
     """Many equal tasks."""
     given = submission(client, **fields)
     for _ in range(count):
         store.submit(dataclasses.replace(given, task_id=new_task_id()))
 
 
-def counter(client: redis.Redis, tenant: str) -> float | None:
-    score = client.zscore(keys.shares(SLUG), tenant_hash(tenant))
-    return client.zscore(keys.away(SLUG), tenant_hash(tenant)) if score is None else score
+def counter(client: RedisClient, tenant: str) -> float | None:
+    score: float | None = client.zscore(keys.shares(SLUG), tenant_hash(tenant))
+    if score is None:
+        score = client.zscore(keys.away(SLUG), tenant_hash(tenant))
+    return score
 
 
-def claim_by_turns(client: redis.Redis, count: int, max_tasks: int = 1) -> list[Claimed]:
+def claim_by_turns(client: RedisClient, count: int, max_tasks: int = 1) -> list[Claimed]:
     """Claim this many tasks, by workers that do not know of each other."""
     claimed: list[Claimed] = []
     while len(claimed) < count:
@@ -52,7 +55,7 @@ def claim_by_turns(client: redis.Redis, count: int, max_tasks: int = 1) -> list[
     return claimed
 
 
-def test_a_flood_of_one_tenant_does_not_block_another(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_flood_of_one_tenant_does_not_block_another(store: TaskStore, redis_client: RedisClient) -> None:
     flood(store, redis_client, FLOOD, tenant="flood", cost=50)
     claim_by_turns(redis_client, 20)
     lone = submit(store, redis_client, tenant="lone", cost=50)
@@ -60,7 +63,7 @@ def test_a_flood_of_one_tenant_does_not_block_another(store: TaskStore, redis_cl
 
 
 def test_each_of_many_tenants_is_served_before_a_flood_continues(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     flood(store, redis_client, 100, tenant="flood", cost=50)
     claim(store, 30)
@@ -68,7 +71,7 @@ def test_each_of_many_tenants_is_served_before_a_flood_continues(
     assert [one.task_id for one in claim(store, 21)][1:] == ids
 
 
-def test_idle_time_earns_no_credit(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_idle_time_earns_no_credit(store: TaskStore, redis_client: RedisClient) -> None:
     """A tenant is not owed what it did not ask for."""
     submit(store, redis_client, tenant="late", cost=10)
     claim_one(store)
@@ -80,7 +83,7 @@ def test_idle_time_earns_no_credit(store: TaskStore, redis_client: redis.Redis) 
 
 
 @pytest.mark.parametrize("max_tasks", [1, 7])
-def test_equal_loads_get_equal_tokens(store: TaskStore, redis_client: redis.Redis, max_tasks: int) -> None:
+def test_equal_loads_get_equal_tokens(store: TaskStore, redis_client: RedisClient, max_tasks: int) -> None:
     """Tokens, not tasks: always within the cost of one task, also with large and small tasks."""
     costs = {"a": 70, "b": 10, "c": 35}
     for tenant, cost in costs.items():
@@ -94,7 +97,7 @@ def test_equal_loads_get_equal_tokens(store: TaskStore, redis_client: redis.Redi
     assert min(served.values()) > 1000
 
 
-def test_a_tenant_has_one_share_over_all_classes(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_tenant_has_one_share_over_all_classes(store: TaskStore, redis_client: RedisClient) -> None:
     for tenant, priority in (("a", 1), ("a", 2), ("b", 2)):
         flood(store, redis_client, 3, tenant=tenant, priority=priority)
     turns = [tenant_of(one.queue) for one in claim(store, 9)]
@@ -104,7 +107,7 @@ def test_a_tenant_has_one_share_over_all_classes(store: TaskStore, redis_client:
 
 @pytest.mark.parametrize("others", [[], ["other"]])
 def test_a_promoted_task_passes_a_flood_of_the_best_class(
-    store: TaskStore, redis_client: redis.Redis, others: list[str]
+    store: TaskStore, redis_client: RedisClient, others: list[str]
 ) -> None:
     """With one tenant and with several; sglang#31954: without ageing a steady stream starves the rest."""
     last = submit(store, redis_client, tenant="a", priority=4)
@@ -119,7 +122,7 @@ def test_a_promoted_task_passes_a_flood_of_the_best_class(
     assert last in [one.task_id for one in claim(store, 2)]
 
 
-def test_every_task_of_a_queue_ages_beside_other_tenants(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_every_task_of_a_queue_ages_beside_other_tenants(store: TaskStore, redis_client: RedisClient) -> None:
     """A claim from a queue does not reset the age of the tasks behind it."""
     old = [submit(store, redis_client, tenant="a", priority=4) for _ in range(3)]
     let_pass(redis_client, 200)
@@ -131,7 +134,7 @@ def test_every_task_of_a_queue_ages_beside_other_tenants(store: TaskStore, redis
     assert set(old[1:]) <= set(claimed)
 
 
-def test_promoted_tasks_go_oldest_first(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_promoted_tasks_go_oldest_first(store: TaskStore, redis_client: RedisClient) -> None:
     ids = []
     for tenant, priority in (("a", 3), ("b", 4), ("c", 0), ("a", 1)):
         ids.append(submit(store, redis_client, tenant=tenant, priority=priority))
@@ -140,7 +143,7 @@ def test_promoted_tasks_go_oldest_first(store: TaskStore, redis_client: redis.Re
     assert [one.task_id for one in claim(store, 4)] == ids
 
 
-def test_promoted_tenants_take_turns(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_promoted_tenants_take_turns(store: TaskStore, redis_client: RedisClient) -> None:
     """A backlog that is promoted as a whole does not block the promoted task of another tenant."""
     flood(store, redis_client, 50, tenant="flood")
     let_pass(redis_client, 300)
@@ -152,7 +155,7 @@ def test_promoted_tenants_take_turns(store: TaskStore, redis_client: redis.Redis
 
 
 def test_an_old_backlog_does_not_block_a_new_task_of_another_tenant(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     """Every second claim goes by class and tokens served alone, so the bound does not grow with the flood."""
     flood(store, redis_client, 200, tenant="flood", cost=50)
@@ -164,7 +167,7 @@ def test_an_old_backlog_does_not_block_a_new_task_of_another_tenant(
 
 
 def test_cancelling_the_head_gives_a_promoted_queue_no_extra_turn(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     flood(store, redis_client, 5, tenant="a", cost=0)
     flood(store, redis_client, 5, tenant="b", cost=0)
@@ -177,7 +180,7 @@ def test_cancelling_the_head_gives_a_promoted_queue_no_extra_turn(
 
 @pytest.mark.parametrize("num_floods", [1, 3, 10])
 def test_the_documented_bounds_hold_whatever_others_have_waiting(
-    store: TaskStore, redis_client: redis.Redis, num_floods: int
+    store: TaskStore, redis_client: RedisClient, num_floods: int
 ) -> None:
     """For a promoted task of the worst class, and for a new one of the same class as the floods."""
     for n in range(num_floods):
@@ -194,7 +197,7 @@ def test_the_documented_bounds_hold_whatever_others_have_waiting(
     assert new in [one.task_id for one in claim_by_turns(redis_client, bound)]
 
 
-def test_every_second_claim_goes_by_age(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_every_second_claim_goes_by_age(store: TaskStore, redis_client: RedisClient) -> None:
     flood(store, redis_client, 20, tenant="heavy", cost=1000, priority=4)
     submit(store, redis_client, tenant="other", cost=1)
     claim(store, 2)
@@ -204,7 +207,7 @@ def test_every_second_claim_goes_by_age(store: TaskStore, redis_client: redis.Re
     assert turns.count(tenant_hash("heavy")) >= 4
 
 
-def test_the_settings_determine_the_order(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_the_settings_determine_the_order(store: TaskStore, redis_client: RedisClient) -> None:
     """Each claim sends them; positions follow from those of the last claim."""
 
     def first(order: ClaimOrder) -> str:
@@ -225,7 +228,7 @@ def test_the_settings_determine_the_order(store: TaskStore, redis_client: redis.
 
 
 def test_without_fair_sharing_tasks_of_a_class_go_by_arrival(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     flood(store, redis_client, 5, tenant="a", cost=1000)
     lone = submit(store, redis_client, tenant="b", cost=1)
@@ -238,7 +241,7 @@ def test_without_fair_sharing_tasks_of_a_class_go_by_arrival(
 
 
 def test_a_stream_of_new_tenants_does_not_starve_one_that_was_served_more(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     """Each new tenant starts with the minimum counter, so the others would never be the minimum."""
     flood(store, redis_client, 2, tenant="heavy", cost=1000)
@@ -255,7 +258,7 @@ def test_a_stream_of_new_tenants_does_not_starve_one_that_was_served_more(
     assert minute == 2
 
 
-def test_unused_cost_is_returned(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_unused_cost_is_returned(store: TaskStore, redis_client: RedisClient) -> None:
     """An estimate that was too high costs the tenant nothing; one that was too low is charged at the end."""
     submit(store, redis_client, tenant="a", cost=500)
     first = claim_one(store)
@@ -267,7 +270,7 @@ def test_unused_cost_is_returned(store: TaskStore, redis_client: redis.Redis) ->
     assert counter(redis_client, "a") == (3 + 4) + (3 + 40)
 
 
-def test_a_requeued_task_is_charged_once(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_requeued_task_is_charged_once(store: TaskStore, redis_client: RedisClient) -> None:
     submit(store, redis_client, tenant="a", cost=500)
     for _ in range(3):
         store.hand_back(owned([claim_one(store)]))
@@ -279,7 +282,7 @@ def test_a_requeued_task_is_charged_once(store: TaskStore, redis_client: redis.R
     assert counter(redis_client, "a") == 7
 
 
-def test_a_cancelled_task_is_charged_for_its_tokens(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_cancelled_task_is_charged_for_its_tokens(store: TaskStore, redis_client: RedisClient) -> None:
     waiting, running = (submit(store, redis_client, tenant="a", cost=500) for _ in range(2))
     store.cancel(waiting)
     claim_one(store)
@@ -287,7 +290,7 @@ def test_a_cancelled_task_is_charged_for_its_tokens(store: TaskStore, redis_clie
     assert counter(redis_client, "a") == 0
 
 
-def test_cached_tokens_are_not_charged(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_cached_tokens_are_not_charged(store: TaskStore, redis_client: RedisClient) -> None:
     submit(store, redis_client, tenant="a", cost=500)
     claimed = claim_one(store)
     publish(store, claimed, 0, 1, cached_tokens="2")
@@ -295,7 +298,7 @@ def test_cached_tokens_are_not_charged(store: TaskStore, redis_client: redis.Red
     assert counter(redis_client, "a") == (3 - 2) + 4
 
 
-def test_counters_of_idle_tenants_expire(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_counters_of_idle_tenants_expire(store: TaskStore, redis_client: RedisClient) -> None:
     """A counter that would be lifted to the minimum is dropped at once, others after an hour."""
     redis_client.zadd(keys.away(SLUG), {f"tenant {n}": 10 + n for n in range(10_100)})
     submit(store, redis_client, tenant="a", cost=10)
@@ -310,7 +313,7 @@ def test_counters_of_idle_tenants_expire(store: TaskStore, redis_client: redis.R
 
 
 def test_the_cost_of_a_claim_does_not_depend_on_the_number_of_tenants(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     """Commands in the scripts of a claim, an inspection and a submission, with four tenants and a hundred."""
 
@@ -340,7 +343,7 @@ def test_the_cost_of_a_claim_does_not_depend_on_the_number_of_tenants(
 
 
 def test_the_estimated_position_is_close_to_the_actual_one(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     """A flood does not count as a whole before tenants that it does not delay."""
     flood(store, redis_client, 100, tenant="flood", cost=40)
@@ -352,16 +355,18 @@ def test_the_estimated_position_is_close_to_the_actual_one(
         for queue in redis_client.zrange(keys.queues(SLUG), 0, -1)
         for task_id in redis_client.zrange(keys.order(queue.decode()), 0, -1)
     ]
-    told = {task_id: store.inspect(task_id) for task_id in waiting}
-    assert told[lone].position <= 4
+    snapshots = {task_id: snapshot_of(store, task_id) for task_id in waiting}
+    assert (snapshots[lone].position or 0) <= 4
     tokens_ahead = 0
     for position, one in enumerate(claim(store, 40)):
-        snapshot = told[one.task_id]
+        snapshot = snapshots[one.task_id]
+        assert snapshot.position is not None
+        assert snapshot.tokens_ahead is not None
         assert abs(snapshot.position - position) <= 5
         assert abs(snapshot.tokens_ahead - tokens_ahead) <= 50 + 0.4 * tokens_ahead
         tokens_ahead += store_cost(redis_client, one.task_id)
-    assert told[waiting[99]].position > 60
+    assert (snapshots[waiting[99]].position or 0) > 60
 
 
-def store_cost(client: redis.Redis, task_id: str) -> int:
+def store_cost(client: RedisClient, task_id: str) -> int:
     return int(client.hget(keys.run(task_id), "cost"))

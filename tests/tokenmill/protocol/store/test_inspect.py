@@ -3,9 +3,9 @@
 import random
 
 import pytest
-import redis
 
 from api.schemas.task_view import eta_seconds
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.passing_time import accept_earlier, let_pass
 from tests.tokenmill.protocol.store.tasks import (
     SLUG,
@@ -37,12 +37,12 @@ def put_ready(store: TaskStore) -> None:
     store.put_worker(record, ttl_seconds=60)
 
 
-def test_an_unknown_task_is_none(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_an_unknown_task_is_none(store: TaskStore, redis_client: RedisClient) -> None:
     assert unchanged(redis_client, lambda: store.inspect("0" * 32)) is None
     assert store.read_log("0" * 32) == []
 
 
-def test_inspecting_changes_nothing(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_inspecting_changes_nothing(store: TaskStore, redis_client: RedisClient) -> None:
     ids = [submit(store, redis_client) for _ in range(2)]
     publish(store, claim_one(store), 0, 2)
     before = dump(redis_client)
@@ -53,7 +53,7 @@ def test_inspecting_changes_nothing(store: TaskStore, redis_client: redis.Redis)
     assert dump(redis_client) == before
 
 
-def test_positions_and_tokens_agree_with_the_claims(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_positions_and_tokens_agree_with_the_claims(store: TaskStore, redis_client: RedisClient) -> None:
     """Over the classes of one tenant: exact."""
     chance = random.Random(5)
     costs = {}
@@ -64,15 +64,15 @@ def test_positions_and_tokens_agree_with_the_claims(store: TaskStore, redis_clie
         costs[task_id] = cost
     for claimed in claim(store, 7):
         del costs[claimed.task_id]
-    told = {task_id: inspect(store, task_id) for task_id in costs}
+    snapshots = {task_id: inspect(store, task_id) for task_id in costs}
     tokens_ahead = 0
     for position, claimed in enumerate(claim(store)):
-        snapshot = told[claimed.task_id]
+        snapshot = snapshots[claimed.task_id]
         assert (snapshot.position, snapshot.tokens_ahead) == (position, tokens_ahead)
         tokens_ahead += costs[claimed.task_id]
 
 
-def test_a_cancelled_task_in_the_middle_leaves_no_tokens(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_cancelled_task_in_the_middle_leaves_no_tokens(store: TaskStore, redis_client: RedisClient) -> None:
     first, middle, third, last = (submit(store, redis_client, cost=cost) for cost in (1, 10, 100, 1000))
     store.cancel(middle)
     assert (inspect(store, third).position, inspect(store, third).tokens_ahead) == (1, 1)
@@ -84,7 +84,7 @@ def test_a_cancelled_task_in_the_middle_leaves_no_tokens(store: TaskStore, redis
 
 
 def test_an_aged_task_is_counted_before_those_it_precedes(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     urgent = submit(store, redis_client, priority=1, cost=7)
     old = submit(store, redis_client, priority=4, cost=9)
@@ -94,7 +94,7 @@ def test_an_aged_task_is_counted_before_those_it_precedes(
     assert inspect(store, urgent).tokens_ahead == 9
 
 
-def test_the_reason_for_waiting(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_the_reason_for_waiting(store: TaskStore, redis_client: RedisClient) -> None:
     first, second = submit(store, redis_client), submit(store, redis_client)
     assert inspect(store, first).waiting_for == "worker"
     put_ready(store)
@@ -108,7 +108,7 @@ def test_the_reason_for_waiting(store: TaskStore, redis_client: redis.Redis) -> 
     assert (inspect(store, first).waiting_for, inspect(store, first).position) == ("token_budget", 0)
 
 
-def test_the_position_of_a_requeued_task_is_its_rank(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_the_position_of_a_requeued_task_is_its_rank(store: TaskStore, redis_client: RedisClient) -> None:
     task_id = submit(store, redis_client)
     claimed = claim_one(store)
     publish(store, claimed, 0, 1, scheduled="1")
@@ -125,7 +125,7 @@ def rate(store: TaskStore) -> float | None:
     return store.queue_stats(SLUG).drain_rate
 
 
-def test_the_drain_rate_is_measured_while_tasks_wait(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_the_drain_rate_is_measured_while_tasks_wait(store: TaskStore, redis_client: RedisClient) -> None:
     for _ in range(6):
         submit(store, redis_client, cost=100)
     first, second = claim(store, 2)
@@ -140,7 +140,7 @@ def test_the_drain_rate_is_measured_while_tasks_wait(store: TaskStore, redis_cli
     assert rate(store) == pytest.approx(10, rel=0.2)
 
 
-def test_idle_time_does_not_count(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_idle_time_does_not_count(store: TaskStore, redis_client: RedisClient) -> None:
     for _ in range(3):
         submit(store, redis_client, cost=100)
     claimed = claim_one(store)
@@ -163,7 +163,7 @@ def test_idle_time_does_not_count(store: TaskStore, redis_client: redis.Redis) -
     assert eta < 60
 
 
-def test_a_worker_without_waiting_tasks_is_not_measured(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_worker_without_waiting_tasks_is_not_measured(store: TaskStore, redis_client: RedisClient) -> None:
     """A single small task does not show what a saturated worker can do."""
     submit(store, redis_client, cost=40)
     claimed = claim_one(store)
@@ -173,7 +173,7 @@ def test_a_worker_without_waiting_tasks_is_not_measured(store: TaskStore, redis_
     assert rate(store) is None
 
 
-def test_time_without_workers_does_not_count(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_time_without_workers_does_not_count(store: TaskStore, redis_client: RedisClient) -> None:
     for _ in range(4):
         submit(store, redis_client, cost=100)
     claimed = claim_one(store)
@@ -189,7 +189,7 @@ def test_time_without_workers_does_not_count(store: TaskStore, redis_client: red
 
 @pytest.mark.parametrize("how", ["cancel", "fail"])
 def test_tokens_that_were_not_served_do_not_count(
-    store: TaskStore, redis_client: redis.Redis, how: str
+    store: TaskStore, redis_client: RedisClient, how: str
 ) -> None:
     for _ in range(30):
         submit(store, redis_client, cost=100)
@@ -214,7 +214,7 @@ def test_the_stats_of_an_unknown_model_are_empty(store: TaskStore) -> None:
     assert (stats.drain_rate, stats.num_ready_workers) == (None, 0)
 
 
-def test_stats_count_classes_over_tenants(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_stats_count_classes_over_tenants(store: TaskStore, redis_client: RedisClient) -> None:
     for priority, tenant in ((0, "a"), (2, "a"), (2, "b"), (4, "b"), (2, "a")):
         submit(store, redis_client, priority=priority, tenant=tenant, cost=10)
     claim(store, 2)
@@ -226,7 +226,7 @@ def test_stats_count_classes_over_tenants(store: TaskStore, redis_client: redis.
     assert stats.totals == {"submitted": 5}
 
 
-def test_costs_are_deleted_with_their_queue(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_costs_are_deleted_with_their_queue(store: TaskStore, redis_client: RedisClient) -> None:
     given = submission(redis_client, cost=10)
     store.submit(given)
     claimed = claim_one(store)
@@ -238,7 +238,7 @@ def test_costs_are_deleted_with_their_queue(store: TaskStore, redis_client: redi
 
 
 @pytest.mark.parametrize("after", [-5, -1, 0, 3, 4, 2**53, 2**70])
-def test_a_log_can_be_read_from_any_entry(store: TaskStore, redis_client: redis.Redis, after: int) -> None:
+def test_a_log_can_be_read_from_any_entry(store: TaskStore, redis_client: RedisClient, after: int) -> None:
     task_id = submit(store, redis_client)
     publish(store, claim_one(store), 0, 5)
     expected = [seq for seq in range(5) if seq > after]

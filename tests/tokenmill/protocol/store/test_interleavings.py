@@ -7,7 +7,6 @@ that no test waits. A crash is a worker that makes no further call; a lost reply
 from typing import get_args
 
 import pytest
-import redis
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -21,6 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.fair_model import Waiting
 from tests.tokenmill.protocol.store.invariants import AFTER_THE_END, INVARIANTS
 from tests.tokenmill.protocol.store.task_model import Expected, Holder, World
@@ -37,13 +37,13 @@ from tokenmill.protocol.records import (
     TaskPhase,
 )
 
-STANDINGS = st.sampled_from(("alone", "alone", *get_args(TaskPhase)))
+PHASES = st.sampled_from(("alone", "alone", *get_args(TaskPhase)))
 
 
 class Service(RuleBasedStateMachine):
     """The steps of clients, workers and reapers, in any order."""
 
-    client: redis.Redis
+    client: RedisClient
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Service(RuleBasedStateMachine):
                 if self.world.owns(holder):
                     self.world.tasks[holder.claimed.task_id].grow(holder.sent)
             self.world.check(holder, outcome)
-            self.world.hear(holder, outcome)
+            self.world.learn(holder, outcome)
 
     @rule(held=claims)
     def skip_ahead(self, held: list[Holder]) -> None:
@@ -149,7 +149,7 @@ class Service(RuleBasedStateMachine):
                 assert outcome == Gap(self.world.tasks[holder.claimed.task_id].num_tokens)
             else:
                 assert outcome == self.world.refusal(holder)
-                self.world.hear(holder, outcome)
+                self.world.learn(holder, outcome)
 
     @rule(held=claims, reason=st.sampled_from(["stop", "length", "error", "timeout"]), again=st.booleans())
     def settle(self, held: list[Holder], reason: str, again: bool) -> None:
@@ -167,7 +167,7 @@ class Service(RuleBasedStateMachine):
                     assert self.world.store.publish([write]) == [Accepted()]
             else:
                 assert outcome == self.world.refusal(holder)
-                self.world.hear(holder, outcome)
+                self.world.learn(holder, outcome)
 
     @rule(held=claims, lapsed=st.booleans(), standing=st.sampled_from(get_args(TaskPhase)))
     def renew(self, held: list[Holder], lapsed: bool, standing: TaskPhase) -> None:
@@ -196,17 +196,17 @@ class Service(RuleBasedStateMachine):
     def reap(self) -> None:
         assert self.reap_all().cancelled == ()
 
-    @rule(times=st.integers(1, 4), first=STANDINGS, others=STANDINGS, speaks=st.booleans())
-    def claim_and_die(self, times: int, first: TaskPhase, others: TaskPhase, speaks: bool) -> None:
+    @rule(times=st.integers(1, 4), first=PHASES, others=PHASES, calls_again=st.booleans())
+    def claim_and_crash(self, times: int, first: TaskPhase, others: TaskPhase, calls_again: bool) -> None:
         """All at once, as several crashes of owners of one task are rare by chance."""
         while len(self.world.waiting()) < 2:
             self.submit(priority=1, tenant="a", cost=1, limits=(None, None), key=None, digest="1")
         for _ in range(times):
-            held = self.claim(2, lapsed=True)
+            held: list[Holder] = self.claim(2, lapsed=True)  # type: ignore[assignment]
             self.renew(held[:1], lapsed=True, standing=first)
             self.renew(held[1:], lapsed=True, standing=others)
             self.reap_all()
-            if speaks:
+            if calls_again:
                 # The owners were only stopped, and call again before other claims.
                 self.renew(held, lapsed=False, standing="seated")
 
@@ -227,16 +227,16 @@ class Service(RuleBasedStateMachine):
     @rule(task_id=submitted)
     def cancel(self, task_id: str) -> None:
         task = self.world.tasks[task_id]
-        told = self.world.store.cancel(task_id)
+        status = self.world.store.cancel(task_id)
         if task.reason is None:
             if task.owner:
                 self.world.let_go(task, num_served=task.num_tokens)
             else:
                 self.world.fair.leave(task_id)
             task.reason, task.cancelled_under, task.owner = "cancelled", task.owner, None
-            assert told == "cancelled"
+            assert status == "cancelled"
         else:
-            assert told == {"stop": "completed", "length": "completed", "cancelled": "cancelled"}.get(
+            assert status == {"stop": "completed", "length": "completed", "cancelled": "cancelled"}.get(
                 task.reason, "failed"
             )
 
@@ -252,8 +252,8 @@ class Service(RuleBasedStateMachine):
 
     @invariant()
     def all_laws_hold(self) -> None:
-        for holds in INVARIANTS:
-            holds(self.world)
+        for check in INVARIANTS:
+            check(self.world)
 
     def teardown(self) -> None:
         """All workers have died. A new one finishes all tasks, and nothing is left behind."""
@@ -270,12 +270,12 @@ class Service(RuleBasedStateMachine):
             assert self.world.store.publish([final_write(claimed, task.num_tokens, 0)]) == [Accepted()]
             task.reason = "stop"
         assert all(task.reason for task in self.world.tasks.values())
-        for holds in AFTER_THE_END:
-            holds(self.world)
+        for check in AFTER_THE_END:
+            check(self.world)
 
 
 @pytest.mark.parametrize("steps", [30])
-def test_any_order_of_steps(redis_client: redis.Redis, steps: int) -> None:
+def test_any_order_of_steps(redis_client: RedisClient, steps: int) -> None:
     service = type("Service", (Service,), {"client": redis_client})
     run_state_machine_as_test(
         service,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import redis
 
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.passing_time import accept_earlier
 from tests.tokenmill.protocol.store.tasks import (
     SLUG,
@@ -25,23 +26,23 @@ from tokenmill.protocol.limits import TimeLimits
 from tokenmill.protocol.records import Accepted, Lost
 from tokenmill.protocol.store.task_store import TaskStore
 
-Spoil = Callable[[redis.Redis, str], object]
+Spoil = Callable[[RedisClient, str], object]
 
 
-def _wrong_log(client: redis.Redis, task_id: str) -> None:
+def _wrong_log(client: RedisClient, task_id: str) -> None:
     client.delete(keys.log(task_id))
     client.set(keys.log(task_id), "x")
 
 
-def _no_cost(client: redis.Redis, task_id: str) -> None:
+def _no_cost(client: RedisClient, task_id: str) -> None:
     client.hset(keys.run(task_id), "cost", "many")
 
 
-def _no_acceptance(client: redis.Redis, task_id: str) -> None:
+def _no_acceptance(client: RedisClient, task_id: str) -> None:
     client.hdel(keys.run(task_id), "accepted_us")
 
 
-def _wrong_job(client: redis.Redis, task_id: str) -> None:
+def _wrong_job(client: RedisClient, task_id: str) -> None:
     client.delete(f"rq:job:{task_id}")
     client.sadd(f"rq:job:{task_id}", "x")
 
@@ -52,7 +53,7 @@ each_spoil = pytest.mark.parametrize("spoil", SPOILS, ids=lambda spoil: spoil.__
 
 @each_spoil
 def test_a_bad_record_does_not_keep_lapsed_tasks_claimed(
-    store: TaskStore, redis_client: redis.Redis, spoil: Spoil
+    store: TaskStore, redis_client: RedisClient, spoil: Spoil
 ) -> None:
     ids = [submit(store, redis_client) for _ in range(5)]
     claim(store, lease_seconds=-1)
@@ -68,7 +69,7 @@ def test_a_bad_record_does_not_keep_lapsed_tasks_claimed(
 
 @each_spoil
 def test_a_bad_record_blocks_neither_deadlines_nor_retention(
-    store: TaskStore, redis_client: redis.Redis, spoil: Spoil
+    store: TaskStore, redis_client: RedisClient, spoil: Spoil
 ) -> None:
     limits = TimeLimits(queue_timeout_seconds=5)
     bad = submit(store, redis_client, limits=limits)
@@ -90,7 +91,7 @@ def test_a_bad_record_blocks_neither_deadlines_nor_retention(
 
 
 def test_more_bad_records_than_one_call_processes_block_no_deadline(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     limits = TimeLimits(queue_timeout_seconds=5)
     bad = [submit(store, redis_client, limits=limits) for _ in range(150)]
@@ -104,7 +105,7 @@ def test_more_bad_records_than_one_call_processes_block_no_deadline(
     assert reaped[1].timed_out == (late,)
 
 
-def test_a_broken_index_fails_only_its_own_duty(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_broken_index_fails_only_its_own_duty(store: TaskStore, redis_client: RedisClient) -> None:
     """The script of the duty fails as a whole, which is a failure of that duty."""
     submit(store, redis_client)
     lapsed = claim_one(store, lease_seconds=-1)
@@ -115,7 +116,7 @@ def test_a_broken_index_fails_only_its_own_duty(store: TaskStore, redis_client: 
     assert [failure.duty for failure in reaped.failures] == ["strays"]
 
 
-def test_other_tasks_are_renewed_beside_a_bad_record(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_other_tasks_are_renewed_beside_a_bad_record(store: TaskStore, redis_client: RedisClient) -> None:
     ids = [submit(store, redis_client) for _ in range(3)]
     held = claim(store)
     redis_client.zadd(keys.LEASES, dict.fromkeys(ids, 1))
@@ -123,10 +124,10 @@ def test_other_tasks_are_renewed_beside_a_bad_record(store: TaskStore, redis_cli
     renewed = store.renew(owned(held), 60)
 
     assert (renewed.lost, renewed.cancelled) == (frozenset(), frozenset())
-    assert [redis_client.zscore(keys.LEASES, one) > 1 for one in ids] == [True, False, True]  # type: ignore[operator]
+    assert [redis_client.zscore(keys.LEASES, one) > 1 for one in ids] == [True, False, True]
 
 
-def test_other_tasks_are_handed_back_beside_a_bad_record(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_other_tasks_are_handed_back_beside_a_bad_record(store: TaskStore, redis_client: RedisClient) -> None:
     ids = [submit(store, redis_client) for _ in range(3)]
     held = claim(store)
     _no_cost(redis_client, ids[1])
@@ -135,7 +136,7 @@ def test_other_tasks_are_handed_back_beside_a_bad_record(store: TaskStore, redis
     assert [one.task_id for one in claim(store)] == [ids[0], ids[2]]
 
 
-def test_other_tokens_are_stored_beside_a_bad_record(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_other_tokens_are_stored_beside_a_bad_record(store: TaskStore, redis_client: RedisClient) -> None:
     ids = [submit(store, redis_client) for _ in range(3)]
     held = claim(store)
     redis_client.delete(keys.run(ids[1]))
@@ -147,7 +148,7 @@ def test_other_tokens_are_stored_beside_a_bad_record(store: TaskStore, redis_cli
 
 
 def test_an_error_of_the_server_is_not_a_failure_of_a_record(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     """MISCONF, READONLY and similar errors are raised to the caller."""
     submit(store, redis_client)
@@ -160,7 +161,7 @@ def test_an_error_of_the_server_is_not_a_failure_of_a_record(
 
 
 def test_a_lapsed_task_with_an_incomplete_run_hash_is_lost(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     """A run hash with too few fields to requeue the task."""
     submit(store, redis_client)

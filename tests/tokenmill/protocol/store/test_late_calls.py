@@ -12,6 +12,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from tests.conftest import RedisServer, free_port, start_redis
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.tasks import SLUG, claim, claim_one, dump, owned, reap, submit
 from tokenmill.protocol import keys
 from tokenmill.protocol.claim_order import DEFAULT_ORDER
@@ -35,13 +36,13 @@ def own_server(tmp_path: Path) -> Iterator[RedisServer]:
     server.process.wait()
 
 
-def impatient(server: RedisServer) -> redis.Redis:
+def impatient(server: RedisServer) -> RedisClient:
     return redis.Redis.from_url(
         server.url, socket_timeout=TIMEOUT_SECONDS, retry=Retry(NoBackoff(), 0), health_check_interval=0
     )
 
 
-def num_calls(client: redis.Redis) -> int:
+def num_calls(client: RedisClient) -> int:
     stats = client.info("commandstats")
     return sum(int(stats[name]["calls"]) for name in ("cmdstat_evalsha", "cmdstat_eval") if name in stats)
 
@@ -94,7 +95,7 @@ class Late:
         return self.now
 
 
-def test_every_script_refuses_a_late_call(redis_client: redis.Redis) -> None:
+def test_every_script_refuses_a_late_call(redis_client: RedisClient) -> None:
     before = dump(redis_client)
     for name in scripting.NAMES:
         script = redis_client.register_script(scripting.source(name))
@@ -110,14 +111,14 @@ def set_forward(store: TaskStore) -> None:
     store._scripts._clock._estimate = (offset - 3600, learned_at)
 
 
-def test_setting_the_clock_forward_costs_one_repetition(redis_client: redis.Redis) -> None:
+def test_setting_the_clock_forward_costs_one_repetition(redis_client: RedisClient) -> None:
     store = TaskStore(redis_client)
     submit(store, redis_client)
     set_forward(store)
     assert len(claim(store)) == 1
 
 
-def test_no_lease_lapses_when_the_clock_was_set(redis_client: redis.Redis) -> None:
+def test_no_lease_lapses_when_the_clock_was_set(redis_client: RedisClient) -> None:
     """All would lapse at once: the caller waits as after an outage."""
     store = TaskStore(redis_client)
     submit(store, redis_client)
@@ -128,7 +129,7 @@ def test_no_lease_lapses_when_the_clock_was_set(redis_client: redis.Redis) -> No
     assert redis_client.zcard(keys.LEASES) == 1
 
 
-def test_the_estimate_is_never_ahead_and_is_renewed(redis_client: redis.Redis) -> None:
+def test_the_estimate_is_never_ahead_and_is_renewed(redis_client: RedisClient) -> None:
     late = Late()
     clock = ServerClock(redis_client, late)
     first = clock.timeout_at()
@@ -141,7 +142,7 @@ def test_the_estimate_is_never_ahead_and_is_renewed(redis_client: redis.Redis) -
     assert again - first < server_clock.MAX_ESTIMATE_AGE_SECONDS * 1e6, "by TIME, not by the local clock"
 
 
-def test_a_client_without_a_timeout_sends_no_time(redis_client: redis.Redis) -> None:
+def test_a_client_without_a_timeout_sends_no_time(redis_client: RedisClient) -> None:
     class Patient:
         connection_pool = redis.ConnectionPool(socket_timeout=None)
 
@@ -151,12 +152,12 @@ def test_a_client_without_a_timeout_sends_no_time(redis_client: redis.Redis) -> 
     assert ServerClock(Patient()).timeout_at() is None
 
 
-def test_the_outbox_and_the_readers_send_the_time_too(redis_client: redis.Redis) -> None:
+def test_the_outbox_and_the_readers_send_the_time_too(redis_client: RedisClient) -> None:
     assert Outbox(redis_client)._scripts._clock.timeout_at() is not None
     assert Readers(redis_client)._scripts._clock.timeout_at() is not None
 
 
-def test_a_lost_reply_of_a_claim_is_not_a_crash(redis_server: RedisServer, redis_client: redis.Redis) -> None:
+def test_a_lost_reply_of_a_claim_is_not_a_crash(redis_server: RedisServer, redis_client: RedisClient) -> None:
     """Regression: lost replies made the task a suspect."""
     store = TaskStore(redis_client)
     submit(store, redis_client)

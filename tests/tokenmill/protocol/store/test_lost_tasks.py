@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-import redis
 
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.tasks import claim, claim_one, owned, publish, reap, settle, submit
 from tokenmill.protocol import keys
 from tokenmill.protocol.records import Lost
@@ -12,7 +12,7 @@ from tokenmill.protocol.store.task_store import TaskStore
 
 
 @pytest.fixture
-def evicting(redis_client: redis.Redis) -> Iterator[redis.Redis]:
+def evicting(redis_client: RedisClient) -> Iterator[RedisClient]:
     """A server that may evict keys."""
     redis_client.config_set("maxmemory", 2**30)
     redis_client.config_set("maxmemory-policy", "allkeys-lru")
@@ -29,7 +29,7 @@ def assert_lost(store: TaskStore, task_id: str) -> None:
     assert (end.finish_reason, end.done, end.error["code"]) == ("error", True, "lost")  # type: ignore[union-attr,index]
 
 
-def test_a_waiting_task_whose_job_was_evicted_is_lost(store: TaskStore, evicting: redis.Redis) -> None:
+def test_a_waiting_task_whose_job_was_evicted_is_lost(store: TaskStore, evicting: RedisClient) -> None:
     task_id, other = submit(store, evicting), submit(store, evicting)
     evicting.delete(f"rq:job:{task_id}")
     assert [one.task_id for one in claim(store)] == [other]
@@ -37,7 +37,7 @@ def test_a_waiting_task_whose_job_was_evicted_is_lost(store: TaskStore, evicting
 
 
 def test_a_waiting_task_whose_job_and_list_were_evicted_is_lost(
-    store: TaskStore, evicting: redis.Redis
+    store: TaskStore, evicting: RedisClient
 ) -> None:
     task_id = submit(store, evicting)
     evicting.delete(f"rq:job:{task_id}", *evicting.keys("rq:queue:*"))
@@ -47,7 +47,7 @@ def test_a_waiting_task_whose_job_and_list_were_evicted_is_lost(
 
 @pytest.mark.parametrize("how", ["renew", "publish", "hand_back", "reap"])
 def test_a_running_task_whose_job_was_evicted_is_lost(
-    store: TaskStore, evicting: redis.Redis, how: str
+    store: TaskStore, evicting: RedisClient, how: str
 ) -> None:
     task_id = submit(store, evicting)
     held = claim_one(store, lease_seconds=-1)
@@ -67,7 +67,7 @@ def test_a_running_task_whose_job_was_evicted_is_lost(
 
 
 def test_a_job_cancelled_with_rqs_tools_is_cancelled_on_such_a_server_too(
-    store: TaskStore, evicting: redis.Redis
+    store: TaskStore, evicting: RedisClient
 ) -> None:
     task_id = submit(store, evicting)
     evicting.hset(f"rq:job:{task_id}", "status", "canceled")

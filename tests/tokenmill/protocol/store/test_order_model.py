@@ -4,7 +4,6 @@ from the limits of the rule, so that a slow machine changes nothing.
 """
 
 import pytest
-import redis
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -15,6 +14,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.naive_order import by_age, counts_as, next_task, now_us, waiting_tasks
 from tests.tokenmill.protocol.store.passing_time import let_pass
 from tests.tokenmill.protocol.store.tasks import SLUG, settle, submit
@@ -35,7 +35,7 @@ ORDERS = (
 class Queue(RuleBasedStateMachine):
     """Tasks of one model, of these `tenants`."""
 
-    client: redis.Redis
+    client: RedisClient
     tenants: str
 
     def __init__(self) -> None:
@@ -126,6 +126,7 @@ class Queue(RuleBasedStateMachine):
                 assert (snapshot.position, snapshot.tokens_ahead) == exact
             elif snapshot.position:
                 # An estimate: at least what this tenant itself has ahead of the task, at most everything.
+                assert snapshot.tokens_ahead is not None
                 assert exact[0] <= snapshot.position < len(tasks)
                 assert exact[1] <= snapshot.tokens_ahead <= total - task.cost
             assert counts_as(task, self.order, now) <= task.priority
@@ -145,7 +146,7 @@ class Queue(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("tenants", ["a", "abc"])
-def test_sums_are_exact_after_any_order_of_steps(redis_client: redis.Redis, tenants: str) -> None:
+def test_sums_are_exact_after_any_order_of_steps(redis_client: RedisClient, tenants: str) -> None:
     machine = type("AnyQueue", (Queue,), {"client": redis_client, "tenants": tenants})
     run_state_machine_as_test(
         machine,
@@ -158,10 +159,10 @@ def test_sums_are_exact_after_any_order_of_steps(redis_client: redis.Redis, tena
     )
 
 
-def test_a_cancellation_in_the_middle_is_exact_at_once(redis_client: redis.Redis, store: TaskStore) -> None:
+def test_a_cancellation_in_the_middle_is_exact_at_once(redis_client: RedisClient, store: TaskStore) -> None:
     first = submit(store, redis_client, cost=10)
     large = submit(store, redis_client, cost=5000)
     second, last = submit(store, redis_client, cost=20), submit(store, redis_client, cost=7)
     store.cancel(large)
-    told = {task_id: store.inspect(task_id) for task_id in (first, second, last)}
-    assert [snapshot.tokens_ahead for snapshot in told.values() if snapshot] == [0, 10, 30]
+    snapshots = {task_id: store.inspect(task_id) for task_id in (first, second, last)}
+    assert [snapshot.tokens_ahead for snapshot in snapshots.values() if snapshot] == [0, 10, 30]

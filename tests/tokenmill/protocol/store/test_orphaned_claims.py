@@ -1,7 +1,6 @@
 """Claims and workers that would never lapse, because keys were deleted or the clock was set back."""
 
-import redis
-
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.tasks import SLUG, claim, claim_one, owned, publish, reap, submit
 from tokenmill.protocol import keys
 from tokenmill.protocol.records import Lost, WorkerRecord
@@ -10,16 +9,16 @@ from tokenmill.protocol.store.task_store import TaskStore
 HOUR = 3600.0
 
 
-def now(client: redis.Redis) -> float:
+def now(client: RedisClient) -> float:
     seconds, microseconds = client.time()
     return float(seconds + microseconds / 1e6)
 
 
-def lapse_of(client: redis.Redis, task_id: str) -> float:
+def lapse_of(client: RedisClient, task_id: str) -> float:
     return float(client.zscore(keys.LEASES, task_id) or 0)
 
 
-def test_a_claim_without_a_lease_gets_one(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_claim_without_a_lease_gets_one(store: TaskStore, redis_client: RedisClient) -> None:
     """The lease was deleted, and the worker killed."""
     submit(store, redis_client)
     held = claim_one(store, lease_seconds=7)
@@ -30,7 +29,7 @@ def test_a_claim_without_a_lease_gets_one(store: TaskStore, redis_client: redis.
     assert reap(store).returned == (held.task_id,)
 
 
-def test_a_lease_far_in_the_future_is_shortened(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_lease_far_in_the_future_is_shortened(store: TaskStore, redis_client: RedisClient) -> None:
     """Redis's clock was set back by an hour."""
     submit(store, redis_client)
     submit(store, redis_client)
@@ -42,7 +41,7 @@ def test_a_lease_far_in_the_future_is_shortened(store: TaskStore, redis_client: 
     assert lapse_of(redis_client, long.task_id) == before, "a long lease is no error"
 
 
-def test_a_renewal_stores_the_duration(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_renewal_stores_the_duration(store: TaskStore, redis_client: RedisClient) -> None:
     """After a change of the setting, or for a claim of an older version, which stored none."""
     submit(store, redis_client)
     held = claim_one(store, lease_seconds=7)
@@ -53,7 +52,7 @@ def test_a_renewal_stores_the_duration(store: TaskStore, redis_client: redis.Red
     assert lapse_of(redis_client, held.task_id) == before
 
 
-def test_all_claims_are_checked_in_turn(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_all_claims_are_checked_in_turn(store: TaskStore, redis_client: RedisClient) -> None:
     """A hundred per call, in any queue."""
     ids = [submit(store, redis_client, priority=n % 3) for n in range(250)]
     claim(store, 250, lease_seconds=60)
@@ -70,7 +69,7 @@ def test_all_claims_are_checked_in_turn(store: TaskStore, redis_client: redis.Re
 
 
 def test_a_running_task_without_a_run_hash_leaves_nothing(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     """Regression: its keys had no expiry, and the number of claimed tasks stayed at one."""
     task_id = submit(store, redis_client)
@@ -93,7 +92,7 @@ def test_a_running_task_without_a_run_hash_leaves_nothing(
     assert reap(store).lost == ()
 
 
-def test_a_waiting_task_without_a_run_hash_is_lost(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_waiting_task_without_a_run_hash_is_lost(store: TaskStore, redis_client: RedisClient) -> None:
     task_id = submit(store, redis_client)
     publish(store, claim_one(store, lease_seconds=-1), 0, 2)
     reap(store)
@@ -109,13 +108,13 @@ def record(name: str = "w") -> WorkerRecord:
 
 
 def test_a_worker_with_a_record_from_the_future_is_not_ready(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     """The clock was set back, and the worker killed. Regression: readiness listed it for an hour."""
     store.put_worker(record("dead"), 10)
     store.put_worker(record("alive"), 10)
     ahead = now(redis_client) + HOUR
-    text = redis_client.get(keys.worker("dead")).decode()  # type: ignore[union-attr]
+    text = redis_client.get(keys.worker("dead")).decode()
     redis_client.set(
         keys.worker("dead"), f'{{"reported_at":{ahead:.6f},' + text.partition(",")[2], px=3_600_000
     )
@@ -129,7 +128,7 @@ def test_a_worker_with_a_record_from_the_future_is_not_ready(
     assert {one.name for one in store.workers()} == {"alive", "dead"}, "it reports again: it lives"
 
 
-def test_a_worker_without_a_record_is_not_ready(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_worker_without_a_record_is_not_ready(store: TaskStore, redis_client: RedisClient) -> None:
     store.put_worker(record(), 10)
     redis_client.delete(keys.worker("w"))
     reap(store)

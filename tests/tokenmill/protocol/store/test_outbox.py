@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import redis
 
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.tasks import (
     claim,
     claim_one,
@@ -27,7 +28,7 @@ PATIENCE = 3600.0
 
 
 @pytest.fixture
-def outbox(redis_client: redis.Redis) -> Outbox:
+def outbox(redis_client: RedisClient) -> Outbox:
     return Outbox(redis_client)
 
 
@@ -35,58 +36,58 @@ def take(outbox: Outbox, max_webhooks: int = 10, silence_seconds: float = PATIEN
     return outbox.take(max_webhooks, silence_seconds=silence_seconds)
 
 
-def pass_time(client: redis.Redis, seconds: float) -> None:
+def pass_time(client: RedisClient, seconds: float) -> None:
     """Make each webhook that waits for its retry this much older."""
     for member, _ in client.zrange(keys.OUTBOX_DUE, 0, -1, withscores=True):
         client.zincrby(keys.OUTBOX_DUE, -seconds, member)
 
 
-def ended(store: TaskStore, client: redis.Redis, **changes: object) -> str:
+def ended(store: TaskStore, client: RedisClient, **changes: object) -> str:
     """An ended task with a webhook."""
     task_id = submit(store, client, webhook=URL, **changes)
     settle(store, claim_one(store), 0, 2)
     return task_id
 
 
-def by_settlement(store: TaskStore, client: redis.Redis, task_id: str) -> None:
+def by_settlement(store: TaskStore, client: RedisClient, task_id: str) -> None:
     settle(store, claim_one(store))
 
 
-def by_failure(store: TaskStore, client: redis.Redis, task_id: str) -> None:
+def by_failure(store: TaskStore, client: RedisClient, task_id: str) -> None:
     settle(store, claim_one(store), reason="error")
 
 
-def by_cancel(store: TaskStore, client: redis.Redis, task_id: str) -> None:
+def by_cancel(store: TaskStore, client: RedisClient, task_id: str) -> None:
     store.cancel(task_id)
 
 
-def by_cancel_of_a_running_one(store: TaskStore, client: redis.Redis, task_id: str) -> None:
+def by_cancel_of_a_running_one(store: TaskStore, client: RedisClient, task_id: str) -> None:
     claim_one(store)
     store.cancel(task_id)
 
 
-def by_waiting_too_long(store: TaskStore, client: redis.Redis, task_id: str) -> None:
+def by_waiting_too_long(store: TaskStore, client: RedisClient, task_id: str) -> None:
     assert reap(store, max_task_seconds=-1).timed_out == (task_id,)
 
 
-def by_rqs_tools_at_the_claim(store: TaskStore, client: redis.Redis, task_id: str) -> None:
+def by_rqs_tools_at_the_claim(store: TaskStore, client: RedisClient, task_id: str) -> None:
     fetch(client, task_id).cancel()
     assert claim(store) == []
 
 
-def by_rqs_tools_at_the_settlement(store: TaskStore, client: redis.Redis, task_id: str) -> None:
+def by_rqs_tools_at_the_settlement(store: TaskStore, client: RedisClient, task_id: str) -> None:
     claimed = claim_one(store)
     fetch(client, task_id).delete()
     settle(store, claimed)
 
 
-def by_rqs_tools_at_the_renewal(store: TaskStore, client: redis.Redis, task_id: str) -> None:
+def by_rqs_tools_at_the_renewal(store: TaskStore, client: RedisClient, task_id: str) -> None:
     claimed = claim_one(store)
     fetch(client, task_id).delete()
     store.renew({task_id: claimed.owner}, 60)
 
 
-def by_rqs_tools_at_the_hand_back(store: TaskStore, client: redis.Redis, task_id: str) -> None:
+def by_rqs_tools_at_the_hand_back(store: TaskStore, client: RedisClient, task_id: str) -> None:
     claimed = claim_one(store)
     fetch(client, task_id).delete()
     store.hand_back({task_id: claimed.owner})
@@ -109,8 +110,8 @@ ENDS = [
 def test_every_end_adds_the_webhook(
     store: TaskStore,
     outbox: Outbox,
-    redis_client: redis.Redis,
-    end: Callable[[TaskStore, redis.Redis, str], None],
+    redis_client: RedisClient,
+    end: Callable[[TaskStore, RedisClient, str], None],
 ) -> None:
     task_id = submit(store, redis_client, webhook=URL)
     assert take(outbox) == []
@@ -123,14 +124,14 @@ def test_every_end_adds_the_webhook(
     assert take(outbox) == []
 
 
-def test_a_task_without_a_webhook_adds_nothing(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_task_without_a_webhook_adds_nothing(store: TaskStore, redis_client: RedisClient) -> None:
     submit(store, redis_client)
     settle(store, claim_one(store))
     assert not redis_client.exists(keys.OUTBOX)
 
 
 def test_an_end_that_is_sent_twice_adds_one_webhook(
-    store: TaskStore, outbox: Outbox, redis_client: redis.Redis
+    store: TaskStore, outbox: Outbox, redis_client: RedisClient
 ) -> None:
     """The reply of the settlement was lost, and it is sent again; then the task is cancelled."""
     task_id = submit(store, redis_client, webhook=URL)
@@ -142,7 +143,7 @@ def test_an_end_that_is_sent_twice_adds_one_webhook(
 
 
 def test_the_webhook_is_not_added_before_the_result_is_stored(
-    store: TaskStore, outbox: Outbox, redis_client: redis.Redis
+    store: TaskStore, outbox: Outbox, redis_client: RedisClient
 ) -> None:
     submit(store, redis_client, webhook=URL)
     claimed = claim_one(store)
@@ -153,7 +154,7 @@ def test_the_webhook_is_not_added_before_the_result_is_stored(
     assert len(take(outbox)) == 1
 
 
-def test_a_done_webhook_leaves_nothing(store: TaskStore, outbox: Outbox, redis_client: redis.Redis) -> None:
+def test_a_done_webhook_leaves_nothing(store: TaskStore, outbox: Outbox, redis_client: RedisClient) -> None:
     ended(store, redis_client)
     (webhook,) = take(outbox)
     outbox.done(webhook)
@@ -175,7 +176,7 @@ def test_several_deliverers_share_the_webhooks(store: TaskStore, redis_url: str)
 
 
 def test_a_webhook_of_a_dead_deliverer_returns(
-    store: TaskStore, outbox: Outbox, redis_client: redis.Redis
+    store: TaskStore, outbox: Outbox, redis_client: RedisClient
 ) -> None:
     ended(store, redis_client)
     (webhook,) = take(outbox)
@@ -184,7 +185,7 @@ def test_a_webhook_of_a_dead_deliverer_returns(
 
 
 def test_a_failed_attempt_is_retried_when_due(
-    store: TaskStore, outbox: Outbox, redis_client: redis.Redis
+    store: TaskStore, outbox: Outbox, redis_client: RedisClient
 ) -> None:
     ended(store, redis_client)
     for tries in range(3):
@@ -203,7 +204,7 @@ def test_a_failed_attempt_is_retried_when_due(
 
 
 def test_a_deliverer_that_is_too_late_changes_nothing(
-    store: TaskStore, outbox: Outbox, redis_client: redis.Redis
+    store: TaskStore, outbox: Outbox, redis_client: RedisClient
 ) -> None:
     """A deliverer that was idle for too long must not cause a third delivery."""
     ended(store, redis_client)
@@ -224,7 +225,7 @@ def test_a_deliverer_that_is_too_late_changes_nothing(
 
 
 def test_two_failures_of_one_attempt_count_once(
-    store: TaskStore, outbox: Outbox, redis_client: redis.Redis
+    store: TaskStore, outbox: Outbox, redis_client: RedisClient
 ) -> None:
     ended(store, redis_client)
     (late,) = take(outbox)
@@ -234,9 +235,10 @@ def test_two_failures_of_one_attempt_count_once(
     assert take(outbox)[0].tries == 1
 
 
-def test_a_task_is_kept_for_its_webhook(redis_client: redis.Redis) -> None:
+def test_a_task_is_kept_for_its_webhook(redis_client: RedisClient) -> None:
     """Otherwise its text would expire before the last attempt."""
-    store, outbox = (one(redis_client, retention_seconds=600) for one in (TaskStore, Outbox))
+    store = TaskStore(redis_client, retention_seconds=600)
+    outbox = Outbox(redis_client, retention_seconds=600)
     task_id = submit(store, redis_client, webhook=URL, idempotency_key="k")
     settle(store, claim_one(store), 0, 2)
     kept = [key for key in redis_client.scan_iter() if task_id in key.decode() or b":idem:" in key]
@@ -252,7 +254,7 @@ def test_a_task_is_kept_for_its_webhook(redis_client: redis.Redis) -> None:
 
 
 def test_a_task_is_kept_for_a_minute_after_a_late_delivery(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     task_id = ended(store, redis_client)
     redis_client.hset(keys.run(task_id), "finished_at", redis_client.time()[0] - 7200)
@@ -261,7 +263,7 @@ def test_a_task_is_kept_for_a_minute_after_a_late_delivery(
     assert 50 < redis_client.ttl(keys.run(task_id)) <= 60
 
 
-def test_a_longer_retention_is_not_shortened(redis_client: redis.Redis) -> None:
+def test_a_longer_retention_is_not_shortened(redis_client: RedisClient) -> None:
     store = TaskStore(redis_client, retention_seconds=10 * 86400)
     task_id = submit(store, redis_client, webhook=URL)
     store.cancel(task_id)
@@ -269,7 +271,7 @@ def test_a_longer_retention_is_not_shortened(redis_client: redis.Redis) -> None:
 
 
 def test_a_webhook_of_a_deleted_task_is_dropped(
-    store: TaskStore, outbox: Outbox, redis_client: redis.Redis
+    store: TaskStore, outbox: Outbox, redis_client: RedisClient
 ) -> None:
     first, second = ended(store, redis_client), ended(store, redis_client)
     redis_client.delete(keys.run(first))
@@ -284,7 +286,7 @@ def test_a_webhook_of_a_deleted_task_is_dropped(
 
 
 def test_full_memory_does_not_prevent_deliveries(
-    store: TaskStore, outbox: Outbox, redis_client: redis.Redis
+    store: TaskStore, outbox: Outbox, redis_client: RedisClient
 ) -> None:
     for _ in range(2):
         ended(store, redis_client)

@@ -5,8 +5,8 @@ it.
 from collections import Counter
 
 import pytest
-import redis
 
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.tasks import SLUG, claim, claim_one, log_of, reap, submit, unchanged
 from tokenmill.protocol import keys
 from tokenmill.protocol.limits import TimeLimits
@@ -54,7 +54,7 @@ def snapshot_of(store: TaskStore, task_id: str) -> TaskSnapshot:
 
 @pytest.mark.parametrize("state", ["waiting", "claimed", "running", "handed back", "lapsed"])
 def test_a_cancellation_ends_every_output_once(
-    store: TaskStore, redis_client: redis.Redis, state: str
+    store: TaskStore, redis_client: RedisClient, state: str
 ) -> None:
     """vllm#10852: a client that waits for each of its n outputs hangs if one has no end."""
     task_id = submit(store, redis_client, num_outputs=3)
@@ -79,7 +79,7 @@ def test_a_cancellation_ends_every_output_once(
 
 
 def test_the_channel_and_the_log_agree_after_a_cancellation(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     task_id = submit(store, redis_client, num_outputs=3)
     begun(store, claim_one(store))
@@ -87,17 +87,17 @@ def test_the_channel_and_the_log_agree_after_a_cancellation(
         pubsub.subscribe(keys.channel(task_id))
         assert pubsub.get_message(timeout=60)["type"] == "subscribe"
         store.cancel(task_id)
-        heard = [pubsub.get_message(timeout=60)["data"] for _ in range(2)]
+        messages = [pubsub.get_message(timeout=60)["data"] for _ in range(2)]
 
     ends = [
         LogEntry.of_end("", "cancelled", index=0, done=False),
         LogEntry.of_end("", "cancelled", index=2, usage=Usage(prompt_tokens=0, completion_tokens=3)),
     ]
-    assert heard == [encode(end.to_event(task_id, 4 + n)).encode() for n, end in enumerate(ends)]
+    assert messages == [encode(end.to_event(task_id, 4 + n)).encode() for n, end in enumerate(ends)]
     assert list(log_of(store, task_id)[4:]) == ends
 
 
-def test_a_timeout_in_the_queue_ends_every_output(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_timeout_in_the_queue_ends_every_output(store: TaskStore, redis_client: RedisClient) -> None:
     task_id = submit(store, redis_client, num_outputs=2, limits=TimeLimits(timeout_seconds=0))
     assert reap(store).timed_out == (task_id,)
 
@@ -108,14 +108,14 @@ def test_a_timeout_in_the_queue_ends_every_output(store: TaskStore, redis_client
 
 
 @pytest.mark.parametrize("how", ["claim", "renew", "hand_back", "settle", "reap"])
-def test_an_end_by_rqs_tools_ends_every_output(store: TaskStore, redis_client: redis.Redis, how: str) -> None:
+def test_an_end_by_rqs_tools_ends_every_output(store: TaskStore, redis_client: RedisClient, how: str) -> None:
     task_id = submit(store, redis_client, num_outputs=3)
     owner = "" if how in ("claim", "reap") else claim_one(store).owner
     redis_client.delete(f"rq:job:{task_id}")
     if how == "claim":
         assert claim(store) == []
     elif how == "reap":
-        redis_client.delete(f"rq:queue:{redis_client.hget(keys.run(task_id), 'queue').decode()}")  # type: ignore[union-attr]
+        redis_client.delete(f"rq:queue:{redis_client.hget(keys.run(task_id), 'queue').decode()}")
         assert reap(store).cancelled == (task_id,)
     elif how == "renew":
         assert store.renew({task_id: owner}, 60).cancelled == {task_id}
@@ -133,7 +133,7 @@ def test_an_end_by_rqs_tools_ends_every_output(store: TaskStore, redis_client: r
     assert store.queue_stats(SLUG).totals["finished:cancelled"] == 1
 
 
-def test_the_end_of_a_failed_output_has_its_error(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_the_end_of_a_failed_output_has_its_error(store: TaskStore, redis_client: RedisClient) -> None:
     submit(store, redis_client, num_outputs=2)
     claimed = claim_one(store)
     write(store, claimed, 0, LogEntry.of_end("", "error", index=1, done=False, error=ERROR))
@@ -143,7 +143,7 @@ def test_the_end_of_a_failed_output_has_its_error(store: TaskStore, redis_client
     assert (end.done, end.error, end.usage) == (False, ERROR.to_json(), None)
 
 
-def test_tokens_keep_their_logprobs(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_tokens_keep_their_logprobs(store: TaskStore, redis_client: RedisClient) -> None:
     """The channel and the log have the same bytes."""
     submit(store, redis_client, num_outputs=2)
     claimed = claim_one(store)
@@ -153,9 +153,9 @@ def test_tokens_keep_their_logprobs(store: TaskStore, redis_client: redis.Redis)
         pubsub.subscribe(keys.channel(claimed.task_id))
         assert pubsub.get_message(timeout=60)["type"] == "subscribe"
         write(store, claimed, 0, *entries)
-        heard = [pubsub.get_message(timeout=60)["data"] for _ in entries]
+        messages = [pubsub.get_message(timeout=60)["data"] for _ in entries]
 
-    assert heard == [
+    assert messages == [
         encode(entry.to_event(claimed.task_id, seq)).encode() for seq, entry in enumerate(entries)
     ]
     assert list(log_of(store, claimed.task_id)) == entries

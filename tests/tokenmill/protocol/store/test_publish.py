@@ -3,8 +3,8 @@
 import dataclasses
 
 import pytest
-import redis
 
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.tasks import (
     HARD_TEXTS,
     SLUG,
@@ -14,6 +14,7 @@ from tests.tokenmill.protocol.store.tasks import (
     final_write,
     publish,
     settle,
+    snapshot_of,
     submit,
     tokens,
     unchanged,
@@ -30,7 +31,7 @@ def taken_over(store: TaskStore, lapsed: Claimed) -> Claimed:
     return claim_one(store)
 
 
-def test_the_log_and_the_channel_agree(store: TaskStore, redis_client: redis.Redis, claimed: Claimed) -> None:
+def test_the_log_and_the_channel_agree(store: TaskStore, redis_client: RedisClient, claimed: Claimed) -> None:
     entries = [LogEntry.of_token(seq, text) for seq, text in enumerate(HARD_TEXTS)]
     entries.append(LogEntry.of_token(7, "other output", index=1))
     with redis_client.pubsub() as pubsub:
@@ -38,8 +39,8 @@ def test_the_log_and_the_channel_agree(store: TaskStore, redis_client: redis.Red
         assert pubsub.get_message(timeout=60)["type"] == "subscribe"
         write = Write(task_id=claimed.task_id, owner=claimed.owner, entries=tuple(entries))
         assert store.publish([write]) == [Accepted()]
-        heard = [pubsub.get_message(timeout=60)["data"] for _ in entries]
-    assert heard == [
+        messages = [pubsub.get_message(timeout=60)["data"] for _ in entries]
+    assert messages == [
         encode(entry.to_event(claimed.task_id, seq)).encode() for seq, entry in enumerate(entries)
     ]
     assert store.read_log(claimed.task_id) == [
@@ -58,14 +59,14 @@ def test_an_overlapping_write_adds_only_what_is_missing(store: TaskStore, claime
 
 
 def test_a_repeated_write_stores_nothing(
-    store: TaskStore, redis_client: redis.Redis, claimed: Claimed
+    store: TaskStore, redis_client: RedisClient, claimed: Claimed
 ) -> None:
     publish(store, claimed, 0, 3, cached_tokens="2")
     assert unchanged(redis_client, lambda: publish(store, claimed, 0, 3, cached_tokens="2")) == Accepted()
 
 
 def test_a_gap_is_refused_with_the_length_of_the_log(
-    store: TaskStore, redis_client: redis.Redis, claimed: Claimed
+    store: TaskStore, redis_client: RedisClient, claimed: Claimed
 ) -> None:
     """A failover may lose the end of a log; its owner sends it again."""
     publish(store, claimed, 0, 2)
@@ -75,11 +76,11 @@ def test_a_gap_is_refused_with_the_length_of_the_log(
     assert len(store.read_log(claimed.task_id)) == 4
 
 
-def test_many_tasks_are_written_in_one_call(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_many_tasks_are_written_in_one_call(store: TaskStore, redis_client: RedisClient) -> None:
     for _ in range(64):
         submit(store, redis_client)
     claimed = claim(store)
-    lost = dataclasses.replace(claimed[10], owner="somebody else")
+    lost = dataclasses.replace(claimed[10], owner="another")
     writes = [
         Write(task_id=one.task_id, owner=one.owner, entries=tokens(0, 1), facts={"scheduled": "1"})
         for one in (*claimed[:10], lost, *claimed[11:])
@@ -110,7 +111,7 @@ def test_no_write_is_no_call(store: TaskStore) -> None:
 
 
 @pytest.mark.parametrize("what", ["token", "fact", "result"])
-def test_a_former_owner_cannot_write(store: TaskStore, redis_client: redis.Redis, what: str) -> None:
+def test_a_former_owner_cannot_write(store: TaskStore, redis_client: RedisClient, what: str) -> None:
     """bullmq#3183, celery#5935: a worker that was away for longer than its lease keeps writing."""
     submit(store, redis_client)
     old = claim_one(store, lease_seconds=-1)
@@ -127,7 +128,7 @@ def test_a_former_owner_cannot_write(store: TaskStore, redis_client: redis.Redis
 
 
 def test_a_lapsed_owner_writes_until_the_task_is_claimed_again(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     """The owner decides, not the clock."""
     submit(store, redis_client)
@@ -136,35 +137,37 @@ def test_a_lapsed_owner_writes_until_the_task_is_claimed_again(
     assert settle(store, lapsed, 2) == Accepted()
 
 
-def test_a_worker_that_never_owned_the_task_cannot_write(store: TaskStore, redis_client: redis.Redis) -> None:
-    nobody = Claimed(
+def test_a_worker_that_never_owned_the_task_cannot_write(store: TaskStore, redis_client: RedisClient) -> None:
+    stranger = Claimed(
         task_id="unknown", owner="me", attempt=1, queue="q", priority=2, accepted_at=0.0, data=b""
     )
-    assert unchanged(redis_client, lambda: settle(store, nobody)) == Lost()
+    assert unchanged(redis_client, lambda: settle(store, stranger)) == Lost()
 
 
 @pytest.mark.parametrize(("ago", "is_accepted"), [("0.000001", False), ("1000", True)])
 def test_the_start_is_sent_as_seconds_ago_and_is_not_before_the_acceptance(
-    store: TaskStore, redis_client: redis.Redis, ago: str, is_accepted: bool
+    store: TaskStore, redis_client: RedisClient, ago: str, is_accepted: bool
 ) -> None:
     submit(store, redis_client)
     claimed = claim_one(store)
     publish(store, claimed, 0, 1, scheduled=ago)
 
-    snapshot = store.inspect(claimed.task_id)
+    snapshot = snapshot_of(store, claimed.task_id)
 
-    assert snapshot is not None
+    assert snapshot.scheduled_at is not None
+    assert snapshot.first_token_at is not None
     assert snapshot.accepted_at <= snapshot.scheduled_at < snapshot.first_token_at
     assert (snapshot.scheduled_at == snapshot.accepted_at) is is_accepted
 
 
-def test_times_are_stored_once(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_times_are_stored_once(store: TaskStore, redis_client: RedisClient) -> None:
     submit(store, redis_client)
     first = claim_one(store, lease_seconds=-1)
     publish(store, first, 0, 1, scheduled="0")
-    snapshot = store.inspect(first.task_id)
-    assert snapshot is not None
+    snapshot = snapshot_of(store, first.task_id)
     assert snapshot.status == "in_progress"
+    assert snapshot.scheduled_at is not None
+    assert snapshot.first_token_at is not None
     assert snapshot.accepted_at <= snapshot.scheduled_at == snapshot.first_token_at <= snapshot.now
     second = taken_over(store, first)
     publish(store, second, 1, 1, scheduled="0")
@@ -198,7 +201,7 @@ def test_unknown_facts_are_refused() -> None:
         Write(task_id="t", owner="o", facts={"owner": "me"})
 
 
-def test_a_lone_surrogate_does_not_prevent_a_write(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_lone_surrogate_does_not_prevent_a_write(store: TaskStore, redis_client: RedisClient) -> None:
     """It has no UTF-8 form, so the client would fail at each attempt."""
     for _ in range(2):
         submit(store, redis_client)
@@ -210,7 +213,7 @@ def test_a_lone_surrogate_does_not_prevent_a_write(store: TaskStore, redis_clien
     assert [store.read_log(write.task_id)[0].text for write in writes] == ["a?", "b"]
 
 
-def test_the_separator_is_refused(store: TaskStore, redis_client: redis.Redis, claimed: Claimed) -> None:
+def test_the_separator_is_refused(store: TaskStore, redis_client: RedisClient, claimed: Claimed) -> None:
     before = dump(redis_client)
     with pytest.raises(ValueError, match="control character"):
         publish(store, claimed, 0, 1, waiting_for="a\x1fb")

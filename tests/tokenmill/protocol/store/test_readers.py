@@ -3,8 +3,8 @@
 import json
 
 import pytest
-import redis
 
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.tasks import claim_one, publish, reap, settle, submit, unchanged
 from tokenmill.protocol import keys
 from tokenmill.protocol.records import Cancelled
@@ -13,12 +13,12 @@ from tokenmill.protocol.store.task_store import TaskStore
 
 
 @pytest.fixture
-def readers(redis_client: redis.Redis) -> Readers:
+def readers(redis_client: RedisClient) -> Readers:
     return Readers(redis_client)
 
 
 @pytest.fixture
-def task_id(store: TaskStore, redis_client: redis.Redis) -> str:
+def task_id(store: TaskStore, redis_client: RedisClient) -> str:
     return submit(store, redis_client, cancel_on_disconnect=True)
 
 
@@ -28,18 +28,18 @@ def status(store: TaskStore, task_id: str) -> str:
     return snapshot.status
 
 
-def remembered(client: redis.Redis, task_id: str) -> bool:
+def remembered(client: RedisClient, task_id: str) -> bool:
     return bool(client.exists(keys.readers(task_id)) or client.exists(keys.WATCHED))
 
 
-def lapse(client: redis.Redis, task_id: str) -> None:
+def lapse(client: RedisClient, task_id: str) -> None:
     """Let its readers lapse."""
     client.delete(keys.readers(task_id))
     client.zadd(keys.WATCHED, {task_id: 1})
 
 
 def test_a_task_is_cancelled_when_its_last_reader_disconnects(
-    store: TaskStore, readers: Readers, redis_client: redis.Redis, task_id: str
+    store: TaskStore, readers: Readers, redis_client: RedisClient, task_id: str
 ) -> None:
     for reader in ("a", "b", "c"):
         readers.read(task_id, reader, 60)
@@ -53,7 +53,7 @@ def test_a_task_is_cancelled_when_its_last_reader_disconnects(
 
 
 def test_a_running_task_is_taken_from_its_owner(
-    store: TaskStore, readers: Readers, redis_client: redis.Redis, task_id: str
+    store: TaskStore, readers: Readers, redis_client: RedisClient, task_id: str
 ) -> None:
     claimed = claim_one(store)
     publish(store, claimed, 0, 2)
@@ -67,7 +67,7 @@ def test_a_running_task_is_taken_from_its_owner(
 
 
 def test_a_reader_that_finishes_cancels_nothing(
-    store: TaskStore, readers: Readers, redis_client: redis.Redis, task_id: str
+    store: TaskStore, readers: Readers, redis_client: RedisClient, task_id: str
 ) -> None:
     """A poll that was answered after its wait."""
     readers.read(task_id, "a", 60)
@@ -78,7 +78,7 @@ def test_a_reader_that_finishes_cancels_nothing(
 
 
 def test_the_readers_of_a_dead_server_lapse(
-    store: TaskStore, readers: Readers, redis_client: redis.Redis, task_id: str
+    store: TaskStore, readers: Readers, redis_client: RedisClient, task_id: str
 ) -> None:
     readers.read(task_id, "a", 60)
     assert reap(store).cancelled == ()
@@ -89,7 +89,7 @@ def test_the_readers_of_a_dead_server_lapse(
 
 
 def test_one_of_several_readers_that_lapsed_cancels_nothing(
-    store: TaskStore, readers: Readers, redis_client: redis.Redis, task_id: str
+    store: TaskStore, readers: Readers, redis_client: RedisClient, task_id: str
 ) -> None:
     readers.read(task_id, "dead", 60)
     readers.read(task_id, "alive", 60)
@@ -103,7 +103,7 @@ def test_one_of_several_readers_that_lapsed_cancels_nothing(
 
 
 def test_a_reader_that_renews_stays(
-    store: TaskStore, readers: Readers, redis_client: redis.Redis, task_id: str
+    store: TaskStore, readers: Readers, redis_client: RedisClient, task_id: str
 ) -> None:
     readers.read(task_id, "a", 60)
     readers.read(task_id, "a", 600)
@@ -118,7 +118,7 @@ def test_a_reader_that_renews_stays(
 
 
 def test_readers_of_other_tasks_are_not_stored(
-    store: TaskStore, readers: Readers, redis_client: redis.Redis
+    store: TaskStore, readers: Readers, redis_client: RedisClient
 ) -> None:
     task_id = submit(store, redis_client)
     unchanged(redis_client, lambda: readers.read(task_id, "a", 60))
@@ -127,7 +127,7 @@ def test_readers_of_other_tasks_are_not_stored(
 
 
 def test_an_end_deletes_the_readers(
-    store: TaskStore, readers: Readers, redis_client: redis.Redis, task_id: str
+    store: TaskStore, readers: Readers, redis_client: RedisClient, task_id: str
 ) -> None:
     readers.read(task_id, "a", 60)
     settle(store, claim_one(store))
@@ -138,7 +138,7 @@ def test_an_end_deletes_the_readers(
 
 
 def test_full_memory_does_not_prevent_a_cancellation(
-    store: TaskStore, readers: Readers, redis_client: redis.Redis
+    store: TaskStore, readers: Readers, redis_client: RedisClient
 ) -> None:
     task_id = submit(store, redis_client, cancel_on_disconnect=True)
     readers.read(task_id, "a", 60)

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import redis
 
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.tasks import claim_one, publish, settle, submit, tokens
 from tokenmill.protocol import keys, log
 from tokenmill.protocol.messages import FinishedEvent
@@ -21,7 +21,7 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 class Meddled:
     """A client that calls something before its `nth` read of a log."""
 
-    def __init__(self, client: redis.Redis, nth: int, happen: Callable[[], object]) -> None:
+    def __init__(self, client: RedisClient, nth: int, happen: Callable[[], object]) -> None:
         self._client = client
         self._left = nth
         self._happen = happen
@@ -40,7 +40,7 @@ class Meddled:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 6, 7])
-def test_a_log_is_read_page_by_page(redis_client: redis.Redis, claimed: Claimed, count: int) -> None:
+def test_a_log_is_read_page_by_page(redis_client: RedisClient, claimed: Claimed, count: int) -> None:
     client = Meddled(redis_client, 0, lambda: None)
     store = TaskStore(client)
     publish(store, claimed, 0, count)
@@ -53,7 +53,7 @@ def test_a_log_is_read_page_by_page(redis_client: redis.Redis, claimed: Claimed,
 
 
 def test_entries_written_meanwhile_are_not_included(
-    store: TaskStore, redis_client: redis.Redis, claimed: Claimed
+    store: TaskStore, redis_client: RedisClient, claimed: Claimed
 ) -> None:
     publish(store, claimed, 0, 5)
     client = Meddled(redis_client, 2, lambda: settle(store, claimed, 5, 2))
@@ -64,7 +64,7 @@ def test_entries_written_meanwhile_are_not_included(
 
 
 def test_a_task_that_expires_meanwhile_is_unknown(
-    store: TaskStore, redis_client: redis.Redis, claimed: Claimed
+    store: TaskStore, redis_client: RedisClient, claimed: Claimed
 ) -> None:
     """romm#3195: an expired result was a 500."""
     settle(store, claimed, 0, 5)
@@ -74,7 +74,7 @@ def test_a_task_that_expires_meanwhile_is_unknown(
 
 
 def test_a_log_that_lost_its_end_meanwhile_is_read_again(
-    store: TaskStore, redis_client: redis.Redis, claimed: Claimed
+    store: TaskStore, redis_client: RedisClient, claimed: Claimed
 ) -> None:
     publish(store, claimed, 0, 5)
     lost = [f"0-{seq + 1}" for seq in (3, 4)]
@@ -85,7 +85,7 @@ def test_a_log_that_lost_its_end_meanwhile_is_read_again(
     assert reading.entries == tokens(0, 3)
 
 
-def test_a_claim_has_the_length_of_the_log(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_claim_has_the_length_of_the_log(store: TaskStore, redis_client: RedisClient) -> None:
     submit(store, redis_client)
     first = claim_one(store)
     publish(store, first, 0, 4)

@@ -3,7 +3,6 @@
 import time
 
 import pytest
-import redis
 from rq import Queue
 from rq.job import JobStatus
 from rq.registry import (
@@ -13,6 +12,7 @@ from rq.registry import (
 )
 from rq.serializers import JSONSerializer
 
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.passing_time import accept_earlier
 from tests.tokenmill.protocol.store.tasks import (
     SLUG,
@@ -35,7 +35,7 @@ from tokenmill.protocol.store.task_store import TaskStore
 WATCHDOG_SECONDS = 60
 
 
-def test_an_overdue_task_ends_as_timeout(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_an_overdue_task_ends_as_timeout(store: TaskStore, redis_client: RedisClient) -> None:
     given = submission(redis_client)
     store.submit(given)
     claimed = claim_one(store, lease_seconds=-1)
@@ -65,7 +65,7 @@ def test_an_overdue_task_ends_as_timeout(store: TaskStore, redis_client: redis.R
     assert reap(store, max_task_seconds=0) == Reaped()
 
 
-def test_only_overdue_tasks_end(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_only_overdue_tasks_end(store: TaskStore, redis_client: RedisClient) -> None:
     old, young = submit(store, redis_client), submit(store, redis_client)
     accept_earlier(redis_client, old, 7200)
     assert reap(store).timed_out == (old,)
@@ -74,7 +74,7 @@ def test_only_overdue_tasks_end(store: TaskStore, redis_client: redis.Redis) -> 
 
 @pytest.mark.parametrize("how", ["cancel", "delete"])
 def test_a_job_that_rq_removed_from_the_list_ends(
-    store: TaskStore, redis_client: redis.Redis, how: str
+    store: TaskStore, redis_client: RedisClient, how: str
 ) -> None:
     given = [submission(redis_client) for _ in range(3)]
     for one in given:
@@ -85,16 +85,16 @@ def test_a_job_that_rq_removed_from_the_list_ends(
     assert waiting(redis_client, given[0].queue) == [given[0].task_id, given[2].task_id]
 
 
-def test_emptying_an_rq_queue_ends_all_its_tasks(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_emptying_an_rq_queue_ends_all_its_tasks(store: TaskStore, redis_client: RedisClient) -> None:
     """`rq empty` deletes the jobs of a queue."""
     given = [submission(redis_client) for _ in range(3)]
     for one in given:
         store.submit(one)
-    Queue(given[0].queue, connection=redis_client).empty()
+    Queue(given[0].queue, connection=redis_client).empty()  # type: ignore[no-untyped-call]
     assert reap(store).cancelled == tuple(one.task_id for one in given)
 
 
-def test_a_job_that_rq_requeued_does_not_run_again(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_job_that_rq_requeued_does_not_run_again(store: TaskStore, redis_client: RedisClient) -> None:
     """`rq requeue` of a failed job: its log has an end that readers have seen."""
     given = submission(redis_client)
     store.submit(given)
@@ -108,7 +108,7 @@ def test_a_job_that_rq_requeued_does_not_run_again(store: TaskStore, redis_clien
     assert waiting(redis_client, given.queue) == []
 
 
-def test_a_job_that_is_not_a_task_fails(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_job_that_is_not_a_task_fails(store: TaskStore, redis_client: RedisClient) -> None:
     """Any client of Redis can enqueue a job; no function that a job names is called."""
     given = submission(redis_client)
     store.submit(given)
@@ -123,7 +123,7 @@ def test_a_job_that_is_not_a_task_fails(store: TaskStore, redis_client: redis.Re
     assert waiting(redis_client, given.queue) == []
 
 
-def test_a_job_missing_in_rqs_list_is_added_again(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_job_missing_in_rqs_list_is_added_again(store: TaskStore, redis_client: RedisClient) -> None:
     ids = [submit(store, redis_client) for _ in range(6)]
     queue = submission(redis_client).queue
     for missing in (ids[0], ids[2], ids[3], ids[5]):
@@ -132,7 +132,7 @@ def test_a_job_missing_in_rqs_list_is_added_again(store: TaskStore, redis_client
     assert waiting(redis_client, queue) == ids
 
 
-def test_one_call_ends_at_most_a_hundred_tasks(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_one_call_ends_at_most_a_hundred_tasks(store: TaskStore, redis_client: RedisClient) -> None:
     """Redis serves no other client while a script runs."""
     for n in range(150):
         submit(store, redis_client, priority=n % 2)
@@ -141,7 +141,7 @@ def test_one_call_ends_at_most_a_hundred_tasks(store: TaskStore, redis_client: r
 
 @pytest.mark.parametrize("how", ["emptied", "unlisted", "listed"])
 def test_one_call_repairs_at_most_a_hundred_jobs(
-    store: TaskStore, redis_client: redis.Redis, how: str
+    store: TaskStore, redis_client: RedisClient, how: str
 ) -> None:
     """Regression: three thousand deleted jobs blocked Redis for most of a second."""
     given = [submission(redis_client, priority=n % 2) for n in range(250)]
@@ -150,7 +150,7 @@ def test_one_call_repairs_at_most_a_hundred_jobs(
     queues = [Queue(name, connection=redis_client) for name in sorted({one.queue for one in given})]
     if how == "emptied":
         for queue in queues:
-            queue.empty()
+            queue.empty()  # type: ignore[no-untyped-call]
         assert [len(reap(store).cancelled) for _ in range(4)] == [100, 100, 50, 0]
         return
     num_listed = []
@@ -166,7 +166,7 @@ def test_one_call_repairs_at_most_a_hundred_jobs(
     assert sum(len(waiting(redis_client, queue.name)) for queue in queues) == 250
 
 
-def test_expired_ids_leave_the_registries(redis_client: redis.Redis) -> None:
+def test_expired_ids_leave_the_registries(redis_client: RedisClient) -> None:
     """romm#3195: registries with expired jobs; RQ itself never trims cancelled ones."""
     store = TaskStore(redis_client, retention_seconds=0.01)
     given = [submission(redis_client) for _ in range(3)]
@@ -188,7 +188,7 @@ def test_expired_ids_leave_the_registries(redis_client: redis.Redis) -> None:
     assert not redis_client.exists(keys.shown(SLUG))
 
 
-def test_a_queue_is_shown_while_anything_of_it_exists(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_queue_is_shown_while_anything_of_it_exists(store: TaskStore, redis_client: RedisClient) -> None:
     """`rq info` iterates over the list of queues; a queue that left it with its last waiting task hides
     running ones.
     """

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.tasks import (
     SLUG,
     claim,
@@ -31,13 +32,13 @@ DOCUMENT = Path(__file__).parents[4] / "docs" / "redis-keys.md"
 
 
 @pytest.fixture
-def memory(redis_client: redis.Redis) -> Iterator[redis.Redis]:
+def memory(redis_client: RedisClient) -> Iterator[RedisClient]:
     """A client for changing `maxmemory`, which is reset afterwards."""
     yield redis_client
     redis_client.config_set("maxmemory", 0)
 
 
-def test_with_full_memory_nothing_is_stored_in_part(store: TaskStore, memory: redis.Redis) -> None:
+def test_with_full_memory_nothing_is_stored_in_part(store: TaskStore, memory: RedisClient) -> None:
     """redis#3893, durabull#64: `noeviction` refuses single writes; a script is refused before its first."""
     submit(store, memory)
     waiting = submission(memory)
@@ -59,7 +60,7 @@ def test_with_full_memory_nothing_is_stored_in_part(store: TaskStore, memory: re
     assert settle(store, claimed, 1, 1) == store.publish([final_write(claimed, 1, 1)])[0]
 
 
-def test_with_full_memory_scripts_that_free_it_run(store: TaskStore, memory: redis.Redis) -> None:
+def test_with_full_memory_scripts_that_free_it_run(store: TaskStore, memory: RedisClient) -> None:
     ids = [submit(store, memory) for _ in range(4)]
     first, second, third = claim(store, 3, lease_seconds=-1)
     memory.config_set("maxmemory", 1)
@@ -73,7 +74,7 @@ def test_with_full_memory_scripts_that_free_it_run(store: TaskStore, memory: red
     assert store.queue_stats(SLUG).claimed == 1
 
 
-def test_a_replica_refuses_every_change(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_replica_refuses_every_change(store: TaskStore, redis_client: RedisClient) -> None:
     """After a failover the former primary answers READONLY, which is raised to the caller."""
     task_id = submit(store, redis_client)
     before = dump(redis_client)
@@ -89,20 +90,20 @@ def test_a_replica_refuses_every_change(store: TaskStore, redis_client: redis.Re
     assert dump(redis_client) == before
 
 
-def test_scripts_are_loaded_again_after_a_flush(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_scripts_are_loaded_again_after_a_flush(store: TaskStore, redis_client: RedisClient) -> None:
     task_id = submit(store, redis_client)
     redis_client.script_flush()
     assert store.cancel(task_id) == "cancelled"
 
 
-def lived(store: TaskStore, client: redis.Redis) -> tuple[set[str], set[str]]:
+def lived(store: TaskStore, client: RedisClient) -> tuple[set[str], set[str]]:
     """All keys, and all fields of run hashes, that exist in the life of tasks with every feature, as
     patterns.
     """
     seen: set[str] = set()
     fields: set[str] = set()
 
-    def look() -> None:
+    def record() -> None:
         seen.update(key.decode() for key in client.scan_iter())
         for key in client.scan_iter("tokenmill:run:*"):
             fields.update(field.decode() for field in client.hkeys(key))
@@ -130,17 +131,17 @@ def lived(store: TaskStore, client: redis.Redis) -> tuple[set[str], set[str]]:
         cached_tokens="1",
     )
     publish(store, second, 0, 0, **facts)
-    look()
+    record()
     settle(store, first, 1)
     settle(store, second, reason="error")
     store.cancel(ids[2])
     outbox = Outbox(client)
     outbox.retry(outbox.take(1, silence_seconds=60)[0], 60)
-    look()
+    record()
     return seen, fields
 
 
-def test_the_document_lists_every_key_and_field(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_the_document_lists_every_key_and_field(store: TaskStore, redis_client: RedisClient) -> None:
     text = DOCUMENT.read_text()
     in_code = set(re.findall(r"`([^`]+)`", text))
     documented = [re.compile(re.sub(r"<[a-z ]+>", ".+", name)) for name in in_code if ":" in name]
@@ -152,7 +153,7 @@ def test_the_document_lists_every_key_and_field(store: TaskStore, redis_client: 
     assert generic(fields) - in_code == set()
 
 
-def test_the_document_lists_no_other_field(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_the_document_lists_no_other_field(store: TaskStore, redis_client: RedisClient) -> None:
     table = DOCUMENT.read_text().partition("### Fields of")[2].partition("## Of queues")[0]
     listed = {
         name for row in re.findall(r"^\| (`[^|]+) \|", table, re.M) for name in re.findall(r"`([^`]+)`", row)

@@ -2,9 +2,8 @@
 
 import time
 
-import redis
-
 from tests.chaos.leftovers import PERMANENT
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.finished_work import finish_many
 from tests.tokenmill.protocol.store.tasks import SLUG, reap
 from tests.worker.workshop import WATCHDOG_SECONDS
@@ -16,7 +15,7 @@ MAX_KEPT = 10
 """Keys of a model without tasks; none belongs to a task, a tenant or a queue."""
 
 
-def test_thousands_of_ended_tasks_leave_a_handful_of_keys(redis_client: redis.Redis) -> None:
+def test_thousands_of_ended_tasks_leave_a_handful_of_keys(redis_client: RedisClient) -> None:
     """durabull#64: keys of finished work grew until Redis refused writes."""
     peak = 0
     for _ in finish_many(redis_client, 3000, RETENTION_SECONDS):

@@ -11,6 +11,7 @@ from rq.job import JobStatus
 from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegistry
 from rq.results import Result
 
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.tasks import (
     HARD_TEXTS,
     RESULT,
@@ -31,7 +32,7 @@ from tokenmill.protocol.store.task_store import TaskStore
 
 
 def test_a_settlement_ends_the_task_for_readers_and_rq(
-    store: TaskStore, redis_client: redis.Redis, claimed: Claimed
+    store: TaskStore, redis_client: RedisClient, claimed: Claimed
 ) -> None:
     publish(store, claimed, 0, 2)
     assert settle(store, claimed, 2, 1, reason="length") == Accepted()
@@ -43,6 +44,8 @@ def test_a_settlement_ends_the_task_for_readers_and_rq(
     assert result is not None
     assert (result.type, result.worker_name) == (Result.Type.SUCCESSFUL, "worker-1")
     assert result.execution_id == claimed.owner
+    assert result.execution_started_at is not None
+    assert result.execution_ended_at is not None
     assert abs((result.execution_ended_at - job.ended_at).total_seconds()) < 1e-5
     assert result.execution_started_at <= result.execution_ended_at
     assert FinishedJobRegistry(claimed.queue, connection=redis_client).get_job_ids() == [claimed.task_id]
@@ -56,7 +59,7 @@ def test_a_settlement_ends_the_task_for_readers_and_rq(
 
 
 def test_a_failed_task_keeps_its_partial_result(
-    store: TaskStore, redis_client: redis.Redis, claimed: Claimed
+    store: TaskStore, redis_client: RedisClient, claimed: Claimed
 ) -> None:
     settle(store, claimed, 0, 2, reason="error")
     job = fetch(redis_client, claimed.task_id)
@@ -72,7 +75,7 @@ def test_a_failed_task_keeps_its_partial_result(
 
 
 def test_a_repeated_settlement_is_accepted_and_counted_once(
-    store: TaskStore, redis_client: redis.Redis, claimed: Claimed
+    store: TaskStore, redis_client: RedisClient, claimed: Claimed
 ) -> None:
     settle(store, claimed, 0, 3)
     assert unchanged(redis_client, lambda: settle(store, claimed, 0, 3)) == Accepted()
@@ -81,14 +84,14 @@ def test_a_repeated_settlement_is_accepted_and_counted_once(
 
 
 def test_nothing_is_stored_after_the_end(
-    store: TaskStore, redis_client: redis.Redis, claimed: Claimed
+    store: TaskStore, redis_client: RedisClient, claimed: Claimed
 ) -> None:
     settle(store, claimed, 0, 3)
     assert unchanged(redis_client, lambda: publish(store, claimed, 4, 1)) == Lost()
 
 
 def test_the_end_is_not_visible_before_its_result(
-    store: TaskStore, redis_client: redis.Redis, redis_url: str
+    store: TaskStore, redis_client: RedisClient, redis_url: str
 ) -> None:
     """rq#1724, rq#1997: pollers saw `finished` without a result."""
     ids = [submit(store, redis_client) for _ in range(50)]
@@ -111,7 +114,7 @@ def test_the_end_is_not_visible_before_its_result(
 
 @pytest.mark.parametrize("how", ["cancel", "delete"])
 def test_a_job_that_rq_ended_is_not_settled(
-    store: TaskStore, redis_client: redis.Redis, claimed: Claimed, how: str
+    store: TaskStore, redis_client: RedisClient, claimed: Claimed, how: str
 ) -> None:
     """rq#2292: `Job.cancel()` of a running job only edits Redis, and the worker overwrote it at the end."""
     publish(store, claimed, 0, 2)
@@ -126,7 +129,7 @@ def test_a_job_that_rq_ended_is_not_settled(
     assert not redis_client.exists(f"rq:execution:{claimed.task_id}:{claimed.owner}")
 
 
-def test_all_keys_of_a_task_expire_together(redis_client: redis.Redis) -> None:
+def test_all_keys_of_a_task_expire_together(redis_client: RedisClient) -> None:
     """romm#3195, docling-serve#518: results outlive logs, or failed jobs fill the memory for a year."""
     store = TaskStore(redis_client, retention_seconds=1000)
     task_id = submit(store, redis_client, idempotency_key="k")
@@ -145,7 +148,7 @@ def test_an_end_without_a_token_is_not_a_first_token(store: TaskStore, claimed: 
     assert snapshot.first_token_at is None
 
 
-def test_totals_add_up(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_totals_add_up(store: TaskStore, redis_client: RedisClient) -> None:
     for _ in range(3):
         submit(store, redis_client)
     first, second, third = claim(store)
@@ -163,7 +166,7 @@ def test_totals_add_up(store: TaskStore, redis_client: redis.Redis) -> None:
     }
 
 
-def test_a_result_may_be_any_json(store: TaskStore, redis_client: redis.Redis, claimed: Claimed) -> None:
+def test_a_result_may_be_any_json(store: TaskStore, redis_client: RedisClient, claimed: Claimed) -> None:
     """Lua's cjson turns `[]` into `{}` and truncates long integers; JSON encoded in Python is not changed."""
     result = {"outputs": [], "long": 2**63 + 1, "text": "".join(HARD_TEXTS)}
     write = final_write(claimed)
@@ -175,7 +178,7 @@ def test_a_result_may_be_any_json(store: TaskStore, redis_client: redis.Redis, c
 
 @pytest.mark.parametrize("is_client_error", [False, True])
 def test_errors_of_the_client_are_counted_separately(
-    store: TaskStore, redis_client: redis.Redis, is_client_error: bool
+    store: TaskStore, redis_client: RedisClient, is_client_error: bool
 ) -> None:
     submit(store, redis_client)
     write = final_write(claim_one(store), reason="error")

@@ -7,12 +7,14 @@ import redis
 from rq import Queue
 from rq.job import JobStatus
 
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.tasks import (
     MODEL,
     SLUG,
     claim,
     dump,
     fetch,
+    snapshot_of,
     submission,
     submit,
     unchanged,
@@ -24,7 +26,7 @@ from tokenmill.protocol.records import IdempotencyConflict, QueueFull, Submissio
 from tokenmill.protocol.store.task_store import TaskStore
 
 
-def test_rq_reads_the_job(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_rq_reads_the_job(store: TaskStore, redis_client: RedisClient) -> None:
     given = submission(redis_client)
     assert store.submit(given) == Submitted(given.task_id, replayed=False)
     job = fetch(redis_client, given.task_id)
@@ -33,20 +35,20 @@ def test_rq_reads_the_job(store: TaskStore, redis_client: redis.Redis) -> None:
     assert job.args == [{"id": given.task_id, "prompt": "hello"}]
     assert job.origin == given.queue
     assert job.enqueued_at is not None
-    assert abs(job.enqueued_at.timestamp() - float(store.inspect(given.task_id).accepted_at)) < 1
+    assert abs(job.enqueued_at.timestamp() - snapshot_of(store, given.task_id).accepted_at) < 1
     queue = Queue(given.queue, connection=redis_client)
     assert queue.job_ids == [given.task_id]
     assert [q.name for q in Queue.all(connection=redis_client)] == [given.queue]
 
 
-def test_a_repeated_submission_stores_nothing(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_repeated_submission_stores_nothing(store: TaskStore, redis_client: RedisClient) -> None:
     given = submission(redis_client)
     store.submit(given)
     assert unchanged(redis_client, lambda: store.submit(given)) == Submitted(given.task_id, replayed=True)
 
 
 def test_an_idempotency_key_returns_the_first_task_for_the_same_body(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     first = submission(redis_client, idempotency_key="k", body_digest="a")
     store.submit(first)
@@ -54,7 +56,7 @@ def test_an_idempotency_key_returns_the_first_task_for_the_same_body(
     assert unchanged(redis_client, lambda: store.submit(again)) == Submitted(first.task_id, replayed=True)
 
 
-def test_an_idempotency_key_refuses_another_body(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_an_idempotency_key_refuses_another_body(store: TaskStore, redis_client: RedisClient) -> None:
     store.submit(submission(redis_client, idempotency_key="k", body_digest="a"))
     other = submission(redis_client, idempotency_key="k", body_digest="b")
     before = dump(redis_client)
@@ -63,14 +65,14 @@ def test_an_idempotency_key_refuses_another_body(store: TaskStore, redis_client:
     assert dump(redis_client) == before
 
 
-def test_idempotency_keys_belong_to_a_tenant(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_idempotency_keys_belong_to_a_tenant(store: TaskStore, redis_client: RedisClient) -> None:
     store.submit(submission(redis_client, idempotency_key="k", body_digest="a"))
     other = submission(redis_client, tenant="someone else", idempotency_key="k", body_digest="b")
     assert not store.submit(other).replayed
 
 
 def test_an_idempotency_key_is_free_again_when_its_task_is_gone(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     first = submission(redis_client, idempotency_key="k", body_digest="a")
     store.submit(first)
@@ -78,7 +80,7 @@ def test_an_idempotency_key_is_free_again_when_its_task_is_gone(
     assert not store.submit(submission(redis_client, idempotency_key="k", body_digest="b")).replayed
 
 
-def test_the_task_limit_counts_all_queues_of_the_model(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_the_task_limit_counts_all_queues_of_the_model(store: TaskStore, redis_client: RedisClient) -> None:
     submit(store, redis_client, priority=1, max_waiting=2)
     submit(store, redis_client, priority=3, max_waiting=2)
     refused = submission(redis_client, max_waiting=2, idempotency_key="k")
@@ -92,7 +94,7 @@ def test_the_task_limit_counts_all_queues_of_the_model(store: TaskStore, redis_c
     assert not store.submit(refused).replayed
 
 
-def test_the_token_limit_counts_all_waiting_tasks(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_the_token_limit_counts_all_waiting_tasks(store: TaskStore, redis_client: RedisClient) -> None:
     limits = {"max_waiting": 100, "max_waiting_tokens": 100}
     submit(store, redis_client, priority=1, tenant="a", cost=60, **limits)
     submit(store, redis_client, priority=3, tenant="b", cost=40, **limits)
@@ -108,7 +110,7 @@ def test_the_token_limit_counts_all_waiting_tasks(store: TaskStore, redis_client
 
 
 def test_a_task_larger_than_the_limit_is_accepted_if_none_waits(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     """Otherwise it could never run, although a worker is idle."""
     submit(store, redis_client, cost=1000, max_waiting_tokens=100)
@@ -119,13 +121,13 @@ def test_a_task_larger_than_the_limit_is_accepted_if_none_waits(
     submit(store, redis_client, cost=1000, max_waiting_tokens=100)
 
 
-def test_a_replay_is_answered_when_the_queue_is_full(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_replay_is_answered_when_the_queue_is_full(store: TaskStore, redis_client: RedisClient) -> None:
     given = submission(redis_client, max_waiting=1, idempotency_key="k")
     store.submit(given)
     assert store.submit(given).replayed
 
 
-def test_the_limit_holds_for_concurrent_submissions(redis_url: str, redis_client: redis.Redis) -> None:
+def test_the_limit_holds_for_concurrent_submissions(redis_url: str, redis_client: RedisClient) -> None:
     """sglang#33858: each one over the limit is answered, and no more than the limit are accepted."""
 
     def try_one(given: Submission) -> bool:
@@ -142,7 +144,7 @@ def test_the_limit_holds_for_concurrent_submissions(redis_url: str, redis_client
 
 
 def test_acceptance_times_increase_while_the_clock_stands(
-    store: TaskStore, redis_client: redis.Redis
+    store: TaskStore, redis_client: RedisClient
 ) -> None:
     """Redis's clock may be set back; the order of acceptance must not change."""
     future = 4_000_000_000_000_000
@@ -164,7 +166,7 @@ def test_acceptance_times_increase_while_the_clock_stands(
     ],
 )
 def test_values_that_are_invalid_in_a_key_or_message_are_refused(
-    redis_client: redis.Redis, wrong: dict[str, object]
+    redis_client: RedisClient, wrong: dict[str, object]
 ) -> None:
     (name,) = wrong
     good = submission(redis_client)
@@ -173,7 +175,7 @@ def test_values_that_are_invalid_in_a_key_or_message_are_refused(
         Submission(**(fields | wrong))
 
 
-def test_a_snapshot_has_the_submitted_values(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_snapshot_has_the_submitted_values(store: TaskStore, redis_client: RedisClient) -> None:
     task_id = submit(store, redis_client, metadata='{"a": "\\ud800"}', priority=4)
     snapshot = store.inspect(task_id)
     assert snapshot is not None
@@ -181,7 +183,7 @@ def test_a_snapshot_has_the_submitted_values(store: TaskStore, redis_client: red
     assert (snapshot.status, snapshot.claimed, snapshot.attempt) == ("queued", False, 0)
 
 
-def test_no_tenant_takes_all_of_the_task_limit(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_no_tenant_takes_all_of_the_task_limit(store: TaskStore, redis_client: RedisClient) -> None:
     """A tenant may have as many tasks as it leaves free, so that the first of another is always accepted."""
     limits: dict[str, object] = {"max_waiting": 10, "share_limits": True}
 
@@ -205,7 +207,7 @@ def test_no_tenant_takes_all_of_the_task_limit(store: TaskStore, redis_client: r
     submit(store, redis_client, tenant="e", **limits)
 
 
-def test_no_tenant_takes_all_of_the_token_limit(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_no_tenant_takes_all_of_the_token_limit(store: TaskStore, redis_client: RedisClient) -> None:
     limits: dict[str, object] = {"max_waiting_tokens": 1000, "share_limits": True}
     for _ in range(5):
         submit(store, redis_client, tenant="a", cost=100, **limits)

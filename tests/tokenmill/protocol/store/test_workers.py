@@ -4,8 +4,7 @@ import dataclasses
 import json
 import time
 
-import redis
-
+from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.tasks import SLUG
 from tokenmill.protocol import keys
 from tokenmill.protocol.records import ModelCard, WorkerRecord
@@ -24,7 +23,7 @@ def test_a_record_is_returned_as_stored(store: TaskStore) -> None:
     assert sorted(store.workers(), key=lambda record: record.name) == [RECORD, other]
 
 
-def test_a_record_of_a_newer_version_can_be_read(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_record_of_a_newer_version_can_be_read(store: TaskStore, redis_client: RedisClient) -> None:
     """During a rolling upgrade old and new workers read each other's records."""
     store.put_worker(RECORD, 60)
     newer = {**json.loads(RECORD.to_json()), "num_devices": 8}
@@ -41,7 +40,7 @@ def test_a_newer_record_replaces_an_older_one(store: TaskStore) -> None:
     assert store.queue_stats(SLUG).num_ready_workers == 0
 
 
-def test_a_worker_removes_its_record(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_worker_removes_its_record(store: TaskStore, redis_client: RedisClient) -> None:
     store.put_worker(RECORD, 60)
     store.drop_worker(RECORD.name)
     store.drop_worker(RECORD.name)
@@ -49,7 +48,7 @@ def test_a_worker_removes_its_record(store: TaskStore, redis_client: redis.Redis
     assert redis_client.keys() == []
 
 
-def test_the_record_of_a_silent_worker_expires(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_the_record_of_a_silent_worker_expires(store: TaskStore, redis_client: RedisClient) -> None:
     store.put_worker(RECORD, 0.001)
     deadline = time.monotonic() + WATCHDOG_SECONDS
     while store.workers() and time.monotonic() < deadline:
@@ -60,7 +59,7 @@ def test_the_record_of_a_silent_worker_expires(store: TaskStore, redis_client: r
     assert redis_client.zrange(keys.WORKERS, 0, -1) == [b"host-2"]
 
 
-def test_a_model_card_persists(store: TaskStore, redis_client: redis.Redis) -> None:
+def test_a_model_card_persists(store: TaskStore, redis_client: RedisClient) -> None:
     assert store.model_card(SLUG) is None
     card = ModelCard(
         model="m",

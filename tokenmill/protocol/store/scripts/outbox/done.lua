@@ -1,6 +1,6 @@
 -- Removes a webhook that was delivered or given up; its task expires like others. ARGV: retention, entry, id.
 
--- Minimum time the task is kept for whoever was just notified.
+-- Minimum time the task is kept for the receiver that was just notified.
 local MIN_KEPT_MS = 60000
 
 local id = ARGV[3]

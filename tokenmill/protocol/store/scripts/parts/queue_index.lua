@@ -4,7 +4,7 @@
 
 -- Counters of tenants without waiting tasks expire this long after the last such tenant was added.
 local AWAY_MS = 3600000
--- The most counters of tenants without waiting tasks.
+-- Maximum number of counters of tenants without waiting tasks.
 local MAX_AWAY = 10000
 local NUM_CLASSES = tonumber(K.num_classes)
 

@@ -119,14 +119,14 @@ local function finish_without_owner(id, task, how, error_json)
   local open, num_ended = open_outputs(task)
   how.prompt_tokens = tonumber(task.prompt_tokens) or 0
   how.completion_tokens = length - num_ended
-  for place, index in ipairs(open) do
+  for nth, index in ipairs(open) do
     local members = '"finish_reason":"' .. how.reason .. '"'
-    if place == #open then
+    if nth == #open then
       members = members .. ',"done":true,"usage":' .. usage_json(task, how) .. ',"error":' .. error_json
     elseif error_json ~= 'null' then
       members = members .. ',"error":' .. error_json
     end
-    append(id, length + place - 1, '', '""', whole(index), members)
+    append(id, length + nth - 1, '', '""', whole(index), members)
   end
   finish(id, task, how)
 end

@@ -24,8 +24,8 @@ end
 
 -- An owner that has not renewed since an outage may have shut down in order without being able to hand back.
 local function is_excused(id, task, outage)
-  local heard = (call('ZSCORE', K.leases, id) - (tonumber(task.lease_seconds) or 0)) * 1000000
-  return heard < outage and heard > outage - OUTAGE_SECONDS * 1000000
+  local renewed_at = (call('ZSCORE', K.leases, id) - (tonumber(task.lease_seconds) or 0)) * 1000000
+  return renewed_at < outage and renewed_at > outage - OUTAGE_SECONDS * 1000000
 end
 
 local function reclaim(id, outage)

@@ -32,9 +32,9 @@ end
 local function queues_from(first)
   local queues, later = call('ZRANGE', K.shown .. slug, 0, -1), {}
   table.sort(queues)
-  for place, queue in ipairs(queues) do
+  for nth, queue in ipairs(queues) do
     if queue >= first then
-      for i = place, #queues do
+      for i = nth, #queues do
         later[#later + 1] = queues[i]
       end
       return later
