@@ -85,7 +85,7 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Unfinished sequences without a slot, queued or held."""
+        """Unfinished sequences without a slot, queued or deferred."""
         return self.scheduler.num_waiting
 
     @property
@@ -140,7 +140,7 @@ class Engine:
         for output in request.outputs:
             self._outputs.pop(output.sequence, None)
             self.scheduler.abort(output.sequence, FinishReason.CANCELLED)
-        self._parallel_outputs.release_followers(output.sequence for output in request.outputs)
+        self._parallel_outputs.enqueue_followers(output.sequence for output in request.outputs)
         finished = self.scheduler.pop_finished()
         self.scheduler.finished_sequences += [sequence for sequence in finished if sequence in self._outputs]
         return True
@@ -167,7 +167,7 @@ class Engine:
         self._pipeline.drain()
 
     def queue_positions(self) -> list[QueuePosition]:
-        """Waiting outputs: the queue from its head, then those held outside of it."""
+        """Waiting outputs: the queue from its head, then deferred outputs."""
         return queue_positions(self.scheduler)
 
     def request_positions(self) -> list[RequestPosition]:
@@ -255,7 +255,7 @@ class Engine:
         with self._recorder.stage("update"):
             self.scheduler.update(scheduled, executed.tokens, finish_reasons)
             stepped = (item.sequence for item in scheduled.scheduled)
-            self._parallel_outputs.release_followers(chain(stepped, self.scheduler.finished_sequences))
+            self._parallel_outputs.enqueue_followers(chain(stepped, self.scheduler.finished_sequences))
 
     def _build_output(
         self, scheduled: SchedulerOutputs, executed: ExecutedStep, texts: dict[Sequence, str]

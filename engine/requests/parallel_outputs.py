@@ -1,8 +1,8 @@
 """Queues the outputs of a request so that the prompt they share is computed once.
 
-One output, the leader, computes the prompt; the others are held until it is in the prefix cache. If the
+One output, the leader, computes the prompt; the others are deferred until it is in the prefix cache. If the
 leader finishes early or fails, the next output takes its place. A request with one output goes straight into
-the queue. All outputs are held while the request's grammar is compiled.
+the queue. All outputs are deferred while the request's grammar is compiled.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from engine.sequence import FinishReason, Sequence
 
 
 class ParallelOutputs:
-    """Adds requests to the scheduler, and releases held outputs when they may be scheduled."""
+    """Adds requests to the scheduler, and enqueues deferred outputs when they may be scheduled."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -26,7 +26,7 @@ class ParallelOutputs:
         return len(self._leaders)
 
     def add(self, request: RequestState) -> None:
-        """Queue the leader and hold the other outputs; hold all if the request needs a grammar.
+        """Queue the leader and defer the other outputs; defer all if the request needs a grammar.
 
         Raises `NeverFits` and adds nothing.
         """
@@ -46,8 +46,8 @@ class ParallelOutputs:
         self._finish_resumed(request)
         self._replace_leader(request)
 
-    def release_followers(self, stepped: Iterable[Sequence]) -> None:
-        """Release the outputs that waited for one of `stepped`, which a step has computed or finished."""
+    def enqueue_followers(self, stepped: Iterable[Sequence]) -> None:
+        """Enqueue the outputs that waited for one of `stepped`, which a step has computed or finished."""
         if not self._leaders:
             return
         for sequence in stepped:
@@ -55,7 +55,7 @@ class ParallelOutputs:
                 continue
             if _has_cached_its_prompt(sequence):
                 del self._leaders[sequence]
-                self._release_all(request)
+                self._enqueue_all(request)
             elif sequence.is_finished():
                 del self._leaders[sequence]
                 self._replace_leader(request)
@@ -76,7 +76,7 @@ class ParallelOutputs:
         if leader is not None and len(request.outputs) > 1:
             self._leaders[leader] = request
 
-    def _release_all(self, request: RequestState) -> None:
+    def _enqueue_all(self, request: RequestState) -> None:
         for output in request.outputs:
             if not output.sequence.is_finished():
                 self._scheduler.enqueue(output.sequence)
