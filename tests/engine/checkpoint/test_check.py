@@ -29,7 +29,7 @@ from tests.engine.checkpoint.broken_checkpoints import (
 )
 from tests.tiny_models import save_model
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
