@@ -5,7 +5,8 @@
 
 `served`: the execution plan's own choice. `torch-elements`: norms, gates and rotary embeddings by torch.
 `plain`, `oneDNN`, `native`: one kernel for all linears. The variants take turns, step by step, so that a busy
-machine slows them alike. Medians, minima, and the median of the ratios to the first variant in each turn.
+machine slows them alike. Prints medians, minima, and the median of the ratios to the first variant in a turn.
+With OMP_NUM_THREADS=1 the clock is the process's CPU time, else wall time.
 """
 
 import argparse
@@ -43,9 +44,8 @@ from engine.execution.loading.loader import load_model
 from engine.execution.machine.native_library import NativeLibrary, load_library
 from engine.execution.runner.inputs import InputBuilder
 from engine.execution.runner.model_runner import ModelRunner
-from engine.outputs import ScheduledSequence, SchedulerOutputs
-from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence
+from engine.execution.runner.synthetic_steps import SyntheticSequences
+from engine.outputs import SchedulerOutputs
 
 BLOCK_SIZE = 16
 VARIANTS = ("served", "torch-elements", "plain", "oneDNN", "native")
@@ -93,41 +93,31 @@ def make_runner(
     return ModelRunner(loaded.model, backend, inputs, graphs)
 
 
-def sequence(slot: int, num_tokens: int, first_block: int) -> Sequence:
-    made = Sequence(
-        str(slot), [1 + (slot + at) % 1000 for at in range(num_tokens)], SamplingParams(), arrival_time=0.0
-    )
-    made.admit(slot)
-    made.block_table = list(range(first_block, first_block - -num_tokens // BLOCK_SIZE + 1))
-    return made
-
-
 def step_of(num_rows: int, context: int) -> SchedulerOutputs:
     """A decode step of `num_rows` sequences of `context` tokens."""
-    blocks = context // BLOCK_SIZE + 1
-    sequences = (sequence(slot, context, 1 + slot * blocks) for slot in range(num_rows))
-    return SchedulerOutputs(
-        decode=tuple(ScheduledSequence(one, context - 1, 1, 0, True) for one in sequences)
-    )
+    sequences = SyntheticSequences([context] * num_rows, BLOCK_SIZE, vocab_size=1000)
+    return sequences.step((row, context - 1, context) for row in range(num_rows))
 
 
 def chunk_of(num_tokens: int) -> SchedulerOutputs:
-    """A prompt of `num_tokens`, whose last token's logits are wanted."""
-    item = ScheduledSequence(sequence(0, num_tokens, 1), 0, num_tokens, num_tokens - 1, True)
-    return SchedulerOutputs(prefill=(item,))
+    """A prompt of `num_tokens`, without logits."""
+    return SyntheticSequences([num_tokens], BLOCK_SIZE, vocab_size=1000).step(
+        [(0, 0, num_tokens)], logits=False
+    )
 
 
 def measure(runners: dict[str, ModelRunner], step: SchedulerOutputs, budget: float) -> dict[str, list[float]]:
     """Milliseconds of a step, of each runner in turn, until `budget` seconds are spent."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     found: dict[str, list[float]] = {name: [] for name in runners}
     for runner in runners.values():
         runner.execute(step)
     end = time.perf_counter() + budget
     while time.perf_counter() < end:
         for name, runner in runners.items():
-            start = time.perf_counter()
+            start = clock()
             runner.execute(step)
-            found[name].append((time.perf_counter() - start) * 1e3)
+            found[name].append((clock() - start) * 1e3)
     return found
 
 

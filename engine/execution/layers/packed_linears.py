@@ -69,8 +69,13 @@ def linear_kernels(operator: LinearOperator | None, dtype: torch.dtype) -> tuple
     if operator is None:
         return (onednn,)
     native = LinearKernel("native", partial(pack_natively, operator))
-    multiplies_bfloat16 = dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
-    return (onednn, native) if multiplies_bfloat16 else (native, onednn)
+    return (onednn, native) if dtype == torch.bfloat16 and _multiplies_bfloat16() else (native, onednn)
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether the processor has bfloat16 products, and torch is not limited to AVX2."""
+    is_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return is_avx512 and torch.cpu._is_avx512_bf16_supported()
 
 
 def pack_natively(operator: LinearOperator, plain: nn.Linear) -> Product:

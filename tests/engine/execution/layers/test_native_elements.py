@@ -19,9 +19,13 @@ from engine.execution.layers.elementwise_operator import Activation, Elementwise
 from engine.execution.layers.fused_linears import FusedPart, fuse_linears
 from engine.execution.layers.linear_operator import LinearOperator
 from engine.execution.layers.module_slots import observed_slots
-from engine.execution.layers.native_elements import checked_elementwise, use_native_elements
-from engine.execution.layers.native_gates import NativeGatedMLP, use_native_gates
-from engine.execution.layers.native_norms import NativeRMSNorm, use_native_norms
+from engine.execution.layers.native_elements import (
+    NativeGatedMLP,
+    NativeRMSNorm,
+    checked_elementwise,
+    replace_modules,
+    use_native_elements,
+)
 from engine.execution.machine.native_build import CannotBuild
 from tests.comparer import Reference, assert_equal_tokens, reference
 from tests.engine.execution.pools import native_library
@@ -228,8 +232,8 @@ def replaced(module: nn.Module, dtype: torch.dtype = torch.float32, **named: tor
     hidden = torch.randn(1, 2, 24).to(dtype)
     right = module(hidden, **named)
     operator = elementwise()
-    places = observed_slots(model, lambda: model["it"](hidden, **named))
-    count = use_native_norms(places, operator) + use_native_gates(places, operator)
+    slots = observed_slots(model, lambda: model["it"](hidden, **named))
+    count = sum(replace_modules(slots, operator))
     assert count == (model["it"] is not module)
     most = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(model["it"](hidden, **named), right, rtol=most, atol=most)
@@ -267,8 +271,8 @@ def test_a_norm_that_is_given_more_is_left_alone() -> None:
 
 def test_a_norm_in_another_dtype_than_its_rows_is_left_alone() -> None:
     model = nn.ModuleDict({"it": Norm()}).requires_grad_(False)
-    places = observed_slots(model, lambda: model["it"](torch.randn(1, 2, 24).bfloat16()))
-    assert use_native_norms(places, ElementwiseOperator(native_library())) == 0
+    slots = observed_slots(model, lambda: model["it"](torch.randn(1, 2, 24).bfloat16()))
+    assert replace_modules(slots, elementwise()) == (0, 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

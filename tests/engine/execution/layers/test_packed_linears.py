@@ -97,7 +97,7 @@ def test_weights_can_still_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("has_bfloat16", [True, False])
 def test_the_rule(has_bfloat16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bfloat16)
+    monkeypatch.setattr(packed_linears, "_multiplies_bfloat16", lambda: has_bfloat16)
 
     def names(operator: LinearOperator | None, dtype: torch.dtype) -> list[str]:
         return [kernel.name for kernel in linear_kernels(operator, dtype)]
