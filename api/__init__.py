@@ -1,1 +1,1 @@
-"""HTTP in; HTTP and event streams out."""
+"""The HTTP API: accepts tasks and returns their state, their results and live streams of their tokens."""

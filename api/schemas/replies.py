@@ -1,4 +1,4 @@
-"""What goes out, as OpenAPI shows it. What cannot be known yet is null, never a guess."""
+"""Response bodies, as OpenAPI shows them. A value that is not known yet is null."""
 
 from typing import Any, Literal
 
@@ -6,52 +6,54 @@ from pydantic import BaseModel, Field
 
 
 class QueuePlace(BaseModel):
-    """Where a waiting task stands; numbers that nobody can know yet are null."""
+    """The position of a waiting task."""
 
-    position: int | None = Field(description="Tasks that go before it.")
+    position: int | None = Field(description="Number of tasks before it.")
     tokens_ahead: int | None = Field(description="Estimated tokens of the tasks before it.")
     eta_seconds: float | None = Field(
-        description="Until it starts, from the last minute's rate; null while no worker is ready."
+        description="Estimated seconds until it starts, from the rate of the last minute. Null while no "
+        "worker is ready."
     )
     waiting_for: str | None = Field(
-        description="`worker`, `capacity` or `behind` in the queue, then the scheduler's reason; "
-        "`suspect` if a worker may have died of it, so that it waits to be tried alone."
+        description="In the queue: `worker`, `capacity` or `behind` (other tasks are first). In a worker: "
+        "the reason of its scheduler. `suspect`: a worker may have crashed because of the task, so it waits "
+        "to run alone."
     )
 
 
 class Alternative(BaseModel):
-    """One of the likeliest tokens of a place."""
+    """One of the most likely tokens at a position."""
 
     id: int
-    logprob: float = Field(description="Natural logarithm; -9999 stands for minus infinity.")
-    token: str = Field(description="Its text; what is no whole character is U+FFFD.")
-    bytes: list[int] = Field(description="Its bytes, which tell tokens apart whose texts are the same.")
+    logprob: float = Field(description="Natural logarithm of the probability. -9999 means minus infinity.")
+    token: str = Field(description="Text of the token. Bytes that are no complete character become U+FFFD.")
+    bytes: list[int] = Field(description="Bytes of the token. They differ also where the texts are equal.")
 
 
 class TokenLogprobsView(BaseModel):
-    """How likely a token was to the model itself, before penalties and temperature."""
+    """Log-probability of a token by the model itself, before penalties and temperature."""
 
     logprob: float
     token: str
     bytes: list[int]
-    top: list[Alternative] = Field(description="The likeliest tokens, in order.")
+    top: list[Alternative] = Field(description="The most likely tokens, in order.")
 
 
 class PromptLogprobsView(TokenLogprobsView):
-    """The same of a token of the prompt."""
+    """The same for a token of the prompt."""
 
     id: int
 
 
 class Output(BaseModel):
-    """One text; partial while the task runs."""
+    """One output; partial while the task runs."""
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: Literal["stop", "length", "cancelled", "timeout", "error"] | None
     logprobs: list[TokenLogprobsView] | None = Field(
-        description="One for each of `token_ids`; null where not asked for."
+        description="One for each of `token_ids`. Null if not requested."
     )
 
 
@@ -65,26 +67,26 @@ class UsageView(BaseModel):
 
 
 class OutputLimitView(BaseModel):
-    """The most tokens that each output gets, and why."""
+    """The maximum length of each output, and what determines it."""
 
-    max_tokens: int = Field(description="An output ends as `length` there.")
-    requested: int | None = Field(description="`max_tokens` as the request gave it.")
+    max_tokens: int = Field(description="An output of this many tokens ends as `length`.")
+    requested: int | None = Field(description="`max_tokens` of the request.")
     bound_by: str = Field(
-        description="`max_tokens`: the request's own; `generation_config`: the model's default; "
-        "`model_length`: the room that the prompt leaves; `output_size`: the most that one task may tell."
+        description="`max_tokens`: the request; `generation_config`: the model's default; `model_length`: "
+        "the model's length minus the prompt; `output_size`: the maximum size of one task's results."
     )
 
 
 class Timings(BaseModel):
-    """Seconds since the task was accepted; null until it got there."""
+    """Seconds from the acceptance of the task to its stages. Null for a stage not reached yet."""
 
-    queue_seconds: float | None = Field(description="When it was first scheduled.")
-    ttft_seconds: float | None = Field(description="When its first token came.")
-    total_seconds: float | None = Field(description="When it ended.")
+    queue_seconds: float | None = Field(description="Until it was first scheduled.")
+    ttft_seconds: float | None = Field(description="Until its first token.")
+    total_seconds: float | None = Field(description="Until it ended.")
 
 
 class ErrorView(BaseModel):
-    """What went wrong, as OpenAI's clients read it."""
+    """The error object of the OpenAI API."""
 
     type: str
     code: str
@@ -101,7 +103,7 @@ class Urls(BaseModel):
 
 
 class Task(BaseModel):
-    """One request and all that came of it so far."""
+    """A task with its outputs so far."""
 
     id: str
     object: Literal["task"] = "task"
@@ -109,14 +111,14 @@ class Task(BaseModel):
     created_at: float = Field(description="Seconds since the epoch.")
     model: str
     priority: int
-    queue: QueuePlace | None = Field(description="Null while the task runs, and once it has ended.")
-    outputs: list[Output] = Field(description="One, or `n`, by index.")
+    queue: QueuePlace | None = Field(description="Null while the task runs and after it has ended.")
+    outputs: list[Output] = Field(description="`n` outputs, ordered by index.")
     prompt_logprobs: list[PromptLogprobsView | None] | None = Field(
-        description="One for each token of the prompt, null for the first; null where not asked for."
+        description="One for each token of the prompt; null for the first. Null if not requested."
     )
-    usage: UsageView | None = Field(description="Null until the prompt's length is known.")
+    usage: UsageView | None = Field(description="Null until the length of the prompt is known.")
     output_limit: OutputLimitView | None = Field(
-        description="Below `max_tokens` where there is less room. Null until a worker takes it."
+        description="May be lower than `max_tokens` of the request. Null until a worker accepts the task."
     )
     timings: Timings
     error: ErrorView | None
@@ -125,7 +127,7 @@ class Task(BaseModel):
 
 
 class ProblemView(BaseModel):
-    """Any error: problem details (RFC 9457) with OpenAI's `error` object inside."""
+    """An error: problem details (RFC 9457) with the `error` object of the OpenAI API."""
 
     type: str
     title: str
@@ -139,18 +141,18 @@ PROBLEM_REPLY: dict[str, Any] = {
     "description": "Any error, as problem details.",
     "content": {"application/problem+json": {"schema": {"$ref": "#/components/schemas/ProblemView"}}},
 }
-"""How OpenAPI describes the errors of an operation, under `default`."""
+"""The OpenAPI response `default` of an operation."""
 
 
 class WorkerView(BaseModel):
-    """What a worker says of itself."""
+    """State of a worker, as it reports it."""
 
     name: str
     model: str
     state: str = Field(
-        description="`loading`, `ready`, `draining`, `stalled`, or a word of a worker of a later version."
+        description="`loading`, `ready`, `draining`, `stalled`, or a state that a newer worker reports."
     )
-    detail: str = Field(description="While it loads: how far it is.")
+    detail: str = Field(description="Progress of loading.")
     started_at: float
     running: int
     waiting: int
@@ -158,7 +160,7 @@ class WorkerView(BaseModel):
 
 
 class Readiness(BaseModel):
-    """Whether a task that is submitted now would be worked on."""
+    """A worker is ready to run tasks."""
 
     state: Literal["ready"]
     model: str

@@ -4,10 +4,10 @@ Types are strict: true is not 1, and "5" is not 5. A field that is null is not s
 maximum length, also where the engine has none: a small body must not cause much work.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import cached_property, singledispatch
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import (
     AfterValidator,
@@ -106,7 +106,7 @@ def _texts(rule: Texts) -> Any:
     text = Annotated[str, Field(min_length=1, max_length=rule.http_max_characters)]
     # `fail_fast`: a list of a million bad items is one error, not a million.
     length = Field(min_length=rule.min_items or None, max_length=rule.http_max_items, fail_fast=True)
-    texts = Annotated[list[text], length, AfterValidator(_checked(rule))]  # type: ignore[valid-type]
+    texts = Annotated[list[text], length, AfterValidator(_checked(rule))]
     if not rule.http_accepts_text:
         return texts
     one = {"type": "string", "minLength": 1, "maxLength": rule.http_max_characters}
@@ -141,7 +141,7 @@ def _numbers_by_token_id(rule: NumbersByTokenId) -> Any:
     }
     number = Annotated[float, Field(ge=rule.minimum, le=rule.maximum)]
     return Annotated[
-        dict[str, number],  # type: ignore[valid-type]
+        dict[str, number],
         BeforeValidator(check_size),
         AfterValidator(check_names),
         WithJsonSchema(schema),
@@ -156,7 +156,12 @@ def _json_schema(rule: JsonSchema) -> Any:
 
 @_annotation.register
 def _constraint(_rule: Constraint) -> Any:
-    return StructuredOutputsBody
+    return create_model(
+        "StructuredOutputsBody",
+        __base__=_OneConstraint,
+        __doc__=_OneConstraint.__doc__,
+        **_definitions(StructuredOutputs),
+    )
 
 
 def _as_list(value: object) -> object:
@@ -176,17 +181,11 @@ def _checked(rule: Rule) -> Callable[[Any], Any]:
     return check
 
 
-if TYPE_CHECKING:
-    _Members = _SamplingFields = Strict
-else:
-    _Members = create_model("_Members", __base__=Strict, **_definitions(StructuredOutputs))
-
-
-class StructuredOutputsBody(_Members):
+class _OneConstraint(Strict):
     """A constraint on the whole text. Set exactly one member."""
 
     @model_validator(mode="after")
-    def _one_member(self) -> "StructuredOutputsBody":
+    def _one_member(self) -> Self:
         try:
             StructuredOutputs.from_json(self.model_dump(by_alias=True, exclude_none=True))
         except InvalidParameter as error:
@@ -194,13 +193,7 @@ class StructuredOutputsBody(_Members):
         return self
 
 
-if not TYPE_CHECKING:
-    _SamplingFields = create_model("_SamplingFields", __base__=Strict, **_definitions(SamplingParams))
-
-
-class SamplingBody(_SamplingFields):
-    """The fields of `SamplingParams`, each optional."""
-
+class _Sampling(Strict):
     @field_validator("min_tokens", check_fields=False)
     @classmethod
     def _at_most_max_tokens(cls, min_tokens: int | None, info: ValidationInfo) -> int | None:
@@ -217,6 +210,12 @@ class SamplingBody(_SamplingFields):
         return SamplingParams.from_json(self.sampling)
 
     @cached_property
-    def sampling(self) -> dict[str, Any]:
+    def sampling(self) -> Mapping[str, Any]:
         """The fields that are set, as JSON values."""
         return self.model_dump(include=set(SAMPLING_FIELDS), exclude_none=True, by_alias=True)
+
+
+if TYPE_CHECKING:  # a type checker accepts no base class that is computed
+    SamplingBody = _Sampling
+else:
+    SamplingBody = create_model("SamplingBody", __base__=_Sampling, **_definitions(SamplingParams))

@@ -1,4 +1,4 @@
-"""A task as its JSON shows it. Pure functions."""
+"""Converts a snapshot of a task and its log into the `Task` of the HTTP API."""
 
 import json
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ def task_url(task_id: str) -> str:
 
 
 def view(reading: Reading) -> Task:
-    """The task object of every reply that carries one."""
+    """The `Task` of every reply and webhook."""
     snapshot, entries = reading
     url = task_url(snapshot.task_id)
     last = entries[-1].parse_members() if entries else {}
@@ -51,21 +51,21 @@ def view(reading: Reading) -> Task:
 
 
 def eta_seconds(snapshot: TaskSnapshot) -> float | None:
-    """Seconds until a waiting task starts, as the last minute went; None where that says nothing."""
+    """Estimated seconds until a waiting task starts, from the rate of the last minute. None: unknown."""
     if snapshot.tokens_ahead is None or not snapshot.drain_rate or not snapshot.num_ready_workers:
         return None
     return round(snapshot.tokens_ahead / snapshot.drain_rate, 3)
 
 
 def _waits(snapshot: TaskSnapshot) -> bool:
-    """Before its first step, and again after it was preempted or handed back."""
+    """Whether the task waits: before its first step, or after it was preempted or handed back."""
     if snapshot.status in TERMINAL:
         return False
     return snapshot.status == "queued" or snapshot.position is not None
 
 
 def _output(output: TaskOutput) -> Output:
-    # Not `asdict`: it copies every log-probability, and takes half of a poll's time.
+    # `asdict` would copy every log-probability, which takes half of a poll's time.
     return Output(**{field.name: getattr(output, field.name) for field in fields(TaskOutput)})
 
 

@@ -1,7 +1,7 @@
-"""Where a webhook may go: which URLs are taken, and which addresses are anybody's. Pure.
+"""Checks the URLs of webhooks and decides which addresses are public.
 
-Law: a URL that is taken means the same to everyone who reads it, so what was checked is what is called. An
-address is public only if it is one of those that the world can reach; of all others nobody has to know why.
+Only URLs that every parser reads alike are accepted, so the checked host is the one that is called. An
+address is public only if it is globally reachable.
 """
 
 import ipaddress
@@ -14,16 +14,16 @@ PORTS = {"http": 80, "https": 443}
 _PRINTABLE = re.compile(r"[\x21-\x7e]+")
 _LABEL = r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
 _NAME = re.compile(rf"(?=.{{1,253}}$){_LABEL}(?:\.{_LABEL})*\.?")
-#: What some resolvers read as an address: 2130706433, 0x7f.1, 127.1
+#: Some resolvers read these as addresses: 2130706433, 0x7f.1, 127.1
 _NUMBER = re.compile(r"(?:.*\.)?(?:[0-9]+|0x[0-9a-f]*)\.?")
 _AUTHORITY = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\[\]:]+))(?::([0-9]{0,5}))?")
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 _NOT_PUBLIC = tuple(
     ipaddress.ip_network(network)
     for network in (
-        # Relays and tunnels: what is sent there may come out anywhere.
+        # Relays and tunnels: they forward to any address.
         "192.88.99.0/24", "2001::/32", "2002::/16",
-        # For documentation; younger than some of the libraries that should know it.
+        # Reserved for documentation, but newer than some versions of `ipaddress`.
         "3fff::/20",
     )
 )  # fmt: skip
@@ -31,7 +31,7 @@ _NOT_PUBLIC = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A URL in its parts. `host`: a name or an address, without brackets. `path`: with its query."""
+    """The parts of a URL. `host`: a name or an address without brackets. `path`: includes the query."""
 
     secure: bool
     host: str
@@ -40,14 +40,14 @@ class Target:
 
     @property
     def authority(self) -> str:
-        """As the header `Host` has it."""
+        """The value of the `Host` header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         usual = PORTS["https" if self.secure else "http"]
         return host if self.port == usual else f"{host}:{self.port}"
 
 
 def parse_url(url: str) -> Target:
-    """Raises ValueError, which says what is wrong, for anything but a plain http or https URL."""
+    """Parse a plain http or https URL. Raises ValueError, which says what is wrong, for anything else."""
     if not _PRINTABLE.fullmatch(url):
         raise ValueError("must be printable ASCII without spaces; encode other characters")
     try:
@@ -57,13 +57,13 @@ def parse_url(url: str) -> Target:
     if parts.scheme not in PORTS:
         raise ValueError("must begin with http:// or https://")
     if "@" in parts.netloc:
-        raise ValueError("must have no user and no password")
-    # Read here: the library's own reading passes over what stands beside the brackets.
+        raise ValueError("must not contain a user or password")
+    # `urlsplit().hostname` ignores text beside the brackets of an IPv6 address.
     found = _AUTHORITY.fullmatch(parts.netloc.lower())
     address, name, digits = found.groups() if found else (None, "", None)
     port = int(digits) if digits else PORTS[parts.scheme]
     if not (_is_address(address) if address else _NAME.fullmatch(name)) or not 1 <= port <= 65535:
-        raise ValueError("must name a host, and a port from 1 to 65535 if any")
+        raise ValueError("must contain a valid host, and if it has a port, one from 1 to 65535")
     if name and _NUMBER.fullmatch(name) and not _is_ipv4(name):
         raise ValueError("must write an IPv4 address as four decimal numbers")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
@@ -71,8 +71,8 @@ def parse_url(url: str) -> Target:
 
 
 def is_public(host: str) -> bool:
-    """Whether an address may be called for anybody. True for a name: what it stands for is still to be seen;
-    but the names that stand for this machine are not public.
+    """Whether an address is public. True for a name, whose addresses are checked when it is resolved; only
+    the names of this machine are not public.
     """
     try:
         address = ipaddress.ip_address(host)

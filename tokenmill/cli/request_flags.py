@@ -1,6 +1,6 @@
-"""What a task asks for: flags of the command line, and the body that they come to. Knows no service.
+"""The command-line flags of a request, and the body that they form.
 
-Law: only what was given is sent. Ranges are the service's to check; it names the field.
+Only flags that are set are sent. The service checks the values and names the field.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,38 +13,40 @@ from tokenmill.cli.text_streams import read_file
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _OPTIONS = (
-    click.option("--chat", is_flag=True, help="send the prompt as a user's message of a chat"),
-    click.option("--max-tokens", type=int, help="longest answer, in tokens"),
-    click.option("--min-tokens", type=int, help="shortest answer, in tokens"),
-    click.option("-n", "--n", type=int, help="so many answers to one prompt"),
-    click.option("--temperature", type=float, help="0 always takes the likeliest token"),
-    click.option("--top-p", type=float, help="sample from the likeliest tokens that make up this share"),
-    click.option("--top-k", type=int, help="sample from so many of the likeliest tokens"),
+    click.option("--chat", is_flag=True, help="send the prompt as a user message of a chat"),
+    click.option("--max-tokens", type=int, help="maximum number of output tokens"),
+    click.option("--min-tokens", type=int, help="minimum number of output tokens"),
+    click.option("-n", "--n", type=int, help="number of outputs for the prompt"),
+    click.option("--temperature", type=float, help="0 always chooses the most likely token"),
     click.option(
-        "--min-p", type=float, help="drop tokens below this share of the likeliest one's probability"
+        "--top-p", type=float, help="sample from the most likely tokens that reach this probability"
     ),
-    click.option("--presence-penalty", type=float, help="make tokens that were written less likely"),
-    click.option("--frequency-penalty", type=float, help="the same, as often as they were written"),
-    click.option("--repetition-penalty", type=float, help="above 1: the same, of the prompt's tokens too"),
-    click.option("--seed", type=int, help="the same seed gives the same answer"),
-    click.option("--stop", multiple=True, help="end before this text; may be given several times"),
-    click.option("--json-schema", type=click.File("rb"), help="file of a JSON schema to keep to"),
-    click.option("--regex", help="regular expression that the whole answer matches"),
-    click.option("--choice", multiple=True, help="one of these answers; given several times"),
-    click.option("--priority", type=int, help="0 to 4, lower goes first  [default: 2]"),
-    click.option("--timeout", "timeout_seconds", type=float, help="end after so many seconds"),
+    click.option("--top-k", type=int, help="sample from this many of the most likely tokens"),
+    click.option("--min-p", type=float, help="drop tokens below this share of the top token's probability"),
+    click.option("--presence-penalty", type=float, help="penalty for tokens already in the output"),
+    click.option("--frequency-penalty", type=float, help="the same, for each time they occur"),
     click.option(
-        "--queue-timeout", "queue_timeout_seconds", type=float, help="end if not started in so many seconds"
+        "--repetition-penalty", type=float, help="above 1: penalty for tokens in the prompt or the output"
+    ),
+    click.option("--seed", type=int, help="the same seed gives the same output"),
+    click.option("--stop", multiple=True, help="end the output before this text; repeatable"),
+    click.option("--json-schema", type=click.File("rb"), help="file with a JSON schema for the output"),
+    click.option("--regex", help="regular expression that the whole output matches"),
+    click.option("--choice", multiple=True, help="an allowed output; repeatable"),
+    click.option("--priority", type=int, help="0 to 4, lower runs first  [default: 2]"),
+    click.option("--timeout", "timeout_seconds", type=float, help="end the task after this many seconds"),
+    click.option(
+        "--queue-timeout", "queue_timeout_seconds", type=float, help="the same if it has not started by then"
     ),
     click.option(
-        "--ttft-timeout", "ttft_timeout_seconds", type=float, help="end without a token in so many seconds"
+        "--ttft-timeout", "ttft_timeout_seconds", type=float, help="the same if it has no token by then"
     ),
-    click.option("--model", help="the served model's public name, to be sure of it"),
+    click.option("--model", help="refuse to run on another model than this one (its public name)"),
 )
 
 
 def request_flags(command: _Command) -> _Command:
-    """Give a command all flags that make a request."""
+    """Add the flags of a request to a command."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
@@ -52,15 +54,15 @@ def request_flags(command: _Command) -> _Command:
 
 def to_body(prompt: str, flags: Mapping[str, Any]) -> dict[str, Any]:
     """The body of POST /v1/tasks. Raises `click.UsageError`."""
-    given = {name: value for name, value in flags.items() if value is not None and value != ()}
-    chat = given.pop("chat", False)
+    fields = {name: value for name, value in flags.items() if value is not None and value != ()}
+    chat = fields.pop("chat", False)
     body = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
-    constraints = {name: given.pop(flag) for flag, name in _CONSTRAINTS.items() if flag in given}
+    constraints = {name: fields.pop(flag) for flag, name in _CONSTRAINTS.items() if flag in fields}
     if len(constraints) > 1:
-        raise click.UsageError("give one of --json-schema, --regex and --choice")
+        raise click.UsageError("use only one of --json-schema, --regex and --choice")
     if constraints:
-        given["structured_outputs"] = {name: _plain(value) for name, value in constraints.items()}
-    return {**body, **given}
+        fields["structured_outputs"] = {name: _plain(value) for name, value in constraints.items()}
+    return {**body, **fields}
 
 
 _CONSTRAINTS = {"json_schema": "json", "regex": "regex", "choice": "choice"}
