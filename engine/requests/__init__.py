@@ -1,1 +1,1 @@
-"""Follows one request from add() to its end: checks, outputs, deadlines, stop rules, grammar."""
+"""Holds each request from `Engine.add` to its finish: checks, outputs, deadlines, stop rules, grammars."""

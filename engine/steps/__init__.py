@@ -1,1 +1,1 @@
-"""Runs a scheduling decision: pipelining, fault isolation and the step report."""
+"""Executes scheduling decisions: pipelining, fault isolation and step reports."""

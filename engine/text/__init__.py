@@ -1,1 +1,1 @@
-"""Turns token ids into text: whole characters and stop strings."""
+"""Between text and token ids: chat templates, token bytes, detokenization and stop strings."""

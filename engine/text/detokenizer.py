@@ -55,7 +55,7 @@ class IncrementalDecoder:
 
     def __init__(self, decode: Decode, prompt_token_ids: list[int]) -> None:
         self._decode = decode
-        self._window = _context(decode, prompt_token_ids)
+        self._window = _prompt_context(decode, prompt_token_ids)
         self._num_returned = len(self._window)
         self._returned = decode(self._window)
 
@@ -73,14 +73,14 @@ class IncrementalDecoder:
         if len(window) > _WINDOW:
             self._shorten()
         self._num_returned = len(self._window)
-        return _beyond(text, returned)
+        return _new_text(text, returned)
 
     def close(self) -> str:
         """The incomplete character at the end, as U+FFFD."""
         text = self._decode(self._window)
         if self._is_retracted(text):
             text = self._drop_returned()
-        new = _beyond(text, self._returned)
+        new = _new_text(text, self._returned)
         self._returned = text
         return new
 
@@ -195,7 +195,7 @@ def _decoder(
     return IncrementalDecoder(decode, prompt_token_ids)
 
 
-def _context(decode: Decode, prompt_token_ids: list[int]) -> list[int]:
+def _prompt_context(decode: Decode, prompt_token_ids: list[int]) -> list[int]:
     """The last tokens of the prompt that have text: special tokens alone would not keep a space."""
     length = _CONTEXT
     while length < len(prompt_token_ids) and not decode(prompt_token_ids[-length:]):
@@ -203,7 +203,7 @@ def _context(decode: Decode, prompt_token_ids: list[int]) -> list[int]:
     return prompt_token_ids[-length:]
 
 
-def _beyond(text: str, returned: str) -> str:
+def _new_text(text: str, returned: str) -> str:
     if text.startswith(returned):
         return text[len(returned) :]
     # The prompt ends inside a character, which the output completes.
