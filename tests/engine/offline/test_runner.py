@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import engine as room
+from engine.engine import Engine
 from engine.errors import EngineDead, InvalidParameter, NeverFits
 from engine.offline.interrupts import delayed_interrupt
 from engine.offline.runner import CompletionOutput, OfflineRunner, RequestOutput
@@ -19,13 +20,21 @@ from tests.engine.fakes import EOS, ScriptedRunner, build_engine, words
 TWO = SamplingParams(max_tokens=2)
 
 
-def build(runner: ScriptedRunner | None = None, **limits: Any) -> tuple[OfflineRunner, ScriptedRunner]:
+class Offline(OfflineRunner):
+    """A runner that shows its engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.engine = engine
+
+
+def build(runner: ScriptedRunner | None = None, **limits: Any) -> tuple[Offline, ScriptedRunner]:
     engine, runner = build_engine(runner, **limits)
-    return OfflineRunner(engine), runner
+    return Offline(engine), runner
 
 
-def assert_idle(offline: OfflineRunner) -> None:
-    engine = offline._engine
+def assert_idle(offline: Offline) -> None:
+    engine = offline.engine
     assert not engine.has_work
     assert engine.num_tracked == 0
     assert engine.scheduler.block_manager.num_free_blocks == engine.config.num_kv_blocks
@@ -176,7 +185,7 @@ def test_a_dead_engine_raises_and_holds_no_requests() -> None:
     with pytest.raises(EngineDead):
         offline.run([[1], [2]], [TWO] * 2)
 
-    assert not offline._engine.has_work
+    assert not offline.engine.has_work
 
 
 def test_importing_the_package_loads_neither_torch_nor_the_engine() -> None:
