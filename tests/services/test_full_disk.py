@@ -16,7 +16,7 @@ import pytest
 
 from tests.live_service import wait_for
 from tests.tokenmill.cli.acknowledged import check_kept, push_until_it_ends
-from tests.tokenmill.serve.served import WITH_FAKE_ROOMS, Served
+from tests.tokenmill.serve.served import WITH_FAKES, Served
 from tokenmill.serve.embedded_redis import socket_url
 from tokenmill.serve.state_directory import StateDirectory
 
@@ -38,7 +38,7 @@ def served(directory: Path) -> Iterator[Served]:
     state = directory / ".tokenmill"
     state.mkdir()
     namespace = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
-    served = Served(directory, WITH_FAKE_ROOMS, within=[*namespace, "sh", "-c", MOUNT, str(state)])
+    served = Served(directory, WITH_FAKES, within=[*namespace, "sh", "-c", MOUNT, str(state)])
     served.state = StateDirectory(Path(f"/proc/{served.process.pid}/root{state}"))
     yield served
     served.end()

@@ -25,7 +25,7 @@ from tokenmill.settings.sources import Settings, SettingsFile, find_file
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _Settings = TypeVar("_Settings", bound=Settings)
-_METAVARS = {int: "NUMBER", float: "NUMBER", bool: "true|false"}
+_METAVARS: dict[object, str] = {int: "NUMBER", float: "NUMBER", bool: "true|false"}
 
 
 def setting_flags(settings_class: type[Settings]) -> Callable[[_Command], _Command]:
@@ -44,12 +44,9 @@ def setting_flags(settings_class: type[Settings]) -> Callable[[_Command], _Comma
 
 
 def _flag(setting: Setting) -> Callable[[_Command], _Command]:
-    kind = setting.kind
-    words = "|".join(setting.words)
+    metavar = "|".join(setting.words) or _METAVARS.get(setting.kind, "TEXT")
     help_text = f"{setting.help_text} [{setting.variable}; default: {setting.shown_default}]"
-    return click.option(
-        setting.flag, setting.name, metavar=words or _METAVARS.get(kind, "TEXT"), help=help_text
-    )
+    return click.option(setting.flag, setting.name, metavar=metavar, help=help_text)
 
 
 def load_settings(

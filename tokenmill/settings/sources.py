@@ -73,8 +73,10 @@ class Settings(BaseSettings):
         ]
         if file:
             sources.append(Source(cls, file.values, lambda one: f"{file.path}: {one.name}"))
+        # Documented by pydantic-settings, but not a parameter to type checkers, which see the fields.
+        arguments: dict[str, Any] = {"_build_sources": (tuple(sources), {})}
         try:
-            return cls(_build_sources=(tuple(sources), {}))
+            return cls(**arguments)
         except ValidationError as error:
             raise SettingError(_message(error, declared, sources)) from None
 

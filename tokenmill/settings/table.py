@@ -2,6 +2,7 @@
 
 from tokenmill.settings.declaration import Purpose, Setting
 from tokenmill.settings.processes import ALL, ApiSettings, ClientSettings, WorkerSettings
+from tokenmill.settings.sources import Settings
 
 _HEAD = """\
 # Settings
@@ -18,7 +19,11 @@ A flag takes precedence over the environment, and the environment over the file.
 A value that cannot be used is reported before anything starts (exit code 2, or 78 from a worker or an API
 that was started on its own). A variable `TOKENMILL_...` that is not listed here is reported and ignored.
 """
-_READERS = {"API": ApiSettings, "worker": WorkerSettings, "client commands": ClientSettings}
+_READERS: dict[str, type[Settings]] = {
+    "API": ApiSettings,
+    "worker": WorkerSettings,
+    "client commands": ClientSettings,
+}
 
 
 def settings_page() -> str:

@@ -1,6 +1,7 @@
 """The command as a user types it: results on standard output, one line for an error, exit codes."""
 
 import json
+import os
 from typing import Any
 
 import pytest
@@ -9,7 +10,6 @@ from click.testing import CliRunner, Result
 from api.schemas.requests import TaskBody
 from tests.tokenmill.cli.fake_service import Answer, FakeService, finished, problem, task, token
 from tokenmill.cli import main as cli
-from tokenmill.cli import service_commands
 from tokenmill.cli.main import FAILED, MISUSED, REFUSED, UNREACHABLE
 from tokenmill.cli.request_flags import to_body
 from tokenmill.cli.task_commands import submit
@@ -239,9 +239,7 @@ def test_a_wrong_setting_is_one_line() -> None:
 @pytest.mark.parametrize("name", ["worker", "api"])
 def test_flags_become_the_environment_of_the_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[tuple[str, ...], dict[str, str]]] = []
-    monkeypatch.setattr(
-        service_commands.os, "execve", lambda _, command, environ: started.append((command, environ))
-    )
+    monkeypatch.setattr(os, "execve", lambda _, command, environ: started.append((command, environ)))
 
     result = invoke(
         name, "--model", "m", "--redis-url", "redis://h:1/0", environ={"TOKENMILL_MODEL": "other"}

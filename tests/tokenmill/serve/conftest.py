@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,8 @@ class SupervisorRun:
         self.state = state
         self.signals = signals
         self.lines = Lines()
+        self.on_line: Callable[[str, str], None] = lambda _name, _text: None
         self.supervisor = Supervisor(state, lock, signals, self._print)
-
-    def on_line(self, name: str, text: str) -> None:
-        """Nothing."""
 
     def start(self, name: str, code: str, **fields: Any) -> None:
         command = (sys.executable, "-c", code)

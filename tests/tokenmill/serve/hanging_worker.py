@@ -1,8 +1,8 @@
-"""`python -m tests.tokenmill.hanging_worker`: a real worker, one of whose steps takes as long as a test says.
+"""`python -m tests.tokenmill.serve.hanging_worker`: a real worker whose steps hang when a test asks for it.
 
-The product has no place to ask for that: the model's runner is wrapped before the worker is put together.
-The next step after the file `HANG_FILE` appears does what the file says: `holding` stands in native code that
-keeps the interpreter's lock, `free` in code that gives it away, `until <path>` goes on once that file exists.
+The runner of the model is wrapped before the worker is built. The next step after the file `HANG_FILE`
+appears does what the file says: `holding-gil` hangs in native code that holds the interpreter's lock,
+`releasing-gil` in native code that releases it, `until <path>` waits until that file exists.
 """
 
 import ctypes
@@ -15,21 +15,21 @@ from typing import Any
 from tokenmill.cli import main as cli
 from tokenmill.serve import service as serve
 
-FOR_EVER = 10_000
+HANG_SECONDS = 10_000
 POLL_SECONDS = 0.05
 SERVE = "from tests.tokenmill.serve.hanging_worker import serve_hanging; serve_hanging()"
 """The program of a `tokenmill serve` with such a worker."""
 
 
-def ask_for(path: Path, what: str) -> None:
-    """Let the next step of the worker whose `HANG_FILE` is `path` do `what`."""
+def hang_next_step(path: Path, how: str) -> None:
+    """For the worker whose `HANG_FILE` is `path`."""
     unfinished = path.with_suffix(".new")
-    unfinished.write_text(what)
+    unfinished.write_text(how)
     unfinished.rename(path)
 
 
 class HangingRunner:
-    """`runner`, and a look at `path` before each step."""
+    """Looks for `path` before each step of `runner`."""
 
     def __init__(self, runner: Any, path: Path) -> None:
         self._runner = runner
@@ -37,10 +37,10 @@ class HangingRunner:
 
     def execute(self, outputs: Any) -> Any:
         if outputs.scheduled and self._path.exists():
-            what = self._path.read_text()
-            # Once: the worker that is started again must not find it.
+            how = self._path.read_text()
+            # Once: the restarted worker must not find it.
             self._path.unlink()
-            _hang(*what.split())
+            _hang(*how.split())
         return self._runner.execute(outputs)
 
     def check(self) -> None:
@@ -51,32 +51,32 @@ class HangingRunner:
 
 
 def _hang(how: str, path: str = "") -> None:
-    if how == "holding":
-        ctypes.PyDLL(None).sleep(FOR_EVER)
-    elif how == "free":
-        ctypes.CDLL(None).sleep(FOR_EVER)
+    if how == "holding-gil":
+        ctypes.PyDLL(None).sleep(HANG_SECONDS)
+    elif how == "releasing-gil":
+        ctypes.CDLL(None).sleep(HANG_SECONDS)
     else:
         while not Path(path).exists():
             time.sleep(POLL_SECONDS)
 
 
 def serve_hanging() -> None:
-    """`tokenmill serve`, whose other processes are the usual ones."""
-    usual = serve.process_command
-    ours = (sys.executable, "-m", __name__)
-    serve.process_command = lambda name: ours if name == "worker" else usual(name)
+    """`tokenmill serve` with this worker."""
+    original = serve.process_command
+    command = (sys.executable, "-m", __name__)
+    serve.process_command = lambda name: command if name == "worker" else original(name)
     cli.main()
 
 
 def main() -> int:
-    # Not above: the supervisor imports this file too, and these take seconds.
+    # Not at the top: the supervisor imports this file too, and these imports take seconds.
     from engine.execution import build
     from worker import __main__ as worker
 
-    path, build_usual = Path(os.environ["HANG_FILE"]), build.build_execution
+    path, build_original = Path(os.environ["HANG_FILE"]), build.build_execution
 
     def build_hanging(*args: Any, **options: Any) -> Any:
-        execution = build_usual(*args, **options)
+        execution = build_original(*args, **options)
         object.__setattr__(execution, "runner", HangingRunner(execution.runner, path))
         return execution
 

@@ -1,7 +1,4 @@
-"""`tokenmill serve` as a process of its own: its lines, its signals, and waiting for both.
-
-Run as a program, this file is a `tokenmill serve` whose worker and API are twenty-line fakes.
-"""
+"""Runs `tokenmill serve` as a process, with the real worker and API or with small fakes."""
 
 import os
 import signal
@@ -18,7 +15,7 @@ from tokenmill.settings.processes import VARIABLES
 
 ROOT = Path(__file__).parent.parent.parent.parent
 REAL = "from tokenmill.cli.main import main; main()"
-WITH_FAKE_ROOMS = "from tests.tokenmill.serve.served import main; main()"
+WITH_FAKES = "from tests.tokenmill.serve.served import main; main()"
 
 _FAKE_WORKER = """
 import os, signal, sys, time
@@ -66,9 +63,9 @@ def main() -> None:
 
 
 class Served:
-    """A running `tokenmill serve` in `directory`. `program`: REAL or WITH_FAKE_ROOMS.
+    """A running `tokenmill serve` in `directory`. `program`: REAL or WITH_FAKES.
 
-    `within`: a command that becomes the one that is appended to it.
+    `within`: a command that executes the one appended to it.
     """
 
     def __init__(
@@ -80,10 +77,10 @@ class Served:
     ) -> None:
         self.lines = Lines()
         self.port = free_port()
-        given = {
+        variables = {
             "TOKENMILL_PORT": str(self.port),
             "TOKENMILL_METRICS_PORT": "0",
-            # Not in `directory`: what a real worker compiles is kept for all tests.
+            # Not in `directory`: compiled operators are kept for all tests.
             "TOKENMILL_CACHE_DIR": str(ROOT / ".tokenmill"),
             **(settings or {}),
         }
@@ -91,7 +88,7 @@ class Served:
         self.process = subprocess.Popen(
             [*within, sys.executable, "-c", program, "serve"],
             cwd=directory,
-            env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **given},
+            env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -99,7 +96,7 @@ class Served:
         )
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
-        self.state = StateDirectory(directory / given.get("TOKENMILL_STATE_DIR", ".tokenmill"))
+        self.state = StateDirectory(directory / variables.get("TOKENMILL_STATE_DIR", ".tokenmill"))
 
     @property
     def url(self) -> str:
@@ -110,11 +107,11 @@ class Served:
         return self
 
     def signal(self, number: int) -> None:
-        """To the supervisor's whole process group, as a terminal does it."""
+        """Signal the supervisor's process group, as a terminal does."""
         os.killpg(self.process.pid, number)
 
     def wait(self) -> int:
-        """Its exit code; all its lines have been read."""
+        """Wait for the exit. Returns its code; all lines have been read."""
         code = self.process.wait(TIMEOUT_SECONDS)
         self._reader.join(TIMEOUT_SECONDS)
         return code
@@ -123,7 +120,7 @@ class Served:
         return [line for _, line in self.lines.seen]
 
     def end(self) -> None:
-        """Whatever state it is in, nothing of it is left."""
+        """Stop everything, whatever its state."""
         if self.process.poll() is None:
             self.signal(signal.SIGINT)
             try:

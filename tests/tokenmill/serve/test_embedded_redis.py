@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def test_the_socket_of_a_long_path_is_always_at_the_same_path(deep: Path) -> Non
 def test_a_directory_for_the_socket_that_is_not_private_is_refused(
     deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedded_redis.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     directory = embedded_redis.socket_path(deep).parent
     directory.chmod(0o755)
 

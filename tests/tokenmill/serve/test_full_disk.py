@@ -16,7 +16,7 @@ from tests.live_service import wait_for
 from tests.tokenmill.cli.acknowledged import check_kept, push_until_it_ends
 from tests.tokenmill.serve.children import EXITS_ON_SIGTERM, SLEEPER, Lines
 from tests.tokenmill.serve.conftest import SupervisorRun
-from tests.tokenmill.serve.served import WITH_FAKE_ROOMS, Served
+from tests.tokenmill.serve.served import WITH_FAKES, Served
 from tests.tokenmill.serve.test_supervisor import request_stop
 from tokenmill.cli.console import LinePrinter
 from tokenmill.serve import supervisor
@@ -174,7 +174,7 @@ def test_a_full_disk_behind_standard_output_loses_lines_only(
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
-    served = Served(tmp_path, WITH_FAKE_ROOMS)
+    served = Served(tmp_path, WITH_FAKES)
     yield served
     served.end()
 

@@ -1,9 +1,8 @@
-"""A step that hangs ends its worker, the supervisor starts the next, and nothing is lost; one that is merely
-long is waited for.
-"""
+"""A step that hangs ends its worker; the supervisor restarts it and nothing is lost. A long step does not."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,11 @@ import pytest
 import redis
 from transformers import AutoModelForCausalLM
 
-from tests.comparer import assert_equal_tokens, reference
+from tests.comparer import Reference, assert_equal_tokens, reference
 from tests.live_service import http, wait_for
 from tests.tiny_models import save_model
 from tests.tokenmill.serve.children import TIMEOUT_SECONDS
-from tests.tokenmill.serve.hanging_worker import SERVE, ask_for
+from tests.tokenmill.serve.hanging_worker import SERVE, hang_next_step
 from tests.tokenmill.serve.served import Served
 from tokenmill.client.http import Client
 from tokenmill.client.streams import TokenStream
@@ -35,7 +34,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def serve(model_dir: Path, tmp_path: Path) -> Iterator[Callable[..., "Run"]]:
-    """Starts a service with `LENGTH` tokens asked for each of `PROMPTS`, some of which have come."""
+    """Starts a service with a running task of `LENGTH` tokens for each of `PROMPTS`."""
     runs: list[Served] = []
 
     def start(stall_seconds: str, lease_seconds: float = LEASE_SECONDS) -> Run:
@@ -57,7 +56,7 @@ def serve(model_dir: Path, tmp_path: Path) -> Iterator[Callable[..., "Run"]]:
 
 
 class Run:
-    """A service with tasks under way, each followed by a reader."""
+    """A service with running tasks, each with a reader."""
 
     def __init__(self, served: Served, hang_file: Path) -> None:
         self.served = served
@@ -67,16 +66,16 @@ class Run:
         assert url is not None
         self.redis_url = url
         self.ids = {number: self._submit(prompt) for number, prompt in PROMPTS.items()}
-        self.heard: dict[int, list[Event]] = {number: [] for number in PROMPTS}
+        self.received: dict[int, list[Event]] = {number: [] for number in PROMPTS}
         self._readers = [threading.Thread(target=self._read, args=(n,), daemon=True) for n in PROMPTS]
         for reader in self._readers:
             reader.start()
-        wait_for(lambda: all(self.heard.values()), "each has begun")
+        wait_for(lambda: all(self.received.values()), "every task has started")
 
-    def hang(self, what: str) -> None:
-        """Returns when the step has begun that does it."""
-        ask_for(self._hang_file, what)
-        wait_for(lambda: not self._hang_file.exists(), f"the step {what}")
+    def hang(self, how: str) -> None:
+        """Return when the step that hangs has started."""
+        hang_next_step(self._hang_file, how)
+        wait_for(lambda: not self._hang_file.exists(), f"a step hangs: {how}")
 
     def is_ready(self) -> bool:
         return http("GET", f"{self.served.url}/readyz").status == 200
@@ -89,21 +88,21 @@ class Run:
         return [line for line in self.served.text() if "starting it again" in line]
 
     def assert_all_undisturbed(self, model_dir: Path) -> None:
-        """Each reader got each message once, in order, and the tokens are those of a run alone."""
+        """Each reader received each message once, in order, with the tokens of an undisturbed run."""
         for reader in self._readers:
             reader.join(TIMEOUT_SECONDS)
         model: Any = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="eager")
-        expected = {number: reference(model, prompt, LENGTH) for number, prompt in PROMPTS.items()}
-        for number, events in self.heard.items():
+        expected: dict[Hashable, Reference] = {
+            number: reference(model, prompt, LENGTH) for number, prompt in PROMPTS.items()
+        }
+        found: dict[Hashable, list[int]] = {
+            number: [event.token for event in events if isinstance(event, TokenEvent)]
+            for number, events in self.received.items()
+        }
+        for number, events in self.received.items():
             assert [event.seq for event in events] == list(range(LENGTH + 1))
             assert self.client.task(self.ids[number])["status"] == "completed"
-        assert_equal_tokens(
-            {
-                number: [event.token for event in events if isinstance(event, TokenEvent)]
-                for number, events in self.heard.items()
-            },
-            expected,
-        )
+        assert_equal_tokens(found, expected)
 
     def _submit(self, prompt: list[int]) -> str:
         body = {"prompt_token_ids": prompt, "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True}
@@ -111,15 +110,15 @@ class Run:
 
     def _read(self, number: int) -> None:
         for event in TokenStream(self.redis_url, self.ids[number]):
-            self.heard[number].append(event)
+            self.received[number].append(event)
 
 
-@pytest.mark.parametrize("how", ["holding", "free"])
-def test_a_hanging_step_ends_the_worker_and_the_next_goes_on(
+@pytest.mark.parametrize("how", ["holding-gil", "releasing-gil"])
+def test_a_hanging_step_ends_the_worker_and_the_next_one_resumes(
     serve: Callable[..., Run], model_dir: Path, how: str
 ) -> None:
-    """transformers PR45898, docling-jobkit#102: an engine that hung left its service looking healthy, or kept
-    the interpreter's lock, so that nothing in the process could notice.
+    """transformers PR45898, docling-jobkit#102: an engine hung while its service looked healthy, or while it
+    held the interpreter's lock, so that nothing in the process could notice.
     """
     run = serve(stall_seconds="2")
     run.hang(how)
@@ -130,35 +129,37 @@ def test_a_hanging_step_ends_the_worker_and_the_next_goes_on(
     assert set(run.attempts()) == {2}
     assert len(run.restarts()) == 1
     assert any("tests/tokenmill/serve/hanging_worker.py" in line for line in run.served.text()), (
-        "where it hung"
+        "the stack of the hanging step"
     )
 
 
-def test_a_step_that_is_merely_long_is_not_taken_for_one(
+def test_a_long_step_does_not_end_the_worker(
     serve: Callable[..., Run], model_dir: Path, tmp_path: Path
 ) -> None:
-    """rq#756: a heartbeat that came from the thread that works made long work look dead."""
-    go_on = tmp_path / "go-on"
-    # No lease lapses because a busy machine runs nothing for a while.
+    """rq#756: a heartbeat from the working thread made long work look dead."""
+    resume = tmp_path / "resume"
+    # Long enough that no lease expires because the machine is busy.
     run = serve(stall_seconds="600", lease_seconds=120.0)
-    run.hang(f"until {go_on}")
-    held = len(run.heard[0])
+    run.hang(f"until {resume}")
+    num_received = len(run.received[0])
     with redis.Redis.from_url(run.redis_url) as client:
         for _ in range(NUM_RENEWALS):
             before = leases(client)
             assert len(before) == len(PROMPTS)
-            wait_for(lambda earlier=before: is_later(leases(client), earlier), "all are renewed")
+            wait_for(partial(are_renewed, client, before), "all leases are renewed")
     wait_for(run.is_ready, "the service says that it is ready")
-    assert len(run.heard[0]) <= held + 1, "it is one step"
-    go_on.touch()
+    assert len(run.received[0]) <= num_received + 1, "it is one step"
+    resume.touch()
     run.assert_all_undisturbed(model_dir)
     assert set(run.attempts()) == {1}
     assert run.restarts() == []
 
 
-def leases(client: "redis.Redis") -> dict[bytes, float]:
-    return dict(client.zrange(keys.LEASES, 0, -1, withscores=True))
+def leases(client: redis.Redis) -> dict[bytes, float]:
+    rows: Any = client.zrange(keys.LEASES, 0, -1, withscores=True)
+    return dict(rows)
 
 
-def is_later(now: dict[bytes, float], before: dict[bytes, float]) -> bool:
-    return all(now[task_id] > lapses for task_id, lapses in before.items())
+def are_renewed(client: redis.Redis, before: dict[bytes, float]) -> bool:
+    now = leases(client)
+    return all(now[task_id] > expires_at for task_id, expires_at in before.items())

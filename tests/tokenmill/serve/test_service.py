@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.tokenmill.serve.served import WITH_FAKE_ROOMS, Served
+from tests.tokenmill.serve.served import WITH_FAKES, Served
 from tokenmill.cli.main import MISUSED
 from tokenmill.serve.checks import check_address, check_distinct, check_installed
 from tokenmill.serve.embedded_redis import free_port
+from tokenmill.serve.errors import CannotServe
 from tokenmill.serve.state_directory import SELF
-from tokenmill.serve.supervisor import CannotServe
 from tokenmill.settings.errors import SettingError
 
 Start = Callable[..., Served]
@@ -26,7 +26,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     runs: list[Served] = []
 
     def start_one(**settings: str) -> Served:
-        runs.append(Served(tmp_path, WITH_FAKE_ROOMS, settings))
+        runs.append(Served(tmp_path, WITH_FAKES, settings))
         return runs[-1]
 
     yield start_one
@@ -35,7 +35,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def two_free_ports() -> int:
-    """The first of two in a row, below those that the system gives to whoever asks for any."""
+    """The first of two consecutive ports, below the range of ephemeral ports."""
     for port in range(20_000 + os.getpid() % 10_000, 32_000, 2):
         try:
             with socket.create_server(("127.0.0.1", port)), socket.create_server(("127.0.0.1", port + 1)):
@@ -49,7 +49,7 @@ def position(lines: list[str], part: str) -> int:
     return next(number for number, line in enumerate(lines) if part in line)
 
 
-def test_it_says_where_to_look_and_how_to_submit(start: Start) -> None:
+def test_it_prints_addresses_and_how_to_submit(start: Start) -> None:
     served = start(TOKENMILL_MODEL="tiny").wait_until_ready()
     shown = "\n".join(served.text())
     redis_url = served.state.address("redis-url")
@@ -64,7 +64,7 @@ def test_it_says_where_to_look_and_how_to_submit(start: Start) -> None:
     assert served.state.address("api-url") == served.url
 
 
-def test_where_a_key_is_needed_it_says_so_and_not_which(start: Start) -> None:
+def test_the_printed_commands_mention_a_needed_key_but_not_its_value(start: Start) -> None:
     shown = "\n".join(start(TOKENMILL_API_KEYS="alice:a-secret").wait_until_ready().text())
 
     assert shown.count('-H "Authorization: Bearer $TOKENMILL_API_KEY"') == 2
@@ -87,18 +87,18 @@ def test_it_stops_api_worker_and_redis_in_that_order(start: Start, number: int) 
     assert served.state.address("redis-url") is None
 
 
-def test_a_second_one_in_the_same_directory_says_so(start: Start) -> None:
+def test_a_second_run_in_the_same_directory_is_refused(start: Start) -> None:
     first = start().wait_until_ready()
 
     second = start()
 
     assert second.wait() == 1
-    told = f"Error: a tokenmill serve (pid {first.process.pid}) already uses .tokenmill at {first.url}"
-    assert second.text()[-1].startswith(told)
+    message = f"Error: a tokenmill serve (pid {first.process.pid}) already uses .tokenmill at {first.url}"
+    assert second.text()[-1].startswith(message)
     assert len(second.text()) == 1
 
 
-def test_a_port_that_is_taken_is_told_before_anything_starts(start: Start) -> None:
+def test_a_port_in_use_is_reported_before_anything_starts(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         served = start(TOKENMILL_PORT=str(port))
@@ -109,7 +109,7 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(start: Start) -> No
     assert not served.state.redis_log.exists()
 
 
-def test_a_named_redis_server_is_used_and_left_alone(start: Start, redis_url: str) -> None:
+def test_a_configured_redis_server_is_used_and_not_stopped(start: Start, redis_url: str) -> None:
     served = start(REDIS_URL=redis_url).wait_until_ready()
     assert served.state.address("redis-url") == redis_url
     assert "redis" not in served.state.processes()
@@ -121,14 +121,14 @@ def test_a_named_redis_server_is_used_and_left_alone(start: Start, redis_url: st
         assert client.ping()
 
 
-def test_a_named_redis_server_must_answer(start: Start) -> None:
+def test_a_configured_redis_server_must_answer(start: Start) -> None:
     served = start(REDIS_URL="redis://127.0.0.1:1/0")
 
     assert served.wait() == 4
     assert "Error: REDIS_URL: no Redis server answers at redis://127.0.0.1:1/0" in served.text()[-1]
 
 
-def test_data_outlives_a_run(start: Start) -> None:
+def test_data_is_kept_between_runs(start: Start) -> None:
     first = start().wait_until_ready()
     with redis.Redis.from_url(str(first.state.address("redis-url"))) as client:
         client.set("task", "kept")
@@ -150,7 +150,7 @@ def test_the_next_run_has_redis_at_the_same_address(start: Start) -> None:
     assert start().wait_until_ready().state.address("redis-url") == address
 
 
-def test_other_users_of_the_machine_can_read_nothing(start: Start) -> None:
+def test_other_users_can_read_nothing(start: Start) -> None:
     served = start().wait_until_ready()
 
     state = served.state.path
@@ -159,8 +159,8 @@ def test_other_users_of_the_machine_can_read_nothing(start: Start) -> None:
     assert [path for path in everything if path.stat().st_mode & 0o077] == []
 
 
-def test_the_next_start_copes_with_a_killed_supervisor(start: Start) -> None:
-    """Its children live on: a second Redis server over the same files would destroy them."""
+def test_a_run_after_a_killed_supervisor_stops_its_children(start: Start) -> None:
+    """They keep running: a second Redis server over the same files would destroy them."""
     first = start().wait_until_ready()
     left = first.state.processes()
     with redis.Redis.from_url(str(first.state.address("redis-url"))) as client:
@@ -177,7 +177,7 @@ def test_the_next_start_copes_with_a_killed_supervisor(start: Start) -> None:
 
 
 @pytest.mark.parametrize("name", ["redis", "worker", "api"])
-def test_a_child_that_is_killed_comes_back(start: Start, name: str) -> None:
+def test_a_killed_child_is_restarted(start: Start, name: str) -> None:
     served = start().wait_until_ready()
     before = served.state.processes()
     os.kill(before[name].pid, signal.SIGKILL)
@@ -188,7 +188,7 @@ def test_a_child_that_is_killed_comes_back(start: Start, name: str) -> None:
     assert served.wait() == 0
 
 
-def test_any_free_port_will_do_for_zero(start: Start) -> None:
+def test_port_zero_chooses_a_free_port(start: Start) -> None:
     served = start(TOKENMILL_PORT="0").wait_until_ready()
 
     address = served.state.address("api-url")
@@ -197,7 +197,7 @@ def test_any_free_port_will_do_for_zero(start: Start) -> None:
 
 
 @pytest.mark.parametrize("host", ["999.1.1.1", "192.0.2.1", "::9", "a..b"])
-def test_an_address_of_another_machine_is_told(host: str) -> None:
+def test_an_address_of_another_machine_is_refused(host: str) -> None:
     with pytest.raises(
         SettingError, match=f"TOKENMILL_METRICS_HOST: {host} is not an address of this machine"
     ):
@@ -205,7 +205,7 @@ def test_an_address_of_another_machine_is_told(host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"TOKENMILL_PORT": "99999"}, "TOKENMILL_PORT must be a whole number from 0 to 65535"),
         ({"TOKENMILL_GRACE_SECONDS": "inf"}, "TOKENMILL_GRACE_SECONDS must be a number from"),
@@ -218,13 +218,13 @@ def test_an_address_of_another_machine_is_told(host: str) -> None:
     ],
 )
 def test_a_wrong_setting_is_found_before_anything_starts(
-    start: Start, settings: dict[str, str], told: str
+    start: Start, settings: dict[str, str], message: str
 ) -> None:
     served = start(**settings)
 
     assert served.wait() == MISUSED
     assert len(served.text()) == 1
-    assert told in served.text()[0]
+    assert message in served.text()[0]
     assert not served.state.redis_log.exists()
 
 
@@ -255,7 +255,7 @@ def test_one_port_on_two_addresses_is_allowed(
         check_distinct(api, metrics)
 
 
-def test_a_room_that_refuses_its_settings_is_a_wrong_setting(start: Start) -> None:
+def test_a_process_that_refuses_its_settings_is_a_wrong_setting(start: Start) -> None:
     served = start(TOKENMILL_MODEL="unsupported")
 
     assert served.wait() == MISUSED
@@ -303,16 +303,18 @@ def test_an_unknown_variable_is_reported_before_an_address_is_refused(start: Sta
     assert "TOKENMILL_HOST: 999.1.1.1 is not an address" in served.text()[-1]
 
 
-def test_a_variable_that_is_none_is_said_once(start: Start) -> None:
+def test_an_unknown_variable_is_reported_once_and_not_passed_on(start: Start) -> None:
     served = start(TOKENMILL_MODLE="tiny").wait_until_ready()
 
-    said = [line for line in served.text() if "TOKENMILL_MODLE" in line]
-    assert said == ["serve  | TOKENMILL_MODLE is not a setting and is ignored; did you mean TOKENMILL_MODEL?"]
+    reports = [line for line in served.text() if "TOKENMILL_MODLE" in line]
+    assert reports == [
+        "serve  | TOKENMILL_MODLE is not a setting and is ignored; did you mean TOKENMILL_MODEL?"
+    ]
     environment = Path(f"/proc/{served.state.processes()['worker'].pid}/environ").read_bytes()
     assert b"TOKENMILL_MODLE" not in environment
 
 
-def test_a_room_of_a_supervisor_is_not_held(start: Start) -> None:
+def test_a_supervised_process_exits_on_unusable_settings(start: Start) -> None:
     served = start(TOKENMILL_HOLD_UNUSABLE="1").wait_until_ready()
 
     for name in ("worker", "api"):
@@ -320,6 +322,6 @@ def test_a_room_of_a_supervisor_is_not_held(start: Start) -> None:
         assert b"TOKENMILL_HOLD_UNUSABLE=false" in environment
 
 
-def test_a_part_that_is_not_installed_is_told() -> None:
+def test_a_missing_package_is_reported() -> None:
     with pytest.raises(CannotServe, match="no_such_module is not installed, which the worker needs"):
         check_installed({"worker": "no_such_module"})

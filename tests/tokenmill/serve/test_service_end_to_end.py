@@ -1,4 +1,4 @@
-"""`tokenmill serve` with everything real but the size of the model: what a user does on the first day."""
+"""`tokenmill serve` with the real worker and API and a tiny model."""
 
 import io
 import itertools
@@ -25,7 +25,7 @@ from tokenmill.client.streams import TokenStream
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import Event
 
-#: Without an end of its own, so that it still runs when the worker is halted after its first tokens.
+#: Long enough to be running still when the worker is halted after its first tokens.
 LONG = {"prompt": "the quick brown fox", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
 SHORT = {**LONG, "max_tokens": 12}
 
@@ -50,7 +50,7 @@ def serve(model: Path, tmp_path: Path) -> Iterator[Callable[..., Served]]:
 
 
 def command(served: Served, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`tokenmill ...`, typed in the directory of the service."""
+    """Run `tokenmill` in the directory of the service."""
     return subprocess.run(
         [sys.executable, "-c", REAL, *arguments],
         cwd=served.state.path.parent,
@@ -64,7 +64,7 @@ def command(served: Served, *arguments: str) -> subprocess.CompletedProcess[str]
 
 @contextmanager
 def halted_worker(served: Served) -> Iterator[None]:
-    """Its task cannot end meanwhile, however fast the machine is."""
+    """Its task cannot end meanwhile."""
     worker = served.state.processes()["worker"].pid
     os.kill(worker, signal.SIGSTOP)
     yield
@@ -133,7 +133,7 @@ def test_submit_poll_stream_and_cancel(serve: Callable[..., Served]) -> None:
     assert "cancelled" in shown.stdout
 
 
-def test_an_interrupted_task_goes_on_at_the_next_start(serve: Callable[..., Served]) -> None:
+def test_an_interrupted_task_resumes_at_the_next_start(serve: Callable[..., Served]) -> None:
     first = serve()
     client = Client(url=first.url)
     task_id = client.submit(LONG)["id"]
@@ -162,8 +162,8 @@ def test_an_interrupted_task_goes_on_at_the_next_start(serve: Callable[..., Serv
     assert joined(events) == done["outputs"][0]["text"]
 
 
-def test_a_second_request_to_stop_ends_the_wait_and_loses_nothing(serve: Callable[..., Served]) -> None:
-    """The grace period alone would outlast the test."""
+def test_a_second_request_to_stop_does_not_wait_and_loses_nothing(serve: Callable[..., Served]) -> None:
+    """The grace period is longer than the test."""
     first = serve(TOKENMILL_GRACE_SECONDS="900")
     client = Client(url=first.url)
     tasks = [client.submit(LONG)["id"] for _ in range(64)]
@@ -181,8 +181,8 @@ def test_a_second_request_to_stop_ends_the_wait_and_loses_nothing(serve: Callabl
     assert client.wait(tasks[0])["status"] == "completed"
 
 
-def test_a_killed_api_comes_back_and_its_streams_go_on(serve: Callable[..., Served]) -> None:
-    """With a stream and a poll open: a worker of the server that outlives its master keeps the port."""
+def test_streams_survive_a_killed_api(serve: Callable[..., Served]) -> None:
+    """With a stream and a poll open, whose threads must not keep the port."""
     served = serve(TOKENMILL_HTTP_GRACE_SECONDS="600")
     client = Client(url=served.url)
     task_id = client.submit(LONG)["id"]
@@ -205,8 +205,8 @@ def test_a_killed_api_comes_back_and_its_streams_go_on(serve: Callable[..., Serv
     assert sum("the api " in line for line in served.text()) == 1
 
 
-def test_the_next_start_copes_with_a_killed_supervisor(serve: Callable[..., Served]) -> None:
-    """Its processes are of many threads here, and hold the lock a moment longer than they live."""
+def test_a_run_after_a_killed_supervisor_resumes_its_tasks(serve: Callable[..., Served]) -> None:
+    """Its processes have many threads here, and hold the lock for a moment after they die."""
     first = serve()
     task_id = Client(url=first.url).submit(LONG)["id"]
     first.process.kill()
@@ -217,10 +217,10 @@ def test_the_next_start_copes_with_a_killed_supervisor(serve: Callable[..., Serv
     assert Client(url=second.url).wait(task_id)["status"] == "completed"
 
 
-def test_a_model_that_cannot_be_served_is_told_at_the_end(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_served_is_reported_last(tmp_path: Path) -> None:
     served = Served(tmp_path, REAL, {"TOKENMILL_MODEL": str(tmp_path / "nothing")})
 
     assert served.wait() == MISUSED
-    told = served.text()[-1]
-    assert told.startswith("Error: the worker ended with exit code 78; its last line: ")
-    assert str(tmp_path / "nothing") in told
+    last_line = served.text()[-1]
+    assert last_line.startswith("Error: the worker ended with exit code 78; its last line: ")
+    assert str(tmp_path / "nothing") in last_line

@@ -31,7 +31,7 @@ def count_at(run: SupervisorRun, part: str, count: int) -> None:
         if part in text:
             run.signals.count = count
 
-    run.on_line = on_line  # type: ignore[method-assign]
+    run.on_line = on_line
 
 
 def test_a_notice_says_what_is_waited_for_and_how_to_end_it(

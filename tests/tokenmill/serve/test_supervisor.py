@@ -131,7 +131,7 @@ def test_no_exit_code_is_fatal_once_the_service_was_ready(run: SupervisorRun) ->
         if "starting it again" in text:
             request_stop()
 
-    run.on_line = stop_at_restart  # type: ignore[method-assign]
+    run.on_line = stop_at_restart
     with pytest.raises(StopRequested):
         run.supervisor.watch(
             lambda: True, lambda: os.kill(run.state.processes()["worker"].pid, signal.SIGUSR1)
@@ -161,7 +161,7 @@ def test_a_crash_loop_does_not_end_a_service_that_was_ready(run: SupervisorRun) 
         if name == SELF and len(run.own_lines()) == 5:
             request_stop()
 
-    run.on_line = stop_at_fifth  # type: ignore[method-assign]
+    run.on_line = stop_at_fifth
     run.start("worker", "raise SystemExit(1)")
     with pytest.raises(StopRequested):
         run.supervisor.watch(lambda: True, lambda: None)
