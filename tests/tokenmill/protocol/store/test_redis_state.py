@@ -154,7 +154,7 @@ def test_the_document_lists_every_key_and_field(store: TaskStore, redis_client: 
 
 
 def test_the_document_lists_no_other_field(store: TaskStore, redis_client: RedisClient) -> None:
-    table = DOCUMENT.read_text().partition("### Fields of")[2].partition("## Of queues")[0]
+    table = DOCUMENT.read_text().partition("### Fields of")[2].partition("## Keys of queues")[0]
     listed = {
         name for row in re.findall(r"^\| (`[^|]+) \|", table, re.M) for name in re.findall(r"`([^`]+)`", row)
     }
