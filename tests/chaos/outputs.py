@@ -65,9 +65,10 @@ class OutputChecker:
     def __init__(self, model_dir: Path) -> None:
         self.near_ties: list[str] = []
         with quiet_transformers():
-            self._model: Any = AutoModelForCausalLM.from_pretrained(
+            model: Any = AutoModelForCausalLM.from_pretrained(
                 model_dir, attn_implementation="eager", dtype=torch.float32
-            ).eval()
+            )
+        self._model = model.eval()
         self._tokenizer = Tokenizer.load(model_dir)
         self._grammars = LlguidanceBackend(
             self._tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset(ENDS)

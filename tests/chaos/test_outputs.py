@@ -14,7 +14,7 @@ from tests.chaos.outputs import Answer, OutputChecker, answers_of, few_enough
 from tests.chaos.workload import EXTRAS, Request
 from tests.comparer import reference
 from tests.tiny_models import save_model
-from tokenmill.protocol.messages import FinishedEvent, TokenEvent
+from tokenmill.protocol.messages import Event, FinishedEvent, TokenEvent
 
 PROMPT = [30, 41, 52]
 BODY = {"prompt_token_ids": PROMPT, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
@@ -89,19 +89,17 @@ SAMPLED = {"prompt_token_ids": PROMPT, "max_tokens": 40, "ignore_eos": True, "se
 BODIES: list[dict[str, Any]] = [{**SAMPLED, "temperature": 0.8, **extra} for extra in EXTRAS]
 
 
+def _to_params(body: dict[str, Any]) -> SamplingParams:
+    fields: dict[str, Any] = {name: value for name, value in body.items() if name != "prompt_token_ids"}
+    if "structured_outputs" in fields:
+        fields["structured_outputs"] = StructuredOutputs.from_json(fields["structured_outputs"])
+    return SamplingParams(**fields)
+
+
 @pytest.fixture(scope="module")
 def outputs(model_dir: Path) -> list[list[Answer]]:
     """The engine's outputs for `BODIES`."""
-    wanted = [
-        SamplingParams(
-            **{
-                name: StructuredOutputs.from_json(value) if name == "structured_outputs" else value
-                for name, value in body.items()
-                if name != "prompt_token_ids"
-            }
-        )
-        for body in BODIES
-    ]
+    wanted = [_to_params(body) for body in BODIES]
     results = LLM(str(model_dir), num_kv_blocks=200).generate([PROMPT] * len(wanted), wanted)
     return [
         [Answer(list(one.token_ids), one.text, str(one.finish_reason), one.index) for one in result.outputs]
@@ -138,7 +136,7 @@ def test_swapped_outputs_are_detected(checker: OutputChecker, outputs: list[list
 
 
 def test_an_answer_is_read_from_a_log() -> None:
-    events = [
+    events: list[Event] = [
         TokenEvent(id="t", seq=0, token=7, text="a"),
         TokenEvent(id="t", seq=1, token=8, text="b", index=1),
         FinishedEvent(id="t", seq=2, text="c", finish_reason="stop"),

@@ -89,7 +89,7 @@ def request(seed: int, number: int) -> Request:
 
 
 def _greedy(chance: Random, number: int) -> dict[str, Any]:
-    body = {"temperature": 0, "max_tokens": _length(chance), "priority": chance.randint(1, 3)}
+    body: dict[str, Any] = {"temperature": 0, "max_tokens": _length(chance), "priority": chance.randint(1, 3)}
     if number % 5 == 2:
         body["messages"] = [{"role": "user", "content": _words(chance, 12)}]
     elif number % 5 == 3:

@@ -85,7 +85,7 @@ def summed_names(expression: str) -> set[str]:
 
 def _summed(node: Any, *, inside_sum: bool) -> Iterator[str]:
     if isinstance(node, promql_parser.VectorSelector):
-        if inside_sum:
+        if inside_sum and node.name:
             yield node.name
         return
     if isinstance(node, promql_parser.AggregateExpr):

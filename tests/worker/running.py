@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from engine.engine import Engine
-from tests.worker.workshop import WATCHDOG_SECONDS, ExportedMetrics, build_engine, new_metrics, served_model
+from tests.worker.workshop import TIMEOUT_SECONDS, ExportedMetrics, build_engine, new_metrics, served_model
 from tokenmill.settings.processes import Timing
 from worker.batch_worker import BatchWorker
 from worker.connections import connect
@@ -33,7 +33,7 @@ class Running:
 
     def wait(self) -> int | None:
         """Wait for its end. Returns its exit status."""
-        self._thread.join(WATCHDOG_SECONDS)
+        self._thread.join(TIMEOUT_SECONDS)
         assert not self._thread.is_alive()
         return self.status
 

@@ -1,4 +1,4 @@
-"""The worker as a whole, in this process: cancels and commands, a dead engine, and what others see of it."""
+"""A whole worker in this process: cancels, RQ's commands, a dead engine, and its public records."""
 
 import subprocess
 import sys
@@ -20,11 +20,11 @@ from tests.worker.workshop import (
     build_engine,
     end_of,
     ended,
+    expected_tokens,
     log_length,
     served_model,
     submit,
     tokens_of,
-    undisturbed,
     until,
     wait_for_length,
 )
@@ -37,18 +37,18 @@ LONG = {"max_tokens": 190}
 
 
 def step_until_all_run(client: "redis.Redis", permits: threading.Semaphore, tasks: list[str]) -> None:
-    """One step after another, each seen in the log, until every task has a token."""
+    """Step until every task has a token in its log."""
     for _ in range(100):
         length = log_length(client, tasks[0])
         if all(log_length(client, task) for task in tasks):
             return
         permits.release()
         wait_for_length(client, tasks[0], length + 1)
-    raise AssertionError("not all run")
+    raise AssertionError("a task has no token after 100 steps")
 
 
 def test_a_dead_engine_hands_everything_back(redis_url: str, redis_client: "redis.Redis") -> None:
-    """transformers PR45898: a worker whose engine is dead must not go on looking healthy."""
+    """transformers PR45898: a worker whose engine is dead must not look healthy."""
     runner = FakeRunner()
 
     def die() -> None:
@@ -65,11 +65,11 @@ def test_a_dead_engine_hands_everything_back(redis_url: str, redis_client: "redi
     assert redis_client.zcard(keys.LEASES) == 0
     with running(redis_url):
         for number, task in enumerate(tasks):
-            assert tokens_of(ended(redis_client, task)) == undisturbed([number + 1], 5)
+            assert tokens_of(ended(redis_client, task)) == expected_tokens([number + 1], 5)
 
 
 def test_cancel_at_the_third_token(redis_url: str, redis_client: "redis.Redis") -> None:
-    """rq#2160: a cancel of a running job was overwritten by its end."""
+    """rq#2160: the end of a running job overwrote its cancel."""
     runner, permits = FakeRunner(), threading.Semaphore(3)
     runner.before_step = permits.acquire
     task = submit(redis_client, sampling={"max_tokens": 50})
@@ -78,7 +78,7 @@ def test_cancel_at_the_third_token(redis_url: str, redis_client: "redis.Redis") 
         wait_for_length(redis_client, task, 3)
         assert TaskStore(redis_client).cancel(task) == "cancelled"
         events = ended(redis_client, task)
-        until(lambda: not run.context.owned_tasks, "the worker lets go")
+        until(lambda: not run.context.owned_tasks, "the worker drops it")
         permits.release(100)
         until(lambda: run.worker.threads.loop.load == Load(), "nothing runs")
 
@@ -90,7 +90,7 @@ def test_cancel_at_the_third_token(redis_url: str, redis_client: "redis.Redis") 
 
 
 def test_cancel_between_claim_and_start(redis_url: str, redis_client: "redis.Redis") -> None:
-    """rq#2160, rq#2292: a job cancelled after it was taken from the queue ran all the same."""
+    """rq#2160, rq#2292: a job that was cancelled after it was taken from the queue ran anyway."""
     tokenizer, may_encode, encoding = WordTokenizer(), threading.Event(), threading.Event()
 
     class Slow(WordTokenizer):
@@ -105,17 +105,17 @@ def test_cancel_between_claim_and_start(redis_url: str, redis_client: "redis.Red
     with running(redis_url, build_engine(runner), model=served_model(Slow())) as run:
         assert encoding.wait(30)
         assert TaskStore(redis_client).cancel(task) == "cancelled"
-        until(lambda: not run.context.owned_tasks, "the worker heard of it")
+        until(lambda: not run.context.owned_tasks, "the worker drops it")
         may_encode.set()
-        mate = submit(redis_client, prompt=tokenizer.decode([1]))
-        ended(redis_client, mate)
+        other = submit(redis_client, prompt=tokenizer.decode([1]))
+        ended(redis_client, other)
         assert tokens_of(ended(redis_client, task)) == []
 
-    assert runner.num_steps == 5, "the steps of the mate alone"
+    assert runner.num_steps == 5, "only the steps of the other task"
 
 
 def test_stop_job_command_of_rq(redis_url: str, redis_client: "redis.Redis") -> None:
-    """rq#2227: the stop command was ignored, for all jobs but one."""
+    """rq#2227: the stop command was ignored for all jobs but one."""
     runner, permits = FakeRunner(), threading.Semaphore(1)
     runner.before_step = permits.acquire
     first, second = (submit(redis_client, sampling=LONG) for _ in range(2))
@@ -137,7 +137,7 @@ def test_shutdown_command_of_rq(redis_url: str, redis_client: "redis.Redis") -> 
 
 
 def test_rq_info_shows_what_runs(redis_url: str, redis_client: "redis.Redis") -> None:
-    """The command of RQ, as its users type it; it must not end what it looks at."""
+    """RQ's own command. It must not change what it shows."""
     runner, permits = FakeRunner(), threading.Semaphore(1)
     runner.before_step = permits.acquire
     tasks = [submit(redis_client, sampling=LONG) for _ in range(3)]
@@ -151,7 +151,7 @@ def test_rq_info_shows_what_runs(redis_url: str, redis_client: "redis.Redis") ->
         ).stdout
         permits.release(1000)
         for task in tasks:
-            assert tokens_of(ended(redis_client, task)) == undisturbed([1, 2, 3], 190)
+            assert tokens_of(ended(redis_client, task)) == expected_tokens([1, 2, 3], 190)
 
     lines = shown.splitlines()
     queue = queue_name(SLUG, 2, DEFAULT_TENANT)
@@ -159,7 +159,7 @@ def test_rq_info_shows_what_runs(redis_url: str, redis_client: "redis.Redis") ->
     assert any(line.startswith(run.worker.name) and ": busy " in line for line in lines)
 
 
-def test_the_record_tells_what_the_worker_does(redis_url: str, redis_client: "redis.Redis") -> None:
+def test_the_record_shows_the_state_of_the_worker(redis_url: str, redis_client: "redis.Redis") -> None:
     store = TaskStore(redis_client)
     runner, permits = FakeRunner(), threading.Semaphore(1)
     runner.before_step = permits.acquire

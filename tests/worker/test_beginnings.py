@@ -1,4 +1,4 @@
-"""A worker that begins while Redis is away waits for it: a model that took minutes is not loaded again."""
+"""A worker that starts while Redis is away waits for it, since loading a model takes minutes."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import redis
 
 from tests.conftest import free_port, start_redis
 from tests.worker.running import running
-from tests.worker.workshop import SLUG, ended, new_metrics, submit, tokens_of, undisturbed, until
+from tests.worker.workshop import SLUG, ended, expected_tokens, new_metrics, submit, tokens_of, until
 from tokenmill.protocol.store.task_store import TaskStore
 from worker import __main__ as process
 from worker.connections import connect
@@ -23,7 +23,7 @@ def rq_workers(url: str) -> str:
     ).stdout
 
 
-def test_redis_comes_after_the_worker(tmp_path: Path) -> None:
+def test_redis_starts_after_the_worker(tmp_path: Path) -> None:
     port = free_port()
     url = f"redis://127.0.0.1:{port}/0"
     metrics = new_metrics()
@@ -32,10 +32,10 @@ def test_redis_comes_after_the_worker(tmp_path: Path) -> None:
         server = start_redis(tmp_path, port)
         try:
             with redis.Redis.from_url(url) as client:
-                assert tokens_of(ended(client, submit(client))) == undisturbed([1, 2, 3], 5)
-                records = until(lambda: TaskStore(client).workers(), "it is shown to the API")
+                assert tokens_of(ended(client, submit(client))) == expected_tokens([1, 2, 3], 5)
+                records = until(lambda: TaskStore(client).workers(), "the API sees it")
                 assert [(record.slug, record.state) for record in records] == [(SLUG, "ready")]
-            assert run.worker.name in rq_workers(url), "and to RQ's tools"
+            assert run.worker.name in rq_workers(url), "RQ's tools see it"
             assert run.status is None
             run.worker.stop("the test's end")
             assert run.wait() == 0
@@ -45,7 +45,7 @@ def test_redis_comes_after_the_worker(tmp_path: Path) -> None:
 
 
 class Refusing:
-    """A call that Redis refuses so many times."""
+    """A call that Redis rejects `times` times."""
 
     def __init__(self, times: int) -> None:
         self.times = times
@@ -57,7 +57,7 @@ class Refusing:
 
 
 @pytest.mark.parametrize(("times", "seconds", "works"), [(0, 60, True), (3, 60, True), (10**9, 0.05, False)])
-def test_what_a_beginning_needs_of_redis_is_tried_again(
+def test_calls_of_the_startup_are_repeated(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, times: int, seconds: float, works: bool
 ) -> None:
     monkeypatch.setattr(process, "REDIS_RETRY_SECONDS", 0.01)
@@ -65,4 +65,4 @@ def test_what_a_beginning_needs_of_redis_is_tried_again(
     before = client.client_id()
     call = Refusing(times)
     assert process._try_until(call, client, seconds) is works
-    assert (client.client_id() == before) == (times == 0), "over a new connection"
+    assert (client.client_id() == before) == (times == 0), "on a new connection"

@@ -1,4 +1,4 @@
-"""A cancel in every state and every race of a worker: exactly the named task ends, once, and its mates go on.
+"""A cancel in every state and race of a worker ends exactly the named task, once.
 
 rq#2160, rq#2292: a cancel between two steps of a worker was overwritten, and the job ran to its end.
 """
@@ -6,6 +6,7 @@ rq#2160, rq#2292: a cancel between two steps of a worker was overwritten, and th
 import random
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,10 +22,10 @@ from tests.worker.workshop import (
     build_engine,
     end_of,
     ended,
+    expected_tokens,
     log_length,
     submit,
     tokens_of,
-    undisturbed,
     until,
 )
 from tokenmill.protocol import keys, rq_keys
@@ -32,11 +33,11 @@ from tokenmill.protocol.store.task_store import TaskStore
 
 LENGTH = 6
 PROMPT = tuple(range(1, 41))
-"""Of five steps and more."""
+"""Takes five steps or more."""
 
 
 class Gate:
-    """Lets the engine's steps pass one by one; a step that stands here has told all of the one before.
+    """Lets the engine's steps pass one by one. A step waits here after the outputs of the one before.
 
     `drawn`: for each token, the beginning of the text that it was drawn for.
     """
@@ -53,7 +54,7 @@ class Gate:
         self._permits.release(10_000)
 
     def step_until(self, run: Running, condition: Callable[[], Any]) -> None:
-        """Steps until `condition` holds of what is stored; the next step stands at the gate then."""
+        """Step until the stored data fulfils `condition`. The next step then waits here."""
         until(lambda: self._arrivals, "a first step")
         for _ in range(300):
             until(lambda: not run.context.outputs.backlog, "all is stored")
@@ -61,8 +62,11 @@ class Gate:
                 return
             before = self._arrivals
             self._permits.release()
-            until(lambda seen=before: self._arrivals > seen, "the next step")
-        raise AssertionError("it does not come to that")
+            until(partial(self._has_more_arrivals, before), "the next step")
+        raise AssertionError("the condition did not come true within 300 steps")
+
+    def _has_more_arrivals(self, than: int) -> bool:
+        return self._arrivals > than
 
     def _pass(self) -> None:
         self._arrivals += 1
@@ -77,7 +81,7 @@ def gate() -> Iterator[Gate]:
 
 
 def fate(client: "redis.Redis", task: str) -> str:
-    """How it ended; all places that tell of it agree, and tell of it once."""
+    """The final status. All records of the end agree, and each exists once."""
     status = TaskStore(client).cancel(task)
     assert status is not None
     end = end_of(client, task)
@@ -90,10 +94,10 @@ def fate(client: "redis.Redis", task: str) -> str:
 
 @pytest.mark.parametrize(("heard", "times"), [(True, 1), (True, 3), (False, 1)])
 @pytest.mark.parametrize("state", ["waiting", "prefill", "decode", "last token"])
-def test_the_named_task_ends_and_its_mates_do_not(
+def test_only_the_named_task_ends(
     redis_url: str, redis_client: "redis.Redis", gate: Gate, state: str, heard: bool, times: int
 ) -> None:
-    """Where the worker does not hear of it, the next write is refused."""
+    """If the listener misses the cancel, the next write is rejected."""
 
     def is_there() -> bool:
         run_hash, length = redis_client.hgetall(keys.run(victim)), log_length(redis_client, victim)
@@ -114,26 +118,26 @@ def test_the_named_task_ends_and_its_mates_do_not(
         gate.step_until(run, is_there)
         if not heard:
             run.worker.threads.services["listener"].stop()
-            until(lambda: run.worker.threads.services["listener"].join(1), "nobody listens")
+            until(lambda: run.worker.threads.services["listener"].join(1), "the listener has stopped")
         inbox = run.context.inbox
         num_before = len(inbox)
-        told = {TaskStore(redis_client).cancel(victim) for _ in range(times)}
+        statuses = {TaskStore(redis_client).cancel(victim) for _ in range(times)}
         num_stored = log_length(redis_client, victim)
         if heard and state != "waiting":
-            until(lambda: len(inbox) > num_before, "the loop will hear of it")
+            until(lambda: len(inbox) > num_before, "the loop has the message")
         gate.open()
         for task in crowd:
-            assert tokens_of(ended(redis_client, task)) == undisturbed([1, 2, 3], 100)
-        assert tokens_of(ended(redis_client, behind)) == undisturbed([1, 2, 3], LENGTH)
+            assert tokens_of(ended(redis_client, task)) == expected_tokens([1, 2, 3], 100)
+        assert tokens_of(ended(redis_client, behind)) == expected_tokens([1, 2, 3], LENGTH)
 
-    assert told == {"cancelled"}
+    assert statuses == {"cancelled"}
     assert fate(redis_client, victim) == "cancelled"
     tokens = tokens_of(ended(redis_client, victim))
     assert len(tokens) == {"waiting": 0, "prefill": 0, "decode": 2, "last token": LENGTH - 1}[state]
-    assert tokens == undisturbed(list(PROMPT), LENGTH)[: len(tokens)]
-    assert log_length(redis_client, victim) == num_stored, "nothing came after its end"
-    # The step under way is not taken back.
-    assert not heard or gate.drawn.count(PROMPT) <= len(tokens) + 1, "it was computed on"
+    assert tokens == expected_tokens(list(PROMPT), LENGTH)[: len(tokens)]
+    assert log_length(redis_client, victim) == num_stored, "nothing follows its end"
+    # The current step is not undone.
+    assert not heard or gate.drawn.count(PROMPT) <= len(tokens) + 1, "it continued after the cancel"
     assert {fate(redis_client, task) for task in (*crowd, behind)} == {"completed"}
     assert leftovers.look(redis_client, SLUG) == []
 
@@ -146,21 +150,21 @@ def test_an_unknown_or_ended_task_changes_nothing(redis_url: str, redis_client: 
             "completed", None, "completed",
         ]  # fmt: skip
         other = submit(redis_client)
-        assert tokens_of(ended(redis_client, other)) == undisturbed([1, 2, 3], 5)
+        assert tokens_of(ended(redis_client, other)) == expected_tokens([1, 2, 3], 5)
     assert ended(redis_client, task) == events
     assert fate(redis_client, task) == "completed"
 
 
-def test_cancels_race_with_every_part_of_a_short_life(redis_url: str, redis_client: "redis.Redis") -> None:
-    """Each task is cancelled by two at once, at any moment: as it is claimed, starts or ends."""
+def test_cancels_race_with_every_part_of_a_short_task(redis_url: str, redis_client: "redis.Redis") -> None:
+    """Two clients cancel each task at once, at any moment: while it is claimed, starts or ends."""
     chance = random.Random(5)
     tasks: list[str] = []
-    told: dict[str, set[str | None]] = {}
+    statuses: dict[str, set[str | None]] = {}
 
     def cancel(each: list[str]) -> None:
         with redis.Redis.from_url(redis_url) as client:
             for task in each:
-                told.setdefault(task, set()).add(TaskStore(client).cancel(task))
+                statuses.setdefault(task, set()).add(TaskStore(client).cancel(task))
 
     with running(redis_url, build_engine(max_num_seqs=8)):
         for _ in range(12):
@@ -172,11 +176,11 @@ def test_cancels_race_with_every_part_of_a_short_life(redis_url: str, redis_clie
             for thread in cancelling:
                 thread.join()
         fates = {task: fate(redis_client, task) for task in tasks}
-        until(lambda: leftovers.is_quiet(redis_client, SLUG), "all is quiet")
+        until(lambda: leftovers.is_quiet(redis_client, SLUG), "nothing waits or runs")
 
-    assert {task: {status} for task, status in fates.items()} == told, "everybody was told the same"
+    assert {task: {status} for task, status in fates.items()} == statuses, "all callers got the same status"
     for number, task in enumerate(tasks):
         tokens, length = tokens_of(ended(redis_client, task)), number % 10 % 3 + 1
-        assert tokens == undisturbed([1, 2, 3], length)[: len(tokens)]
+        assert tokens == expected_tokens([1, 2, 3], length)[: len(tokens)]
         assert len(tokens) == length or fates[task] == "cancelled"
     assert leftovers.look(redis_client, SLUG) == []

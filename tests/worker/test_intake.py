@@ -1,4 +1,4 @@
-"""What is claimed, and what becomes of it: a real server, no threads."""
+"""How many tasks are claimed, and how they are prepared: a real server, no threads."""
 
 import json
 import threading
@@ -32,17 +32,17 @@ from worker.stream import Stream
 @pytest.mark.parametrize(
     ("num_held", "num_running", "room"),
     [
-        (0, 0, 16 + 8),  # what one step can start, and the look-ahead
+        (0, 0, 16 + 8),  # what one step can start, plus the look-ahead
         (17, 17, 16 + 8),
         (60, 60, 4 + 8),  # the last slots
         (64, 64, 8),
         (72, 64, 0),
-        (16, 0, 8),  # claimed and not started: there may be no KV blocks for more, so others shall have them
+        (16, 0, 8),  # claimed but not started: KV blocks may be short, so other workers should claim the rest
         (24, 0, 0),
         (40, 10, -6),
     ],
 )
-def test_no_more_than_can_soon_be_started(num_held: int, num_running: int, room: int) -> None:
+def test_only_tasks_that_can_start_soon_are_claimed(num_held: int, num_running: int, room: int) -> None:
     prefetch_limit = PrefetchLimit(max_num_seqs=64, max_num_prefill_seqs=16)
 
     assert prefetch_limit.room(num_held, Load(num_running=num_running)) == room
@@ -50,33 +50,31 @@ def test_no_more_than_can_soon_be_started(num_held: int, num_running: int, room:
 
 @pytest.mark.parametrize("max_num_seqs", [1, 7, 8, 64])
 @pytest.mark.parametrize("max_num_prefill_seqs", [1, 4, 16])
-def test_who_comes_later_waits_for_few_that_were_claimed_before(
-    max_num_seqs: int, max_num_prefill_seqs: int
-) -> None:
-    """Whatever is held and running: what one step can start, or the free slots, and the look-ahead."""
+def test_few_claimed_tasks_wait_before_a_later_one(max_num_seqs: int, max_num_prefill_seqs: int) -> None:
+    """At most what one step can start, or the free slots, plus the look-ahead."""
     prefetch_limit = PrefetchLimit(max_num_seqs=max_num_seqs, max_num_prefill_seqs=max_num_prefill_seqs)
     for running in range(max_num_seqs + 1):
-        most = min(max_num_prefill_seqs, max_num_seqs - running) + prefetch_limit.look_ahead
-        for held in range(running, running + most + 1):
-            assert held + prefetch_limit.room(held, Load(num_running=running)) - running == most
+        limit = min(max_num_prefill_seqs, max_num_seqs - running) + prefetch_limit.look_ahead
+        for held in range(running, running + limit + 1):
+            assert held + prefetch_limit.room(held, Load(num_running=running)) - running == limit
 
 
-def test_other_workers_have_the_rest(redis_client: "redis.Redis") -> None:
+def test_the_rest_is_left_to_other_workers(redis_client: "redis.Redis") -> None:
     tasks = [submit(redis_client) for _ in range(20)]
     gate = Gate(redis_client, slots=8)
 
     first = gate.turn()
     second = gate.turn()
 
-    assert [one.ownership.task_id for one in first] == tasks[:5], "4 prefills a step and 1 of look-ahead"
+    assert [one.ownership.task_id for one in first] == tasks[:5], "4 prefills in a step and 1 of look-ahead"
     assert second == [], "none of these has started"
     gate.load = Load(num_running=5)
     assert len(gate.turn()) == 4, "8 slots and 1 of look-ahead are held"
     assert gate.turn() == []
 
 
-def test_a_worker_whose_loop_hangs_claims_nothing(redis_client: "redis.Redis") -> None:
-    """It would take back what lapsed in its own hands, and die with it once more."""
+def test_a_stalled_worker_claims_nothing(redis_client: "redis.Redis") -> None:
+    """It would claim its own lapsed tasks again, and the watchdog would end it with them."""
     submit(redis_client)
     gate = Gate(redis_client)
     gate.context.now = 61.0
@@ -86,10 +84,10 @@ def test_a_worker_whose_loop_hangs_claims_nothing(redis_client: "redis.Redis") -
     assert len(gate.turn()) == 1
 
 
-def test_a_claim_is_confirmed_before_it_is_touched(
+def test_a_claim_is_confirmed_before_it_is_prepared(
     redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From then on the death of the worker counts against the task, and not before."""
+    """The death of the worker counts against the task from then on, not before."""
     task = submit(redis_client)
     gate, phases = Gate(redis_client), []
     renew, is_away = gate.store.renew, [True]
@@ -103,13 +101,13 @@ def test_a_claim_is_confirmed_before_it_is_touched(
     monkeypatch.setattr(gate.store, "renew", failing)
     with pytest.raises(redis.ConnectionError):
         gate.turn()
-    assert gate.inbox.take(0.0) == [], "it is not touched"
+    assert gate.inbox.take(0.0) == [], "it is not prepared"
     assert len(gate.turn()) == 1
     assert phases == [b"untouched"]
     assert redis_client.hget(keys.run(task), "standing") == b"seated"
 
 
-def test_a_claim_that_another_has_by_then_is_not_touched(redis_client: "redis.Redis") -> None:
+def test_a_claim_that_was_lost_before_its_confirmation_is_not_prepared(redis_client: "redis.Redis") -> None:
     task = submit(redis_client)
     gate = Gate(redis_client)
     claim = gate.store.claim
@@ -124,7 +122,7 @@ def test_a_claim_that_another_has_by_then_is_not_touched(redis_client: "redis.Re
 
 
 def test_the_prompt_is_stored_and_never_rendered_again(redis_client: "redis.Redis") -> None:
-    """A template may tell the date: a resumed request goes on after the prompt that it began with."""
+    """A template may insert the date. A resumed request continues the prompt that it started with."""
     task = submit(redis_client, messages=({"role": "user", "content": "four"},))
     gate = Gate(redis_client)
     (prepared,) = gate.turn()
@@ -179,7 +177,7 @@ def test_a_resumed_request_brings_its_tokens(redis_client: "redis.Redis") -> Non
 
 
 def test_an_ended_log_is_settled_and_not_run(redis_client: "redis.Redis") -> None:
-    """celery#4354: what had ended ran again."""
+    """celery#4354: a job that had ended ran again."""
     task = submit(redis_client)
     for seq, entry in enumerate((LogEntry.of_token(7, "<7>"), LogEntry.of_end("", "stop"))):
         fields = {"t": entry.token, "x": entry.text, "m": entry.members}
@@ -218,8 +216,8 @@ def test_only_the_one_function_name_is_accepted(redis_client: "redis.Redis") -> 
     assert codes == ["unknown_function"] * 2 + ["unreadable_request"] * 4
 
 
-def test_a_task_that_comes_back_unnoticed_replaces_its_earlier_attempt(redis_client: "redis.Redis") -> None:
-    """bullmq#3183: away for longer than a lease, and the task claimed again before the loss was noticed."""
+def test_a_new_claim_replaces_an_attempt_whose_loss_was_not_noticed(redis_client: "redis.Redis") -> None:
+    """bullmq#3183: a worker that was away for longer than a lease claimed its own task again."""
     submit(redis_client)
     gate = Gate(redis_client)
     (first,) = gate.turn()
@@ -237,7 +235,7 @@ def test_a_task_that_comes_back_unnoticed_replaces_its_earlier_attempt(redis_cli
     assert gate.context.exported.value("tasks_lost_total") == 1
 
 
-def test_owning_again_forgets_the_earlier_attempt() -> None:
+def test_owning_a_task_again_replaces_the_earlier_attempt() -> None:
     owned_tasks = OwnedTasks(threading.Event())
     old, new = Ownership("t", "1"), Ownership("t", "2")
     owned_tasks.add(old)
@@ -250,7 +248,7 @@ def test_owning_again_forgets_the_earlier_attempt() -> None:
 
 
 def test_a_request_brings_its_salt_and_limits(redis_client: "redis.Redis") -> None:
-    limits = {"queue_timeout_seconds": 5, "ttft_timeout_seconds": 6.5, "timeout_seconds": 7}
+    limits: dict[str, Any] = {"queue_timeout_seconds": 5, "ttft_timeout_seconds": 6.5, "timeout_seconds": 7}
     submit(redis_client, cache_salt="s", **limits)
     submit(redis_client)
 
@@ -261,13 +259,13 @@ def test_a_request_brings_its_salt_and_limits(redis_client: "redis.Redis") -> No
     assert salted.request.cache_salt != plain.request.cache_salt
 
 
-def test_a_salt_is_its_tenants_own() -> None:
-    """Two tenants that name one salt do not learn of each other's prompts."""
+def test_a_salt_belongs_to_its_tenant() -> None:
+    """Tenants with the same salt must not find each other's prompts in the cache."""
     salts = {scoped_salt(tenant, salt) for tenant in ("a", "b") for salt in (None, "s", "b")}
     assert len(salts) == 6
 
 
-def test_a_limit_that_an_earlier_attempt_kept_is_not_set_again(redis_client: "redis.Redis") -> None:
+def test_a_deadline_that_an_earlier_attempt_met_is_not_set_again(redis_client: "redis.Redis") -> None:
     submit(redis_client, queue_timeout_seconds=5, ttft_timeout_seconds=6, timeout_seconds=7)
     left: list[Deadlines] = []
     for facts, tokens in (({}, 0), ({"scheduled": "0"}, 0), ({}, 1)):
@@ -283,7 +281,7 @@ def test_a_limit_that_an_earlier_attempt_kept_is_not_set_again(redis_client: "re
     (last,) = Gate(redis_client).turn()
 
     assert left[0] == Deadlines(queue_timeout_seconds=5, ttft_timeout_seconds=6, timeout_seconds=7)
-    assert left[1] == left[0], "it was claimed and not started"
+    assert left[1] == left[0], "it was claimed but not started"
     assert left[2] == Deadlines(ttft_timeout_seconds=6, timeout_seconds=7)
     assert last.request.deadlines == Deadlines(timeout_seconds=7)
 
@@ -310,7 +308,7 @@ def test_a_resumed_request_brings_each_of_its_outputs(redis_client: "redis.Redis
 
 
 def test_tasks_with_several_outputs_fill_the_slots() -> None:
-    """Eight tasks of eight outputs hold 64 slots, and a ninth is another worker's to claim."""
+    """Eight tasks of eight outputs fill 64 slots. A ninth is left to another worker."""
     prefetch_limit = PrefetchLimit(max_num_seqs=64, max_num_prefill_seqs=16)
 
     assert prefetch_limit.room(8, Load(num_running=64)) == 8

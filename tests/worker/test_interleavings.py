@@ -1,8 +1,8 @@
-"""Two workers with all of their parts, in any order of turns, and whoever dies or is cut off between two
-calls: each task ends once, with the tokens of a request that nothing happened to.
+"""Two workers with all of their parts take turns in any order, and may die or be cut off between two calls.
+Each task must end once, with the tokens of a request without faults.
 
-The parts of a real worker take their turns by hand here, so that any of them may stand still for as long as
-it takes the others to do anything. A call of a script may be lost on its way, or its reply on the way back.
+The test calls `turn` of the parts of real workers, so that any part may pause for any time. A script call may
+be lost on its way, or its reply on the way back.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ from tests.worker.intake_gate import NeverWaits
 from tests.worker.workshop import (
     SLUG,
     build_engine,
+    expected_tokens,
     new_metrics,
     served_model,
     submit,
     tokens_of,
-    undisturbed,
 )
 from tokenmill.protocol import keys, rq_keys
 from tokenmill.protocol.messages import FinishedEvent
@@ -42,31 +42,31 @@ from worker.publisher import Publisher
 
 LEASE_SECONDS = 10.0
 MANY_ROUNDS = 300
-MISHAPS = (None, None, None, "unsent", "unheard", "dies before", "dies after")
-"""What happens to the first script call of a turn."""
+FAULTS = (None, None, None, "call lost", "reply lost", "dies before", "dies after")
+"""Faults of the first script call of a turn."""
 
 
 class Died(BaseException):
-    """As SIGKILL: nothing of the worker runs any more."""
+    """As by SIGKILL: no part of the worker runs any more."""
 
 
 class Wire:
-    """A worker's way to Redis. `mishap`: what happens to its next script call."""
+    """A worker's connection to Redis. `fault`: the fault of its next script call."""
 
     def __init__(self, url: str) -> None:
-        self.mishap: str | None = None
+        self.fault: str | None = None
         self._url = url
         self._clients: list[Any] = []
 
     def connect(self, name: str) -> Any:
-        client = connect(self._url, name)
+        client: Any = connect(self._url, name)
         send = client.execute_command
 
         def execute(*args: Any, **options: Any) -> Any:
-            mishap = self._take_mishap() if args[0] == "EVALSHA" else None
-            _strike(mishap, "unsent", "dies before")
+            fault = self._take_fault() if args[0] == "EVALSHA" else None
+            _raise_if(fault, "call lost", "dies before")
             reply = send(*args, **options)
-            _strike(mishap, "unheard", "dies after")
+            _raise_if(fault, "reply lost", "dies after")
             return reply
 
         client.execute_command = execute
@@ -77,20 +77,20 @@ class Wire:
         for client in self._clients:
             client.close()
 
-    def _take_mishap(self) -> str | None:
-        mishap, self.mishap = self.mishap, None
-        return mishap
+    def _take_fault(self) -> str | None:
+        fault, self.fault = self.fault, None
+        return fault
 
 
-def _strike(mishap: str | None, lost: str, dead: str) -> None:
-    if mishap == lost:
+def _raise_if(fault: str | None, lost: str, dead: str) -> None:
+    if fault == lost:
         raise redis.ConnectionError("the connection broke")
-    if mishap == dead:
+    if fault == dead:
         raise Died
 
 
-class Hand:
-    """A worker whose parts take their turns when told, and never wait."""
+class WorkerHarness:
+    """A worker whose parts take turns when the test calls them, and never wait."""
 
     def __init__(self, url: str, clock: Callable[[], float]) -> None:
         self.wire = Wire(url)
@@ -109,7 +109,7 @@ class Hand:
         self.threads = self.worker.threads
 
     def turn(self, part: str) -> None:
-        """One turn of that thread; none where it would only wait. Raises RedisError, `Died`."""
+        """One turn of that part, unless it would only wait. Raises RedisError and `Died`."""
         if part == "loop" and self.is_loop_idle and self.threads.loop.load == Load():
             return
         if part == "publisher" and self.threads.publisher.is_drained:
@@ -136,7 +136,7 @@ PARTS = ("intake", "loop", "publisher", "leases")
 
 @dataclass
 class Task:
-    """What was asked for. `cancelled`: somebody asked for its end."""
+    """A submitted task. `cancelled`: a cancel was requested."""
 
     prompt: list[int]
     num_tokens: int
@@ -144,10 +144,10 @@ class Task:
 
 
 class Service(RuleBasedStateMachine):
-    """Clients and two workers; one that dies is followed by another."""
+    """Clients and two workers. A worker that dies is replaced."""
 
     url: str
-    client: "redis.Redis"
+    client: Any
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,12 +155,12 @@ class Service(RuleBasedStateMachine):
         self.store = TaskStore(self.client)
         self.tasks: dict[str, Task] = {}
         self.now = 0.0
-        self.hands = [self.new_hand(), self.new_hand()]
+        self.workers = [self.new_worker(), self.new_worker()]
 
     submitted = Bundle("submitted")
 
-    def new_hand(self) -> Hand:
-        return Hand(self.url, lambda: self.now)
+    def new_worker(self) -> WorkerHarness:
+        return WorkerHarness(self.url, lambda: self.now)
 
     @rule(
         target=submitted, number=st.integers(1, 40), num_tokens=st.integers(1, 9), priority=st.integers(1, 3)
@@ -171,23 +171,23 @@ class Service(RuleBasedStateMachine):
         self.tasks[task_id] = Task([number], num_tokens)
         return task_id
 
-    @rule(which=st.integers(0, 1), part=st.sampled_from(PARTS), mishap=st.sampled_from(MISHAPS))
-    def take_turn(self, which: int, part: str, mishap: str | None) -> None:
-        hand = self.hands[which]
-        others = self.what_is_not_of(hand)
-        hand.wire.mishap = mishap
+    @rule(which=st.integers(0, 1), part=st.sampled_from(PARTS), fault=st.sampled_from(FAULTS))
+    def take_turn(self, which: int, part: str, fault: str | None) -> None:
+        harness = self.workers[which]
+        others = self.tasks_not_owned_by(harness)
+        harness.wire.fault = fault
         try:
-            hand.turn(part)
+            harness.turn(part)
         except redis.ConnectionError:
-            pass  # the thread goes on with its next turn
+            pass  # the thread continues with its next turn
         except Died:
             self.replace(which)
-        hand.wire.mishap = None
-        assert {task_id: self.told(task_id) for task_id in others} == others, "it wrote what it had lost"
+        harness.wire.fault = None
+        assert {task_id: self.progress(task_id) for task_id in others} == others, "it wrote to a lost task"
 
     @rule(which=st.integers(0, 1), times=st.integers(1, 4))
     def work(self, which: int, times: int) -> None:
-        """Nothing happens for a while, so that tasks also come along."""
+        """A while without faults, so that tasks make progress."""
         for _ in range(times):
             for part in ("intake", "loop", "publisher"):
                 self.take_turn(which, part, None)
@@ -196,99 +196,99 @@ class Service(RuleBasedStateMachine):
     def crash(self, which: int) -> None:
         self.replace(which)
 
-    @rule(which=st.integers(0, 1), mishap=st.sampled_from((None, "dies before", "dies after")))
-    def drain(self, which: int, mishap: str | None) -> None:
-        """SIGTERM without grace: flushes, hands back, and another comes."""
-        hand = self.hands[which]
-        others = self.what_is_not_of(hand)
-        hand.wire.mishap = mishap
+    @rule(which=st.integers(0, 1), fault=st.sampled_from((None, "dies before", "dies after")))
+    def drain(self, which: int, fault: str | None) -> None:
+        """SIGTERM without a grace period: the worker flushes, hands back, and is replaced."""
+        harness = self.workers[which]
+        others = self.tasks_not_owned_by(harness)
+        harness.wire.fault = fault
         try:
-            hand.worker.shut_down()
+            harness.worker.shut_down()
         except Died:
             pass
         else:
-            held = hand.context.owned_tasks.owners()
+            held = harness.context.owned_tasks.owners()
             assert not [task_id for task_id, owner in held.items() if self.owner(task_id) == owner]
-        assert {task_id: self.told(task_id) for task_id in others} == others, "it wrote what it had lost"
+        assert {task_id: self.progress(task_id) for task_id in others} == others, "it wrote to a lost task"
         self.replace(which)
 
     @rule()
     def lapse(self) -> None:
-        """Nobody renews for longer than a lease: all of them have run out."""
+        """No worker renews for the length of a lease: all leases lapse."""
         self.now += LEASE_SECONDS
         for task_id in self.client.zrange(keys.LEASES, 0, -1):
             self.client.zadd(keys.LEASES, {task_id: 1})
 
     @rule(task_id=submitted)
     def cancel(self, task_id: str) -> None:
-        """Nobody hears of it: each part must find out by itself."""
+        """No listener receives it: each part must find out by itself."""
         assert self.store.cancel(task_id) in ("cancelled", "completed")
         self.tasks[task_id].cancelled = True
 
     @invariant()
-    def every_log_is_the_beginning_of_the_undisturbed_one(self) -> None:
+    def every_log_is_a_prefix_of_the_expected_output(self) -> None:
         for task_id, task in self.tasks.items():
             events = self.store.read_log(task_id)
             tokens = tokens_of(events)
             assert [event.seq for event in events] == list(range(len(events)))
-            assert tokens == undisturbed(task.prompt, task.num_tokens)[: len(tokens)]
+            assert tokens == expected_tokens(task.prompt, task.num_tokens)[: len(tokens)]
             ends = [event for event in events if isinstance(event, FinishedEvent)]
-            assert ends == events[len(tokens) :], "nothing comes after the end"
+            assert ends == events[len(tokens) :], "nothing follows the end"
             assert len(ends) == (self.field(task_id, "terminal") is not None)
 
     @invariant()
-    def every_task_is_in_one_place(self) -> None:
+    def every_task_is_waiting_or_owned_or_ended(self) -> None:
         for task_id in self.tasks:
             queue = self.field(task_id, "queue")
-            places = (
+            states = (
                 self.client.zscore(keys.order(str(queue)), task_id) is not None,
                 self.owner(task_id) is not None,
                 self.field(task_id, "terminal") is not None,
             )
-            assert sum(places) == 1, places
-            assert (self.client.zscore(keys.LEASES, task_id) is not None) is places[1]
+            assert sum(states) == 1, states
+            assert (self.client.zscore(keys.LEASES, task_id) is not None) is states[1]
 
     def teardown(self) -> None:
-        """All is calm from here on: everything ends, and nothing is left over, in Redis or in a worker."""
+        """Without more faults everything ends, and nothing is left over in Redis or in a worker."""
         try:
             self.lapse()
             for _ in range(MANY_ROUNDS):
                 for which, part in ((which, part) for which in (0, 1) for part in PARTS):
                     self.take_turn(which, part, None)
-                if leftovers.is_quiet(self.client, SLUG) and all(hand.is_idle for hand in self.hands):
+                if leftovers.is_quiet(self.client, SLUG) and all(harness.is_idle for harness in self.workers):
                     break
             self.check_the_end()
         finally:
-            for hand in self.hands:
-                hand.wire.close()
+            for harness in self.workers:
+                harness.wire.close()
 
     def check_the_end(self) -> None:
-        self.every_log_is_the_beginning_of_the_undisturbed_one()
+        self.every_log_is_a_prefix_of_the_expected_output()
         for task_id, task in self.tasks.items():
             status = self.field(task_id, "terminal")
             assert status in (("completed", "cancelled") if task.cancelled else ("completed",))
             if status == "completed":
                 tokens = tokens_of(self.store.read_log(task_id))
-                assert tokens == undisturbed(task.prompt, task.num_tokens)
+                assert tokens == expected_tokens(task.prompt, task.num_tokens)
             assert self.client.xlen(rq_keys.results(task_id)) == (status == "completed")
         assert leftovers.look(self.client, SLUG) == []
-        assert all(hand.is_idle for hand in self.hands)
+        assert all(harness.is_idle for harness in self.workers)
 
-    def what_is_not_of(self, hand: Hand) -> dict[str, tuple[int, str | None]]:
-        """Tasks that this worker does not own, whatever it believes, and how far they are."""
-        held = hand.context.owned_tasks.owners()
+    def tasks_not_owned_by(self, harness: WorkerHarness) -> dict[str, tuple[int, str | None]]:
+        """The progress of the tasks that this worker does not own, whatever it believes."""
+        held = harness.context.owned_tasks.owners()
         return {
-            task_id: self.told(task_id)
+            task_id: self.progress(task_id)
             for task_id in self.tasks
             if (owner := self.owner(task_id)) is None or held.get(task_id) != owner
         }
 
-    def told(self, task_id: str) -> tuple[int, str | None]:
+    def progress(self, task_id: str) -> tuple[int, str | None]:
         return self.client.xlen(keys.log(task_id)), self.field(task_id, "terminal")
 
     def replace(self, which: int) -> None:
-        self.hands[which].wire.close()
-        self.hands[which] = self.new_hand()
+        self.workers[which].wire.close()
+        self.workers[which] = self.new_worker()
 
     def owner(self, task_id: str) -> str | None:
         return self.field(task_id, "owner")
@@ -302,7 +302,7 @@ class Service(RuleBasedStateMachine):
 def test_any_order_of_turns(
     redis_url: str, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    # Hundreds of workers are made here, each with several stores; the texts of the scripts stay the same.
+    # Hundreds of workers are created here, each with several stores. The scripts are read once.
     monkeypatch.setattr(scripting, "_read", cache(scripting._read))
     monkeypatch.setattr("worker.leases.MAX_BEAT_SECONDS", 0.0)
     service = type("Service", (Service,), {"url": redis_url, "client": redis_client})

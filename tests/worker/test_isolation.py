@@ -1,4 +1,4 @@
-"""Suspects are tried alone: who waits for whom, and what is recorded of whom meanwhile."""
+"""Isolated retries of suspects: their order, and the recorded phases of all tasks meanwhile."""
 
 import threading
 from collections.abc import Mapping
@@ -22,165 +22,174 @@ OWNERS = dict([A, B, C])
 
 
 def task(ownership: Ownership, **fields: Any) -> Claimed:
-    values = {"attempt": 2, "queue": "q", "priority": 2, "accepted_at": 0.0, "data": b"", "suspect": True}
+    values: dict[str, Any] = {
+        "attempt": 2,
+        "queue": "q",
+        "priority": 2,
+        "accepted_at": 0.0,
+        "data": b"",
+        "suspect": True,
+    }
     return Claimed(task_id=ownership.task_id, owner=ownership.owner, **(values | fields))
 
 
-class Court:
-    """IsolatedRetries without threads: what they tell the loop can be looked at."""
+class RetriesHarness:
+    """IsolatedRetries without threads, with the messages to the loop."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.inbox = Inbox()
         self.wake = threading.Event()
-        self.trials = IsolatedRetries(self.inbox, self.wake, lambda: self.now)
+        self.retries = IsolatedRetries(self.inbox, self.wake, lambda: self.now)
         self.prepared: list[float] = []
 
-    def told(self) -> list[Message]:
+    def take_messages(self) -> list[Message]:
         return self.inbox.take(0.0)
 
     def quiesce(self, ownership: Ownership) -> None:
-        assert not self.trials.quiesce(ownership, 0.0)
-        (quiesce,) = self.told()
+        assert not self.retries.quiesce(ownership, 0.0)
+        (quiesce,) = self.take_messages()
         assert isinstance(quiesce, Quiesce)
         quiesce.heard.set()
-        assert self.trials.quiesce(ownership, 0.0)
+        assert self.retries.quiesce(ownership, 0.0)
 
     def begin(self, ownership: Ownership) -> RetryIsolated:
         self.quiesce(ownership)
-        assert self.trials.begin(ownership, self.prepared.append)
-        (message,) = self.told()
+        assert self.retries.begin(ownership, self.prepared.append)
+        (message,) = self.take_messages()
         assert isinstance(message, RetryIsolated)
         return message
 
     def phases(self) -> Mapping[str, TaskPhase]:
-        return self.trials.phases(OWNERS, {C.request_id})
+        return self.retries.phases(OWNERS, {C.request_id})
 
 
 @pytest.fixture
-def court() -> Court:
-    court = Court()
-    court.trials.add(task(A))
-    court.trials.add(task(B))
-    return court
+def harness() -> RetriesHarness:
+    harness = RetriesHarness()
+    harness.retries.add(task(A))
+    harness.retries.add(task(B))
+    return harness
 
 
-def test_the_loop_is_asked_once_and_nothing_is_recorded_before_it_has_heard(court: Court) -> None:
+def test_the_loop_is_asked_once_and_phases_change_after_its_reply(harness: RetriesHarness) -> None:
     for _ in range(3):
-        assert not court.trials.quiesce(A, 0.0)
-        assert court.trials.is_pending
-        assert court.phases() == {"a": "untouched", "b": "untouched", "c": "waiting"}
-    (quiesce,) = court.told()
+        assert not harness.retries.quiesce(A, 0.0)
+        assert harness.retries.is_pending
+        assert harness.phases() == {"a": "untouched", "b": "untouched", "c": "waiting"}
+    (quiesce,) = harness.take_messages()
     assert isinstance(quiesce, Quiesce)
     quiesce.heard.set()
 
-    assert court.trials.quiesce(A, 0.0)
-    assert court.phases() == {"a": "alone", "b": "untouched", "c": "untouched"}
-    assert not court.trials.is_running
-    assert court.told() == []
+    assert harness.retries.quiesce(A, 0.0)
+    assert harness.phases() == {"a": "alone", "b": "untouched", "c": "untouched"}
+    assert not harness.retries.is_running
+    assert harness.take_messages() == []
 
 
-def test_one_that_is_in_no_line_is_taken_to_be_touched(court: Court) -> None:
-    assert court.trials.phases(OWNERS, set())["c"] == "seated"
+def test_a_task_that_does_not_wait_counts_as_seated(harness: RetriesHarness) -> None:
+    assert harness.retries.phases(OWNERS, set())["c"] == "seated"
 
 
-def test_one_after_the_other(court: Court) -> None:
-    assert court.trials.next_suspect() == task(A)
-    court.begin(A)
-    assert court.trials.is_running
-    assert court.trials.num_waiting == 1
-    court.trials.finish(A)
+def test_suspects_run_one_after_another(harness: RetriesHarness) -> None:
+    assert harness.retries.next_suspect() == task(A)
+    harness.begin(A)
+    assert harness.retries.is_running
+    assert harness.retries.num_waiting == 1
+    harness.retries.finish(A)
 
-    assert court.told() == [Resume(A)]
-    assert court.wake.is_set()
-    assert court.phases() == {"a": "seated", "b": "untouched", "c": "waiting"}
-    assert not court.trials.is_pending
-    assert court.trials.next_suspect() == task(B)
-    court.begin(B)
-    assert court.trials.next_suspect() is None
-
-
-def test_its_time_runs_while_it_waits_for_its_turn(court: Court) -> None:
-    court.now = 7.0
-    trial = court.begin(A)
-    assert court.prepared == [], "whoever begins it prepares nothing"
-    court.now = 8.0
-    trial.prepare()
-
-    assert court.prepared == [8.0]
+    assert harness.take_messages() == [Resume(A)]
+    assert harness.wake.is_set()
+    assert harness.phases() == {"a": "seated", "b": "untouched", "c": "waiting"}
+    assert not harness.retries.is_pending
+    assert harness.retries.next_suspect() == task(B)
+    harness.begin(B)
+    assert harness.retries.next_suspect() is None
 
 
-@pytest.mark.parametrize("stage", ["waiting", "asked", "quiet"])
-def test_one_that_is_lost_or_cancelled_before_its_trial_is_not_tried(court: Court, stage: str) -> None:
-    if stage == "asked":
-        court.trials.quiesce(A, 0.0)
-    elif stage == "quiet":
-        court.quiesce(A)
-    court.told()
-    court.trials.finish(A)
+def test_waiting_for_the_retry_counts_as_waiting(harness: RetriesHarness) -> None:
+    harness.now = 7.0
+    retry = harness.begin(A)
+    assert harness.prepared == [], "only the loop prepares it"
+    harness.now = 8.0
+    retry.prepare()
 
-    assert court.told() == ([] if stage == "waiting" else [Resume(A)]), "the loop goes on"
-    assert not court.trials.begin(A, court.prepared.append)
-    assert not court.trials.quiesce(A, 0.0)
-    assert court.told() == []
-    assert court.trials.next_suspect() == task(B)
+    assert harness.prepared == [8.0]
 
 
-def test_what_others_come_to_is_no_matter(court: Court) -> None:
-    court.begin(A)
-    court.trials.finish(C)
-    court.trials.finish(Ownership("a", "another attempt"))
+@pytest.mark.parametrize("stage", ["waiting", "requested", "quiesced"])
+def test_a_suspect_that_is_dropped_before_its_retry_does_not_run(harness: RetriesHarness, stage: str) -> None:
+    if stage == "requested":
+        harness.retries.quiesce(A, 0.0)
+    elif stage == "quiesced":
+        harness.quiesce(A)
+    harness.take_messages()
+    harness.retries.finish(A)
 
-    assert court.told() == []
-    assert court.phases()["a"] == "alone"
-
-
-def test_nothing_begins_before_the_loop_is_silent_and_nothing_begins_twice(court: Court) -> None:
-    assert not court.trials.begin(A, court.prepared.append), "nobody was asked"
-    court.trials.quiesce(A, 0.0)
-    court.told()
-    assert not court.trials.begin(A, court.prepared.append), "the loop has not heard"
-    court.trials.finish(A)
-    court.told()
-
-    court.begin(B)
-    assert not court.trials.begin(B, court.prepared.append)
-    assert court.told() == []
+    assert harness.take_messages() == ([] if stage == "waiting" else [Resume(A)]), "the loop resumes"
+    assert not harness.retries.begin(A, harness.prepared.append)
+    assert not harness.retries.quiesce(A, 0.0)
+    assert harness.take_messages() == []
+    assert harness.retries.next_suspect() == task(B)
 
 
-def test_one_that_could_not_be_recorded_stays_quiet(court: Court) -> None:
-    court.quiesce(A)
-    assert court.trials.quiesce(A, 0.0)
-    assert not court.trials.quiesce(B, 0.0), "another's turn"
-    assert court.phases() == {"a": "alone", "b": "untouched", "c": "untouched"}
-    assert court.trials.begin(A, court.prepared.append)
+def test_the_end_of_another_task_changes_nothing(harness: RetriesHarness) -> None:
+    harness.begin(A)
+    harness.retries.finish(C)
+    harness.retries.finish(Ownership("a", "another attempt"))
+
+    assert harness.take_messages() == []
+    assert harness.phases()["a"] == "alone"
 
 
-@pytest.mark.parametrize("stage", ["waiting", "asked", "quiet", "begun"])
-def test_when_no_more_trials_come_the_loop_waits_for_none(court: Court, stage: str) -> None:
-    if stage == "asked":
-        court.trials.quiesce(A, 0.0)
-    elif stage == "quiet":
-        court.quiesce(A)
-    elif stage == "begun":
-        court.begin(A)
-    court.told()
-    court.trials.close()
+def test_a_retry_begins_once_and_only_after_the_loop_has_quiesced(harness: RetriesHarness) -> None:
+    assert not harness.retries.begin(A, harness.prepared.append), "no retry was requested"
+    harness.retries.quiesce(A, 0.0)
+    harness.take_messages()
+    assert not harness.retries.begin(A, harness.prepared.append), "the loop has not quiesced"
+    harness.retries.finish(A)
+    harness.take_messages()
 
-    assert court.told() == ([Resume(A)] if stage in ("asked", "quiet") else []), "one that has begun is tried"
-    assert not court.trials.quiesce(B, 0.0)
-    assert court.told() == []
-    assert court.trials.num_waiting == (1 if stage == "begun" else 2)
-    if stage != "begun":
-        # Also where it is recorded: the turn that was to begin it may have failed, and no other comes.
-        assert not court.trials.begin(A, court.prepared.append)
+    harness.begin(B)
+    assert not harness.retries.begin(B, harness.prepared.append)
+    assert harness.take_messages() == []
 
 
-# The thread that claims and prepares, against a real server.
+def test_a_retry_that_could_not_be_recorded_stays_quiesced(harness: RetriesHarness) -> None:
+    harness.quiesce(A)
+    assert harness.retries.quiesce(A, 0.0)
+    assert not harness.retries.quiesce(B, 0.0), "another suspect's retry"
+    assert harness.phases() == {"a": "alone", "b": "untouched", "c": "untouched"}
+    assert harness.retries.begin(A, harness.prepared.append)
 
 
-class Trying(Gate):
-    """An intake that finds two suspects and a new task; the test is the loop."""
+@pytest.mark.parametrize("stage", ["waiting", "requested", "quiesced", "running"])
+def test_the_loop_resumes_when_no_more_retries_come(harness: RetriesHarness, stage: str) -> None:
+    if stage == "requested":
+        harness.retries.quiesce(A, 0.0)
+    elif stage == "quiesced":
+        harness.quiesce(A)
+    elif stage == "running":
+        harness.begin(A)
+    harness.take_messages()
+    harness.retries.close()
+
+    assert harness.take_messages() == ([Resume(A)] if stage in ("requested", "quiesced") else []), (
+        "a running retry continues"
+    )
+    assert not harness.retries.quiesce(B, 0.0)
+    assert harness.take_messages() == []
+    assert harness.retries.num_waiting == (1 if stage == "running" else 2)
+    if stage != "running":
+        # Also after it was recorded: the turn that was to begin it may have failed.
+        assert not harness.retries.begin(A, harness.prepared.append)
+
+
+# The intake, against a real server.
+
+
+class IntakeWithSuspects(Gate):
+    """An intake that finds two suspects and a new task. The test takes the place of the loop."""
 
     def __init__(self, client: "redis.Redis") -> None:
         self.suspects = [submit(client) for _ in range(2)]
@@ -192,61 +201,62 @@ class Trying(Gate):
         self.intake.turn()
         return self.inbox.take(0.0)
 
-    def standing(self, task_id: str) -> str:
-        return str(self.client.hget(keys.run(task_id), "standing").decode())
+    def phase(self, task_id: str) -> str:
+        value: Any = self.client.hget(keys.run(task_id), "standing")
+        return str(value.decode())
 
 
 @pytest.fixture
-def trying(redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch) -> Trying:
+def intake(redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch) -> IntakeWithSuspects:
     monkeypatch.setattr("worker.intake.POLL_SECONDS", 0.0)
-    return Trying(redis_client)
+    return IntakeWithSuspects(redis_client)
 
 
-def test_suspects_wait_and_the_others_go_on_meanwhile(trying: Trying) -> None:
-    prepared, quiesce = trying.look()
+def test_other_tasks_are_prepared_while_suspects_wait(intake: IntakeWithSuspects) -> None:
+    prepared, quiesce = intake.look()
 
     assert isinstance(prepared, PreparedTask)
-    assert prepared.ownership.task_id == trying.other
+    assert prepared.ownership.task_id == intake.other
     assert isinstance(quiesce, Quiesce)
-    assert quiesce.ownership.task_id == trying.suspects[0]
-    assert trying.standing(trying.suspects[0]) == "untouched", "nothing is recorded yet"
+    assert quiesce.ownership.task_id == intake.suspects[0]
+    assert intake.phase(intake.suspects[0]) == "untouched", "nothing is recorded yet"
 
 
-def test_a_trial_is_recorded_before_it_begins(trying: Trying) -> None:
-    *_, quiesce = trying.look()
+def test_a_retry_is_recorded_before_it_begins(intake: IntakeWithSuspects) -> None:
+    *_, quiesce = intake.look()
     assert isinstance(quiesce, Quiesce)
     quiesce.heard.set()
-    (trial,) = trying.look()
+    (retry,) = intake.look()
 
-    assert isinstance(trial, RetryIsolated)
-    assert trial.ownership.task_id == trying.suspects[0]
-    phases = [trying.standing(one) for one in (*trying.suspects, trying.other)]
+    assert isinstance(retry, RetryIsolated)
+    assert retry.ownership.task_id == intake.suspects[0]
+    phases = [intake.phase(one) for one in (*intake.suspects, intake.other)]
     assert phases == ["alone", "untouched", "untouched"]
-    prepared = trial.prepare()
+    prepared = retry.prepare()
     assert prepared is not None
-    assert prepared.ownership == trial.ownership
+    assert prepared.ownership == retry.ownership
 
 
-def test_nothing_is_claimed_while_one_is_tried_or_soon_will_be(trying: Trying) -> None:
-    *_, quiesce = trying.look()
-    late = submit(trying.client)
-    assert trying.look() == [], "the loop has not heard"
+def test_nothing_is_claimed_during_a_retry(intake: IntakeWithSuspects) -> None:
+    *_, quiesce = intake.look()
+    late = submit(intake.client)
+    assert intake.look() == [], "the loop has not quiesced"
     assert isinstance(quiesce, Quiesce)
     quiesce.heard.set()
-    trying.look()
-    assert trying.look() == [], "it is tried"
-    assert not trying.client.hexists(keys.run(late), "owner")
+    intake.look()
+    assert intake.look() == [], "it runs"
+    assert not intake.client.hexists(keys.run(late), "owner")
 
-    trying.context.isolation.finish(quiesce.ownership)
-    resume, prepared, again = trying.look()
+    intake.context.isolation.finish(quiesce.ownership)
+    resume, prepared, again = intake.look()
     assert resume == Resume(quiesce.ownership)
-    assert isinstance(prepared, PreparedTask), "others have a turn between two trials"
+    assert isinstance(prepared, PreparedTask), "other tasks are claimed between two retries"
     assert isinstance(again, Quiesce)
-    assert again.ownership.task_id == trying.suspects[1]
+    assert again.ownership.task_id == intake.suspects[1]
 
 
-def test_without_redis_nothing_is_tried(trying: Trying, monkeypatch: pytest.MonkeyPatch) -> None:
-    *_, quiesce = trying.look()
+def test_without_redis_no_retry_begins(intake: IntakeWithSuspects, monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, quiesce = intake.look()
     assert isinstance(quiesce, Quiesce)
     quiesce.heard.set()
 
@@ -254,29 +264,29 @@ def test_without_redis_nothing_is_tried(trying: Trying, monkeypatch: pytest.Monk
         raise redis.ConnectionError("away")
 
     with monkeypatch.context() as patched:
-        patched.setattr(trying.store, "renew", fail)
+        patched.setattr(intake.store, "renew", fail)
         for _ in range(3):
             with pytest.raises(redis.ConnectionError):
-                trying.intake.turn()
-        assert trying.inbox.take(0.0) == []
-    (trial,) = trying.look()
-    assert isinstance(trial, RetryIsolated)
+                intake.intake.turn()
+        assert intake.inbox.take(0.0) == []
+    (retry,) = intake.look()
+    assert isinstance(retry, RetryIsolated)
 
 
 @pytest.mark.parametrize("how", ["lost", "cancelled"])
-def test_one_that_turns_out_to_be_gone_is_not_tried(trying: Trying, how: str) -> None:
-    *_, quiesce = trying.look()
+def test_a_suspect_that_is_gone_does_not_run(intake: IntakeWithSuspects, how: str) -> None:
+    *_, quiesce = intake.look()
     assert isinstance(quiesce, Quiesce)
     quiesce.heard.set()
     if how == "lost":
-        trying.client.hset(keys.run(quiesce.ownership.task_id), "owner", "another")
+        intake.client.hset(keys.run(quiesce.ownership.task_id), "owner", "another")
     else:
-        TaskStore(trying.client).cancel(quiesce.ownership.task_id)
+        TaskStore(intake.client).cancel(quiesce.ownership.task_id)
 
-    assert trying.look() == [Resume(quiesce.ownership)]
+    assert intake.look() == [Resume(quiesce.ownership)]
 
 
-def test_a_suspect_that_cannot_be_prepared_ends_its_trial(redis_client: "redis.Redis") -> None:
+def test_a_suspect_that_cannot_be_prepared_ends_its_retry(redis_client: "redis.Redis") -> None:
     bad = submit(redis_client, prompt_token_ids=(1,), sampling={"max_tokens": 3, "temperature": -1})
     die_with_all(redis_client)
     gate = Gate(redis_client)
@@ -285,10 +295,10 @@ def test_a_suspect_that_cannot_be_prepared_ends_its_trial(redis_client: "redis.R
     assert isinstance(quiesce, Quiesce)
     quiesce.heard.set()
     gate.intake.turn()
-    (trial,) = gate.inbox.take(0.0)
-    assert isinstance(trial, RetryIsolated)
+    (retry,) = gate.inbox.take(0.0)
+    assert isinstance(retry, RetryIsolated)
 
-    assert trial.prepare() is None
+    assert retry.prepare() is None
     gate.publisher.turn()
     assert gate.inbox.take(0.0) == [Resume(quiesce.ownership)]
     assert ended(redis_client, bad)

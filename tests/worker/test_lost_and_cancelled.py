@@ -14,11 +14,11 @@ from tests.worker.workshop import (
     FakeRunner,
     build_engine,
     ended,
+    expected_tokens,
     log_length,
     new_metrics,
     submit,
     tokens_of,
-    undisturbed,
     until,
     wait_for_length,
 )
@@ -28,7 +28,7 @@ from worker.loop import Load
 
 
 class Ends:
-    """An observer of the ends of requests."""
+    """An observer that counts finish reasons."""
 
     def __init__(self) -> None:
         self.reasons: Counter[str] = Counter()
@@ -38,13 +38,13 @@ class Ends:
 
 
 def reap_what_is_held(client: "redis.Redis", task: str) -> None:
-    """As if the worker had been away for longer than a lease."""
+    """Reap a task as if its worker had been away for longer than a lease."""
     client.zadd(keys.LEASES, {task: 1})
     TaskStore(client).reap(SLUG, max_task_seconds=86400)
 
 
 def test_a_task_that_is_claimed_again_runs_once(redis_url: str, redis_client: "redis.Redis") -> None:
-    """bullmq#3183: a worker that was away past its lease went on with an attempt that it had lost."""
+    """bullmq#3183: a worker that was away longer than its lease continued an attempt that it had lost."""
     runner, permits = FakeRunner(), threading.Semaphore(3)
     runner.before_step = permits.acquire
     engine = build_engine(runner)
@@ -55,16 +55,16 @@ def test_a_task_that_is_claimed_again_runs_once(redis_url: str, redis_client: "r
         wait_for_length(redis_client, task, 3)
         first = redis_client.hget(keys.run(task), "owner")
         reap_what_is_held(redis_client, task)
-        # No step runs, so only the claim can tell that the first attempt is lost; or a renewal before it.
+        # No step runs, so only the claim, or a renewal before it, shows that the first attempt is lost.
         until(lambda: redis_client.hget(keys.run(task), "owner") not in (None, first), "it is claimed again")
-        # The loop stands in a step of the first attempt; it must not begin another before it hears of it.
-        until(lambda: len(run.context.inbox) == 2, "the loop will hear of both attempts")
+        # The loop is in a step of the first attempt, and must not start another before it has both messages.
+        until(lambda: len(run.context.inbox) == 2, "the loop has messages of both attempts")
         permits.release(2)
         until(lambda: log_length(redis_client, task) > 3, "the second attempt runs")
         assert [request.partition(":")[0] for request in engine._requests] == [task]
         permits.release(100)
-        assert tokens_of(ended(redis_client, task)) == undisturbed([1, 2, 3], 20)
-        until(lambda: not run.context.owned_tasks, "nothing is held")
+        assert tokens_of(ended(redis_client, task)) == expected_tokens([1, 2, 3], 20)
+        until(lambda: not run.context.owned_tasks, "no task is owned")
         until(lambda: run.worker.threads.loop.load == Load(), "nothing runs")
         assert metrics.value("tasks_lost_total") == 1
 
@@ -73,7 +73,7 @@ def test_a_task_that_is_claimed_again_runs_once(redis_url: str, redis_client: "r
 def test_every_cancel_of_a_running_request_is_counted(
     redis_url: str, redis_client: "redis.Redis", heard: bool
 ) -> None:
-    """vllm#31503: what was aborted was missing among what had finished. Whoever tells of it first."""
+    """vllm#31503: aborted requests were missing in the finished counter. Both ways to learn of a cancel."""
     num_tasks, ends, chance = 40, Ends(), random.Random(7)
     tasks = [submit(redis_client, sampling={"max_tokens": 4900}) for _ in range(num_tasks)]
     runner, permits = FakeRunner(), threading.Semaphore(0)
@@ -88,7 +88,7 @@ def test_every_cancel_of_a_running_request_is_counted(
     with running(redis_url, engine, observers=(ends,), metrics=metrics) as run:
         if not heard:
             run.worker.threads.services["listener"].stop()
-            until(lambda: run.worker.threads.services["listener"].join(1), "nobody listens")
+            until(lambda: run.worker.threads.services["listener"].join(1), "the listener has stopped")
         until(lambda: has_running(num_tasks), "all run")
         chance.shuffle(tasks)
         for task in tasks:

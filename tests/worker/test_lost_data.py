@@ -1,6 +1,4 @@
-"""A worker whose Redis has lost all data, or was stopped: it writes again what it owns there, and logs an
-outage once.
-"""
+"""A worker whose Redis loses all data or stops: it writes its records again, and logs an outage once."""
 
 import logging
 import signal
@@ -18,11 +16,11 @@ from tests.worker.workshop import (
     ExportedMetrics,
     build_engine,
     ended,
+    expected_tokens,
     new_metrics,
     served_model,
     submit,
     tokens_of,
-    undisturbed,
     until,
 )
 from tokenmill.protocol.records import ModelCard
@@ -59,8 +57,8 @@ def end(run: Running) -> None:
     run.wait()
 
 
-def test_what_a_worker_owns_is_written_again(redis_url: str, redis_client: "redis.Redis") -> None:
-    """After a loss of data the API knew no limits of the model until a worker was started again."""
+def test_the_records_of_a_worker_are_written_again(redis_url: str, redis_client: "redis.Redis") -> None:
+    """After a loss of data the API did not know the model's limits until a worker was restarted."""
     store = TaskStore(redis_client)
     run = work(redis_url)
     try:
@@ -73,7 +71,7 @@ def test_what_a_worker_owns_is_written_again(redis_url: str, redis_client: "redi
         until(store.workers, "the record is there again")
         until(lambda: redis_client.smembers("rq:workers"), "RQ's tools show the worker again")
         task = submit(redis_client, prompt_token_ids=(1,))
-        assert tokens_of(ended(redis_client, task)) == undisturbed([1], 5)
+        assert tokens_of(ended(redis_client, task)) == expected_tokens([1], 5)
     finally:
         end(run)
 
@@ -94,7 +92,7 @@ def test_the_card_of_a_later_worker_stays(redis_url: str, redis_client: "redis.R
 
 
 def test_a_stopped_redis_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Five threads fail again and again."""
+    """Five threads fail repeatedly."""
     server = start_redis(tmp_path, free_port())
     metrics = new_metrics()
     run = work(server.url, metrics)
@@ -105,7 +103,7 @@ def test_a_stopped_redis_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFi
             until(lambda: metrics.value("redis_errors_total") >= 8, "calls fail")
             server.process.send_signal(signal.SIGCONT)
             task = submit(client, prompt_token_ids=(1,))
-            assert tokens_of(ended(client, task)) == undisturbed([1], 5)
+            assert tokens_of(ended(client, task)) == expected_tokens([1], 5)
     finally:
         server.process.send_signal(signal.SIGCONT)
         end(run)

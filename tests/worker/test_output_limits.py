@@ -1,4 +1,4 @@
-"""How much a task may produce, and with which sampling defaults: decided once, kept for the task's life."""
+"""The output limit and the sampling defaults of a task, which stay the same for its life."""
 
 import json
 from dataclasses import replace
@@ -46,7 +46,7 @@ def model_with(**values: Any) -> ServedModel:
     n=st.integers(1, 128),
     logprobs=st.none() | st.integers(0, 20),
 )
-def test_what_is_produced_is_bounded(
+def test_the_size_of_an_output_is_bounded(
     requested: int | None, default: int | None, room: int | None, n: int, logprobs: int | None
 ) -> None:
     limit = output_limit(requested=requested, default=default, room=room, n=n, logprobs=logprobs)
@@ -76,10 +76,10 @@ def test_what_is_produced_is_bounded(
         ({"n": 128, "logprobs": 20, "min_tokens": 150}, 200, 93, "output_size"),
     ],
 )
-def test_an_output_ends_at_its_limit_and_the_task_says_so(
+def test_the_output_limit_is_recorded(
     sampling: dict[str, Any], length: int, max_tokens: int, bound_by: str
 ) -> None:
-    """A task that the API took is not refused by the worker."""
+    """The worker does not refuse a task that the API accepted."""
     prepared = Preparation(model_with(max_sequence_tokens=length)).prepare(claimed(sampling))
 
     assert prepared.output_limit is not None
@@ -92,21 +92,21 @@ def test_an_output_ends_at_its_limit_and_the_task_says_so(
     assert prepared.request.params.min_tokens <= max_tokens
 
 
-def test_log_probabilities_of_a_prompt_are_refused_beyond_the_bound() -> None:
+def test_too_many_prompt_logprobs_are_refused() -> None:
     preparation = Preparation(model_with())
     assert preparation.prepare(claimed({"prompt_logprobs": 20}, prompt=(1,) * 11_915))
     with pytest.raises(RequestRefused, match="prompt_logprobs"):
         preparation.prepare(claimed({"prompt_logprobs": 20}, prompt=(1,) * 11_916))
 
 
-def test_the_models_defaults_hold_for_what_is_not_given() -> None:
-    """vllm follows `generation_config.json` by default; mlx-vlm#1331: it was ignored, and nothing said so."""
+def test_the_models_defaults_apply_to_unset_fields() -> None:
+    """vllm follows `generation_config.json` by default. mlx-vlm#1331: it was ignored silently."""
     preparation = Preparation(model_with(default_sampling=DEFAULTS))
 
     params = preparation.prepare(claimed({"seed": 7})).request.params
     assert (params.temperature, params.top_k, params.max_tokens, params.seed) == (0.6, 20, 50, 7)
-    given = {"temperature": 1, "top_k": 0, "max_tokens": 70}
-    params = preparation.prepare(claimed(given)).request.params
+    requested = {"temperature": 1, "top_k": 0, "max_tokens": 70}
+    params = preparation.prepare(claimed(requested)).request.params
     assert (params.temperature, params.top_k, params.max_tokens) == (1, 0, 70)
     assert preparation.prepare(claimed({"temperature": None})).request.params.temperature == 0.6
     limit = preparation.prepare(claimed()).output_limit
@@ -114,15 +114,15 @@ def test_the_models_defaults_hold_for_what_is_not_given() -> None:
     assert (limit.requested, limit.bound_by) == (None, "generation_config")
 
 
-def test_a_default_makes_no_request_wrong() -> None:
+def test_a_default_makes_no_request_invalid() -> None:
     preparation = Preparation(model_with(default_sampling=DEFAULTS))
     params = preparation.prepare(claimed({"min_tokens": 60})).request.params
     assert (params.min_tokens, params.max_tokens) == (60, 60)
 
 
 @pytest.mark.parametrize(("stored", "temperature"), [('{"temperature": 0.6}', 0.6), ("{}", 1.0), ("", 1.0)])
-def test_a_resumed_task_keeps_the_defaults_that_it_was_begun_with(stored: str, temperature: float) -> None:
-    """Whatever the worker that goes on with it would use."""
+def test_a_resumed_task_keeps_its_first_defaults(stored: str, temperature: float) -> None:
+    """Whatever defaults the resuming worker has."""
     task = claimed(prompt_token_ids=(1, 2, 3), fingerprint="f1", sampling_defaults=stored)
     for own in ({}, {"temperature": 0.1, "top_k": 3}):
         prepared = Preparation(model_with(default_sampling=own)).prepare(task)

@@ -1,4 +1,4 @@
-"""A request that kills its worker, real processes: it fails by name, and those beside it lose nothing."""
+"""Real worker processes that die of a request: it fails, and concurrent requests lose nothing."""
 
 import os
 import subprocess
@@ -14,18 +14,18 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 
 from tests.worker.deadly_worker import DEADLY, DEADLY_TEXT
-from tests.worker.workshop import end_of, ended, submit, tokens_of, undisturbed, until
+from tests.worker.workshop import end_of, ended, expected_tokens, submit, tokens_of, until
 from tokenmill.protocol import keys
 from tokenmill.protocol.store.script_errors import POISON_ERROR
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 12
 DEATHS_TO_BLAME = 4
-"""The first makes it a suspect, three more come while it runs alone."""
+"""The first makes it a suspect. Three more happen while it runs alone."""
 
 
 class Supervisor:
-    """Starts the worker again whenever it ends."""
+    """Restarts the worker whenever it ends."""
 
     def __init__(self, env: dict[str, str]) -> None:
         self.statuses: list[int] = []
@@ -79,7 +79,7 @@ def submit_one(client: "redis.Redis", number: int) -> str:
 def assert_poisoned(client: "redis.Redis", task: str, num_tokens: int) -> None:
     end = end_of(client, task)
     assert (end.finish_reason, end.error) == ("error", POISON_ERROR.to_json())
-    assert tokens_of(ended(client, task)) == undisturbed([DEADLY], num_tokens)
+    assert tokens_of(ended(client, task)) == expected_tokens([DEADLY], num_tokens)
     job = Job.fetch(task, connection=client, serializer=JSONSerializer)
     assert job.get_status() == "failed"
     assert len(job.results()) == 1
@@ -90,13 +90,13 @@ def assert_poisoned(client: "redis.Redis", task: str, num_tokens: int) -> None:
     ("how", "at", "status", "num_deaths"),
     [
         ("exit", 0, 9, DEATHS_TO_BLAME),
-        # The first of its workers had logged tokens of it.
+        # The first worker stored tokens of it.
         ("exit", 3, 9, 1 + DEATHS_TO_BLAME),
         ("encode", 0, 9, DEATHS_TO_BLAME),
         ("stuck", 0, 1, DEATHS_TO_BLAME),
         ("hang", 0, 1, DEATHS_TO_BLAME),
         ("lost", 0, 70, DEATHS_TO_BLAME),
-        # Exceptions of host code: the worker ends in order, and hands back what it has.
+        # Exceptions in Python code: the worker stops normally and hands back its tasks.
         ("schedule", 0, 70, DEATHS_TO_BLAME),
         ("update", 0, 70, DEATHS_TO_BLAME),
         ("update:memory", 0, 70, DEATHS_TO_BLAME),
@@ -105,10 +105,10 @@ def assert_poisoned(client: "redis.Redis", task: str, num_tokens: int) -> None:
         ("publish", 0, 70, DEATHS_TO_BLAME),
     ],
 )
-def test_the_guilty_one_fails_by_name_and_the_others_finish(
+def test_the_deadly_request_fails_and_the_others_finish(
     redis_url: str, redis_client: "redis.Redis", how: str, at: int, status: int, num_deaths: int
 ) -> None:
-    """goose#35, hindsight#2675: a request that killed its process was taken up again for ever."""
+    """goose#35, hindsight#2675: a request that killed its process was retried for ever."""
     tasks = [submit_one(redis_client, number) for number in range(2)]
     sampling = {"max_tokens": LENGTH, "temperature": 0}
     if how in ("encode", "stuck"):
@@ -120,12 +120,12 @@ def test_the_guilty_one_fails_by_name_and_the_others_finish(
     with supervised(redis_url, how, at) as supervisor:
         until(lambda: end_of(redis_client, deadly), "it is blamed")
         for number, task in enumerate(tasks):
-            assert tokens_of(ended(redis_client, task)) == undisturbed([number + 1], LENGTH)
+            assert tokens_of(ended(redis_client, task)) == expected_tokens([number + 1], LENGTH)
             assert end_of(redis_client, task).finish_reason == "length"
         late = submit_one(redis_client, 7)
-        assert tokens_of(ended(redis_client, late)) == undisturbed([8], LENGTH)
+        assert tokens_of(ended(redis_client, late)) == expected_tokens([8], LENGTH)
         statuses = list(supervisor.statuses)
 
     assert_poisoned(redis_client, deadly, at)
-    # One more where it died before it was recorded that another's trial was over.
+    # One more if the worker died before it recorded the end of another retry.
     assert statuses in ([status] * num_deaths, [status] * (num_deaths + 1))

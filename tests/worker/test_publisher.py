@@ -55,7 +55,7 @@ class RecordingRetries(IsolatedRetries):
         super().finish(ownership)
 
 
-class Desk:
+class PublisherHarness:
     """A publisher with one claimed task."""
 
     def __init__(self, client: "redis.Redis", max_backlog: int = 100, num_outputs: int = 1) -> None:
@@ -116,227 +116,227 @@ class Desk:
 
 
 @pytest.fixture
-def desk(redis_client: "redis.Redis") -> Desk:
-    return Desk(redis_client)
+def harness(redis_client: "redis.Redis") -> PublisherHarness:
+    return PublisherHarness(redis_client)
 
 
-def test_waiting_outputs_are_stored_in_one_call(desk: Desk) -> None:
+def test_waiting_outputs_are_stored_in_one_call(harness: PublisherHarness) -> None:
     for token in range(1, 6):
-        desk.say(token)
-    desk.turn()
+        harness.say(token)
+    harness.turn()
 
-    assert len(desk.unreliable.calls) == 1
-    assert log_length(desk.client, desk.task) == 5
-    assert desk.publisher.is_drained
+    assert len(harness.unreliable.calls) == 1
+    assert log_length(harness.client, harness.task) == 5
+    assert harness.publisher.is_drained
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_message_is_stored_once_whatever_is_lost(desk: Desk, seed: int) -> None:
+def test_every_message_is_stored_once_whatever_is_lost(harness: PublisherHarness, seed: int) -> None:
     """Lost calls and lost replies in any order: every `seq` once, in order, and one end."""
     chance = random.Random(seed)
     for token in range(1, 31):
-        desk.say(token)
-        desk.unreliable.lose_call = chance.random() < 0.3
-        desk.unreliable.lose_reply = chance.random() < 0.3
-        desk.turn()
-    desk.say(31, held_text="!", finish_reason=FinishReason.STOP)
-    desk.unreliable.lose_call, desk.unreliable.lose_reply = False, True
-    desk.turn()
-    desk.unreliable.lose_reply = False
-    desk.turn()
+        harness.say(token)
+        harness.unreliable.lose_call = chance.random() < 0.3
+        harness.unreliable.lose_reply = chance.random() < 0.3
+        harness.turn()
+    harness.say(31, held_text="!", finish_reason=FinishReason.STOP)
+    harness.unreliable.lose_call, harness.unreliable.lose_reply = False, True
+    harness.turn()
+    harness.unreliable.lose_reply = False
+    harness.turn()
 
-    events = ended(desk.client, desk.task)
+    events = ended(harness.client, harness.task)
     assert tokens_of(events) == list(range(1, 32))
     assert "".join(event.text for event in events) == "".join(f"<{n}>" for n in range(1, 32)) + "!"
-    assert len(desk.owned_tasks) == 0
-    assert desk.context.lost == []
-    assert (desk.publisher.num_completed, desk.publisher.is_drained) == (1, True)
+    assert len(harness.owned_tasks) == 0
+    assert harness.context.lost == []
+    assert (harness.publisher.num_completed, harness.publisher.is_drained) == (1, True)
 
 
-def test_a_log_that_lost_entries_is_filled_again(desk: Desk) -> None:
+def test_a_log_that_lost_entries_is_filled_again(harness: PublisherHarness) -> None:
     """A crash of the host may lose the last second of the log. The owner still has it."""
     for token in (1, 2, 3):
-        desk.say(token)
-    desk.turn()
-    desk.client.delete(keys.log(desk.task))
-    desk.say(4, finish_reason=FinishReason.LENGTH)
-    desk.turn()
-    assert not desk.publisher.is_drained, "the gap is known"
-    assert desk.num_published == 3, "rejected messages do not count"
-    desk.turn()
+        harness.say(token)
+    harness.turn()
+    harness.client.delete(keys.log(harness.task))
+    harness.say(4, finish_reason=FinishReason.LENGTH)
+    harness.turn()
+    assert not harness.publisher.is_drained, "the gap is known"
+    assert harness.num_published == 3, "rejected messages do not count"
+    harness.turn()
 
-    assert desk.num_published == 8
-    assert tokens_of(ended(desk.client, desk.task)) == [1, 2, 3, 4]
-
-
-def test_nothing_is_written_to_a_lost_task(desk: Desk) -> None:
-    desk.say(1)
-    desk.turn()
-    desk.client.hset(keys.run(desk.task), "owner", "another")
-    desk.say(2)
-    desk.turn()
-    desk.say(3)
-    desk.turn()
-
-    assert desk.context.lost == [desk.ownership]
-    assert log_length(desk.client, desk.task) == 1
-    assert desk.queue.backlog == 0
+    assert harness.num_published == 8
+    assert tokens_of(ended(harness.client, harness.task)) == [1, 2, 3, 4]
 
 
-def test_a_cancelled_task_differs_from_a_lost_one(desk: Desk) -> None:
-    desk.say(1)
-    desk.turn()
-    TaskStore(desk.client).cancel(desk.task)
-    desk.say(2)
-    desk.turn()
+def test_nothing_is_written_to_a_lost_task(harness: PublisherHarness) -> None:
+    harness.say(1)
+    harness.turn()
+    harness.client.hset(keys.run(harness.task), "owner", "another")
+    harness.say(2)
+    harness.turn()
+    harness.say(3)
+    harness.turn()
 
-    assert (desk.context.lost, desk.context.cancelled) == ([], [desk.ownership])
-    assert (desk.queue.backlog, desk.num_published) == (0, 1)
+    assert harness.context.lost == [harness.ownership]
+    assert log_length(harness.client, harness.task) == 1
+    assert harness.queue.backlog == 0
 
 
-def test_a_stream_of_a_dropped_task_is_not_opened(desk: Desk) -> None:
+def test_a_cancelled_task_differs_from_a_lost_one(harness: PublisherHarness) -> None:
+    harness.say(1)
+    harness.turn()
+    TaskStore(harness.client).cancel(harness.task)
+    harness.say(2)
+    harness.turn()
+
+    assert (harness.context.lost, harness.context.cancelled) == ([], [harness.ownership])
+    assert (harness.queue.backlog, harness.num_published) == (0, 1)
+
+
+def test_a_stream_of_a_dropped_task_is_not_opened(harness: PublisherHarness) -> None:
     """A resumed task that is cancelled while it is prepared is forgotten before its stream is opened.
 
     The stream has nothing to store, so no rejected write would ever remove it.
     """
-    other = Ownership(desk.task, "an earlier one")
-    desk.queue.forget(other.request_id)
-    desk.queue.open(Stream(other, entries=[LogEntry.of_token(1, "a")]))
-    desk.publisher.turn()
+    other = Ownership(harness.task, "an earlier one")
+    harness.queue.forget(other.request_id)
+    harness.queue.open(Stream(other, entries=[LogEntry.of_token(1, "a")]))
+    harness.publisher.turn()
 
-    assert desk.publisher.request_ids == {desk.ownership.request_id}
+    assert harness.publisher.request_ids == {harness.ownership.request_id}
 
 
-def test_the_engines_end_of_a_cancelled_request_is_not_written(desk: Desk) -> None:
+def test_the_engines_end_of_a_cancelled_request_is_not_written(harness: PublisherHarness) -> None:
     """The cancel wrote the end. A second end would be one too many."""
-    desk.say(None, finish_reason=FinishReason.CANCELLED)
-    desk.turn()
-    assert log_length(desk.client, desk.task) == 0
+    harness.say(None, finish_reason=FinishReason.CANCELLED)
+    harness.turn()
+    assert log_length(harness.client, harness.task) == 0
 
-    TaskStore(desk.client).cancel(desk.task)
-    assert len(ended(desk.client, desk.task)) == 1
-    assert desk.publisher.is_drained
+    TaskStore(harness.client).cancel(harness.task)
+    assert len(ended(harness.client, harness.task)) == 1
+    assert harness.publisher.is_drained
 
 
 def test_a_full_queue_has_room_again_once_it_is_stored(redis_client: "redis.Redis") -> None:
-    desk = Desk(redis_client, max_backlog=4)
-    desk.unreliable.lose_call = True
+    harness = PublisherHarness(redis_client, max_backlog=4)
+    harness.unreliable.lose_call = True
     for token in range(1, 5):
-        assert not desk.queue.is_full
-        desk.say(token)
-        desk.turn()
-    assert desk.queue.is_full
+        assert not harness.queue.is_full
+        harness.say(token)
+        harness.turn()
+    assert harness.queue.is_full
 
-    desk.unreliable.lose_call = False
-    desk.turn()
+    harness.unreliable.lose_call = False
+    harness.turn()
 
-    assert not desk.queue.is_full
-    assert log_length(redis_client, desk.task) == 4
+    assert not harness.queue.is_full
+    assert log_length(redis_client, harness.task) == 4
 
 
-def test_a_request_fails_once(desk: Desk) -> None:
-    desk.queue.fail(desk.ownership.request_id, invalid_value("prompt", "prompt: too long"))
-    desk.queue.fail(desk.ownership.request_id, invalid_value("prompt", "again"))
-    desk.say(1)
-    desk.turn()
+def test_a_request_fails_once(harness: PublisherHarness) -> None:
+    harness.queue.fail(harness.ownership.request_id, invalid_value("prompt", "prompt: too long"))
+    harness.queue.fail(harness.ownership.request_id, invalid_value("prompt", "again"))
+    harness.say(1)
+    harness.turn()
 
-    (end,) = ended(desk.client, desk.task)
+    (end,) = ended(harness.client, harness.task)
     assert isinstance(end, FinishedEvent)
     assert end.error == invalid_value("prompt", "prompt: too long").to_json()
     assert end.usage == {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3, "cached_tokens": 0}
 
 
-def position(desk: Desk) -> tuple[int | None, int | None, str | None]:
-    return desk.snapshot.position, desk.snapshot.tokens_ahead, desk.snapshot.waiting_for
+def position(harness: PublisherHarness) -> tuple[int | None, int | None, str | None]:
+    return harness.snapshot.position, harness.snapshot.tokens_ahead, harness.snapshot.waiting_for
 
 
-def test_a_position_is_written_and_removed_at_the_start(desk: Desk) -> None:
+def test_a_position_is_written_and_removed_at_the_start(harness: PublisherHarness) -> None:
     for _ in range(2):
-        desk.wait(requests_ahead=2)
-        desk.turn()
-    assert position(desk) == (2, 70, "kv_blocks")
-    assert len(desk.unreliable.calls) == 1, "the same position is not written again"
+        harness.wait(requests_ahead=2)
+        harness.turn()
+    assert position(harness) == (2, 70, "kv_blocks")
+    assert len(harness.unreliable.calls) == 1, "the same position is not written again"
 
-    desk.start()
-    desk.turn()
-    assert desk.snapshot.status == "in_progress"
-    assert position(desk) == (None, None, None)
+    harness.start()
+    harness.turn()
+    assert harness.snapshot.status == "in_progress"
+    assert position(harness) == (None, None, None)
 
 
-def test_the_position_of_a_preempted_request_is_removed_when_it_resumes(desk: Desk) -> None:
-    desk.start()
-    desk.turn()
-    desk.wait()
-    desk.turn()
-    assert desk.snapshot.status == "in_progress"
-    assert position(desk) == (0, 70, "kv_blocks")
-    desk.queue.put_positions([])
-    desk.turn()
-    assert position(desk) == (None, None, None)
-    num_calls = len(desk.unreliable.calls)
-    desk.queue.put_positions([])
-    desk.turn()
-    assert len(desk.unreliable.calls) == num_calls
+def test_the_position_of_a_preempted_request_is_removed_when_it_resumes(harness: PublisherHarness) -> None:
+    harness.start()
+    harness.turn()
+    harness.wait()
+    harness.turn()
+    assert harness.snapshot.status == "in_progress"
+    assert position(harness) == (0, 70, "kv_blocks")
+    harness.queue.put_positions([])
+    harness.turn()
+    assert position(harness) == (None, None, None)
+    num_calls = len(harness.unreliable.calls)
+    harness.queue.put_positions([])
+    harness.turn()
+    assert len(harness.unreliable.calls) == num_calls
 
 
 @pytest.mark.parametrize("lost", ["nothing", "call", "reply"])
-def test_a_start_removes_a_position_that_may_not_be_stored_yet(desk: Desk, lost: str) -> None:
+def test_a_start_removes_a_position_that_may_not_be_stored_yet(harness: PublisherHarness, lost: str) -> None:
     """A slow Redis: one write carries the position and the start, whatever became of an earlier write."""
-    desk.wait()
+    harness.wait()
     if lost != "nothing":
-        setattr(desk.unreliable, f"lose_{lost}", True)
-        desk.turn()
-        setattr(desk.unreliable, f"lose_{lost}", False)
-    desk.start()
-    desk.turn()
-    assert position(desk) == (None, None, None)
+        setattr(harness.unreliable, f"lose_{lost}", True)
+        harness.turn()
+        setattr(harness.unreliable, f"lose_{lost}", False)
+    harness.start()
+    harness.turn()
+    assert position(harness) == (None, None, None)
 
 
 def test_an_end_in_the_log_is_settled_again(redis_client: "redis.Redis") -> None:
     """The log has all tokens and the end: nothing runs, and the task ends as the log says."""
-    desk = Desk(redis_client)
-    ending = Stream(desk.ownership, num_prompt_tokens=3)
+    harness = PublisherHarness(redis_client)
+    ending = Stream(harness.ownership, num_prompt_tokens=3)
     ending.add(
         SequenceOutput(request_id="", token_id=5, text="<5>", held_text="", finish_reason=FinishReason.STOP)
     )
     entries = ending.to_write().entries
-    owner = desk.ownership.owner
-    TaskStore(redis_client).publish([Write(task_id=desk.task, owner=owner, entries=entries)])
+    owner = harness.ownership.owner
+    TaskStore(redis_client).publish([Write(task_id=harness.task, owner=owner, entries=entries)])
 
-    desk.queue.open(Stream(desk.ownership, entries=entries))
-    desk.turn()
+    harness.queue.open(Stream(harness.ownership, entries=entries))
+    harness.turn()
 
-    snapshot = TaskStore(redis_client).inspect(desk.task)
+    snapshot = TaskStore(redis_client).inspect(harness.task)
     assert snapshot is not None
     assert snapshot.status == "completed"
-    assert len(ended(redis_client, desk.task)) == 2
+    assert len(ended(redis_client, harness.task)) == 2
 
 
-def test_a_retry_ends_when_a_token_or_an_end_is_stored(desk: Desk) -> None:
+def test_a_retry_ends_when_a_token_or_an_end_is_stored(harness: PublisherHarness) -> None:
     """Facts do not count, and neither does a write that may be lost."""
-    desk.start()
-    desk.publisher.turn()
-    assert desk.retries.finished == []
-    desk.say(7)
-    desk.unreliable.lose_call = True
+    harness.start()
+    harness.publisher.turn()
+    assert harness.retries.finished == []
+    harness.say(7)
+    harness.unreliable.lose_call = True
     with pytest.raises(redis.ConnectionError):
-        desk.publisher.turn()
-    assert desk.retries.finished == []
-    desk.unreliable.lose_call = False
-    desk.publisher.turn()
-    assert desk.retries.finished == [desk.ownership]
-    desk.say(None, finish_reason=FinishReason.LENGTH)
-    desk.publisher.turn()
+        harness.publisher.turn()
+    assert harness.retries.finished == []
+    harness.unreliable.lose_call = False
+    harness.publisher.turn()
+    assert harness.retries.finished == [harness.ownership]
+    harness.say(None, finish_reason=FinishReason.LENGTH)
+    harness.publisher.turn()
 
-    assert desk.retries.finished == [desk.ownership] * 2
+    assert harness.retries.finished == [harness.ownership] * 2
 
 
-def test_a_request_that_waits_for_its_grammar_is_not_idle(desk: Desk) -> None:
+def test_a_request_that_waits_for_its_grammar_is_not_idle(harness: PublisherHarness) -> None:
     """The grammar is being compiled, which may end the process."""
     for reason, idle_ids in (
         (WaitingReason.GRAMMAR, set()),
-        (WaitingReason.KV_BLOCKS, {desk.ownership.request_id}),
+        (WaitingReason.KV_BLOCKS, {harness.ownership.request_id}),
     ):
-        desk.wait(reason=reason)
-        desk.publisher.turn()
-        assert desk.queue.idle_ids == idle_ids
+        harness.wait(reason=reason)
+        harness.publisher.turn()
+        assert harness.queue.idle_ids == idle_ids

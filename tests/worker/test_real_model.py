@@ -1,4 +1,4 @@
-"""`python -m worker` as it is started for users, with a tiny model of a real architecture."""
+"""`python -m worker` with a tiny model of a real architecture."""
 
 import os
 import signal
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,10 @@ def start(redis_url: str, model: Path) -> Iterator[Start]:
     for process in started:
         process.kill()
         process.wait()
+
+
+def has_length(client: "redis.Redis", task: str, length: int) -> bool:
+    return log_length(client, task) >= length
 
 
 def submit(client: "redis.Redis", model: Path, **fields: object) -> str:
@@ -122,12 +127,12 @@ def test_from_loading_to_the_last_token(redis_client: "redis.Redis", start: Star
 def test_killed_and_resumed_with_the_same_text(
     redis_client: "redis.Redis", start: Start, model: Path
 ) -> None:
-    """rq#1164: nothing lies `started` for ever; and the text is that of a request which nobody killed."""
+    """rq#1164: no job stays `started` for ever. The text is that of a request without faults."""
     prompts = ["one two three", "what is the capital of France?", "token by token"]
     tasks = [submit(redis_client, model, prompt=prompt, sampling=LONG) for prompt in prompts]
     first = start()
     for task in tasks:
-        wait_for(lambda one=task: log_length(redis_client, one) >= 5, "each has begun")
+        wait_for(partial(has_length, redis_client, task, 5), "each has begun")
     first.send_signal(signal.SIGKILL)
     first.wait()
     assert all(log_length(redis_client, task) < 400 for task in tasks)
@@ -142,15 +147,13 @@ def test_killed_and_resumed_with_the_same_text(
         assert len(tokens_of(one)) == 400
 
 
-def test_a_setting_that_cannot_be_used_ends_it_with_78(redis_client: "redis.Redis", start: Start) -> None:
+def test_an_unusable_setting_is_exit_status_78(redis_client: "redis.Redis", start: Start) -> None:
     assert start(TOKENMILL_MAX_NUM_SEQS="many").wait(60) == 78
     assert start(TOKENMILL_MODEL="/nowhere/at/all").wait(60) == 78
 
 
-def test_a_metrics_port_that_is_taken_ends_it_with_78(
-    start: Start, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Starting again is of no use while another has the port, and the line says which setting to change."""
+def test_a_metrics_port_in_use_is_exit_status_78(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    """A restart does not help while the port is in use. The line names the setting to change."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert start(TOKENMILL_METRICS_PORT=str(port)).wait(60) == 78

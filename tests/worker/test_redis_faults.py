@@ -1,4 +1,4 @@
-"""The worker while Redis fails it: connections die, the server restarts or hangs, and nothing is lost."""
+"""The worker while connections break and Redis restarts or stops: nothing is lost."""
 
 import signal
 import threading
@@ -14,9 +14,9 @@ from tests.worker.workshop import (
     FakeRunner,
     build_engine,
     ended,
+    expected_tokens,
     submit,
     tokens_of,
-    undisturbed,
     until,
     wait_for_length,
 )
@@ -25,7 +25,7 @@ from worker.connections import connect
 
 
 def count_calls(target: Any, name: str) -> list[None]:
-    """A list that grows with each call of `target.name`, which does what it did."""
+    """A list with one entry for each call of `target.name` from now on."""
     calls: list[None] = []
     method = getattr(target, name)
 
@@ -38,7 +38,7 @@ def count_calls(target: Any, name: str) -> list[None]:
 
 
 def test_all_connections_are_killed_again_and_again(redis_url: str, redis_client: "redis.Redis") -> None:
-    """redis-py#1573, rq#1836: after a lost connection workers stayed deaf or ended."""
+    """redis-py#1573, rq#1836: after a lost connection workers ended, or missed all messages."""
     tasks = [submit(redis_client, prompt_token_ids=(n + 1,), sampling={"max_tokens": 60}) for n in range(8)]
     runner, permits = FakeRunner(), threading.Semaphore(0)
     runner.before_step = permits.acquire
@@ -51,15 +51,15 @@ def test_all_connections_are_killed_again_and_again(redis_url: str, redis_client
             redis_client.client_kill_filter(skipme=True, _type="pubsub")
         permits.release(1000)
         for number, task in enumerate(tasks):
-            assert tokens_of(ended(redis_client, task)) == undisturbed([number + 1], 60)
+            assert tokens_of(ended(redis_client, task)) == expected_tokens([number + 1], 60)
         assert run.status is None, "the worker lives"
-        assert tokens_of(ended(redis_client, submit(redis_client))) == undisturbed([1, 2, 3], 5)
+        assert tokens_of(ended(redis_client, submit(redis_client))) == expected_tokens([1, 2, 3], 5)
 
 
 def test_an_error_while_announcing_renews_the_connections(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a failover a connection may live on to a server that only reads."""
+    """After a failover an old connection may lead to a read-only replica."""
     worker = make_worker(redis_url)
     registration = worker.threads.registration
     before = registration.connection.client_id()
@@ -73,29 +73,29 @@ def test_an_error_while_announcing_renews_the_connections(
     assert registration.connection.client_id() != before
 
 
-def test_redis_is_away_as_a_worker_begins(tmp_path: Path) -> None:
-    """A model takes long to load: what was loaded waits for Redis, and is not thrown away."""
+def test_a_worker_starts_while_redis_is_away(tmp_path: Path) -> None:
+    """A model takes long to load. The worker waits for Redis and keeps it."""
     port = free_port()
     connects: list[str] = []
 
     def counted(name: str) -> Any:
-        client = connect(f"redis://127.0.0.1:{port}/0", name)
+        client: Any = connect(f"redis://127.0.0.1:{port}/0", name)
         execute = client.connection_pool.get_connection
 
-        def get_connection(*given: Any, **options: Any) -> Any:
+        def get_connection(*args: Any, **options: Any) -> Any:
             connects.append(name)
-            return execute(*given, **options)
+            return execute(*args, **options)
 
         client.connection_pool.get_connection = get_connection
         return client
 
     with running("", connecting=counted) as run:
-        # Its address is asked for once as it is made; the main thread and the leases announce it.
+        # RQ asks for the address once. Each attempt to announce connects again.
         until(lambda: connects.count("rq") >= 3, "it tried again to announce itself")
         server = start_redis(tmp_path, port)
         try:
             with redis.Redis.from_url(server.url) as client:
-                assert tokens_of(ended(client, submit(client))) == undisturbed([1, 2, 3], 5)
+                assert tokens_of(ended(client, submit(client))) == expected_tokens([1, 2, 3], 5)
                 assert client.hget(run.worker.threads.registration.key, "birth")
                 assert client.sismember("rq:workers", run.worker.threads.registration.key)
         finally:
@@ -104,7 +104,7 @@ def test_redis_is_away_as_a_worker_begins(tmp_path: Path) -> None:
 
 
 def test_redis_restarts_under_the_worker(tmp_path: Path) -> None:
-    """redis-py#1573, rq#1846: after a restart of Redis workers hung, ended or stayed deaf."""
+    """redis-py#1573, rq#1846: after a restart of Redis workers stalled, ended or missed all messages."""
     port = free_port()
     server = start_redis(tmp_path, port)
     runner, permits = FakeRunner(), threading.Semaphore(1)
@@ -119,15 +119,15 @@ def test_redis_restarts_under_the_worker(tmp_path: Path) -> None:
             until(lambda: run.context.outputs.backlog >= 10, "tokens wait for Redis")
             server = start_redis(tmp_path, port)
             permits.release(100)
-            assert tokens_of(ended(client, task)) == undisturbed([1, 2, 3], 30)
-            assert tokens_of(ended(client, submit(client))) == undisturbed([1, 2, 3], 5)
+            assert tokens_of(ended(client, task)) == expected_tokens([1, 2, 3], 30)
+            assert tokens_of(ended(client, submit(client))) == expected_tokens([1, 2, 3], 5)
     finally:
         server.process.kill()
         server.process.wait()
 
 
-def test_the_loop_rests_while_redis_is_away_too_long(tmp_path: Path) -> None:
-    """A bounded buffer: no more is computed than can be kept, and the loop is not taken for stalled."""
+def test_the_loop_pauses_while_redis_is_away(tmp_path: Path) -> None:
+    """No more is computed than the buffer can hold, and the loop does not count as stalled."""
     server = start_redis(tmp_path, free_port())
     runner = FakeRunner()
     try:
@@ -141,10 +141,10 @@ def test_the_loop_rests_while_redis_is_away_too_long(tmp_path: Path) -> None:
             server.process.send_signal(signal.SIGSTOP)
             until(lambda: run.context.outputs.is_full, "the buffer is full")
             num_ticks = len(ticks)
-            until(lambda: len(ticks) >= num_ticks + 3, "the loop goes round")
+            until(lambda: len(ticks) >= num_ticks + 3, "the loop takes turns")
             assert run.context.outputs.backlog == 20
             server.process.send_signal(signal.SIGCONT)
-            assert tokens_of(ended(client, task)) == undisturbed([1, 2, 3], 190)
+            assert tokens_of(ended(client, task)) == expected_tokens([1, 2, 3], 190)
     finally:
         server.process.kill()
         server.process.wait()

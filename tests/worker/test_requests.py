@@ -20,11 +20,11 @@ from tests.worker.workshop import (
     build_engine,
     end_of,
     ended,
+    expected_tokens,
     job_data,
     served_model,
     submit,
     tokens_of,
-    undisturbed,
     until,
 )
 from tokenmill.protocol import keys
@@ -40,7 +40,7 @@ def test_requests_end_with_text_and_result(redis_url: str, redis_client: "redis.
         logs = [ended(redis_client, task) for task in tasks]
 
     for number, (task, events) in enumerate(zip(tasks, logs, strict=True)):
-        expected = undisturbed([number + 1, 2], 7)
+        expected = expected_tokens([number + 1, 2], 7)
         assert tokens_of(events) == expected
         job = Job.fetch(task, connection=redis_client, serializer=JSONSerializer)
         assert job.get_status() == "finished"
@@ -68,7 +68,7 @@ def test_one_worker_serves_many_requests_at_once(redis_url: str, redis_client: "
 
     with running(redis_url, engine):
         for number, task in enumerate(tasks):
-            assert tokens_of(ended(redis_client, task)) == undisturbed([number + 1], 5)
+            assert tokens_of(ended(redis_client, task)) == expected_tokens([number + 1], 5)
 
 
 def test_bad_prompts_fail_alone_and_name_the_field(redis_url: str, redis_client: "redis.Redis") -> None:
@@ -111,14 +111,14 @@ def test_bad_prompts_fail_alone_and_name_the_field(redis_url: str, redis_client:
                 assert result is not None
                 assert str(end.error["message"]) in str(result.exc_string)
         for task in good:
-            assert tokens_of(ended(redis_client, task)) == undisturbed([4, 5, 4], 5)
+            assert tokens_of(ended(redis_client, task)) == expected_tokens([4, 5, 4], 5)
 
 
 def test_messages_are_rendered_by_the_template(redis_url: str, redis_client: "redis.Redis") -> None:
     task = submit(redis_client, messages=({"role": "user", "content": "four"},))
 
     with running(redis_url):
-        assert tokens_of(ended(redis_client, task)) == undisturbed([1, 4, 2], 5)
+        assert tokens_of(ended(redis_client, task)) == expected_tokens([1, 4, 2], 5)
 
 
 def test_messages_without_a_template_are_refused(redis_url: str, redis_client: "redis.Redis") -> None:
@@ -168,7 +168,7 @@ def test_a_tokenizer_error_fails_only_its_request(
 
     with running(redis_url, model=served_model(Fragile())):
         error = end_of(redis_client, bad).error
-        assert tokens_of(ended(redis_client, good)) == undisturbed([4], 5)
+        assert tokens_of(ended(redis_client, good)) == expected_tokens([4], 5)
 
     assert error is not None
     assert error["code"] == "internal_error"
@@ -191,9 +191,9 @@ def test_a_sampler_error_fails_only_its_request(redis_url: str, redis_client: "r
     with running(redis_url, build_engine(runner)):
         events = ended(redis_client, bad)
         for number, mate in enumerate(mates):
-            assert tokens_of(ended(redis_client, mate)) == undisturbed([number + 1], 5)
+            assert tokens_of(ended(redis_client, mate)) == expected_tokens([number + 1], 5)
 
-    assert tokens_of(events) == undisturbed([66], 2)
+    assert tokens_of(events) == expected_tokens([66], 2)
     end = events[-1]
     assert isinstance(end, FinishedEvent)
     assert end.finish_reason == "error"

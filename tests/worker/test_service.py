@@ -1,4 +1,4 @@
-"""Threads that hang, and threads that Redis fails: who looks on can tell both from one that works."""
+"""Threads that stall and threads that Redis fails are distinguished from threads that work."""
 
 import logging
 import threading
@@ -59,7 +59,7 @@ def turning() -> Iterator[Turns]:
         assert turns.service.join(60)
 
 
-def test_a_long_turn_hangs_until_it_ends() -> None:
+def test_a_long_turn_is_stalled_until_it_ends() -> None:
     with turning() as turns:
         turns.now = 5.0
         assert (turns.service.is_stalled(4.9), turns.service.is_failing(4.9)) == (True, True)
@@ -68,7 +68,7 @@ def test_a_long_turn_hangs_until_it_ends() -> None:
         assert (turns.service.is_stalled(0.0), turns.service.is_failing(0.0)) == (False, False)
 
 
-def test_turns_that_redis_fails_do_not_hang_but_nothing_comes_of_them() -> None:
+def test_turns_that_redis_fails_are_failing_but_not_stalled() -> None:
     with turning() as turns:
         turns.fails = True
         turns.now = 5.0
@@ -79,7 +79,7 @@ def test_turns_that_redis_fails_do_not_hang_but_nothing_comes_of_them() -> None:
         assert not turns.service.is_failing(0.0)
 
 
-def test_a_thread_that_has_ended_does_not_hang() -> None:
+def test_a_thread_that_has_ended_is_not_stalled() -> None:
     with turning() as turns:
         pass
     turns.now = 100.0
@@ -91,8 +91,8 @@ class StalledService:
         return True
 
 
-def test_ticks_count_for_nothing_while_another_thread_hangs() -> None:
-    """The watchdog, which is armed for the last time, then ends the process."""
+def test_ticks_do_not_count_while_another_thread_stalls() -> None:
+    """The watchdog is not armed again, and then ends the process."""
     now, armed = [0.0], list[float]()
     watchdog = Watchdog(60.0, lambda: now[0], new_metrics(), arm=armed.append)
     watchdog.tick()
@@ -109,12 +109,12 @@ def test_ticks_count_for_nothing_while_another_thread_hangs() -> None:
     assert not watchdog.is_stalled
 
 
-class Deaf:
-    """A client whose scripts find no Redis."""
+class Unreachable:
+    """A client whose scripts fail while `is_away()`."""
 
-    def __init__(self, client: Any, is_deaf: Callable[[], bool]) -> None:
+    def __init__(self, client: Any, is_away: Callable[[], bool]) -> None:
         self._client = client
-        self._is_deaf = is_deaf
+        self._is_away = is_away
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -123,7 +123,7 @@ class Deaf:
         call = self._client.register_script(script)
 
         def run(*args: Any, **options: Any) -> Any:
-            if self._is_deaf():
+            if self._is_away():
                 raise redis.ConnectionError("no route to host")
             return call(*args, **options)
 
@@ -134,13 +134,13 @@ class Deaf:
 def test_a_worker_with_a_thread_that_cannot_reach_redis_is_not_ready(
     redis_url: str, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch, thread: str
 ) -> None:
-    """Vexa#606: all looked healthy while nothing was done for those who waited."""
+    """Vexa#606: all looked healthy while no waiting job was processed."""
     monkeypatch.setattr("worker.watchdog.FAILING_SECONDS", 0.5)
-    is_deaf = threading.Event()
+    is_away = threading.Event()
 
     def connecting(name: str) -> Any:
         client = connect(redis_url, name)
-        return Deaf(client, is_deaf.is_set) if name == thread else client
+        return Unreachable(client, is_away.is_set) if name == thread else client
 
     store = TaskStore(redis_client)
 
@@ -149,15 +149,15 @@ def test_a_worker_with_a_thread_that_cannot_reach_redis_is_not_ready(
 
     with running(redis_url, connecting=connecting) as run:
         until(lambda: record() == ("ready", ""), "it is ready")
-        is_deaf.set()
+        is_away.set()
         task = submit(redis_client)
         until(lambda: record() == ("stalled", f"threads without progress: {thread}"), "it is stalled")
         assert run.worker.state == "stalled"
-        is_deaf.clear()
+        is_away.clear()
         ended(redis_client, task)
         until(lambda: record() == ("ready", "") and run.worker.state == "ready", "it is ready again")
 
 
-def test_a_worker_that_was_just_made_is_in_no_trouble(redis_url: str) -> None:
+def test_a_new_worker_is_ready(redis_url: str) -> None:
     worker = make_worker(redis_url)
     assert worker.state == "ready"

@@ -19,10 +19,10 @@ from tests.worker.workshop import (
     build_engine,
     end_of,
     ended,
+    expected_tokens,
     log_length,
     submit,
     tokens_of,
-    undisturbed,
     until,
 )
 from tokenmill.protocol import keys
@@ -35,32 +35,40 @@ def of_index(events: list[Event], index: int) -> list[Event]:
     return [event for event in events if event.index == index]
 
 
-def assert_undisturbed(events: list[Event], num_outputs: int, num_tokens: int) -> None:
+def assert_expected_outputs(events: list[Event], num_outputs: int, num_tokens: int) -> None:
     for index in range(num_outputs):
-        expected = undisturbed([1, 2, 3], num_tokens, index)
+        expected = expected_tokens([1, 2, 3], num_tokens, index)
         own = of_index(events, index)
         assert tokens_of(own) == expected, index
         assert "".join(event.text for event in own) == "".join(f"<{token}>" for token in expected)
 
 
 class Gate:
-    """A runner that takes a step when it is let."""
+    """A runner that takes one step for each permit."""
 
     def __init__(self, client: "redis.Redis", task: str) -> None:
         self.runner = FakeRunner()
         self._client, self._task = client, task
         self._permits = threading.Semaphore(0)
-        self.runner.before_step = self._permits.acquire  # type: ignore[assignment]
+        self.runner.before_step = self._permits.acquire
 
     def step_until(self, length: int) -> None:
-        """Step by step, until the log has so many messages."""
-        while (before := log_length(self._client, self._task)) < length:
+        """Step until the log has `length` messages."""
+        for _ in range(length + 1):
+            if (before := log_length(self._client, self._task)) >= length:
+                return
             self._permits.release()
             until(partial(self._is_longer, before), "a step is published")
+        raise AssertionError(f"the log has fewer than {length} messages")
 
     def nudge_until(self, length: int) -> None:
-        """The same where a step may come to nothing, as of an attempt that was lost."""
-        until(lambda: log_length(self._client, self._task) >= length or self._permits.release(), "it goes on")
+        """The same if a step may have no result, as after the loss of an attempt."""
+        for _ in range(10_000):
+            if log_length(self._client, self._task) >= length:
+                return
+            self._permits.release()
+            time.sleep(0.01)
+        raise AssertionError(f"the log has fewer than {length} messages")
 
     def open(self) -> None:
         self._permits.release(10_000)
@@ -69,22 +77,22 @@ class Gate:
         return log_length(self._client, self._task) > before
 
 
-def test_every_output_comes_and_ends(redis_url: str, redis_client: "redis.Redis") -> None:
-    """vllm#10852: n gave fewer than n."""
+def test_every_output_is_generated_and_ends(redis_url: str, redis_client: "redis.Redis") -> None:
+    """vllm#10852: a request with n outputs returned fewer."""
     task = submit(redis_client, sampling={"n": 4, "max_tokens": 6})
-    mates = [submit(redis_client, prompt_token_ids=(n + 50,)) for n in range(3)]
+    others = [submit(redis_client, prompt_token_ids=(n + 50,)) for n in range(3)]
 
     with running(redis_url):
         events = ended(redis_client, task)
-        for number, mate in enumerate(mates):
-            assert tokens_of(ended(redis_client, mate)) == undisturbed([number + 50], 5)
+        for number, other in enumerate(others):
+            assert tokens_of(ended(redis_client, other)) == expected_tokens([number + 50], 5)
 
-    assert_undisturbed(events, 4, 6)
+    assert_expected_outputs(events, 4, 6)
     end = events[-1]
     assert isinstance(end, FinishedEvent)
     assert end.usage == {"prompt_tokens": 3, "completion_tokens": 24, "total_tokens": 27, "cached_tokens": 0}
     job = Job.fetch(task, connection=redis_client, serializer=JSONSerializer)
-    result = job.return_value()
+    result: Any = job.return_value()
     assert [one["index"] for one in result["outputs"]] == [0, 1, 2, 3]
     assert sum(len(one["token_ids"]) for one in result["outputs"]) == result["usage"]["completion_tokens"]
     totals = TaskStore(redis_client).queue_stats(SLUG).totals
@@ -92,11 +100,11 @@ def test_every_output_comes_and_ends(redis_url: str, redis_client: "redis.Redis"
 
 
 @pytest.mark.parametrize("num_messages", range(2, 16, 3))
-def test_a_task_that_is_taken_over_goes_on_in_every_output(
+def test_a_task_that_is_taken_over_continues_in_every_output(
     redis_url: str, redis_client: "redis.Redis", num_messages: int
 ) -> None:
-    """Whatever was published is not drawn again, whatever had ended does not end again."""
-    stop = undisturbed([1, 2, 3], 3, 1)[2]
+    """Published tokens are not generated again, and ended outputs do not end again."""
+    stop = expected_tokens([1, 2, 3], 3, 1)[2]
     task = submit(redis_client, sampling={"n": 3, "max_tokens": 5, "stop_token_ids": [stop]})
     gate = Gate(redis_client, task)
 
@@ -109,7 +117,7 @@ def test_a_task_that_is_taken_over_goes_on_in_every_output(
     lengths = [len(tokens_of(of_index(events, index))) for index in range(3)]
     assert lengths == [5, 3, 5]
     assert [tokens_of(of_index(events, index)) for index in range(3)] == [
-        undisturbed([1, 2, 3], length, index) for index, length in enumerate(lengths)
+        expected_tokens([1, 2, 3], length, index) for index, length in enumerate(lengths)
     ]
     end = events[-1]
     assert isinstance(end, FinishedEvent)
@@ -131,8 +139,8 @@ def test_a_cancel_ends_every_output_once(
         assert TaskStore(redis_client).cancel(task) == "cancelled"
         gate.open()
         events = ended(redis_client, task)
-        until(lambda: not engine.has_work, "the engine lets go of it")
-        until(lambda: not run.context.owned_tasks, "nothing is held")
+        until(lambda: not engine.has_work, "the engine drops it")
+        until(lambda: not run.context.owned_tasks, "no task is owned")
 
     assert {event.index for event in events if isinstance(event, FinishedEvent)} == {0, 1, 2}
     assert len(TaskStore(redis_client).read_log(task)) == len(events)
@@ -162,7 +170,7 @@ def test_one_output_that_fails_leaves_the_others(redis_url: str, redis_client: "
 
 
 def test_as_many_outputs_as_were_accepted(redis_url: str, redis_client: "redis.Redis") -> None:
-    """The scripts end as many outputs as the submission named; another number would hang readers."""
+    """The scripts end as many outputs as were submitted. With another number readers would wait for ever."""
     task = submit(redis_client, sampling={"n": 2})
     redis_client.hset(keys.run(task), "n", 3)
 
@@ -170,11 +178,11 @@ def test_as_many_outputs_as_were_accepted(redis_url: str, redis_client: "redis.R
         assert (end_of(redis_client, task).error or {})["param"] == "n"
 
 
-def test_usage_is_the_number_of_tokens_whatever_text_they_give(
+def test_usage_is_the_number_of_tokens_whatever_their_text(
     redis_url: str, redis_client: "redis.Redis"
 ) -> None:
-    """vllm#7262: tokens that a stop string hides, and those that give no text, are tokens all the same."""
-    first = undisturbed([1, 2, 3], 6)
+    """vllm#7262: tokens that a stop string hides, or that have no text, count too."""
+    first = expected_tokens([1, 2, 3], 6)
     hidden = f"<{first[3]}><{first[4]}>"
     task = submit(redis_client, sampling={"n": 2, "max_tokens": 8, "stop": [hidden]})
 
@@ -190,7 +198,7 @@ def test_usage_is_the_number_of_tokens_whatever_text_they_give(
 
 
 def test_logprobs_come_with_their_tokens(redis_url: str, redis_client: "redis.Redis") -> None:
-    """sglang#3707: one for each token, also with none beside it, through the log as live."""
+    """sglang#3707: one for each token, also without top logprobs, in the log and in live events."""
     task = submit(redis_client, sampling={"n": 2, "max_tokens": 3, "logprobs": 2, "prompt_logprobs": 0})
     bare = submit(redis_client, sampling={"max_tokens": 3, "logprobs": 0})
     none = submit(redis_client, sampling={"max_tokens": 3})
@@ -220,11 +228,12 @@ def test_logprobs_come_with_their_tokens(redis_url: str, redis_client: "redis.Re
 
 
 @pytest.mark.parametrize("name", ["queue_timeout_seconds", "ttft_timeout_seconds", "timeout_seconds"])
-def test_a_limit_that_passed_before_the_worker_came_is_told(
+def test_a_deadline_that_passed_before_the_claim_is_reported(
     redis_url: str, redis_client: "redis.Redis", name: str
 ) -> None:
-    """Claimed before the reaper looked: the engine ends it, in the same words and before it computes any."""
-    task = submit(redis_client, **{name: 3600})
+    """If the reaper was slower than the claim, the engine ends it with the same error, without a step."""
+    limit: dict[str, Any] = {name: 3600}
+    task = submit(redis_client, **limit)
     redis_client.hincrby(keys.run(task), "accepted_us", -3600_000_000)
     runner = FakeRunner()
 
@@ -237,10 +246,10 @@ def test_a_limit_that_passed_before_the_worker_came_is_told(
 
 
 @pytest.mark.parametrize("is_taken_over", [False, True])
-def test_a_limit_that_passes_while_it_runs_keeps_what_was_generated(
+def test_a_deadline_that_passes_while_it_runs_keeps_the_generated_tokens(
     redis_url: str, redis_client: "redis.Redis", is_taken_over: bool
 ) -> None:
-    """Also after a resume: seconds count from the acceptance, and the queue's limit was kept before."""
+    """Also after a resume: time counts from acceptance, and the queue's deadline was met before."""
     task = submit(redis_client, sampling={"max_tokens": 190}, timeout_seconds=3600, queue_timeout_seconds=60)
     gate, passed = Gate(redis_client, task), [0.0]
     engine = build_engine(gate.runner, clock=lambda: time.monotonic() + passed[0])
@@ -265,9 +274,9 @@ def test_a_limit_that_passes_while_it_runs_keeps_what_was_generated(
     assert snapshot.status == "failed"
 
 
-def test_a_bad_shape_of_a_request_names_its_field(redis_url: str, redis_client: "redis.Redis") -> None:
-    """What no API has looked at is looked at here."""
-    bad = {
+def test_an_invalid_field_is_named(redis_url: str, redis_client: "redis.Redis") -> None:
+    """The worker checks fields that no API has checked."""
+    bad: dict[str, dict[str, Any]] = {
         "n": {"sampling": {"n": 1.0}},
         "logit_bias": {"sampling": {"logit_bias": {"x": 1}}},
         "allowed_token_ids": {"sampling": {"allowed_token_ids": [5000]}},
@@ -287,8 +296,8 @@ def test_a_bad_shape_of_a_request_names_its_field(redis_url: str, redis_client: 
             assert (error["param"], error["type"]) == (field, "invalid_request_error"), json.dumps(error)
 
 
-def test_a_bias_reaches_the_engine_by_the_id(redis_url: str, redis_client: "redis.Redis") -> None:
-    """JSON has only texts as names."""
+def test_logit_bias_has_integer_keys_in_the_engine(redis_url: str, redis_client: "redis.Redis") -> None:
+    """JSON has only strings as keys."""
     seen: list[Any] = []
     runner = FakeRunner()
     runner.sample_fault = lambda sequence: seen.append(sequence.params)

@@ -1,4 +1,4 @@
-"""The end of a worker: bounded from its first moment on, whatever hangs."""
+"""The shutdown of a worker is bounded, whatever stalls."""
 
 import threading
 
@@ -11,7 +11,7 @@ from tokenmill.settings.processes import Timing
 from worker import batch_worker
 
 
-def test_the_parts_fit_into_the_whole_and_the_whole_into_the_supervisors_patience() -> None:
+def test_the_phases_fit_the_deadline_and_the_deadline_fits_the_supervisors() -> None:
     parts = (
         batch_worker.LAST_STEP_SECONDS
         + batch_worker.FLUSH_SECONDS
@@ -22,10 +22,8 @@ def test_the_parts_fit_into_the_whole_and_the_whole_into_the_supervisors_patienc
     assert parts < batch_worker.SHUTDOWN_SECONDS < serve.EXTRA_STOP_SECONDS
 
 
-def test_the_hard_end_is_set_before_anything_is_waited_for(
-    redis_url: str, redis_client: "redis.Redis"
-) -> None:
-    """docling-jobkit#102: a hanging step kept its worker, and nobody ended that."""
+def test_the_deadline_is_set_before_any_wait(redis_url: str, redis_client: "redis.Redis") -> None:
+    """docling-jobkit#102: a step that never returned kept its worker alive."""
     armed: list[float] = []
     runner, permits = FakeRunner(), threading.Semaphore(1)
     runner.before_step = permits.acquire
@@ -34,9 +32,9 @@ def test_the_hard_end_is_set_before_anything_is_waited_for(
     with running(redis_url, build_engine(runner), timing=Timing(grace_seconds=0.0), arm=armed.append) as run:
         wait_for_length(redis_client, task, 1)
         run.worker.stop("a test")
-        until(lambda: batch_worker.SHUTDOWN_SECONDS in armed, "the hard end is set while the step hangs")
+        until(lambda: batch_worker.SHUTDOWN_SECONDS in armed, "the deadline is set during the step")
         assert run.status is None
         permits.release(100)
         assert run.wait() == 0
 
-    assert armed[-1] == batch_worker.SHUTDOWN_SECONDS, "no tick has put it off"
+    assert armed[-1] == batch_worker.SHUTDOWN_SECONDS, "no tick has postponed it"

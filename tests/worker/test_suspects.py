@@ -1,7 +1,7 @@
-"""Whole workers with suspects: each runs alone for a while, and the others are not touched meanwhile."""
+"""Whole workers with suspects: each runs alone at first, and no other task runs meanwhile."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 import redis
@@ -16,10 +16,10 @@ from tests.worker.workshop import (
     claim_and_lapse,
     die_with_all,
     ended,
+    expected_tokens,
     new_metrics,
     submit,
     tokens_of,
-    undisturbed,
     until,
 )
 from tokenmill.protocol import keys
@@ -32,12 +32,12 @@ LENGTH = 6
 
 
 class Watched(FakeRunner):
-    """Notes whom each step computed something of; `gate` may hold a step up."""
+    """Records the tasks of each step. `gate` may block a step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[set[str]] = []
-        self.gate = lambda _: None
+        self.gate: Callable[[set[str]], object] = lambda _: None
 
     def execute(self, outputs: SchedulerOutputs) -> None:
         ids = {item.sequence.request_id.partition(":")[0] for item in outputs.scheduled}
@@ -52,7 +52,7 @@ def submit_some(client: "redis.Redis", count: int) -> list[str]:
     return [submit(client, prompt_token_ids=(number + 1,), sampling=sampling) for number in range(count)]
 
 
-def test_every_suspect_runs_alone_until_it_has_logged_a_token(
+def test_every_suspect_runs_alone_until_a_token_is_stored(
     redis_url: str, redis_client: "redis.Redis"
 ) -> None:
     tasks = submit_some(redis_client, 5)
@@ -62,8 +62,8 @@ def test_every_suspect_runs_alone_until_it_has_logged_a_token(
     metrics = new_metrics()
     with running(redis_url, build_engine(runner, max_num_seqs=3), metrics=metrics) as run:
         for number, one in enumerate(tasks):
-            assert tokens_of(ended(redis_client, one)) == undisturbed([number + 1], LENGTH)
-        until(lambda: not run.context.owned_tasks, "nothing is held")
+            assert tokens_of(ended(redis_client, one)) == expected_tokens([number + 1], LENGTH)
+        until(lambda: not run.context.owned_tasks, "no task is owned")
         suspected = metrics.value("tasks_suspected_total")
 
     assert suspected == 5
@@ -71,28 +71,24 @@ def test_every_suspect_runs_alone_until_it_has_logged_a_token(
         assert next(step for step in runner.steps if one in step) == {one}, "its first step"
 
 
-def test_the_others_stand_as_untouched_while_one_is_tried(
-    redis_url: str, redis_client: "redis.Redis"
-) -> None:
-    suspect, mate = submit_some(redis_client, 2)
+def test_other_tasks_are_untouched_during_a_retry(redis_url: str, redis_client: "redis.Redis") -> None:
+    suspect, other = submit_some(redis_client, 2)
     assert claim_and_lapse(redis_client, 1) == [suspect]
     TaskStore(redis_client).reap(SLUG, max_task_seconds=3600)
     runner, permit = Watched(), threading.Event()
     runner.gate = lambda ids: permit.wait(20) if ids == {suspect} else None
 
     with running(redis_url, build_engine(runner)):
-        until(lambda: {suspect} in runner.steps, "it is tried")
-        phases = [redis_client.hget(keys.run(one), "standing") for one in (suspect, mate)]
+        until(lambda: {suspect} in runner.steps, "it runs")
+        phases = [redis_client.hget(keys.run(one), "standing") for one in (suspect, other)]
         permit.set()
-        for number, one in enumerate((suspect, mate)):
-            assert tokens_of(ended(redis_client, one)) == undisturbed([number + 1], LENGTH)
+        for number, one in enumerate((suspect, other)):
+            assert tokens_of(ended(redis_client, one)) == expected_tokens([number + 1], LENGTH)
 
     assert phases == [b"alone", b"untouched"]
 
 
-def test_a_suspect_that_is_cancelled_in_its_trial_ends_it(
-    redis_url: str, redis_client: "redis.Redis"
-) -> None:
+def test_a_cancelled_suspect_ends_its_retry(redis_url: str, redis_client: "redis.Redis") -> None:
     suspect, other = submit_some(redis_client, 2)
     claim_and_lapse(redis_client, 1)
     TaskStore(redis_client).reap(SLUG, max_task_seconds=3600)
@@ -100,23 +96,23 @@ def test_a_suspect_that_is_cancelled_in_its_trial_ends_it(
     runner.gate = lambda ids: permit.wait(20) if ids == {suspect} else None
 
     with running(redis_url, build_engine(runner)) as run:
-        until(lambda: {suspect} in runner.steps, "it is tried")
+        until(lambda: {suspect} in runner.steps, "it runs")
         TaskStore(redis_client).cancel(suspect)
-        until(lambda: not run.context.isolation.is_running, "the trial is over")
+        until(lambda: not run.context.isolation.is_running, "the retry is over")
         permit.set()
-        assert tokens_of(ended(redis_client, other)) == undisturbed([2], LENGTH)
+        assert tokens_of(ended(redis_client, other)) == expected_tokens([2], LENGTH)
 
 
-def test_suspects_that_wait_do_not_hold_up_the_end(redis_url: str, redis_client: "redis.Redis") -> None:
+def test_waiting_suspects_do_not_delay_the_shutdown(redis_url: str, redis_client: "redis.Redis") -> None:
     tasks = submit_some(redis_client, 3)
     die_with_all(redis_client)
     runner, permit = Watched(), threading.Event()
     runner.gate = lambda _: permit.wait(20)
 
     with running(redis_url, build_engine(runner), timing=Timing(grace_seconds=1000.0)) as run:
-        until(lambda: runner.steps, "the first is tried")
+        until(lambda: runner.steps, "the first runs")
         run.worker.stop("a test")
-        until(lambda: run.worker.state == "draining", "it heard")
+        until(lambda: run.worker.state == "draining", "it drains")
         permit.set()
         assert run.wait() == 0
 
@@ -125,10 +121,8 @@ def test_suspects_that_wait_do_not_hold_up_the_end(redis_url: str, redis_client:
     assert [(one.task_id, one.suspect) for one in again] == [(one, True) for one in tasks[1:]]
 
 
-def test_a_dead_engine_counts_against_what_it_had_in_hand(
-    redis_url: str, redis_client: "redis.Redis"
-) -> None:
-    """One request's kernel costs the device, and the worker ends in good order; the next would too."""
+def test_a_dead_engine_counts_against_its_running_tasks(redis_url: str, redis_client: "redis.Redis") -> None:
+    """A request's kernel breaks the device. The worker stops normally, and the next one would too."""
     (guilty,) = submit_some(redis_client, 1)
     runner = Watched()
 
@@ -143,10 +137,10 @@ def test_a_dead_engine_counts_against_what_it_had_in_hand(
     assert (again.task_id, again.suspect) == (guilty, True)
 
 
-def test_no_beat_takes_back_what_a_dead_engine_counted(
+def test_no_renewal_undoes_the_crash_count(
     redis_url: str, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An owner that renews lives, so its crash was none; after its hand-back this worker must not renew."""
+    """A renewal shows that the owner lives and removes its crash. It must not come after the hand-back."""
     alive: list[bool] = []
     put_back = TaskStore.hand_back
 
@@ -167,7 +161,7 @@ def test_no_beat_takes_back_what_a_dead_engine_counted(
     assert alive == [False]
 
 
-def test_a_thread_that_fails_counts_against_nobody(
+def test_a_failed_intake_counts_against_no_task(
     redis_url: str, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (innocent,) = submit_some(redis_client, 1)
@@ -178,7 +172,7 @@ def test_a_thread_that_fails_counts_against_nobody(
     def fail_later(self: Intake) -> None:
         if runner.steps:
             permit.set()
-            raise RuntimeError("a fault of ours")
+            raise RuntimeError("a bug")
         turn(self)
 
     monkeypatch.setattr("worker.intake.POLL_SECONDS", 0.01)

@@ -1,4 +1,4 @@
-"""`python -m worker` with a model that cannot be served: one line that says why, exit status 78, no retry."""
+"""`python -m worker` with a model that cannot be served: one line with the reason, exit status 78."""
 
 import ctypes
 import os
@@ -26,7 +26,7 @@ from tests.tokenmill.serve.served import REAL, Served
 
 ROOT = Path(__file__).parents[2]
 EXIT_UNUSABLE = 78
-WATCHDOG_SECONDS = 300
+TIMEOUT_SECONDS = 300
 _DROP_CAPABILITY = 24
 _OVERRIDE_MODES = (1, 2)
 """prctl(PR_CAPBSET_DROP) of CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH."""
@@ -44,7 +44,7 @@ def model(sound: Path, tmp_path: Path) -> Path:
 
 
 def obey_modes() -> None:
-    """Let modes of files count for this process, also if it is root's."""
+    """Make file modes apply to this process even if it is root's."""
     library = ctypes.CDLL(None)
     for capability in _OVERRIDE_MODES:
         library.prctl(_DROP_CAPABILITY, capability, 0, 0, 0)
@@ -53,7 +53,7 @@ def obey_modes() -> None:
 def refused(
     environment: dict[str, str], *, cwd: Path = ROOT, before: Callable[[], None] | None = None
 ) -> tuple[str, list[str]]:
-    """What a worker says at the end, and all lines on stderr, once it has ended as it must."""
+    """Run a worker that must be refused. Returns its last message and all lines on stderr."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", "worker"],
         cwd=cwd,
@@ -61,17 +61,17 @@ def refused(
         | environment,
         capture_output=True,
         text=True,
-        timeout=WATCHDOG_SECONDS,
+        timeout=TIMEOUT_SECONDS,
         preexec_fn=before,
         check=False,
     )
     lines = done.stderr.splitlines()
-    told = [line for line in lines if " INFO " not in line]
+    messages = [line for line in lines if " INFO " not in line]
     assert done.returncode == EXIT_UNUSABLE, done.stderr
-    assert len(told) == 1, done.stderr
-    assert " CRITICAL worker: " in told[0]
+    assert len(messages) == 1, done.stderr
+    assert " CRITICAL worker: " in messages[0]
     assert done.stdout == ""
-    return told[0].split(" CRITICAL worker: ")[1], lines
+    return messages[0].split(" CRITICAL worker: ")[1], lines
 
 
 @pytest.mark.parametrize(
@@ -85,24 +85,24 @@ def refused(
         (config(quantization_config={"quant_method": "awq"}), "are quantized (awq), which is not supported"),
     ],
 )
-def test_what_files_show_is_told_before_anything_starts(model: Path, fault: Fault, message: str) -> None:
+def test_faults_in_files_are_reported_before_anything_starts(model: Path, fault: Fault, message: str) -> None:
     """vmlx-swift#217, ComfyUI#13669, vllm#31444. No Redis is needed, and no port is taken."""
     fault(model)
-    told, lines = refused({"TOKENMILL_MODEL": str(model), "REDIS_URL": "redis://127.0.0.1:1/0"})
-    assert message in told
-    assert str(model) in told
+    line, lines = refused({"TOKENMILL_MODEL": str(model), "REDIS_URL": "redis://127.0.0.1:1/0"})
+    assert message in line
+    assert str(model) in line
     assert len(lines) == 1
 
 
 @pytest.mark.parametrize("source", ["./no/such/dir", "/x/y", "~/m", ".no-such-dir"])
-def test_a_wrong_path_is_told_before_anything_starts(source: str) -> None:
-    told, lines = refused({"TOKENMILL_MODEL": source, "REDIS_URL": "redis://127.0.0.1:1/0"})
-    assert told.startswith(f"TOKENMILL_MODEL: '{source}' is neither an existing directory")
+def test_a_wrong_path_is_reported_before_anything_starts(source: str) -> None:
+    line, lines = refused({"TOKENMILL_MODEL": source, "REDIS_URL": "redis://127.0.0.1:1/0"})
+    assert line.startswith(f"TOKENMILL_MODEL: '{source}' is neither an existing directory")
     assert len(lines) == 1
 
 
 def as_int4(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As a quantization tool writes it that leaves no word in config.json."""
+    """As written by a quantization tool that does not mention it in config.json."""
     return {name.replace(".weight", ".qweight"): one for name, one in found.items()}
 
 
@@ -119,11 +119,11 @@ def as_int4(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         (text("tokenizer.json", '{"model": {}}'), "has no usable tokenizer: "),
     ],
 )
-def test_what_only_loading_shows(redis_url: str, model: Path, fault: Fault, message: str) -> None:
+def test_faults_that_only_loading_finds(redis_url: str, model: Path, fault: Fault, message: str) -> None:
     """vllm#15536, vllm#11802, colibri#1476: such a checkpoint was served with random weights."""
     fault(model)
-    told, _ = refused({"TOKENMILL_MODEL": str(model), "REDIS_URL": redis_url})
-    assert message in told
+    line, _ = refused({"TOKENMILL_MODEL": str(model), "REDIS_URL": redis_url})
+    assert message in line
 
 
 @pytest.mark.parametrize(
@@ -138,38 +138,38 @@ def test_what_only_loading_shows(redis_url: str, model: Path, fault: Fault, mess
         ({"TOKENMILL_MODEL": "SmolLM2-135M-Instruct"}, "TOKENMILL_CACHE_DIR: the cache directory "),
     ],
 )
-def test_limits_and_places_that_cannot_be(
+def test_impossible_limits_and_directories(
     redis_url: str, model: Path, settings: dict[str, str], message: str
 ) -> None:
-    """openobserve-helm#54: a cache that cannot be written. A file stands for it, also for root."""
+    """openobserve-helm#54: a cache that cannot be written. It is a file here, which stops root too."""
     cache = str(model / "config.json") if "TOKENMILL_MODEL" in settings else str(ROOT / ".tokenmill")
     environment = {"TOKENMILL_MODEL": str(model), "TOKENMILL_CACHE_DIR": cache, "REDIS_URL": redis_url}
-    told, _ = refused(environment | settings)
-    assert told.startswith(message)
+    line, _ = refused(environment | settings)
+    assert line.startswith(message)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="capabilities and limits of Linux")
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_files_of_another_user(model: Path, name: str) -> None:
-    """ado#1261: unreadable weights were told as "No such file"."""
+    """ado#1261: unreadable weights were reported as "No such file"."""
     path = model / name
     path.chmod(0o600 if os.geteuid() == 0 else 0)
     if os.geteuid() == 0:
         os.chown(path, ANOTHER_UID, ANOTHER_UID)
-    told, lines = refused({"TOKENMILL_MODEL": str(model)}, before=obey_modes)
-    assert f"{path}: cannot be read: Permission denied (mode 0{path.stat().st_mode & 0o777:03o}, " in told
+    line, lines = refused({"TOKENMILL_MODEL": str(model)}, before=obey_modes)
+    assert f"{path}: cannot be read: Permission denied (mode 0{path.stat().st_mode & 0o777:03o}, " in line
     assert len(lines) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="capabilities and limits of Linux")
 def test_too_little_memory(redis_url: str, model: Path) -> None:
-    """Where the limit shows depends on the libraries; that it is told in one line does not."""
+    """Where memory runs out depends on the libraries. It is always reported in one line."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (1_000_000_000, 1_000_000_000))
 
-    told, _ = refused({"TOKENMILL_MODEL": str(model), "REDIS_URL": redis_url}, before=limit)
-    assert "this process may map 1000000000 bytes (ulimit -v)" in told or "are available" in told
+    line, _ = refused({"TOKENMILL_MODEL": str(model), "REDIS_URL": redis_url}, before=limit)
+    assert "this process may map 1000000000 bytes (ulimit -v)" in line or "are available" in line
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_too_little_memory(redis_url: str, model: Path) -> None:
         (tensors(lambda found: {f"x.{name}": one for name, one in found.items()}), "tensors are missing"),
     ],
 )
-def test_serve_starts_such_a_worker_once(model: Path, tmp_path: Path, fault: Fault, message: str) -> None:
+def test_serve_starts_this_worker_once(model: Path, tmp_path: Path, fault: Fault, message: str) -> None:
     fault(model)
     (tmp_path / "service").mkdir()
     served = Served(tmp_path / "service", REAL, {"TOKENMILL_MODEL": str(model)})

@@ -1,6 +1,4 @@
-"""The watchdog ends a process that hangs, whoever holds the interpreter's lock, and none that was only
-stopped.
-"""
+"""The watchdog ends a stalled process, even one that holds the interpreter's lock, but not a stopped one."""
 
 import os
 import signal
@@ -12,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.worker.workshop import until
 from worker import watchdog_process as watchdog
 from worker.watchdog import WatchdogProcess
 
 ROOT = Path(__file__).parents[2]
 STALL_SECONDS = 5.0
-"""With room for a busy machine to answer within it."""
+"""Long enough for a busy machine to respond."""
 TICKING = f"""
 import sys, time
 from worker.watchdog import arm_watchdog
@@ -42,7 +41,7 @@ HANGS = {
 
 
 @pytest.mark.parametrize("how", HANGS)
-def test_a_process_that_hangs_ends_with_its_stacks(how: str) -> None:
+def test_a_stalled_process_ends_with_its_stacks(how: str) -> None:
     program = HANGING.replace("HOW", HANGS[how])
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
@@ -52,7 +51,7 @@ def test_a_process_that_hangs_ends_with_its_stacks(how: str) -> None:
 
 
 class Ticking:
-    """A process that arms its watchdog when it is told to."""
+    """A process that arms its watchdog on request."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -69,7 +68,7 @@ class Ticking:
         return self.process.stdout.readline()
 
     def say(self, line: str) -> str:
-        """The answer, "" if the process has ended."""
+        """Send a line. Returns the reply, "" if the process has ended."""
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
@@ -84,30 +83,29 @@ def ticking() -> Iterator[Ticking]:
     ticking.process.communicate()
 
 
-def test_a_process_that_was_stopped_for_longer_goes_on(ticking: Ticking) -> None:
-    """A worker that was stopped, or whose machine was paused, ended itself as soon as it ran again."""
+def test_a_process_that_was_stopped_for_longer_resumes(ticking: Ticking) -> None:
+    """A worker that was stopped, or whose machine was paused, ended itself when it resumed."""
     ticking.process.send_signal(signal.SIGSTOP)
-    # The time that passes is what is tested.
+    # The test is about the time that passes.
     time.sleep(1.6 * STALL_SECONDS)
     ticking.process.send_signal(signal.SIGCONT)
     assert ticking.say("disarm") == "disarm\n"
     assert ticking.process.poll() is None
 
 
-def test_one_that_hangs_after_it_was_stopped_ends(ticking: Ticking) -> None:
+def test_a_process_that_stalls_after_a_stop_ends(ticking: Ticking) -> None:
     ticking.process.send_signal(signal.SIGSTOP)
     time.sleep(0.2 * STALL_SECONDS)
     ticking.process.send_signal(signal.SIGCONT)
     assert ticking.process.wait(120) == 1
 
 
-def test_a_watchdog_that_was_killed_is_started_again(ticking: Ticking) -> None:
+def test_a_killed_watchdog_is_restarted(ticking: Ticking) -> None:
     assert ticking.say("disarm") == "disarm\n"
     (child,) = _children(ticking.process.pid)
     os.kill(child, signal.SIGKILL)
-    # A write is refused once it has ended.
-    while child in _children(ticking.process.pid):
-        assert ticking.say("disarm") == "disarm\n"
+    # A write to a watchdog that has ended fails, and starts another.
+    until(lambda: _disarm(ticking) and child not in _children(ticking.process.pid), "another watchdog runs")
     ticking.say("tick")
     assert ticking.process.wait(120) == 1
 
@@ -116,12 +114,15 @@ def test_the_watchdog_ends_with_its_worker(ticking: Ticking) -> None:
     (child,) = _children(ticking.process.pid)
     ticking.process.kill()
     ticking.process.wait()
-    while _exists(child):
-        pass
+    until(lambda: not _exists(child), "the watchdog has ended")
+
+
+def _disarm(ticking: Ticking) -> bool:
+    return ticking.say("disarm") == "disarm\n"
 
 
 def _children(pid: int) -> list[int]:
-    """Those that run: a zombie has none of the lines."""
+    """The pids of the child processes."""
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
@@ -137,21 +138,21 @@ def _exists(pid: int) -> bool:
     [
         ([(0.25, True)] * 8, True),
         ([(0.25, True)] * 7, False),
-        # Stopped.
+        # The process was stopped.
         ([(0.25, False)] * 100, False),
-        # All of the machine was paused.
+        # The machine was paused.
         ([(3600.0, True)], False),
         ([(3600.0, True)] * 4, True),
     ],
 )
-def test_only_time_in_which_it_ran_counts(slices: list[tuple[float, bool]], is_spent: bool) -> None:
+def test_only_time_in_which_the_process_ran_counts(slices: list[tuple[float, bool]], is_spent: bool) -> None:
     budget = watchdog.Budget()
     budget.arm(2.0)
     spent = [budget.spend(elapsed, runs=runs) for elapsed, runs in slices]
     assert any(spent) is is_spent
 
 
-def test_one_that_was_never_armed_ends_nothing() -> None:
+def test_a_watchdog_that_was_never_armed_ends_nothing() -> None:
     assert not watchdog.Budget().spend(3600.0, runs=True)
 
 

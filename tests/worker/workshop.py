@@ -1,7 +1,7 @@
-"""What the worker's tests share: tasks as the API submits them, and an engine whose tokens can be foretold.
+"""Shared by the worker's tests: tasks as the API submits them, and an engine with predictable tokens.
 
-The engine is the real one; its runner draws each token from all tokens before it, so that a resumed request
-goes on rightly only if every one of them was brought back.
+The engine is real. Its runner computes each token from all tokens before it, so that a resumed request
+continues correctly only if it got all of them back.
 """
 
 import json
@@ -35,11 +35,11 @@ MODEL = "fake"
 SLUG = naming.model_slug(MODEL)
 VOCAB_SIZE = 1000
 EOS = 999
-WATCHDOG_SECONDS = 30.0
+TIMEOUT_SECONDS = 30.0
 
 
 class WordTokenizer:
-    """Each id is a word of its own; a text has a token for each of its words."""
+    """Each id is a word. A text has one token for each of its words, the length of the word."""
 
     has_chat_template = True
 
@@ -57,7 +57,7 @@ class WordTokenizer:
         return "".join(f"<{token_id}>" for token_id in token_ids if token_id != EOS)
 
     def decoded_bytes(self, skip_special_tokens: bool = True) -> None:
-        """Decoded in windows."""
+        """No byte decoder: text is decoded in windows."""
 
     def encode_text(self, text: str) -> list[int]:
         return self.encode(text)
@@ -66,19 +66,19 @@ class WordTokenizer:
         return EOS if text == "<eos>" else None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """From 900 on a token is one byte, half a character."""
+        """A token from 900 on is one byte, a part of a character."""
         return bytes([0x80 + token_id - 900]) if token_id >= 900 else f"<{token_id}>".encode()
 
 
 def next_token(token_ids: list[int], index: int = 0) -> int:
-    """What the fake model says after `token_ids` in output `index`; never an end."""
+    """The fake model's token after `token_ids` in output `index`. Never an end token."""
     return (
-        sum(31 * (place + 1) * token for place, token in enumerate(token_ids)) + 7 + 100 * index
+        sum(31 * position * token for position, token in enumerate(token_ids, 1)) + 7 + 100 * index
     ) % 900 + 1
 
 
-def undisturbed(prompt: list[int], num_tokens: int, index: int = 0) -> list[int]:
-    """What a request gives that nothing happens to."""
+def expected_tokens(prompt: list[int], num_tokens: int, index: int = 0) -> list[int]:
+    """The output of a request without faults."""
     token_ids = list(prompt)
     for _ in range(num_tokens):
         token_ids.append(next_token(token_ids, index))
@@ -86,11 +86,11 @@ def undisturbed(prompt: list[int], num_tokens: int, index: int = 0) -> list[int]
 
 
 class FakeRunner:
-    """Runner and sampler in one. `before_step` may block or raise; `sample_fault` may raise for one."""
+    """Runner and sampler. `before_step` may block or raise; `sample_fault` may raise for a sequence."""
 
     def __init__(self) -> None:
         self.num_steps = 0
-        self.before_step: Callable[[], None] = lambda: None
+        self.before_step: Callable[[], object] = lambda: None
         self.sample_fault: Callable[[EngineSequence], None] = lambda _: None
 
     def execute(self, outputs: SchedulerOutputs) -> None:
@@ -99,7 +99,7 @@ class FakeRunner:
             self.num_steps += 1
 
     def check(self) -> None:
-        """The device never breaks by itself."""
+        """The device never fails by itself."""
 
     def release_memory(self) -> bool:
         return False
@@ -110,7 +110,7 @@ class FakeRunner:
     def prompt_logprobs(
         self, logits: None, items: tuple[ScheduledSequence, ...]
     ) -> list[tuple[ScheduledSequence, list[TokenLogprobs]]]:
-        """Of token i of the prompt: -i."""
+        """The logprob of prompt token i is -i."""
         return [(item, list(_of_prompt(item))) for item in items if _asks_for_prompt(item.sequence)]
 
     def _draw(self, sequence: EngineSequence) -> SampledToken:
@@ -126,16 +126,17 @@ def _asks_for_prompt(sequence: EngineSequence) -> bool:
 
 
 def _of_prompt(item: ScheduledSequence) -> Iterator[TokenLogprobs]:
-    for place in range(item.start + 1, item.start + item.num_new_tokens + 1):
-        if place < item.sequence.num_prompt_tokens:
-            yield TokenLogprobs(item.sequence.token_ids[place], -float(place))
+    for position in range(item.start + 1, item.start + item.num_new_tokens + 1):
+        if position < item.sequence.num_prompt_tokens:
+            yield TokenLogprobs(item.sequence.token_ids[position], -float(position))
 
 
 def build_engine(
-    runner: FakeRunner | None = None, clock: Callable[[], float] = time.monotonic, **limits: int
+    runner: FakeRunner | None = None, clock: Callable[[], float] = time.monotonic, **limits: Any
 ) -> Engine:
     runner = runner or FakeRunner()
-    config = EngineConfig(**{"max_model_len": 200, "num_kv_blocks": 400, "block_size": 4, **limits})
+    sizes: dict[str, Any] = {"max_model_len": 200, "num_kv_blocks": 400, "block_size": 4, **limits}
+    config = EngineConfig(**sizes)
     return Engine(
         config,
         runner,
@@ -180,7 +181,12 @@ class RecordingContext(WorkerContext):
         self.phase: TaskPhase | None = None
         """Overrides the phase of every task."""
         self.exported = new_metrics()
-        values = {"model": served_model(), "connect": lambda _: None, "name": "w", "arm": lambda _: None}
+        values: dict[str, Any] = {
+            "model": served_model(),
+            "connect": lambda _: None,
+            "name": "w",
+            "arm": lambda _: None,
+        }
         super().__init__(metrics=self.exported, clock=lambda: self.now, **(values | fields))
 
     def drop_lost(self, ownership: Ownership) -> None:
@@ -200,7 +206,7 @@ def job_data(payload: object, function: str = JOB_FUNCTION) -> bytes:
 
 
 def submit(client: "redis.Redis", data: bytes | None = None, *, priority: int = 2, **request: Any) -> str:
-    """Queue a task as the API does; `request` holds fields of GenerateRequest. Gives its id."""
+    """Queue a task as the API does. `request`: fields of GenerateRequest. Returns its id."""
     task_id = new_task_id()
     if data is None:
         fields = {"prompt_token_ids": (1, 2, 3), "sampling": {"max_tokens": 5, "temperature": 0}, **request}
@@ -228,7 +234,7 @@ def submit(client: "redis.Redis", data: bytes | None = None, *, priority: int = 
 
 
 def claim_and_lapse(client: "redis.Redis", max_tasks: int) -> list[str]:
-    """A worker claims tasks, confirms that it has them, and is not heard of again."""
+    """A worker claims tasks, confirms the claims, and disappears."""
     store = TaskStore(client)
     claimed = store.claim(SLUG, worker="dead", max_tasks=max_tasks, lease_seconds=-1)
     store.renew({one.task_id: one.owner for one in claimed}, -1)
@@ -236,7 +242,7 @@ def claim_and_lapse(client: "redis.Redis", max_tasks: int) -> list[str]:
 
 
 def die_with_all(client: "redis.Redis") -> None:
-    """A worker claims all that waits, begins with it, and dies."""
+    """A worker claims all waiting tasks, starts them, and dies."""
     store = TaskStore(client)
     claim_and_lapse(client, 100)
     store.reap(SLUG, max_task_seconds=3600)
@@ -244,9 +250,9 @@ def die_with_all(client: "redis.Redis") -> None:
 
 def until(condition: Callable[[], Any], what: str = "") -> Any:
     """The first true value of `condition`."""
-    deadline = time.monotonic() + WATCHDOG_SECONDS
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"still not: {what}"
+        assert time.monotonic() < deadline, f"not after {TIMEOUT_SECONDS:g} s: {what}"
         time.sleep(0.01)
     return value
 
@@ -260,7 +266,7 @@ def wait_for_length(client: "redis.Redis", task_id: str, length: int) -> None:
 
 
 def ended(client: "redis.Redis", task_id: str) -> list[Event]:
-    """Waits for the end; gives all messages, checked: gap-free, one end for each output, nothing after it."""
+    """Wait for the end. Returns all messages; checks that they have no gap and each output ends once."""
 
     def events() -> list[Event]:
         found = TaskStore(client).read_log(task_id)

@@ -6,7 +6,7 @@ from tests.chaos.leftovers import PERMANENT
 from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.finished_work import finish_many
 from tests.tokenmill.protocol.store.tasks import SLUG, reap
-from tests.worker.workshop import WATCHDOG_SECONDS
+from tests.worker.workshop import TIMEOUT_SECONDS
 from tokenmill.protocol import keys
 from tokenmill.protocol.store.task_store import TaskStore
 
@@ -31,7 +31,7 @@ def test_thousands_of_ended_tasks_leave_a_handful_of_keys(redis_client: RedisCli
         reap(store)
         return [key.decode() for key in redis_client.scan_iter(count=1000)]
 
-    deadline = time.monotonic() + WATCHDOG_SECONDS
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while len(left := kept()) > MAX_KEPT and time.monotonic() < deadline:
         pass
     assert len(left) <= MAX_KEPT
