@@ -4,7 +4,7 @@ Each duty is one script, and each script processes its records one by one. A rec
 set aside for a minute and then retried; neither other records nor other duties wait for it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -50,28 +50,25 @@ class Reaping:
         `reclaim_leases`: False keeps lapsed leases. `failed_seconds_ago`: how long ago a call of the caller
         to Redis failed, if one has since the last reaping; leases that lapsed in an outage are no crashes.
         """
-        duties: dict[str, Callable[[], _Result]] = {
-            "leases": lambda: self._leases(reclaim_leases, failed_seconds_ago),
-            "unread": lambda: self._run("unread_tasks", ("cancelled", "failures"), MAX_RECORDS),
-            "moved": lambda: self._run("rq_changes", ("cancelled", "lost", "failures"), slug, MAX_RECORDS),
-            "overdue": lambda: self._run(
-                "overdue_tasks",
-                ("timed_out", "failures"),
-                slug,
-                round(max_task_seconds * 1e6),
-                rq_keys.RESULT_FAILED,
-                MAX_RECORDS,
-                *script_errors.TIMEOUTS,
-            ),
-            "registries": lambda: {"failures": self._scripts.run("reaping/rq_registries", slug)},
-            "strays": lambda: self._run("orphaned_claims", ("lost", "failures"), slug, MAX_RECORDS),
-        }
         total: dict[str, list[Any]] = {one.name: [] for one in fields(Reaped)}
-        for duty, call in duties.items():
-            for name, items in self._isolated(duty, call).items():
+        for duty, call in self._duties(slug, max_task_seconds, reclaim_leases, failed_seconds_ago):
+            for name, items in _isolated(duty, call).items():
                 total[name] += to_failures(duty, items) if name == "failures" else texts(items)
         # Two duties may find remains of the same task.
         return Reaped(**{name: tuple(dict.fromkeys(items)) for name, items in total.items()})
+
+    def _duties(
+        self, slug: str, max_task_seconds: float, reclaim_leases: bool, failed_seconds_ago: float | None
+    ) -> Iterator[tuple[str, Callable[[], _Result]]]:
+        run = self._run
+        max_wait_us = round(max_task_seconds * 1e6)
+        overdue = (slug, max_wait_us, rq_keys.RESULT_FAILED, MAX_RECORDS, *script_errors.TIMEOUTS)
+        yield "leases", lambda: self._leases(reclaim_leases, failed_seconds_ago)
+        yield "unread", lambda: run("unread_tasks", ("cancelled", "failures"), MAX_RECORDS)
+        yield "moved", lambda: run("rq_changes", ("cancelled", "lost", "failures"), slug, MAX_RECORDS)
+        yield "overdue", lambda: run("overdue_tasks", ("timed_out", "failures"), *overdue)
+        yield "registries", lambda: {"failures": self._scripts.run("reaping/rq_registries", slug)}
+        yield "strays", lambda: run("orphaned_claims", ("lost", "failures"), slug, MAX_RECORDS)
 
     def _leases(self, reclaim_leases: bool, failed_seconds_ago: float | None) -> _Result:
         failed = "" if failed_seconds_ago is None else failed_seconds_ago
@@ -93,12 +90,13 @@ class Reaping:
         reply = self._scripts.run(f"reaping/{script}", *arguments, repeat=repeat)
         return dict(zip(names, reply, strict=True))
 
-    def _isolated(self, duty: str, call: Callable[[], _Result]) -> _Result:
-        """The result of `call`. An error inside the script is a failure of this duty alone."""
-        try:
-            return call()
-        except Exception as error:
-            # Errors of the connection or of the server's state do not name a script.
-            if _IN_SCRIPT not in str(error):
-                raise
-            return {"failures": (duty.encode(), str(error).encode())}
+
+def _isolated(duty: str, call: Callable[[], _Result]) -> _Result:
+    """The result of `call`. An error inside the script is a failure of this duty alone."""
+    try:
+        return call()
+    except Exception as error:
+        # Errors of the connection or of the server's state do not name a script.
+        if _IN_SCRIPT not in str(error):
+            raise
+        return {"failures": (duty.encode(), str(error).encode())}

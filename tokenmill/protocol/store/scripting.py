@@ -114,12 +114,6 @@ CONSTANTS: dict[str, str] = {
 }
 
 
-class Script(Protocol):
-    """A script registered with redis-py."""
-
-    def __call__(self, keys: Sequence[str] = ..., args: Sequence[Any] = ...) -> Any: ...
-
-
 class RedisClient(Protocol):
     """The commands that the store calls: redis-py's `Redis` with `decode_responses=False`."""
 

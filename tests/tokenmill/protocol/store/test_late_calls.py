@@ -105,27 +105,44 @@ def test_every_script_refuses_a_late_call(redis_client: RedisClient) -> None:
     assert dump(redis_client) == before
 
 
-def set_forward(store: TaskStore) -> None:
-    """Set Redis's clock forward by an hour after the store has measured it."""
-    offset, learned_at = store._scripts._clock._measure()
-    store._scripts._clock._estimate = (offset - 3600, learned_at)
+class ClockWasSet:
+    """Redis's clock is set forward by an hour after the first TIME."""
+
+    def __init__(self, client: RedisClient) -> None:
+        self._time = client.time
+        self.num_calls = 0
+
+    def __call__(self) -> tuple[int, int]:
+        seconds, microseconds = self._time()
+        self.num_calls += 1
+        return (seconds - 3600 if self.num_calls == 1 else seconds), microseconds
 
 
-def test_setting_the_clock_forward_costs_one_repetition(redis_client: RedisClient) -> None:
-    store = TaskStore(redis_client)
-    submit(store, redis_client)
-    set_forward(store)
-    assert len(claim(store)) == 1
+@pytest.fixture
+def clock_was_set(redis_client: RedisClient, monkeypatch: pytest.MonkeyPatch) -> ClockWasSet:
+    clock = ClockWasSet(redis_client)
+    monkeypatch.setattr(redis_client, "time", clock)
+    return clock
 
 
-def test_no_lease_lapses_when_the_clock_was_set(redis_client: RedisClient) -> None:
+def test_setting_the_clock_forward_costs_one_repetition(
+    redis_url: str, redis_client: RedisClient, clock_was_set: ClockWasSet
+) -> None:
+    submit(TaskStore(redis.Redis.from_url(redis_url)), redis_client)
+    assert len(claim(TaskStore(redis_client))) == 1
+    assert clock_was_set.num_calls == 2
+
+
+def test_no_lease_lapses_when_the_clock_was_set(
+    redis_url: str, redis_client: RedisClient, clock_was_set: ClockWasSet
+) -> None:
     """All would lapse at once: the caller waits as after an outage."""
-    store = TaskStore(redis_client)
+    store = TaskStore(redis.Redis.from_url(redis_url))
     submit(store, redis_client)
     claim_one(store, lease_seconds=-1)
-    set_forward(store)
     with pytest.raises(redis.RedisError, match="TOOLATE"):
-        reap(store)
+        reap(TaskStore(redis_client))
+    assert clock_was_set.num_calls == 1
     assert redis_client.zcard(keys.LEASES) == 1
 
 
@@ -152,9 +169,13 @@ def test_a_client_without_a_timeout_sends_no_time(redis_client: RedisClient) -> 
     assert ServerClock(Patient()).timeout_at() is None
 
 
-def test_the_outbox_and_the_readers_send_the_time_too(redis_client: RedisClient) -> None:
-    assert Outbox(redis_client)._scripts._clock.timeout_at() is not None
-    assert Readers(redis_client)._scripts._clock.timeout_at() is not None
+def test_the_outbox_and_the_readers_send_the_time_too(
+    redis_client: RedisClient, clock_was_set: ClockWasSet
+) -> None:
+    Outbox(redis_client).take(1, silence_seconds=1)
+    assert clock_was_set.num_calls == 2, "the first call was refused as too late"
+    Readers(redis_client).read("t", "r", 1)
+    assert clock_was_set.num_calls == 3
 
 
 def test_a_lost_reply_of_a_claim_is_not_a_crash(redis_server: RedisServer, redis_client: RedisClient) -> None:
