@@ -5,13 +5,14 @@ An invalid value is refused under the field's name in the HTTP API. The engine c
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Protocol
+from typing import Protocol, cast
 
 from engine.errors import InvalidParameter
 from engine.requests.deadlines import Deadlines
 from engine.sampling_params import SamplingParams
+from engine.validation import check_encoding
 from tokenmill.protocol.messages import GenerateRequest
-from worker.errors import RequestRefused, invalid_parameter, invalid_value
+from worker.errors import RequestRefused, invalid_parameter
 
 _DEADLINES = tuple(field.name for field in fields(Deadlines))
 """The fields have the same names in `GenerateRequest`."""
@@ -40,13 +41,9 @@ def to_token_ids(request: GenerateRequest, tokenizer: PromptTokenizer) -> list[i
             return tokenizer.render_chat(_checked_messages(request.messages))
         if request.prompt is not None:
             return tokenizer.encode(_checked_text("prompt", request.prompt))
+        return _checked_ids(request.prompt_token_ids or ())
     except InvalidParameter as error:
         raise RequestRefused(invalid_parameter(error, error.field)) from error
-    token_ids = request.prompt_token_ids or ()
-    # `isinstance` would accept True, and comparisons of ranges would accept 1.5.
-    if not all(type(token_id) is int for token_id in token_ids):
-        raise _refused("prompt_token_ids", "must be a list of integers")
-    return list(token_ids)
 
 
 def to_sampling_params(sampling: object) -> SamplingParams:
@@ -65,27 +62,27 @@ def to_deadlines(request: GenerateRequest) -> Deadlines:
         raise RequestRefused(invalid_parameter(error, error.field)) from error
 
 
+def _checked_ids(token_ids: Sequence[object]) -> list[int]:
+    # `isinstance` would accept True, and comparisons of ranges would accept 1.5.
+    if not all(type(token_id) is int for token_id in token_ids):
+        raise InvalidParameter("prompt_token_ids", "must be a list of integers")
+    return cast(list[int], list(token_ids))
+
+
 def _checked_messages(messages: Sequence[object]) -> list[Mapping[str, str]]:
     if not messages:
-        raise _refused("messages", "must have at least one message")
+        raise InvalidParameter("messages", "must have at least one message")
     checked: list[Mapping[str, str]] = []
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise _refused("messages", "each message must be an object with `role` and `content`")
+            raise InvalidParameter("messages", "each message must be an object with `role` and `content`")
         checked.append({name: _checked_text("messages", text) for name, text in message.items()})
     return checked
 
 
 def _checked_text(field: str, text: object) -> str:
-    """Refuses an unpaired surrogate: JSON can hold one, but it is not a character and cannot be encoded."""
+    """Raises `InvalidParameter` for an unpaired surrogate, which JSON can hold and UTF-8 cannot."""
     if not isinstance(text, str):
-        raise _refused(field, "must be a string")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise _refused(field, "contains an unpaired surrogate") from error
+        raise InvalidParameter(field, "must be a string")
+    check_encoding(field, text, None)
     return text
-
-
-def _refused(field: str, message: str) -> RequestRefused:
-    return RequestRefused(invalid_value(field, f"{field}: {message}"))

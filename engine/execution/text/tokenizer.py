@@ -22,6 +22,7 @@ from engine.text.chat_template import ChatTemplate
 from engine.text.special_tokens import SelectiveEncoder, Span, SpecialTexts
 from engine.text.token_bytes import context_free_bytes, piece_bytes_of
 from engine.text.token_lengths import longest_token_bytes
+from engine.validation import check_encoding
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ class Tokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of a part of a text, without added special tokens. Raises `InvalidParameter`."""
-        _check_unicode("text", text)
+        check_encoding("text", text, None)
         if len(text) > MAX_CACHED_CHARACTERS:
             return self._encode(text, add_special_tokens=False)
         return list(self._cached_ids(text))
@@ -190,7 +191,7 @@ class Tokenizer:
 
     def _check_text(self, field: str, text: str) -> None:
         """Raise `InvalidParameter` for a lone surrogate, `NeverFits` for a text too long for a prompt."""
-        _check_unicode(field, text)
+        check_encoding(field, text, None)
         limit = self.max_prompt_bytes
         if limit is not None and len(text) * 4 > limit and (size := len(text.encode())) > limit:
             raise NeverFits(
@@ -264,13 +265,3 @@ def _check_template(tokenizer: Tokenizer) -> None:
         if isinstance(error.__cause__, TemplateSyntaxError):
             reason = f"its chat template cannot be parsed: {one_line(error.__cause__)}"
             raise InvalidParameter("model", reason) from error
-
-
-def _check_unicode(field: str, text: str) -> None:
-    try:
-        # A `str` may hold half of a surrogate pair, which is no text in UTF-8.
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidParameter(
-            field, f"is not valid Unicode text: a lone surrogate at {error.start}"
-        ) from error
