@@ -1,4 +1,4 @@
-"""The generic folder names are ours alone in this environment, and what is installed is all of it."""
+"""No other package uses the generic folder names, and everything is installed."""
 
 import tomllib
 from importlib.metadata import packages_distributions
@@ -14,8 +14,8 @@ ROOMS = ["api", "engine", "monitoring", "tokenmill", "worker"]
 
 
 @pytest.mark.parametrize("name", ROOMS)
-def test_the_name_is_ours(name: str) -> None:
-    """Others are called `api`, `worker` and `monitoring` too; installed beside ours, they overwrite it."""
+def test_no_other_package_has_the_name(name: str) -> None:
+    """Other packages are called `api` and `worker` too. Installed here, they would overwrite files."""
     spec = find_spec(name)
 
     assert spec is not None
@@ -25,7 +25,7 @@ def test_the_name_is_ours(name: str) -> None:
 
 
 def test_every_folder_of_python_is_a_package() -> None:
-    """A folder without __init__.py would work from here, and be missing where it is installed."""
+    """A folder without __init__.py would work here, but not be installed."""
     folders = {source.parent for room in ROOMS for source in (ROOT / room).rglob("*.py")}
 
     assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
@@ -50,7 +50,7 @@ def test_the_sources_of_the_native_operators_are_included() -> None:
 
 
 def test_tests_are_no_package() -> None:
-    """With an __init__.py, tests/engine would be found as `engine`."""
+    """With an __init__.py, tests/engine would shadow the package `engine`."""
     assert list((ROOT / "tests").rglob("__init__.py")) == []
 
 
@@ -71,14 +71,14 @@ def requirements() -> list[Requirement]:
 
 
 def test_the_constraints_satisfy_every_requirement() -> None:
-    """Each requirement of the project is pinned, and inside its range."""
+    """Each requirement of the project is pinned to a version within its range."""
     versions = pinned_versions()
 
     for needed in requirements():
         assert needed.specifier.contains(versions[needed.name.lower()]), needed
 
 
-def test_what_is_subclassed_or_patched_is_no_newer_than_what_is_tested() -> None:
+def test_subclassed_and_patched_libraries_are_capped_at_the_tested_version() -> None:
     capped = {
         "redis", "rq", "flask", "flask-openapi3", "prometheus-client", "pydantic", "pydantic-settings",
         "torch", "transformers", "triton",

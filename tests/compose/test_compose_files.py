@@ -1,4 +1,4 @@
-"""docker-compose.yml and its overlay: valid, pinned, closed to the outside, and in step with the settings."""
+"""docker-compose.yml and its overlay are valid, pinned, closed to the outside and complete."""
 
 import os
 import re
@@ -22,17 +22,17 @@ ROOT = Path(__file__).parents[2]
 FILES = ["docker-compose.yml", "docker-compose.gpu.yml"]
 SERVICES = yaml.safe_load((ROOT / FILES[0]).read_text())["services"]
 OVERLAY = yaml.safe_load((ROOT / FILES[1]).read_text())["services"]
-OURS = ["api", "worker"]
+TOKENMILL = ["api", "worker"]
 GPU_WORKERS = [f"worker-{number}" for number in range(1, 8)]
 READ = {
     name: {one.variable for one in settings_of(each).values()}
     for name, each in (("api", ApiSettings), ("worker", WorkerSettings))
 }
-OTHERS_VARIABLES = {"HF_TOKEN"}
-"""Read by a library, not by our settings."""
-SET_BY_THE_IMAGE = {"TOKENMILL_CACHE_DIR"}
+LIBRARY_VARIABLES = {"HF_TOKEN"}
+"""Read by a library, not a setting."""
+SET_BY_IMAGE = {"TOKENMILL_CACHE_DIR"}
 """Where the volume is mounted."""
-PART_OF_THE_SHAPE = {
+FIXED = {
     "REDIS_URL",
     "TOKENMILL_HOLD_UNUSABLE",
     "TOKENMILL_HOST",
@@ -40,7 +40,7 @@ PART_OF_THE_SHAPE = {
     "TOKENMILL_METRICS_HOST",
     "TOKENMILL_METRICS_PORT",
 }
-"""Addresses inside the containers, which other lines of the file rely on, and what goes with `restart`."""
+"""Addresses inside the containers, on which other lines rely, and what `restart` requires."""
 
 each_service = pytest.mark.parametrize("name", SERVICES)
 
@@ -59,9 +59,9 @@ def test_the_file_follows_the_compose_specification(file: str) -> None:
     assert checked.returncode == 0, checked.stdout
 
 
-def test_all_parts_are_there() -> None:
+def test_all_services_exist() -> None:
     assert set(SERVICES) == {"redis", "api", "worker", *GPU_WORKERS, "prometheus", "grafana"}
-    # The compose of older distributions refuses it.
+    # Older versions of compose refuse it.
     assert "name" not in yaml.safe_load((ROOT / FILES[0]).read_text())
 
 
@@ -75,12 +75,12 @@ def test_images_are_pinned_or_built_here(name: str) -> None:
 
 
 @each_service
-def test_ports_are_open_to_this_machine_only(name: str) -> None:
+def test_ports_are_published_on_loopback_only(name: str) -> None:
     assert all(port.startswith("127.0.0.1:") for port in SERVICES[name].get("ports", []))
 
 
 @each_service
-def test_health_is_checked_and_waited_for(name: str) -> None:
+def test_services_have_health_checks_and_wait_for_them(name: str) -> None:
     service = SERVICES[name]
     assert service["healthcheck"]["test"][0] == "CMD"
     for dependency in service.get("depends_on", {}).values():
@@ -99,20 +99,20 @@ def test_volumes_are_declared_or_read_only(name: str) -> None:
             assert source in declared
 
 
-def test_redis_is_for_the_services_alone() -> None:
+def test_redis_is_not_published_and_needs_a_password() -> None:
     service = SERVICES["redis"]
     assert "ports" not in service
     (variable,) = set(service["environment"])
     start = service["command"][-1]
     assert f"requirepass $${variable}" in start
-    # Neither the command line nor a file of the container shows it.
+    # Neither the command line nor a file of the container contains it.
     password = service["environment"][variable]
     assert password.startswith("${REDIS_PASSWORD:?")
     assert f":{password}@redis:" in SERVICES["api"]["environment"]["REDIS_URL"]
 
 
 def test_redis_starts_as_written(tmp_path: Path) -> None:
-    """The command of the file, with the server that there is here."""
+    """With the command of the file and the local server program."""
     port, password = free_port(), "5ec" * 20
     (tmp_path / "redis-server").symlink_to(find_redis_server())
     command = [part.replace("$$", "$") for part in SERVICES["redis"]["command"]]
@@ -131,7 +131,7 @@ def test_redis_starts_as_written(tmp_path: Path) -> None:
         with redis.Redis(port=port) as stranger, pytest.raises(redis.AuthenticationError):
             stranger.get("x")
         assert password.encode() not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
-        # It took the place of the shell, so it hears the signal of `docker compose stop`.
+        # It replaced the shell, so it receives the signal of `docker compose stop`.
         process.terminate()
         assert process.wait(60) == 0
     finally:
@@ -147,7 +147,7 @@ def answers(client: redis.Redis) -> bool:
 
 
 @each_service
-def test_a_service_has_no_rights_that_it_does_not_need(name: str) -> None:
+def test_a_service_has_no_unneeded_rights(name: str) -> None:
     service = SERVICES[name]
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
@@ -155,8 +155,8 @@ def test_a_service_has_no_rights_that_it_does_not_need(name: str) -> None:
     assert service["init"] is True
 
 
-def test_what_cannot_be_used_does_not_restart_for_ever() -> None:
-    for name in (*OURS, *GPU_WORKERS):
+def test_unusable_settings_do_not_restart_forever() -> None:
+    for name in (*TOKENMILL, *GPU_WORKERS):
         assert SERVICES[name]["restart"] == "unless-stopped"
         assert SERVICES[name]["environment"]["TOKENMILL_HOLD_UNUSABLE"] == "true"
 
@@ -168,31 +168,29 @@ def test_redis_keeps_every_accepted_task() -> None:
     assert SERVICES["redis"]["volumes"] == ["redis-data:/data"]
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", TOKENMILL)
 def test_every_setting_can_be_set_from_outside(name: str) -> None:
     environment = SERVICES[name]["environment"]
-    read = READ[name] - SET_BY_THE_IMAGE
-    assert set(environment) == read | (OTHERS_VARIABLES if name == "worker" else set())
-    passed_on = {
-        variable: text for variable, text in environment.items() if variable not in PART_OF_THE_SHAPE
-    }
+    read = READ[name] - SET_BY_IMAGE
+    assert set(environment) == read | (LIBRARY_VARIABLES if name == "worker" else set())
+    passed_on = {variable: text for variable, text in environment.items() if variable not in FIXED}
     assert passed_on == {variable: f"${{{variable}:-}}" for variable in passed_on}
     assert set(OVERLAY.get(name, {}).get("environment", {})) <= read
 
 
-@pytest.mark.parametrize("name", [*OURS, "redis"])
-def test_what_ends_is_started_again(name: str) -> None:
-    """A worker that hangs ends itself; compose starts nothing again for being unhealthy alone."""
+@pytest.mark.parametrize("name", [*TOKENMILL, "redis"])
+def test_a_service_that_exits_is_restarted(name: str) -> None:
+    """A worker that hangs ends itself, because compose does not restart an unhealthy container."""
     assert SERVICES[name]["restart"] == "unless-stopped"
     assert "profiles" not in SERVICES[name]
     assert "TOKENMILL_STALL_SECONDS" in SERVICES["worker"]["environment"]
-    # With a shell or a script between, the exit status would be that one's.
-    if name in OURS:
+    # A shell or script in between would replace the exit status.
+    if name in TOKENMILL:
         assert "command" not in SERVICES[name]
         assert SERVICES[name]["init"] is True
 
 
-def test_a_worker_says_that_it_hangs_before_it_ends() -> None:
+def test_a_hanging_worker_is_unhealthy_before_it_ends() -> None:
     check = SERVICES["worker"]["healthcheck"]
     assert "/readyz" in check["test"][-1]
     assert seconds(check["timeout"]) < Timing().stall_seconds
@@ -202,8 +200,8 @@ def test_a_worker_says_that_it_hangs_before_it_ends() -> None:
     ("name", "needed"),
     [("api", ApiSettings().http_grace_seconds), ("worker", Timing().grace_seconds + SHUTDOWN_SECONDS)],
 )
-def test_a_container_is_stopped_later_than_its_process_needs(name: str, needed: float) -> None:
-    """Ten times later: the graces are settings, and a process that keeps them ends itself."""
+def test_a_container_is_killed_later_than_its_process_needs(name: str, needed: float) -> None:
+    """Ten times later, as the grace periods are settings."""
     assert seconds(SERVICES[name]["stop_grace_period"]) >= 10 * needed
 
 
@@ -218,15 +216,15 @@ def test_health_checks_ask_the_ports_that_are_set() -> None:
         assert f"127.0.0.1:{service['environment'][variable]}/" in service["healthcheck"]["test"][-1]
 
 
-def test_grafana_can_be_looked_at_and_not_changed() -> None:
+def test_grafana_is_read_only() -> None:
     environment = SERVICES["grafana"]["environment"]
     assert environment["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
     assert environment["GF_AUTH_BASIC_ENABLED"] == "false"
     assert environment["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
 
 
-def test_the_overlay_gives_each_worker_a_gpu_of_its_own() -> None:
-    """moby takes a count for the first devices: several workers with `count: 1` are all on GPU 0."""
+def test_each_worker_of_the_overlay_has_its_own_gpu() -> None:
+    """With `count: 1` in several services, moby gives all of them GPU 0."""
     assert set(OVERLAY) == {"worker", *GPU_WORKERS}
     for number, name in enumerate(["worker", *GPU_WORKERS]):
         (device,) = OVERLAY[name]["deploy"]["resources"]["reservations"]["devices"]
@@ -234,13 +232,13 @@ def test_the_overlay_gives_each_worker_a_gpu_of_its_own() -> None:
         assert OVERLAY[name]["environment"] == {"TOKENMILL_DEVICE": "cuda"}
 
 
-def test_further_workers_are_as_the_first_and_started_when_asked_for() -> None:
+def test_further_workers_equal_the_first_and_need_a_profile() -> None:
     for number, name in enumerate(GPU_WORKERS, start=1):
         profiles = [f"{count}-gpus" for count in (2, 4, 8) if count > number]
         assert SERVICES[name] == {**SERVICES["worker"], "profiles": profiles}
 
 
-def test_every_service_that_prometheus_scrapes_is_one_of_ours() -> None:
+def test_prometheus_scrapes_services_of_the_file() -> None:
     config: Any = yaml.safe_load((ROOT / "monitoring/prometheus/prometheus.yml").read_text())
     hosts = {
         target.split(":")[0]

@@ -1,4 +1,4 @@
-"""What the images would hold, put together here without Docker: the copied folders are enough to run."""
+"""The folders that the Dockerfiles copy are enough to run. Built here without Docker."""
 
 import json
 import re
@@ -38,10 +38,10 @@ def copies(image: str) -> list[tuple[list[str], str]]:
 
 
 def build(image: str, directory: Path) -> Path:
-    """The final stage's copies, below `directory`."""
+    """Copy what the final stage copies to `directory`."""
     for sources, target in copies(image):
         if target == "./":
-            continue  # the builder's
+            continue  # of the builder stage
         for source in sources:
             if source.endswith("/"):
                 shutil.copytree(
@@ -54,7 +54,7 @@ def build(image: str, directory: Path) -> Path:
 
 
 def modules_of(image: str, module: str, directory: Path) -> set[str]:
-    """The top-level names that importing `module` loads, in a tree that is what the image holds of ours."""
+    """The top-level packages that `module` imports from the files of the image."""
     ran = subprocess.run(
         [sys.executable, "-c", RUN.format(module=module)],
         cwd=build(image, directory),
@@ -65,7 +65,7 @@ def modules_of(image: str, module: str, directory: Path) -> set[str]:
     assert ran.returncode == 0, ran.stderr
     files = json.loads(ran.stdout.splitlines()[-1])
     for name, file in files.items():
-        # An editable install of this tree would otherwise supply what the image forgot to copy.
+        # An editable install of this tree would otherwise supply what the image lacks.
         if name.split(".")[0] in ROOMS:
             assert Path(file).is_relative_to(directory), f"{name} is not in the image"
     return {name.split(".")[0] for name in files}
@@ -84,7 +84,7 @@ def test_the_worker_image_runs_without_flask_and_api(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_an_image_is_pinned_and_runs_as_nobody_special(image: str) -> None:
+def test_an_image_is_pinned_and_runs_without_root(image: str) -> None:
     lines = list(instructions(image))
     bases = {rest.split()[0] for name, rest in lines if name == "FROM"}
     assert len(bases) == 1, "both stages on one base"
