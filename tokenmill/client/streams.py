@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Generator
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import redis
@@ -39,6 +40,7 @@ SOCKET_SECONDS = 5.0
 _ADDRESS = frozenset({"host", "port", "path", "db", "username", "password", "credential_provider"})
 
 
+@dataclass(frozen=True, eq=False)
 class TokenStream:
     """The events of one task after the one with `seq` `after`; -1 means all. Ends after the last event.
 
@@ -47,24 +49,17 @@ class TokenStream:
     takes and logs one warning for each outage.
     """
 
-    def __init__(
-        self,
-        source: "str | redis.Redis",
-        task_id: str,
-        after: int = -1,
-        *,
-        silence_seconds: float = SILENCE_SECONDS,
-    ) -> None:
-        self._source = source
-        self._task_id = task_id
-        self._after = after
-        self._silence_seconds = silence_seconds
+    source: "str | redis.Redis" = field(repr=False)
+    task_id: str
+    after: int = -1
+    _: KW_ONLY
+    silence_seconds: float = SILENCE_SECONDS
 
     def __iter__(self) -> Generator[Event, None, None]:
-        steps = StreamSteps(self._task_id, self._after, self._silence_seconds)
+        steps = StreamSteps(self.task_id, self.after, self.silence_seconds)
         with ExitStack() as stack:
-            client = _connect(self._source, redis)
-            for opened in _opened(self._source, client):
+            client = _connect(self.source, redis)
+            for opened in _opened(self.source, client):
                 stack.callback(opened.close)
             connection = _Connection(client)
             stack.callback(connection.close)
@@ -80,6 +75,7 @@ class TokenStream:
                 step = steps.done(result)
 
 
+@dataclass(frozen=True, eq=False)
 class AsyncTokenStream:
     """`TokenStream` for asyncio: `async for event in AsyncTokenStream(url, task_id)`.
 
@@ -87,24 +83,17 @@ class AsyncTokenStream:
     iterator in `contextlib.aclosing`, as for every asynchronous generator.
     """
 
-    def __init__(
-        self,
-        source: "str | redis.asyncio.Redis",
-        task_id: str,
-        after: int = -1,
-        *,
-        silence_seconds: float = SILENCE_SECONDS,
-    ) -> None:
-        self._source = source
-        self._task_id = task_id
-        self._after = after
-        self._silence_seconds = silence_seconds
+    source: "str | redis.asyncio.Redis" = field(repr=False)
+    task_id: str
+    after: int = -1
+    _: KW_ONLY
+    silence_seconds: float = SILENCE_SECONDS
 
     async def __aiter__(self) -> AsyncGenerator[Event, None]:
-        steps = StreamSteps(self._task_id, self._after, self._silence_seconds)
+        steps = StreamSteps(self.task_id, self.after, self.silence_seconds)
         async with AsyncExitStack() as stack:
-            client = _connect(self._source, redis.asyncio)
-            for opened in _opened(self._source, client):
+            client = _connect(self.source, redis.asyncio)
+            for opened in _opened(self.source, client):
                 stack.push_async_callback(opened.aclose)
             connection = _AsyncConnection(client)
             stack.push_async_callback(connection.close)
