@@ -33,7 +33,8 @@ from worker.stream import Stream
 from worker.watchdog import Observers
 
 SLUG = "benchmark"
-DRAIN_SECONDS = 0.001
+DRAIN_POLL_SECONDS = 0.001
+MAX_DRAIN_SECONDS = 60.0
 
 
 class Tap:
@@ -113,8 +114,10 @@ class TappedWorker:
 
     def drain(self) -> None:
         """Wait until the publisher has stored every output."""
+        deadline = time.monotonic() + MAX_DRAIN_SECONDS
         while not self._publisher.is_drained or self._context.outputs.backlog:
-            time.sleep(DRAIN_SECONDS)
+            assert time.monotonic() < deadline, "the publisher stores nothing"
+            time.sleep(DRAIN_POLL_SECONDS)
 
     def _publish(self) -> None:
         began = time.thread_time()

@@ -103,7 +103,18 @@ PLANTS = {
         ("monitoring/engine.py", "import tokenmill.protocol.keys"),
     ],
     "monitoring.queue:": [("monitoring/queue.py", "import worker.errors")],
-    "worker:": [
+    "worker: from": [
+        ("worker/watchdog.py", "import worker.context"),
+        ("worker/stream.py", "import worker.output_queue"),
+        ("worker/context.py", "import worker.publisher"),
+        ("worker/intake.py", "import worker.leases"),
+        ("worker/threads.py", "import worker.batch_worker"),
+    ],
+    "worker.loop:": [
+        ("worker/loop.py", "import redis"),
+        ("worker/loop.py", "import rq"),
+    ],
+    "worker: engine": [
         ("worker/loop.py", "import torch"),
         ("worker/loop.py", "import tokenmill.serve.state_directory"),
         ("worker/errors.py", "import flask"),

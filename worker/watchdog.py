@@ -16,7 +16,6 @@ from typing import Protocol
 
 from engine.outputs import StepReport
 from monitoring.worker import WorkerMetrics
-from worker.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +28,15 @@ WATCHDOG = Path(__file__).with_name("watchdog_process.py")
 
 class Observer(Protocol):
     def observe(self, report: StepReport) -> None: ...
+
+
+class WatchedThread(Protocol):
+    """The part of `worker.service.Service` that the watchdog uses."""
+
+    name: str
+
+    def is_stalled(self, seconds: float) -> bool: ...
+    def is_failing(self, seconds: float) -> bool: ...
 
 
 class Observers:
@@ -161,20 +169,20 @@ class Watchdog:
         self._clock = clock
         self._metrics = metrics
         self._arm = arm
-        self._services: Sequence[Service] = ()
+        self._threads: Sequence[WatchedThread] = ()
         self._last_tick = clock()
         self._next_arming = self._last_tick
         self._arming = threading.Lock()
 
-    def watch(self, services: Sequence[Service]) -> None:
-        self._services = services
+    def watch(self, threads: Sequence[WatchedThread]) -> None:
+        self._threads = threads
 
     def tick(self) -> None:
         now = self._clock()
         # Once a second is enough: arming writes to a pipe.
         if now < self._next_arming:
             self._last_tick = now
-        elif not any(service.is_stalled(self._stall_seconds) for service in self._services):
+        elif not any(thread.is_stalled(self._stall_seconds) for thread in self._threads):
             self._last_tick = now
             with self._arming:
                 self._arm_again(now)
@@ -193,7 +201,7 @@ class Watchdog:
     @property
     def failing_threads(self) -> list[str]:
         """Names of the threads in which no turn has succeeded for `FAILING_SECONDS`."""
-        return [service.name for service in self._services if service.is_failing(FAILING_SECONDS)]
+        return [thread.name for thread in self._threads if thread.is_failing(FAILING_SECONDS)]
 
     def _arm_again(self, now: float) -> None:
         # `end_within` may have been called meanwhile.

@@ -1,4 +1,4 @@
-"""What the service exports: one registry as the API fills it, one as a worker does."""
+"""The metrics that the service exports: the registry of the API, and that of a worker."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -20,8 +20,8 @@ MODEL = "tiny"
 SLUG = "tiny-abc123"
 
 
-class StillQueue:
-    """A store in which nothing happens."""
+class EmptyQueue:
+    """A store without tasks and workers."""
 
     def queue_stats(self, slug: str) -> QueueStats:
         return QueueStats(
@@ -44,7 +44,7 @@ def api_registry() -> CollectorRegistry:
     WebhookMetrics(registry)
     ReapFailures(registry, by_api=True)
     RedisStateMetrics(registry)
-    registry.register(QueueCollector(StillQueue(), SLUG, MODEL))
+    registry.register(QueueCollector(EmptyQueue(), SLUG, MODEL))
     return registry
 
 
@@ -56,12 +56,12 @@ def worker_registry() -> CollectorRegistry:
 
 
 def families() -> list[Metric]:
-    """Of the whole service."""
+    """The families of the whole service."""
     return [*api_registry().collect(), *worker_registry().collect()]
 
 
 def series_names(metrics: Iterable[Metric]) -> set[str]:
-    """The names that a query may use."""
+    """The names that a query can use."""
     names: set[str] = set()
     for metric in metrics:
         if metric.type == "counter":
@@ -74,12 +74,12 @@ def series_names(metrics: Iterable[Metric]) -> set[str]:
 
 
 def shared_names() -> set[str]:
-    """What every API process exports with the same values, as it describes the whole deployment."""
-    return series_names(QueueCollector(StillQueue(), SLUG, MODEL).collect())
+    """The names that every API process exports with the same values, since they describe the deployment."""
+    return series_names(QueueCollector(EmptyQueue(), SLUG, MODEL).collect())
 
 
 def summed_names(expression: str) -> set[str]:
-    """The names that a PromQL expression adds up as they are exported, one value for each process."""
+    """The names whose values a PromQL expression adds up over processes."""
     return set(_summed(promql_parser.parse(expression), inside_sum=False))
 
 
@@ -98,12 +98,12 @@ def _summed(node: Any, *, inside_sum: bool) -> Iterator[str]:
 
 
 def metric_names(expression: str) -> set[str]:
-    """The names that a PromQL expression reads. Raises ValueError for what is no PromQL."""
+    """The names that a PromQL expression reads. Raises ValueError for invalid PromQL."""
     names: set[str] = set()
 
-    def note(node: object) -> None:
+    def collect(node: object) -> None:
         if isinstance(node, promql_parser.VectorSelector) and node.name:
             names.add(node.name)
 
-    promql_parser.walk(promql_parser.parse(expression), note)
+    promql_parser.walk(promql_parser.parse(expression), collect)
     return names

@@ -1,4 +1,4 @@
-"""The alert rules, as far as they can be checked without Prometheus."""
+"""Checks of the alert rules that need no Prometheus."""
 
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,18 @@ TESTS = yaml.safe_load((PROMETHEUS / "alerts_test.yml").read_text())
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_rule_reads_only_what_is_exported(rule: Any) -> None:
+def test_a_rule_reads_only_exported_metrics(rule: Any) -> None:
     names = metric_names(rule["expr"])
     assert names
     assert names <= series_names(families()) | {"up"}
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_rule_does_not_add_up_what_every_api_process_exports(rule: Any) -> None:
+def test_a_rule_does_not_sum_metrics_of_the_deployment(rule: Any) -> None:
     assert not summed_names(rule["expr"]) & shared_names()
 
 
-def test_a_sum_over_processes_is_found_wherever_it_stands() -> None:
+def test_a_sum_over_processes_is_detected_anywhere_in_an_expression() -> None:
     for expression in (
         "sum(tokenmill_tasks_owned) > 0",
         'max(sum by (model) (rate(tokenmill_tasks_submitted_total{model="m"}[5m])))',
@@ -37,13 +37,13 @@ def test_a_sum_over_processes_is_found_wherever_it_stands() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_rule_says_how_bad_what_and_why(rule: Any) -> None:
+def test_a_rule_has_severity_summary_and_description(rule: Any) -> None:
     assert rule["labels"]["severity"] in {"critical", "warning", "info"}
     assert set(rule["annotations"]) == {"summary", "description"}
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_rule_is_tested_firing_and_silent(rule: Any) -> None:
+def test_each_rule_has_cases_that_fire_and_that_do_not(rule: Any) -> None:
     cases = [
         case
         for group in TESTS["tests"]
@@ -54,7 +54,7 @@ def test_a_rule_is_tested_firing_and_silent(rule: Any) -> None:
     assert outcomes == {True, False}
 
 
-def test_scrape_jobs_are_those_that_rules_and_compose_speak_of() -> None:
+def test_scrape_jobs_match_the_rules_and_compose() -> None:
     config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
     jobs = {job["job_name"]: job for job in config["scrape_configs"]}
     assert {"tokenmill-api", "tokenmill-worker"} <= set(jobs)

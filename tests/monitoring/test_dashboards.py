@@ -1,4 +1,4 @@
-"""The dashboards, as far as they can be checked without Grafana: shape, queries, words."""
+"""Checks of the dashboards that need no Grafana: layout, queries, texts."""
 
 import itertools
 import json
@@ -15,7 +15,7 @@ from tests.monitoring.exported import families, metric_names, series_names, shar
 GRAFANA = Path(__file__).parents[2] / "monitoring" / "grafana"
 FILES = sorted((GRAFANA / "dashboards").glob("*.json"))
 VARIABLES = {"$__rate_interval": "1m", "$model": ".*"}
-"""Grafana's variables, and values that a query may have in their place."""
+"""Grafana's variables with values for the checks."""
 
 
 def load(path: Path) -> Any:
@@ -45,14 +45,14 @@ def overlap(one: dict[str, int], other: dict[str, int]) -> bool:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_ids_are_unique_and_nothing_overlaps(path: Path) -> None:
+def test_ids_are_unique_and_panels_do_not_overlap(path: Path) -> None:
     dashboard = load(path)
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(ids) == len(set(ids))
     assert dashboard["uid"] == path.stem
-    places = [panel["gridPos"] for panel in dashboard["panels"]]
-    assert all(place["x"] >= 0 and place["x"] + place["w"] <= 24 for place in places)
-    assert not [pair for pair in itertools.combinations(places, 2) if overlap(*pair)]
+    positions = [panel["gridPos"] for panel in dashboard["panels"]]
+    assert all(one["x"] >= 0 and one["x"] + one["w"] <= 24 for one in positions)
+    assert not [pair for pair in itertools.combinations(positions, 2) if overlap(*pair)]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -67,7 +67,7 @@ def test_the_data_source_is_a_variable(path: Path) -> None:
 
 
 @pytest.mark.parametrize("panel", PANELS)
-def test_a_panel_says_what_it_shows_and_in_which_unit(panel: Any) -> None:
+def test_a_panel_has_title_description_and_unit(panel: Any) -> None:
     assert panel["title"]
     assert panel["description"].endswith(".")
     assert panel["fieldConfig"]["defaults"]["unit"]
@@ -76,24 +76,24 @@ def test_a_panel_says_what_it_shows_and_in_which_unit(panel: Any) -> None:
 
 
 @pytest.mark.parametrize("panel", PANELS)
-def test_a_panel_does_not_add_up_what_every_api_process_exports(panel: Any) -> None:
-    """With two API processes it would show "2 workers ready" of one."""
+def test_a_panel_does_not_sum_metrics_of_the_deployment(panel: Any) -> None:
+    """With two API processes it would show two ready workers for one."""
     for target in panel["targets"]:
         assert not summed_names(with_values(target["expr"])) & shared_names()
 
 
 @pytest.mark.parametrize("panel", PANELS)
-def test_a_panels_queries_read_only_what_is_exported(panel: Any) -> None:
+def test_a_panels_queries_read_only_exported_metrics(panel: Any) -> None:
     refs = [target["refId"] for target in panel["targets"]]
     assert len(refs) == len(set(refs))
     for target in panel["targets"]:
         expression = target["expr"]
         assert target["datasource"] == panel["datasource"]
-        assert "$" not in with_values(expression), "a variable that nobody sets"
+        assert "$" not in with_values(expression), "an unknown variable"
         names = metric_names(with_values(expression))
-        assert names, "a query that reads nothing"
+        assert names, "a query without metrics"
         assert names <= series_names(families())
-        # rate() over a fixed window goes wrong when the scrape interval or the zoom changes.
+        # rate() over a fixed window is wrong when the scrape interval or the zoom changes.
         assert "[" not in expression.replace("[$__rate_interval]", "")
 
 
@@ -117,10 +117,10 @@ def test_every_family_is_on_a_dashboard() -> None:
         for name in metric_names(with_values(target["expr"]))
     }
     unshown = {family.name for family in families() if not series_names([family]) & shown}
-    assert unshown == {"tokenmill_prompt_tokens"}, "the sum of the prompt lengths, which are shown"
+    assert unshown == {"tokenmill_prompt_tokens"}, "it is the sum of the prompt lengths, which are shown"
 
 
-def test_provisioning_points_at_the_dashboards_and_at_prometheus() -> None:
+def test_provisioning_refers_to_the_dashboards_and_to_prometheus() -> None:
     sources = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yml").read_text())
     assert [source["type"] for source in sources["datasources"]] == ["prometheus"]
     providers = yaml.safe_load((GRAFANA / "provisioning/dashboards/tokenmill.yml").read_text())["providers"]

@@ -1,4 +1,4 @@
-"""Reports become metrics: every number once, under a label that was there before the first event."""
+"""Metrics from step reports: every value counts once, in a series that existed before its first event."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,6 +13,7 @@ from monitoring.engine import EngineMetrics
 from tests.engine.fakes import Clock, add, build_engine
 
 MAX_MODEL_LEN = 2048
+MAX_STEPS = 1000
 REPORT = StepReport(
     step=1,
     schedule_seconds=0.001,
@@ -54,8 +55,8 @@ REPORT = StepReport(
 )
 
 
-class Watched:
-    """Engine metrics in a registry of their own."""
+class MetricsHarness:
+    """Engine metrics in a separate registry."""
 
     def __init__(self, max_model_len: int = MAX_MODEL_LEN) -> None:
         self.registry = CollectorRegistry()
@@ -65,16 +66,19 @@ class Watched:
         return self.registry.get_sample_value(f"tokenmill_{name}", {"model": "tiny", **labels})
 
     def step_until_idle(self, engine: Engine) -> None:
-        while engine.has_work:
+        for _ in range(MAX_STEPS):
+            if not engine.has_work:
+                return
             self.metrics.observe(engine.step().report)
+        raise AssertionError(f"the engine has work after {MAX_STEPS} steps")
 
     def num_series(self) -> int:
         return sum(len(metric.samples) for metric in self.registry.collect())
 
 
 @pytest.fixture
-def watched() -> Watched:
-    return Watched()
+def watched() -> MetricsHarness:
+    return MetricsHarness()
 
 
 @pytest.mark.parametrize(
@@ -120,16 +124,16 @@ def watched() -> Watched:
         ("request_time_per_output_token_seconds_sum", {}, 0.1),
     ],
 )
-def test_each_number_of_a_report_is_counted_under_its_name(
-    watched: Watched, name: str, labels: dict[str, str], value: float
+def test_each_value_of_a_report_has_its_metric(
+    watched: MetricsHarness, name: str, labels: dict[str, str], value: float
 ) -> None:
     before = watched(name, **labels)
     watched.metrics.observe(REPORT)
-    assert before == 0, "the series was not there before its first event"
+    assert before == 0, "the series exists before its first event"
     assert watched(name, **labels) == pytest.approx(value)
 
 
-def test_no_report_makes_a_new_series(watched: Watched) -> None:
+def test_no_report_creates_a_series(watched: MetricsHarness) -> None:
     before = watched.num_series()
     ended = [
         replace(REPORT.finished[0], reason=reason.value, first_token_seconds=None) for reason in FinishReason
@@ -139,14 +143,14 @@ def test_no_report_makes_a_new_series(watched: Watched) -> None:
     assert watched.num_series() == before
 
 
-def test_a_word_that_is_not_the_engines_own_is_an_error_and_no_series(watched: Watched) -> None:
+def test_an_unknown_reason_is_an_error_and_creates_no_series(watched: MetricsHarness) -> None:
     before = watched.num_series()
     with pytest.raises(KeyError):
-        watched.metrics.observe(replace(REPORT, bound_by="made up"))
+        watched.metrics.observe(replace(REPORT, bound_by="unknown"))
     assert watched.num_series() == before
 
 
-def test_one_token_requests_have_no_time_between_tokens(watched: Watched) -> None:
+def test_requests_of_one_token_have_no_time_between_tokens(watched: MetricsHarness) -> None:
     one = replace(REPORT.finished[0], num_output_tokens=1)
     none = replace(REPORT.finished[0], num_output_tokens=0, first_token_seconds=None)
     watched.metrics.observe(replace(REPORT, finished=(one, none)))
@@ -154,8 +158,8 @@ def test_one_token_requests_have_no_time_between_tokens(watched: Watched) -> Non
     assert watched("request_generation_tokens_count") == 2
 
 
-def test_after_all_requests_are_aborted_the_gauges_say_idle(watched: Watched) -> None:
-    """vllm#22545, vllm#29928: running, waiting and KV gauges kept their last values after an abort of all."""
+def test_gauges_are_zero_after_all_requests_are_aborted(watched: MetricsHarness) -> None:
+    """vllm#22545, vllm#29928: gauges kept their last values after all requests were aborted."""
     engine, _ = build_engine(max_num_seqs=4)
     for number in range(6):
         add(engine, f"r{number}", 8, max_tokens=20)
@@ -178,13 +182,13 @@ def test_after_all_requests_are_aborted_the_gauges_say_idle(watched: Watched) ->
         assert watched(name, **labels) == 0, name
 
 
-def test_finished_requests_add_up_to_those_submitted_and_their_tokens_to_the_totals(watched: Watched) -> None:
-    """vllm#31503, vllm#55634: aborted requests were missing in the finished counter, not in the tokens."""
+def test_finished_requests_and_their_tokens_add_up(watched: MetricsHarness) -> None:
+    """vllm#31503, vllm#55634: aborted requests were missing in the finished counter but not in the tokens."""
     engine, runner = build_engine(num_kv_blocks=64)
 
     def poison(sequence: Any) -> None:
         if sequence.request_id == "broken" and sequence.num_output_tokens == 2:
-            raise RuntimeError("planted")
+            raise RuntimeError("a fault")
 
     runner.sample_fault = poison
     submitted = [f"done{number}" for number in range(3)] + [f"gone{number}" for number in range(5)]
@@ -208,24 +212,27 @@ def test_finished_requests_add_up_to_those_submitted_and_their_tokens_to_the_tot
 def test_the_first_token_is_counted_once_for_each_request_that_had_one() -> None:
     """vllm#15167, vllm#6337: time to first token counted once a chunk, or all zero."""
     clock = Clock()
-    watched = Watched(48)
+    watched = MetricsHarness(48)
     engine, _ = build_engine(
         clock=clock, max_num_batched_tokens=8, num_kv_blocks=10, max_num_seqs=3, max_num_prefill_seqs=2
     )
     add(engine, "chunked", 20, max_tokens=12)  # three chunks of at most 8 tokens
     add(engine, "single", 4, max_tokens=1)
     add(engine, "gone", 4, max_tokens=5)
-    add(engine, "longer", 4, max_tokens=20)  # outgrows the ten blocks with the first
+    add(engine, "longer", 4, max_tokens=20)  # together with the first it needs more than ten blocks
     assert engine.cancel("gone")
     num_preempted = 0
-    while engine.has_work:
+    for _ in range(MAX_STEPS):
+        if not engine.has_work:
+            break
         clock.now += 0.05
         report = engine.step().report
         num_preempted += report.num_preempted
         watched.metrics.observe(report)
-    assert num_preempted, "the pool should have been too small"
+    assert not engine.has_work
+    assert num_preempted, "the pool is too small"
     assert watched("time_to_first_token_seconds_count", priority="2") == 3
-    # The chunked one alone needs three steps of 0.05 s.
+    # The chunked request alone takes three steps of 0.05 s.
     assert (watched("time_to_first_token_seconds_sum", priority="2") or 0) >= 3 * 0.05
     assert watched("queue_wait_seconds_count", priority="2") == 3
     generated = watched("generation_tokens_total")
@@ -242,10 +249,10 @@ def test_the_first_token_is_counted_once_for_each_request_that_had_one() -> None
         ("e2e_request_latency_seconds", {}),
     ],
 )
-def test_a_wait_of_five_minutes_is_not_beyond_the_last_bucket(
-    watched: Watched, name: str, labels: dict[str, str]
+def test_the_buckets_cover_a_wait_of_five_minutes(
+    watched: MetricsHarness, name: str, labels: dict[str, str]
 ) -> None:
-    """vllm#15106, vllm#8115: the buckets ended so low that slow requests all fell into +Inf."""
+    """vllm#15106, vllm#8115: the buckets ended too low, and slow requests all fell into +Inf."""
     watched.metrics.observe(
         StepReport(
             step=1,
@@ -261,9 +268,9 @@ def test_a_wait_of_five_minutes_is_not_beyond_the_last_bucket(
 
 
 @pytest.mark.parametrize("max_model_len", [2, 7, 1000, 2048, 131072])
-def test_the_lengths_buckets_end_at_the_models_length(max_model_len: int) -> None:
-    """vllm#8115: token histograms ended below the lengths that were served."""
-    watched = Watched(max_model_len)
+def test_the_length_buckets_end_at_the_models_length(max_model_len: int) -> None:
+    """vllm#8115: token histograms ended below the actual lengths."""
+    watched = MetricsHarness(max_model_len)
     longest = replace(
         REPORT.finished[0], num_prompt_tokens=max_model_len - 1, num_output_tokens=max_model_len
     )

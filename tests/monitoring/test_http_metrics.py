@@ -1,4 +1,4 @@
-"""Calls of the API become metrics, and no client can make a series."""
+"""Metrics of the API's HTTP calls. No client can create a series."""
 
 import secrets
 
@@ -35,8 +35,10 @@ def test_a_call_is_counted_by_route_method_and_status(
     assert duration == pytest.approx(0.06)
 
 
-def test_made_up_paths_and_methods_make_one_series(registry: CollectorRegistry, metrics: HttpMetrics) -> None:
-    """litellm#35666, otari#264: raw paths and ids as label values made a series for each call."""
+def test_unknown_paths_and_methods_create_one_series(
+    registry: CollectorRegistry, metrics: HttpMetrics
+) -> None:
+    """litellm#35666, otari#264: raw paths and ids as label values created a series for each call."""
     metrics.observe(None, "GET", 404, 0.01)
     before = num_series(registry)
     for _ in range(500):

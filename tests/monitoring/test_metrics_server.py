@@ -35,8 +35,8 @@ def call(server: MetricsServer, method: str, path: str) -> tuple[int, dict[str, 
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     try:
         connection.request(method, path)
-        answer = connection.getresponse()
-        return answer.status, dict(answer.getheaders()), answer.read()
+        reply = connection.getresponse()
+        return reply.status, dict(reply.getheaders()), reply.read()
     finally:
         connection.close()
 
@@ -52,7 +52,7 @@ def test_a_query_string_is_ignored(server: MetricsServer) -> None:
     assert call(server, "GET", "/metrics?name[]=x")[0] == 200
 
 
-def test_head_tells_the_length_and_sends_no_body(server: MetricsServer) -> None:
+def test_head_returns_the_length_without_a_body(server: MetricsServer) -> None:
     body = call(server, "GET", "/metrics")[2]
     status, headers, nothing = call(server, "HEAD", "/metrics")
     assert (status, headers["Content-Length"], nothing) == (200, str(len(body)), b"")
@@ -65,36 +65,36 @@ def test_readiness_follows_the_worker_and_liveness_does_not(server: MetricsServe
     assert call(server, "GET", "/livez")[0] == 200
 
 
-def test_other_paths_and_methods_are_refused(server: MetricsServer) -> None:
+def test_other_paths_and_methods_are_errors(server: MetricsServer) -> None:
     assert call(server, "GET", "/")[0] == 404
     assert call(server, "POST", "/metrics")[0] == 501
 
 
-def test_a_silent_client_keeps_nobody_waiting(server: MetricsServer) -> None:
+def test_a_silent_client_does_not_block_others(server: MetricsServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port)):
         assert call(server, "GET", "/livez")[0] == 200
 
 
-def test_a_collector_that_raises_costs_one_scrape_and_is_logged(
+def test_an_error_of_a_collector_fails_one_scrape_and_is_logged(
     ready: Readiness, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken:
         def collect(self) -> Iterator[None]:
-            raise RuntimeError("planted")
+            raise RuntimeError("a fault")
 
     registry = CollectorRegistry()
-    registry.register(Broken())  # type: ignore[arg-type]  # what a broken collector does is the test
+    registry.register(Broken())  # type: ignore[arg-type]  # a broken collector
     server = serve_metrics(registry, "127.0.0.1", 0, ready)
     try:
         with pytest.raises(http.client.HTTPException):
             call(server, "GET", "/metrics")
         assert call(server, "GET", "/livez")[0] == 200
-        assert "planted" in caplog.text
+        assert "a fault" in caplog.text
     finally:
         server.close()
 
 
-def test_a_port_that_is_taken_is_an_error(server: MetricsServer, ready: Readiness) -> None:
+def test_a_port_in_use_is_an_error(server: MetricsServer, ready: Readiness) -> None:
     with pytest.raises(OSError, match="in use"):
         serve_metrics(CollectorRegistry(), "127.0.0.1", server.port, ready)
 

@@ -27,8 +27,10 @@ def test_names_and_help(family: Metric) -> None:
     assert re.fullmatch(r"tokenmill_[a-z][a-z0-9_]*", family.name), "prefix, lower case, no colon"
     assert family.type in {"counter", "gauge", "histogram"}
     assert family.documentation.endswith("."), "help is a sentence"
-    assert not ABBREVIATED_OR_SCALED.search(family.name), "base units, written out"
-    assert not family.name.endswith(("_total", "_count", "_sum", "_bucket")), "kept for what the type adds"
+    assert not ABBREVIATED_OR_SCALED.search(family.name), "base units without abbreviations"
+    assert not family.name.endswith(("_total", "_count", "_sum", "_bucket")), (
+        "reserved for suffixes of the type"
+    )
     if {"age", "wait", "latency", "duration", "load", "time"} & set(family.name.split("_")):
         assert family.name.endswith("_seconds")
 
@@ -40,7 +42,7 @@ def test_labels_are_from_the_short_list(family: Metric) -> None:
         assert sample.labels.get("model", MODEL) == MODEL
 
 
-def test_one_family_a_name() -> None:
+def test_each_name_has_one_family() -> None:
     names = [family.name for family in families()]
     assert len(names) == len(set(names))
 

@@ -1,4 +1,4 @@
-"""The queue's numbers come from one reading of Redis a scrape, and Redis being away is one of them."""
+"""The queue's metrics: one read of Redis for each scrape, and a metric if Redis is away."""
 
 from dataclasses import replace
 
@@ -40,17 +40,17 @@ def worker(name: str, state: WorkerState, slug: str = SLUG) -> WorkerRecord:
 
 
 class CountingStore:
-    """Tells what it is given, counts how often it is asked, fails when told to."""
+    """Returns `stats` and `records`, counts the reads, and raises `error` if it is set."""
 
     def __init__(self, stats: QueueStats = STATS) -> None:
         self.stats = stats
         self.records: list[WorkerRecord] = []
         self.error: Exception | None = None
-        self.num_readings = 0
+        self.num_reads = 0
 
     def queue_stats(self, slug: str) -> QueueStats:
         assert slug == SLUG
-        self.num_readings += 1
+        self.num_reads += 1
         if self.error:
             raise self.error
         return self.stats
@@ -75,8 +75,8 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
     return registry.get_sample_value(f"tokenmill_{name}", {"model": MODEL, **labels})
 
 
-def test_every_number_of_the_queue_is_told(registry: CollectorRegistry) -> None:
-    told = {
+def test_every_value_of_the_queue_is_exported(registry: CollectorRegistry) -> None:
+    exported = {
         "waiting": [value(registry, "queue_tasks", priority=str(priority)) for priority in range(5)],
         "oldest": value(registry, "queue_oldest_age_seconds"),
         "tokens": value(registry, "queue_waiting_tokens"),
@@ -91,7 +91,7 @@ def test_every_number_of_the_queue_is_told(registry: CollectorRegistry) -> None:
         ],
         "up": registry.get_sample_value("tokenmill_redis_up"),
     }
-    assert told == {
+    assert exported == {
         "waiting": [1, 0, 7, 0, 2],
         "oldest": 12.5,
         "tokens": 4096,
@@ -105,7 +105,7 @@ def test_every_number_of_the_queue_is_told(registry: CollectorRegistry) -> None:
     }
 
 
-def test_every_reason_has_a_series_before_the_first_task_ends_for_it(registry: CollectorRegistry) -> None:
+def test_every_reason_has_a_series_before_its_first_task(registry: CollectorRegistry) -> None:
     ends = {
         reason: value(registry, "tasks_finished_total", reason=reason)
         for reason in ("stop", "length", "cancelled", "timeout", "error")
@@ -129,12 +129,10 @@ def test_workers_are_counted_by_state_and_those_of_other_models_are_not(
     assert states == {"loading": 1, "ready": 2, "draining": 0, "stalled": 0}
 
 
-def test_a_worker_of_a_later_version_may_be_in_a_state_of_its_own(
-    registry: CollectorRegistry, store: CountingStore
-) -> None:
-    """As in a rolling upgrade: the scrape goes on, and the label is one that was known before."""
+def test_an_unknown_state_counts_as_other(registry: CollectorRegistry, store: CountingStore) -> None:
+    """A newer worker during a rolling upgrade must not break the scrape or add a label."""
     assert value(registry, "workers", state="other") == 0
-    unknown = replace(worker("a", "ready"), state="hibernating")  # type: ignore[arg-type]  # the point
+    unknown = replace(worker("a", "ready"), state="hibernating")  # type: ignore[arg-type]  # a newer state
     store.records = [unknown, worker("b", "ready")]
     assert value(registry, "workers", state="other") == 1
     assert value(registry, "workers", state="ready") == 1
@@ -144,13 +142,13 @@ def test_a_worker_of_a_later_version_may_be_in_a_state_of_its_own(
 def test_a_scrape_reads_the_queue_once_and_registering_never(
     registry: CollectorRegistry, store: CountingStore
 ) -> None:
-    assert store.num_readings == 0
+    assert store.num_reads == 0
     expose(registry)
-    assert store.num_readings == 1
+    assert store.num_reads == 1
 
 
 @pytest.mark.parametrize("error", [redis.ConnectionError("away"), redis.TimeoutError("slow")])
-def test_redis_away_is_a_metric_and_no_failed_scrape(
+def test_a_scrape_without_redis_succeeds_with_a_metric(
     registry: CollectorRegistry, store: CountingStore, error: Exception
 ) -> None:
     store.error = error
@@ -161,15 +159,13 @@ def test_redis_away_is_a_metric_and_no_failed_scrape(
     assert registry.get_sample_value("tokenmill_redis_up") == 1
 
 
-def test_a_fault_of_ours_is_not_taken_for_redis_being_away(
-    registry: CollectorRegistry, store: CountingStore
-) -> None:
+def test_other_errors_are_raised(registry: CollectorRegistry, store: CountingStore) -> None:
     store.error = KeyError("a bug")
     with pytest.raises(KeyError):
         expose(registry)
 
 
-def test_numbers_that_are_not_stored_yet_are_zero(registry: CollectorRegistry, store: CountingStore) -> None:
+def test_values_that_are_not_stored_yet_are_zero(registry: CollectorRegistry, store: CountingStore) -> None:
     store.stats = replace(STATS, totals={}, waiting={})
     assert value(registry, "tasks_submitted_total") == 0
     assert value(registry, "queue_tasks", priority="4") == 0
@@ -185,7 +181,7 @@ def test_a_real_store_is_read(redis_client: "redis.Redis") -> None:
     assert value(registry, "workers", state="ready") == 1
 
 
-def test_a_server_that_is_gone_is_told() -> None:
+def test_an_unreachable_server_is_a_metric() -> None:
     client = redis.Redis(port=1, retry=Retry(NoBackoff(), 0), socket_timeout=2)
     registry = CollectorRegistry()
     registry.register(QueueCollector(TaskStore(client), SLUG, MODEL))

@@ -1,4 +1,4 @@
-"""What a worker says of itself, number by number."""
+"""The worker's metrics, one by one."""
 
 import time
 
@@ -59,7 +59,7 @@ def test_redis_errors_are_counted_by_part(registry: CollectorRegistry, metrics: 
     assert value(registry, "redis_errors_total", op="a new part") == 1
 
 
-def test_a_tick_is_the_time_of_day(registry: CollectorRegistry, metrics: WorkerMetrics) -> None:
+def test_a_tick_is_a_unix_timestamp(registry: CollectorRegistry, metrics: WorkerMetrics) -> None:
     assert value(registry, "worker_last_tick_timestamp_seconds") == 0
     before = time.time()
     metrics.tick()

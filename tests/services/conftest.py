@@ -1,4 +1,4 @@
-"""Programs from outside, and the live service that they look at. A missing program fails, it never skips."""
+"""External programs, and the live service that they check. A missing program is a failure, not a skip."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ def program() -> Callable[[str], str]:
     def find(name: str) -> str:
         found = shutil.which(name)
         if not found:
-            pytest.fail(f"{name} is not installed; these tests need the system packages that CI installs")
+            pytest.fail(f"{name} is not installed; these tests need system packages")
         return found
 
     return find
@@ -35,7 +35,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def live(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
-    """One for each file of tests."""
+    """One service for each test file."""
     env = {
         "TOKENMILL_MAX_MODEL_LEN": str(MAX_MODEL_LEN),
         "TOKENMILL_NUM_KV_BLOCKS": "1024",
@@ -47,9 +47,9 @@ def live(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture(scope="session")
 def rq_dashboard() -> Path:
-    """The command. It lives in an environment of its own, kept for later runs.
+    """The command, installed in a separate environment that later runs reuse.
 
-    The service's environment cannot have it: it needs `six` and does not say so.
+    It needs `six` without declaring it, which the service's environment does not have.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenmill-tests"
     directory = cache / f"{RQ_DASHBOARD.replace('==', '-')}-python{sys.version_info[0]}.{sys.version_info[1]}"

@@ -1,6 +1,6 @@
-"""Rooms as process 1 of a process namespace, as in a container without an init process (sglang#16145).
+"""Processes as pid 1 of a namespace, as in a container without an init process (sglang#16145).
 
-Needs the right to make namespaces, which root has.
+Needs the permission to create namespaces, which root has.
 """
 
 import os
@@ -30,7 +30,7 @@ def only_child(pid: int) -> int:
         ("tokenmill", "click", ("serve",)),
     ],
 )
-def test_a_request_to_stop_while_it_starts_ends_it(
+def test_sigterm_during_the_startup_ends_it(
     program: Callable[[str], str], redis_url: str, room: str, gate: str, arguments: tuple[str, ...]
 ) -> None:
     namespace = [program("unshare"), "--pid", "--fork", "--mount-proc"]

@@ -1,4 +1,4 @@
-"""A state directory on a file system that fills and empties again, with real mounts.
+"""A state directory on a file system that is full for a while, with real mounts.
 
 Needs a mount namespace, which root always has. redis#1522.
 """
@@ -27,7 +27,7 @@ MOUNT = 'mount -t tmpfs -o size=24m,mode=700 tmpfs "$0" && exec "$@"'
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """With a short path, as that of a socket is limited."""
+    """A short path, since the length of a socket's path is limited."""
     path = Path(tempfile.mkdtemp(prefix="tm-"))
     yield path
     shutil.rmtree(path)
@@ -54,7 +54,7 @@ def fill(path: Path) -> None:
         path.with_name("more").write_bytes(b"x")
 
 
-def test_a_full_disk_is_waited_out_and_nothing_is_lost(served: Served) -> None:
+def test_a_full_disk_loses_nothing(served: Served) -> None:
     served.wait_until_ready()
     url = socket_url(served.state.redis_data / "redis.sock")
     filler = served.state.path / "filler"
@@ -62,7 +62,7 @@ def test_a_full_disk_is_waited_out_and_nothing_is_lost(served: Served) -> None:
 
     num_acknowledged = push_until_it_ends(url)
     served.lines.wait_for("redis cannot be written: No space left on device")
-    # The record of processes cannot be written either, when another child dies now.
+    # If a child dies now, the record of processes cannot be written either.
     worker = served.state.processes()["worker"]
     os.kill(worker.pid, signal.SIGKILL)
     served.lines.wait_for(".tokenmill cannot be written: No space left on device; the service continues")

@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes the live service, and every panel and every alert finds what it asks for."""
+"""A real Prometheus scrapes the live service. Every panel and every alert finds its metrics."""
 
 import json
 import math
@@ -32,13 +32,13 @@ ALERTS = [
     for group in yaml.safe_load((MONITORING / "prometheus" / "alerts.yml").read_text())["groups"]
     for rule in group["rules"]
 ]
-# Far longer than the traffic takes, so that every rate sees all of it.
+# Far longer than the traffic, so that every rate covers all of it.
 WINDOW = "1h"
 SCRAPE_SECONDS = 1
 
 
 class Prometheus:
-    """Its HTTP interface."""
+    """Prometheus's HTTP API."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -49,7 +49,7 @@ class Prometheus:
         return reply.json["data"]
 
     def query(self, expression: str) -> list[float]:
-        """The values of an instant query's result, those that are numbers."""
+        """The finite values of an instant query."""
         result = self.get("/api/v1/query", query=expression)["result"]
         values = [float(series["value"][1]) for series in result]
         return [value for value in values if math.isfinite(value)]
@@ -61,7 +61,7 @@ class Prometheus:
 
 
 def configuration(live: LiveService) -> dict[str, Any]:
-    """The shipped one, with this service's addresses in place of compose's."""
+    """The shipped configuration with the addresses of this service."""
     config: dict[str, Any] = yaml.safe_load((MONITORING / "prometheus" / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": f"{SCRAPE_SECONDS}s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(MONITORING / "prometheus" / name) for name in config["rule_files"]]
@@ -79,7 +79,7 @@ def configuration(live: LiveService) -> dict[str, Any]:
 def prometheus(
     live: LiveService, program: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Prometheus]:
-    """Has scraped the service before, during and after its traffic."""
+    """A Prometheus that scraped the service before, during and after its traffic."""
     directory = tmp_path_factory.mktemp("prometheus")
     (directory / "prometheus.yml").write_text(yaml.safe_dump(configuration(live)))
     address = f"127.0.0.1:{free_port()}"
@@ -115,7 +115,7 @@ def is_up(server: Prometheus, process: "subprocess.Popen[bytes]", log: Path) -> 
 
 
 def has_all(server: Prometheus) -> bool:
-    """Twice, so that a series that came with the traffic has a rate."""
+    """Whether all ends were scraped twice, so that new series have a rate."""
     window = f"[{2 * SCRAPE_SECONDS}s:{SCRAPE_SECONDS}s]"
     return server.value(f"min_over_time(sum(tokenmill_tasks_finished_total){window})") == NUM_TASKS
 
@@ -177,11 +177,11 @@ def test_the_numbers_are_those_of_the_traffic(prometheus: Prometheus) -> None:
     )
 
 
-def test_every_claimed_task_is_accounted_for_by_its_worker(prometheus: Prometheus) -> None:
-    """vllm#31503, vllm#55634: what was aborted was missing among what had ended.
+def test_every_claimed_task_is_counted_at_its_end(prometheus: Prometheus) -> None:
+    """vllm#31503, vllm#55634: aborted requests were missing in the finished counter.
 
-    Whether a worker hears of a cancel or learns of it from a refused write, it counts the same. The failed
-    one was claimed, and refused before it came to the engine.
+    A cancel counts the same whether the worker receives it or its write is rejected. The failed task was
+    refused before it reached the engine.
     """
     assert prometheus.value("sum(tokenmill_tasks_claimed_total)") == NUM_TASKS
     for reason, number in (("length", NUM_COMPLETED), ("cancelled", NUM_CANCELLED)):
@@ -191,8 +191,8 @@ def test_every_claimed_task_is_accounted_for_by_its_worker(prometheus: Prometheu
     assert prometheus.value("sum(tokenmill_tasks_lost_total)") == 0
 
 
-def test_an_idle_service_says_idle(prometheus: Prometheus) -> None:
-    """vllm#22545: gauges kept their last values after everything had ended."""
+def test_gauges_of_an_idle_service_are_zero(prometheus: Prometheus) -> None:
+    """vllm#22545: gauges kept their last values after all requests had ended."""
     for gauge in (
         "tokenmill_requests",
         "tokenmill_requests_waiting_by_reason",
@@ -214,7 +214,7 @@ def test_the_live_exposition_passes_promtool(
         assert checked.returncode == 0, checked.stderr.decode()
 
 
-def test_clients_cannot_make_series(prometheus: Prometheus, live: LiveService) -> None:
+def test_clients_cannot_create_series(prometheus: Prometheus, live: LiveService) -> None:
     """litellm#35666, llm-d-batch-gateway#202: paths, ids and model names of clients became label values."""
 
     def num_series() -> int:

@@ -1,6 +1,6 @@
-"""Containers with a read-only root: one line that names the directory and what to set (openobserve-helm#54).
+"""Read-only containers: one line that names the directory and the setting (openobserve-helm#54).
 
-Needs a mount namespace, which root has.
+Needs the permission to create mount namespaces, which root has.
 """
 
 import os
@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.services
 
-# The places that Python tries, and the current directory, which is the last of them.
+# The directories that Python tries, with the current directory as the last.
 _MOUNTS = """
 mount -t tmpfs -o ro tmpfs /var/tmp
 mount --bind "$0" "$0" && mount -o remount,bind,ro "$0"
@@ -27,8 +27,8 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def run(program: Callable[[str], str]) -> Iterator[Run]:
-    """A room whose current directory and directories for temporary files are read-only."""
-    # Not below /tmp, which is mounted over.
+    """Runs a module with a read-only current directory and read-only temporary directories."""
+    # Not below /tmp, which is replaced by a mount.
     with tempfile.TemporaryDirectory(prefix="tokenmill-", dir="/dev/shm") as directory:
         namespace = [program("unshare"), "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
         env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -46,7 +46,7 @@ def run(program: Callable[[str], str]) -> Iterator[Run]:
         yield run_one
 
 
-def test_a_state_directory_that_cannot_be_made(run: Run) -> None:
+def test_a_state_directory_that_cannot_be_created(run: Run) -> None:
     done = run("tokenmill", "serve")
 
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""rq-dashboard, as people run it beside RQ, shows our queues and jobs rightly."""
+"""rq-dashboard shows the queues and jobs correctly."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def documented_options(redis_url: str) -> list[str]:
 def dashboard(
     live: LiveService, rq_dashboard: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Dashboard]:
-    """Its JSON by path."""
+    """Returns the JSON or the page at a path."""
     port = free_port()
     log_path = tmp_path_factory.mktemp("rq-dashboard") / "log"
     with log_path.open("wb") as log:
@@ -76,7 +76,7 @@ def listed(dashboard: Dashboard, registry: str) -> set[str]:
     return {job["id"] for job in page["jobs"]}
 
 
-def test_ended_jobs_stand_in_their_registries(dashboard: Dashboard, tasks: dict[str, list[str]]) -> None:
+def test_ended_jobs_are_in_their_registries(dashboard: Dashboard, tasks: dict[str, list[str]]) -> None:
     assert listed(dashboard, "finished") >= set(tasks["completed"])
     assert listed(dashboard, "failed") == set(tasks["failed"])
     assert listed(dashboard, "canceled") >= set(tasks["cancelled"])
@@ -94,14 +94,16 @@ def test_a_finished_job_shows_its_result(
     assert json.dumps(text) in json.dumps(job["result"])
 
 
-def test_a_failed_job_shows_why(dashboard: Dashboard, live: LiveService, tasks: dict[str, list[str]]) -> None:
+def test_a_failed_job_shows_its_error(
+    dashboard: Dashboard, live: LiveService, tasks: dict[str, list[str]]
+) -> None:
     (task_id,) = tasks["failed"]
     job = dashboard(f"data/job/{task_id}.json")
     assert job["status"] == "failed"
     assert live.task(task_id)["error"]["message"] in job["exc_info"]
 
 
-def test_a_cancelled_job_says_so(dashboard: Dashboard, tasks: dict[str, list[str]]) -> None:
+def test_a_cancelled_job_is_shown_as_canceled(dashboard: Dashboard, tasks: dict[str, list[str]]) -> None:
     (task_id, *_) = tasks["cancelled"]
     assert dashboard(f"data/job/{task_id}.json")["status"] == "canceled"
 
@@ -113,14 +115,14 @@ def test_the_worker_is_listed_with_its_queues(dashboard: Dashboard) -> None:
 
 
 def test_running_and_waiting_jobs_are_counted(dashboard: Dashboard, live: LiveService) -> None:
-    """More than the worker holds: the rest waits in the queue, and both numbers are shown."""
+    """More tasks than the worker has slots: the rest waits in the queue, and both numbers are shown."""
     ids = {start_long(live) for _ in range(60)}
 
     def seen() -> Any:
         queues = {queue["name"]: queue for queue in dashboard("data/queues.json")["queues"]}
         counts = QUEUE in queues and (queues[QUEUE]["count"], queues[QUEUE]["started_job_registry_count"])
         lists = listed(dashboard, "queued"), listed(dashboard, "started")
-        # Read one after another while jobs move on: all four have to be there at once.
+        # The reads are not atomic and jobs change state: repeat until all four have values.
         return counts and all(counts) and all(lists) and lists
 
     waiting, started = wait_for(seen, "some run and some wait")

@@ -1,4 +1,4 @@
-"""Prometheus' and Docker's own checkers on what is shipped."""
+"""Prometheus's and Docker's own checks of the shipped configuration."""
 
 import subprocess
 from collections.abc import Callable

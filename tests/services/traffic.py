@@ -1,4 +1,4 @@
-"""Tasks of every kind of end, for those who look at a live service. Knows only its HTTP interface."""
+"""Traffic for tests of a live service: tasks with every kind of end, over HTTP."""
 
 import urllib.request
 
@@ -12,18 +12,18 @@ NUM_TASKS = NUM_COMPLETED + NUM_CANCELLED + NUM_FAILED
 
 
 def start_long(live: LiveService) -> str:
-    """A task that still runs when the caller looks: about as long as the model allows."""
+    """Submit a long task, which still runs when the caller checks it."""
     return live.submit(prompt="one two three", max_tokens=MAX_MODEL_LEN - 100, ignore_eos=True)
 
 
 def run_traffic(live: LiveService) -> dict[str, list[str]]:
-    """All ended; the ids by status."""
+    """Run tasks until all have ended. Returns their ids by status."""
     cancelled = [run_and_cancel(live) for _ in range(NUM_CANCELLED)]
     completed = [
         live.submit(prompt=f"the quick brown fox {number}", max_tokens=8 * (number + 1), ignore_eos=True)
         for number in range(NUM_COMPLETED)
     ]
-    # Few enough bytes for the API; only the worker counts the tokens, and finds them too many.
+    # The size passes the API. Only the worker counts the tokens, and there are too many.
     failed = live.submit(prompt="the quick brown fox " * (MAX_MODEL_LEN // 2), max_tokens=4)
     read_stream(live, completed[-1])
     ids = {"completed": completed, "cancelled": cancelled, "failed": [failed]}

@@ -86,8 +86,13 @@ def test_a_thread_that_has_ended_is_not_stalled() -> None:
     assert (turns.service.is_stalled(1.0), turns.service.is_failing(1.0)) == (False, False)
 
 
-class StalledService:
+class StalledThread:
+    name = "stalled"
+
     def is_stalled(self, seconds: float) -> bool:
+        return True
+
+    def is_failing(self, seconds: float) -> bool:
         return True
 
 
@@ -96,8 +101,7 @@ def test_ticks_do_not_count_while_another_thread_stalls() -> None:
     now, armed = [0.0], list[float]()
     watchdog = Watchdog(60.0, lambda: now[0], new_metrics(), arm=armed.append)
     watchdog.tick()
-    other: Any = StalledService()
-    watchdog.watch([other])
+    watchdog.watch([StalledThread()])
     for second in range(1, 62):
         now[0] = float(second)
         watchdog.tick()
