@@ -83,7 +83,7 @@ class OutputSink:
     def __init__(self) -> None:
         self.is_full = False
         self.steps: list[StepOutput] = []
-        self.lines: list[list[RequestPosition]] = []
+        self.positions: list[list[RequestPosition]] = []
         self.failed: dict[str, TaskError] = {}
         self.num_waits = 0
 
@@ -91,7 +91,7 @@ class OutputSink:
         self.steps.append(output)
 
     def put_positions(self, positions: list[RequestPosition]) -> None:
-        self.lines.append(positions)
+        self.positions.append(positions)
 
     def fail(self, request_id: str, error: TaskError) -> None:
         self.failed[request_id] = error

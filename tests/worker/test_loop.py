@@ -176,7 +176,7 @@ def test_queue_positions_are_reported_twice_a_second() -> None:
         bench.now = 1 + turn / 50
         bench.loop.turn()
 
-    assert len(bench.sink.lines) == 4
+    assert len(bench.sink.positions) == 4
 
 
 def test_an_empty_queue_is_reported_once() -> None:
@@ -189,7 +189,7 @@ def test_an_empty_queue_is_reported_once() -> None:
         bench.now = float(second)
         bench.loop.turn()
 
-    assert [len(line) for line in bench.sink.lines] == [1, 0]
+    assert [len(positions) for positions in bench.sink.positions] == [1, 0]
 
 
 def test_observers_see_an_idle_engine_after_a_discard() -> None:
