@@ -54,6 +54,7 @@ check: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 docs: $(VENV)/.docs
+	$(BIN)/python -m tokenmill.settings.table > docs/settings.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
 
 setup: $(VENV)/.dev
