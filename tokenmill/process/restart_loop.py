@@ -11,7 +11,8 @@ import signal
 from collections.abc import Callable, Mapping
 
 VARIABLE = "TOKENMILL_HOLD_UNUSABLE"
-_TRUE = frozenset({"1", "true", "yes", "on"})
+# As pydantic reads them: the settings themselves may be unusable.
+_TRUE = frozenset({"1", "true", "t", "yes", "y", "on"})
 
 
 def prevent_restart_loop(environ: Mapping[str, str], log: Callable[[str], None]) -> None:

@@ -172,7 +172,7 @@ class _Service:
             stop_seconds=self.settings.http_grace_seconds + EXTRA_STOP_SECONDS,
             fatal_exit_codes=frozenset({_EX_CONFIG}),
             while_stopping="finishes open requests for up to TOKENMILL_HTTP_GRACE_SECONDS",
-            # Tasks are in Redis, and a client whose connection ends asks again.
+            # Tasks are in Redis, and clients whose connection ends reconnect.
             kill_on_second_request=True,
         )
 

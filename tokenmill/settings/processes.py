@@ -214,7 +214,7 @@ class Timing(TaskTimes):
     lease_seconds: Annotated[float, Field(ge=0.5, le=MAX_SECONDS)] = setting(
         # Renewed three times in its duration: below half a second a busy machine would lose its own tasks.
         10.0,
-        "Duration of a lease. Tasks of a worker that does not renew it are given to another one.",
+        "Duration of a worker's lease. Tasks of a worker that does not renew it are reassigned.",
         Purpose.WORKER,
     )
     grace_seconds: Annotated[float, Field(ge=0, le=MAX_SECONDS)] = setting(
@@ -273,7 +273,10 @@ class EngineSettings(Settings):
         shown="fifo",
     )
     max_skip_ahead: Count = setting(
-        None, "With `skip_ahead`: how many others are tried in one step.", Purpose.SCHEDULING, shown="16"
+        None,
+        "With `skip_ahead`: how many further sequences are tried in one step.",
+        Purpose.SCHEDULING,
+        shown="16",
     )
     ageing_seconds: Annotated[float | None, Field(ge=1, le=MAX_SECONDS)] = setting(
         None,
@@ -283,7 +286,7 @@ class EngineSettings(Settings):
     )
     max_waiting_seconds: Annotated[float | None, Field(ge=1, le=MAX_SECONDS)] = setting(
         None,
-        "A task that has waited this long is scheduled before all others.",
+        "A task that has waited this long is scheduled first.",
         Purpose.SCHEDULING,
         shown="120",
     )
@@ -346,7 +349,9 @@ class WorkerSettings(EngineSettings, Timing, SharedSettings):
         shown="true on CUDA",
     )
     deterministic: bool = setting(
-        False, "Compute each request bit for bit alike, whatever runs beside it. Slower.", Purpose.EXECUTION
+        False,
+        "Make the results of a request independent of all others, bit for bit. Slower.",
+        Purpose.EXECUTION,
     )
     cache_dir: Text = setting(
         ".tokenmill", "Directory of the converted default model and of compiled operators.", Purpose.EXECUTION

@@ -10,7 +10,7 @@ import pytest
 
 from tests.live_service import wait_for
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 UNUSABLE = {"REDIS_URL": "http://h"}
 
 
@@ -24,10 +24,10 @@ def start(room: str, hold: str, log: Path) -> "subprocess.Popen[bytes]":
         )
 
 
-@pytest.mark.parametrize("room", ["worker", "api"])
-def test_it_waits_until_a_signal_ends_it(room: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("room", "hold"), [("worker", "true"), ("api", "true"), ("api", "Y")])
+def test_it_waits_until_a_signal_ends_it(room: str, hold: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    process = start(room, "true", log)
+    process = start(room, hold, log)
     wait_for(lambda: "waiting, to prevent a restart loop" in log.read_text(), "the log line")
     assert "REDIS_URL must be an address" in log.read_text()
     assert process.poll() is None

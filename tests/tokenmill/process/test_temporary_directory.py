@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 _PROGRAM = """
 import runpy, sys, tempfile
 tempfile._candidate_tempdir_list = lambda: ['/dev/full/x', '/proc']
