@@ -1,8 +1,8 @@
 """What deterministic mode costs: tokens per second with it on and off, on the default model.
 
-Both engines live in one process and take turns, so that whatever else the machine does meets both; medians
-and the spread over the turns are told. Seconds are those of the processor, on one thread, so that other
-programs count less. Writes `benchmarks/results/determinism.json`. `CACHE_DIR` keeps the converted model.
+Both engines take turns in one process, so that other load affects both. Reports the median and the range of
+the turns, in CPU seconds of one thread. Writes `benchmarks/results/determinism.json`. `CACHE_DIR` holds the
+converted model.
 
     OMP_NUM_THREADS=1 python -m benchmarks.determinism CACHE_DIR
 """
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def write(cases: list[dict[str, Any]]) -> None:
-    """All that was measured so far, so that a long run that is stopped leaves something."""
+    """Write the cases measured so far, so that a stopped run leaves results."""
     machine = {
         "cpu": platform.processor() or platform.machine(),
         "capability": torch.backends.cpu.get_cpu_capability(),
@@ -58,11 +58,11 @@ def write(cases: list[dict[str, Any]]) -> None:
 
 def measure(cache_dir: Path, dtype: str) -> Iterator[dict[str, Any]]:
     """One case for each number of running sequences."""
-    ways: dict[str, Execution] = {}
+    executions: dict[str, Execution] = {}
     load_seconds: dict[str, float] = {}
     for name, deterministic in (("off", False), ("on", True)):
         begun = time.process_time()
-        ways[name] = build_execution(
+        executions[name] = build_execution(
             DEFAULT_MODEL,
             cache_dir=cache_dir,
             dtype=dtype,
@@ -74,9 +74,9 @@ def measure(cache_dir: Path, dtype: str) -> Iterator[dict[str, Any]]:
         )
         load_seconds[name] = round(time.process_time() - begun, 1)
     for running in RUNNING:
-        rates: dict[str, list[float]] = {name: [] for name in ways}
+        rates: dict[str, list[float]] = {name: [] for name in executions}
         for _ in range(TURNS):
-            for name, execution in ways.items():
+            for name, execution in executions.items():
                 rates[name].append(running * OUTPUT_TOKENS / seconds(execution, running))
         yield {
             "dtype": dtype,

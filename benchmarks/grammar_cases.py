@@ -1,6 +1,6 @@
-"""What the grammar libraries are compared on: schemas from small to large, bad ones, hostile ones.
+"""The cases for comparing grammar libraries: schemas from small to large, bad ones and hostile ones.
 
-Law: each case has a text that must be allowed, or one that must not.
+Each case has a text that must be allowed, or one that must not.
 """
 
 import json
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Case(NamedTuple):
-    """`text` is valid, so that it can be walked token by token."""
+    """`text` is valid and is read token by token."""
 
     name: str
     kind: str

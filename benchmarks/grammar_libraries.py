@@ -1,4 +1,4 @@
-"""The grammar libraries, each behind the same few calls, so that one benchmark can drive both."""
+"""A common interface to the grammar libraries."""
 
 import json
 from collections.abc import Callable
@@ -110,7 +110,7 @@ class _XgrammarMatcher:
         self._eos = vocab_size - 1
 
     def fill(self) -> np.ndarray[Any, Any]:
-        # False: everything is allowed, and the row is left as it was.
+        # False: everything is allowed, and the row does not change.
         if not self._matcher.fill_next_token_bitmask(self._row):
             self._row[:] = -1
         return self._row[0]

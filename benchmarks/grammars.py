@@ -2,7 +2,7 @@
 
     python -m benchmarks.grammars MODEL_DIRECTORY [RESULT.json]
 
-Both are given the same tokens as bytes; the two take turns. What may end a process runs in one of its own.
+Both get the same tokens as bytes and take turns. Hostile cases run in a process of their own.
 """
 
 import gc
@@ -40,7 +40,7 @@ def load(directory: str) -> tuple[Tokenizer, list[bytes]]:
 
 
 def speed(libraries: list[Library], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Of each case and library: milliseconds to compile, and microseconds for the mask of each token."""
+    """For each case and library: milliseconds to compile, and microseconds per mask."""
     rows: dict[str, Any] = {}
     for case in CASES:
         for library in libraries * REPEATS:
@@ -82,7 +82,7 @@ def _summary(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def verdict(library: Library, kind: str, grammar: str, forbidden: str | None = None) -> str:
-    """What becomes of a grammar: "refused", or of a text that it forbids: "enforced" or "ignored"."""
+    """ "refused" for a grammar that does not compile; else whether it is "enforced" or "ignored"."""
     try:
         matcher = library.compile(kind, grammar)()
         if forbidden is None:
@@ -98,7 +98,7 @@ _byte_ids: dict[int, int] = {}
 
 
 def longest_pause(library: Library) -> float:
-    """Milliseconds for which another thread could not run while the largest schema was compiled."""
+    """Milliseconds for which another thread is blocked while the largest schema compiles."""
     case = next(case for case in CASES if case.name == "120 fields")
     done, pauses = threading.Event(), [0.0]
 
@@ -120,7 +120,7 @@ def longest_pause(library: Library) -> float:
 
 
 def memory(library: Library) -> dict[str, float]:
-    """MB that 200 schemas take, kept and then dropped."""
+    """MB that 200 schemas take, while kept and after."""
     before = _resident()
     kept = []
     for index in range(200):
@@ -160,7 +160,7 @@ def hostile(library: Library, kind: str, grammar: str) -> str:
 
 
 def in_fork(function: Callable[[], Any]) -> Any:
-    """The function's result, from a copy of this process with limits; or how that one ended."""
+    """The result of a function in a forked process with limits, or how the process ended."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -179,7 +179,7 @@ def in_fork(function: Callable[[], Any]) -> Any:
 
 
 def size(library: Library) -> dict[str, Any]:
-    """Installed MB of the library and of what only it needs, and what it asks for."""
+    """Installed MB of the library and of its own dependencies, and its requirements."""
     total, needs = 0, []
     for package in library.packages:
         try:

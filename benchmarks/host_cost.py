@@ -1,9 +1,8 @@
-"""What a step costs the host beside the model: microseconds for each running sequence, by stage.
+"""The cost of a step on the host without the model: microseconds per running sequence, by stage.
 
-A step of the engine in the steady state: all sequences decode plain text, with neither stop strings nor
-logprobs, and none begins or ends. The runner builds the inputs of the forward pass and computes nothing; the
-tokens are drawn beforehand, and handing them over is not counted. Look at the first decile of the steps on a
-machine that is busy; `all` is in time of the processor, of which a stage would be too short to be told.
+All sequences decode plain text, without stop strings and logprobs, and none begins or ends. The runner only
+builds the inputs of the forward pass; tokens are drawn beforehand, which is not counted. On a busy machine,
+use the first decile of the steps. `all` is CPU time, stages are wall time.
 
     python -m benchmarks.host_cost [--running 64 256 1024] [--tokenizer DIRECTORY]
 """
@@ -36,7 +35,7 @@ STAGES = ("schedule", "inputs", "detokenize", "update", "rest", "all")
 
 
 class HostRunner:
-    """Builds inputs; its tokens were drawn beforehand."""
+    """Builds inputs; tokens were drawn beforehand."""
 
     def __init__(self, config: EngineConfig, plain_ids: list[int]) -> None:
         self._inputs = InputBuilder(config.max_num_seqs, config.max_model_len, config.block_size)
@@ -49,7 +48,7 @@ class HostRunner:
         return self._inputs.build(outputs)
 
     def check(self) -> None:
-        """There is no device."""
+        """No device."""
 
     def release_memory(self) -> bool:
         return False
@@ -74,7 +73,7 @@ class HostRunner:
 
 
 def build(tokenizer: Tokenizer, num_running: int, num_steps: int) -> Engine:
-    """All of `num_running` decode for `num_steps`."""
+    """An engine with `num_running` sequences that decode for `num_steps`."""
     num_tokens = PROMPT_LEN + num_steps + 2
     config = EngineConfig(
         max_model_len=num_tokens,
@@ -85,7 +84,7 @@ def build(tokenizer: Tokenizer, num_running: int, num_steps: int) -> Engine:
         max_num_prefill_seqs=num_running,
     )
     texts = {one: tokenizer.decode([one]) for one in range(tokenizer.vocab_size)}
-    # A part of a character would wait for its other bytes.
+    # Incomplete characters would wait for more bytes.
     runner = HostRunner(config, [one for one, text in texts.items() if text and REPLACEMENT not in text])
     engine = Engine(
         config,
@@ -109,7 +108,7 @@ def build(tokenizer: Tokenizer, num_running: int, num_steps: int) -> Engine:
 
 
 def step(engine: Engine) -> dict[str, float]:
-    """Seconds of one step, by stage; what goes on around its report is in `rest`."""
+    """Seconds of one step, by stage; `rest` is outside its report."""
     started, started_computing = time.perf_counter(), time.thread_time()
     report = engine.step().report
     computed, whole = time.thread_time() - started_computing, time.perf_counter() - started
@@ -127,7 +126,7 @@ def step(engine: Engine) -> dict[str, float]:
 
 
 def measure(engine: Engine, num_steps: int) -> dict[str, dict[str, float]]:
-    """Microseconds for each running sequence, by stage: first decile, median and last decile of the steps."""
+    """Microseconds per running sequence, by stage: first decile, median and last decile of the steps."""
     num_running = engine.num_running
     steps = [step(engine) for _ in range(num_steps)]
     assert engine.num_running == num_running, "not a steady state"
@@ -141,7 +140,7 @@ def measure(engine: Engine, num_steps: int) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What a step costs the host, for each running sequence.")
+    parser = argparse.ArgumentParser(description="The cost of a step on the host, per running sequence.")
     parser.add_argument("--running", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--steps", type=int, default=480)
     parser.add_argument(

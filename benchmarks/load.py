@@ -1,7 +1,7 @@
-"""The seconds of one start of a worker's engine, part by part: `python -m benchmarks.load MODEL CACHE`.
+"""The time of each part of a worker's start: `python -m benchmarks.load MODEL CACHE`.
 
-Law: this process is the start, so nothing of torch is imported before the clock runs. Run it twice: the first
-start in a cache directory compiles and measures, and the second is what users feel.
+The clock starts before torch is imported. Run it twice: the first start in a cache directory compiles the
+native operators, the second is what users see.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from worker.loading import gc_paused
 
 
 class Parts:
-    """Prints what ends now, and how long it took."""
+    """Prints each part and its seconds."""
 
     def __init__(self) -> None:
         self._begun = self._last = time.perf_counter()
@@ -36,8 +36,8 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("cache")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--threads", type=int, help="of torch; its own number if not given")
-    given = parser.parse_args()
+    parser.add_argument("--threads", type=int, help="threads of torch; by default its own number")
+    args = parser.parse_args()
     parts = Parts()
     with gc_paused():
         import torch
@@ -46,15 +46,15 @@ def main() -> None:
         from engine.execution.build import build_execution
 
         parts.end("import transformers and the engine")
-    if given.threads:
-        torch.set_num_threads(given.threads)
-    last = ["find the library, try the operators"]
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    last = ["find the library, check the operators"]
 
     def progress(line: str) -> None:
         parts.end(last[0])
         last[0] = line
 
-    build_execution(given.model, cache_dir=given.cache, dtype=given.dtype, progress=progress).new_engine()
+    build_execution(args.model, cache_dir=args.cache, dtype=args.dtype, progress=progress).new_engine()
     parts.end(last[0])
     parts.end_all()
 

@@ -1,9 +1,9 @@
-"""Whether it pays to launch a step before the tokens of the last are known: `python -m benchmarks.overlap`.
+"""The benefit of asynchronous scheduling on a CPU: `python -m benchmarks.overlap`.
 
-64 requests of 16 prompt and 32 output tokens, all at once, greedy. Three ways take turns, so that whatever
-else the machine does falls on each of them: each step after the other; launched ahead where the step is
-computed as it is launched; and launched ahead into a thread of its own, which computes while this one
-schedules, detokenizes and tells. Writes `benchmarks/results/overlap.json`.
+64 greedy requests of 16 prompt and 32 output tokens, all at once. Three modes take turns in one run, so that
+other load affects each of them: synchronous steps; asynchronous steps that are computed where they are
+launched; and asynchronous steps in another thread, which computes while this one schedules and detokenizes.
+Writes `benchmarks/results/overlap.json`.
 """
 
 import argparse
@@ -32,8 +32,8 @@ REQUESTS, PROMPT, OUTPUT = 64, 16, 32
 RESULTS = Path(__file__).parent / "results" / "overlap.json"
 
 
-class InThread:
-    """A launcher for greedy requests on a CPU. What is read of sequences is read before `launch` returns."""
+class ThreadExecutor:
+    """An executor for greedy requests on a CPU. `launch` reads all that it needs of the sequences."""
 
     def __init__(self, runner: ModelRunner, num_threads: int) -> None:
         self._runner = runner
@@ -59,12 +59,12 @@ class InThread:
 
 
 def serve(execution: Execution) -> tuple[float, float, list[int]]:
-    """Seconds, seconds of CPU, and all tokens in order of requests."""
+    """Seconds, CPU seconds, and all tokens in order of requests."""
     engine = execution.new_engine()
-    asked = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
     for number in range(REQUESTS):
-        prompt = [3 + (number * 31 + place * 7) % 1000 for place in range(PROMPT)]
-        engine.add(EngineRequest(f"{number:02}", prompt, asked, arrival_time=number))
+        prompt = [3 + (number * 31 + at * 7) % 1000 for at in range(PROMPT)]
+        engine.add(EngineRequest(f"{number:02}", prompt, params, arrival_time=number))
     tokens: dict[str, list[int]] = {}
     started, cpu = time.perf_counter(), time.process_time()
     while engine.has_work:
@@ -75,14 +75,14 @@ def serve(execution: Execution) -> tuple[float, float, list[int]]:
     return seconds, cpu, [token for name in sorted(tokens) for token in tokens[name]]
 
 
-def measure(ways: dict[str, Execution], rounds: int) -> list[dict[str, Any]]:
-    figures: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    right = None
+def measure(executions: dict[str, Execution], rounds: int) -> list[dict[str, Any]]:
+    figures: dict[str, list[tuple[float, float]]] = {name: [] for name in executions}
+    expected = None
     for turn in range(rounds + 1):
-        for name, execution in ways.items():
+        for name, execution in executions.items():
             seconds, cpu, tokens = serve(execution)
-            right = right or tokens
-            if tokens != right:
+            expected = expected or tokens
+            if tokens != expected:
                 raise SystemExit(f"{name}: other tokens than step by step")
             if turn:  # the first warms up
                 figures[name].append((seconds, cpu))
@@ -117,12 +117,12 @@ def main() -> None:
         max_num_batched_tokens=REQUESTS * PROMPT,
         async_scheduling=True,
     )
-    ways = {"step by step": replace(execution, launcher=None), "ahead": execution}
+    executions = {"step by step": replace(execution, async_executor=None), "ahead": execution}
     if execution.device == "cpu":
         assert isinstance(execution.runner, ModelRunner)
-        in_thread = InThread(execution.runner, args.threads)
-        ways["ahead, in a thread"] = replace(execution, launcher=in_thread)
-    cases = measure(ways, args.rounds)
+        in_thread = ThreadExecutor(execution.runner, args.threads)
+        executions["ahead, in a thread"] = replace(execution, async_executor=in_thread)
+    cases = measure(executions, args.rounds)
     record = {
         "model": args.model,
         "device": execution.device,

@@ -1,13 +1,12 @@
-"""What weights in 8 and 4 bits cost and save: `python -m benchmarks.quantization CACHE_DIR [--threads N]`.
+"""Quality, memory and speed of 8-bit and 4-bit weights: `python -m benchmarks.quantization CACHE_DIR`.
 
-Measured against the same model with plain weights, each through the runner that serves: the mean KL
-divergence of its logits on `texts/ferry.txt`, in nats a token; the ratio of the perplexities; how often both
-have the same likeliest token; the memory of the weights; and tokens per second of a forward by its rows.
+Compared with plain weights, through the runner of the service: the mean KL divergence of the logits on
+`texts/ferry.txt`, in nats per token; the ratio of the perplexities; how often both have the same most likely
+token; the memory of the weights; and tokens per second of a forward pass by its number of rows.
 
-The default model's weights come from a file that had them in 4 bits already, in groups of the size used
-here, so 4 bits give them back nearly as they were. Two models are measured therefore: the default one, and a
-copy in which that rounding is undone: each weight of a linear is moved at random within its own step. What 4
-bits do to that copy is what they do to a model that was never rounded. Writes `results/quantization.json`.
+The default model's weights come from a 4-bit file with the group size used here, so quantizing them to 4 bits
+changes them little. So a copy is measured too, in which each weight of a linear layer is moved at random
+within its rounding step, as in a model that was never quantized. Writes `results/quantization.json`.
 """
 
 import argparse
@@ -35,11 +34,11 @@ BLOCK_SIZE, NUM_BLOCKS = 16, 80
 CHUNK = 256
 ROWS = (1, 8, 64, 256)
 NUM_REPEATS = 5
-WAYS = ("none", "int8", "int4")
+QUANTIZATIONS = ("none", "int8", "int4")
 
 
 class Divergence(NamedTuple):
-    """From the plain model, on one text. `mean_kl`: nats a token. `same_top`: share of the tokens."""
+    """From the plain model, on one text. `mean_kl`: nats per token. `same_top`: share of the tokens."""
 
     mean_kl: float
     perplexity_ratio: float
@@ -47,14 +46,14 @@ class Divergence(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """`memory`: what the loading says of the weights' bytes; empty for plain ones."""
+    """`memory`: the log line about the size of the weights; empty for plain ones."""
 
     execution: Execution
     memory: str
 
 
 def load(model: Path, cache_dir: Path, quantization: str) -> Loaded:
-    told: list[str] = []
+    lines: list[str] = []
     execution = build_execution(
         str(model),
         cache_dir=cache_dir,
@@ -63,20 +62,20 @@ def load(model: Path, cache_dir: Path, quantization: str) -> Loaded:
         block_size=BLOCK_SIZE,
         num_kv_blocks=NUM_BLOCKS,
         max_num_batched_tokens=CHUNK,
-        progress=told.append,
+        progress=lines.append,
     )
-    return Loaded(execution, next((line for line in told if "MB instead of" in line), ""))
+    return Loaded(execution, next((line for line in lines if "MB instead of" in line), ""))
 
 
 def logits_of(execution: Execution, token_ids: list[int]) -> torch.Tensor:
-    """[tokens, vocabulary], as the runner that serves computes them, in chunks."""
+    """[tokens, vocabulary], computed by the runner in chunks."""
     sequence = _sequence(token_ids)
     starts = range(0, len(token_ids), CHUNK)
     return torch.cat([_forward(execution, sequence, start).float() for start in starts])
 
 
 def _sequence(token_ids: list[int]) -> Sequence:
-    """With blocks from the pool's start, as nobody else is served."""
+    """A sequence with the first blocks of the pool."""
     sequence = Sequence("text", token_ids, SamplingParams(), arrival_time=0.0)
     sequence.admit(0)
     sequence.block_table = list(range(1, -(-len(token_ids) // BLOCK_SIZE) + 1))
@@ -84,14 +83,14 @@ def _sequence(token_ids: list[int]) -> Sequence:
 
 
 def _forward(execution: Execution, sequence: Sequence, start: int) -> torch.Tensor:
-    """The logits of a chunk of it."""
+    """The logits of one chunk."""
     count = min(CHUNK, len(sequence.token_ids) - start)
     item = ScheduledSequence(sequence, start, count, 0, False)
     return execution.runner.execute(SchedulerOutputs(prefill=(item,), released_slots=(0,)))
 
 
 def divergence(plain: torch.Tensor, other: torch.Tensor, token_ids: list[int]) -> Divergence:
-    """Of `other` from `plain`, both [tokens, vocabulary]: logits of the same text."""
+    """Of `other` from `plain`, both [tokens, vocabulary]."""
     expected, found = plain.log_softmax(-1), other.log_softmax(-1)
     following = torch.tensor(token_ids[1:])[:, None]
     loss = (expected[:-1].gather(1, following) - found[:-1].gather(1, following)).mean()
@@ -103,7 +102,7 @@ def divergence(plain: torch.Tensor, other: torch.Tensor, token_ids: list[int]) -
 
 
 def undo_rounding(source: Path, directory: Path) -> Path:
-    """A copy of the model in `source` whose linears are not rounded: moved within half a step, in float32."""
+    """A copy of the model in `source` whose linear weights are moved by up to half a step, in float32."""
     copy = directory / "unrounded"
     shutil.copytree(source, copy)
     generator = torch.Generator().manual_seed(0)
@@ -119,33 +118,33 @@ def undo_rounding(source: Path, directory: Path) -> Path:
 
 
 def rates(executions: dict[str, Execution], num_rows: int) -> dict[str, float]:
-    """Rows per second of a forward that gives the logits of each, by turns."""
-    least = dict.fromkeys(executions, float("inf"))
+    """Rows per second of a forward pass with logits of all rows; the executions take turns."""
+    fastest = dict.fromkeys(executions, float("inf"))
     sequence = _sequence(list(range(1, num_rows + 1)))
     for _ in range(NUM_REPEATS):
-        for way, execution in executions.items():
+        for name, execution in executions.items():
             began = time.perf_counter()
             _forward(execution, sequence, 0)
-            least[way] = min(least[way], time.perf_counter() - began)
-    return {way: round(num_rows / seconds, 1) for way, seconds in least.items()}
+            fastest[name] = min(fastest[name], time.perf_counter() - began)
+    return {name: round(num_rows / seconds, 1) for name, seconds in fastest.items()}
 
 
 def quality(model: Path, cache_dir: Path) -> dict[str, object]:
-    """Of each way, one model in memory at a time."""
+    """The divergence of each quantization, with one model in memory at a time."""
     plain = load(model, cache_dir, "none").execution
     token_ids = plain.tokenizer.encode(TEXT.read_text())
     expected = logits_of(plain, token_ids)
     del plain
     found: dict[str, object] = {}
-    for way in WAYS[1:]:
-        execution, memory = load(model, cache_dir, way)
+    for quantization in QUANTIZATIONS[1:]:
+        execution, memory = load(model, cache_dir, quantization)
         measured = divergence(expected, logits_of(execution, token_ids), token_ids)
-        found[way] = {**measured._asdict(), "memory": memory}
+        found[quantization] = {**measured._asdict(), "memory": memory}
     return {"tokens": len(token_ids), **found}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What weights in 8 and 4 bits cost and save.")
+    parser = argparse.ArgumentParser(description="Quality, memory and speed of 8-bit and 4-bit weights.")
     parser.add_argument("cache_dir", type=Path)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path, default=RESULTS, help="where to write the figures")
@@ -156,7 +155,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         measured["unrounded"] = quality(undo_rounding(model, Path(directory)), args.cache_dir)
     print(json.dumps(measured, indent=1), flush=True)
-    executions = {way: load(model, args.cache_dir, way).execution for way in WAYS}
+    executions = {
+        quantization: load(model, args.cache_dir, quantization).execution for quantization in QUANTIZATIONS
+    }
     measured["tokens_per_second_by_rows"] = {rows: rates(executions, rows) for rows in ROWS}
     measured["machine"] = {
         "cpu": platform.processor() or platform.machine(),

@@ -1,8 +1,8 @@
-"""What each feature of sampling costs a batch: `python -m benchmarks.sampler [--cache DIRECTORY]`.
+"""The cost of each sampling feature for a batch: `python -m benchmarks.sampler [--cache DIRECTORY]`.
 
-One step of decoding after the forward pass: 64 rows of a vocabulary of 49,152, each request with a prompt of
-512 tokens and 128 of output that grow by one a step. All cases take turns in one run, so that whatever else
-the machine does falls on each of them. Writes `benchmarks/results/sampler.json`.
+One decode step after the forward pass: 64 rows of a vocabulary of 49,152, each request with a prompt of 512
+tokens and 128 output tokens. All cases take turns in one run, so that other load affects each of them. Writes
+`benchmarks/results/sampler.json`.
 """
 
 import argparse
@@ -52,7 +52,7 @@ UNFILTERED: dict[str, Any] = {}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """All rows ask for `base`, the first `num_rows` for `more` besides. Compared with the case `plain`."""
+    """All rows have the parameters `base`, the first `num_rows` also `more`; compared with `plain`."""
 
     name: str
     plain: str
@@ -95,9 +95,9 @@ def make_items(case: Case, random: np.random.Generator) -> tuple[ScheduledSequen
 
 
 def measure(num_rounds: int, operator: DrawOperator | None) -> dict[str, list[float]]:
-    """Processor seconds of each round, by case, but for the first, in which counts and masks are made."""
+    """CPU seconds of each round, by case, without the first, in which counts and masks are built."""
     random = np.random.default_rng(0)
-    # Peaked as a model's are: top-p 0.9 keeps tens of tokens, not thousands.
+    # Peaked as a model's logits: top-p 0.9 keeps tens of tokens.
     logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0)) * 2.0
     logits[:, ::500] += 12.0
     batches = [(case, Sampler(operator), make_items(case, random)) for case in CASES]
@@ -116,7 +116,7 @@ def measure(num_rounds: int, operator: DrawOperator | None) -> dict[str, list[fl
 
 
 def summarize(seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Medians, the span of the middle eight tenths, and the ratio to the plain case of the same kind."""
+    """Medians, first and last deciles, and the ratio to the plain case."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     rows: list[dict[str, Any]] = []
     for case in CASES:
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
-        "--cache", type=Path, help="where native operators are compiled; without, torch draws"
+        "--cache", type=Path, help="where native operators are compiled; by default torch draws"
     )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

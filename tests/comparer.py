@@ -1,9 +1,9 @@
-"""Compares greedy tokens with what `transformers` generates: the one judge of all tests.
+"""Compares greedy tokens with those that `transformers` generates.
 
-Law: float32 logits move by about 1e-4 with the number of rows computed beside them. So where tokens part at a
-position at which the reference's two largest logits are closer than `NEAR_TIE`, the comparison of that
-request ends there and is counted as a near tie; at most `max(1, 1 %)` of requests may be. Any other
-difference, in length too, is a mismatch.
+float32 logits move by about 1e-4 with the number of rows in a batch. So if tokens differ at a position where
+the reference's two largest logits are closer than `NEAR_TIE`, the comparison of that request ends there as a
+near tie. At most `max(1, 1 %)` of requests may be near ties. Any other difference, also in length, is a
+mismatch.
 """
 
 from collections.abc import Hashable, Iterable, Mapping
@@ -14,7 +14,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 NEAR_TIE = 1e-3
-# No token has this id: without it `generate` would stop at the ends that the model names.
+# No token has this id. Without it, `generate` would stop at the model's own end tokens.
 _NO_TOKEN = 2**31 - 1
 
 
@@ -28,7 +28,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What came of comparing several requests; each text names the request and the place."""
+    """The result of comparing several requests; each text names the request and the position."""
 
     num_requests: int
     near_ties: tuple[str, ...]
@@ -45,7 +45,7 @@ def reference(
     max_tokens: int,
     eos_token_ids: Iterable[int] = (),
 ) -> Reference:
-    """What `model.generate` says, one request alone, in the attention that the model is set to.
+    """The tokens of `model.generate` for a single request.
 
     Load the model with `attn_implementation="eager"` and in float32. An end of text is part of the tokens,
     and the last of them.
@@ -61,16 +61,16 @@ def reference(
     prompt = torch.tensor([prompt_token_ids], device=model.device)
     model_like: Any = model
     with torch.inference_mode():
-        told = model_like.generate(
+        generated = model_like.generate(
             input_ids=prompt, attention_mask=torch.ones_like(prompt), generation_config=config
         )
-    token_ids = told.sequences[0, len(prompt_token_ids) :].tolist()
-    leads = [row[0].float().topk(2).values for row in told.logits]
+    token_ids = generated.sequences[0, len(prompt_token_ids) :].tolist()
+    leads = [row[0].float().topk(2).values for row in generated.logits]
     return Reference(token_ids, [float(largest - second) for largest, second in leads])
 
 
 def compare(found: Mapping[Hashable, list[int]], expected: Mapping[Hashable, Reference]) -> Comparison:
-    """Judge `found`; each request of `expected` must be in it."""
+    """Compare `found` with `expected`, whose requests it must contain."""
     near_ties: list[str] = []
     mismatches: list[str] = []
     for request, right in expected.items():
@@ -78,13 +78,13 @@ def compare(found: Mapping[Hashable, list[int]], expected: Mapping[Hashable, Ref
         if position is None:
             continue
         gap = right.gaps[position] if position < len(right.gaps) else float("inf")
-        place = f"{request}: token {position} of {len(right.token_ids)}, lead {gap:.2g}"
-        (near_ties if gap < NEAR_TIE else mismatches).append(place)
+        label = f"{request}: token {position} of {len(right.token_ids)}, lead {gap:.2g}"
+        (near_ties if gap < NEAR_TIE else mismatches).append(label)
     return Comparison(len(expected), tuple(near_ties), tuple(mismatches))
 
 
 def assert_equal_tokens(found: Mapping[Hashable, list[int]], expected: Mapping[Hashable, Reference]) -> None:
-    """Fail with the places where the tokens differ, unless there are but a few near ties."""
+    """Fail with the positions of differing tokens, unless they are a few near ties."""
     comparison = compare(found, expected)
     assert comparison.agrees, (
         f"of {comparison.num_requests} requests, mismatches: {comparison.mismatches},"

@@ -1,6 +1,6 @@
 """Texts that a grammar allows: drawn token by token through its masks, and checked without the library.
 
-Law: what is right is decided here by `json`, `jsonschema`, `re` and `in`, never by what wrote the mask.
+Texts are checked with `json`, `jsonschema`, `re` and `in`, independently of the mask's library.
 """
 
 import json
@@ -26,7 +26,7 @@ def compiler_of(
 
 
 def check_text(structured_outputs: StructuredOutputs, text: str) -> None:
-    """Fails if a whole text is not what was asked for; `grammar` is not checked here."""
+    """Fail if a whole text is not valid; `grammar` is not checked."""
     match structured_outputs.kind:
         case "json":
             jsonschema.validate(json.loads(text), json.loads(structured_outputs.json_schema))
@@ -56,7 +56,7 @@ def draw(
 ) -> list[int] | None:
     """Output tokens of random logits through the mask, as a sampler would; None if it does not end in time.
 
-    `favoured` ids, such as closing quotes and brackets, are a little likelier, so that texts come to an end.
+    `favoured` ids, such as closing quotes and brackets, are more likely, so that texts end.
     """
     output: list[int] = []
     row = np.zeros((vocab_size + 31) // 32, np.int32)

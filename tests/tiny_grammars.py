@@ -1,6 +1,6 @@
 """One constraint of each kind, and tokenizers of a few hundred tokens with grammars over them.
 
-Law: everything is small enough that hundreds of texts can be drawn, and has characters of several tokens.
+Small enough to draw hundreds of texts; characters span several tokens.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ KINDS = {
 
 
 class Tiny:
-    """A tokenizer, the backend over it, and what draws texts."""
+    """A tokenizer and its grammar backend."""
 
     def __init__(self, fast: Any, eos_token_ids: frozenset[int]) -> None:
         self.tokenizer = Tokenizer(fast)
@@ -75,7 +75,7 @@ class Tiny:
         return row
 
     def mask(self, structured_outputs: StructuredOutputs, text: str = "") -> set[int]:
-        """What may follow `text`."""
+        """The ids that may follow `text`."""
         grammar = self.backend.compile(structured_outputs)()
         assert isinstance(grammar, TokenGrammar)
         start = self.tokenizer.encode("a")
@@ -90,7 +90,7 @@ SENTENCEPIECE = Tiny(make_sentencepiece(), frozenset({2}))
 
 
 def bytes_to_ids(text: str) -> list[int]:
-    """A token for each byte: no spelling in tokens is better than another."""
+    """One token per byte."""
     tokenizer = BYTE_LEVEL.tokenizer
     ids = {tokenizer.token_bytes(one): one for one in range(tokenizer.vocab_size)}
     return [ids[bytes([byte])] for byte in text.encode()]

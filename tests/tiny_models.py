@@ -1,7 +1,7 @@
 """Tiny random models of real architectures, in memory or as a model directory, made in seconds.
 
-Law: such a model can fail a test. Its weights are scaled so that what attention reads decides the next
-token: greedy decoding does not fall into one constant token, and leaving out a window, a soft cap or the
+Such a model can fail a test: its weights are scaled so that what attention reads decides the next
+token. Greedy decoding does not repeat one token, and omitting a window, a soft cap or the
 sinks changes the text. One seed gives one model.
 """
 
@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Merges come from plain ASCII only, so that other text is spelt byte by byte, several tokens a character.
+# Merges come from ASCII only, so that other characters are several tokens.
 CORPUS = [
     "the quick brown fox jumps over the lazy dog and the other fox",
     "a worker takes a request from the queue and answers it token by token",
@@ -90,7 +90,7 @@ def make_model(
 
 @torch.no_grad()
 def randomize(model: PreTrainedModel, seed: int) -> None:
-    """Fill the weights from a generator of their own; the global random state is not touched."""
+    """Fill the weights from a separate generator; the global random state does not change."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
@@ -98,9 +98,9 @@ def randomize(model: PreTrainedModel, seed: int) -> None:
 
 
 def _centre(name: str, weight: torch.Tensor) -> torch.Tensor | float:
-    """Norm weights stay where the architecture starts them: one, or zero where it adds one itself."""
+    """Norm weights keep the mean of the architecture: one, or zero if it adds one itself."""
     if "q_norm" in name or "k_norm" in name:
-        # Normed queries and keys have scores of size one, too flat an attention to show anything.
+        # Normed queries and keys have scores of size one, for which attention is too even.
         return weight + 1.0
     return weight if weight.ndim == 1 and ("norm" in name or ".ln_" in name) else 0.0
 
@@ -113,7 +113,7 @@ def _scale(name: str, weight: torch.Tensor) -> float:
     gain: float = 2.0 if _is_attention(name) else 1.0
     if "lm_head" in name or "embed_out" in name:
         gain = 3.0
-    # GPT-2's layers, named c_*, hold their weights the other way round.
+    # GPT-2's layers, named c_*, have transposed weights.
     fan_in = weight.shape[0] if ".c_" in name else weight.shape[-1]
     return gain * float(fan_in) ** -0.5
 
@@ -123,7 +123,7 @@ def _is_attention(name: str) -> bool:
 
 
 def make_tokenizer(chat_template: bool = True) -> FastTokenizer:
-    """A byte-level BPE of `VOCAB_SIZE` tokens that puts `<s>` in front of every text."""
+    """A byte-level BPE of `VOCAB_SIZE` tokens that prepends `<s>`."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

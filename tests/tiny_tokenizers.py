@@ -1,6 +1,6 @@
-"""Tokenizers of the kinds that models have, beside the byte-level one of the tiny models.
+"""Tokenizers of the usual kinds, besides the byte-level one of the tiny models.
 
-The vocabularies are tiny: those with byte fallback spell most text in bytes.
+The vocabularies are tiny: those with byte fallback encode most text as bytes.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ MERGES = [
 
 
 def make_sentencepiece() -> PreTrainedTokenizerFast:
-    """As Llama 2 has it: a space is U+2581, one is put in front, and unknown bytes are `<0xE4>`."""
+    """As in Llama 2: a space is U+2581, one is prepended, and unknown bytes are `<0xE4>`."""
     pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *CHARACTERS]
     pieces += ["".join(pair) for pair in MERGES]
     vocab = {piece: token_id for token_id, piece in enumerate(pieces)}
@@ -31,7 +31,7 @@ def make_sentencepiece() -> PreTrainedTokenizerFast:
 
 
 def make_metaspace() -> PreTrainedTokenizerFast:
-    """As newer SentencePiece models have it: the space in front is added by the pre-tokenizer."""
+    """As in newer SentencePiece models: the pre-tokenizer prepends the space."""
     fast = make_sentencepiece()
     backend = fast.backend_tokenizer
     backend.normalizer = normalizers.Sequence([])
@@ -45,7 +45,7 @@ def make_metaspace() -> PreTrainedTokenizerFast:
 
 
 def make_unread_fallback() -> PreTrainedTokenizerFast:
-    """Byte fallback with a step that is unknown to us, so that it is decoded in windows."""
+    """Byte fallback with an unknown decoder step, so that texts are decoded in windows."""
     fast = make_sentencepiece()
     backend = fast.backend_tokenizer
     backend.decoder = decoders.Sequence(
@@ -62,7 +62,7 @@ def make_unread_fallback() -> PreTrainedTokenizerFast:
 
 
 def make_wordpiece() -> PreTrainedTokenizerFast:
-    """As BERT has it: `##` continues a word, and spaces before punctuation are taken out."""
+    """As in BERT: `##` continues a word, and spaces before punctuation are removed."""
     pieces = ["[UNK]", "[CLS]", "[SEP]", "a", "the", "##s", "##e", ".", "'", "n't", "do", "é", "##é"]
     backend = Tokenizer(models.WordPiece({piece: n for n, piece in enumerate(pieces)}, unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer()
@@ -74,7 +74,7 @@ def make_wordpiece() -> PreTrainedTokenizerFast:
 
 
 def make_words() -> PreTrainedTokenizerFast:
-    """Whole words, which a tokenizer without a decoder joins by spaces."""
+    """Whole words, joined by spaces as without a decoder."""
     words = ["<unk>", "<s>", "</s>", "a", "", "é", "b\ufffd", "."]
     backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

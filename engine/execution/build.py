@@ -45,8 +45,9 @@ class Execution:
     """The parts of an engine, and what a model card states.
 
     `eos_token_ids`: all ids that end a text. `fingerprint`: identifies the model and its quantization.
-    `attention`: the backend in use. `launcher`: None without asynchronous scheduling. `default_sampling`:
-    fields of `SamplingParams` from the model's `generation_config.json`, for requests that do not set them.
+    `attention`: the backend in use. `async_executor`: None without asynchronous scheduling.
+    `default_sampling`: fields of `SamplingParams` from the model's `generation_config.json`, for requests
+    that do not set them.
     """
 
     runner: Runner
@@ -61,7 +62,7 @@ class Execution:
     device: str
     attention: str
     quantization: str
-    launcher: AsyncExecutor | None = None
+    async_executor: AsyncExecutor | None = None
     default_sampling: Mapping[str, Any]
 
     @property
@@ -79,7 +80,7 @@ class Execution:
             eos_token_ids=self.eos_token_ids,
             vocab_size=self.vocab_size,
             grammar_compiler=self.grammar_compiler,
-            async_executor=self.launcher,
+            async_executor=self.async_executor,
         )
 
 
@@ -161,7 +162,7 @@ def build_execution(
     return Execution(
         runner=runner,
         sampler=sampler,
-        launcher=DeviceExecutor(runner, sampler, loaded.device) if is_async else None,
+        async_executor=DeviceExecutor(runner, sampler, loaded.device) if is_async else None,
         tokenizer=tokenizer,
         grammar_compiler=_grammar_compiler(tokenizer, loaded.vocab_size, eos_token_ids),
         config=config,

@@ -1,12 +1,11 @@
-"""Paged attention whose every output row is the same to the bit, whatever is computed beside it.
+"""Paged attention whose output rows are bit-identical whatever else is computed.
 
-Law: how a row is computed follows from its position alone. Queries stand in tiles of `QUERY_TILE` at their
-absolute positions, whether one of them is computed or all; a tile reads whole tiles of `KEY_TILE` keys, as
-many as its position asks for. So the matrices of a row have one size and one order of reduction when it is
-decoded, part of any chunk, or computed again; only the number of such matrices in a batched product
-changes. That rows and matrices do not touch each other is the kernel's affair: see `deterministic_trial.py`.
+The computation of a row depends on its position only. Queries form tiles of `QUERY_TILE` at absolute
+positions, whether one or all of them are computed; a tile reads whole tiles of `KEY_TILE` keys up to its
+position. So the matrices of a row have one size and one order of reduction when it is decoded, part of any
+chunk, or recomputed. Only the number of matrices in a batched product varies, which `self_check.py` checks.
 
-Scores are held in float32. Rows beyond the batch's, which only fill a forward up, give zeros.
+Scores are float32. Padding rows give zeros.
 """
 
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from engine.execution.attention.kv_pool import KVPool
 QUERY_TILE = 4
 KEY_TILE = 64
 MAX_GATHERED = 1 << 21
-"""Numbers of keys that are held at once, and as many of values: 8 MiB each in float32."""
+"""Key elements, and as many value elements, that are gathered at once: 8 MiB each in float32."""
 
 
 class DeterministicAttention:
@@ -39,10 +38,10 @@ class DeterministicAttention:
 
 @dataclass(frozen=True, slots=True)
 class QueryTiles:
-    """Query tiles: `first` [tiles]: the position of a tile's first query; `tables` [tiles, blocks].
+    """Query tiles: `first` [tiles], the position of a tile's first query; `tables` [tiles, blocks].
 
-    `rows` [tiles, QUERY_TILE]: the batch's row at each place, or -1 for a place that is not computed. A table
-    ends with null blocks.
+    `rows` [tiles, QUERY_TILE]: the row of the batch at each position, or -1 if it is not computed. Tables are
+    padded with null blocks.
     """
 
     first: torch.Tensor
@@ -54,20 +53,20 @@ class QueryTiles:
 class _Bucket:
     """Query tiles that read the same number of keys.
 
-    `queries` [tiles * QUERY_TILE]: a row for each place; `slot_mapping` [tiles, keys]; `hidden` [tiles,
-    QUERY_TILE, keys]. `places` and `rows` [rows]: where the rows that are wanted stand, and where they
-    belong.
+    `queries` [tiles * QUERY_TILE]: the row at each position; `slot_mapping` [tiles, keys]; `hidden` [tiles,
+    QUERY_TILE, keys]: masked scores. `computed` and `rows` [rows]: indices into `queries`, and the rows
+    there.
     """
 
     queries: torch.Tensor
     slot_mapping: torch.Tensor
     hidden: torch.Tensor
-    places: torch.Tensor
+    computed: torch.Tensor
     rows: torch.Tensor
 
 
 class DeterministicMetadata:
-    """One forward: plans the reads once for each window in use, then serves every layer."""
+    """The attention of one forward pass: plans the reads once per window, then computes every layer."""
 
     def __init__(self, pool: KVPool, batch: AttentionBatch) -> None:
         self._pool = pool
@@ -85,7 +84,7 @@ class DeterministicMetadata:
         out = query.new_zeros(*query.shape[:2], value.shape[-1])
         for bucket in self._plan(call.sliding_window):
             found = _attend(call, query[bucket.queries], keys, values, bucket)
-            out.index_copy_(0, bucket.rows, found[bucket.places])
+            out.index_copy_(0, bucket.rows, found[bucket.computed])
         return out
 
     def _plan(self, window: int | None) -> tuple[_Bucket, ...]:
@@ -96,16 +95,16 @@ class DeterministicMetadata:
 
 
 def query_tiles(batch: AttentionBatch) -> QueryTiles:
-    """The tiles in which the batch's rows stand: one for each single row, and a chunk's tiles in order."""
-    places = torch.arange(QUERY_TILE)
+    """The tiles of a batch: one for each decode row, and the tiles of each chunk in order."""
+    offsets = torch.arange(QUERY_TILE)
     positions = batch.decode_lengths - 1
     first = [positions - positions % QUERY_TILE]
-    rows = [torch.where(first[0][:, None] + places == positions[:, None], batch.decode_rows[:, None], -1)]
+    rows = [torch.where(first[0][:, None] + offsets == positions[:, None], batch.decode_rows[:, None], -1)]
     tables = [batch.decode_tables]
     for chunk in batch.chunks:
         end = chunk.start + chunk.num_rows
         tiles = torch.arange(chunk.start // QUERY_TILE, -(-end // QUERY_TILE)) * QUERY_TILE
-        at = tiles[:, None] + places
+        at = tiles[:, None] + offsets
         first.append(tiles)
         rows.append(torch.where((at >= chunk.start) & (at < end), at - chunk.start + chunk.first_row, -1))
         tables.append(chunk.table.expand(len(tiles), -1))
@@ -117,7 +116,7 @@ def query_tiles(batch: AttentionBatch) -> QueryTiles:
 def _plan_buckets(
     tiles: QueryTiles, window: int | None, block_size: int, device: torch.device
 ) -> Iterator[_Bucket]:
-    """A tile's keys begin with the first that any of its places may see, also if that one is not wanted."""
+    """The keys of a tile begin with the first that any of its positions may see, computed or not."""
     seen_from = torch.zeros_like(tiles.first) if window is None else (tiles.first - window + 1).clamp(min=0)
     begins = seen_from // KEY_TILE * KEY_TILE
     ends = (tiles.first + QUERY_TILE + KEY_TILE - 1) // KEY_TILE * KEY_TILE
@@ -125,7 +124,7 @@ def _plan_buckets(
     for width in sorted(set(widths.tolist())):
         members = torch.nonzero(widths == width).flatten()
         at = begins[members, None] + torch.arange(width)
-        # Past its own blocks a sequence reads the null block; the mask hides that.
+        # Beyond its own blocks a sequence reads the null block, which is masked.
         blocks = (at // block_size).clamp(max=tiles.tables.shape[1] - 1)
         slots = tiles.tables[members].gather(1, blocks) * block_size + at % block_size
         own = (tiles.first[members, None] + torch.arange(QUERY_TILE))[..., None]
@@ -133,13 +132,13 @@ def _plan_buckets(
         if window is not None:
             hidden |= at[:, None] <= own - window
         rows = tiles.rows[members].flatten()
-        places = torch.nonzero(rows >= 0).flatten()
+        computed = torch.nonzero(rows >= 0).flatten()
         yield _Bucket(
             queries=rows.clamp(min=0).to(device),
             slot_mapping=slots.to(device),
             hidden=hidden.to(device),
-            places=places.to(device),
-            rows=rows[places].to(device),
+            computed=computed.to(device),
+            rows=rows[computed].to(device),
         )
 
 
@@ -148,7 +147,7 @@ def _attend(
 ) -> torch.Tensor:
     """`query` [tiles * QUERY_TILE, heads, size], `keys` and `values` [slots, kv heads, size].
 
-    Returns [tiles * QUERY_TILE, heads, value_dim]. In parts, so that few keys are held at once.
+    Returns [tiles * QUERY_TILE, heads, value_dim]. Computed in parts to bound the gathered keys.
     """
     num_tiles, num_keys = bucket.slot_mapping.shape
     part = max(1, MAX_GATHERED // (num_keys * keys[0].numel()))
@@ -165,7 +164,7 @@ def _attend_tiles(
 ) -> torch.Tensor:
     """`query` [tiles * QUERY_TILE, heads, size], `keys`, `values` [tiles, keys, kv heads, size].
 
-    The heads that share a key head are rows of one matrix: [tiles * kv heads, groups * QUERY_TILE, size].
+    Heads that share a key head are rows of one matrix: [tiles * kv heads, groups * QUERY_TILE, size].
     """
     num_tiles, num_keys, num_kv_heads, size = keys.shape
     num_heads = query.shape[1]
@@ -191,7 +190,7 @@ def _heads_first(gathered: torch.Tensor) -> torch.Tensor:
 
 
 def _multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """A batched product of two at least: a lone product may be computed by another kernel."""
+    """A batched product of at least two: a single product may use another kernel."""
     if len(left) > 1:
         return torch.bmm(left, right)
     return torch.bmm(left.expand(2, -1, -1), right.expand(2, -1, -1))[:1]

@@ -1,8 +1,8 @@
-"""A mixture of experts in which nobody's batch mates decide how a token is computed.
+"""A mixture of experts in which a token's computation does not depend on the rest of the batch.
 
-Law: an expert that is hit at all computes every row of the forward, so that its matrices have the forward's
-size; rows that did not choose it do not change. Experts add up in the order of their numbers. transformers'
-own ways hand each expert just its rows, whose number depends on all tokens of the batch.
+A chosen expert computes every row of the forward pass, so that its matrices have the size of the forward
+pass. Rows that did not choose it do not change. Experts add up in order. In transformers each expert computes
+only its rows, whose number depends on the batch.
 """
 
 import torch
@@ -14,7 +14,7 @@ EXPERTS_NAME = "tokenmill_whole_rows"
 
 
 def use_whole_rows(model: PreTrainedModel) -> None:
-    """Have the model's experts computed so, if its class lets that be chosen; others stay as they are."""
+    """Use `whole_rows_experts` in a model, if its class allows it."""
     ExpertsInterface.register(EXPERTS_NAME, whole_rows_experts)
     model.set_experts_implementation(EXPERTS_NAME)
 
@@ -25,7 +25,7 @@ def whole_rows_experts(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """What transformers calls for a layer's experts: `hidden_states` [rows, size], the others [rows, k]."""
+    """Called by transformers for a layer's experts: `hidden_states` [rows, size], the others [rows, k]."""
     out = torch.zeros_like(hidden_states)
     for expert in sorted(set(top_k_index.flatten().tolist())):
         chosen = top_k_index == expert

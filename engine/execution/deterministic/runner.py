@@ -1,9 +1,9 @@
-"""Runs decisions in forwards of a few fixed sizes, so that what stands beside a row cannot change its bits.
+"""Runs decisions in forward passes of a few fixed row counts, so that a batch cannot change the bits of a
+row.
 
-Law: every forward has one of `row_counts` rows, filled up with rows of nobody, and so has its last linear
-layer; every operator of the model then sees one of a few shapes, all of which `deterministic_trial.py` found
-to agree. A step of more rows is computed as several forwards, one after the other. How a step is cut and
-filled up changes no bit, so it follows speed alone. This file does not know models or attention.
+Every forward pass, and its last linear layer, is padded to one of `row_counts` rows, which `self_check.py`
+found to give the same bits. A larger step is split into several forward passes. Splitting and padding change
+no bits and are chosen for speed.
 """
 
 from collections.abc import Iterator
@@ -20,15 +20,15 @@ from engine.execution.runner.model_runner import ModelRunner
 from engine.execution.runner.synthetic_steps import null_inputs
 from engine.outputs import ScheduledSequence, SchedulerOutputs
 
-MOST_FILL = 3
-"""A forward is not filled up by more than one part in so many, if a smaller one could be full."""
+MAX_PADDING = 3
+"""At most 1 / `MAX_PADDING` of a forward pass is padding, if a smaller one could be full."""
 WEIGHT_BOUND_ROWS = 32
-"""Up to here filling a forward up costs less than another one: linear layers of SmolLM2 took 0.8 ms for 4
+"""Up to this size, padding costs less than another forward pass: linear layers of SmolLM2 took 0.8 ms for 4
 rows, 1.2 for 16 and 1.5 for 32 (float32, one core with AVX2)."""
 
 
 class DeterministicRunner:
-    """A `ModelRunner` that is only ever given `row_counts` rows (ascending) at once."""
+    """A `ModelRunner` whose forward passes have one of `row_counts` rows, ascending."""
 
     def __init__(
         self,
@@ -61,51 +61,51 @@ class DeterministicRunner:
         return self._runner.release_memory()
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
-        filled = fill_up(inputs, self._row_counts)
-        logits = self._runner.forward(filled)
+        padded = pad_inputs(inputs, self._row_counts)
+        logits = self._runner.forward(padded)
         wanted = inputs.logits_rows
-        if len(filled.logits_rows) == len(filled.token_ids):
-            # All rows, in their order.
+        if len(padded.logits_rows) == len(padded.token_ids):
+            # All rows, in order.
             return logits[wanted.to(logits.device)]
         return logits[: len(wanted)]
 
 
 def split(outputs: SchedulerOutputs, row_counts: tuple[int, ...]) -> Iterator[SchedulerOutputs]:
-    """The same decision as several, one for each forward, in the order of its rows."""
+    """The decision as one decision per forward pass, in the order of its rows."""
     left = sum(item.num_new_tokens for item in outputs.scheduled)
-    room = next_size(left, row_counts)
+    free = next_size(left, row_counts)
     released_slots = outputs.released_slots
-    taken: list[ScheduledSequence] = []
+    parts: list[ScheduledSequence] = []
     for item in outputs.scheduled:
-        begun = 0
-        while begun < item.num_new_tokens:
-            count = min(room, item.num_new_tokens - begun)
-            taken.append(_part(item, begun, count))
-            begun, room, left = begun + count, room - count, left - count
-            if not room or not left:
-                yield SchedulerOutputs(prefill=tuple(taken), released_slots=released_slots)
-                taken, released_slots = [], ()
-                room = next_size(left, row_counts)
+        offset = 0
+        while offset < item.num_new_tokens:
+            count = min(free, item.num_new_tokens - offset)
+            parts.append(_part(item, offset, count))
+            offset, free, left = offset + count, free - count, left - count
+            if not free or not left:
+                yield SchedulerOutputs(prefill=tuple(parts), released_slots=released_slots)
+                parts, released_slots = [], ()
+                free = next_size(left, row_counts)
 
 
 def next_size(num_rows: int, row_counts: tuple[int, ...]) -> int:
-    """How many rows the next forward has, where `num_rows` are left to compute."""
+    """The row count of the next forward pass, with `num_rows` left to compute."""
     full = max((count for count in row_counts if count <= num_rows), default=0)
     enough = min((count for count in row_counts if count >= num_rows), default=0)
     if not full or not enough:
         return full or enough
-    is_cheap = enough <= WEIGHT_BOUND_ROWS or (enough - num_rows) * MOST_FILL <= enough
+    is_cheap = enough <= WEIGHT_BOUND_ROWS or (enough - num_rows) * MAX_PADDING <= enough
     return enough if is_cheap else full
 
 
-def fill_up(inputs: StepInputs, row_counts: tuple[int, ...]) -> StepInputs:
-    """The same forward with rows of nobody at its end, and with logits that nobody wants."""
+def pad_inputs(inputs: StepInputs, row_counts: tuple[int, ...]) -> StepInputs:
+    """The forward pass with padding rows at its end, and with unused logits."""
     num_rows, num_wanted = len(inputs.token_ids), len(inputs.logits_rows)
     size = min(count for count in row_counts if count >= num_rows)
     rows = inputs.logits_rows
     if num_wanted:
         num_logits = min(count for count in row_counts if count >= num_wanted)
-        # A model that cannot be told which logits are wanted gives all, in order: then ask for these.
+        # All rows in order, which is what a model without `logits_to_keep` computes.
         rows = torch.arange(size) if num_logits == size else pad(rows, (0, num_logits - num_wanted))
     return replace(
         inputs,
@@ -115,12 +115,12 @@ def fill_up(inputs: StepInputs, row_counts: tuple[int, ...]) -> StepInputs:
     )
 
 
-def _part(item: ScheduledSequence, begun: int, count: int) -> ScheduledSequence:
-    """`count` tokens of the item from its token `begun` on, with those of its wanted rows."""
+def _part(item: ScheduledSequence, offset: int, count: int) -> ScheduledSequence:
+    """`count` tokens of the item from its token `offset` on, with their wanted rows."""
     return ScheduledSequence(
         sequence=item.sequence,
-        start=item.start + begun,
+        start=item.start + offset,
         num_new_tokens=count,
-        logits_from=min(max(item.logits_from - begun, 0), count),
-        samples=item.samples and begun + count == item.num_new_tokens,
+        logits_from=min(max(item.logits_from - offset, 0), count),
+        samples=item.samples and offset + count == item.num_new_tokens,
     )

@@ -14,37 +14,12 @@ from engine.execution.machine.async_copy import copy_to_device
 from engine.execution.sampling.penalties import in_vocabulary
 from engine.sequence import Sequence
 from engine.structured_outputs import FIELD
-from engine.text.pattern_automaton import ROOT, PatternAutomaton
+from engine.text.bad_sequences import BadSequences
+from engine.text.pattern_automaton import ROOT
 
 Bits = npt.NDArray[np.int32]
 # For each byte of a bitmask, what is added to the logits of its eight tokens.
 _ADDED = np.where((np.arange(256)[:, None] >> np.arange(8)) & 1, np.float32(0), np.float32(-np.inf))
-
-
-class BadSequences:
-    """Forbidden sequences of ids. An automaton over the output finds the ids that would complete one.
-
-    A new token costs amortised constant time, and a step for each sequence that it could complete.
-    """
-
-    def __init__(self, bad_token_ids: tuple[tuple[int, ...], ...], vocab_size: int) -> None:
-        self.always_banned = in_vocabulary([bad[0] for bad in bad_token_ids if len(bad) == 1], vocab_size)
-        longer = [bad for bad in bad_token_ids if len(bad) > 1 and in_vocabulary([bad[-1]], vocab_size)]
-        self._last_of: dict[tuple[int, ...], list[int]] = {}
-        for *prefix, last in longer:
-            self._last_of.setdefault(tuple(prefix), []).append(last)
-        self.automaton = PatternAutomaton(self._last_of)
-        # Banned ids by state, filled in when a state is first reached.
-        self._by_state: dict[int, list[int]] = {ROOT: []}
-
-    def completing(self, state: int, token_ids: list[int]) -> list[int]:
-        """The ids that must not follow `token_ids`, which lead to `state`."""
-        banned = self._by_state.get(state)
-        if banned is None:
-            lengths = self.automaton.matches(state)
-            prefixes = [tuple(token_ids[-length:]) for length in lengths]
-            banned = self._by_state[state] = [last for prefix in prefixes for last in self._last_of[prefix]]
-        return banned
 
 
 class _ConstantMasks:

@@ -183,27 +183,19 @@ class _Batch:
         device = self.logits.device
         draws = Draws.of(self.params[rows], indices, self.logits.shape[1], device)
         on_device = copy_to_device(torch.from_numpy(rows), device)
-        shifted = self._shifted(rows, on_device)
-        self.tokens[on_device] = draw(shifted.div_(draws.temperature[:, None]), draws)
+        self.tokens[on_device] = draw(self._shifted(on_device).div_(draws.temperature[:, None]), draws)
 
-    def _shifted(self, rows: Integers, on_device: torch.Tensor) -> torch.Tensor:
+    def _shifted(self, rows: torch.Tensor) -> torch.Tensor:
         """The processed logits of `rows`, ascending, in a new tensor, with each row's largest at 0.
 
-        `on_device`: `rows` on the device. Shifting before the division by temperature avoids overflow.
+        Shifting before the division by temperature avoids overflow.
         """
         logits, processed = self.logits, self.processed
         if processed and len(processed.rows) == len(logits):
-            logits, processed = processed.logits, None
-        shifted = select_rows(logits, on_device) - self.max_logits[on_device, None]
-        if processed:
-            at = np.flatnonzero(np.isin(processed.host_rows, rows))
-            changed = processed.host_rows[at]
-            to, source, changed_rows = (
-                copy_to_device(torch.from_numpy(one), logits.device)
-                for one in (np.searchsorted(rows, changed), at, changed)
-            )
-            shifted[to] = processed.logits[source] - self.max_logits[changed_rows, None]
-        return shifted
+            logits = processed.logits
+        elif processed:
+            logits = logits.index_copy(0, processed.rows, processed.logits)
+        return select_rows(logits, rows) - self.max_logits[rows, None]
 
 
 def _sampled_logprobs(logits: torch.Tensor, token_ids: list[int], params: Params) -> dict[int, TokenLogprobs]:

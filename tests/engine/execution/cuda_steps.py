@@ -174,19 +174,19 @@ def step_of(
 
 def launched_waits(runner: ModelRunner, steps: Iterable[str]) -> dict[str, list[Wait]]:
     """What each of `steps` waits for, at first and once more behind a step whose tokens are not known."""
-    launcher = DeviceExecutor(runner, Sampler(), DEVICE)
+    async_executor = DeviceExecutor(runner, Sampler(), DEVICE)
     found = {}
     for name in steps:
         parts, params = LAUNCHED[name]
         outputs = step_of(parts, params)
-        assert all(map(launcher.takes, outputs.scheduled))
+        assert all(map(async_executor.takes, outputs.scheduled))
         with WaitLedger() as ledger:
-            before = launcher.launch(outputs, None)
+            before = async_executor.launch(outputs, None)
         found[name] = ledger.waits
         for place, item in enumerate(outputs.scheduled):
             item.sequence.token_ids[-1] = -1 - place
         with WaitLedger() as ledger:
-            after = launcher.launch(outputs, before)
+            after = async_executor.launch(outputs, before)
         assert after.tokens.device == DEVICE
         found[f"{name}, behind another step"] = ledger.waits
     return found

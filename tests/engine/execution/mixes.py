@@ -14,7 +14,7 @@ from engine.sampling_params import SamplingParams
 from engine.steps.pipeline import AsyncExecutor
 from tests.engine.execution.simulated_device import (
     NUM_TOKENS,
-    RefusingLauncher,
+    RefusingExecutor,
     SimulatedDevice,
     check_running,
 )
@@ -24,7 +24,7 @@ Key = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Asked:
+class MixRequest:
     prompt: list[int]
     params: SamplingParams
     priority: int = 2
@@ -32,8 +32,8 @@ class Asked:
 
 
 @dataclass
-class Given:
-    """What one output of a request gave."""
+class OutputResult:
+    """The results of one output."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -46,11 +46,11 @@ class Given:
 @dataclass(frozen=True)
 class Mix:
     config: EngineConfig
-    requests: dict[str, Asked]
+    requests: dict[str, MixRequest]
 
 
 def draw_mix(rng: random.Random, *, is_tiny: bool) -> Mix:
-    """Requests that outgrow a pool together, of tiny or of ordinary blocks; half of them want logprobs."""
+    """Requests that together exceed a pool, with tiny or ordinary blocks; half of them request logprobs."""
     block_size = rng.choice([1, 2, 2, 4]) if is_tiny else 16
     num_blocks = rng.randint(3, 12) if is_tiny else rng.randint(4, 12)
     capacity = block_size * num_blocks
@@ -75,7 +75,7 @@ def draw_mix(rng: random.Random, *, is_tiny: bool) -> Mix:
     return Mix(config, requests)
 
 
-def _draw_request(rng: random.Random, shared: list[int], longest: int) -> Asked:
+def _draw_request(rng: random.Random, shared: list[int], longest: int) -> MixRequest:
     prompt = shared[: rng.choice([0, 0, longest // 2, longest])]
     prompt += [1 + rng.randrange(NUM_TOKENS) for _ in range(rng.randint(1, max(1, longest // 2)))]
     params = SamplingParams(
@@ -89,13 +89,15 @@ def _draw_request(rng: random.Random, shared: list[int], longest: int) -> Asked:
     )
     limit = rng.choice([None] * 12 + ["queue_timeout_seconds", "ttft_timeout_seconds", "timeout_seconds"])
     deadlines = Deadlines(**{limit: rng.uniform(1.0, 40.0)}) if limit else NO_DEADLINES
-    return Asked(prompt, params, rng.choice([2, 2, 2, 2, rng.randrange(5)]), deadlines)
+    return MixRequest(prompt, params, rng.choice([2, 2, 2, 2, rng.randrange(5)]), deadlines)
 
 
 class Served:
-    """An engine on a simulated device, and all that it reported. Each step is checked."""
+    """An engine on a simulated device and everything it reported. Each step is checked."""
 
-    def __init__(self, config: EngineConfig, device: Any, launcher: AsyncExecutor | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, device: Any, async_executor: AsyncExecutor | None = None
+    ) -> None:
         self.clock = Clock()
         self.engine = Engine(
             config,
@@ -104,24 +106,24 @@ class Served:
             WordTokenizer(),
             eos_token_ids=frozenset({EOS}),
             vocab_size=VOCAB_SIZE,
-            async_executor=launcher,
+            async_executor=async_executor,
             clock=self.clock,
         )
-        self.given: dict[Key, Given] = {}
+        self.results: dict[Key, OutputResult] = {}
         self.num_preempted = self.num_steps = 0
         self._num_added = 0
 
-    def add(self, name: str, asked: Asked, resumed: tuple[ResumedOutput, ...] = ()) -> None:
+    def add(self, name: str, request: MixRequest, resumed: tuple[ResumedOutput, ...] = ()) -> None:
         """Raises `NeverFits`."""
         self._num_added += 1
         self.engine.add(
             EngineRequest(
                 name,
-                asked.prompt,
-                asked.params,
+                request.prompt,
+                request.params,
                 arrival_time=float(self._num_added),
-                priority=asked.priority,
-                deadlines=asked.deadlines,
+                priority=request.priority,
+                deadlines=request.deadlines,
                 resumed=resumed,
             )
         )
@@ -144,7 +146,7 @@ class Served:
         assert not blocks.prefix_cache.num_unverified, "blocks that no sampled row has read stay findable"
 
     def _note(self, output: SequenceOutput) -> None:
-        one = self.given.setdefault((output.request_id, output.index), Given())
+        one = self.results.setdefault((output.request_id, output.index), OutputResult())
         assert one.end is None, "output after an end"
         if output.token_id is not None:
             one.tokens.append(output.token_id)
@@ -155,18 +157,20 @@ class Served:
         one.error = output.error
 
 
-def serve_alone(config: EngineConfig, name: str, asked: Asked, poison: int | None = None) -> dict[Key, Given]:
-    """The request in an engine of its own, without prefix cache, each step after the other."""
+def serve_alone(
+    config: EngineConfig, name: str, request: MixRequest, poison: int | None = None
+) -> dict[Key, OutputResult]:
+    """The request alone in an engine without prefix cache and asynchronous scheduling."""
     config = replace(config, prefix_caching=False)
     served = Served(config, SimulatedDevice(config, random.Random(0), poison=poison))
-    served.add(name, replace(asked, deadlines=NO_DEADLINES))
+    served.add(name, replace(request, deadlines=NO_DEADLINES))
     served.run()
-    return served.given
+    return served.results
 
 
 @dataclass
 class Counts:
-    """What the mixes of a run met, so that a test can tell that they met it."""
+    """What happened in a run, so that a test can assert that it did."""
 
     num_compared: int = 0
     num_preempted: int = 0
@@ -187,45 +191,47 @@ def run_mix(seed: int, counts: Counts, *, is_tiny: bool, glitch_rate: float = 0.
     mix = draw_mix(rng, is_tiny=is_tiny)
     poison = rng.choice([None] * 9 + [1 + rng.randrange(NUM_TOKENS)])
     device = SimulatedDevice(mix.config, rng, poison=poison, glitch_rate=glitch_rate)
-    launcher = RefusingLauncher(
+    async_executor = RefusingExecutor(
         device, rng, refused=rng.choice([0.0, 0.0, 0.0, 0.05, 0.3]), fault_rate=rng.choice([0.0, 0.0, 0.05])
     )
-    served = Served(mix.config, device, launcher)
+    served = Served(mix.config, device, async_executor)
     taken = _drive(served, mix, rng)
     counts.num_preempted += served.num_preempted
-    counts.num_ahead += launcher.num_ahead
-    counts.num_refused += launcher.num_refused
-    counts.num_faults += launcher.num_faults
+    counts.num_ahead += async_executor.num_ahead
+    counts.num_refused += async_executor.num_refused
+    counts.num_faults += async_executor.num_faults
     counts.num_glitches += device.num_glitches
-    right = {name: serve_alone(mix.config, name, taken[name], poison) for name in taken}
-    for (name, index), found in served.given.items():
+    expected = {name: serve_alone(mix.config, name, taken[name], poison) for name in taken}
+    for (name, index), found in served.results.items():
         counts.num_compared += 1
         counts.ends[str(found.end)] = counts.ends.get(str(found.end), 0) + 1
-        compare(found, right[name][name, index], f"seed {seed}: {name}/{index}", may_fail=glitch_rate > 0)
+        compare(found, expected[name][name, index], f"seed {seed}: {name}/{index}", may_fail=glitch_rate > 0)
     if glitch_rate:
         device.glitch_rate = 0.0
-        _serve_again(served, taken, right)
+        _serve_again(served, taken, expected)
 
 
-def _serve_again(served: Served, taken: dict[str, Asked], right: dict[str, dict[Key, Given]]) -> None:
-    for name, asked in taken.items():
-        served.add(f"again {name}", replace(asked, deadlines=NO_DEADLINES))
+def _serve_again(
+    served: Served, taken: dict[str, MixRequest], expected: dict[str, dict[Key, OutputResult]]
+) -> None:
+    for name, request in taken.items():
+        served.add(f"again {name}", replace(request, deadlines=NO_DEADLINES))
         served.run()
-        for (_, index), one in right[name].items():
-            compare(served.given[f"again {name}", index], one, f"{name}/{index}, served again")
+        for (_, index), one in expected[name].items():
+            compare(served.results[f"again {name}", index], one, f"{name}/{index}, served again")
 
 
-def _drive(served: Served, mix: Mix, rng: random.Random) -> dict[str, Asked]:
-    """Add, cancel, isolate and step at random to the end of all; returns the requests that were taken."""
+def _drive(served: Served, mix: Mix, rng: random.Random) -> dict[str, MixRequest]:
+    """Add, cancel, isolate and step at random until all have ended; returns the accepted requests."""
     engine = served.engine
     to_come = list(mix.requests.items())
-    taken: dict[str, Asked] = {}
+    taken: dict[str, MixRequest] = {}
     while to_come or engine.has_work:
         while to_come and (not engine.has_work or rng.random() < 0.4):
-            name, asked = to_come.pop(0)
+            name, request = to_come.pop(0)
             try:
-                served.add(name, asked)
-                taken[name] = asked
+                served.add(name, request)
+                taken[name] = request
             except NeverFits:
                 pass
         if not engine.has_work:
@@ -241,16 +247,16 @@ def _drive(served: Served, mix: Mix, rng: random.Random) -> dict[str, Asked]:
     return taken
 
 
-def compare(found: Given, right: Given, place: str, *, may_fail: bool = False) -> None:
-    """`found` equals `right`; an output that was ended from outside is a beginning of it."""
+def compare(found: OutputResult, expected: OutputResult, label: str, *, may_fail: bool = False) -> None:
+    """`found` equals `expected`; an output that was ended from outside is a prefix of it."""
     number = len(found.tokens)
     is_cut = found.end in ("cancelled", "timeout") or (may_fail and found.end == "error")
     if is_cut:
-        assert found.tokens == right.tokens[:number], place
-        assert right.text.startswith(found.text) or not number, place
+        assert found.tokens == expected.tokens[:number], label
+        assert expected.text.startswith(found.text) or not number, label
     else:
-        assert (found.tokens, found.text, found.end) == (right.tokens, right.text, right.end), place
-        assert found.error == right.error, place
-    assert found.logprobs == right.logprobs[:number], place
+        assert (found.tokens, found.text, found.end) == (expected.tokens, expected.text, expected.end), label
+        assert found.error == expected.error, label
+    assert found.logprobs == expected.logprobs[:number], label
     if found.prompt_logprobs is not None and not may_fail:
-        assert found.prompt_logprobs == right.prompt_logprobs, place
+        assert found.prompt_logprobs == expected.prompt_logprobs, label

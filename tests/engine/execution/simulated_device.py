@@ -140,7 +140,7 @@ class SimulatedDevice:
         return rows
 
 
-class RefusingLauncher:
+class RefusingExecutor:
     """Launches on a `SimulatedDevice`; refuses items at random, and fails at random.
 
     Log-probabilities are always refused, as on a real device.

@@ -1,6 +1,6 @@
-"""Asynchronous scheduling on pools that are too small: each request in a mix is itself alone.
+"""Asynchronous scheduling on pools that are too small: each request gives what it gives alone.
 
-The launcher refuses items and fails at random. `simulated_device.py` checks each write and each read.
+The executor refuses items and fails at random. `simulated_device.py` checks each write and each read.
 """
 
 import pytest
@@ -12,7 +12,7 @@ SEEDS = {True: range(80), False: range(150, 230)}
 
 
 @pytest.mark.parametrize("is_tiny", [True, False], ids=["tiny blocks", "ordinary blocks"])
-def test_a_request_in_a_mix_is_itself_alone(is_tiny: bool) -> None:
+def test_a_request_in_a_mix_gives_what_it_gives_alone(is_tiny: bool) -> None:
     counts = Counts()
     for seed in SEEDS[is_tiny]:
         run_mix(seed, counts, is_tiny=is_tiny)
@@ -25,8 +25,8 @@ def test_a_request_in_a_mix_is_itself_alone(is_tiny: bool) -> None:
 
 
 @pytest.mark.parametrize("is_tiny", [True, False], ids=["tiny blocks", "ordinary blocks"])
-def test_values_that_were_not_finite_fail_no_request_after_the_mix(is_tiny: bool) -> None:
-    """Rows come out as not finite at random, of requests that end in every way; their prompts come again."""
+def test_non_finite_values_fail_no_later_request(is_tiny: bool) -> None:
+    """Rows are non-finite at random, in requests that end in every way; their prompts are repeated."""
     counts = Counts()
     for seed in SEEDS[is_tiny][:40]:
         run_mix(seed, counts, is_tiny=is_tiny, glitch_rate=0.02 if is_tiny else 0.003)

@@ -110,7 +110,7 @@ def test_asynchronous_scheduling_is_off_by_default_on_a_cpu(tiny_llama: Path) ->
         asked: build_execution(str(tiny_llama), device="cpu", num_kv_blocks=9, async_scheduling=asked)
         for asked in (None, False, True)
     }
-    assert {asked: one.launcher is not None for asked, one in built.items()} == {
+    assert {asked: one.async_executor is not None for asked, one in built.items()} == {
         None: False, False: False, True: True,
     }  # fmt: skip
     assert generate(built[True]) == generate(built[False])

@@ -1,7 +1,6 @@
-"""Random mixes of all that a request may ask for, on a pool that is too small: each request is itself alone.
+"""Random mixes of all features on a pool that is too small: each request gives what it gives alone.
 
-The model computes in float64, so that rounding does not depend on a request's mates and tokens are compared
-as they are.
+The model computes in float64, so that rounding does not depend on the batch and tokens can be compared.
 """
 
 import random
@@ -49,7 +48,7 @@ TOKENIZER = Tokenizer(make_tokenizer())
 
 
 @dataclass(frozen=True)
-class Asked:
+class FuzzRequest:
     prompt: list[int]
     params: SamplingParams
     priority: int
@@ -57,8 +56,8 @@ class Asked:
 
 
 @dataclass
-class Given:
-    """What one output of a request gave."""
+class OutputResult:
+    """The results of one output."""
 
     token_ids: list[int]
     text: str
@@ -103,17 +102,19 @@ def draw_params(rng: random.Random) -> SamplingParams:
 
 def draw_requests(
     rng: random.Random, number: int, draw: Callable[[random.Random], SamplingParams] = draw_params
-) -> dict[str, Asked]:
+) -> dict[str, FuzzRequest]:
     requests = {}
     for index in range(number):
         own = [rng.randrange(5, VOCAB_SIZE) for _ in range(rng.randint(1, 30))]
         prompt = PREFIX[: rng.choice([0, 0, 8, 23, 24])] + own
-        requests[f"r{index}"] = Asked(prompt, draw(rng), rng.randrange(5), rng.choice([b"", b"", b"salt"]))
+        requests[f"r{index}"] = FuzzRequest(
+            prompt, draw(rng), rng.randrange(5), rng.choice([b"", b"", b"salt"])
+        )
     return requests
 
 
 def draw_plain_params(rng: random.Random) -> SamplingParams:
-    """What a step may ask for that is launched before the tokens of the one before it are known."""
+    """Parameters for which a step can be launched before the previous tokens are known."""
     fields: dict[str, object] = {
         "n": 2 if rng.random() < 0.2 else 1,
         "max_tokens": rng.randint(1, 24),
@@ -128,8 +129,8 @@ def draw_plain_params(rng: random.Random) -> SamplingParams:
     return SamplingParams(**fields)  # type: ignore[arg-type]  # drawn by name
 
 
-class CountingLauncher(DeviceExecutor):
-    """Counts the steps that were launched while the one before was under way; some fail, some are refused."""
+class CountingExecutor(DeviceExecutor):
+    """Counts the steps launched while the previous one was in flight; some fail, some are refused."""
 
     def __init__(self, runner: ModelRunner, sampler: Sampler, rng: random.Random) -> None:
         super().__init__(runner, sampler, torch.device("cpu"))
@@ -157,7 +158,7 @@ class CountingLauncher(DeviceExecutor):
             raise MemoryError("not now")
 
 
-def build_engine(runner: ModelRunner, config: EngineConfig, launcher: AsyncExecutor | None) -> Engine:
+def build_engine(runner: ModelRunner, config: EngineConfig, async_executor: AsyncExecutor | None) -> Engine:
     ends = frozenset({EOS})
     return Engine(
         config,
@@ -170,20 +171,20 @@ def build_engine(runner: ModelRunner, config: EngineConfig, launcher: AsyncExecu
             LlguidanceBackend(TOKENIZER, vocab_size=VOCAB_SIZE, eos_token_ids=ends),
             timeout_seconds=300.0,
         ),
-        async_executor=launcher,
+        async_executor=async_executor,
     )
 
 
 def serve(
     runner: ModelRunner,
     config: EngineConfig,
-    requests: dict[str, Asked],
+    requests: dict[str, FuzzRequest],
     rng: random.Random | None = None,
-    launcher: CountingLauncher | None = None,
-) -> tuple[dict[tuple[str, int], Given], int]:
+    async_executor: CountingExecutor | None = None,
+) -> tuple[dict[tuple[str, int], OutputResult], int]:
     """All outputs by (request, index), and how often one was preempted. With `rng` they come in steps."""
-    engine = build_engine(runner, config, launcher)
-    given: dict[tuple[str, int], Given] = {}
+    engine = build_engine(runner, config, async_executor)
+    results: dict[tuple[str, int], OutputResult] = {}
     to_come = list(requests.items())
     num_preempted = arrival = 0
     while to_come or engine.has_work:
@@ -198,12 +199,12 @@ def serve(
         check_running(engine.scheduler.running_queue, config.block_size)
         num_preempted += step.report.num_preempted
         for output in step.outputs:
-            _note(given, output)
-    return given, num_preempted
+            _note(results, output)
+    return results, num_preempted
 
 
-def _note(given: dict[tuple[str, int], Given], output: SequenceOutput) -> None:
-    one = given.setdefault((output.request_id, output.index), Given([], "", None, [], None))
+def _note(results: dict[tuple[str, int], OutputResult], output: SequenceOutput) -> None:
+    one = results.setdefault((output.request_id, output.index), OutputResult([], "", None, [], None))
     assert one.finish_reason is None, "nothing comes after an end"
     assert output.error is None or "no token is allowed" in output.error
     if output.token_id is not None:
@@ -214,7 +215,7 @@ def _note(given: dict[tuple[str, int], Given], output: SequenceOutput) -> None:
     one.finish_reason = output.finish_reason.value if output.finish_reason else None
 
 
-def assert_same(found: Given, right: Given, place: str) -> None:
+def assert_same(found: OutputResult, right: OutputResult, place: str) -> None:
     assert (found.token_ids, found.text, found.finish_reason) == (
         right.token_ids, right.text, right.finish_reason,
     ), place  # fmt: skip
@@ -254,12 +255,12 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_request_in_any_mix_is_itself_alone(name: str) -> None:
+def test_a_request_in_any_mix_gives_what_it_gives_alone(name: str) -> None:
     rng = random.Random(name)
     model = make_model(dtype=torch.float64)
     requests = draw_requests(rng, 24)
-    alone: dict[tuple[str, int], Given] = {}
-    # In float64, which the native attention does not take.
+    alone: dict[tuple[str, int], OutputResult] = {}
+    # In float64, which the native attention does not support.
     runner = make_runner(model, ROOMY, attention="torch")
     for one, asked in requests.items():
         alone |= serve(runner, ROOMY, {one: asked})[0]
@@ -277,8 +278,8 @@ def test_a_request_in_any_mix_is_itself_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_steps_that_are_launched_ahead_change_no_output(name: str) -> None:
-    """Plain requests, with a few of any kind among them, and a device that fails now and then."""
+def test_asynchronous_steps_change_no_output(name: str) -> None:
+    """Plain requests with a few of any kind, on a device that sometimes fails."""
     rng = random.Random(name)
     model = make_model(dtype=torch.float64)
     requests = draw_requests(rng, 24, draw_plain_params)
@@ -288,11 +289,11 @@ def test_steps_that_are_launched_ahead_change_no_output(name: str) -> None:
     )
     in_order, _ = serve(make_runner(model, config, attention="torch"), config, requests, random.Random(1))
     runner = make_runner(model, config, attention="torch")
-    launcher = CountingLauncher(runner, Sampler(), rng)
-    ahead, _ = serve(runner, config, requests, random.Random(1), launcher)
+    async_executor = CountingExecutor(runner, Sampler(), rng)
+    ahead, _ = serve(runner, config, requests, random.Random(1), async_executor)
     assert ahead.keys() == in_order.keys()
     for place, right in in_order.items():
         assert_same(ahead[place], right, f"{place}: {requests[place[0]].params}")
-    assert launcher.num_ahead > 20
-    assert launcher.num_faults
-    assert launcher.num_refused
+    assert async_executor.num_ahead > 20
+    assert async_executor.num_faults
+    assert async_executor.num_refused

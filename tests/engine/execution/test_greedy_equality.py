@@ -21,7 +21,7 @@ from tests.tiny_models import ARCHITECTURES, make_model
 PROMPTS = make_prompts((1, 5, 17, 33, 40, 64))
 REQUESTS = {name: (prompt, GREEDY) for name, prompt in PROMPTS.items()}
 ALONE = EngineConfig(max_model_len=128, num_kv_blocks=32, block_size=4, max_num_seqs=1)
-# Chunks of at most 24 tokens, and blocks for 120 tokens where the requests want 280.
+# Chunks of at most 24 tokens, and blocks for 120 tokens while the requests need 280.
 CROWDED = EngineConfig(
     max_model_len=128, num_kv_blocks=30, block_size=4, max_num_batched_tokens=24, max_num_seqs=4
 )
@@ -57,7 +57,7 @@ def test_equals_generate_in_chunks_and_out_of_blocks(arch: str, attention: str) 
 @pytest.mark.parametrize("arch", ["llama", "mistral", "gemma2", "gpt_oss"])
 @pytest.mark.parametrize("config", [CROWDED, replace(CROWDED, num_kv_blocks=60)])
 def test_a_prefix_found_in_the_cache_gives_the_same_tokens(arch: str, config: EngineConfig) -> None:
-    """nano-vllm#208, nano-vllm#211: prompts that begin alike, in one batch, and after preemptions."""
+    """nano-vllm#208, nano-vllm#211: prompts with a common prefix, in one batch and after preemptions."""
     (beginning,) = make_prompts((22,), seed=7).values()
     tails = make_prompts((1, 2, 3, 5, 8, 13), seed=8)
     prompts = {name: beginning + tail for name, tail in tails.items()}
@@ -73,7 +73,7 @@ def test_a_prefix_found_in_the_cache_gives_the_same_tokens(arch: str, config: En
     assert_equal_tokens(served.token_ids, right)
 
 
-def test_sampled_mates_do_not_change_greedy_rows() -> None:
+def test_sampled_rows_do_not_change_greedy_rows() -> None:
     random = SamplingParams(temperature=1.5, top_p=0.9, max_tokens=20, seed=3)
     mates = {f"mate {name}": (prompt, random) for name, prompt in make_prompts((9, 30), seed=2).items()}
     served = serve(make_runner(make_model("llama"), CROWDED), CROWDED, {**mates, **REQUESTS})
@@ -81,7 +81,7 @@ def test_sampled_mates_do_not_change_greedy_rows() -> None:
 
 
 def test_random_tokens_do_not_depend_on_the_batch() -> None:
-    """vllm#51226, vllm#17524: a seeded request gave other tokens when others ran beside it."""
+    """vllm#51226, vllm#17524: a seeded request gave other tokens in a batch."""
     random = SamplingParams(temperature=1.0, top_k=40, max_tokens=20, seed=11)
     requests = {name: (prompt, random) for name, prompt in PROMPTS.items()}
     alone = serve(make_runner(make_model("llama"), ALONE), ALONE, requests)
@@ -92,7 +92,7 @@ def test_random_tokens_do_not_depend_on_the_batch() -> None:
 
 @dataclass(frozen=True)
 class Forgetful:
-    """A backend that leaves one feature out."""
+    """A backend that omits one feature."""
 
     backend: AttentionBackend
     forgotten: dict[str, None]
@@ -126,7 +126,7 @@ class ForgetfulMetadata:
         ("gpt_oss", "sinks"),
     ],
 )
-def test_a_forgotten_feature_is_noticed(arch: str, feature: str) -> None:
+def test_an_omitted_feature_is_detected(arch: str, feature: str) -> None:
     model = make_model(arch)
     runner = make_runner(model, ALONE, lambda backend: Forgetful(backend, {feature: None}))
     served = serve(runner, ALONE, REQUESTS)
@@ -134,7 +134,7 @@ def test_a_forgotten_feature_is_noticed(arch: str, feature: str) -> None:
 
 
 def test_prompts_that_fill_their_blocks_exactly() -> None:
-    """FastDeploy#3288, vllm-rbln#662: a prompt of exactly k blocks stalled, or lost its second block."""
+    """FastDeploy#3288, vllm-rbln#662: a prompt of exactly k blocks stalled or lost its second block."""
     prompts = make_prompts((3, 4, 5, 8), seed=4)
     model = make_model("llama")
     right = {name: reference(model, prompt, 20) for name, prompt in prompts.items()}
@@ -144,8 +144,8 @@ def test_prompts_that_fill_their_blocks_exactly() -> None:
         assert_equal_tokens(served.token_ids, right)
 
 
-def test_a_crowd_of_fifty() -> None:
-    """Many short requests through few slots: slots and blocks change hands at every step."""
+def test_fifty_short_requests() -> None:
+    """Few slots, so that slots and blocks change owners at every step."""
     prompts = make_prompts(tuple(range(1, 51)))
     short = replace(GREEDY, max_tokens=5)
     model = make_model("qwen2")

@@ -1,4 +1,4 @@
-"""The class for a list of prompts, on a tiny model from disk."""
+"""`LLM` on a tiny model from disk."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ def llm(tiny_llama: Path) -> Iterator[LLM]:
     return LLM(str(tiny_llama), max_model_len=64, num_kv_blocks=64, max_num_seqs=4)
 
 
-def test_texts_and_ids_are_served_alike_and_in_order(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_and_ids_give_the_same_in_order(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     texts = ["the quick fox", "hello", "a b c d e f g h", "the lazy dog"]
 
     results = llm.generate(texts, GREEDY)
@@ -34,7 +34,7 @@ def test_texts_and_ids_are_served_alike_and_in_order(llm: LLM, capsys: pytest.Ca
     assert alone.outputs == results[2].outputs
 
 
-def test_each_prompt_may_have_parameters_of_its_own(llm: LLM) -> None:
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
     params = [
         SamplingParams(max_tokens=1, ignore_eos=True),
         SamplingParams(max_tokens=3, n=2, ignore_eos=True),
@@ -53,7 +53,7 @@ def test_a_chat_is_a_prompt_in_the_models_template(llm: LLM) -> None:
     assert one.outputs == first.outputs == second.outputs
 
 
-def test_a_text_may_be_held_to_a_form_and_a_bad_form_fails_its_prompt_alone(llm: LLM) -> None:
+def test_a_bad_grammar_fails_only_its_prompt(llm: LLM) -> None:
     forms = [StructuredOutputs(choice=("ab", "cde")), StructuredOutputs(regex="(")]
 
     good, bad = llm.generate(
@@ -69,37 +69,37 @@ def test_a_text_may_be_held_to_a_form_and_a_bad_form_fails_its_prompt_alone(llm:
 
 
 @pytest.mark.parametrize("prompts", [["fine", "\ud83d"], ["fine", 7], ["fine", None]])
-def test_a_prompt_that_is_no_text_is_named_by_its_place(llm: LLM, prompts: list[str]) -> None:
+def test_a_prompt_that_is_no_text_is_named_by_its_index(llm: LLM, prompts: list[str]) -> None:
     with pytest.raises(InvalidParameter, match=r"^prompt 1: "):
         llm.generate(prompts, GREEDY, show_progress=False)
 
 
-def test_a_conversation_that_is_none_is_named_by_its_place(llm: LLM) -> None:
+def test_an_invalid_conversation_is_named_by_its_index(llm: LLM) -> None:
     with pytest.raises(InvalidParameter, match=r"^conversation 1: "):
         llm.chat([HELLO, []], GREEDY, show_progress=False)
     with pytest.raises(InvalidParameter, match=r"^conversation 1: .*surrogate"):
         llm.chat([HELLO, [{"role": "user", "content": "\ud83d"}]], GREEDY, show_progress=False)
 
 
-def test_parameters_that_are_not_one_for_each_prompt_are_refused(llm: LLM) -> None:
+def test_a_wrong_number_of_parameters_is_refused(llm: LLM) -> None:
     with pytest.raises(InvalidParameter, match="each of the 3 prompts, not 2"):
         llm.generate(["a", "b", "c"], [GREEDY, GREEDY], show_progress=False)
 
 
 @pytest.mark.parametrize("params", [3, "x", {}, (GREEDY,), [None]])
-def test_what_is_no_parameters_is_refused(llm: LLM, params: list[SamplingParams]) -> None:
+def test_an_object_of_another_type_is_refused(llm: LLM, params: list[SamplingParams]) -> None:
     with pytest.raises(InvalidParameter, match=r"^params: "):
         llm.generate(["a"], params, show_progress=False)
 
 
 @pytest.mark.parametrize("prompts", [None, 5, {"a": 1}])
-def test_prompts_that_are_no_list_are_refused(llm: LLM, prompts: list[str]) -> None:
+def test_prompts_must_be_a_list(llm: LLM, prompts: list[str]) -> None:
     with pytest.raises(InvalidParameter, match=r"^prompts: "):
         llm.generate(prompts, GREEDY, show_progress=False)
     with pytest.raises(InvalidParameter, match=r"^conversations: "):
         llm.chat(prompts, GREEDY, show_progress=False)  # type: ignore[arg-type]
 
 
-def test_no_prompts_are_no_results(llm: LLM) -> None:
+def test_no_prompts_give_no_results(llm: LLM) -> None:
     assert llm.generate([], GREEDY, show_progress=False) == []
     assert llm.chat([], GREEDY, show_progress=False) == []

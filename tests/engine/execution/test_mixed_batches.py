@@ -1,4 +1,4 @@
-"""Any mix of what requests ask of the sampler: each row as if it were alone."""
+"""Any mix of sampling parameters: each row is sampled as if it were alone."""
 
 import itertools
 
@@ -24,7 +24,7 @@ common_ids = st.integers(0, 9)
 
 @st.composite
 def requests(draw: st.DrawFn, vocab_size: int = VOCAB) -> ScheduledSequence:
-    """A request in the middle of its output, that asks for anything."""
+    """A request in the middle of its output, with any parameters."""
     rarely = st.integers(0, 2).map(lambda number: number == 0)
     params = SamplingParams(
         temperature=draw(st.sampled_from([0.0, 0.5, 1.0, 3.0])),
@@ -57,12 +57,12 @@ def requests(draw: st.DrawFn, vocab_size: int = VOCAB) -> ScheduledSequence:
     levels=st.sampled_from([None, 3]),
     bad_row=st.none() | st.integers(0, 5),
 )
-def test_equals_the_rules_read_slowly(
+def test_equals_the_naive_sampler(
     items: list[ScheduledSequence], seed: int, levels: int | None, bad_row: int | None
 ) -> None:
     """vllm#5639, unsloth#11039: penalties and filters of one row reached another, or crashed the batch.
 
-    With `levels`, many logits are equal. A row with NaN fails alone, whatever it asks for.
+    With `levels`, many logits are equal. Only a row with NaN fails, whatever its parameters.
     """
     logits = random_logits(len(items), VOCAB, seed)
     if levels:
@@ -81,10 +81,10 @@ def test_equals_the_rules_read_slowly(
     plain=st.lists(st.booleans(), min_size=4, max_size=4),
     seed=st.integers(0, 1000),
 )
-def test_a_row_is_bitwise_what_it_is_alone(
+def test_a_row_is_bit_identical_to_itself_alone(
     items: list[ScheduledSequence], plain: list[bool], seed: int
 ) -> None:
-    """In a vocabulary so large that tiles and windows are used, and beside rows that ask for little."""
+    """In a vocabulary large enough for tiles and windows, beside plain rows."""
     batch: list[ScheduledSequence] = []
     for number, (item, is_plain) in enumerate(zip(items, plain, strict=False)):
         batch += [item] + [row(SamplingParams(seed=number, top_p=0.9, logprobs=3))] * is_plain
@@ -93,7 +93,7 @@ def test_a_row_is_bitwise_what_it_is_alone(
     assert together == [Sampler().sample(logits[[at]], (item,))[0] for at, item in enumerate(batch)]
 
 
-def test_a_batch_larger_than_what_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_is_sampled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = random_logits(7, 50)
     items = tuple(
         row(SamplingParams(seed=at, logprobs=1, presence_penalty=at % 2), output=[at, 3]) for at in range(7)
@@ -104,7 +104,7 @@ def test_a_batch_larger_than_what_is_done_at_once(monkeypatch: pytest.MonkeyPatc
 
 
 def test_five_kinds_in_all_orders() -> None:
-    """tenstorrent/vllm#286, vllm-metal#646: parameters were applied to another row, by its place."""
+    """tenstorrent/vllm#286, vllm-metal#646: parameters were applied to another row."""
     kinds = [
         row(SamplingParams(temperature=0.0)),
         row(SamplingParams(temperature=0.0, repetition_penalty=2.0), prompt=[5, 6, 7], output=[8, 9]),
@@ -122,8 +122,8 @@ def test_five_kinds_in_all_orders() -> None:
         assert found == [alone[at] for at in order]
 
 
-def test_rows_that_ask_for_nothing_are_not_edited() -> None:
-    """And a batch of such rows is neither copied nor remembered."""
+def test_plain_rows_are_not_processed() -> None:
+    """A batch of such rows is neither copied nor kept."""
     processors, logits = LogitsProcessors(), random_logits(3, 50)
     plain = [row(SamplingParams(seed=seed)).sequence for seed in (1, 2)]
     assert processors.apply(logits, plain, range(len(plain))) is None
@@ -137,7 +137,7 @@ def test_rows_that_ask_for_nothing_are_not_edited() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_with_no_token_left_fails_alone_and_says_so(temperature: float) -> None:
+def test_only_a_row_without_allowed_tokens_fails(temperature: float) -> None:
     logits = random_logits(4, 100)
     impossible = row(
         SamplingParams(temperature=temperature, allowed_token_ids=(4, 7), seed=1), bad_token_ids=((4,), (7,))
@@ -151,7 +151,7 @@ def test_a_row_with_no_token_left_fails_alone_and_says_so(temperature: float) ->
     assert [found[0].token_id, found[3].token_id] == sample(logits[[0, 3]], mate, mate)
 
 
-def test_a_grammar_that_raises_fails_its_row_alone() -> None:
+def test_a_grammar_that_raises_fails_only_its_row() -> None:
     logits = random_logits(3, 100)
     mates = [row(SamplingParams(seed=1)), row(SamplingParams(seed=2), grammar=ModuloGrammar(7))]
     bad = row(SamplingParams(seed=3), grammar=ModuloGrammar(7, fault=ValueError("no such token")))
@@ -169,7 +169,7 @@ def test_a_grammar_that_raises_fails_its_row_alone() -> None:
     ),
     tokens=st.lists(common_ids, min_size=30, max_size=30),
 )
-def test_what_is_remembered_is_what_the_tokens_say(moves: list[tuple[str, int]], tokens: list[int]) -> None:
+def test_kept_state_equals_state_from_the_tokens(moves: list[tuple[str, int]], tokens: list[int]) -> None:
     """nano-vllm#217, vllm#16832: after a preemption, prompt and output were mixed up for penalties.
 
     Three slots, whose sequences grow, are preempted and come back to any slot, end, or are sampled twice for
@@ -184,7 +184,7 @@ def test_what_is_remembered_is_what_the_tokens_say(moves: list[tuple[str, int]],
             slots[slot].preempt()
             slots[slot] = in_slot(slot, number)
         elif move == "preempt":
-            # Two are preempted and come back, each on the other's slot.
+            # Two are preempted and return, each to the other's slot.
             other = (slot + 1) % 3
             slots[slot].preempt()
             slots[other].preempt()
@@ -206,7 +206,7 @@ def in_slot(slot: int, number: int) -> Sequence:
     return sequence
 
 
-def test_nothing_is_remembered_of_those_who_left() -> None:
+def test_state_of_departed_sequences_is_evicted() -> None:
     remembering, sequence = Sampler(), in_slot(2, 1)
     remembering.sample(random_logits(1, 20), (ScheduledSequence(sequence, 0, 1, 0, True),))
     assert list(remembering._processors._states) == [2]

@@ -1,7 +1,7 @@
 """Requests of every kind, cut after a random output and resumed in a new engine from what was reported.
 
 Tokens, text and end are those of the request that was never cut. The model computes in float64, so that
-tokens are compared as they are.
+tokens can be compared.
 """
 
 import random
@@ -29,8 +29,8 @@ Folded = dict[int, tuple[list[int], str, FinishReason | None]]
 def generate(
     runner: ModelRunner, asked: Asked, resumed: tuple[ResumedOutput, ...] = (), *, is_asynchronous: bool
 ) -> list[SequenceOutput]:
-    launcher = DeviceExecutor(runner, Sampler(), torch.device("cpu")) if is_asynchronous else None
-    engine = build_engine(runner, ROOMY, launcher)
+    async_executor = DeviceExecutor(runner, Sampler(), torch.device("cpu")) if is_asynchronous else None
+    engine = build_engine(runner, ROOMY, async_executor)
     engine.add(EngineRequest(
         "r", asked.prompt, asked.params, arrival_time=0.0, priority=asked.priority,
         cache_salt=asked.salt, resumed=resumed,
@@ -42,7 +42,7 @@ def generate(
 
 
 def fold(outputs: Iterable[SequenceOutput]) -> Folded:
-    """Tokens, text and end by index, as a reader of the stream adds them up."""
+    """Tokens, text and end by index, as a reader of the stream accumulates them."""
     folded: Folded = {}
     for one in outputs:
         tokens, text, _ = folded.get(one.index, ([], "", None))
@@ -54,7 +54,7 @@ def fold(outputs: Iterable[SequenceOutput]) -> Folded:
 def cut(outputs: list[SequenceOutput], number: int, *, loses_end: bool) -> Folded:
     """What was stored of the first `number` outputs.
 
-    An end is an entry of its own behind its last token: with `loses_end` the engine died between the two.
+    An end is an entry after its last token; with `loses_end` the engine died between the two.
     """
     head = fold(outputs[:number])
     last = outputs[number - 1]
@@ -65,7 +65,7 @@ def cut(outputs: list[SequenceOutput], number: int, *, loses_end: bool) -> Folde
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True], ids=["in order", "asynchronous"])
-def test_a_resumed_request_is_the_one_that_was_never_cut(is_asynchronous: bool) -> None:
+def test_a_resumed_request_equals_an_uninterrupted_one(is_asynchronous: bool) -> None:
     rng = random.Random(f"resumed {is_asynchronous}")
     runner = make_runner(make_model(dtype=torch.float64), ROOMY, attention="torch")
     num_cuts = num_lost_ends = 0
@@ -92,7 +92,7 @@ def test_a_resumed_request_is_the_one_that_was_never_cut(is_asynchronous: bool) 
 
 
 def joined(head: Folded, tail: Folded) -> Folded:
-    """Of an output that had ended nothing comes again."""
+    """An output that had ended is not repeated."""
     assert not any(head[index][2] for index in head.keys() & tail.keys()), "output after an end"
     nothing: tuple[list[int], str, None] = ([], "", None)
     result: Folded = {}

@@ -19,7 +19,7 @@ from engine.execution.attention.probe import record_layers
 from engine.execution.build import build_execution
 from engine.execution.deterministic.attention import DeterministicAttention
 from engine.execution.deterministic.experts import use_whole_rows
-from engine.execution.deterministic.runner import DeterministicRunner, fill_up, next_size, split
+from engine.execution.deterministic.runner import DeterministicRunner, next_size, pad_inputs, split
 from engine.execution.deterministic.self_check import agreeing_row_counts
 from engine.execution.runner.inputs import InputBuilder
 from engine.execution.sampling.sampler import Sampler
@@ -153,7 +153,7 @@ def test_other_kinds_of_attention_and_experts(arch: str) -> None:
 
 
 def test_the_rows_can_differ() -> None:
-    """Forwards as large as their steps, and attention over what is there: some bit differs."""
+    """Without fixed sizes, some bits differ."""
     install()
     requests = make_requests(12, max_tokens=5)
     model = make_model("llama")
@@ -179,7 +179,7 @@ def test_the_rows_can_differ() -> None:
 
 
 def hooked(change: Callable[[torch.Tensor], torch.Tensor]) -> PreTrainedModel:
-    """A model whose first MLP does something to its output [1, rows, size]."""
+    """A model whose first MLP changes its output [1, rows, size]."""
     install()
     model = make_model("llama")
     model.set_attn_implementation(ATTENTION_NAME)
@@ -192,13 +192,13 @@ def test_a_model_whose_rows_mix_is_refused_by_name() -> None:
         row_counts(hooked(lambda output: output + 1e-6 * output.mean(1, keepdim=True)))
 
 
-@pytest.mark.parametrize("place", [0, 5, 15])
-def test_a_model_whose_rows_depend_on_their_places_is_refused(place: int) -> None:
+@pytest.mark.parametrize("index", [0, 5, 15])
+def test_a_model_whose_rows_depend_on_their_positions_is_refused(index: int) -> None:
     def shift(output: torch.Tensor) -> torch.Tensor:
-        output[:, place : place + 1] *= 1.000001
+        output[:, index : index + 1] *= 1.000001
         return output
 
-    with pytest.raises(UnsupportedModel, match="depend on what is computed beside them"):
+    with pytest.raises(UnsupportedModel, match="depend on the rest of the batch"):
         row_counts(hooked(shift))
 
 
@@ -212,7 +212,7 @@ def test_a_size_that_gives_other_bits_is_not_used() -> None:
 
 
 class LinearsInFloat32(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Linear layers accumulate in float32, row by row; `backwards`: a lone row in the other order."""
+    """Linear layers accumulate in float32, row by row; `backwards`: a single row in reverse order."""
 
     def __init__(self, backwards: bool) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class LinearsInFloat32(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
 
 @pytest.mark.parametrize("backwards", [False, True])
 def test_an_order_of_additions_that_rounding_hides_is_found(backwards: bool) -> None:
-    """oneDNN adds up one or two rows in bfloat16 in another order than many on AVX-512 processors."""
+    """On AVX-512 processors, oneDNN adds one or two rows in bfloat16 in another order than many."""
     install()
     model = make_model("llama", dtype=torch.bfloat16)
     model.set_attn_implementation(ATTENTION_NAME)
@@ -242,7 +242,7 @@ def test_an_order_of_additions_that_rounding_hides_is_found(backwards: bool) -> 
     assert 2 in found
 
 
-def test_a_step_is_cut_into_forwards_of_the_known_sizes() -> None:
+def test_a_step_is_split_into_forward_passes_of_known_sizes() -> None:
     first = in_slot(0, list(range(1, 60)), list(range(1, 20)))
     second = in_slot(1, [1, 2, 3], [20])
     decision = SchedulerOutputs(
@@ -276,22 +276,22 @@ def test_sizes_waste_little() -> None:
     assert next_size(40, (16,)) == 16
 
 
-def test_what_fills_a_forward_up_is_nobodys() -> None:
+def test_a_forward_pass_is_padded_with_unused_rows() -> None:
     inputs = InputBuilder(2, 64, 4).build(
         SchedulerOutputs(prefill=(part(in_slot(0, [7, 8, 9], [1]), 0, 3, logits_from=1),))
     )
-    filled = fill_up(inputs, (4, 8))
-    assert filled.token_ids.tolist() == [7, 8, 9, 0]
-    assert filled.batch is inputs.batch
-    # As many as there are rows: then all, in order, since some models always give these.
-    assert filled.logits_rows.tolist() == [0, 1, 2, 3]
-    assert fill_up(inputs, (2, 8)).logits_rows.tolist() == [1, 2]
+    padded = pad_inputs(inputs, (4, 8))
+    assert padded.token_ids.tolist() == [7, 8, 9, 0]
+    assert padded.batch is inputs.batch
+    # If the padded logits are as many as the rows, all rows in order, which some models always compute.
+    assert padded.logits_rows.tolist() == [0, 1, 2, 3]
+    assert pad_inputs(inputs, (2, 8)).logits_rows.tolist() == [1, 2]
 
 
-def test_it_is_built_by_name(tiny_llama: Path) -> None:
-    told: list[str] = []
+def test_a_deterministic_execution_is_built(tiny_llama: Path) -> None:
+    lines: list[str] = []
     execution = build_execution(
-        str(tiny_llama), device="cpu", deterministic=True, num_kv_blocks=8, progress=told.append
+        str(tiny_llama), device="cpu", deterministic=True, num_kv_blocks=8, progress=lines.append
     )
     assert isinstance(execution.runner, DeterministicRunner)
-    assert any("rows give the same bits" in words for words in told)
+    assert any("rows give the same bits" in line for line in lines)

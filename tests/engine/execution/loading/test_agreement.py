@@ -1,4 +1,4 @@
-"""What would be served wrongly is refused, with the model type and the reason."""
+"""A model that would be served wrongly is refused, with its type and the reason."""
 
 from typing import Any
 
@@ -39,8 +39,8 @@ def test_a_supported_model_passes(arch: str) -> None:
     check(make_config(arch))
 
 
-def test_values_of_another_size_than_keys_pass() -> None:
-    """Latent attention has queries and keys of 24 and values of 16 numbers here."""
+def test_values_of_another_size_than_keys_are_supported() -> None:
+    """Latent attention, with queries and keys of size 24 and values of size 16."""
     config = small(
         "deepseek_v3", intermediate_size=32, moe_intermediate_size=32, q_lora_rank=16, kv_lora_rank=16,
         qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, num_key_value_heads=4, n_routed_experts=8,
@@ -85,7 +85,7 @@ def test_an_encoder_decoder_is_refused_by_name() -> None:
         check(CONFIG_MAPPING["t5"]())
 
 
-def test_a_model_whose_trial_fails_is_refused_by_name() -> None:
+def test_a_model_whose_self_check_fails_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModel, match="'llama': the self-check failed: ZeroDivisionError"):
         check(make_config("llama", num_key_value_heads=0))
 
@@ -99,16 +99,16 @@ def test_a_model_whose_trial_fails_is_refused_by_name() -> None:
         ("gpt_oss", "sinks"),
     ],
 )
-def test_a_backend_that_forgets_a_feature_is_found_out(arch: str, feature: str) -> None:
+def test_a_backend_that_omits_a_feature_is_detected(arch: str, feature: str) -> None:
     config = make_config(arch, sliding_window=4096)
     if feature == "softcap":
-        # As wide as Gemma 2 really has it: alone it would hardly show.
+        # The value of Gemma 2, whose omission alone would hardly show.
         config.attn_logit_softcapping = 50.0
     with pytest.raises(UnsupportedModel, match=f"'{arch}': paged attention disagrees"):
         check(config, **{feature: None})
 
 
-def test_a_backend_that_looks_ahead_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_is_not_causal_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     fused = torch_attention.scaled_dot_product_attention
 
     def looking_ahead(*args: Any, **options: Any) -> torch.Tensor:
@@ -136,12 +136,12 @@ def test_the_small_model_keeps_heads_and_every_kind_of_layer() -> None:
 
 
 def test_layers_without_positions_stay() -> None:
-    """SmolLM3 leaves RoPE out of some layers; a list with an entry a layer says which."""
+    """SmolLM3 has layers without RoPE, named by a list with an entry per layer."""
     shrunken = shrink(make_config("smollm3", num_hidden_layers=8, no_rope_layers=[1, 1, 1, 0, 1, 1, 1, 0]))
     assert shrunken.no_rope_layers == [1, 1, 0]
 
 
-def test_layers_are_recorded_as_they_attend() -> None:
+def test_the_attention_of_layers_is_recorded() -> None:
     model = make_model("gemma2")
     make_runner(model, ALONE)
     assert record_layers(model) == (
@@ -150,7 +150,7 @@ def test_layers_are_recorded_as_they_attend() -> None:
     )
 
 
-def test_the_global_random_state_is_left_alone() -> None:
+def test_the_global_random_state_does_not_change() -> None:
     before = torch.random.get_rng_state()
     check(make_config("llama"))
     assert torch.equal(torch.random.get_rng_state(), before)

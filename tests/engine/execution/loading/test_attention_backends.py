@@ -117,7 +117,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def fake_compiler(directory: Path, monkeypatch: pytest.MonkeyPatch, waits_for: int = 1) -> None:
-    """One that copies what is compiled already. It ends when `waits_for` of its kind have begun."""
+    """Copies the compiled library. Ends once `waits_for` compilers have begun."""
     compiled()
     (library,) = sorted((ROOT / ".tokenmill" / "native").glob("*.so"), key=os.path.getmtime)[-1:]
     compiler = directory / "c++"
@@ -182,20 +182,20 @@ def another_version(directory: Path, _: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "change", [another_cpu, other_flags, other_sources, another_compiler, another_version]
 )
-def test_it_is_built_once_and_again_when_anything_differs(
+def test_the_library_is_built_once_and_again_for_other_inputs(
     change: Callable[[Path, pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_compiler(tmp_path, monkeypatch)
-    told: list[str] = []
-    first = built_library(tmp_path, told.append)
-    assert built_library(tmp_path, told.append) == first
-    assert len(told) == 1
+    lines: list[str] = []
+    first = built_library(tmp_path, lines.append)
+    assert built_library(tmp_path, lines.append) == first
+    assert len(lines) == 1
     change(tmp_path, monkeypatch)
-    assert built_library(tmp_path, told.append) != first
-    assert len(told) == 2
+    assert built_library(tmp_path, lines.append) != first
+    assert len(lines) == 2
 
 
-def test_a_damaged_file_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_file_is_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_compiler(tmp_path, monkeypatch)
     path = built_library(tmp_path, lambda _: None)
     whole = path.read_bytes()
@@ -204,28 +204,26 @@ def test_a_damaged_file_is_made_again(tmp_path: Path, monkeypatch: pytest.Monkey
     for content in (whole[: len(whole) // 2], whole[:-1], bytes(damaged), b""):
         path.unlink()
         path.write_bytes(content)
-        told: list[str] = []
-        native_library.load_library(tmp_path, told.append)
-        assert "is damaged; compiling it again" in told[0]
+        lines: list[str] = []
+        native_library.load_library(tmp_path, lines.append)
+        assert "is damaged; compiling it again" in lines[0]
         assert path.read_bytes() == whole
 
 
-def test_a_library_that_cannot_be_loaded_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_that_cannot_be_loaded_is_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_compiler(tmp_path, monkeypatch)
     path = built_library(tmp_path, lambda _: None)
     whole = path.read_bytes()
     path.unlink()
     path.write_bytes(b"\x7fELF of another machine")
     native_build.seal(path)
-    told: list[str] = []
-    native_library.load_library(tmp_path, told.append)
-    assert "cannot be loaded" in told[0]
+    lines: list[str] = []
+    native_library.load_library(tmp_path, lines.append)
+    assert "cannot be loaded" in lines[0]
     assert path.read_bytes() == whole
 
 
-def test_a_compiler_that_says_nothing_and_makes_nothing(tmp_path: Path) -> None:
+def test_a_compiler_without_output(tmp_path: Path) -> None:
     idle = shutil.which("true")
     assert idle is not None
     with pytest.raises(CannotBuild, match="made no library"):
@@ -241,7 +239,9 @@ def test_the_compiler_is_found_by_its_usual_names(monkeypatch: pytest.MonkeyPatc
     "mistake", [{"window": 0}, {"softcap": 0.0}, {"sinks": None}, {"scaling": 0.29}, {"scaling": math.nan}]
 )
 @pytest.mark.parametrize("dtype", native_library.DTYPES)
-def test_the_trial_of_the_library_finds_a_mistake(dtype: torch.dtype, mistake: dict[str, object]) -> None:
+def test_the_self_check_of_the_library_detects_an_error(
+    dtype: torch.dtype, mistake: dict[str, object]
+) -> None:
     class Mistaken(AttentionOperator):
         def forward(self, dtype_of_call: torch.dtype, call: NativeCall) -> None:
             for field, value in mistake.items() if dtype_of_call == dtype else ():
@@ -263,7 +263,7 @@ def test_an_operator_that_computes_wrongly_is_not_used(
     assert "disagrees with torch" in caplog.text
 
 
-def test_what_fails_the_trial_of_a_model_gives_way(
+def test_a_backend_that_fails_the_self_check_is_replaced(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> AttentionBackend:
@@ -271,12 +271,12 @@ def test_what_fails_the_trial_of_a_model_gives_way(
 
     native = Backend("native", refuse, TORCH.bytes_per_block)
     monkeypatch.setattr(attention_backends, "native_backend", lambda *_: native)
-    told: list[str] = []
+    lines: list[str] = []
     execution = build_execution(
-        str(tiny_llama), device="cpu", num_kv_blocks=4, cache_dir="/nowhere", progress=told.append
+        str(tiny_llama), device="cpu", num_kv_blocks=4, cache_dir="/nowhere", progress=lines.append
     )
     assert execution.attention == "torch"
-    assert "attention: torch" in told
+    assert "attention: torch" in lines
     assert "native attention is not used for this model" in caplog.text
     with pytest.raises(UnsupportedModel, match="heads of a strange size"):
         build_execution(

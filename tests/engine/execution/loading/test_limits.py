@@ -32,7 +32,7 @@ def test_blocks_within_a_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) ->
     # Half of the memory, less the null block.
     assert choose(2 * GIB) == 1023
     assert choose(2 * GIB, share=1.0) == 2047
-    # No more than can be used.
+    # No more than max_tokens need.
     assert choose(2 * GIB, max_tokens=161) == 11
     with pytest.raises(InvalidParameter, match=r"num_kv_blocks: .* hold no KV block"):
         choose(3 << 20)

@@ -1,4 +1,4 @@
-"""What a model's files say is what is served; what cannot be served is said by name."""
+"""A model is served as its files describe it; an error names what cannot be served."""
 
 import json
 from pathlib import Path
@@ -15,9 +15,9 @@ from tests.tiny_models import EOS, IM_END, VOCAB_SIZE, make_config, save_model
 
 
 def load(source: Path, **options: Any) -> LoadedModel:
-    told: list[str] = []
-    loaded = load_model(str(source), backends=(TORCH,), device="cpu", progress=told.append, **options)
-    assert told
+    lines: list[str] = []
+    loaded = load_model(str(source), backends=(TORCH,), device="cpu", progress=lines.append, **options)
+    assert lines
     return loaded
 
 
@@ -32,7 +32,7 @@ def test_a_model_directory(tiny_llama: Path, capfd: pytest.CaptureFixture[str]) 
     assert not loaded.model.training
 
 
-def test_the_dtype_that_is_asked_for(tiny_llama: Path) -> None:
+def test_the_requested_dtype(tiny_llama: Path) -> None:
     loaded = load(tiny_llama, dtype="bfloat16")
     assert {weight.dtype for weight in loaded.model.parameters()} == {torch.bfloat16}
     assert loaded.dtype == torch.bfloat16
@@ -42,17 +42,15 @@ def test_a_checkpoint_in_bfloat16_is_served_in_float32_on_a_cpu(tmp_path: Path) 
     assert load(save_model(tmp_path, dtype=torch.bfloat16)).dtype == torch.float32
 
 
-def test_without_a_generation_config_the_config_says_what_ends_a_text(tmp_path: Path) -> None:
-    """vllm#4589: ends of text that only one of the files names were ignored."""
+def test_eos_from_the_config_without_a_generation_config(tmp_path: Path) -> None:
+    """vllm#4589: end-of-text tokens in only one of the files were ignored."""
     save_model(tmp_path)
     (tmp_path / "generation_config.json").unlink()
     assert load(tmp_path).eos_token_ids == {EOS}
 
 
 @pytest.mark.parametrize("model_type", ["bloom", "falcon"])
-def test_a_model_that_cannot_be_served_is_refused_before_its_weights_are_read(
-    tmp_path: Path, model_type: str
-) -> None:
+def test_an_unsupported_model_is_refused_before_its_weights_are_read(tmp_path: Path, model_type: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     with pytest.raises(UnsupportedModel, match=f"'{model_type}'"):
         load(tmp_path)
@@ -82,7 +80,7 @@ def test_a_config_that_transformers_cannot_use(tmp_path: Path, config: str) -> N
         ({"model_type": "llama", "num_hidden_layers": 0}, "its config states no layers"),
     ],
 )
-def test_a_kind_of_model_that_is_not_served(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
+def test_an_unsupported_model_type(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match=f"model type '{config['model_type']}'.*{reason}"):
         load(tmp_path)
@@ -96,7 +94,7 @@ def test_a_config_without_positions(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_ends_of_text_that_are_no_tokens(tmp_path: Path) -> None:
+def test_eos_ids_that_are_not_numbers(tmp_path: Path) -> None:
     save_model(tmp_path)
     generation = tmp_path / "generation_config.json"
     generation.write_text(json.dumps({"eos_token_id": [EOS, -1, VOCAB_SIZE]}))
@@ -114,8 +112,8 @@ def test_a_directory_without_weights(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_weights_that_the_memory_does_not_hold(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line has the bytes that are needed and available, and what to change."""
+def test_weights_that_exceed_the_memory(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message states the bytes needed and available, and what to change."""
     needed = sum(one.numel() * 4 for one in load(tiny_llama).model.parameters())
     monkeypatch.setattr(module, "known_free_bytes", lambda _: needed - 1)
     with pytest.raises(
@@ -127,7 +125,7 @@ def test_weights_that_the_memory_does_not_hold(tiny_llama: Path, monkeypatch: py
     assert load(tiny_llama, dtype="bfloat16").dtype == torch.bfloat16
 
 
-def test_an_allocation_that_fails_while_loading(tiny_llama: Path) -> None:
+def test_an_allocation_failure_while_loading(tiny_llama: Path) -> None:
     def fail(_: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
@@ -154,15 +152,15 @@ def test_devices_and_dtypes_by_name() -> None:
         find_dtype("float8", cpu, wide)
 
 
-def test_cuda_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_on_a_machine_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert find_device("auto") == torch.device("cpu")
     with pytest.raises(InvalidParameter, match=r"device: .* no CUDA"):
         find_device("cuda")
 
 
-def test_positions_end_where_one_request_would_change_the_others() -> None:
-    """`longrope` switches the whole batch to other frequencies past its original length."""
+def test_positions_end_where_one_request_would_change_others() -> None:
+    """`longrope` changes the frequencies of the whole batch beyond its original length."""
     assert position_limit(make_config("llama")) == 2048
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     longrope = {

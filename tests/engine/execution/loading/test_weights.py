@@ -1,4 +1,4 @@
-"""Weights that do not fit the config are refused: transformers would fill the gaps with random values."""
+"""Weights that do not match the config are refused; transformers would fill gaps with random values."""
 
 import shutil
 from pathlib import Path
@@ -77,8 +77,8 @@ def test_weights_that_do_not_fit(tiny_llama: Path, tmp_path: Path, fault: Fault,
     assert "\n" not in str(raised.value)
 
 
-def test_experts_of_other_shapes(tmp_path: Path) -> None:
-    """transformers joins experts while loading, and reports what it cannot join in a table of its own."""
+def test_misshapen_experts(tmp_path: Path) -> None:
+    """transformers joins experts while loading, and reports those that it cannot join separately."""
     model = save_model(tmp_path / "mixtral", "mixtral")
     without("layers.0.block_sparse_moe.experts.1.w1")(model)
     with pytest.raises(InvalidParameter, match=r"the weights in .* cannot be loaded: ") as raised:
@@ -92,9 +92,9 @@ def test_experts_of_other_shapes(tmp_path: Path) -> None:
         lambda _: None,
         sharded,
         pickled,
-        # Checkpoints of the bare model, without its head's prefix, are usual.
+        # Checkpoints of the bare model, without the prefix, are common.
         renamed("model.", ""),
-        # Not parts of the model: a tower for images, and a buffer that older versions saved.
+        # Not parts of the model: a vision tower, and a buffer that older versions saved.
         tensors(lambda found: {**found, "vision_tower.proj.weight": torch.zeros(2)}),
         tensors(lambda found: {**found, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}),
     ],
@@ -115,7 +115,7 @@ def test_tied_weights_are_not_missing(tmp_path: Path, arch: str) -> None:
     assert torch.equal(loaded.lm_head.weight, loaded.get_input_embeddings().weight)
 
 
-def test_tied_weights_of_which_both_are_missing(tmp_path: Path) -> None:
+def test_tied_weights_that_are_both_missing(tmp_path: Path) -> None:
     model = save_model(tmp_path / "tied", tie_word_embeddings=True)
     without("embed_tokens")(model)
     with pytest.raises(

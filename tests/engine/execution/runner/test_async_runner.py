@@ -1,4 +1,4 @@
-"""What may be launched without the host, and what the device makes of a token that it alone knows."""
+"""Which items are launched without the host, and how the device resolves placeholders."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def takes(device: torch.device, samples: bool = True, output: int = 1, **params:
         {"stop": ("a",), "stop_token_ids": (3,), "n": 3},
     ],
 )
-def test_what_is_launched_on_every_device(params: dict[str, object]) -> None:
+def test_items_that_are_launched_on_every_device(params: dict[str, object]) -> None:
     assert takes(CPU, **params)
     assert takes(CUDA, **params)
 
@@ -65,7 +65,7 @@ def test_what_is_launched_on_every_device(params: dict[str, object]) -> None:
         {"prompt_logprobs": 0},
     ],
 )
-def test_what_needs_the_host(params: dict[str, object]) -> None:
+def test_items_that_need_the_host(params: dict[str, object]) -> None:
     assert not takes(CPU, **params)
     assert not takes(CUDA, **params)
     assert takes(CPU, samples=False, **params) == ("prompt_logprobs" not in params)
@@ -77,13 +77,13 @@ def test_bad_words_need_the_host() -> None:
 
 
 @pytest.mark.parametrize("params", [{"top_k": 5}, {"top_p": 0.9}])
-def test_a_gpu_draws_among_the_likeliest_with_the_hosts_help(params: dict[str, object]) -> None:
+def test_top_k_and_top_p_need_the_host_on_a_gpu(params: dict[str, object]) -> None:
     assert takes(CPU, **params)
     assert not takes(CUDA, **params)
 
 
 def with_tokens(runner: AsyncRunner, tokens: tuple[int, int], drawn: list[int] | None) -> torch.Tensor:
-    """The logits of two sequences that each computed three tokens, at their fourth."""
+    """The logits of the fourth token of two sequences."""
     sequences = [in_slot(slot, [5 + slot, 6, 7, tokens[slot]], [1 + slot]) for slot in (0, 1)]
     prompts = tuple(part(one, 0, 3, 3) for one in sequences)
     runner.execute(SchedulerOutputs(prefill=prompts))
@@ -93,7 +93,7 @@ def with_tokens(runner: AsyncRunner, tokens: tuple[int, int], drawn: list[int] |
 
 
 @pytest.mark.parametrize("kind", ["plain", "deterministic"])
-def test_a_stand_in_is_the_token_that_was_drawn_at_its_place(kind: str) -> None:
+def test_a_placeholder_is_replaced_by_its_drawn_token(kind: str) -> None:
     model = make_model("llama")
     runner: AsyncRunner = make_runner(model, CONFIG, attention="torch")
     if kind == "deterministic":
@@ -103,15 +103,15 @@ def test_a_stand_in_is_the_token_that_was_drawn_at_its_place(kind: str) -> None:
     known = with_tokens(runner, (11, 12), None)
     assert torch.equal(with_tokens(runner, (-3, -1), [12, 99, 11]), known)
     assert torch.equal(with_tokens(runner, (11, -2), [99, 12]), known)
-    assert not torch.equal(with_tokens(runner, (-2, -1), [11, 12]), known), "the other way round"
+    assert not torch.equal(with_tokens(runner, (-2, -1), [11, 12]), known), "swapped"
 
 
-def test_where_an_error_was_drawn_a_token_is_computed_that_nobody_reads() -> None:
+def test_a_drawn_error_is_computed_as_token_0() -> None:
     runner = make_runner(make_model("llama"), CONFIG, attention="torch")
     assert torch.equal(with_tokens(runner, (-2, -1), [12, -1]), with_tokens(runner, (0, 12), None))
 
 
-def test_what_is_fetched_is_what_the_sampler_gives() -> None:
+def test_fetched_tokens_are_those_of_the_sampler() -> None:
     sampler = Sampler()
     logits = torch.randn(70, 300, generator=torch.Generator().manual_seed(0))
     logits[3, 5] = torch.nan

@@ -1,4 +1,4 @@
-"""The arrays of a forward say what the decision says."""
+"""The arrays of a forward pass match the decision."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_a_mixed_step() -> None:
 
 
 def test_a_step_of_single_tokens() -> None:
-    """One decodes, one begins, and one is a part of a prompt that does not sample yet."""
+    """A decode, a first token, and a part of a prompt that does not sample yet."""
     decoding, going_on = in_slot(2, [10, 11, 12, 13, 14, 15], [5, 3]), in_slot(1, [30, 31, 32, 33], [2])
     fresh = in_slot(0, [20], [7])
     items = (part(fresh, 0, 1), part(going_on, 2, 3, logits_from=1))
@@ -54,7 +54,7 @@ def test_a_step_of_single_tokens() -> None:
         assert inputs.batch.chunks == ()
 
 
-def test_a_chunk_beside_a_single_token_whose_logits_are_all_wanted() -> None:
+def test_a_chunk_with_all_logits_beside_a_decode() -> None:
     decoding, asking = in_slot(2, [10, 11], [5]), in_slot(0, [20, 21, 22, 23], [7])
     inputs = InputBuilder(3, 12, 4).build(
         SchedulerOutputs(decode=(part(decoding, 1, 2),), prefill=(part(asking, 0, 3),))
@@ -65,7 +65,7 @@ def test_a_chunk_beside_a_single_token_whose_logits_are_all_wanted() -> None:
     assert [(chunk.first_row, chunk.num_rows) for chunk in inputs.batch.chunks] == [(1, 3)]
 
 
-def test_blocks_that_hold_nothing_yet_are_not_read() -> None:
+def test_empty_blocks_are_not_read() -> None:
     builder = InputBuilder(2, 16, 4)
     tables = builder.build(
         SchedulerOutputs(
@@ -94,19 +94,19 @@ def test_a_table_grows_in_place() -> None:
     assert inputs.batch.slot_mapping.tolist() == [36, 37, 38, 39, 8]
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_preempted_sequence_comes_back_to_its_slot_with_other_blocks(told: bool) -> None:
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_a_preempted_sequence_returns_to_its_slot_with_other_blocks(is_reported: bool) -> None:
     builder = InputBuilder(1, 16, 4)
     sequence = in_slot(0, [1] * 6, [4, 5])
     builder.build(SchedulerOutputs(prefill=(part(sequence, 0, 6),)))
     sequence.preempt()
     sequence.admit(0)
     sequence.block_table = [6, 7]
-    outputs = SchedulerOutputs(prefill=(part(sequence, 0, 6),), released_slots=(0,) if told else ())
+    outputs = SchedulerOutputs(prefill=(part(sequence, 0, 6),), released_slots=(0,) if is_reported else ())
     assert builder.build(outputs).batch.slot_mapping.tolist() == [24, 25, 26, 27, 28, 29]
 
 
-def test_another_sequence_on_the_slot_has_its_own_blocks() -> None:
+def test_another_sequence_in_the_slot_has_its_own_blocks() -> None:
     builder = InputBuilder(1, 16, 4)
     builder.build(SchedulerOutputs(prefill=(part(in_slot(0, [1] * 6, [4, 5]), 0, 6),)))
     other = in_slot(0, [1] * 6, [8, 9])
@@ -133,7 +133,7 @@ def test_a_sequence_without_a_slot_is_an_error() -> None:
 
 @pytest.mark.parametrize(("start", "end"), [(8, 9), (4, 9), (6, 12)])
 def test_a_token_beyond_the_block_table_is_refused(start: int, end: int) -> None:
-    """A stale row of the slot would name a block of another sequence, and its values would be overwritten."""
+    """A stale row would name a block of another sequence, whose values would be overwritten."""
     builder = InputBuilder(2, 16, 4)
     builder.build(SchedulerOutputs(prefill=(part(in_slot(1, [1] * 12, [4, 5, 6]), 0, 12),)))
     sequence = in_slot(1, [1] * 12, [8, 9])
@@ -145,7 +145,7 @@ def test_a_token_beyond_the_block_table_is_refused(start: int, end: int) -> None
     assert full.batch.slot_mapping.tolist() == [36, 37, 38, 39]
 
 
-def test_rows_of_released_slots_and_what_is_behind_a_shorter_table_name_the_null_block() -> None:
+def test_released_rows_and_padding_name_the_null_block() -> None:
     builder = InputBuilder(3, 16, 4)
     first, second = in_slot(0, [1] * 12, [4, 5, 6]), in_slot(1, [1] * 12, [7, 8, 9])
     builder.build(SchedulerOutputs(prefill=(part(first, 0, 12), part(second, 0, 12))))

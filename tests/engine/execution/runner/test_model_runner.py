@@ -1,4 +1,4 @@
-"""The runner computes the decision and nothing else, in whole or in parts."""
+"""The runner computes exactly the decision, whole or in parts."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def eager_logits(token_ids: list[int]) -> torch.Tensor:
         return make_model("llama")(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
 
 
-def test_wanted_rows_come_in_the_order_of_the_decision() -> None:
+def test_wanted_rows_are_in_the_order_of_the_decision() -> None:
     runner = make_runner(make_model("llama"), CONFIG)
     other = PROMPT[::-1][:9]
     first, second = in_slot(0, PROMPT, [1, 2, 3, 4, 5]), in_slot(1, other, [8, 7, 6])
@@ -36,16 +36,16 @@ def test_wanted_rows_come_in_the_order_of_the_decision() -> None:
     torch.testing.assert_close(logits[1:], eager_logits(PROMPT)[15:], rtol=1e-4, atol=1e-4)
 
 
-def test_a_step_that_wants_no_logits() -> None:
+def test_a_step_without_logits() -> None:
     runner = make_runner(make_model("llama"), CONFIG)
     sequence = in_slot(0, PROMPT, [1, 2, 3, 4, 5])
     assert len(runner.execute(SchedulerOutputs(prefill=(part(sequence, 0, 18, logits_from=18),)))) == 0
 
 
-def test_parts_of_a_decision_may_be_computed_again() -> None:
-    """vllm#5822: after one request's exception the others must go on as if alone.
+def test_parts_of_a_decision_may_be_recomputed() -> None:
+    """vllm#5822: after an exception of one request, the others must continue unaffected.
 
-    Block 1 is to be zeroed before the step: not again between its parts, when the first has written there.
+    Block 1 is zeroed before the step and not again between its parts, as the first part has written to it.
     """
     runner = make_runner(make_model("llama"), CONFIG)
     sequences = [
@@ -60,11 +60,10 @@ def test_parts_of_a_decision_may_be_computed_again() -> None:
     torch.testing.assert_close(later[0], eager_logits(PROMPT)[15], rtol=1e-4, atol=1e-4)
 
 
-def test_values_that_are_not_finite_stay_with_their_request() -> None:
+def test_non_finite_values_do_not_reach_other_requests() -> None:
     """Blocks that held NaN must not poison their next owner: 0 x NaN is NaN.
 
-    Here nobody asks for the blocks to be zeroed: the poisoned request was cancelled before any of its rows
-    was looked at.
+    The blocks are not zeroed on request here: the poisoned request was cancelled before its rows were read.
     """
     model = make_model("llama")
     poison = 7
@@ -81,7 +80,7 @@ def test_values_that_are_not_finite_stay_with_their_request() -> None:
     torch.testing.assert_close(found, eager_logits(healthy), rtol=1e-4, atol=1e-4)
 
 
-def test_a_request_with_values_that_are_not_finite_fails_alone() -> None:
+def test_only_a_request_with_non_finite_values_fails() -> None:
     """vllm#45116: NaN in one row ends that request, with a reason, and no other."""
     model = make_model("llama")
     poison = 7
@@ -103,7 +102,7 @@ def test_check_leaves_the_null_block_empty() -> None:
 
 
 @pytest.mark.parametrize(("max_model_len", "block_size"), [(2, 1), (2, 16), (64, 4), (2048, 16)])
-def test_a_warm_up_uses_the_null_block_alone(max_model_len: int, block_size: int) -> None:
+def test_a_warm_up_uses_only_the_null_block(max_model_len: int, block_size: int) -> None:
     config = EngineConfig(max_model_len=max_model_len, num_kv_blocks=4, block_size=block_size)
     runner = make_runner(make_model("llama"), config, attention="torch")
     pool = runner._backend.pool  # type: ignore[attr-defined]  # its own
@@ -123,7 +122,7 @@ def test_blocks_to_zero_are_zeroed() -> None:
 
 
 class Broken:
-    """A backend whose device fails in its own way."""
+    """A backend whose device raises an error."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -145,7 +144,7 @@ class Broken:
         (ValueError("anything"), ValueError),
     ],
 )
-def test_a_lost_device_and_a_lack_of_memory_are_called_so(error: Exception, raised: type[Exception]) -> None:
+def test_a_lost_device_and_a_lack_of_memory_differ(error: Exception, raised: type[Exception]) -> None:
     runner: ModelRunner = make_runner(make_model("llama"), CONFIG, lambda _: Broken(error))
     sequence = in_slot(0, PROMPT, [1, 2, 3, 4, 5])
     with pytest.raises(raised):
@@ -155,7 +154,7 @@ def test_a_lost_device_and_a_lack_of_memory_are_called_so(error: Exception, rais
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "gpt_oss"])
-def test_bfloat16_stays_near_the_eager_model(arch: str) -> None:
+def test_bfloat16_is_close_to_the_eager_model(arch: str) -> None:
     runner = make_runner(make_model(arch, dtype=torch.bfloat16), CONFIG)
     sequence = in_slot(0, PROMPT, [1, 2, 3, 4, 5])
     chunks = [(0, 7), (7, 17), (17, 18)]
@@ -165,7 +164,7 @@ def test_bfloat16_stays_near_the_eager_model(arch: str) -> None:
     assert found.dtype == torch.bfloat16
     with torch.no_grad():
         eager = make_model(arch)(input_ids=torch.tensor([PROMPT]), use_cache=False).logits[0]
-    # Eight bits of mantissa over two layers; a forgotten feature moves logits by their own size, 3.
+    # Eight bits of mantissa over two layers; a missing feature moves logits by about 3.
     assert float((found.float() - eager).abs().mean()) < 0.15
 
 

@@ -1,4 +1,4 @@
-"""A step's arrays arrive on the device as they were, in one copy. The device here has no memory ("meta")."""
+"""The arrays of a step are copied to the device in one transfer. The device here is "meta"."""
 
 import torch
 from hypothesis import given, settings
@@ -16,7 +16,7 @@ shapes = st.lists(st.integers(0, 20) | st.tuples(st.integers(0, 5), st.integers(
 
 @settings(max_examples=60, derandomize=True)
 @given(shapes=shapes)
-def test_what_is_packed_is_unpacked(shapes: list[int | tuple[int, int]]) -> None:
+def test_unpack_inverts_pack(shapes: list[int | tuple[int, int]]) -> None:
     tensors = [
         torch.randint(-(2**62), 2**62, shape if isinstance(shape, tuple) else (shape,)) for shape in shapes
     ]
@@ -59,11 +59,11 @@ def test_a_step_is_moved_in_one_copy() -> None:
     here = [inputs.token_ids, inputs.positions, inputs.logits_rows, *inputs.batch.tensors]
     assert [tensor.shape for tensor in there] == [tensor.shape for tensor in here]
     assert {tensor.device for tensor in there} == {META}
-    # Views of one tensor, which lie in it one after the other in the order in which they were packed.
+    # Views of one tensor, in the order in which they were packed.
     offsets = [tensor.storage_offset() for tensor in there]
     assert offsets == sorted(offsets)
     assert len({tensor.untyped_storage()._cdata for tensor in there}) == 1
-    # Those who plan find the batch on the host.
+    # The batch is also on the host.
     assert [tensor.tolist() for tensor in moved.batch.tensors] == [
         tensor.tolist() for tensor in inputs.batch.tensors
     ]
@@ -76,7 +76,7 @@ def test_nothing_is_moved_on_a_cpu() -> None:
     assert inputs.batch.on(CPU) is inputs.batch
 
 
-def test_a_batch_that_nobody_moved_is_moved_when_it_is_asked_for() -> None:
+def test_a_batch_is_moved_on_demand() -> None:
     batch = mixed_step().batch.on(META)
     assert {tensor.device for tensor in batch.tensors} == {META}
 
@@ -92,7 +92,7 @@ def decode_step(lengths: list[int]) -> StepInputs:
     return InputBuilder(len(lengths), 64, 4).build(SchedulerOutputs(decode=tuple(items)))
 
 
-def test_a_step_of_single_tokens_is_filled_up_with_nobody() -> None:
+def test_a_decode_step_is_padded() -> None:
     buffer = torch.full((4 * (NUM_FIELDS + 2),), -7)
     pack_step(decode_step([3, 6]), 4, buffer)
     assert buffer[: 4 * NUM_FIELDS].view(NUM_FIELDS, 4).tolist() == [
@@ -104,7 +104,7 @@ def test_a_step_of_single_tokens_is_filled_up_with_nobody() -> None:
     assert buffer[4 * NUM_FIELDS :].view(4, 2).tolist() == [[1, 0], [2, 3], [0, 0], [0, 0]]
 
 
-def test_buffers_stay_where_they_are_and_hold_the_last_step() -> None:
+def test_buffers_keep_their_addresses_and_hold_the_last_step() -> None:
     buffers = DecodeBuffers(4, 16, CPU)
     first = buffers.first(2)
     assert first.rows.lengths.tolist() == [1, 1]
@@ -115,7 +115,7 @@ def test_buffers_stay_where_they_are_and_hold_the_last_step() -> None:
     assert first.all_rows.tolist() == [0, 1]
     assert first.rows.slot_mapping.tolist() == [9, 0]
     assert first.rows.lengths.tolist() == [6, 1]
-    # Behind its own blocks a row may have what stood there.
+    # Beyond its own blocks a row may hold old values.
     assert first.rows.tables[:, :2].tolist() == [[1, 2], [0, 0]]
     assert first.rows.tables.shape == (2, 16)
     buffers.clear()
@@ -123,7 +123,7 @@ def test_buffers_stay_where_they_are_and_hold_the_last_step() -> None:
     assert buffers.first(4).rows.lengths.tolist() == [1] * 4
 
 
-def test_the_rows_of_every_size_begin_at_good_addresses() -> None:
+def test_the_rows_of_every_size_are_aligned() -> None:
     inputs = DecodeBuffers(70, 3, CPU).first(70)
     for tensor in (inputs.token_ids, inputs.positions, inputs.rows.slot_mapping, inputs.rows.lengths):
         assert tensor.storage_offset() % ALIGNMENT == 0

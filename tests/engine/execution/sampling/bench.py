@@ -1,4 +1,4 @@
-"""Rows for the sampler, and what a slow and obvious reader of the rules makes of them."""
+"""Rows for the sampler, and a naive reference implementation."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ _slots = itertools.count()
 
 
 class ModuloGrammar:
-    """After outputs that sum to s, allows what is s modulo `divisor`; `end` too where that is 0."""
+    """After outputs with sum s, allows tokens equal to s modulo `divisor`, and `end` if that is 0."""
 
     is_complete = False
 
@@ -35,8 +35,8 @@ class ModuloGrammar:
         self._sum = sum(token_ids)
 
     def allows(self, token_id: int) -> bool:
-        place = self._sum % self._divisor
-        return token_id % self._divisor == place or (token_id == self._end and place == 0)
+        rest = self._sum % self._divisor
+        return token_id % self._divisor == rest or (token_id == self._end and rest == 0)
 
     def fill_bitmask(self, row: Any) -> None:
         for token_id in range(32 * len(row)):
@@ -45,7 +45,7 @@ class ModuloGrammar:
 
 
 class SetGrammar(ModuloGrammar):
-    """Allows some tokens, whatever came before."""
+    """Allows the same tokens at every step."""
 
     def __init__(self, *token_ids: int) -> None:
         super().__init__(1)
@@ -90,7 +90,7 @@ def random_logits(rows: int, vocab_size: int, seed: int = 0, scale: float = 3.0)
 
 
 def naive_kept(logits: list[float], params: SamplingParams) -> set[int]:
-    """The tokens that the filters leave, one filter after the other, in Python floats."""
+    """The tokens that the filters keep, in Python floats."""
     scaled = [(value - max(logits)) / params.temperature for value in logits]
     kept = set(range(len(logits)))
     if 0 < params.top_k < len(logits):
@@ -102,7 +102,7 @@ def naive_kept(logits: list[float], params: SamplingParams) -> set[int]:
 
 
 def nucleus(scaled: dict[int, float], top_p: float) -> set[int]:
-    """Those before which less than `top_p` of all mass stands; equal ones go together."""
+    """The tokens preceded by less than `top_p` of all mass; equal values are kept together."""
     limit = top_p * math.fsum(map(math.exp, scaled.values()))
     nucleus: set[int] = set()
     before = 0.0
@@ -128,7 +128,7 @@ def naive_draw(logits: torch.Tensor, params: SamplingParams, index: int) -> int:
 
 
 def naive_processed(logits: torch.Tensor, sequence: Sequence) -> torch.Tensor:
-    """Penalties, bias and masks, token by token, in single floats."""
+    """Penalties, bias and masks, token by token, in single precision."""
     params, output = sequence.params, sequence.output_token_ids
     processed = logits.clone().numpy()
     for token, value in enumerate(processed):
@@ -145,7 +145,7 @@ def naive_processed(logits: torch.Tensor, sequence: Sequence) -> torch.Tensor:
 
 
 def naive_allowed(sequence: Sequence, token: int) -> bool:
-    """By all masks but that of `min_tokens`."""
+    """By all masks except `min_tokens`."""
     params, constraints = sequence.params, sequence.constraints
     with_it = [*sequence.output_token_ids, token]
     if any(with_it[-len(bad) :] == list(bad) for bad in constraints.bad_token_ids):
@@ -158,7 +158,7 @@ def naive_allowed(sequence: Sequence, token: int) -> bool:
 
 
 def naive_ends(sequence: Sequence, processed: "np.ndarray[Any, Any]") -> list[bool]:
-    """The ends that `min_tokens` forbids: none, where a grammar leaves nothing else."""
+    """The end tokens that `min_tokens` forbids: none if a grammar allows nothing else."""
     ends = [token in sequence.constraints.end_token_ids for token in range(len(processed))]
     is_too_short = sequence.num_output_tokens < sequence.params.min_tokens
     others = [token for token, is_end in enumerate(ends) if not is_end and naive_allowed(sequence, token)]

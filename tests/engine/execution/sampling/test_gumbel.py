@@ -49,7 +49,7 @@ def test_the_bits_are_pinned() -> None:
     assert [hash_in_python(row_key(42, 7), token) for token in (0, 1, 49_151)] == PINNED_HASHES
 
 
-def test_tokens_may_be_given_row_by_row() -> None:
+def test_token_ids_may_differ_by_row() -> None:
     keys = keys_of(*DRAWS)
     token_ids = torch.arange(len(DRAWS) * 5, dtype=torch.int32).view(len(DRAWS), 5)
     whole = hash_tokens(keys, torch.arange(len(DRAWS) * 5, dtype=torch.int32))
@@ -67,7 +67,7 @@ def test_a_negative_seed_is_the_same_64_bits() -> None:
     assert torch.equal(keys_of((-1, 3)), keys_of((2**64 - 1, 3)))
 
 
-def test_neighbours_have_nothing_in_common() -> None:
+def test_neighbouring_keys_are_uncorrelated() -> None:
     keys = keys_of(*((seed, index) for seed in range(100) for index in range(100)))
     assert len(set(map(tuple, keys.tolist()))) == 10_000
 
@@ -84,7 +84,7 @@ def test_the_noise_is_gumbels(draws: list[tuple[int, int]]) -> None:
     assert abs(float((normal[:, :-1] * normal[:, 1:]).mean())) < 0.01
 
 
-def test_noise_rises_with_the_bits_of_its_hash() -> None:
+def test_noise_increases_with_the_bits_of_its_hash() -> None:
     """The native operator compares hashes instead of noise."""
     keys, token_ids = keys_of(*DRAWS), torch.arange(5000, dtype=torch.int32)
     noise = gumbel_noise(keys, token_ids)

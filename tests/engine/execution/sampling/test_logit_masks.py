@@ -1,4 +1,4 @@
-"""What must not come is -inf, and nothing else is."""
+"""Forbidden tokens are -inf, and no others."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ VOCAB = 70
 
 
 def allowed(item: ScheduledSequence, vocab_size: int = VOCAB) -> list[int]:
-    """The tokens that are left; all others are -inf, and these are as they were."""
+    """The tokens that are not -inf, whose logits must be unchanged."""
     logits = random_logits(1, vocab_size)
     changed = LogitsProcessors().apply(logits, [item.sequence], [0])
     if changed is None:
@@ -44,7 +44,7 @@ GREEDY = SamplingParams(temperature=0.0)
         ([1], [5], ((5, 6),), without(6)),
         ([1], [5, 1], ((5, 6),), without()),
         ([1], [1, 5], ((5, 6), (1, 5, 7), (2, 5, 8)), without(6, 7)),
-        # The sequence begins in the prompt: what the user wrote is no output.
+        # The sequence begins in the prompt, which does not count.
         ([5], [], ((5, 6),), without()),
         ([1, 5], [6], ((5, 6, 7), (6, 8)), without(8)),
         ([1], [5, 5], ((5, 5, 5),), without(5)),
@@ -64,7 +64,7 @@ def test_ends_are_masked_before_min_tokens(num_output: int, left: list[int]) -> 
     assert allowed(row(params, num_output, end_token_ids=frozenset({3, 9}))) == left
 
 
-def test_allowed_ids_alone_are_left() -> None:
+def test_only_allowed_ids_are_kept() -> None:
     assert allowed(row(SamplingParams(allowed_token_ids=(0, 31, 32, 69)))) == [0, 31, 32, 69]
 
 
@@ -74,7 +74,7 @@ def test_a_grammar_of_any_vocabulary(vocab_size: int) -> None:
     assert allowed(item, vocab_size) == [token for token in range(vocab_size) if token % 5 == 2]
 
 
-def test_grammar_allowed_ids_and_bad_words_meet() -> None:
+def test_grammar_allowed_ids_and_bad_words_combine() -> None:
     params = SamplingParams(allowed_token_ids=(2, 3, 4, 5), min_tokens=2)
     item = row(params, bad_token_ids=((3,),), end_token_ids=frozenset({4}), grammar=SetGrammar(3, 4, 5, 6))
     assert allowed(item) == [5]
@@ -83,14 +83,14 @@ def test_grammar_allowed_ids_and_bad_words_meet() -> None:
 @pytest.mark.parametrize(
     ("grammar", "bad", "left"),
     [
-        # Nothing but ends: they stay, or the row would have no token at all.
+        # Only end tokens are allowed: they stay, or the row would have no token.
         (SetGrammar(3, 9), (), [3, 9]),
         (SetGrammar(3, 9, 20), (), [20]),
         (SetGrammar(3, 9, 20), ((20,),), [3, 9]),
         (SetGrammar(), (), []),
     ],
 )
-def test_an_end_stays_where_the_grammar_leaves_nothing_else(
+def test_an_end_stays_if_the_grammar_allows_nothing_else(
     grammar: SetGrammar, bad: tuple[tuple[int, ...], ...], left: list[int]
 ) -> None:
     params = SamplingParams(min_tokens=5)
@@ -98,8 +98,8 @@ def test_an_end_stays_where_the_grammar_leaves_nothing_else(
     assert allowed(row(params, grammar=grammar, bad_token_ids=bad, end_token_ids=ends)) == left
 
 
-def test_bits_beyond_the_vocabulary_are_nobodys_token() -> None:
-    """A grammar may fill whole words: these bits are no reason to take the ends away."""
+def test_bits_beyond_the_vocabulary_are_ignored() -> None:
+    """A grammar may fill whole words. These bits must not count as other allowed tokens."""
 
     class Careless(SetGrammar):
         def allows(self, token_id: int) -> bool:
@@ -109,7 +109,7 @@ def test_bits_beyond_the_vocabulary_are_nobodys_token() -> None:
     assert allowed(item) == [3]
 
 
-def test_a_grammar_is_shown_the_output_alone() -> None:
+def test_a_grammar_reads_the_output_only() -> None:
     shown: list[list[int]] = []
 
     class Listening(SetGrammar):
@@ -120,7 +120,7 @@ def test_a_grammar_is_shown_the_output_alone() -> None:
     assert shown == [[6, 7]]
 
 
-def test_bits_are_unpacked_alike_on_every_device() -> None:
+def test_bits_are_unpacked_equally_on_every_device() -> None:
     bits = np.random.default_rng(1).integers(-(2**31), 2**31, size=(3, 40), dtype=np.int32)
     here = logit_masks.unpacked(bits, torch.device("cpu"))
     elsewhere = logit_masks.unpacked_on(bits, torch.device("cpu"))
@@ -133,7 +133,7 @@ def test_bits_are_unpacked_alike_on_every_device() -> None:
     bad=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5).map(tuple), min_size=1, max_size=6),
     output=st.lists(st.integers(0, 3), max_size=20),
 )
-def test_bad_words_step_by_step_are_those_of_the_definition(
+def test_bad_words_equal_their_definition_at_every_step(
     bad: list[tuple[int, ...]], output: list[int]
 ) -> None:
     item = row(GREEDY, prompt=[1], bad_token_ids=tuple(bad))
@@ -151,7 +151,7 @@ def test_bad_words_step_by_step_are_those_of_the_definition(
 
 
 def test_outputs_of_one_request_share_their_large_masks() -> None:
-    """128 outputs with as many allowed ids as the vocabulary has make one mask."""
+    """128 outputs with as many allowed ids as the vocabulary share one mask."""
     params = SamplingParams(allowed_token_ids=tuple(range(0, VOCAB, 2)), n=2)
     one, two, other = row(params), row(params), row(replace(params, allowed_token_ids=(2, 4)))
     two.sequence.constraints = one.sequence.constraints

@@ -1,4 +1,4 @@
-"""Log-probabilities are the model's own, in order, and the same however a prompt was cut."""
+"""Log-probabilities are the model's own, in order, and do not depend on prompt chunks."""
 
 import math
 
@@ -27,12 +27,12 @@ from tests.tiny_models import make_model
     levels=st.sampled_from([None, 0.0, 0.3, 30.0]),
     seed=st.integers(0, 99),
 )
-def test_the_likeliest_come_in_order_and_equal_ones_by_id(
+def test_the_most_likely_come_in_order_and_ties_by_id(
     rows: int, vocab_size: int, numbers: list[int], levels: float | None, seed: int
 ) -> None:
     """sglang#32290: candidates of one text were merged; vllm#1623: more than the vocabulary was requested.
 
-    `levels` 0: a flat row. Each row's answer does not depend on how many the others ask for.
+    `levels` 0: a flat row. A row does not depend on the numbers that other rows request.
     """
     logits = random_logits(rows, vocab_size, seed)
     if levels is not None:
@@ -48,7 +48,7 @@ def test_zeros_of_both_signs_are_equal() -> None:
     assert most_likely(values, 3)[1].tolist() == [[1, 2, 3]]
 
 
-def test_rows_that_are_not_finite_break_nothing() -> None:
+def test_rows_that_are_not_finite_raise_nothing() -> None:
     logits = random_logits(3, 300)
     logits[1, 5:] = torch.nan
     logits[2] = -torch.inf
@@ -58,10 +58,10 @@ def test_rows_that_are_not_finite_break_nothing() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_sampled_tokens_own_is_told_whatever_was_asked_of_the_draw(temperature: float) -> None:
+def test_the_logprob_of_the_sampled_token_does_not_depend_on_the_draw(temperature: float) -> None:
     """vllm#4795, vllm#3707: with `logprobs=0` there were none.
 
-    The token is not the likeliest here: the mask is no part of the model's distribution.
+    The token is not the most likely here, since masks do not change the model's distribution.
     """
     logits = random_logits(2, 500)
     params = SamplingParams(
@@ -81,7 +81,7 @@ def test_a_row_without_a_token_has_no_logprobs() -> None:
     assert [(one.token_id, one.logprobs) for one in found] == [(None, None)] * 2
 
 
-def test_bfloat16_logits_are_told_in_float32() -> None:
+def test_logprobs_of_bfloat16_logits_are_float32() -> None:
     logits = random_logits(1, 500).bfloat16()
     (found,) = Sampler().sample(logits, (row(SamplingParams(temperature=0.0, logprobs=5)),))
     assert found.token_id is not None
@@ -100,7 +100,7 @@ def asking(slot: int, prompt: list[int], blocks: list[int], number: int = 3) -> 
 
 
 def prompt_logprobs(*steps: SchedulerOutputs) -> dict[str, list[TokenLogprobs]]:
-    """Of each request, gathered over the steps of one runner."""
+    """The prompt logprobs of each request, over the steps of one runner."""
     runner, sampler = make_runner(make_model("llama"), CONFIG), Sampler()
     found: dict[str, list[TokenLogprobs]] = {}
     for step in steps:
@@ -126,16 +126,16 @@ def assert_close(found: list[TokenLogprobs], right: list[TokenLogprobs]) -> None
 
 
 @pytest.mark.parametrize("cuts", [(9,), (4, 9), (1, 2, 8, 9), (3, 3 + 5, 9), tuple(range(1, 10))])
-def test_a_prompt_in_chunks_has_the_logprobs_of_a_whole_one(cuts: tuple[int, ...]) -> None:
-    """vllm#8268, vllm#3251: with parts of the prompt computed apart, a crash or the wrong rows."""
+def test_a_chunked_prompt_has_the_logprobs_of_a_whole_one(cuts: tuple[int, ...]) -> None:
+    """vllm#8268, vllm#3251: chunked prompts crashed or gave the wrong rows."""
     sequence = asking(0, PROMPT, [1, 2, 3])
     chunks = [part(sequence, at, end, samples=end == 9) for at, end in zip((0, *cuts), cuts, strict=False)]
     found = prompt_logprobs(*(SchedulerOutputs(prefill=(chunk,)) for chunk in chunks))
     assert_close(found["slot 0"], eager_prompt_logprobs(PROMPT, 3))
 
 
-def test_prompts_side_by_side_have_their_own_rows() -> None:
-    """Beside them a prompt of which only the last row is wanted, one of which none is, and a decode."""
+def test_prompts_in_one_batch_have_their_own_rows() -> None:
+    """With a prompt of which only the last row is wanted, one without wanted rows, and a decode."""
     first, second = asking(0, PROMPT, [1, 2, 3]), asking(1, OTHER, [4, 5, 6, 7], number=1)
     last, none = in_slot(2, OTHER, [8, 9, 10, 11]), in_slot(3, PROMPT, [12, 13, 14])
     found = prompt_logprobs(
@@ -155,7 +155,7 @@ def test_prompts_side_by_side_have_their_own_rows() -> None:
     assert_close(found["slot 1"], eager_prompt_logprobs(OTHER, 1))
 
 
-def test_sampling_takes_the_last_of_the_wanted_rows() -> None:
+def test_sampling_uses_the_last_wanted_row() -> None:
     sequence = asking(0, PROMPT, [1, 2, 3])
     step = SchedulerOutputs(prefill=(part(sequence, 0, 9, samples=True),))
     logits = make_runner(make_model("llama"), CONFIG).execute(step)
@@ -164,8 +164,8 @@ def test_sampling_takes_the_last_of_the_wanted_rows() -> None:
     assert token.token_id == int(logits[8].argmax())
 
 
-def test_output_tokens_are_no_part_of_a_prompt() -> None:
-    """After a preemption, prompt and output are computed again together."""
+def test_output_tokens_have_no_prompt_logprobs() -> None:
+    """After a preemption, prompt and output are recomputed together."""
     sequence = Sequence(
         "r", [1, 2, 3], SamplingParams(prompt_logprobs=0), arrival_time=0.0, output_token_ids=[4, 5]
     )
@@ -177,7 +177,7 @@ def test_output_tokens_are_no_part_of_a_prompt() -> None:
     assert Sampler().prompt_logprobs(logits[4:], (last,)) == []
 
 
-def test_a_long_prompt_is_told_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_is_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = random_logits(11, 40)
     whole = token_logprobs(logits, list(range(11)), [2] * 11)
     monkeypatch.setattr(logprobs, "ROWS_AT_ONCE", 4)

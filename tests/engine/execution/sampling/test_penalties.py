@@ -1,4 +1,4 @@
-"""Penalties and bias by hand, and as those define them who named them."""
+"""Penalties and bias, computed by hand and as their authors define them."""
 
 import pytest
 import torch
@@ -32,9 +32,9 @@ def processed(logits: torch.Tensor, *items: ScheduledSequence) -> torch.Tensor:
     ],
 )
 def test_fixed_logits_and_one_penalty(penalty: dict[str, float], tokens: list[int]) -> None:
-    """vmlx-swift#295, vllm-metal#69, Rapid-MLX#470: prompts counted for presence, not for repetition.
+    """vmlx-swift#295, vllm-metal#69, Rapid-MLX#470: presence counted prompts, repetition did not.
 
-    The prompt is A. Presence and frequency know the output alone, so A comes first; repetition knows both.
+    The prompt is A. Presence and frequency count only the output, so A comes first; repetition counts both.
     """
     logits = torch.full((1, 20), -9.0)
     logits[0, [A, B]] = torch.tensor([1.0, 0.6])
@@ -45,7 +45,7 @@ def test_fixed_logits_and_one_penalty(penalty: dict[str, float], tokens: list[in
         output.append(token)
 
 
-def test_repetition_is_what_transformers_makes_it() -> None:
+def test_repetition_equals_that_of_transformers() -> None:
     logits = random_logits(3, 400)
     logits[0, 5] = 0.0
     token_ids = [[5, 8, 8, 300, 12], [1, 2, 3, 4, 5], [7, 7, 7, 7, 7]]
@@ -54,7 +54,7 @@ def test_repetition_is_what_transformers_makes_it() -> None:
     assert torch.equal(processed(logits, *items), right)
 
 
-def test_a_penalized_request_goes_as_transformers_generates_it() -> None:
+def test_a_penalized_request_equals_generation_by_transformers() -> None:
     prompts = list(make_prompts((9, 17)).values())
     config = GenerationConfig(
         do_sample=False, max_new_tokens=20, repetition_penalty=1.5, eos_token_id=2**31 - 1, pad_token_id=0
@@ -78,8 +78,8 @@ def test_a_penalized_request_goes_as_transformers_generates_it() -> None:
     assert serve(make_runner(make_model("llama"), limits), limits, plain).token_ids != right
 
 
-def test_all_together_are_applied_one_after_the_other() -> None:
-    """Repetition on the model's logits, then the output's penalties, then the bias."""
+def test_the_order_of_penalties_and_bias() -> None:
+    """Repetition, then frequency and presence, then bias."""
     logits = torch.tensor([[4.0, -4.0, 4.0, 1.0]])
     params = SamplingParams(
         repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25, logit_bias={0: 10.0, 3: -1.0}
@@ -88,7 +88,7 @@ def test_all_together_are_applied_one_after_the_other() -> None:
     assert processed(logits, item).tolist() == [[2.0 - 1.25 + 10.0, -8.0 - 0.75, 2.0, 0.0]]
 
 
-def test_ids_outside_the_vocabulary_touch_nothing() -> None:
+def test_ids_outside_the_vocabulary_change_nothing() -> None:
     """vllm#54195: an id beyond the vocabulary wrote into the next row, and -1 into the last column."""
     logits = random_logits(3, 50)
     stray = row(
@@ -112,13 +112,13 @@ def test_ids_outside_the_vocabulary_touch_nothing() -> None:
     assert torch.equal(processed(logits, plain, negative, plain), logits)
 
 
-def test_a_small_divisor_does_not_make_infinity() -> None:
+def test_a_small_divisor_gives_no_infinity() -> None:
     logits = torch.tensor([[3e38, 1.0]])
     assert processed(logits, row(SamplingParams(repetition_penalty=1e-3), prompt=[0])).isfinite().all()
     assert sample(logits, row(SamplingParams(repetition_penalty=1e-3, top_p=0.5), prompt=[0])) == [0]
 
 
-def test_the_smallest_penalty_makes_no_nan_of_an_impossible_token() -> None:
+def test_the_smallest_penalty_gives_no_nan() -> None:
     logits = torch.tensor([[-torch.inf, 1.0, -2.0]])
     assert (
         processed(logits, row(SamplingParams(repetition_penalty=1e-300), prompt=[0])).tolist()
@@ -126,7 +126,7 @@ def test_the_smallest_penalty_makes_no_nan_of_an_impossible_token() -> None:
     )
 
 
-def test_counts_grow_with_the_sequence_and_no_token_is_counted_twice() -> None:
+def test_each_new_token_is_counted_once() -> None:
     params = SamplingParams(frequency_penalty=1.0, repetition_penalty=2.0)
     sequence = row(params, prompt=[1, 2, 1]).sequence
     counts = TokenCounts(sequence, 1000)
@@ -142,7 +142,7 @@ def test_counts_grow_with_the_sequence_and_no_token_is_counted_twice() -> None:
     assert again.token_ids.tolist() == counts.token_ids.tolist()
 
 
-def test_catching_up_looks_at_new_tokens_alone() -> None:
+def test_an_update_reads_new_tokens_only() -> None:
     class Watched(list[int]):
         num_read = 0
 

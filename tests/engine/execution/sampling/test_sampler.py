@@ -1,4 +1,4 @@
-"""The draw against a naive one, and what it may depend on."""
+"""The draw equals a naive one and depends on nothing else."""
 
 import math
 
@@ -36,7 +36,7 @@ def test_equals_a_naive_draw(
 ) -> None:
     """vllm#5639, vllm-metal#646: each row of a batch is filtered by its own request's parameters.
 
-    With `levels`, logits have few distinct values, so that ties stand on every threshold.
+    With `levels`, logits have few distinct values, so that every threshold has ties.
     """
     logits = random_logits(len(requests), vocab_size, seed=vocab_size, scale=flatness)
     if levels is not None:
@@ -49,11 +49,11 @@ def test_equals_a_naive_draw(
 @pytest.mark.parametrize(
     ("num_ahead", "params"),
     [
-        # Everything that top-k keeps ties, and does not fit into the window.
+        # All values that top-k keeps tie, and exceed the window.
         (0, {"top_k": 5}),
         (0, {"top_p": 0.2}),
         (0, {"top_k": 5, "top_p": 0.2}),
-        # The k-th ties with many outside the window, whose mass counts for top-p.
+        # The k-th value ties with many outside the window, whose mass counts for top-p.
         (100, {"top_k": 150, "top_p": 0.4}),
         (100, {"top_k": 150, "top_p": 0.1}),
         (100, {"top_k": 256}),
@@ -83,7 +83,7 @@ def test_ties_across_the_edge_of_the_window(num_ahead: int, params: dict[str, fl
     ],
 )
 @pytest.mark.parametrize("vocab_size", [12, 400])
-def test_tokens_come_as_often_as_softmax_says(params: SamplingParams, vocab_size: int) -> None:
+def test_frequencies_follow_the_softmax(params: SamplingParams, vocab_size: int) -> None:
     logits = torch.full((vocab_size,), -12.0)
     logits[-12:] = random_logits(1, 12, seed=3, scale=1.2)[0]
     num_draws = 6000
@@ -97,7 +97,7 @@ def test_tokens_come_as_often_as_softmax_says(params: SamplingParams, vocab_size
     right = torch.zeros(vocab_size, dtype=torch.float64)
     right[kept] = (logits[kept].double() / params.temperature).softmax(-1)
     assert set(counts.nonzero()[:, 0].tolist()) <= set(kept)
-    # Chi-square over the tokens that are expected at least five times: mean n - 1, deviation sqrt(2 n).
+    # Chi-square over the tokens expected at least five times: mean n - 1, standard deviation sqrt(2 n).
     often = right * num_draws >= 5
     chi_square = float(((counts - right * num_draws) ** 2 / (right * num_draws))[often].sum())
     degrees = int(often.sum())
@@ -108,7 +108,7 @@ def fields(params: SamplingParams) -> dict[str, object]:
     return {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
 
-def test_of_equal_sums_the_first_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_of_equal_sums_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     def same_for_all(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         return torch.full_like(token_ids ^ keys[:, :1], 12345)
 
@@ -119,8 +119,8 @@ def test_of_equal_sums_the_first_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sample(logits, row(SamplingParams(seed=0)), row(SamplingParams(seed=1))) == [300, 5]
 
 
-def test_a_draw_does_not_depend_on_its_mates() -> None:
-    """vllm#51226, vllm#17524: a seeded request changed with the mates' seeds and their order."""
+def test_a_draw_does_not_depend_on_the_batch() -> None:
+    """vllm#51226, vllm#17524: a seeded request changed with the seeds and the order of the batch."""
     logits = random_logits(5, 1000)
     mine = row(SamplingParams(seed=42, temperature=0.8, top_p=0.95), 3)
     alone = sample(logits[:1], mine)
@@ -137,7 +137,7 @@ def test_a_draw_does_not_depend_on_its_mates() -> None:
     assert sample(logits[[0, 0]], mine, mine) == alone * 2
 
 
-def test_seeds_and_indices_make_a_difference() -> None:
+def test_draws_differ_by_seed_and_index() -> None:
     logits = torch.zeros(1, 1000)
     by_seed = {sample(logits, row(SamplingParams(seed=seed)))[0] for seed in range(-20, 20)}
     by_index = {sample(logits, row(SamplingParams(seed=7), index))[0] for index in range(40)}
@@ -161,7 +161,7 @@ def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e30, 1e308])
-def test_extreme_temperatures_draw_something(temperature: float) -> None:
+def test_extreme_temperatures_draw_a_token(temperature: float) -> None:
     logits = random_logits(1, 300, scale=1e30)
     logits[0, :100] = -torch.inf
     (token,) = sample(logits, row(SamplingParams(temperature=temperature, seed=5)))
@@ -188,8 +188,8 @@ def test_a_top_k_beyond_the_vocabulary_is_off() -> None:
     ],
 )
 @pytest.mark.parametrize("vocab_size", [100, 400])
-def test_a_row_that_is_not_finite_fails_alone(bad: float, params: SamplingParams, vocab_size: int) -> None:
-    """vllm#45116, sglang#40099: NaN in one request's logits took the whole batch with it."""
+def test_only_a_row_that_is_not_finite_fails(bad: float, params: SamplingParams, vocab_size: int) -> None:
+    """vllm#45116, sglang#40099: NaN in one request's logits failed the whole batch."""
     logits = random_logits(3, vocab_size)
     alone = sample(logits[[0, 2]], row(params, 1), row(params, 2))
     logits[1, 50] = bad
@@ -198,7 +198,7 @@ def test_a_row_that_is_not_finite_fails_alone(bad: float, params: SamplingParams
     assert [tokens[0].token_id, tokens[2].token_id] == alone
 
 
-def test_a_row_without_any_possible_token_fails() -> None:
+def test_a_row_without_an_allowed_token_fails() -> None:
     assert Sampler().sample(torch.full((1, 10), -torch.inf), (row(SamplingParams()),))[0].error
 
 
@@ -210,24 +210,24 @@ def test_impossible_tokens_are_never_drawn() -> None:
     assert set(found) == {17, 444}
 
 
-def test_bfloat16_logits_are_drawn_from_in_float32() -> None:
+def test_bfloat16_logits_are_sampled_in_float32() -> None:
     logits = random_logits(4, 500).bfloat16()
     items = [row(SamplingParams(seed=seed, top_p=0.9)) for seed in range(4)]
     assert sample(logits, *items) == sample(logits.float(), *items)
 
 
-def test_the_global_random_state_is_left_alone() -> None:
+def test_the_global_random_state_does_not_change() -> None:
     before = torch.random.get_rng_state()
     sample(random_logits(1, 500), row(SamplingParams()))
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_nothing_sampled_from_nothing() -> None:
+def test_an_empty_batch_gives_no_tokens() -> None:
     item = ScheduledSequence(Sequence("r", [1, 2], SamplingParams(), arrival_time=0.0), 0, 2, 2, False)
     assert Sampler().sample(torch.empty(0, 10), (item,)) == []
 
 
-def test_a_device_that_is_lost_while_sampling() -> None:
+def test_a_device_lost_while_sampling() -> None:
     class Lost:
         device = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""The parameters of a batch are those of the sequences in it, whoever had their slots before."""
+"""The parameters of a batch are those of its sequences, whichever sequences had their slots before."""
 
 from dataclasses import fields
 
@@ -34,8 +34,8 @@ def in_slot(params: SamplingParams, slot: int | None) -> Sequence:
 
 @settings(max_examples=100, derandomize=True)
 @given(st.lists(st.dictionaries(st.integers(0, 300), any_params, max_size=5), max_size=6), st.data())
-def test_each_row_has_its_own(batches: list[dict[int, SamplingParams]], data: st.DataObject) -> None:
-    """Some stay in their slots from batch to batch, others are new in one."""
+def test_each_row_has_its_parameters(batches: list[dict[int, SamplingParams]], data: st.DataObject) -> None:
+    """Some sequences stay in their slots, others are new."""
     slots, known = SlotParams(), dict[int, Sequence]()
     for batch in batches:
         for slot, params in batch.items():
@@ -68,7 +68,7 @@ def test_each_row_has_its_own(batches: list[dict[int, SamplingParams]], data: st
         ({}, Constraints(bad_token_ids=((1, 2),))),
     ],
 )
-def test_who_may_be_processed(params: dict[str, object], constraints: Constraints) -> None:
+def test_which_sequences_may_be_processed(params: dict[str, object], constraints: Constraints) -> None:
     item = row(
         SamplingParams(**params), **{one.name: getattr(constraints, one.name) for one in fields(Constraints)}
     )
@@ -77,12 +77,12 @@ def test_who_may_be_processed(params: dict[str, object], constraints: Constraint
     assert found["may_be_processed"].tolist() == [True, False]
 
 
-def test_nobody_is_sampled_without_a_slot() -> None:
+def test_a_sequence_without_a_slot_is_refused() -> None:
     with pytest.raises(ValueError, match="without a slot"):
         SlotParams().of([in_slot(SamplingParams(), None)])
 
 
-def test_what_was_read_does_not_change_with_the_next_batch() -> None:
+def test_params_that_were_read_do_not_change() -> None:
     slots = SlotParams()
     first = slots.of([in_slot(SamplingParams(top_k=7), 0)])
     slots.of([in_slot(SamplingParams(top_k=9), 0)])

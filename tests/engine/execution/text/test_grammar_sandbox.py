@@ -1,4 +1,4 @@
-"""A grammar that is too much for a process ends a child, and the next grammar is served."""
+"""A grammar that exhausts a process ends a child; the next grammar is compiled."""
 
 import gc
 import json
@@ -15,14 +15,14 @@ MANY_PATTERNS = "start: %json " + json.dumps(
 LARGE = 'start: %json {"type": "integer", "multipleOf": 1000003}'
 
 
-def test_a_good_grammar_has_no_error_and_a_bad_one_has() -> None:
+def test_good_and_bad_grammars() -> None:
     sandbox = GrammarSandbox(60.0)
     assert sandbox.error_of(GOOD) == ""
     assert "other" in sandbox.error_of("start: other")
     assert sandbox.error_of("start: /\N{DIGIT ONE}\n\N{GRINNING FACE}/") == ""
 
 
-def test_one_child_serves_many() -> None:
+def test_one_child_compiles_many_grammars() -> None:
     sandbox = GrammarSandbox(60.0)
     assert [sandbox.error_of(GOOD) for _ in range(3)] == ["", "", ""]
     assert len(sandbox._idle) == 1
@@ -42,7 +42,7 @@ def test_a_grammar_that_takes_too_much_memory_is_ended() -> None:
     assert sandbox.error_of(GOOD) == ""
 
 
-def test_a_child_that_somebody_else_ended_is_no_grammars_fault() -> None:
+def test_a_killed_child_is_replaced() -> None:
     sandbox = GrammarSandbox(60.0)
     sandbox.error_of(GOOD)
     sandbox._idle[0].kill()
@@ -51,7 +51,7 @@ def test_a_child_that_somebody_else_ended_is_no_grammars_fault() -> None:
 
 
 @pytest.mark.parametrize("start", ["", GOOD])
-def test_children_end_with_who_started_them(start: str) -> None:
+def test_children_end_with_their_sandbox(start: str) -> None:
     sandbox = GrammarSandbox(60.0)
     sandbox.error_of(start or "start: x")
     child = sandbox._idle[0]
@@ -61,7 +61,7 @@ def test_children_end_with_who_started_them(start: str) -> None:
     assert child.returncode == -signal.SIGKILL
 
 
-def test_a_child_ends_when_its_parent_is_gone() -> None:
+def test_a_child_ends_with_its_parent() -> None:
     sandbox = GrammarSandbox(60.0)
     sandbox.error_of(GOOD)
     child = sandbox._idle[0]

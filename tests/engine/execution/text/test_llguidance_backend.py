@@ -1,4 +1,4 @@
-"""Grammars over real tokenizers: every text that comes through the masks is what was asked for."""
+"""Grammars over real tokenizers: every text that the masks allow is valid."""
 
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ TINY = pytest.mark.parametrize("tiny", [BYTE_LEVEL, SENTENCEPIECE], ids=["bytes"
 
 @TINY
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_text_is_what_was_asked_for(tiny: Tiny, kind: str) -> None:
-    """Also characters of several tokens: a mask that knows whole characters only would never end them."""
+def test_every_allowed_text_is_valid(tiny: Tiny, kind: str) -> None:
+    """Also with characters of several tokens, which a mask of whole characters would never complete."""
     texts = []
     for seed in range(NUM_TEXTS):
         output = tiny.draw(kind, seed)
         if output is not None:
-            # A token before it, so that SentencePiece's first space is not taken off.
+            # A token before it, so that SentencePiece's first space is not stripped.
             text = tiny.tokenizer.decode([tiny.tokenizer.encode("a")[-1], *output], False).removeprefix("a")
             check_text(KINDS[kind], text)
             assert "\N{REPLACEMENT CHARACTER}" not in text
@@ -40,8 +40,8 @@ def test_every_text_is_what_was_asked_for(tiny: Tiny, kind: str) -> None:
 
 @settings(max_examples=40)
 @given(st.sampled_from([BYTE_LEVEL, SENTENCEPIECE]), st.sampled_from(sorted(KINDS)), st.integers(0, 10**6))
-def test_a_replay_stands_where_the_undisturbed_one_stands(tiny: Tiny, kind: str, seed: int) -> None:
-    """At every point of the text: after a crash, and after any number of steps at once."""
+def test_a_replay_reaches_the_same_state(tiny: Tiny, kind: str, seed: int) -> None:
+    """At every position of the text, for any number of tokens at once."""
     output = (tiny.draw(kind, seed) or [])[:60]
     undisturbed = tiny.fresh(kind)
     for split in range(len(output) + 1):
@@ -73,7 +73,7 @@ def test_the_end_is_allowed_exactly_where_the_text_may_end() -> None:
 
 
 def test_no_special_token_is_ever_allowed() -> None:
-    """Not where anything goes, and not where a grammar asks for one by its number."""
+    """Neither by a grammar that allows any text, nor by one that names the id."""
     specials = BYTE_LEVEL.tokenizer.special_ids
     anything = BYTE_LEVEL.mask(StructuredOutputs(regex=r"(?s:.*)"))
     assert anything & specials == EOS_IDS
@@ -85,8 +85,8 @@ def test_no_special_token_is_ever_allowed() -> None:
             BYTE_LEVEL.backend.compile(StructuredOutputs(grammar=grammar))
 
 
-def test_any_spelling_of_an_allowed_text_is_allowed() -> None:
-    """The model's own choice of tokens decides, not the tokenizer's."""
+def test_any_tokenization_of_an_allowed_text_is_allowed() -> None:
+    """The model chooses the tokens, not the tokenizer."""
     grammar = BYTE_LEVEL.backend.compile(StructuredOutputs(choice=("the quick brown fox",)))
     for token_ids in (
         bytes_to_ids("the quick brown fox"),
@@ -98,8 +98,8 @@ def test_any_spelling_of_an_allowed_text_is_allowed() -> None:
     assert len(bytes_to_ids("the quick brown fox")) > len(token_ids)
 
 
-def test_tokens_that_end_the_text_are_passed_over() -> None:
-    """A request that ignores the end goes on where it stood."""
+def test_end_tokens_are_skipped() -> None:
+    """A request that ignores the end continues in the same state."""
     grammar = BYTE_LEVEL.backend.compile(StructuredOutputs(regex="(ab)+"))()
     grammar.advance([*bytes_to_ids("ab"), EOS, IM_END])
     assert not grammar.is_complete
@@ -109,7 +109,7 @@ def test_tokens_that_end_the_text_are_passed_over() -> None:
 
 
 def test_a_complete_grammar_still_allows_the_end() -> None:
-    """With `min_tokens`, the sampler must see that nothing else is left."""
+    """With `min_tokens`, the sampler must see that nothing else is allowed."""
     grammar = BYTE_LEVEL.backend.compile(KINDS["choice"])()
     assert not grammar.is_complete
     grammar.advance(bytes_to_ids("yes"))
@@ -118,7 +118,7 @@ def test_a_complete_grammar_still_allows_the_end() -> None:
     assert set(allowed_ids(BYTE_LEVEL.row(grammar))) == EOS_IDS
 
 
-def test_a_token_outside_the_grammar_is_an_error_and_stays_one() -> None:
+def test_a_token_outside_the_grammar_is_a_permanent_error() -> None:
     grammar = BYTE_LEVEL.backend.compile(KINDS["choice"])()
     for _ in range(2):
         with pytest.raises(ValueError, match="satisfy the grammar"):
@@ -129,7 +129,7 @@ def test_a_token_outside_the_grammar_is_an_error_and_stays_one() -> None:
         grammar.fill_bitmask(np.zeros((BYTE_LEVEL.vocab_size + 31) // 32, np.int32))
 
 
-def test_outputs_of_one_request_do_not_share_a_place() -> None:
+def test_outputs_of_one_request_have_their_own_states() -> None:
     factory = BYTE_LEVEL.backend.compile(KINDS["choice"])
     first, second = factory(), factory()
     first.advance(bytes_to_ids("yes"))
@@ -137,7 +137,7 @@ def test_outputs_of_one_request_do_not_share_a_place() -> None:
     assert not second.is_complete
 
 
-def test_a_model_without_an_end_can_still_complete_a_text() -> None:
+def test_a_model_without_end_tokens_can_complete_a_text() -> None:
     backend = LlguidanceBackend(BYTE_LEVEL.tokenizer, vocab_size=PADDED, eos_token_ids=frozenset())
     grammar = backend.compile(KINDS["choice"])()
     grammar.advance(bytes_to_ids("yes"))
@@ -147,8 +147,8 @@ def test_a_model_without_an_end_can_still_complete_a_text() -> None:
     assert not row.any()
 
 
-def test_a_vocabulary_that_ends_with_a_word() -> None:
-    """The library's own end is the first bit of a word that the model's row does not have."""
+def test_a_vocabulary_of_a_whole_number_of_words() -> None:
+    """The library's own end id is the first bit of a word that the model's row does not have."""
     backend = LlguidanceBackend(BYTE_LEVEL.tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=EOS_IDS)
     backend.load()
     assert VOCAB_SIZE % 32 == 0
@@ -158,8 +158,8 @@ def test_a_vocabulary_that_ends_with_a_word() -> None:
     assert row.any()
 
 
-def test_whitespace_between_parts_of_json_has_an_end() -> None:
-    """OpenAI's guide to JSON mode warns of whitespace until the tokens are used up."""
+def test_whitespace_between_parts_of_json_is_bounded() -> None:
+    """OpenAI's guide to JSON mode warns of endless whitespace."""
     schema = StructuredOutputs(json={"type": "array"})
     assert {len(one) for one in map(BYTE_LEVEL.tokenizer.token_bytes, BYTE_LEVEL.mask(schema, "["))} >= {1}
     space = bytes_to_ids(" ")[0]
@@ -167,7 +167,7 @@ def test_whitespace_between_parts_of_json_has_an_end() -> None:
     assert space not in BYTE_LEVEL.mask(schema, "[" + " " * 64)
 
 
-def test_escapes_of_any_character_are_json_too() -> None:
+def test_escapes_of_any_character_are_allowed() -> None:
     text = StructuredOutputs(json={"type": "string"})
     assert BYTE_LEVEL.mask(text, r'"\u00e9\ud83d\ude00\n"') == EOS_IDS
     with pytest.raises(ValueError, match="satisfy the grammar"):
@@ -175,7 +175,7 @@ def test_escapes_of_any_character_are_json_too() -> None:
 
 
 def test_a_step_that_costs_too_much_is_an_error() -> None:
-    """Compiled, but with a text that the parser cannot follow in bounded work."""
+    """The grammar compiles, but a text exceeds the parser's limits."""
     grammar = BYTE_LEVEL.backend.compile(StructuredOutputs(regex="((a{1,1000}){1,1000}){1,1000}"))()
     row = np.zeros((BYTE_LEVEL.vocab_size + 31) // 32, np.int32)
 
@@ -188,9 +188,9 @@ def test_a_step_that_costs_too_much_is_an_error() -> None:
         write(500)
 
 
-def test_a_tokenizer_that_does_not_tell_its_bytes_is_refused_when_asked() -> None:
+def test_a_tokenizer_without_known_bytes_is_refused() -> None:
     class Old:
-        """No Rust tokenizer beneath."""
+        """Without a Rust tokenizer."""
 
         def __getattr__(self, name: str) -> object:
             if name == "backend_tokenizer":
@@ -223,7 +223,7 @@ def test_through_the_compiler() -> None:
         check_text(KINDS["json"], BYTE_LEVEL.tokenizer.decode(output))
 
 
-def test_hundreds_of_grammars_leave_nothing_behind() -> None:
+def test_hundreds_of_grammars_leak_nothing() -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 

@@ -1,10 +1,10 @@
-"""Tries the reductions of a forward pass on operands that make their order of additions visible.
+"""Self-check of the reductions in a forward pass, on operands that make the order of additions visible.
 
-A product in bfloat16 is accumulated in float32 and rounded to 8 bits at the end, so two kernels that add in
-different orders agree in almost every element of a model's own activations. oneDNN picks other kernels for
-one or two rows on AVX-512 processors, and a comparison of logits alone misses that: one logit in thousands
-differs. The operands made here add up to zero in exact arithmetic, so an operator returns its rounding error,
-every bit of which depends on the order of additions.
+A product in bfloat16 is accumulated in float32 and rounded to 8 bits at the end, so kernels with different
+orders of additions agree in almost every element of real activations. oneDNN uses other kernels for one or
+two rows on AVX-512 processors, where one logit in thousands differs, which a comparison of logits may miss.
+The operands here sum to zero in exact arithmetic, so an operator returns its rounding error, which depends on
+the order.
 """
 
 from dataclasses import dataclass
@@ -23,10 +23,7 @@ LEFT_OPERAND = {
     aten.addmm.default: 1,
     aten.bmm.default: 0,
 }
-"""Products of rows [..., rows, depth] and a matrix: where the rows stand among the arguments.
-
-The matrix is the next argument.
-"""
+"""Products of rows [..., rows, depth] and a matrix: the index of the rows, which the matrix follows."""
 ROW_REDUCTIONS = (
     aten.mean.dim,
     aten.sum.dim_IntList,
@@ -38,20 +35,20 @@ ROW_REDUCTIONS = (
 )
 """Operators that reduce the last dimension of their first argument."""
 NUM_ROWS = 128
-"""Rows that each operator is tried on: as many as the largest size of a forward."""
+"""Rows on which each operator is checked: the largest row count of a forward pass."""
 MAX_DISTINCT_OUTPUTS = 1024
 MAX_CALLS = 6
-"""Calls of an operator for each size."""
+"""Calls of an operator per size."""
 BATCH_SIZES = (2, 3, 5, 8, 31, 64)
-"""Numbers of matrices in a batched product. `deterministic_attention` never asks for the product of one."""
+"""Numbers of matrices in a batched product. `DeterministicAttention` never multiplies a single one."""
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """One call: the operator, its arguments with layouts in place of tensors.
+    """A call of an operator, with layouts instead of tensors.
 
-    `left`: where the rows stand among the arguments; a product's matrix is the next one. `rows_dim`: the
-    dimension of the rows that counts them. `batched`: a product of matrices, which stand in place of rows.
+    `left`: index of the rows argument, which a product's matrix follows. `rows_dim`: the dimension that
+    counts the rows. `batched`: a batched product, whose matrices count as rows.
     """
 
     operator: OpOverload
@@ -71,7 +68,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class _Layout:
-    """What stands for a tensor in a recorded call."""
+    """The layout of a tensor argument."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -80,7 +77,7 @@ class _Layout:
 
 
 class ReductionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Records the distinct reductions that are called while it is active, in forwards of `num_rows` rows."""
+    """Records the distinct reductions called while it is active, in forward passes of `num_rows` rows."""
 
     def __init__(self, num_rows: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -109,16 +106,16 @@ def _read(
     left = LEFT_OPERAND.get(operator, 0)
     shape = args[left].shape
     if operator in (aten.mean.dim, aten.sum.dim_IntList) and args[1] not in ([-1], [len(shape) - 1]):
-        # It does not reduce each row by itself.
+        # Not a reduction of single rows.
         return None
     if operator is aten.bmm.default:
         rows_dim = 0
     elif num_rows in shape[:-1]:
         rows_dim = shape.index(num_rows)
     else:
-        # It does not see the forward's rows.
+        # Independent of the forward pass's rows.
         return None
-    # Forwards differ in how many matrices their attention multiplies; a trial chooses the number itself.
+    # Attention multiplies varying numbers of matrices; the self-check chooses them itself.
     layouts = tuple(_layout(arg[:1] if operator is aten.bmm.default else arg) for arg in args)
     return Reduction(
         operator, layouts, tuple((name, _layout(value)) for name, value in options.items()), left, rows_dim
@@ -132,27 +129,27 @@ def _layout(arg: Any) -> Any:
 
 
 class ReductionSelfCheck:
-    """Whether a reduction gives a row the same bits wherever it stands in forwards of whatever size.
+    """Whether a reduction gives a row the same bits at any position and with any number of rows.
 
-    `first_size`: the number of rows, or of matrices, with which all other sizes are compared.
+    `base_size`: the number of rows, or of matrices, with which other sizes are compared.
     """
 
-    def __init__(self, call: Reduction, first_size: int) -> None:
+    def __init__(self, call: Reduction, base_size: int) -> None:
         self._call = call
         generator = torch.Generator().manual_seed(0)
         self._rows, self._matrix = _operands(call, generator)
         self._args = [_zeros(arg) if isinstance(arg, _Layout) else _plain(arg) for arg in call.args]
-        found = [self._run(at, first_size) for at in range(0, NUM_ROWS, first_size)]
+        found = [self._run(at, base_size) for at in range(0, NUM_ROWS, base_size)]
         self._expected = torch.cat(found, call.rows_dim)
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
-        """The sizes that matter whatever the forward's; None: the forward's own."""
+        """The sizes to check; None: those of the forward pass."""
         return BATCH_SIZES if self._call.batched else None
 
     def agrees(self, size: int) -> bool:
-        """Whether calls with `size` rows give what those with the first size gave."""
-        # Odd starts: each row stands at another place, beside other rows, than it did in the first size.
+        """Whether calls with `size` rows give the same bits as with `base_size`."""
+        # Odd starts, so that each row has another position and other neighbours than with `base_size`.
         step = max(size, NUM_ROWS // MAX_CALLS) | 1
         return all(
             torch.equal(self._run(start, size), self._pick(self._expected, start, size))
@@ -170,9 +167,9 @@ class ReductionSelfCheck:
         if self._matrix is not None:
             args[call.left + 1] = self._matrix
             if call.batched:
-                # In the order of the recorded call's dimensions in memory, which index_select does not keep.
+                # Keeps the memory order of the recorded call's dimensions, which `index_select` changes.
                 args[call.left + 1] = self._pick(self._matrix.mT, start, size).mT
-        # As the model is run: outside of this mode torch takes some operators apart.
+        # As the model runs: outside of this mode torch decomposes some operators.
         with torch.inference_mode():
             found = call.operator(*args, **dict(call.options))
         result: torch.Tensor = found[0] if isinstance(found, tuple) else found
@@ -180,17 +177,17 @@ class ReductionSelfCheck:
 
 
 def _operands(call: Reduction, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The `NUM_ROWS` rows, or left matrices, of the trial, and a product's right operand."""
+    """`NUM_ROWS` rows, or left matrices, and a product's right operand."""
     layout = call.args[call.left]
     shape = list(layout.shape)
     shape[call.rows_dim] = NUM_ROWS
     depth = shape[-1]
-    # Terms of one size would add up exactly: the product of two bfloat16 numbers has 16 bits, a sum has 24.
+    # Terms of equal magnitude would add exactly: products of bfloat16 have 16 bits, sums have 24.
     exponents = torch.randint(-8, 9, shape, generator=generator)
     rows = torch.ldexp(torch.randn(shape, generator=generator), exponents).to(layout.dtype)
-    # Each term and its opposite stand at random places of the depth.
-    places = torch.randperm(depth, generator=generator)
-    positive, negative = places[: depth // 2], places[depth // 2 : depth // 2 * 2]
+    # Each term and its opposite are at random positions of the depth.
+    order = torch.randperm(depth, generator=generator)
+    positive, negative = order[: depth // 2], order[depth // 2 : depth // 2 * 2]
     rows[..., negative] = -rows[..., positive]
     matrix = _mirrored(call, positive, negative, generator) if call.is_product else None
     return rows.to(layout.device), matrix
@@ -199,7 +196,7 @@ def _operands(call: Reduction, generator: torch.Generator) -> tuple[torch.Tensor
 def _mirrored(
     call: Reduction, positive: torch.Tensor, negative: torch.Tensor, generator: torch.Generator
 ) -> torch.Tensor:
-    """A matrix that gives opposite terms of a row the same factor, in the layout of the recorded one."""
+    """A matrix with the same factor for opposite terms of a row, in the recorded layout."""
     layout = call.args[call.left + 1]
     shape, strides = list(layout.shape), list(layout.stride)
     if call.batched:
@@ -207,7 +204,7 @@ def _mirrored(
     matrix = torch.empty_strided(shape, strides, dtype=layout.dtype, device=layout.device)
     # A linear layer's weight is [outputs, depth], others' [..., depth, outputs].
     by_output = matrix if call.operator is aten.linear.default else matrix.mT
-    # A head of many outputs repeats the factors, so that no large copy in float32 is made.
+    # Many outputs repeat the factors, which avoids a large copy in float32.
     distinct = min(by_output.shape[-2], MAX_DISTINCT_OUTPUTS)
     factors = torch.randn([*by_output.shape[:-2], distinct, by_output.shape[-1]], generator=generator)
     factors[..., negative] = factors[..., positive]
@@ -218,7 +215,7 @@ def _mirrored(
 
 
 def _zeros(layout: _Layout) -> torch.Tensor:
-    # A large operand is put in later: only a bias or a norm's weight is needed as it is.
+    # Large operands are filled in later; only biases and norm weights are used as they are.
     shape = layout.shape if len(layout.shape) == 1 else (0,)
     return torch.zeros(shape, dtype=layout.dtype, device=layout.device)
 
