@@ -57,6 +57,7 @@ class LoadedModel:
     fingerprint: str
 
 
+# Seven parameters, most of which have defaults that tests and benchmarks use.
 def load_model(
     source: str,
     *,

@@ -1,6 +1,5 @@
 """Copies the arrays of a step to the device in one transfer that the host does not wait for."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -17,34 +16,14 @@ def aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
-def pack(tensors: list[torch.Tensor], buffer: torch.Tensor) -> None:
-    """Write int64 tensors into `buffer` of `packed_size` integers, each at an aligned offset."""
-    offset = 0
-    for tensor in tensors:
-        buffer[offset : offset + tensor.numel()] = tensor.flatten()
-        offset += aligned(tensor.numel())
-
-
-def packed_size(tensors: Iterable[torch.Tensor]) -> int:
-    """Integers that `pack` needs."""
-    return sum(aligned(tensor.numel()) for tensor in tensors)
-
-
-def unpack(buffer: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of what `pack` wrote, in the shapes of `like`."""
-    views = []
-    offset = 0
-    for tensor in like:
-        views.append(buffer[offset : offset + tensor.numel()].view(tensor.shape))
-        offset += aligned(tensor.numel())
-    return views
-
-
 def move(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Copy int64 tensors of the host to `device`; returns views of one tensor there."""
-    buffer = host_buffer((packed_size(tensors),), device)
-    pack(tensors, buffer)
-    return unpack(buffer.to(device, non_blocking=True), tensors)
+    """Copy int64 tensors of the host to `device`; returns aligned views of one tensor there."""
+    sizes = [aligned(tensor.numel()) for tensor in tensors]
+    buffer = host_buffer((sum(sizes),), device)
+    for part, tensor in zip(buffer.split(sizes), tensors, strict=True):
+        part[: tensor.numel()] = tensor.flatten()
+    parts = buffer.to(device, non_blocking=True).split(sizes)
+    return [part[: one.numel()].view(one.shape) for part, one in zip(parts, tensors, strict=True)]
 
 
 def move_inputs(inputs: StepInputs, device: torch.device) -> StepInputs:

@@ -53,7 +53,7 @@ class LlguidanceBackend:
         lark = to_lark(structured_outputs)
         if error := self._sandbox.error_of(lark):
             raise ValueError(explain(error, structured_outputs))
-        vocabulary = self._load_once()
+        vocabulary = self.load()
         matcher = LLMatcher(vocabulary.library, lark, log_level=0, limits=LIMITS)
         first = TokenGrammar(matcher, vocabulary)
         # Detects a grammar that allows no text, and computes the costly first mask once for all outputs.
@@ -64,11 +64,8 @@ class LlguidanceBackend:
 
         return new_grammar
 
-    def load(self) -> None:
+    def load(self) -> "_Vocabulary":
         """Read the vocabulary before steps run: the library holds the interpreter lock meanwhile."""
-        self._load_once()
-
-    def _load_once(self) -> "_Vocabulary":
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = _Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)

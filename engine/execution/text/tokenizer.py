@@ -160,17 +160,13 @@ class Tokenizer:
         return self._decoded_bytes.get(skip_special_tokens)
 
     @property
-    def vocabulary(self) -> dict[str, int]:
-        """Token ids by token, without added tokens."""
+    def tokens(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Token ids by token: those of the trained vocabulary, and added ones."""
+        added = {token: token_id for token_id, token in self._added.items()}
         if self._backend is not None:
-            return dict(self._backend.get_vocab(with_added_tokens=False))
-        added = self._tokenizer.get_added_vocab()
-        return {token: number for token, number in self._tokenizer.get_vocab().items() if token not in added}
-
-    @property
-    def added_tokens(self) -> dict[int, str]:
-        """Tokens by id that were added to the trained vocabulary."""
-        return dict(self._added)
+            return self._backend.get_vocab(with_added_tokens=False), added
+        vocabulary = self._tokenizer.get_vocab()
+        return {token: token_id for token, token_id in vocabulary.items() if token not in added}, added
 
     @property
     def knows_bytes(self) -> bool:
@@ -240,15 +236,14 @@ def load_tokenizer(directory: Path, vocab_size: int, *, max_prompt_tokens: int |
     tokenizer = Tokenizer.load(directory, max_prompt_tokens=max_prompt_tokens)
     if not tokenizer.encode_text(_SAMPLE):
         raise InvalidParameter("model", "its tokenizer turns text into no tokens; its files are incomplete")
-    beyond = [token_id for token_id in tokenizer.vocabulary.values() if token_id >= vocab_size]
-    if beyond:
+    trained, added = tokenizer.tokens
+    if (largest := max(trained.values(), default=0)) >= vocab_size:
         raise InvalidParameter(
             "model",
-            f"its tokenizer has token ids up to {max(beyond)}, but its embedding has {vocab_size} rows"
+            f"its tokenizer has token ids up to {largest}, but its embedding has {vocab_size} rows"
             " (vocab_size); tokenizer and weights are of different models",
         )
-    extra = sorted(token for token_id, token in tokenizer.added_tokens.items() if token_id >= vocab_size)
-    if extra:
+    if extra := sorted(token for token, token_id in added.items() if token_id >= vocab_size):
         logger.warning(
             "the model has no embedding for %s; prompts that contain them are refused", listed(extra)
         )

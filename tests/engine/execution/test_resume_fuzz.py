@@ -17,7 +17,7 @@ from engine.outputs import ResumedOutput, SequenceOutput
 from engine.requests.engine_request import EngineRequest
 from engine.sequence import FinishReason
 from tests.engine.execution.serving import make_runner
-from tests.engine.execution.test_feature_fuzz import ROOMY, Asked, build_engine, draw_requests
+from tests.engine.execution.test_feature_fuzz import ROOMY, FuzzRequest, build_engine, draw_requests
 from tests.tiny_models import make_model
 
 NUM_REQUESTS = 40
@@ -27,7 +27,7 @@ Folded = dict[int, tuple[list[int], str, FinishReason | None]]
 
 
 def generate(
-    runner: ModelRunner, asked: Asked, resumed: tuple[ResumedOutput, ...] = (), *, is_asynchronous: bool
+    runner: ModelRunner, asked: FuzzRequest, resumed: tuple[ResumedOutput, ...] = (), *, is_asynchronous: bool
 ) -> list[SequenceOutput]:
     async_executor = DeviceExecutor(runner, Sampler(), torch.device("cpu")) if is_asynchronous else None
     engine = build_engine(runner, ROOMY, async_executor)
