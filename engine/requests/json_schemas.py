@@ -33,49 +33,51 @@ def rewrite_schema(schema: Any) -> Any:
 
 def find_keyword(schema: Any, keyword: str, value: str | None = None) -> str | None:
     """The JSON pointer of the first subschema with `keyword`, and with `value` if given; None if absent."""
-    places = (
-        place for node, place in _nodes(schema, "#") if keyword in node and value in (None, node[keyword])
+    pointers = (
+        pointer for node, pointer in _nodes(schema, "#") if keyword in node and value in (None, node[keyword])
     )
-    return next(places, None)
+    return next(pointers, None)
 
 
-def _rewrite(node: Any, root: Any, place: str) -> Any:
+def _rewrite(node: Any, root: Any, pointer: str) -> Any:
     if not isinstance(node, dict):
         return node
     node = dict(node)
     # First, since it reads values that are rewritten below.
-    _rewrite_names(node, root, place)
-    _rewrite_unique(node, place)
+    _rewrite_names(node, root, pointer)
+    _rewrite_unique(node, pointer)
     _rewrite_format(node)
     for keyword in (*_LISTS, *_NAMED):
         if isinstance(node.get(keyword), (dict, list)):
             node[keyword] = node[keyword].copy()
-    for holder, key, inner, inner_place in _children(node, place):
-        holder[key] = _rewrite(inner, root, inner_place)
+    for holder, key, inner, inner_pointer in _children(node, pointer):
+        holder[key] = _rewrite(inner, root, inner_pointer)
     return node
 
 
-def _children(node: dict[str, Any], place: str) -> list[tuple[Any, Any, Any, str]]:
+def _children(node: dict[str, Any], pointer: str) -> list[tuple[Any, Any, Any, str]]:
     """The direct subschemas: (container, key, subschema, JSON pointer)."""
     children: list[tuple[Any, Any, Any, str]] = [
-        (node, keyword, node[keyword], f"{place}/{keyword}")
+        (node, keyword, node[keyword], f"{pointer}/{keyword}")
         for keyword in _SCHEMAS
         if isinstance(node.get(keyword), dict)
     ]
     for keyword in _LISTS:
         if isinstance(inner := node.get(keyword), list):
-            children += ((inner, index, one, f"{place}/{keyword}/{index}") for index, one in enumerate(inner))
+            children += (
+                (inner, index, one, f"{pointer}/{keyword}/{index}") for index, one in enumerate(inner)
+            )
     for keyword in _NAMED:
         if isinstance(inner := node.get(keyword), dict):
-            children += ((inner, name, one, f"{place}/{keyword}/{name}") for name, one in inner.items())
+            children += ((inner, name, one, f"{pointer}/{keyword}/{name}") for name, one in inner.items())
     return children
 
 
-def _nodes(node: Any, place: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+def _nodes(node: Any, pointer: str) -> Iterator[tuple[Mapping[str, Any], str]]:
     if isinstance(node, dict):
-        yield node, place
-        for _, _, inner, inner_place in _children(node, place):
-            yield from _nodes(inner, inner_place)
+        yield node, pointer
+        for _, _, inner, inner_pointer in _children(node, pointer):
+            yield from _nodes(inner, inner_pointer)
 
 
 def _rewrite_format(node: dict[str, Any]) -> None:
@@ -92,19 +94,19 @@ def _rewrite_format(node: dict[str, Any]) -> None:
         node["anyOf"] = [{"type": "string", "format": one} for one in ("ipv4", "ipv6")]
 
 
-def _rewrite_unique(node: dict[str, Any], place: str) -> None:
+def _rewrite_unique(node: dict[str, Any], pointer: str) -> None:
     if "uniqueItems" not in node:
         return
     max_items = node.get("maxItems")
     if node["uniqueItems"] is not False and not (isinstance(max_items, int) and max_items <= 1):
         raise ValueError(
-            f"the keyword `uniqueItems` (at {place}) is not supported: no grammar can tell items apart; "
-            "leave it out, as by a list in the place of a set"
+            f"the keyword `uniqueItems` (at {pointer}) is not supported: no grammar can compare items; leave "
+            "it out, for example with a list instead of a set"
         )
     del node["uniqueItems"]
 
 
-def _rewrite_names(node: dict[str, Any], root: Any, place: str) -> None:
+def _rewrite_names(node: dict[str, Any], root: Any, pointer: str) -> None:
     """Turn `propertyNames` into `properties` or `patternProperties` without additional properties."""
     if "propertyNames" not in node:
         return
@@ -113,7 +115,9 @@ def _rewrite_names(node: dict[str, Any], root: Any, place: str) -> None:
         del node["propertyNames"]
         return
     if "properties" in node or "patternProperties" in node or not isinstance(names, dict):
-        raise ValueError(f"the keyword `propertyNames` (at {place}) is not supported beside named properties")
+        raise ValueError(
+            f"the keyword `propertyNames` (at {pointer}) is not supported beside named properties"
+        )
     values = node.get("additionalProperties", True)
     allowed = names.get("enum", [names["const"]] if "const" in names else None)
     if isinstance(allowed, list):
@@ -122,7 +126,7 @@ def _rewrite_names(node: dict[str, Any], root: Any, place: str) -> None:
         node["patternProperties"] = {pattern: values}
     else:
         raise ValueError(
-            f"the keyword `propertyNames` (at {place}) is supported with `enum`, `const`, `pattern` or "
+            f"the keyword `propertyNames` (at {pointer}) is supported with `enum`, `const`, `pattern` or "
             "lengths alone"
         )
     node["additionalProperties"] = False

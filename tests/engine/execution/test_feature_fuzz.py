@@ -272,8 +272,8 @@ def test_a_request_in_any_mix_gives_what_it_gives_alone(name: str) -> None:
     )
     mixed, num_preempted = serve(make_runner(model, config, attention="torch"), config, requests, rng)
     assert mixed.keys() == alone.keys()
-    for place, right in alone.items():
-        assert_same(mixed[place], right, f"{place}: {requests[place[0]].params}")
+    for key, expected in alone.items():
+        assert_same(mixed[key], expected, f"{key}: {requests[key[0]].params}")
     assert num_preempted or name == "odd chunks", "the pool was to be too small"
 
 
@@ -282,8 +282,8 @@ def test_asynchronous_steps_change_no_output(name: str) -> None:
     """Plain requests with a few of any kind, on a device that sometimes fails."""
     rng = random.Random(name)
     model = make_model(dtype=torch.float64)
-    requests = draw_requests(rng, 24, draw_plain_params)
-    requests |= {f"odd {one}": asked for one, asked in draw_requests(rng, 3).items()}
+    requests = draw_requests(rng, 30, draw_plain_params)
+    requests |= {f"odd {one}": request for one, request in draw_requests(rng, 3).items()}
     config = replace(
         ROOMY, **{"prefix_caching": True, "max_num_batched_tokens": 40, "max_num_seqs": 8, **CONFIGS[name]}
     )
@@ -292,8 +292,8 @@ def test_asynchronous_steps_change_no_output(name: str) -> None:
     async_executor = CountingExecutor(runner, Sampler(), rng)
     ahead, _ = serve(runner, config, requests, random.Random(1), async_executor)
     assert ahead.keys() == in_order.keys()
-    for place, right in in_order.items():
-        assert_same(ahead[place], right, f"{place}: {requests[place[0]].params}")
+    for key, expected in in_order.items():
+        assert_same(ahead[key], expected, f"{key}: {requests[key[0]].params}")
     assert async_executor.num_ahead > 20
     assert async_executor.num_faults
     assert async_executor.num_refused
