@@ -1,20 +1,23 @@
-"""The API on a real Redis, and a stand-in for the worker that calls the store as a worker does."""
+"""The API on a real Redis, and a worker that tests control, which calls the store as the real one does."""
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import pytest
 import redis
-from flask.testing import FlaskClient
 from prometheus_client import CollectorRegistry
 
 from api.app import ApiApp, create_app
-from api.webhooks.deliverer import Deliverer
+from api.webhooks.deliverer import Deliverer, Sender
 from api.webhooks.http_post import Poster
 from monitoring.webhooks import OUTCOMES, WebhookMetrics
+from tests.api.api_client import ApiClient, client_of
 from tests.api.running_server import Server
 from tests.api.webhooks.delivering import KEY, Clock
-from tests.api.webhooks.receiver import receiving
+from tests.api.webhooks.receiver import Receiver, receiving
+from tests.conftest import RedisServer
 from tokenmill.protocol.messages import LogEntry, TaskError, Usage
 from tokenmill.protocol.records import Claimed, ModelCard, Settlement, WorkerRecord, Write
 from tokenmill.protocol.store.outbox import Outbox
@@ -32,10 +35,21 @@ CARD = ModelCard(
 
 
 Submit = Callable[..., str]
+WorkerState = Literal["loading", "ready", "draining", "stalled"]
+StartServer = Callable[..., Server]
+MakeApp = Callable[[ApiSettings], ApiApp]
+Deliver = Callable[..., int]
+Outcomes = Callable[[], tuple[float | None, ...]]
+
+
+class MakeDeliverer(Protocol):
+    def __call__(
+        self, sender: Sender | None = None, outbox: Outbox = ..., jitter: Callable[[], float] = ...
+    ) -> Deliverer: ...
 
 
 class HandWorker:
-    """Does to a claimed task what a worker does, one word at a time."""
+    """Performs each step of a worker when the test says so."""
 
     def __init__(self, store: TaskStore, slug: str) -> None:
         self.store = store
@@ -52,12 +66,12 @@ class HandWorker:
 
     def start(self, task_id: str, prompt_tokens: int = 3) -> None:
         facts = {"scheduled": "1", "prompt_tokens": str(prompt_tokens)}
-        self.store.publish([self._write(task_id, facts=facts)])
+        self.store.publish([self.write(task_id, facts=facts)])
 
     def say(self, task_id: str, *words: str) -> None:
         first = self.lengths[task_id]
         entries = tuple(LogEntry.of_token(first + i, word) for i, word in enumerate(words))
-        self.store.publish([self._write(task_id, entries=entries)])
+        self.store.publish([self.write(task_id, entries=entries)])
         self.lengths[task_id] += len(words)
 
     def finish(self, task_id: str, reason: str = "stop", error: TaskError | None = None) -> None:
@@ -70,24 +84,25 @@ class HandWorker:
             prompt_tokens=3,
             completion_tokens=done,
         )
-        self.store.publish([self._write(task_id, entries=(end,), settlement=settlement)])
+        self.store.publish([self.write(task_id, entries=(end,), settlement=settlement)])
         self.lengths[task_id] += 1
 
     def run(self, *words: str) -> str:
-        """Claim the next task, say the words and finish it."""
+        """Claim the next task, generate the words and finish it."""
         (task_id,) = self.claim()
         self.start(task_id)
         self.say(task_id, *words)
         self.finish(task_id)
         return task_id
 
-    def report(self, state: str = "ready", detail: str = "") -> None:
+    def report(self, state: WorkerState = "ready", detail: str = "") -> None:
         record = WorkerRecord(
             name="hand", model="m", slug=self.slug, state=state, detail=detail, started_at=1.0
         )
         self.store.put_worker(record, ttl_seconds=60)
 
-    def _write(self, task_id: str, **parts: object) -> Write:
+    def write(self, task_id: str, **parts: Any) -> Write:
+        """A write for a task that this worker owns, after the entries that it has written."""
         claimed = self.owned[task_id]
         return Write(task_id=task_id, owner=claimed.owner, first_seq=self.lengths[task_id], **parts)
 
@@ -98,8 +113,8 @@ def settings(redis_url: str) -> ApiSettings:
 
 
 @pytest.fixture
-def make_app() -> Iterator[Callable[[ApiSettings], ApiApp]]:
-    """The factory; what it made is closed at the end."""
+def make_app() -> Iterator[MakeApp]:
+    """Creates applications and closes them at the end."""
     apps: list[ApiApp] = []
 
     def make(settings: ApiSettings) -> ApiApp:
@@ -112,13 +127,13 @@ def make_app() -> Iterator[Callable[[ApiSettings], ApiApp]]:
 
 
 @pytest.fixture
-def app(settings: ApiSettings, make_app: Callable[[ApiSettings], ApiApp]) -> ApiApp:
+def app(settings: ApiSettings, make_app: MakeApp) -> ApiApp:
     return make_app(settings)
 
 
 @pytest.fixture
-def client(app: ApiApp) -> FlaskClient:
-    return app.test_client()
+def client(app: ApiApp) -> ApiClient:
+    return client_of(app)
 
 
 @pytest.fixture
@@ -138,7 +153,7 @@ def card(store: TaskStore, settings: ApiSettings) -> ModelCard:
 
 
 @pytest.fixture
-def submit(client: FlaskClient) -> Submit:
+def submit(client: ApiClient) -> Submit:
     """Submits a task and returns its id."""
 
     def post(**fields: object) -> str:
@@ -150,10 +165,11 @@ def submit(client: FlaskClient) -> Submit:
 
 
 @pytest.fixture
-def start(redis_url, tmp_path):
+def start(redis_url: str, tmp_path: Path) -> Iterator[StartServer]:
+    """Starts servers with environment variables and stops them at the end."""
     with contextlib.ExitStack() as stack:
 
-        def start(**environ):
+        def start(**environ: str) -> Server:
             server = Server(redis_url, tmp_path, **environ)
             stack.callback(server.close)
             return server
@@ -162,39 +178,45 @@ def start(redis_url, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def server(redis_server, tmp_path_factory):
-    """One for all tests that do not end it. No heartbeat is due within a test."""
+def server(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for all tests that do not stop it. It sends no heartbeat during a test."""
     server = Server(redis_server.url, tmp_path_factory.mktemp("home"), TOKENMILL_HEARTBEAT_SECONDS="600")
     yield server
     server.close()
 
 
 @pytest.fixture
-def receiver():
+def receiver() -> Iterator[Receiver]:
     with receiving() as receiver:
         yield receiver
 
 
 @pytest.fixture
-def outbox(redis_client):
+def outbox(redis_client: redis.Redis) -> Outbox:
     return Outbox(redis_client)
 
 
 @pytest.fixture
-def clock(redis_client):
+def clock(redis_client: redis.Redis) -> Clock:
     return Clock(redis_client)
 
 
 @pytest.fixture
-def registry():
+def registry() -> CollectorRegistry:
     return CollectorRegistry()
 
 
 @pytest.fixture
-def make_deliverer(store, outbox, registry, clock):
+def make_deliverer(
+    store: TaskStore, outbox: Outbox, registry: CollectorRegistry, clock: Clock
+) -> MakeDeliverer:
     metrics = WebhookMetrics(registry)
 
-    def make(sender=None, outbox=outbox, jitter=lambda: 0.0):
+    def make(
+        sender: Sender | None = None,
+        outbox: Outbox = outbox,
+        jitter: Callable[[], float] = lambda: 0.0,
+    ) -> Deliverer:
         sender = sender or Poster(allow_private=True, seconds=5)
         return Deliverer(outbox, store, sender, [KEY], metrics, jitter=jitter, now=clock)
 
@@ -202,8 +224,10 @@ def make_deliverer(store, outbox, registry, clock):
 
 
 @pytest.fixture
-def outcomes(registry):
-    def count():
+def outcomes(registry: CollectorRegistry) -> Outcomes:
+    """Returns the number of webhooks delivered, failed and given up."""
+
+    def count() -> tuple[float | None, ...]:
         name = "tokenmill_webhook_deliveries_total"
         return tuple(registry.get_sample_value(name, {"outcome": outcome}) for outcome in OUTCOMES)
 
@@ -211,11 +235,11 @@ def outcomes(registry):
 
 
 @pytest.fixture
-def deliver(make_deliverer, outbox):
-    """Deliver all that is due, here and now; gives how many that were."""
+def deliver(make_deliverer: MakeDeliverer, outbox: Outbox) -> Deliver:
+    """Delivers everything that is due in the calling thread and returns the number of webhooks."""
     deliverer = make_deliverer()
 
-    def run(silence_seconds=3600):
+    def run(silence_seconds: float = 3600) -> int:
         due = outbox.take(10, silence_seconds=silence_seconds)
         for webhook in due:
             deliverer.deliver(webhook)

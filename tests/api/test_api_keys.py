@@ -4,9 +4,14 @@ import json
 import logging
 import socket
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
+import redis
 
+from tests.api.api_client import ApiClient, client_of
+from tests.api.conftest import HandWorker, MakeApp, StartServer
 from tokenmill.settings.errors import SettingError
 from tokenmill.settings.processes import ApiSettings
 
@@ -14,7 +19,7 @@ BODY = {"prompt": "hello", "max_tokens": 4}
 KEYS = "alice:secret-of-alice, alice:other-of-alice bob:secret-of-bob"
 
 
-def shows(key):
+def shows(key: str) -> Any:
     return {"Authorization": f"Bearer {key}"}
 
 
@@ -24,12 +29,12 @@ CALLS = [("POST", "/v1/tasks"), ("GET", "/v1/tasks/{}"), ("GET", "/v1/tasks/{}/e
 
 
 @pytest.fixture
-def settings(redis_url):
+def settings(redis_url: str) -> Any:
     return ApiSettings(redis_url=redis_url, api_keys=KEYS)
 
 
 @pytest.fixture
-def task_id(client):
+def task_id(client: ApiClient) -> Any:
     return client.post("/v1/tasks", json=BODY, headers=ALICE).json["id"]
 
 
@@ -46,7 +51,9 @@ def task_id(client):
         ("Bearer \xff", "invalid_api_key"),
     ],
 )
-def test_without_a_key_nothing_is_done(client, task_id, redis_client, method, path, header, code):
+def test_without_a_key_nothing_is_done(
+    client: ApiClient, task_id: str, redis_client: redis.Redis, method: str, path: str, header: str, code: str
+) -> None:
     """Not even the body is looked at, which is no JSON here."""
     before = sorted(redis_client.keys())
     headers = {} if header is None else {"Authorization": header}
@@ -58,13 +65,13 @@ def test_without_a_key_nothing_is_done(client, task_id, redis_client, method, pa
     assert sorted(redis_client.keys()) == before
 
 
-def test_redis_is_not_asked(make_app):
-    client = make_app(ApiSettings(redis_url="redis://127.0.0.1:1/0", api_keys=KEYS)).test_client()
+def test_redis_is_not_asked(make_app: MakeApp) -> None:
+    client = client_of(make_app(ApiSettings(redis_url="redis://127.0.0.1:1/0", api_keys=KEYS)))
     assert client.post("/v1/tasks", json=BODY).status_code == 401
     assert client.post("/v1/tasks", json=BODY, headers=ALICE).status_code == 503
 
 
-def test_who_sends_much_without_a_key_hears_why(start):
+def test_who_sends_much_without_a_key_hears_why(start: StartServer) -> None:
     """A connection that is closed on what its client still sends is reset, and the answer lost.
 
     A body that is too large or wrongly framed is refused by the server itself, before keys are looked at.
@@ -80,7 +87,7 @@ def test_who_sends_much_without_a_key_hears_why(start):
             assert connection.recv(65536).startswith(b"HTTP/1.1 " + status)
 
 
-def test_health_and_documents_are_open(client):
+def test_health_and_documents_are_open(client: ApiClient) -> None:
     statuses = {
         path: client.get(path).status_code for path in ("/livez", "/readyz", "/metrics", "/docs/swagger")
     }
@@ -89,18 +96,20 @@ def test_health_and_documents_are_open(client):
 
 @pytest.mark.parametrize("key", ["secret-of-alice", "other-of-alice"])
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
-def test_each_key_of_a_tenant_is_its(client, task_id, key, scheme):
+def test_each_key_of_a_tenant_is_its(client: ApiClient, task_id: str, key: str, scheme: Any) -> None:
     reply = client.get(f"/v1/tasks/{task_id}", headers={"Authorization": f"{scheme} {key}"})
     assert (reply.status_code, reply.json["id"]) == (200, task_id)
 
 
 @pytest.mark.parametrize(("method", "path"), CALLS[1:5])
 @pytest.mark.parametrize("ended", [False, True])
-def test_anothers_task_is_as_one_that_never_was(client, worker, task_id, method, path, ended):
+def test_anothers_task_is_as_one_that_never_was(
+    client: ApiClient, worker: HandWorker, task_id: str, method: str, path: str, ended: Any
+) -> None:
     if ended:
         worker.run("a")
 
-    def answer(some_id):
+    def answer(some_id: Any) -> Any:
         reply = client.open(path.format(some_id), method=method, headers={**BOB, "X-Request-ID": "x"})
         return reply.status_code, reply.json, [pair for pair in reply.headers if pair[0] != "Date"]
 
@@ -111,8 +120,8 @@ def test_anothers_task_is_as_one_that_never_was(client, worker, task_id, method,
     assert kept["status"] == ("completed" if ended else "queued")
 
 
-def test_keys_of_idempotency_do_not_meet(client):
-    def post(who, **more):
+def test_keys_of_idempotency_do_not_meet(client: ApiClient) -> None:
+    def post(who: Any, **more: Any) -> Any:
         return client.post("/v1/tasks", json={**BODY, **more}, headers={**who, "Idempotency-Key": "k"})
 
     alice, bob = post(ALICE), post(BOB, max_tokens=5)
@@ -122,42 +131,48 @@ def test_keys_of_idempotency_do_not_meet(client):
     assert post(BOB).status_code == 422
 
 
-def test_tenants_wait_in_queues_of_their_own(client, task_id, worker):
+def test_tenants_wait_in_queues_of_their_own(client: ApiClient, task_id: str, worker: HandWorker) -> None:
     client.post("/v1/tasks", json=BODY, headers=ALICE)
     bobs = client.post("/v1/tasks", json=BODY, headers=BOB).json["id"]
     assert worker.claim(3)[:2] == [task_id, bobs]
 
 
-def test_the_scheme_is_described_where_it_holds(client, make_app, redis_url):
+def test_the_scheme_is_described_where_it_holds(client: ApiClient, make_app: MakeApp, redis_url: str) -> None:
     spec = client.get("/docs/openapi.json").json
     (scheme,) = spec["components"]["securitySchemes"].values()
     assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
     for path, item in spec["paths"].items():
         for operation in item.values():
             assert bool(operation.get("security")) is path.startswith("/v1/")
-    open_to_all = make_app(ApiSettings(redis_url=redis_url)).test_client().get("/docs/openapi.json").json
+    open_to_all = client_of(make_app(ApiSettings(redis_url=redis_url))).get("/docs/openapi.json").json
     assert not open_to_all["components"].get("securitySchemes")
     assert '"security":' not in json.dumps(open_to_all)
 
 
-def test_without_keys_everything_is_open(make_app, redis_url, task_id):
+def test_without_keys_everything_is_open(make_app: MakeApp, redis_url: str, task_id: str) -> None:
     """Also what was submitted while there were some."""
-    client = make_app(ApiSettings(redis_url=redis_url)).test_client()
+    client = client_of(make_app(ApiSettings(redis_url=redis_url)))
     assert client.get(f"/v1/tasks/{task_id}").status_code == 200
     assert client.post("/v1/tasks", json=BODY, headers=shows("anything")).status_code == 202
 
 
-def test_no_key_is_shown_or_kept(settings, client, task_id, redis_client, caplog):
+def test_no_key_is_shown_or_kept(
+    settings: ApiSettings,
+    client: ApiClient,
+    task_id: str,
+    redis_client: redis.Redis,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.DEBUG)
     client.get(f"/v1/tasks/{task_id}", headers=ALICE)
     client.get(f"/v1/tasks/{task_id}", headers=shows("secret-of-nobody"))
     told = repr(settings) + repr(settings.keyring) + caplog.text
     assert "secret" not in told
-    kept = [redis_client.dump(key) for key in redis_client.scan_iter()]
+    kept = [redis_client.dump(key) or b"" for key in redis_client.scan_iter()]
     assert not any(b"secret-of" in value for value in kept)
 
 
-def test_keys_come_from_variable_and_file(tmp_path):
+def test_keys_come_from_variable_and_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# of the team\nbob:two\n\n  # carol:four\ncarol:three#3\n")
     environ = {"TOKENMILL_API_KEYS": "alice:one", "TOKENMILL_API_KEYS_FILE": str(file)}
@@ -187,7 +202,7 @@ def test_keys_come_from_variable_and_file(tmp_path):
         ("a:t\xf6psecret", "entry 1"),
     ],
 )
-def test_what_cannot_be_used_is_refused_and_not_repeated(tmp_path, text, told):
+def test_what_cannot_be_used_is_refused_and_not_repeated(tmp_path: Path, text: str, told: Any) -> None:
     """Also where nothing is left: a service that was to be closed must not stand open."""
     file = tmp_path / "keys"
     file.write_text(text)
@@ -198,7 +213,7 @@ def test_what_cannot_be_used_is_refused_and_not_repeated(tmp_path, text, told):
         assert str(refused.value).split()[0] in environ
 
 
-def test_a_file_must_be_there(tmp_path):
+def test_a_file_must_be_there(tmp_path: Path) -> None:
     for content in (None, b"", b"\xff"):
         file = tmp_path / "keys"
         if content is not None:
@@ -207,19 +222,21 @@ def test_a_file_must_be_there(tmp_path):
             ApiSettings.load({"TOKENMILL_API_KEYS_FILE": str(file)}).check_files()
 
 
-def test_a_key_of_the_tenant_default_finds_the_tasks_from_before_there_were_keys(redis_url, make_app):
-    before = make_app(ApiSettings(redis_url=redis_url)).test_client()
+def test_a_key_of_the_tenant_default_finds_the_tasks_from_before_there_were_keys(
+    redis_url: str, make_app: MakeApp
+) -> None:
+    before = client_of(make_app(ApiSettings(redis_url=redis_url)))
     task_id = before.post("/v1/tasks", json=BODY).json["id"]
     keys = f"default:secret-of-before {KEYS}"
-    client = make_app(ApiSettings(redis_url=redis_url, api_keys=keys)).test_client()
+    client = client_of(make_app(ApiSettings(redis_url=redis_url, api_keys=keys)))
     url = f"/v1/tasks/{task_id}"
     assert client.get(url, headers=shows("secret-of-before")).json["id"] == task_id
     assert client.get(url, headers=ALICE).status_code == 404
 
 
-def test_a_tenant_that_fills_its_part_keeps_no_other_out(redis_url, make_app):
+def test_a_tenant_that_fills_its_part_keeps_no_other_out(redis_url: str, make_app: MakeApp) -> None:
     settings = ApiSettings(redis_url=redis_url, api_keys=KEYS, max_waiting_tasks=6)
-    client = make_app(settings).test_client()
+    client = client_of(make_app(settings))
     replies = [client.post("/v1/tasks", json=BODY, headers=ALICE) for _ in range(4)]
     assert [reply.status_code for reply in replies] == [202, 202, 202, 429]
     told = replies[-1].json

@@ -2,26 +2,30 @@
 
 import json
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from tests.api.api_client import ApiClient
 
 from api.schemas.replies import ProblemView, Task
 from api.schemas.requests import INPUTS, TaskBody
 from api.schemas.sampling import SAMPLING_FIELDS
+from tests.api.conftest import HandWorker, Submit
 
 METHODS = {"get", "post", "delete", "put", "patch"}
 
 
 @pytest.fixture
-def spec(client):
+def spec(client: ApiClient) -> Any:
     return client.get("/docs/openapi.json").json
 
 
-def operations(spec):
+def operations(spec: Any) -> Any:
     return [(path, method, op) for path, item in spec["paths"].items() for method, op in item.items()]
 
 
-def test_the_version_and_the_paths(spec):
+def test_the_version_and_the_paths(spec: Any) -> None:
     assert spec["openapi"].startswith("3.1")
     assert spec["info"]["title"] == "Tokenmill"
     assert {(path, method) for path, method, _ in operations(spec)} == {
@@ -36,10 +40,10 @@ def test_the_version_and_the_paths(spec):
     }
 
 
-def test_nothing_is_null_where_the_standard_wants_a_value(spec):
+def test_nothing_is_null_where_the_standard_wants_a_value(spec: Any) -> None:
     """Null members are what makes a generated specification invalid; a default may be null."""
 
-    def nulls(value, path=""):
+    def nulls(value: Any, path: str = "") -> Iterator[Any]:
         if isinstance(value, dict):
             for name, inner in value.items():
                 if name not in ("default", "example"):
@@ -53,13 +57,13 @@ def test_nothing_is_null_where_the_standard_wants_a_value(spec):
     assert list(nulls(spec)) == []
 
 
-def test_every_reference_leads_somewhere(spec):
+def test_every_reference_leads_somewhere(spec: Any) -> None:
     names = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(spec)))
     assert names <= spec["components"]["schemas"].keys()
     assert {"Task", "TaskBody", "ProblemView", "Readiness"} <= names
 
 
-def test_every_operation_is_described(spec):
+def test_every_operation_is_described(spec: Any) -> None:
     ids = [op["operationId"] for _, _, op in operations(spec)]
     assert len(set(ids)) == len(ids)
     for path, method, operation in operations(spec):
@@ -77,8 +81,8 @@ def test_every_operation_is_described(spec):
         assert named == set(re.findall(r"{(\w+)}", path))
 
 
-def test_headers_and_queries_are_described(spec):
-    def parameters(path, method):
+def test_headers_and_queries_are_described(spec: Any) -> None:
+    def parameters(path: str, method: str) -> Any:
         return {p["name"] for p in spec["paths"][path][method]["parameters"]}
 
     assert {"Idempotency-Key", "Prefer"} <= parameters("/v1/tasks", "post")
@@ -86,7 +90,7 @@ def test_headers_and_queries_are_described(spec):
     assert "wait" in parameters("/v1/tasks/{task_id}", "get")
 
 
-def test_the_body_is_described(spec):
+def test_the_body_is_described(spec: Any) -> None:
     body = spec["components"]["schemas"]["TaskBody"]
     assert body["additionalProperties"] is False
     assert set(INPUTS) | set(SAMPLING_FIELDS) <= body["properties"].keys()
@@ -94,14 +98,14 @@ def test_the_body_is_described(spec):
     TaskBody.model_validate(body["example"], strict=True)
 
 
-def test_replies_are_as_described(client, submit, worker):
+def test_replies_are_as_described(client: ApiClient, submit: Submit, worker: HandWorker) -> None:
     submit()
     task_id = worker.run("a")
     Task.model_validate(client.get(f"/v1/tasks/{task_id}").json, strict=True)
     ProblemView.model_validate(client.get("/v1/tasks/x").json, strict=True)
 
 
-def test_the_page_and_all_of_its_parts_are_served_here(client):
+def test_the_page_and_all_of_its_parts_are_served_here(client: ApiClient) -> None:
     """No part comes from elsewhere: it works without a network."""
     assert client.get("/docs", follow_redirects=True).status_code == 200
     page = client.get("/docs/swagger")
@@ -118,7 +122,7 @@ def test_the_page_and_all_of_its_parts_are_served_here(client):
     ("path", "target"),
     [("/docs", "/docs/"), ("/docs?a=1", "/docs/?a=1"), ("/docs//swagger", "/docs/swagger")],
 )
-def test_a_redirect_names_neither_scheme_nor_host(client, path, target):
+def test_a_redirect_names_neither_scheme_nor_host(client: ApiClient, path: str, target: str) -> None:
     """A proxy with TLS in front of the port has another scheme, and a client can claim any host."""
     reply = client.get(path, base_url="http://elsewhere.example")
 

@@ -1,15 +1,17 @@
 """Every error has one shape, whoever raised it."""
 
 import json
+from typing import Any
 
 import pytest
 
 from api.app import create_app
 from api.problems import Problem, retry_seconds
+from tests.api.api_client import ApiClient, client_of
 from tokenmill.settings.processes import ApiSettings
 
 
-def check(reply, status):
+def check(reply: Any, status: int) -> Any:
     assert reply.status_code == status
     assert reply.content_type == "application/problem+json"
     body = json.loads(reply.data)
@@ -34,20 +36,20 @@ def check(reply, status):
         ("FOO", "/livez", 405),
     ],
 )
-def test_errors_of_the_framework(client, method, path, status):
+def test_errors_of_the_framework(client: ApiClient, method: str, path: str, status: int) -> None:
     check(client.open(path, method=method), status)
 
 
-def test_a_wrong_method_names_the_right_ones(client):
+def test_a_wrong_method_names_the_right_ones(client: ApiClient) -> None:
     assert "POST" in client.get("/v1/tasks").headers["Allow"]
 
 
-def test_a_wrong_method_is_answered_with_the_right_ones_in_words(client):
+def test_a_wrong_method_is_answered_with_the_right_ones_in_words(client: ApiClient) -> None:
     body = check(client.put("/v1/tasks/x"), 405)
     assert body["detail"] == "PUT is not allowed here; allowed: DELETE, GET, HEAD, OPTIONS"
 
 
-def test_a_wrong_path_is_answered_with_the_routes(client):
+def test_a_wrong_path_is_answered_with_the_routes(client: ApiClient) -> None:
     body = check(client.post("/v1/task"), 404)
     assert body["routes"] == [
         "GET /docs/",
@@ -66,15 +68,15 @@ def test_a_wrong_path_is_answered_with_the_routes(client):
     assert "routes" not in check(client.get("/v1/tasks/x"), 404)
 
 
-def test_a_fault_of_ours_tells_nothing_of_itself(caplog):
+def test_a_fault_of_ours_tells_nothing_of_itself(caplog: pytest.LogCaptureFixture) -> None:
     """The cause goes to the log, under the id that the client got."""
     app = create_app(ApiSettings())
 
     @app.get("/boom")
-    def boom():
+    def boom() -> None:
         raise RuntimeError("secret")
 
-    reply = app.test_client().get("/boom", headers={"X-Request-ID": "abc"})
+    reply = client_of(app).get("/boom", headers={"X-Request-ID": "abc"})
     assert check(reply, 500)["error"]["type"] == "server_error"
     assert b"secret" not in reply.data
     assert "secret" in caplog.text
@@ -82,12 +84,12 @@ def test_a_fault_of_ours_tells_nothing_of_itself(caplog):
 
 
 @pytest.mark.parametrize("given", ["abc-1.2_3:4", "x" * 128])
-def test_a_sane_request_id_is_kept(client, given):
+def test_a_sane_request_id_is_kept(client: ApiClient, given: Any) -> None:
     assert client.get("/livez", headers={"X-Request-ID": given}).headers["X-Request-ID"] == given
 
 
 @pytest.mark.parametrize("given", [None, "", "x" * 129, "a b", "\xe9", "a,b", '"'])
-def test_another_one_is_made_anew(client, given):
+def test_another_one_is_made_anew(client: ApiClient, given: Any) -> None:
     headers = {} if given is None else {"X-Request-ID": given}
     first, second = (client.get("/livez", headers=headers).headers["X-Request-ID"] for _ in range(2))
     assert first != second
@@ -98,11 +100,11 @@ def test_another_one_is_made_anew(client, given):
     ("estimate", "seconds"),
     [(None, 1), (0, 1), (0.2, 1), (2.1, 3), (59.5, 60), (1e9, 60), (float("inf"), 1), (float("nan"), 1)],
 )
-def test_retry_after_is_what_clients_accept(estimate, seconds):
+def test_retry_after_is_what_clients_accept(estimate: Any, seconds: float) -> None:
     """OpenAI's clients never retry after a longer time than two minutes; 60 is far from that."""
     assert retry_seconds(estimate) == seconds
 
 
-def test_members_of_a_problem_cannot_replace_its_own():
+def test_members_of_a_problem_cannot_replace_its_own() -> None:
     body = Problem(429, "c", "d", members={"status": "x", "depth": 3}).to_json("id")
     assert (body["status"], body["depth"]) == (429, 3)

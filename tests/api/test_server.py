@@ -8,15 +8,17 @@ import socket
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
 from api.server import stop_on_signals
 from api.shutdown import Shutdown
-from tests.api.running_server import read_all
+from tests.api.conftest import HandWorker, StartServer, Submit
+from tests.api.running_server import Server, read_all
 
 
-def test_streams_outlive_the_servers_own_timeout(start, worker):
+def test_streams_outlive_the_servers_own_timeout(start: StartServer, worker: HandWorker) -> None:
     """gunicorn#2537, #1186: streams were ended by a limit meant for clients that send or read nothing."""
     server = start(TOKENMILL_HTTP_READ_SECONDS="1", TOKENMILL_HTTP_WRITE_SECONDS="1")
     ids = [server.submit() for _ in range(4)]
@@ -40,7 +42,7 @@ def test_streams_outlive_the_servers_own_timeout(start, worker):
     assert not [line for line in server.log if b"TIMEOUT" in line or b"Traceback" in line]
 
 
-def test_a_client_that_goes_away_is_noticed_while_nothing_is_sent(server, redis_url):
+def test_a_client_that_goes_away_is_noticed_while_nothing_is_sent(server: Server, redis_url: str) -> None:
     """werkzeug#1649, llama.cpp#24496: without a byte to write nobody notices. No heartbeat is due here."""
     task_id = server.submit()
     streams = [server.open(f"/v1/tasks/{task_id}/events") for _ in range(3)]
@@ -57,7 +59,7 @@ def test_a_client_that_goes_away_is_noticed_while_nothing_is_sent(server, redis_
     server.wait_for_streams(0)
 
 
-def test_a_slow_reader_gets_everything(server, submit, worker):
+def test_a_slow_reader_gets_everything(server: Server, submit: Submit, worker: HandWorker) -> None:
     """redis-py#1261: a reader that cannot keep up lost events, or held up the others. 6 MB are sent."""
     task_id, other = submit(), submit()
     worker.claim(2)
@@ -73,11 +75,11 @@ def test_a_slow_reader_gets_everything(server, submit, worker):
     assert [int(seq) for seq in re.findall(rb"^id: (\d+)$", received, re.M)] == list(range(3001))
 
 
-def test_a_waiting_poll_that_goes_away_gives_its_place_back(start):
+def test_a_waiting_poll_that_goes_away_gives_its_place_back(start: StartServer) -> None:
     server = start(TOKENMILL_HTTP_THREADS="4", TOKENMILL_MAX_STREAMS="1")
     url = f"/v1/tasks/{server.submit()}"
 
-    def place_is_free():
+    def place_is_free() -> Any:
         # A poll without a place does not wait; one that has waited gives its place back itself.
         began = time.monotonic()
         server.call("GET", f"{url}?wait=0.5")
@@ -94,7 +96,7 @@ def test_a_waiting_poll_that_goes_away_gives_its_place_back(start):
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_ends_in_time_with_streams_open(start, sig):
+def test_a_stop_ends_in_time_with_streams_open(start: StartServer, sig: Any) -> None:
     """A server that waits for its streams would wait for ever; the clients are told and come back."""
     server = start(TOKENMILL_HEARTBEAT_SECONDS="600", TOKENMILL_HTTP_GRACE_SECONDS="50")
     task_id = server.submit()
@@ -112,7 +114,7 @@ def test_a_stop_ends_in_time_with_streams_open(start, sig):
         connection.close()
 
 
-def test_a_killed_server_leaves_its_port_to_the_next(start):
+def test_a_killed_server_leaves_its_port_to_the_next(start: StartServer) -> None:
     """Nothing of it lives on, also with a stream open."""
     server = start(TOKENMILL_HEARTBEAT_SECONDS="600")
     stream = server.open(f"/v1/tasks/{server.submit()}/events")
@@ -125,10 +127,10 @@ def test_a_killed_server_leaves_its_port_to_the_next(start):
     assert start(TOKENMILL_PORT=str(port)).address[1] == port
 
 
-def test_a_second_signal_ends_it_at_once(monkeypatch):
+def test_a_second_signal_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one waits for open calls, the second one for nothing."""
     said = []
-    handlers = {}
+    handlers: dict[int, Any] = {}
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
     monkeypatch.setattr(os, "_exit", lambda code: said.append(f"exit {code}"))
     shutdown = Shutdown()
@@ -140,7 +142,7 @@ def test_a_second_signal_ends_it_at_once(monkeypatch):
     assert said[1] == "exit 1"
 
 
-def test_a_restart_loses_nothing_of_a_stream(start, worker):
+def test_a_restart_loses_nothing_of_a_stream(start: StartServer, worker: HandWorker) -> None:
     """The client comes back with the last id, to another process, and goes on there."""
     first = start()
     task_id = first.submit()
@@ -159,7 +161,7 @@ def test_a_restart_loses_nothing_of_a_stream(start, worker):
     assert [int(seq) for seq in ids] == [0, 1, 2, 3]
 
 
-def test_a_huge_body_is_refused_and_the_next_call_works(server, redis_url):
+def test_a_huge_body_is_refused_and_the_next_call_works(server: Server, redis_url: str) -> None:
     """llama.cpp#19367: 50 MB, and other clients are not held up."""
     status, body = server.call("POST", "/v1/tasks", {"prompt": "x" * 50_000_000})
     assert status == 413
@@ -168,7 +170,9 @@ def test_a_huge_body_is_refused_and_the_next_call_works(server, redis_url):
 
 
 @pytest.mark.parametrize(("size", "status"), [(2 * 1024 * 1024, b"202"), (2 * 1024 * 1024 + 1, b"413")])
-def test_a_body_of_unknown_length_is_bounded_too(server, redis_url, size, status):
+def test_a_body_of_unknown_length_is_bounded_too(
+    server: Server, redis_url: str, size: int, status: bytes
+) -> None:
     """A chunked body names no length: it is refused when it has grown too long, and never cut in silence."""
     body = b'{"prompt": "x"}'.ljust(size)
     with socket.create_connection(server.address, timeout=60) as connection:
@@ -187,7 +191,9 @@ def test_a_body_of_unknown_length_is_bounded_too(server, redis_url, size, status
         ("X-Nothing: 1", b""),
     ],
 )
-def test_a_broken_or_absent_body_is_the_clients_fault(server, redis_url, headers, body):
+def test_a_broken_or_absent_body_is_the_clients_fault(
+    server: Server, redis_url: str, headers: Any, body: Any
+) -> None:
     """flask-jwt-extended#74: no body was a 500. Nor is one whose chunks are no chunks."""
     with socket.create_connection(server.address, timeout=60) as connection:
         head = "POST /v1/tasks HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -198,13 +204,13 @@ def test_a_broken_or_absent_body_is_the_clients_fault(server, redis_url, headers
     assert b"application/problem+json" in received
 
 
-def test_it_leaves_no_files_behind(start):
+def test_it_leaves_no_files_behind(start: StartServer) -> None:
     server = start()
     assert server.stop() == 0
     assert list(server.home.iterdir()) == []
 
 
-def run_to_its_end(**environ):
+def run_to_its_end(**environ: Any) -> Any:
     command = [sys.executable, "-m", "api"]
     return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=60)
 
@@ -219,14 +225,14 @@ def run_to_its_end(**environ):
         ({"TOKENMILL_HOST": "192.0.2.1"}, 1, "set TOKENMILL_HOST to an address of this machine"),
     ],
 )
-def test_what_cannot_be_started_is_said_in_one_line(environ, code, words):
+def test_what_cannot_be_started_is_said_in_one_line(environ: Any, code: str, words: Any) -> None:
     process = run_to_its_end(**environ)
     assert process.returncode == code
     assert words in process.stderr
     assert len(process.stderr.splitlines()) == 1
 
 
-def test_a_port_that_is_taken_is_named_and_may_be_free_later(server):
+def test_a_port_that_is_taken_is_named_and_may_be_free_later(server: Server) -> None:
     port = str(server.address[1])
     process = run_to_its_end(TOKENMILL_PORT=port)
     assert process.returncode == 1

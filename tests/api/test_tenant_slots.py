@@ -3,10 +3,9 @@
 import contextlib
 import threading
 
-from flask.testing import FlaskClient
-
 from api.app import ApiApp
 from api.tenant_slots import TenantSlots
+from tests.api.api_client import ApiClient
 from tests.api.conftest import Submit
 
 
@@ -57,7 +56,7 @@ def test_a_call_waits_until_a_slot_is_released() -> None:
 
 
 def test_polls_need_a_reply_slot_and_submissions_do_not(
-    app: ApiApp, client: FlaskClient, submit: Submit
+    app: ApiApp, client: ApiClient, submit: Submit
 ) -> None:
     """Other calls hold all slots."""
     task_id = submit()

@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -75,18 +76,22 @@ def tokens_of(task: Any) -> int:
     return int(task["usage"]["completion_tokens"]) if task["usage"] else 0
 
 
+def has_tokens(service: LiveService, task_id: str) -> bool:
+    return tokens_of(service.task(task_id)) > 0
+
+
 def wait_until_idle(service: LiveService) -> None:
     """No request holds a slot or a block."""
 
-    def number(name: str) -> float:
+    def is_zero(name: str) -> bool:
         text = http("GET", f"{service.worker.url}/metrics").body.decode()
         found = re.search(rf"^tokenmill_{name} (\S+)$", text, re.MULTILINE)
         assert found, name
-        return float(found[1])
+        return float(found[1]) == 0
 
     labels = r"\{[^}]*state=\"%s\"[^}]*\}"
     for series in (f"requests{labels % 'running'}", f"kv_blocks{labels % 'used'}"):
-        wait_for(lambda series=series: number(series) == 0, f"{series} is 0")
+        wait_for(partial(is_zero, series), f"{series} is 0")
 
 
 def test_in_the_middle_of_its_text(service: LiveService, read: Read) -> None:
@@ -121,7 +126,7 @@ def test_behind_others(service: LiveService, read: Read) -> None:
     """mlx-openai-server#269: not a token is computed for it. Those that are only polled are not touched."""
     running = [service.submit(prompt="one two", **LONG) for _ in range(2)]
     for task_id in running:
-        wait_for(lambda task_id=task_id: tokens_of(service.task(task_id)), "the slots are taken")
+        wait_for(partial(has_tokens, service, task_id), "the slots are taken")
     gone, polled = (service.submit(prompt="three", on_disconnect="cancel", **LONG) for _ in range(2))
     read(gone).close()
     assert tokens_of(wait_for_cancel(service, gone)) == 0

@@ -5,7 +5,8 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def token_ids(task: Any) -> list[int]:
 
 
 def assert_ended_as_alone(model: Any, tasks: list[Any], prompts: list[list[int]], lengths: list[int]) -> None:
-    expected: dict[int, Reference] = {
+    expected: dict[Hashable, Reference] = {
         n: reference(model, prompt, length)
         for n, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     }
@@ -204,12 +205,13 @@ def test_a_seed_gives_one_text_whatever_runs_beside_it(service: LiveService) -> 
 
 def test_bad_requests_fail_alone_and_the_next_is_served(service: LiveService) -> None:
     """vllm#7283, vllm#9634: an empty prompt or a foreign id ended the engine."""
-    for body in (
+    bodies: list[dict[str, Any]] = [
         {"prompt": ""},
         {"prompt_token_ids": []},
         {"prompt_token_ids": [VOCAB_SIZE]},
         {"messages": []},
-    ):
+    ]
+    for body in bodies:
         assert service.call("POST", "/v1/tasks", body).status == 400
     too_long = service.submit(prompt="x" * 9000)
     good = service.submit(prompt="hello", max_tokens=2)
@@ -235,7 +237,7 @@ def test_a_killed_worker_loses_nothing_and_the_next_goes_on(
             service.submit(**greedy(prompt, length)) for prompt, length in zip(prompts, lengths, strict=True)
         ]
         for kills in (20, 60 + seed):
-            wait_for(lambda least=kills: logged(client, ids) > least * 2, "tokens are published")
+            wait_for(partial(has_logged, client, ids, 2 * kills), "tokens are published")
             service.kill_worker()
             service.start_worker(wait=False)
         tasks = [service.wait_task(task_id) for task_id in ids]
@@ -250,5 +252,6 @@ def test_a_killed_worker_loses_nothing_and_the_next_goes_on(
         assert (waiting(info), executing(info)) == (0, 0)
 
 
-def logged(client: "redis.Redis[bytes]", ids: list[str]) -> int:
-    return sum(client.xlen(f"tokenmill:log:{task_id}") for task_id in ids)
+def has_logged(client: redis.Redis, ids: list[str], number: int) -> bool:
+    """Whether the logs of the tasks have more than `number` entries together."""
+    return sum(client.xlen(f"tokenmill:log:{task_id}") for task_id in ids) > number

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import redis
-from flask.testing import FlaskClient
 from prometheus_client import CollectorRegistry
 
 from api.app import create_app
 from api.background.reaper import OUTAGE_SECONDS, PERIOD_SECONDS, START_SECONDS, Reaper
 from api.redis_clients import connect
 from monitoring.reaper import ReapFailures
+from tests.api.api_client import ApiClient, client_of
 from tests.api.conftest import HandWorker, Submit
 from tests.conftest import free_port, start_redis
 from tokenmill.protocol import keys
@@ -65,7 +65,7 @@ def wait_until_overdue(store: TaskStore, task_id: str) -> None:
 
 
 def test_a_task_that_waits_too_long_ends(
-    client: FlaskClient, submit: Submit, store: TaskStore, reaper: Reaper
+    client: ApiClient, submit: Submit, store: TaskStore, reaper: Reaper
 ) -> None:
     task_id = submit()
     wait_until_overdue(store, task_id)
@@ -100,7 +100,7 @@ def test_time_limits_apply_in_the_first_run_after_an_outage(tmp_path: Path, cloc
 
 
 def submit_to(settings: ApiSettings) -> str:
-    reply = create_app(settings).test_client().post("/v1/tasks", json={"prompt": "x"})
+    reply = client_of(create_app(settings)).post("/v1/tasks", json={"prompt": "x"})
     assert reply.status_code == 202
     return str(reply.json["id"])
 

@@ -1,6 +1,9 @@
 """A Redis that may lose accepted tasks is reported: a log line, a metric, readiness."""
 
 import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -15,17 +18,23 @@ from tokenmill.serve.embedded_redis import find_redis_server
 
 
 @pytest.fixture
-def registry():
+def registry() -> Any:
     return CollectorRegistry()
 
 
-def present(registry):
+def present(registry: CollectorRegistry) -> Any:
     values = {name: registry.get_sample_value("tokenmill_redis_unsafe", {"reason": name}) for name in FAULTS}
     return {name for name, value in values.items() if value}
 
 
 @pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-lru", "volatile-ttl", "allkeys-random"])
-def test_a_policy_that_evicts(redis_url, redis_client, registry, policy, caplog):
+def test_a_policy_that_evicts(
+    redis_url: str,
+    redis_client: redis.Redis,
+    registry: CollectorRegistry,
+    policy: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     checks = RedisChecks(connect(redis_url), RedisStateMetrics(registry))
     assert checks.check() == PERIOD_SECONDS
     assert (checks.warnings, present(registry)) == ([], set())
@@ -43,7 +52,9 @@ def test_a_policy_that_evicts(redis_url, redis_client, registry, policy, caplog)
     assert "resolved" in caplog.text
 
 
-def test_a_server_without_an_append_only_file(redis_url, redis_client, registry):
+def test_a_server_without_an_append_only_file(
+    redis_url: str, redis_client: redis.Redis, registry: CollectorRegistry
+) -> None:
     checks = RedisChecks(connect(redis_url), RedisStateMetrics(registry))
     redis_client.config_set("appendonly", "no")
     try:
@@ -53,7 +64,7 @@ def test_a_server_without_an_append_only_file(redis_url, redis_client, registry)
     assert present(registry) == {"not_persistent"}
 
 
-def test_redis_away_keeps_what_is_known_and_is_asked_again_soon(registry):
+def test_redis_away_keeps_what_is_known_and_is_asked_again_soon(registry: CollectorRegistry) -> None:
     checks = RedisChecks(connect("redis://127.0.0.1:1/0"), RedisStateMetrics(registry))
     assert checks.check() == RETRY_SECONDS
     assert checks.warnings == []
@@ -63,7 +74,7 @@ class TestManaged:
     """Managed servers have no CONFIG, or allow it to nobody; some hide parts of INFO."""
 
     @pytest.fixture
-    def managed(self, tmp_path):
+    def managed(self, tmp_path: Path) -> Iterator[Any]:
         port = free_port()
         process = subprocess.Popen(
             [find_redis_server(), "--port", str(port), "--dir", str(tmp_path), "--save", ""],
@@ -80,14 +91,14 @@ class TestManaged:
         process.kill()
         process.wait()
 
-    def test_config_is_not_needed(self, managed, registry):
+    def test_config_is_not_needed(self, managed: Any, registry: CollectorRegistry) -> None:
         admin, url = managed
         admin.config_set("maxmemory-policy", "volatile-lru")
         admin.acl_setuser("app", enabled=True, passwords="+secret", commands=["+@all", "-config"], keys="*")
         RedisChecks(connect(url), RedisStateMetrics(registry)).check()
         assert present(registry) == {"evicts", "not_persistent"}
 
-    def test_neither_info_nor_config(self, managed, registry):
+    def test_neither_info_nor_config(self, managed: Any, registry: CollectorRegistry) -> None:
         admin, url = managed
         admin.acl_setuser(
             "app", enabled=True, passwords="+secret", commands=["+@all", "-config", "-info"], keys="*"
@@ -98,17 +109,20 @@ class TestManaged:
 
 
 class Answers:
-    """A server that answers as told."""
+    """A server with fixed answers."""
 
-    def __init__(self, memory=None, persistence=None, config=None):
+    def __init__(self, memory: Any = None, persistence: Any = None, config: Any = None) -> None:
         self.sections = {"memory": memory or {}, "persistence": persistence or {}}
         self.config = config or {}
 
-    def info(self, section):
+    def info(self, section: Any) -> Any:
         return self.sections[section]
 
-    def config_get(self, pattern):
+    def config_get(self, pattern: Any) -> Any:
         return self.config
+
+    def setrange(self, name: str, offset: int, value: str) -> Any:
+        raise AssertionError("a check writes nothing")
 
 
 @pytest.mark.parametrize(
@@ -127,10 +141,10 @@ class Answers:
         ),
     ],
 )
-def test_what_is_read_from_the_answers(server, expected):
+def test_faults_are_found_in_the_answers(server: Answers, expected: set[str]) -> None:
     assert set(server_state.faults(server, lambda _: False)) == expected
 
 
-def test_a_probe_changes_nothing(redis_client):
+def test_a_probe_changes_nothing(redis_client: redis.Redis) -> None:
     server_state.probe_write(redis_client)
     assert redis_client.dbsize() == 0

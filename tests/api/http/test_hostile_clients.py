@@ -11,11 +11,14 @@ import select
 import socket
 import struct
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from api.networks import network_of
-from tests.api.running_server import read_all, resident_bytes, unread
+from tests.api.conftest import HandWorker, StartServer, Submit
+from tests.api.running_server import Server, read_all, resident_bytes, unread
 
 TINY = {
     "TOKENMILL_HTTP_THREADS": "4",
@@ -29,33 +32,33 @@ MIB = 1024 * 1024
 
 
 @pytest.fixture
-def keep():
+def keep() -> Iterator[Any]:
     """Connects, sends, and keeps the connection until the end of the test."""
     with contextlib.ExitStack() as stack:
 
-        def keep(server, data=b""):
+        def keep(server: Server, data: bytes = b"") -> Any:
             return stack.enter_context(connect(server, data))
 
         yield keep
 
 
 @pytest.fixture
-def keep_unread():
+def keep_unread() -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
 
-        def keep(server, data):
+        def keep(server: Server, data: bytes) -> Any:
             return stack.enter_context(unread(server, data))
 
         yield keep
 
 
-def connect(server, data=b""):
+def connect(server: Server, data: bytes = b"") -> Any:
     connection = socket.create_connection(server.address, timeout=60)
     connection.sendall(data)
     return connection
 
 
-def problem(received):
+def problem(received: Any) -> Any:
     """The status and the code of a reply that must be a problem."""
     head, _, body = received.partition(b"\r\n\r\n")
     assert b"\r\nContent-Type: application/problem+json" in head, received
@@ -65,19 +68,19 @@ def problem(received):
     return error["status"], error["error"]["code"]
 
 
-def ask(server, data):
+def ask(server: Server, data: bytes) -> Any:
     """All that a server sends to a client that sends `data` and then waits."""
     return read_all(connect(server, data))
 
 
-def gone(connection):
+def gone(connection: socket.socket) -> None:
     """Reads until the server has ended the connection, however it does that."""
     with contextlib.suppress(ConnectionError):
         while connection.recv(65536):
             pass
 
 
-def given_up(connection):
+def given_up(connection: socket.socket) -> None:
     """Waits, without reading a byte, until the server has reset the connection."""
     poll = select.poll()
     poll.register(connection, 0)
@@ -85,7 +88,7 @@ def given_up(connection):
 
 
 class TestHalfRequests:
-    def test_liveness_beside_many_half_heads(self, start):
+    def test_liveness_beside_many_half_heads(self, start: StartServer) -> None:
         """None of them is refused or closed before: they wait for their deadline, which is far off."""
         server = start(TOKENMILL_HTTP_READ_SECONDS="600")
         with contextlib.ExitStack() as stack:
@@ -104,15 +107,17 @@ class TestHalfRequests:
             (POST + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{", "body_timeout"),
         ],
     )
-    def test_a_request_that_stops_coming_is_answered_and_closed(self, start, sent, code):
+    def test_a_request_that_stops_coming_is_answered_and_closed(
+        self, start: StartServer, sent: Any, code: str
+    ) -> None:
         assert problem(ask(start(**TINY), sent)) == (408, code)
 
-    def test_a_request_that_trickles_in_is_answered_and_closed(self, start):
+    def test_a_request_that_trickles_in_is_answered_and_closed(self, start: StartServer) -> None:
         """Each byte is no new beginning of its time."""
         connection = connect(start(**TINY), b"GET /livez HTTP/1.1\r\nHost: x\r\nX-Slow: ")
         enough = threading.Event()
 
-        def trickle():
+        def trickle() -> None:
             with contextlib.suppress(OSError):
                 while not enough.wait(0.2):
                     connection.sendall(b"a")
@@ -125,10 +130,10 @@ class TestHalfRequests:
             enough.set()
             thread.join()
 
-    def test_a_connection_that_sends_nothing_is_closed(self, start):
+    def test_a_connection_that_sends_nothing_is_closed(self, start: StartServer) -> None:
         assert ask(start(**TINY), b"") == b""
 
-    def test_more_half_bodies_than_threads(self, start):
+    def test_more_half_bodies_than_threads(self, start: StartServer) -> None:
         server = start(**{**TINY, "TOKENMILL_HTTP_READ_SECONDS": "600"})
         with contextlib.ExitStack() as stack:
             for _ in range(64):
@@ -136,12 +141,12 @@ class TestHalfRequests:
             assert server.call("GET", "/livez")[0] == 200
             assert server.submit()
 
-    def test_one_that_ends_its_side_early_is_told_so(self, server):
+    def test_one_that_ends_its_side_early_is_told_so(self, server: Server) -> None:
         with connect(server, b"GET /livez HTTP/1.1\r\nHost: x\r\n") as connection:
             connection.shutdown(socket.SHUT_WR)
             assert problem(read_all(connection)) == (400, "incomplete_request")
 
-    def test_one_that_ends_its_side_after_its_request_is_answered(self, server):
+    def test_one_that_ends_its_side_after_its_request_is_answered(self, server: Server) -> None:
         """As `nc -N` does."""
         with connect(server, LIVEZ) as connection:
             connection.shutdown(socket.SHUT_WR)
@@ -149,13 +154,13 @@ class TestHalfRequests:
 
 
 class TestLimitsOnConnections:
-    def test_an_idle_connection_makes_room_for_a_new_one(self, start, keep):
+    def test_an_idle_connection_makes_room_for_a_new_one(self, start: StartServer, keep: Any) -> None:
         server = start(TOKENMILL_MAX_CONNECTIONS_PER_ADDRESS="3", TOKENMILL_HTTP_READ_SECONDS="600")
         idle = [keep(server, b"GET /") for _ in range(3)]
         assert server.submit()
         gone(idle[0])
 
-    def test_beyond_the_limit_only_liveness_is_answered(self, start):
+    def test_beyond_the_limit_only_liveness_is_answered(self, start: StartServer) -> None:
         """Where none is idle. Its streams go on."""
         server = start(TOKENMILL_MAX_CONNECTIONS_PER_ADDRESS="2")
         task_id = server.submit()
@@ -169,13 +174,13 @@ class TestLimitsOnConnections:
             pass
         assert b"event: finished" in read_all(streams[1])
 
-    def test_zero_is_no_limit(self, start, keep):
+    def test_zero_is_no_limit(self, start: StartServer, keep: Any) -> None:
         server = start(TOKENMILL_MAX_CONNECTIONS_PER_ADDRESS="0", TOKENMILL_HTTP_READ_SECONDS="600")
         for _ in range(600):
             keep(server, b"GET /")
         assert server.submit()
 
-    def test_more_than_all_connections_at_once(self, start, keep):
+    def test_more_than_all_connections_at_once(self, start: StartServer, keep: Any) -> None:
         """Of 4 threads there may be 16 connections; the newest are served."""
         server = start(**TINY, TOKENMILL_MAX_CONNECTIONS_PER_ADDRESS="0")
         idle = [keep(server) for _ in range(100)]
@@ -194,7 +199,9 @@ class TestEndsOfConnections:
             b"\x16\x03\x01garbage\r\n\r\n",
         ],
     )
-    def test_a_socket_kept_open_after_the_reply_stalls_nobody(self, start, keep, request_):
+    def test_a_socket_kept_open_after_the_reply_stalls_nobody(
+        self, start: StartServer, keep: Any, request_: Any
+    ) -> None:
         """More of them than threads, one after the other, each answered before any is closed."""
         server = start(**TINY)
         kept = []
@@ -206,7 +213,7 @@ class TestEndsOfConnections:
         for connection in kept:
             gone(connection)
 
-    def test_the_reply_reaches_a_client_that_still_sends(self, start):
+    def test_the_reply_reaches_a_client_that_still_sends(self, start: StartServer) -> None:
         """A close with unread bytes would reset the connection, and the reply would be lost with it."""
         server = start()
         with connect(server, POST + b"Content-Length: 50000000\r\n\r\n") as connection:
@@ -214,7 +221,7 @@ class TestEndsOfConnections:
                 connection.sendall(b" " * 1_000_000)
             assert problem(read_all(connection)) == (413, "body_too_large")
 
-    def test_pipelined_requests_are_answered_in_order(self, server):
+    def test_pipelined_requests_are_answered_in_order(self, server: Server) -> None:
         tasks = [server.submit() for _ in range(3)]
         requests = [f"GET /v1/tasks/{task_id} HTTP/1.1\r\nHost: x\r\n\r\n".encode() for task_id in tasks]
         requests.append(b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
@@ -222,7 +229,7 @@ class TestEndsOfConnections:
         assert re.findall(rb'^\{"id":"(\w+)"', received, re.M) == [task_id.encode() for task_id in tasks]
         assert received.count(b"HTTP/1.1 200 ") == 4
 
-    def test_many_pipelined_requests_whose_replies_are_not_read(self, start):
+    def test_many_pipelined_requests_whose_replies_are_not_read(self, start: StartServer) -> None:
         server = start(**TINY)
         with unread(server, LIVEZ * 60_000) as connection:
             assert server.submit()
@@ -230,7 +237,7 @@ class TestEndsOfConnections:
 
 
 @pytest.fixture
-def long_log(worker, submit):
+def long_log(worker: HandWorker, submit: Submit) -> Any:
     """An ended task of 8 MB."""
     task_id = submit()
     worker.claim()
@@ -243,7 +250,9 @@ def long_log(worker, submit):
 
 class TestClientsThatNeverRead:
     @pytest.mark.parametrize("path", ["/v1/tasks/{}/events", "/v1/tasks/{}"])
-    def test_hold_neither_threads_nor_places(self, start, keep_unread, long_log, path):
+    def test_hold_neither_threads_nor_places(
+        self, start: StartServer, keep_unread: Any, long_log: str, path: str
+    ) -> None:
         server = start(TOKENMILL_HTTP_WRITE_SECONDS="5", TOKENMILL_MAX_STREAMS="128")
         request = f"GET {path.format(long_log)} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
         before = resident_bytes(server.process)
@@ -258,7 +267,9 @@ class TestClientsThatNeverRead:
         server.wait_for_streams(0)
         assert server.submit()
 
-    def test_a_reset_during_the_last_reply_is_no_fault_of_the_server(self, start, keep_unread, long_log):
+    def test_a_reset_during_the_last_reply_is_no_fault_of_the_server(
+        self, start: StartServer, keep_unread: Any, long_log: str
+    ) -> None:
         """The reply is complete and waits in the buffer of a connection that closes after it."""
         server = start()
         request = f"GET /v1/tasks/{long_log} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
@@ -273,7 +284,9 @@ class TestClientsThatNeverRead:
         assert server.stop() == 0
         assert not [line for line in server.log if b"ERROR" in line]
 
-    def test_a_stream_of_an_ended_task_takes_a_place(self, start, keep_unread, long_log):
+    def test_a_stream_of_an_ended_task_takes_a_place(
+        self, start: StartServer, keep_unread: Any, long_log: str
+    ) -> None:
         server = start(**{**TINY, "TOKENMILL_HTTP_WRITE_SECONDS": "600"})
         path = f"/v1/tasks/{long_log}/events"
         request = f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
@@ -291,7 +304,9 @@ class TestClientsThatNeverRead:
             connection.close()
         server.wait_for_streams(0)
 
-    def test_a_live_stream_that_is_not_read_gives_its_place_back(self, start, submit, worker):
+    def test_a_live_stream_that_is_not_read_gives_its_place_back(
+        self, start: StartServer, submit: Submit, worker: HandWorker
+    ) -> None:
         server = start(**TINY)
         task_id = submit()
         worker.claim()
@@ -303,7 +318,7 @@ class TestClientsThatNeverRead:
 
 
 @pytest.mark.parametrize(
-    ("address", "client"),
+    ("address", "network"),
     [
         ("192.0.2.1", "192.0.2.1"),
         ("::ffff:192.0.2.1", "192.0.2.1"),
@@ -312,18 +327,20 @@ class TestClientsThatNeverRead:
         ("fe80::1%eth0", "fe80::/64"),
     ],
 )
-def test_addresses_that_one_client_can_choose_among_are_one(address, client):
-    assert network_of(address) == client
+def test_all_addresses_of_one_client_count_as_one(address: str, network: str) -> None:
+    assert network_of(address) == network
 
 
-def test_as_many_long_polls_as_places_and_no_false_refusal(start, submit, worker):
+def test_as_many_long_polls_as_places_and_no_false_refusal(
+    start: StartServer, submit: Submit, worker: HandWorker
+) -> None:
     """redis-py's pool holds 100 connections by default, and the 101st call was told that Redis was away."""
     server = start()
     task_id = submit()
     statuses = []
     together = threading.Barrier(200)
 
-    def poll():
+    def poll() -> None:
         together.wait()
         statuses.append(server.call("GET", f"/v1/tasks/{task_id}?wait=60")[0])
 
@@ -336,13 +353,13 @@ def test_as_many_long_polls_as_places_and_no_false_refusal(start, submit, worker
     assert statuses == [200] * 200
 
 
-def test_200_submissions_and_streams_at_once(start, redis_url):
+def test_200_submissions_and_streams_at_once(start: StartServer, redis_url: str) -> None:
     server = start()
     ids = [server.submit() for _ in range(100)]
     statuses = []
     together = threading.Barrier(200)
 
-    def call(method, path, body):
+    def call(method: str, path: str, body: Any) -> None:
         together.wait()
         if method == "POST":
             statuses.append(server.call(method, path, body)[0])
@@ -350,7 +367,7 @@ def test_200_submissions_and_streams_at_once(start, redis_url):
             with server.open(path):
                 statuses.append(202)
 
-    calls = [("POST", "/v1/tasks", {"prompt": "x"})] * 100
+    calls: list[tuple[str, str, Any]] = [("POST", "/v1/tasks", {"prompt": "x"})] * 100
     calls += [("GET", f"/v1/tasks/{task_id}/events", None) for task_id in ids]
     threads = [threading.Thread(target=call, args=each) for each in calls]
     for thread in threads:

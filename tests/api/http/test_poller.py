@@ -2,6 +2,8 @@
 
 import os
 import socket
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -13,33 +15,33 @@ class Dispatcher:
 
     accepting = False
 
-    def __init__(self, sock, on_read):
+    def __init__(self, sock: Any, on_read: Any) -> None:
         self.sock = sock
         self._fileno = sock.fileno()
         self.on_read = on_read
         self.closed = 0
 
-    def readable(self):
+    def readable(self) -> Any:
         return True
 
-    def writable(self):
+    def writable(self) -> Any:
         return False
 
-    def handle_read_event(self):
+    def handle_read_event(self) -> None:
         self.on_read()
 
-    def handle_expt_event(self):
+    def handle_expt_event(self) -> None:
         pass
 
-    def handle_close(self):
+    def handle_close(self) -> None:
         self.closed += 1
 
-    def handle_error(self):
+    def handle_error(self) -> None:
         raise
 
 
 @pytest.fixture
-def pairs():
+def pairs() -> Iterator[Any]:
     opened = [socket.socketpair() for _ in range(3)]
     yield opened
     for pair in opened:
@@ -47,18 +49,18 @@ def pairs():
             sock.close()
 
 
-def test_a_descriptor_that_is_used_again_gets_no_event_of_its_last_owner(pairs):
+def test_a_descriptor_that_is_used_again_gets_no_event_of_its_last_owner(pairs: Any) -> None:
     """Both are ready at once; the first closes the other, and a new connection gets its descriptor."""
-    dispatchers = {}
+    dispatchers: dict[int, Dispatcher] = {}
     poller = Poller(dispatchers)
     (first, first_peer), (old, old_peer), (new, _) = pairs
     number = old.fileno()
     made = []
 
-    def unexpected():
+    def unexpected() -> None:
         raise AssertionError("an event of a connection that is closed")
 
-    def replace():
+    def replace() -> None:
         first.recv(1)
         poller.unregister(number)
         old.close()

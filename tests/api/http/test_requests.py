@@ -8,6 +8,7 @@ import json
 import re
 import socket
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from waitress.adjustments import Adjustments
 
 from api.http.requests import MAX_HEAD_BYTES, MAX_HEADERS, MAX_LINE_BYTES, RequestParser
-from tests.api.running_server import read_all
+from tests.api.conftest import HandWorker, Submit
+from tests.api.running_server import Server, read_all
 
 GET = b"GET /livez HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST /v1/tasks HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -74,14 +76,16 @@ REFUSED = {
 }  # fmt: skip
 
 
-def ask(server, data):
+def ask(server: Server, data: bytes) -> Any:
     with socket.create_connection(server.address, timeout=60) as connection:
         connection.sendall(data)
         return read_all(connection)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_faulty_request_is_answered_with_a_problem_and_closed(server, redis_url, name):
+def test_a_faulty_request_is_answered_with_a_problem_and_closed(
+    server: Server, redis_url: str, name: str
+) -> None:
     data, status = REFUSED[name]
     received = ask(server, data)
     head, _, body = received.partition(b"\r\n\r\n")
@@ -104,7 +108,7 @@ def test_a_faulty_request_is_answered_with_a_problem_and_closed(server, redis_ur
         POST + b"Content-Length: 0\r\nContent-Length: 35\r\n\r\n" + GET + b"\r\n",
     ],
 )
-def test_nothing_behind_a_faulty_request_is_answered(server, redis_url, data):
+def test_nothing_behind_a_faulty_request_is_answered(server: Server, redis_url: str, data: bytes) -> None:
     assert ask(server, data).count(b"HTTP/1.1 ") == 1
 
 
@@ -129,11 +133,11 @@ def test_nothing_behind_a_faulty_request_is_answered(server, redis_url, data):
         ),
     ],
 )  # fmt: skip
-def test_unusual_requests_are_served(server, redis_url, data, status):
+def test_unusual_requests_are_served(server: Server, redis_url: str, data: bytes, status: int) -> None:
     assert re.match(rb"HTTP/1\.[01] %d " % status, ask(server, data))
 
 
-def test_a_client_that_waits_for_leave_to_send_its_body_gets_it(server, redis_url):
+def test_a_client_that_waits_for_leave_to_send_its_body_gets_it(server: Server, redis_url: str) -> None:
     with socket.create_connection(server.address, timeout=60) as connection:
         connection.sendall(POST + b"Expect: 100-continue\r\nConnection: close\r\nContent-Length: 15\r\n\r\n")
         leave = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -142,7 +146,7 @@ def test_a_client_that_waits_for_leave_to_send_its_body_gets_it(server, redis_ur
         assert read_all(connection).startswith(b"HTTP/1.1 202 ")
 
 
-def test_a_reply_to_head_has_no_body(server, worker, submit):
+def test_a_reply_to_head_has_no_body(server: Server, worker: HandWorker, submit: Submit) -> None:
     task_id = submit()
     worker.run("a")
     for path in ("/livez", f"/v1/tasks/{task_id}", f"/v1/tasks/{task_id}/events", "/nope"):
@@ -152,7 +156,7 @@ def test_a_reply_to_head_has_no_body(server, worker, submit):
 
 
 @pytest.mark.parametrize("size", [LIMIT, LIMIT + 1])
-def test_a_body_in_small_chunks_is_bounded_by_its_own_size(server, redis_url, size):
+def test_a_body_in_small_chunks_is_bounded_by_its_own_size(server: Server, redis_url: str, size: int) -> None:
     chunks = b"10\r\n%s\r\n" % (b" " * 16) * ((size - len(TASK)) // 16)
     last = size - len(TASK) - (size - len(TASK)) // 16 * 16
     chunks += b"%x\r\n%s\r\n" % (len(TASK) + last, TASK + b" " * last)
@@ -186,7 +190,9 @@ GARBAGE = st.tuples(st.sampled_from([b"", GET, POST]), st.lists(PARTS, max_size=
     derandomize=True,
 )
 @example(GET + b"\r\n" + b"\0" * 100)
-def test_whatever_is_sent_is_answered_or_closed_and_the_server_lives(server, redis_url, data):
+def test_whatever_is_sent_is_answered_or_closed_and_the_server_lives(
+    server: Server, redis_url: str, data: bytes
+) -> None:
     with socket.create_connection(server.address, timeout=60) as connection:
         try:
             connection.sendall(data)
@@ -201,10 +207,10 @@ def test_whatever_is_sent_is_answered_or_closed_and_the_server_lives(server, red
 
 @given(data=GARBAGE, cuts=st.lists(st.integers(0, 200), max_size=6))
 @settings(max_examples=500, deadline=None, derandomize=True)
-def test_the_parser_never_raises_and_does_not_depend_on_how_bytes_arrive(data, cuts):
+def test_the_parser_never_raises_and_does_not_depend_on_how_bytes_arrive(data: bytes, cuts: Any) -> None:
     adjustments = Adjustments(max_request_header_size=MAX_HEAD_BYTES, max_request_body_size=101)
 
-    def read(pieces):
+    def read(pieces: Any) -> Any:
         parser = RequestParser(adjustments)
         for piece in pieces:
             while piece and not parser.completed:

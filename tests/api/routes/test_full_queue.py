@@ -4,14 +4,17 @@ import json
 import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from urllib.error import HTTPError
 
+from tests.api.conftest import HandWorker, StartServer
+from tokenmill.protocol.store.task_store import TaskStore
 from tokenmill.settings.processes import ApiSettings
 
 CALLERS, LIMIT = 50, 5
 
 
-def post(url, number):
+def post(url: str, number: int) -> Any:
     """Status, Retry-After and body."""
     body = json.dumps({"prompt": f"number {number}", "max_tokens": 2}).encode()
     request = urllib.request.Request(f"{url}/v1/tasks", body, {"Content-Type": "application/json"})
@@ -23,16 +26,18 @@ def post(url, number):
             return refused.code, refused.headers["Retry-After"], json.load(refused)
 
 
-def test_each_of_many_at_once_is_answered_and_the_accepted_finish(start, worker, store):
+def test_each_of_many_at_once_is_answered_and_the_accepted_finish(
+    start: StartServer, worker: HandWorker, store: TaskStore
+) -> None:
     """sglang#33858, nix-ai#1176: refusals never reached their clients, and sockets stayed open."""
     server = start(TOKENMILL_MAX_WAITING_TASKS=str(LIMIT))
     together, most_waiting, done = threading.Barrier(CALLERS), [], threading.Event()
 
-    def call(number):
+    def call(number: int) -> Any:
         together.wait(60)
         return post(server.url, number)
 
-    def watch():
+    def watch() -> None:
         while not done.is_set():
             most_waiting.append(sum(store.queue_stats(ApiSettings().slug).waiting.values()))
 

@@ -2,42 +2,49 @@
 
 import json
 import re
-import subprocess
+import signal
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import redis
 
-from api.app import create_app
+from api.app import ApiApp, create_app
+from tests.api.api_client import ApiClient, client_of
+from tests.api.conftest import HandWorker, Submit
 from tests.conftest import free_port, start_redis
 from tokenmill.protocol.records import WorkerRecord
+from tokenmill.protocol.store.task_store import TaskStore
 from tokenmill.settings.processes import ApiSettings
 
 
-def test_liveness_asks_nobody():
-    client = create_app(ApiSettings(redis_url="redis://127.0.0.1:1/0")).test_client()
+def test_liveness_asks_nobody() -> None:
+    client = client_of(create_app(ApiSettings(redis_url="redis://127.0.0.1:1/0")))
     assert client.get("/livez").json == {"state": "alive"}
 
 
 class TestReadiness:
-    def test_no_worker(self, client):
+    def test_no_worker(self, client: ApiClient) -> None:
         reply = client.get("/readyz")
         assert (reply.status_code, reply.json["state"]) == (503, "no_worker")
         assert reply.content_type == "application/problem+json"
         assert int(reply.headers["Retry-After"]) >= 1
 
-    def test_a_loading_worker_tells_how_far_it_is(self, client, worker):
+    def test_a_loading_worker_tells_how_far_it_is(self, client: ApiClient, worker: HandWorker) -> None:
         worker.report("loading", "weights: 42 %")
         reply = client.get("/readyz")
         assert (reply.status_code, reply.json["state"]) == (503, "loading")
         assert reply.json["workers"][0]["detail"] == "weights: 42 %"
 
     @pytest.mark.parametrize("state", ["draining", "stalled"])
-    def test_a_worker_that_takes_nothing(self, client, worker, state):
+    def test_a_worker_that_takes_nothing(self, client: ApiClient, worker: HandWorker, state: Any) -> None:
         worker.report(state)
         assert (client.get("/readyz").status_code, client.get("/readyz").json["state"]) == (503, state)
 
-    def test_a_worker_of_a_later_version_may_be_in_a_state_of_its_own(self, client, worker, store):
-        worker.report("hibernating")
+    def test_a_worker_of_a_later_version_may_be_in_a_state_of_its_own(
+        self, client: ApiClient, worker: HandWorker, store: TaskStore
+    ) -> None:
+        worker.report(cast(Any, "hibernating"))
         reply = client.get("/readyz")
         assert (reply.status_code, reply.json["state"]) == (503, "hibernating")
         record = WorkerRecord(name="b", model="m", slug=worker.slug, state="ready", started_at=0.0)
@@ -49,7 +56,9 @@ class TestReadiness:
             r'tokenmill_workers\{model="[^"]+",state="other"\} 1\.0', client.get("/metrics").text
         )
 
-    def test_one_ready_worker_is_enough(self, client, worker, store):
+    def test_one_ready_worker_is_enough(
+        self, client: ApiClient, worker: HandWorker, store: TaskStore
+    ) -> None:
         worker.report("ready")
         record = WorkerRecord(name="b", model="m", slug=worker.slug, state="loading", started_at=0.0)
         store.put_worker(record, ttl_seconds=60)
@@ -57,18 +66,22 @@ class TestReadiness:
         assert (reply.status_code, reply.json["state"]) == (200, "ready")
         assert {view["name"] for view in reply.json["workers"]} == {"hand", "b"}
 
-    def test_a_worker_of_another_model_does_not_count(self, client, store):
+    def test_a_worker_of_another_model_does_not_count(self, client: ApiClient, store: TaskStore) -> None:
         record = WorkerRecord(name="b", model="m", slug="other", state="ready", started_at=0.0)
         store.put_worker(record, ttl_seconds=60)
         assert client.get("/readyz").json["state"] == "no_worker"
 
-    def test_a_silent_worker_is_forgotten(self, client, worker, store):
+    def test_a_silent_worker_is_forgotten(
+        self, client: ApiClient, worker: HandWorker, store: TaskStore
+    ) -> None:
         record = WorkerRecord(name="hand", model="m", slug=worker.slug, state="ready", started_at=0.0)
         store.put_worker(record, ttl_seconds=0.05)
         while client.get("/readyz").status_code == 200:
             pass
 
-    def test_a_redis_that_takes_no_tasks_is_not_ready(self, client, worker, redis_client):
+    def test_a_redis_that_takes_no_tasks_is_not_ready(
+        self, client: ApiClient, worker: HandWorker, redis_client: redis.Redis
+    ) -> None:
         """Workers still report, and every submission is refused."""
         worker.report("ready")
         redis_client.config_set("maxmemory", "1")
@@ -80,7 +93,9 @@ class TestReadiness:
             redis_client.config_set("maxmemory", "0")
         assert client.get("/readyz").status_code == 200
 
-    def test_what_makes_redis_lose_tasks_stands_there(self, app, client, worker, redis_client):
+    def test_what_makes_redis_lose_tasks_stands_there(
+        self, app: ApiApp, client: ApiClient, worker: HandWorker, redis_client: redis.Redis
+    ) -> None:
         worker.report("ready")
         assert client.get("/readyz").json["warnings"] == []
         redis_client.config_set("maxmemory-policy", "allkeys-lru")
@@ -92,7 +107,7 @@ class TestReadiness:
         assert "allkeys-lru" in warning
 
 
-def series(client):
+def series(client: ApiClient) -> Any:
     return {
         line.rsplit(" ", 1)[0]
         for line in client.get("/metrics").text.splitlines()
@@ -101,14 +116,14 @@ def series(client):
 
 
 class TestMetrics:
-    def test_get_and_head(self, client, submit):
+    def test_get_and_head(self, client: ApiClient, submit: Submit) -> None:
         submit()
         body = client.get("/metrics").text
         assert 'tokenmill_http_requests_total{method="POST",route="/v1/tasks",status="202"} 1.0' in body
         assert re.search(r'tokenmill_queue_tasks\{model="[^"]+",priority="2"\} 1\.0', body)
         assert client.head("/metrics").status_code == 200
 
-    def test_clients_cannot_make_labels(self, client, submit):
+    def test_clients_cannot_make_labels(self, client: ApiClient, submit: Submit) -> None:
         """litellm#35666, otari#264, llm-d-batch-gateway#202: paths, ids, models and methods became labels."""
         task_id = submit()
         for path in ("/", f"/v1/tasks/{task_id}", f"/v1/tasks/{task_id}/cancel", "/v1/tasks/x", "/livez"):
@@ -127,10 +142,10 @@ class TestMetrics:
 
 
 class TestRedisAway:
-    def test_every_call_says_so_and_recovers(self, tmp_path: Path):
+    def test_every_call_says_so_and_recovers(self, tmp_path: Path) -> None:
         """503 with Retry-After while Redis is down; the same process goes on when it is back."""
         port = free_port()
-        client = create_app(ApiSettings(redis_url=f"redis://127.0.0.1:{port}/0")).test_client()
+        client = client_of(create_app(ApiSettings(redis_url=f"redis://127.0.0.1:{port}/0")))
         for _ in range(2):
             server = start_redis(tmp_path, port)
             task_id = client.post("/v1/tasks", json={"prompt": "x"}).json["id"]
@@ -149,7 +164,9 @@ class TestRedisAway:
             assert client.get("/readyz").json["state"] == "no_redis"
             assert "tokenmill_redis_up 0.0" in client.get("/metrics").text
 
-    def test_a_full_redis_refuses_submissions_and_recovers(self, client, redis_client):
+    def test_a_full_redis_refuses_submissions_and_recovers(
+        self, client: ApiClient, redis_client: redis.Redis
+    ) -> None:
         """durabull#64: the memory limit was a crash. With `noeviction` it is a 503 that passes."""
         redis_client.config_set("maxmemory", "1")
         try:
@@ -160,18 +177,18 @@ class TestRedisAway:
             redis_client.config_set("maxmemory", "0")
         assert client.post("/v1/tasks", json={"prompt": "x"}).status_code == 202
 
-    def test_a_stream_goes_on_after_a_restart(self, tmp_path: Path):
+    def test_a_stream_goes_on_after_a_restart(self, tmp_path: Path) -> None:
         """redis-py#1573, rq#1653: a subscriber stayed deaf after a restart."""
         port = free_port()
         settings = ApiSettings(redis_url=f"redis://127.0.0.1:{port}/0")
         server = start_redis(tmp_path, port)
         app = create_app(settings)
-        client = app.test_client()
+        client = client_of(app)
         try:
             task_id = client.post("/v1/tasks", json={"prompt": "x"}).json["id"]
             chunks = client.get(f"/v1/tasks/{task_id}/events", buffered=False).iter_encoded()
             assert next(chunks) == b"retry: 1000\n\n"
-            server.process.send_signal(subprocess.signal.SIGTERM)
+            server.process.send_signal(signal.SIGTERM)
             server.process.wait()
             server = start_redis(tmp_path, port)
             client.delete(f"/v1/tasks/{task_id}")

@@ -1,11 +1,16 @@
 """A task of which Redis lost keys, and a Redis that cannot write: what clients are told."""
 
 import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 
 from api.app import create_app
+from tests.api.api_client import ApiClient, client_of
+from tests.api.conftest import Submit
 from tests.conftest import free_port
 from tokenmill.protocol import keys
 from tokenmill.protocol.naming import new_task_id
@@ -14,7 +19,9 @@ from tokenmill.serve.embedded_redis import find_redis_server
 from tokenmill.settings.processes import ApiSettings
 
 
-def test_a_task_whose_keys_vanished_is_lost(client, submit, redis_client):
+def test_a_task_whose_keys_vanished_is_lost(
+    client: ApiClient, submit: Submit, redis_client: redis.Redis
+) -> None:
     task_id = submit()
     redis_client.delete(keys.run(task_id))
     reply = client.get(f"/v1/tasks/{task_id}")
@@ -22,7 +29,9 @@ def test_a_task_whose_keys_vanished_is_lost(client, submit, redis_client):
     assert client.get(f"/v1/tasks/{new_task_id()}").json["error"]["code"] == "task_not_found"
 
 
-def test_another_tenants_lost_task_was_never_there(store, submit, redis_client):
+def test_another_tenants_lost_task_was_never_there(
+    store: TaskStore, submit: Submit, redis_client: redis.Redis
+) -> None:
     task_id = submit()
     redis_client.delete(keys.run(task_id))
     assert store.is_lost(task_id, "default")
@@ -30,7 +39,7 @@ def test_another_tenants_lost_task_was_never_there(store, submit, redis_client):
 
 
 @pytest.fixture
-def full_disk(tmp_path):
+def full_disk(tmp_path: Path) -> Iterator[Any]:
     """A server, and a path that is its file: while a directory is there, it cannot write."""
     port, directory = free_port(), tmp_path / "data"
     directory.mkdir()
@@ -48,7 +57,7 @@ def full_disk(tmp_path):
     process.wait()
 
 
-def save(admin, expected):
+def save(admin: Any, expected: Any) -> None:
     while admin.info("persistence")["rdb_bgsave_in_progress"]:
         pass
     admin.bgsave()
@@ -59,18 +68,18 @@ def save(admin, expected):
             return
 
 
-def test_a_full_disk_is_503_with_the_reason_until_there_is_room(full_disk):
+def test_a_full_disk_is_503_with_the_reason_until_there_is_room(full_disk: Any) -> None:
     admin, obstacle, url = full_disk
-    client = create_app(ApiSettings(redis_url=url)).test_client()
+    client = client_of(create_app(ApiSettings(redis_url=url)))
     task_id = client.post("/v1/tasks", json={"prompt": "x"}).json["id"]
     obstacle.mkdir()
     save(admin, "err")
-    for call in (
-        lambda: client.post("/v1/tasks", json={"prompt": "x"}),
-        lambda: client.delete(f"/v1/tasks/{task_id}"),
-        lambda: client.get("/readyz"),
+    for method, path, body in (
+        ("POST", "/v1/tasks", {"prompt": "x"}),
+        ("DELETE", f"/v1/tasks/{task_id}", None),
+        ("GET", "/readyz", None),
     ):
-        reply = call()
+        reply = client.open(path, method=method, json=body)
         assert reply.status_code == 503
         assert "disk" in reply.json["detail"]
         assert int(reply.headers["Retry-After"]) >= 1
@@ -80,11 +89,11 @@ def test_a_full_disk_is_503_with_the_reason_until_there_is_room(full_disk):
     assert client.post("/v1/tasks", json={"prompt": "x"}).status_code == 202
 
 
-def test_what_lapses_meanwhile_is_no_crash(full_disk):
+def test_what_lapses_meanwhile_is_no_crash(full_disk: Any) -> None:
     """Two dozen tasks were retried alone after a full disk."""
     admin, obstacle, url = full_disk
     settings = ApiSettings(redis_url=url)
-    client, store = create_app(settings).test_client(), TaskStore(redis.Redis.from_url(url))
+    client, store = client_of(create_app(settings)), TaskStore(redis.Redis.from_url(url))
     client.post("/v1/tasks", json={"prompt": "x"})
     (held,) = store.claim(settings.slug, worker="w", max_tasks=1, lease_seconds=0.001)
     store.renew({held.task_id: held.owner}, 0.001)

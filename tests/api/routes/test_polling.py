@@ -2,10 +2,15 @@
 
 import threading
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import redis
 
 from api.schemas.replies import Task
+from tests.api.api_client import ApiClient, client_of
+from tests.api.conftest import HandWorker, MakeApp, Submit
 from tokenmill.protocol import keys, naming
 from tokenmill.protocol.messages import TaskError
 from tokenmill.settings.processes import ApiSettings
@@ -13,7 +18,7 @@ from tokenmill.settings.processes import ApiSettings
 ERROR = TaskError(type="server_error", code="engine_error", message="it broke", param="prompt")
 
 
-def test_a_waiting_task_shows_its_place(client, submit, worker):
+def test_a_waiting_task_shows_its_place(client: ApiClient, submit: Submit, worker: HandWorker) -> None:
     """The position, the tokens before it and why it waits, while it is in Redis."""
     first, second, urgent = submit(max_tokens=10), submit(max_tokens=20), submit(priority=0, max_tokens=30)
     worker.report("ready")
@@ -26,7 +31,7 @@ def test_a_waiting_task_shows_its_place(client, submit, worker):
     assert places[second]["eta_seconds"] is None
 
 
-def test_the_eta_comes_from_the_rate(client, submit, worker):
+def test_the_eta_comes_from_the_rate(client: ApiClient, submit: Submit, worker: HandWorker) -> None:
     submit(max_tokens=60), submit(max_tokens=10)
     worker.report("ready")
     worker.run("x")
@@ -34,23 +39,30 @@ def test_the_eta_comes_from_the_rate(client, submit, worker):
     last = submit(max_tokens=10)
     snapshot = worker.store.inspect(last)
     eta = client.get(f"/v1/tasks/{last}").json["queue"]["eta_seconds"]
+    assert snapshot is not None
+    assert snapshot.tokens_ahead
+    assert snapshot.drain_rate
     assert eta == pytest.approx(snapshot.tokens_ahead / snapshot.drain_rate, abs=0.001)
     worker.report("draining")
     assert client.get(f"/v1/tasks/{last}").json["queue"]["eta_seconds"] is None
 
 
-def test_a_claimed_task_shows_what_the_scheduler_says(client, submit, worker):
+def test_a_claimed_task_shows_what_the_scheduler_says(
+    client: ApiClient, submit: Submit, worker: HandWorker
+) -> None:
     task_id = submit()
     worker.claim()
     facts = {"waiting_for": "kv_blocks", "position": "3", "tokens_ahead": "70"}
-    worker.store.publish([worker._write(task_id, facts=facts)])
+    worker.store.publish([worker.write(task_id, facts=facts)])
     task = client.get(f"/v1/tasks/{task_id}").json
     assert task["status"] == "queued"
     assert (task["queue"]["position"], task["queue"]["tokens_ahead"]) == (3, 70)
     assert task["queue"]["waiting_for"] == "kv_blocks"
 
 
-def test_a_task_that_was_handed_back_shows_its_place_again(client, submit, worker):
+def test_a_task_that_was_handed_back_shows_its_place_again(
+    client: ApiClient, submit: Submit, worker: HandWorker
+) -> None:
     """Scheduled once, it waits all the same: no text comes until a worker takes it."""
     task_id = submit()
     worker.claim()
@@ -65,25 +77,29 @@ def test_a_task_that_was_handed_back_shows_its_place_again(client, submit, worke
     assert client.get(f"/v1/tasks/{task_id}").json["queue"] is None
 
 
-def test_a_task_that_was_preempted_shows_its_place_again(client, submit, worker):
+def test_a_task_that_was_preempted_shows_its_place_again(
+    client: ApiClient, submit: Submit, worker: HandWorker
+) -> None:
     task_id = submit()
     worker.claim()
     worker.start(task_id)
     facts = {"waiting_for": "kv_blocks", "position": "0", "tokens_ahead": "0"}
-    worker.store.publish([worker._write(task_id, facts=facts)])
+    worker.store.publish([worker.write(task_id, facts=facts)])
     queue = client.get(f"/v1/tasks/{task_id}").json["queue"]
     assert (queue["position"], queue["waiting_for"]) == (0, "kv_blocks")
 
 
-def test_a_task_that_ended_while_it_waited_has_no_place(client, submit, worker):
+def test_a_task_that_ended_while_it_waited_has_no_place(
+    client: ApiClient, submit: Submit, worker: HandWorker
+) -> None:
     task_id = submit()
     worker.claim()
     facts = {"waiting_for": "behind", "position": "3", "tokens_ahead": "70"}
-    worker.store.publish([worker._write(task_id, facts=facts)])
+    worker.store.publish([worker.write(task_id, facts=facts)])
     assert client.delete(f"/v1/tasks/{task_id}").json["queue"] is None
 
 
-def test_a_running_task_shows_its_text_so_far(client, submit, worker):
+def test_a_running_task_shows_its_text_so_far(client: ApiClient, submit: Submit, worker: HandWorker) -> None:
     task_id = submit()
     worker.claim()
     worker.start(task_id, prompt_tokens=3)
@@ -109,7 +125,7 @@ def test_a_running_task_shows_its_text_so_far(client, submit, worker):
     assert reply.headers["Cache-Control"] == "no-store"
 
 
-def test_a_finished_task_is_whole(client, submit, worker):
+def test_a_finished_task_is_whole(client: ApiClient, submit: Submit, worker: HandWorker) -> None:
     """rq#1724: a status that says finished before the result is there."""
     task_id = submit()
     worker.run("a", "b")
@@ -125,7 +141,9 @@ def test_a_finished_task_is_whole(client, submit, worker):
     Task.model_validate(reply.json, strict=True)
 
 
-def test_a_failed_task_keeps_what_was_generated(client, submit, worker):
+def test_a_failed_task_keeps_what_was_generated(
+    client: ApiClient, submit: Submit, worker: HandWorker
+) -> None:
     task_id = submit()
     worker.claim()
     worker.start(task_id)
@@ -138,7 +156,9 @@ def test_a_failed_task_keeps_what_was_generated(client, submit, worker):
 
 
 class TestWaiting:
-    def test_the_answer_comes_with_the_end(self, client, submit, worker):
+    def test_the_answer_comes_with_the_end(
+        self, client: ApiClient, submit: Submit, worker: HandWorker
+    ) -> None:
         task_id = submit()
         worker.claim()
         worker.start(task_id)
@@ -150,11 +170,13 @@ class TestWaiting:
         thread.join()
         assert replies[0].json["status"] == "completed"
 
-    def test_a_wait_has_an_end(self, client, submit):
+    def test_a_wait_has_an_end(self, client: ApiClient, submit: Submit) -> None:
         reply = client.get(f"/v1/tasks/{submit()}?wait=0.2")
         assert (reply.status_code, reply.json["status"]) == (200, "queued")
 
-    def test_the_end_of_a_wait_is_seen_through_a_lost_message(self, client, submit, worker, redis_client):
+    def test_the_end_of_a_wait_is_seen_through_a_lost_message(
+        self, client: ApiClient, submit: Submit, worker: HandWorker, redis_client: redis.Redis
+    ) -> None:
         """The terminal message is lost: the log is read after the silence, or at the latest at the end."""
         task_id = submit()
         worker.claim()
@@ -163,19 +185,19 @@ class TestWaiting:
             target=lambda: thread_replies.append(client.get(f"/v1/tasks/{task_id}?wait=3"))
         )
         thread.start()
-        redis_client.execute_command("CLIENT", "KILL", "TYPE", "PUBSUB")
+        redis_client.client_kill_filter(_type="pubsub")
         worker.finish(task_id)
         thread.join()
         assert thread_replies[0].json["status"] == "completed"
 
     @pytest.mark.parametrize("wait", ["-1", "soon", "nan", "inf", "1e400", "", "[]"])
-    def test_a_bad_wait_is_refused(self, client, submit, wait):
+    def test_a_bad_wait_is_refused(self, client: ApiClient, submit: Submit, wait: Any) -> None:
         reply = client.get(f"/v1/tasks/{submit()}?wait={wait}")
         assert reply.status_code == 400
         assert reply.json["error"]["param"] == "wait"
 
-    def test_a_wait_without_a_place_is_a_poll(self, redis_url, make_app):
-        client = make_app(ApiSettings(redis_url=redis_url, max_streams=1)).test_client()
+    def test_a_wait_without_a_place_is_a_poll(self, redis_url: str, make_app: MakeApp) -> None:
+        client = client_of(make_app(ApiSettings(redis_url=redis_url, max_streams=1)))
         task_id = client.post("/v1/tasks", json={"prompt": "x"}).json["id"]
         stream = client.get(f"/v1/tasks/{task_id}/events", buffered=False)
         next(stream.iter_encoded())
@@ -193,7 +215,7 @@ class TestWaiting:
     ],
 )
 class TestCancelling:
-    def test_a_waiting_task(self, client, submit, worker, call):
+    def test_a_waiting_task(self, client: ApiClient, submit: Submit, worker: HandWorker, call: Any) -> None:
         task_id = submit()
         for _ in range(2):
             reply = call(client, f"/v1/tasks/{task_id}")
@@ -202,7 +224,7 @@ class TestCancelling:
             assert reply.json["error"] is None
         assert worker.claim() == []
 
-    def test_a_running_task(self, client, submit, worker, call):
+    def test_a_running_task(self, client: ApiClient, submit: Submit, worker: HandWorker, call: Any) -> None:
         task_id = submit()
         worker.claim()
         worker.start(task_id)
@@ -212,13 +234,15 @@ class TestCancelling:
         worker.say(task_id, "refused")
         assert client.get(f"/v1/tasks/{task_id}").json["outputs"][0]["text"] == "kept"
 
-    def test_a_finished_task_stays_finished(self, client, submit, worker, call):
+    def test_a_finished_task_stays_finished(
+        self, client: ApiClient, submit: Submit, worker: HandWorker, call: Any
+    ) -> None:
         task_id = submit()
         worker.run("a")
         assert call(client, f"/v1/tasks/{task_id}").json["status"] == "completed"
 
 
-def calls_on(task_id):
+def calls_on(task_id: str) -> Iterator[Any]:
     url = f"/v1/tasks/{task_id}"
     yield "GET", url
     yield "GET", f"{url}?wait=60"
@@ -247,7 +271,7 @@ def calls_on(task_id):
     ],
     ids=lambda value: ascii(value[:12]),
 )
-def test_an_unknown_task_is_not_found(client, task_id):
+def test_an_unknown_task_is_not_found(client: ApiClient, task_id: str) -> None:
     """arq PR364, tornado-celery PR59: unknown jobs were a 500, or waited for without end."""
     for method, url in calls_on(task_id):
         reply = client.open(url, method=method)
@@ -255,7 +279,7 @@ def test_an_unknown_task_is_not_found(client, task_id):
         assert reply.json["error"]["type"] == "invalid_request_error"
 
 
-def test_an_expired_task_is_gone(client):
+def test_an_expired_task_is_gone(client: ApiClient) -> None:
     """romm#3195: a result that had expired was a 500."""
     task_id = naming.new_task_id(time.time() - 3700)
     for method, url in calls_on(task_id):
@@ -265,10 +289,12 @@ def test_an_expired_task_is_gone(client):
 
 class TestShortRetention:
     @pytest.fixture
-    def settings(self, redis_url):
+    def settings(self, redis_url: str) -> Any:
         return ApiSettings(redis_url=redis_url).model_copy(update={"retention_seconds": 0.1})
 
-    def test_a_task_goes_from_finished_to_gone(self, client, redis_client, settings):
+    def test_a_task_goes_from_finished_to_gone(
+        self, client: ApiClient, redis_client: redis.Redis, settings: ApiSettings
+    ) -> None:
         """romm#3195: result, events and cancel of a task whose time is over."""
         task_id = client.post("/v1/tasks", json={"prompt": "x"}).json["id"]
         assert client.delete(f"/v1/tasks/{task_id}").json["status"] == "cancelled"

@@ -2,50 +2,57 @@
 
 import json
 import threading
+from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
+import redis
 
+from api.app import ApiApp
 from api.streams import sse
+from tests.api.api_client import ApiClient, client_of
+from tests.api.conftest import HandWorker, MakeApp, Submit
 from tokenmill.client.sse import Frame
 from tokenmill.client.sse import frames as parse
 from tokenmill.protocol.messages import FinishedEvent, LogEntry, TaskError, TokenEvent, Usage, decode, encode
+from tokenmill.protocol.records import ModelCard
 from tokenmill.settings.processes import ApiSettings
 
 
 class Stream:
     """A stream read frame by frame, as a client reads it."""
 
-    def __init__(self, client, url, **headers):
+    def __init__(self, client: ApiClient, url: str, **headers: Any) -> None:
         self.reply = client.get(url, headers=headers, buffered=False)
         self._lines = self._split(self.reply.iter_encoded())
         self._frames = parse(self._lines)
 
-    def __iter__(self):
+    def __iter__(self) -> Any:
         return self._frames
 
-    def next(self, number):
+    def next(self, number: int) -> Any:
         return [next(self._frames) for _ in range(number)]
 
-    def close(self):
+    def close(self) -> None:
         self.reply.close()
 
     @staticmethod
-    def _split(chunks):
+    def _split(chunks: Any) -> Iterator[Any]:
         for chunk in chunks:
             yield from chunk.splitlines(keepends=True)
 
 
-def seqs(frames):
+def seqs(frames: Any) -> Any:
     return [int(frame.id) for frame in frames]
 
 
-def text(frames):
+def text(frames: Any) -> Any:
     return "".join(json.loads(frame.data)["text"] for frame in frames)
 
 
 @pytest.fixture
-def running(submit, worker):
+def running(submit: Submit, worker: HandWorker) -> Any:
     """A task that a worker has started and that says nothing yet."""
     task_id = submit()
     worker.claim()
@@ -53,7 +60,7 @@ def running(submit, worker):
     return task_id
 
 
-def test_a_finished_task_is_replayed_whole(client, submit, worker):
+def test_a_finished_task_is_replayed_whole(client: ApiClient, submit: Submit, worker: HandWorker) -> None:
     """tornado-celery PR59: subscribing after the end hung."""
     task_id = submit()
     worker.run("Hel", "lo\n", "\u2028\U0001f600")
@@ -70,9 +77,11 @@ def test_a_finished_task_is_replayed_whole(client, submit, worker):
     assert last["usage"]["completion_tokens"] == 3
 
 
-def test_what_is_sent_is_what_was_published(client, running, worker, redis_client):
+def test_what_is_sent_is_what_was_published(
+    client: ApiClient, running: str, worker: HandWorker, redis_client: redis.Redis
+) -> None:
     """One shape everywhere: the data of a frame is the message of the channel."""
-    with redis_client.pubsub() as pubsub:
+    with redis_client.pubsub() as pubsub:  # type: ignore[no-untyped-call]
         pubsub.subscribe(f"tokenmill:tok:{running}")
         pubsub.get_message(timeout=5)
         worker.say(running, "a", '"\\\n')
@@ -82,7 +91,7 @@ def test_what_is_sent_is_what_was_published(client, running, worker, redis_clien
     assert [frame.data for frame in frames] == published
 
 
-def test_live_events_follow_those_that_were(client, running, worker):
+def test_live_events_follow_those_that_were(client: ApiClient, running: str, worker: HandWorker) -> None:
     worker.say(running, "a", "b")
     stream = Stream(client, f"/v1/tasks/{running}/events")
     assert text(stream.next(2)) == "ab"
@@ -92,7 +101,9 @@ def test_live_events_follow_those_that_were(client, running, worker):
     assert [frame.event for frame in stream] == ["finished"]
 
 
-def test_a_stream_may_begin_before_the_task_does(client, submit, worker):
+def test_a_stream_may_begin_before_the_task_does(
+    client: ApiClient, submit: Submit, worker: HandWorker
+) -> None:
     task_id = submit()
     stream = Stream(client, f"/v1/tasks/{task_id}/events")
     assert next(stream._lines) == b"retry: 1000\n"
@@ -100,7 +111,7 @@ def test_a_stream_may_begin_before_the_task_does(client, submit, worker):
     assert seqs(stream) == [0, 1, 2]
 
 
-def test_several_readers_get_all(client, running, worker):
+def test_several_readers_get_all(client: ApiClient, running: str, worker: HandWorker) -> None:
     streams = [Stream(client, f"/v1/tasks/{running}/events") for _ in range(3)]
     worker.say(running, "a")
     assert [text(stream.next(1)) for stream in streams] == ["a"] * 3
@@ -126,7 +137,16 @@ class TestResuming:
         ],
     )
     @pytest.mark.parametrize("finished", [True, False])
-    def test_from_a_place_on(self, client, running, worker, query, headers, expected, finished):
+    def test_from_a_place_on(
+        self,
+        client: ApiClient,
+        running: str,
+        worker: HandWorker,
+        query: Any,
+        headers: Any,
+        expected: Any,
+        finished: Any,
+    ) -> None:
         worker.say(running, "a", "b", "c")
         if finished:
             worker.finish(running)
@@ -137,14 +157,16 @@ class TestResuming:
             expected = expected[-1:]
         assert seqs(stream) == expected
 
-    def test_nothing_is_left_after_the_end(self, client, running, worker):
+    def test_nothing_is_left_after_the_end(self, client: ApiClient, running: str, worker: HandWorker) -> None:
         """204 tells an event source not to come again."""
         worker.finish(running)
         for after in (0, 5, 10**17):
             reply = client.get(f"/v1/tasks/{running}/events?after={after}")
             assert (reply.status_code, reply.data) == (204, b"")
 
-    def test_a_place_beyond_what_is_there_waits_for_the_end(self, client, running, worker):
+    def test_a_place_beyond_what_is_there_waits_for_the_end(
+        self, client: ApiClient, running: str, worker: HandWorker
+    ) -> None:
         stream = Stream(client, f"/v1/tasks/{running}/events?after=7")
         next(stream._lines)
         worker.say(running, "a")
@@ -152,33 +174,35 @@ class TestResuming:
         assert seqs(stream) == []
 
     @pytest.mark.parametrize("last", ["x", "-2", "1.5", "1e3", "0x1", "9" * 30, "1 2", "\u0661"])
-    def test_a_bad_id_is_refused(self, client, running, last):
+    def test_a_bad_id_is_refused(self, client: ApiClient, running: str, last: Any) -> None:
         reply = client.get(
             f"/v1/tasks/{running}/events", headers={"Last-Event-ID": last.encode().decode("latin1")}
         )
         assert (reply.status_code, reply.json["error"]["param"]) == (400, "Last-Event-ID")
 
     @pytest.mark.parametrize("after", ["x", "-2", "1.5", "", "true", "[]"])
-    def test_a_bad_after_is_refused(self, client, running, after):
+    def test_a_bad_after_is_refused(self, client: ApiClient, running: str, after: int) -> None:
         reply = client.get(f"/v1/tasks/{running}/events?after={after}")
         assert (reply.status_code, reply.json["error"]["param"]) == (400, "after")
 
 
-def test_a_stream_survives_the_loss_of_every_connection(client, running, worker, redis_client):
+def test_a_stream_survives_the_loss_of_every_connection(
+    client: ApiClient, running: str, worker: HandWorker, redis_client: redis.Redis
+) -> None:
     """redis-py#1573: after a reconnect a subscriber stayed deaf, and what came meanwhile was lost."""
     stream = Stream(client, f"/v1/tasks/{running}/events")
     got = []
     for word in "abcdef":
         worker.say(running, word)
         got += stream.next(1)
-        redis_client.execute_command("CLIENT", "KILL", "TYPE", "PUBSUB")
+        redis_client.client_kill_filter(_type="pubsub")
     worker.finish(running)
     got += list(stream)
     assert seqs(got) == list(range(7))
     assert text(got) == "abcdef"
 
 
-def test_cancelling_ends_the_stream(client, running, worker):
+def test_cancelling_ends_the_stream(client: ApiClient, running: str, worker: HandWorker) -> None:
     stream = Stream(client, f"/v1/tasks/{running}/events")
     worker.say(running, "a")
     stream.next(1)
@@ -196,7 +220,9 @@ class TestFaults:
 
     @pytest.mark.parametrize("words", [[], ["a", "b", "c"]], ids=["before-the-first-token", "after-three"])
     @pytest.mark.parametrize("live", [True, False], ids=["live", "replayed"])
-    def test_a_fault_is_the_one_end_of_a_stream(self, client, running, worker, words, live):
+    def test_a_fault_is_the_one_end_of_a_stream(
+        self, client: ApiClient, running: str, worker: HandWorker, words: Any, live: Any
+    ) -> None:
         """Told once, as an error and never as `stop` or `length`; then the stream closes by itself."""
         stream = Stream(client, f"/v1/tasks/{running}/events") if live else None
         worker.say(running, *words)
@@ -221,7 +247,9 @@ class TestFaults:
             ({"stream": True}, "stream"),
         ],
     )
-    def test_a_bad_input_is_refused_before_there_is_a_stream(self, client, card, fields, param):
+    def test_a_bad_input_is_refused_before_there_is_a_stream(
+        self, client: ApiClient, card: ModelCard, fields: Any, param: Any
+    ) -> None:
         body = {name: value for name, value in {"prompt": "hello", **fields}.items() if value is not None}
         reply = client.post("/v1/tasks", json=body, headers={"Accept": "text/event-stream"})
         assert 400 <= reply.status_code < 500
@@ -229,17 +257,17 @@ class TestFaults:
         assert reply.json["error"]["type"] == "invalid_request_error"
         assert reply.json["error"]["param"] == param
 
-    def test_no_stream_begins_for_what_is_not_there(self, client):
+    def test_no_stream_begins_for_what_is_not_there(self, client: ApiClient) -> None:
         reply = client.get(f"/v1/tasks/{'f' * 32}/events", headers={"Accept": "text/event-stream"})
         assert (reply.status_code, reply.content_type) == (404, "application/problem+json")
 
 
 class TestSlots:
     @pytest.fixture
-    def settings(self, redis_url):
+    def settings(self, redis_url: str) -> Any:
         return ApiSettings(redis_url=redis_url, max_streams=2)
 
-    def test_one_stream_too_many_is_told_to_come_again(self, client, running):
+    def test_one_stream_too_many_is_told_to_come_again(self, client: ApiClient, running: str) -> None:
         streams = [Stream(client, f"/v1/tasks/{running}/events") for _ in range(2)]
         for _ in range(2):
             reply = client.get(f"/v1/tasks/{running}/events")
@@ -253,29 +281,29 @@ class TestSlots:
         streams[1].close()
         assert b"tokenmill_http_streams_open 0.0" in client.get("/metrics").data
 
-    def test_asking_for_the_headers_alone_keeps_no_place(self, client, running):
+    def test_asking_for_the_headers_alone_keeps_no_place(self, client: ApiClient, running: str) -> None:
         for _ in range(5):
             reply = client.head(f"/v1/tasks/{running}/events")
             assert (reply.status_code, reply.data) == (200, b"")
         assert b"tokenmill_http_streams_open 0.0" in client.get("/metrics").data
 
 
-def test_a_silent_stream_beats(redis_url, make_app):
+def test_a_silent_stream_beats(redis_url: str, make_app: MakeApp) -> None:
     settings = ApiSettings(redis_url=redis_url).model_copy(update={"heartbeat_seconds": 0.1})
-    client = make_app(settings).test_client()
+    client = client_of(make_app(settings))
     task_id = client.post("/v1/tasks", json={"prompt": "x"}).json["id"]
     chunks = client.get(f"/v1/tasks/{task_id}/events", buffered=False).iter_encoded()
     assert [next(chunks) for _ in range(3)] == [b"retry: 1000\n\n", b": \n\n", b": \n\n"]
 
 
-def test_many_streams_at_once(app, submit, worker):
+def test_many_streams_at_once(app: ApiApp, submit: Submit, worker: HandWorker) -> None:
     """Every stream gets every event of its own task, in order, whatever goes on beside it."""
     ids = [submit(priority=0) for _ in range(12)]
     assert sorted(worker.claim(12)) == sorted(ids)
     got: dict[tuple[str, int], list[Frame]] = {}
 
-    def read(task_id, reader):
-        got[task_id, reader] = list(Stream(app.test_client(), f"/v1/tasks/{task_id}/events"))
+    def read(task_id: str, reader: Any) -> None:
+        got[task_id, reader] = list(Stream(client_of(app), f"/v1/tasks/{task_id}/events"))
 
     threads = [threading.Thread(target=read, args=(task_id, i)) for task_id in ids for i in range(2)]
     for thread in threads:
@@ -293,7 +321,7 @@ def test_many_streams_at_once(app, submit, worker):
         assert text(frames) == "".join(f"{word} " for word in range(30))
 
 
-def test_frames_are_named_for_what_they_are():
+def test_frames_are_named_for_what_they_are() -> None:
     token = TokenEvent(id="a", seq=0, token=5, text="x")
     end = FinishedEvent(id="a", seq=1, text="", finish_reason="stop", index=1)
     done = FinishedEvent(id="a", seq=2, text="", finish_reason="stop", done=True, usage={"prompt_tokens": 1})
@@ -309,7 +337,7 @@ def test_frames_are_named_for_what_they_are():
         LogEntry.of_end("", "stop", usage=Usage(prompt_tokens=1, completion_tokens=2)),
     ],
 )
-def test_a_frame_carries_its_message_on_one_line(entry):
+def test_a_frame_carries_its_message_on_one_line(entry: Any) -> None:
     message = encode(entry.to_event("a", 7))
     event = decode(message)
     assert encode(event) == message

@@ -3,27 +3,33 @@
 import json
 import threading
 import zlib
+from typing import Any
 
 import pytest
+import redis
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
+from api.app import ApiApp
 from api.routes.tasks import preferred_wait
 from api.schemas.requests import TaskBody
 from api.submission import body_digest, estimate_cost, parse_idempotency_key
+from tests.api.api_client import ApiClient, client_of
+from tests.api.conftest import HandWorker, MakeApp, Submit
 from tokenmill.protocol import naming
 from tokenmill.protocol.messages import JOB_FUNCTION, GenerateRequest
+from tokenmill.protocol.records import ModelCard
 from tokenmill.settings.processes import ApiSettings
 
 BODY = {"prompt": "hello", "max_tokens": 4}
 
 
-def payload_of(worker, task_id):
+def payload_of(worker: HandWorker, task_id: str) -> Any:
     _, _, (payload,), _ = json.loads(zlib.decompress(worker.owned[task_id].data))
     return payload
 
 
-def test_a_task_is_accepted_while_no_worker_is_up(client):
+def test_a_task_is_accepted_while_no_worker_is_up(client: ApiClient) -> None:
     reply = client.post("/v1/tasks", json={**BODY, "metadata": {"order": 7}})
     task = reply.json
     assert reply.status_code == 202
@@ -39,7 +45,7 @@ def test_a_task_is_accepted_while_no_worker_is_up(client):
     ]
 
 
-def test_rq_sees_the_job_as_its_own(client, redis_client, submit):
+def test_rq_sees_the_job_as_its_own(client: ApiClient, redis_client: redis.Redis, submit: Submit) -> None:
     task_id = submit(max_tokens=4, priority=1)
     job = Job.fetch(task_id, connection=redis_client, serializer=JSONSerializer)
     assert job.get_status() is JobStatus.QUEUED
@@ -63,7 +69,7 @@ def test_rq_sees_the_job_as_its_own(client, redis_client, submit):
         {"prompt_token_ids": [1, 2, 3]},
     ],
 )
-def test_the_worker_gets_what_was_sent(client, worker, body):
+def test_the_worker_gets_what_was_sent(client: ApiClient, worker: HandWorker, body: Any) -> None:
     fields = {"max_tokens": 9, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": -7}
     rest = {"stop": "end", "stop_token_ids": [4], "ignore_eos": True, "priority": 0}
     assert client.post("/v1/tasks", json={**body, **fields, **rest}).status_code == 202
@@ -73,14 +79,14 @@ def test_the_worker_gets_what_was_sent(client, worker, body):
     assert payload == {**body, "id": task_id, "model": "SmolLM2-135M-Instruct", "priority": 0}
 
 
-def test_a_seed_is_given_to_those_who_name_none(submit, worker):
+def test_a_seed_is_given_to_those_who_name_none(submit: Submit, worker: HandWorker) -> None:
     submit(), submit(), submit(seed=None)
     seeds = {payload_of(worker, task_id)["sampling"]["seed"] for task_id in worker.claim(3)}
     assert len(seeds) == 3
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_defaults_are_left_to_the_worker(submit, worker):
+def test_defaults_are_left_to_the_worker(submit: Submit, worker: HandWorker) -> None:
     submit(top_p=None)
     (task_id,) = worker.claim()
     assert payload_of(worker, task_id)["sampling"].keys() == {"seed"}
@@ -88,7 +94,7 @@ def test_defaults_are_left_to_the_worker(submit, worker):
 
 
 class TestIdempotency:
-    def test_the_same_body_gives_the_same_task(self, client, redis_client):
+    def test_the_same_body_gives_the_same_task(self, client: ApiClient, redis_client: redis.Redis) -> None:
         first = client.post("/v1/tasks", json=BODY, headers={"Idempotency-Key": '"key 1"'})
         # Spelled, ordered and filled up differently; the key bare.
         again = client.post(
@@ -103,7 +109,7 @@ class TestIdempotency:
         assert again.headers["Idempotent-Replayed"] == "true"
         assert len(redis_client.keys("rq:job:*")) == 1
 
-    def test_another_body_is_refused(self, client, redis_client):
+    def test_another_body_is_refused(self, client: ApiClient, redis_client: redis.Redis) -> None:
         client.post("/v1/tasks", json=BODY, headers={"Idempotency-Key": "k"})
         reply = client.post("/v1/tasks", json={**BODY, "max_tokens": 5}, headers={"Idempotency-Key": "k"})
         assert reply.status_code == 422
@@ -111,21 +117,21 @@ class TestIdempotency:
         assert reply.json["error"]["param"] == "Idempotency-Key"
         assert len(redis_client.keys("rq:job:*")) == 1
 
-    def test_a_random_seed_does_not_tell_bodies_apart(self, client):
+    def test_a_random_seed_does_not_tell_bodies_apart(self, client: ApiClient) -> None:
         ids = {client.post("/v1/tasks", json=BODY, headers={"Idempotency-Key": "k"}).json["id"] for _ in "ab"}
         assert len(ids) == 1
 
-    def test_a_refused_body_leaves_no_record(self, client):
+    def test_a_refused_body_leaves_no_record(self, client: ApiClient) -> None:
         bad = client.post("/v1/tasks", json={"prompt": ""}, headers={"Idempotency-Key": "k"})
         good = client.post("/v1/tasks", json=BODY, headers={"Idempotency-Key": "k"})
         assert (bad.status_code, good.status_code) == (400, 202)
         assert "Idempotent-Replayed" not in good.headers
 
-    def test_many_at_once_make_one_task(self, app, redis_client):
+    def test_many_at_once_make_one_task(self, app: ApiApp, redis_client: redis.Redis) -> None:
         replies = []
 
-        def post():
-            replies.append(app.test_client().post("/v1/tasks", json=BODY, headers={"Idempotency-Key": "k"}))
+        def post() -> None:
+            replies.append(client_of(app).post("/v1/tasks", json=BODY, headers={"Idempotency-Key": "k"}))
 
         threads = [threading.Thread(target=post) for _ in range(12)]
         for thread in threads:
@@ -139,16 +145,18 @@ class TestIdempotency:
     @pytest.mark.parametrize(
         ("header", "key"), [('"a"', "a"), ("a", "a"), (' "a b" ', "a b"), (r'"a\"\\b"', 'a"\\b'), ('"', '"')]
     )
-    def test_quoted_or_bare(self, header, key):
+    def test_quoted_or_bare(self, header: str, key: str) -> None:
         assert parse_idempotency_key(header) == key
 
 
 class TestFullQueue:
     @pytest.fixture
-    def settings(self, redis_url):
+    def settings(self, redis_url: str) -> Any:
         return ApiSettings(redis_url=redis_url, max_waiting_tasks=3)
 
-    def test_one_too_many_is_told_when_to_come_again(self, client, submit, redis_client):
+    def test_one_too_many_is_told_when_to_come_again(
+        self, client: ApiClient, submit: Submit, redis_client: redis.Redis
+    ) -> None:
         for _ in range(3):
             submit()
         reply = client.post("/v1/tasks", json=BODY)
@@ -164,7 +172,9 @@ class TestFullQueue:
         assert 1 <= int(reply.headers["Retry-After"]) <= 60
         assert len(redis_client.keys("rq:job:*")) == 3
 
-    def test_the_time_is_taken_from_the_drain_rate(self, client, submit, worker):
+    def test_the_time_is_taken_from_the_drain_rate(
+        self, client: ApiClient, submit: Submit, worker: HandWorker
+    ) -> None:
         for _ in range(3):
             submit(max_tokens=100_000)
         worker.run("x")
@@ -175,19 +185,21 @@ class TestFullQueue:
         reply = client.post("/v1/tasks", json=BODY)
         assert int(reply.headers["Retry-After"]) == max(1, min(60, -(-share // 1)))
 
-    def test_what_was_claimed_does_not_count(self, submit, worker):
+    def test_what_was_claimed_does_not_count(self, submit: Submit, worker: HandWorker) -> None:
         for _ in range(3):
             submit()
         worker.claim(2)
         submit(), submit()
 
-    def test_a_known_key_is_answered_by_a_full_queue_too(self, client, submit):
+    def test_a_known_key_is_answered_by_a_full_queue_too(self, client: ApiClient, submit: Submit) -> None:
         first = client.post("/v1/tasks", json=BODY, headers={"Idempotency-Key": "k"})
         submit(), submit()
         again = client.post("/v1/tasks", json=BODY, headers={"Idempotency-Key": "k"})
         assert (again.status_code, again.json["id"]) == (202, first.json["id"])
 
-    def test_a_key_can_be_used_again_after_a_refusal(self, client, submit, worker, redis_client):
+    def test_a_key_can_be_used_again_after_a_refusal(
+        self, client: ApiClient, submit: Submit, worker: HandWorker, redis_client: redis.Redis
+    ) -> None:
         for _ in range(3):
             submit()
         before = sorted(redis_client.keys())
@@ -198,17 +210,19 @@ class TestFullQueue:
         reply = client.post("/v1/tasks", json={**BODY, "max_tokens": 5}, headers=headers)
         assert (reply.status_code, "Idempotent-Replayed" in reply.headers) == (202, False)
 
-    def test_no_limit(self, redis_url, make_app):
-        client = make_app(ApiSettings(redis_url=redis_url, max_waiting_tasks=0)).test_client()
+    def test_no_limit(self, redis_url: str, make_app: MakeApp) -> None:
+        client = client_of(make_app(ApiSettings(redis_url=redis_url, max_waiting_tasks=0)))
         assert {client.post("/v1/tasks", json=BODY).status_code for _ in range(10)} == {202}
 
 
 class TestTooManyTokens:
     @pytest.fixture
-    def settings(self, redis_url):
+    def settings(self, redis_url: str) -> Any:
         return ApiSettings(redis_url=redis_url, max_waiting_tokens=1000)
 
-    def test_what_does_not_fit_is_told_when_to_come_again(self, client, submit, worker, redis_client):
+    def test_what_does_not_fit_is_told_when_to_come_again(
+        self, client: ApiClient, submit: Submit, worker: HandWorker, redis_client: redis.Redis
+    ) -> None:
         submit(max_tokens=900)
         reply = client.post("/v1/tasks", json={"prompt": "x", "max_tokens": 50, "n": 2})
         assert reply.status_code == 429
@@ -219,14 +233,19 @@ class TestTooManyTokens:
         # With one output it fits.
         submit(max_tokens=50)
 
-    def test_the_time_is_that_in_which_what_is_too_much_has_gone(self, client, submit, worker):
+    def test_the_time_is_that_in_which_what_is_too_much_has_gone(
+        self, client: ApiClient, submit: Submit, worker: HandWorker
+    ) -> None:
         submit(max_tokens=90), submit(max_tokens=898)
         worker.run("x")
         rate = worker.store.queue_stats(worker.slug).drain_rate
+        assert rate is not None
         reply = client.post("/v1/tasks", json={"prompt": "x", "max_tokens": 600})
         assert int(reply.headers["Retry-After"]) == max(1, min(60, -(-(900 + 601 - 1000) // rate)))
 
-    def test_one_that_is_too_large_is_taken_alone(self, client, submit, worker):
+    def test_one_that_is_too_large_is_taken_alone(
+        self, client: ApiClient, submit: Submit, worker: HandWorker
+    ) -> None:
         submit(max_tokens=5000)
         assert client.post("/v1/tasks", json=BODY).status_code == 429
         worker.claim()
@@ -234,10 +253,12 @@ class TestTooManyTokens:
 
 
 class TestPreferWait:
-    def test_a_task_that_ends_in_time_is_answered_whole(self, app, client, worker):
+    def test_a_task_that_ends_in_time_is_answered_whole(
+        self, app: ApiApp, client: ApiClient, worker: HandWorker
+    ) -> None:
         replies = []
 
-        def post():
+        def post() -> None:
             replies.append(client.post("/v1/tasks", json=BODY, headers={"Prefer": "respond-async, wait=60"}))
 
         thread = threading.Thread(target=post)
@@ -254,7 +275,7 @@ class TestPreferWait:
         assert reply.json["status"] == "completed"
         assert reply.json["outputs"][0]["text"] == "ab"
 
-    def test_one_that_does_not_is_accepted(self, client):
+    def test_one_that_does_not_is_accepted(self, client: ApiClient) -> None:
         reply = client.post("/v1/tasks", json=BODY, headers={"Prefer": "wait=1"})
         assert (reply.status_code, reply.json["status"]) == (202, "queued")
         assert "Preference-Applied" not in reply.headers
@@ -276,23 +297,27 @@ class TestPreferWait:
             ('wait="5"', 0),
         ],
     )
-    def test_reading_the_header(self, prefer, seconds):
+    def test_reading_the_header(self, prefer: Any, seconds: float) -> None:
         assert preferred_wait(prefer) == seconds
 
 
-def test_the_estimate_counts_bytes_and_output(card):
-    assert estimate_cost(TaskBody(prompt="x" * 40, max_tokens=10), None) == 11 + 10
-    assert estimate_cost(TaskBody(prompt_token_ids=[1] * 40, max_tokens=10), None) == 50
+def cost(card: ModelCard | None = None, **fields: object) -> int:
+    return estimate_cost(TaskBody.model_validate(fields), card)
+
+
+def test_the_estimate_counts_bytes_and_output(card: ModelCard) -> None:
+    assert cost(prompt="x" * 40, max_tokens=10) == 11 + 10
+    assert cost(prompt_token_ids=[1] * 40, max_tokens=10) == 50
     # Outputs share the prompt; each may be as long as it would be alone.
-    assert estimate_cost(TaskBody(prompt_token_ids=[1] * 40, max_tokens=10, n=3), None) == 70
-    assert estimate_cost(TaskBody(prompt_token_ids=[1] * 40, max_tokens=500, n=2), card) == 40 + 2 * 60
+    assert cost(prompt_token_ids=[1] * 40, max_tokens=10, n=3) == 70
+    assert cost(prompt_token_ids=[1] * 40, max_tokens=500, n=2, card=card) == 40 + 2 * 60
     # Nothing is longer than the model, or, before it is known, than any: those behind are told of this cost.
-    assert estimate_cost(TaskBody(prompt="x", max_tokens=10**30), card) == card.max_model_len
-    assert estimate_cost(TaskBody(prompt="x", max_tokens=10**30), None) == 2**17
+    assert cost(prompt="x", max_tokens=10**30, card=card) == card.max_model_len
+    assert cost(prompt="x", max_tokens=10**30) == 2**17
 
 
-def test_the_digest_is_of_what_is_said():
-    def digest(**fields):
+def test_the_digest_is_of_what_is_said() -> None:
+    def digest(**fields: Any) -> Any:
         return body_digest(TaskBody(prompt="x", **fields))
 
     assert digest(temperature=1) == digest(temperature=1.0)

@@ -1,11 +1,14 @@
 """Whatever is sent: an answer below 500, valid JSON, and a task only if it was accepted."""
 
 import json
+from typing import Any
 
 import hypothesis
 import pytest
+import redis
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.api.api_client import ApiClient
 
 from api.json_body import MAX_DEPTH, parse_object
 from api.problems import Problem
@@ -85,7 +88,7 @@ settings = hypothesis.settings(
 )
 
 
-def check(client, redis_client, body: bytes):
+def check(client: ApiClient, redis_client: redis.Redis, body: bytes) -> None:
     jobs = len(redis_client.keys("rq:job:*"))
     reply = client.post("/v1/tasks", data=body, content_type="application/json")
     answer = json.loads(reply.data, parse_constant=pytest.fail)
@@ -99,20 +102,20 @@ def check(client, redis_client, body: bytes):
 
 @settings
 @given(BODIES | LIKELY)
-def test_any_json(client, redis_client, body):
+def test_any_json(client: ApiClient, redis_client: redis.Redis, body: Any) -> None:
     check(client, redis_client, json.dumps(body).encode())
 
 
 @settings
 @given(st.binary(max_size=60) | st.text(alphabet='{}[]":,\\u0d8ntf eE+-.19', max_size=40).map(str.encode))
-def test_any_bytes(client, redis_client, body):
+def test_any_bytes(client: ApiClient, redis_client: redis.Redis, body: Any) -> None:
     check(client, redis_client, body)
 
 
 @settings
 @given(st.text(max_size=20), st.text(max_size=20), st.text(max_size=20))
-def test_any_headers(client, key, prefer, request_id):
-    def wire(text):
+def test_any_headers(client: ApiClient, key: str, prefer: Any, request_id: Any) -> None:
+    def wire(text: str) -> Any:
         return text.encode("utf-8", "surrogatepass").decode("latin1").translate({10: None, 13: None})
 
     headers = {"Idempotency-Key": wire(key), "Prefer": wire(prefer), "X-Request-ID": wire(request_id)}
@@ -123,7 +126,7 @@ def test_any_headers(client, key, prefer, request_id):
 
 @settings
 @given(VALUES)
-def test_what_is_let_through_can_be_written_again(value):
+def test_what_is_let_through_can_be_written_again(value: Any) -> None:
     body = json.dumps({"metadata": value}).encode()
     try:
         parsed = parse_object(body)
@@ -135,7 +138,7 @@ def test_what_is_let_through_can_be_written_again(value):
 
 @settings
 @given(LIKELY)
-def test_a_request_survives_the_queue(body):
+def test_a_request_survives_the_queue(body: Any) -> None:
     try:
         task = TaskBody.model_validate(parse_object(json.dumps(body).encode()))
     except (Problem, ValueError):
@@ -147,7 +150,7 @@ def test_a_request_survives_the_queue(body):
 
 
 @pytest.mark.parametrize("depth", [MAX_DEPTH - 1, MAX_DEPTH, MAX_DEPTH + 1, 900, 10_000, 100_000])
-def test_depth_has_a_limit(depth):
+def test_depth_has_a_limit(depth: Any) -> None:
     body = b'{"a": ' + b"[" * depth + b"]" * depth + b"}"
     if depth <= MAX_DEPTH:
         parse_object(body)

@@ -6,10 +6,17 @@ import math
 import re
 import zlib
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import redis
 
 from api.app import create_app
+from tests.api.api_client import ApiClient, client_of
+from tests.api.conftest import HandWorker
+from tests.conftest import RedisServer
+from tokenmill.protocol.records import ModelCard
+from tokenmill.protocol.store.task_store import TaskStore
 from tokenmill.settings.processes import ApiSettings
 
 GOOD = {"prompt": "hello", "max_tokens": 4}
@@ -17,12 +24,14 @@ SURROGATE = b'"\\ud83d"'
 
 
 @pytest.fixture(scope="module")
-def client(redis_server):
+def client(redis_server: RedisServer) -> Any:
     """One application for all of these: whatever came before, the next call is answered."""
-    return create_app(ApiSettings(redis_url=redis_server.url)).test_client()
+    return client_of(create_app(ApiSettings(redis_url=redis_server.url)))
 
 
-def check_refused(client, redis_client, reply, status, param=None):
+def check_refused(
+    client: ApiClient, redis_client: redis.Redis, reply: Any, status: int, param: Any = None
+) -> None:
     assert reply.status_code == status, reply.text
     assert reply.content_type == "application/problem+json"
     # Python reads NaN as a number, other clients do not: a refusal must not repeat it.
@@ -111,7 +120,9 @@ def check_refused(client, redis_client, reply, status, param=None):
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_a_bad_value_is_refused_by_name(client, redis_client, field, value):
+def test_a_bad_value_is_refused_by_name(
+    client: ApiClient, redis_client: redis.Redis, field: str, value: Any
+) -> None:
     reply = client.post("/v1/tasks", json={**GOOD, field: value})
     check_refused(client, redis_client, reply, 400)
     assert reply.json["error"]["param"] in (field, f"{field}.0")
@@ -151,14 +162,16 @@ def test_a_bad_value_is_refused_by_name(client, redis_client, field, value):
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_bad_input_is_refused_by_name(client, redis_client, body, param):
+def test_a_bad_input_is_refused_by_name(
+    client: ApiClient, redis_client: redis.Redis, body: Any, param: Any
+) -> None:
     check_refused(client, redis_client, client.post("/v1/tasks", json=body), 400, param)
 
 
 @pytest.mark.parametrize(
     "body", [{}, {"max_tokens": 4}, {"prompt": None}, {"prompt": "x", "prompt_token_ids": [1]}]
 )
-def test_there_is_exactly_one_input(client, redis_client, body):
+def test_there_is_exactly_one_input(client: ApiClient, redis_client: redis.Redis, body: Any) -> None:
     """vllm#7283: a missing prompt."""
     reply = client.post("/v1/tasks", json=body)
     check_refused(client, redis_client, reply, 400)
@@ -173,7 +186,9 @@ def test_there_is_exactly_one_input(client, redis_client, body):
         "timeout_seconds", "logit_bias",
     ],
 )  # fmt: skip
-def test_a_number_that_is_not_finite_is_refused(client, redis_client, number, field):
+def test_a_number_that_is_not_finite_is_refused(
+    client: ApiClient, redis_client: redis.Redis, number: int, field: str
+) -> None:
     """vllm PR45116, sglang PR28153: Python's JSON reads NaN, and every comparison with it is false."""
     value = {"metadata": f'{{"deep": [{number}]}}', "logit_bias": f'{{"1": {number}}}'}.get(field, number)
     body = f'{{"prompt": "x", "{field}": {value}}}'
@@ -190,7 +205,7 @@ def test_a_number_that_is_not_finite_is_refused(client, redis_client, number, fi
     ],
     ids=lambda body: str(body[:20]),
 )  # fmt: skip
-def test_what_is_no_json_object_is_refused(client, redis_client, body):
+def test_what_is_no_json_object_is_refused(client: ApiClient, redis_client: redis.Redis, body: Any) -> None:
     """flask-jwt-extended#74, hashview#212: a null or list body was a 500, a broken one an HTML page."""
     reply = client.post("/v1/tasks", data=body, content_type="application/json")
     check_refused(client, redis_client, reply, 400)
@@ -211,19 +226,23 @@ def test_what_is_no_json_object_is_refused(client, redis_client, body):
         (b'{"prompt": "x", %s: 1}', "\\ud83d"),
     ],
 )
-def test_a_lone_surrogate_is_refused(client, redis_client, body, param):
+def test_a_lone_surrogate_is_refused(
+    client: ApiClient, redis_client: redis.Redis, body: Any, param: Any
+) -> None:
     """aider#3693, llama.cpp#25543: JSON may hold half a pair, which no encoder can write again."""
     reply = client.post("/v1/tasks", data=body % SURROGATE, content_type="application/json")
     check_refused(client, redis_client, reply, 400, param)
 
 
-def test_a_surrogate_pair_is_text(client):
+def test_a_surrogate_pair_is_text(client: ApiClient) -> None:
     reply = client.post("/v1/tasks", data=b'{"prompt": "\\ud83d\\ude00"}', content_type="application/json")
     assert reply.status_code == 202
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "", None])
-def test_another_content_type_is_refused(client, redis_client, content_type):
+def test_another_content_type_is_refused(
+    client: ApiClient, redis_client: redis.Redis, content_type: Any
+) -> None:
     """hashview#212: Flask's own answer is an HTML page."""
     reply = client.post("/v1/tasks", data=json.dumps(GOOD), content_type=content_type)
     check_refused(client, redis_client, reply, 415)
@@ -255,14 +274,18 @@ BIG = {
 
 
 @pytest.mark.parametrize("name", BIG)
-def test_huge_work_in_a_small_body_is_refused(client, redis_client, name):
+def test_huge_work_in_a_small_body_is_refused(
+    client: ApiClient, redis_client: redis.Redis, name: str
+) -> None:
     """vllm PR37952, PR47845: small bodies that cost much. The answer is short, whatever was sent."""
     reply = client.post("/v1/tasks", data=BIG[name], content_type="application/json")
     check_refused(client, redis_client, reply, 404 if name == "long model" else 400)
     assert len(reply.data) < 2000
 
 
-def test_a_body_beyond_the_limit_is_refused_unread(client, redis_client, settings):
+def test_a_body_beyond_the_limit_is_refused_unread(
+    client: ApiClient, redis_client: redis.Redis, settings: ApiSettings
+) -> None:
     """llama.cpp#19367: 50 MB."""
     body = b'{"prompt": "' + b"x" * 50_000_000 + b'"}'
     reply = client.post("/v1/tasks", data=body, content_type="application/json")
@@ -291,8 +314,16 @@ class TestWithModelCard:
         ids=lambda value: str(value)[:40],
     )
     def test_what_the_model_cannot_do_is_refused(
-        self, client, redis_client, store, settings, card, body, param, code
-    ):
+        self,
+        client: ApiClient,
+        redis_client: redis.Redis,
+        store: TaskStore,
+        settings: ApiSettings,
+        card: ModelCard,
+        body: Any,
+        param: Any,
+        code: str,
+    ) -> None:
         store.put_model_card(settings.slug, replace(card, max_prompt_bytes=1600))
         reply = client.post("/v1/tasks", json=body)
         check_refused(client, redis_client, reply, 400, param)
@@ -310,18 +341,35 @@ class TestWithModelCard:
             {},
         ],
     )
-    def test_much_output_is_not_refused(self, client, store, settings, card, body, max_model_len):
+    def test_much_output_is_not_refused(
+        self,
+        client: ApiClient,
+        store: TaskStore,
+        settings: ApiSettings,
+        card: ModelCard,
+        body: Any,
+        max_model_len: Any,
+    ) -> None:
         """It is bounded where it is produced. vllm#5907: few words ask for more than anybody can read."""
         store.put_model_card(settings.slug, replace(card, max_model_len=max_model_len, max_prompt_tokens=90))
         assert client.post("/v1/tasks", json={"prompt": "x", **body}).status_code == 202
 
-    def test_a_prompt_of_the_longest_text_is_taken(self, client, store, settings, card):
+    def test_a_prompt_of_the_longest_text_is_taken(
+        self, client: ApiClient, store: TaskStore, settings: ApiSettings, card: ModelCard
+    ) -> None:
         store.put_model_card(settings.slug, replace(card, max_prompt_bytes=1600))
         assert client.post("/v1/tasks", json={"prompt": "é" * 800}).status_code == 202
         store.put_model_card(settings.slug, replace(card, max_prompt_bytes=None))
         assert client.post("/v1/tasks", json={"prompt": "x" * 100_000}).status_code == 202
 
-    def test_log_probabilities_of_a_prompt_are_bounded(self, client, redis_client, store, settings, card):
+    def test_log_probabilities_of_a_prompt_are_bounded(
+        self,
+        client: ApiClient,
+        redis_client: redis.Redis,
+        store: TaskStore,
+        settings: ApiSettings,
+        card: ModelCard,
+    ) -> None:
         """They cannot be cut short, and the worker would refuse the same."""
         store.put_model_card(settings.slug, replace(card, max_model_len=10**6, max_prompt_tokens=10**6))
         for length, status in ((11_915, 202), (11_916, 400)):
@@ -330,27 +378,34 @@ class TestWithModelCard:
             assert reply.status_code == status
         assert reply.json["error"]["param"] == "prompt_logprobs"
 
-    def test_chat_needs_a_template(self, client, redis_client, store, settings, card):
+    def test_chat_needs_a_template(
+        self,
+        client: ApiClient,
+        redis_client: redis.Redis,
+        store: TaskStore,
+        settings: ApiSettings,
+        card: ModelCard,
+    ) -> None:
         """vllm#39279: a model without a template was a 500."""
         store.put_model_card(settings.slug, replace(card, has_chat_template=False))
         reply = client.post("/v1/tasks", json={"messages": [{"role": "user", "content": "hi"}]})
         check_refused(client, redis_client, reply, 400, "messages")
 
-    def test_what_fits_is_accepted(self, client, card):
+    def test_what_fits_is_accepted(self, client: ApiClient, card: ModelCard) -> None:
         assert client.post("/v1/tasks", json={"prompt_token_ids": [999] * 80}).status_code == 202
         body = {"messages": [{"role": "user", "content": "hi"}], "stop_token_ids": [0, 999],
             "logit_bias": {"999": -100}, "allowed_token_ids": [999]}  # fmt: skip
         assert client.post("/v1/tasks", json=body).status_code == 202
 
 
-def test_another_model_is_not_found(client, redis_client):
+def test_another_model_is_not_found(client: ApiClient, redis_client: redis.Redis) -> None:
     reply = client.post("/v1/tasks", json={**GOOD, "model": "gpt-0"})
     check_refused(client, redis_client, reply, 404, "model")
     assert reply.json["error"]["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize("key", ["", '""', "x" * 256, "caf\xe9", "a\tb"])
-def test_a_bad_idempotency_key_is_refused(client, redis_client, key):
+def test_a_bad_idempotency_key_is_refused(client: ApiClient, redis_client: redis.Redis, key: str) -> None:
     reply = client.post("/v1/tasks", json=GOOD, headers={"Idempotency-Key": key})
     check_refused(client, redis_client, reply, 400, "Idempotency-Key")
 
@@ -365,13 +420,13 @@ def test_a_bad_idempotency_key_is_refused(client, redis_client, key):
         {"stop": [], "metadata": {}, "model": "SmolLM2-135M-Instruct", "priority": 0},
     ],
 )
-def test_unusual_values_in_range_are_accepted(client, body):
+def test_unusual_values_in_range_are_accepted(client: ApiClient, body: Any) -> None:
     """vllm#19862: null is "not given"; a tiny temperature and a top_k beyond the vocabulary are in range."""
     reply = client.post("/v1/tasks", json={"prompt": "x", **body})
     assert reply.status_code == 202, reply.text
 
 
-def test_a_nul_in_a_prompt_is_kept(client, worker):
+def test_a_nul_in_a_prompt_is_kept(client: ApiClient, worker: HandWorker) -> None:
     """llama.cpp#25543: the prompt was cut there."""
     client.post("/v1/tasks", json={"prompt": "a\0b"})
     (task_id,) = worker.claim()
@@ -380,7 +435,7 @@ def test_a_nul_in_a_prompt_is_kept(client, worker):
     assert math.isfinite(payload["sampling"]["seed"])
 
 
-def test_a_body_that_ends_before_its_length_is_no_task(client, redis_client):
+def test_a_body_that_ends_before_its_length_is_no_task(client: ApiClient, redis_client: redis.Redis) -> None:
     reply = client.post(
         "/v1/tasks",
         data=json.dumps(GOOD),
@@ -390,7 +445,7 @@ def test_a_body_that_ends_before_its_length_is_no_task(client, redis_client):
     check_refused(client, redis_client, reply, 400, "body")
 
 
-def test_an_encoding_that_is_not_undone_is_refused(client, redis_client):
+def test_an_encoding_that_is_not_undone_is_refused(client: ApiClient, redis_client: redis.Redis) -> None:
     reply = client.post(
         "/v1/tasks",
         data=json.dumps(GOOD),
@@ -402,7 +457,7 @@ def test_an_encoding_that_is_not_undone_is_refused(client, redis_client):
     assert reply.headers["Accept-Encoding"] == "identity"
 
 
-def test_a_byte_order_mark_is_skipped(client):
+def test_a_byte_order_mark_is_skipped(client: ApiClient) -> None:
     """ai-memory#500: some editors and shells write one, and RFC 8259 lets readers ignore it."""
     body = b"\xef\xbb\xbf" + json.dumps(GOOD).encode()
     assert client.post("/v1/tasks", data=body, content_type="application/json").status_code == 202
@@ -423,7 +478,9 @@ def test_a_byte_order_mark_is_skipped(client):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_a_body_is_instead_is_named(client, redis_client, body, words):
+def test_what_a_body_is_instead_is_named(
+    client: ApiClient, redis_client: redis.Redis, body: Any, words: Any
+) -> None:
     """gunicorn#1803: no words of the decoder's own reach the client."""
     reply = client.post("/v1/tasks", data=body, content_type="application/json")
     check_refused(client, redis_client, reply, 400)
@@ -434,7 +491,7 @@ def test_what_a_body_is_instead_is_named(client, redis_client, body, words):
 @pytest.mark.parametrize(
     ("charset", "status"), [("utf-8", 202), ("UTF-8", 202), ("utf-16", 415), ("latin-1", 415)]
 )
-def test_a_charset_that_is_not_undone_is_refused(client, charset, status):
+def test_a_charset_that_is_not_undone_is_refused(client: ApiClient, charset: str, status: int) -> None:
     content_type = f"application/json; charset={charset}"
     reply = client.post("/v1/tasks", data=json.dumps(GOOD), content_type=content_type)
     assert reply.status_code == status

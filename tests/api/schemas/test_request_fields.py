@@ -2,14 +2,18 @@
 
 import json
 import zlib
+from typing import Any, cast
+
+import redis
 
 from api.schemas.requests import TaskBody
 from api.submission import estimate_cost
-from tests.api.conftest import CARD
+from tests.api.api_client import ApiClient
+from tests.api.conftest import CARD, HandWorker, Submit
 from tokenmill.client.sse import frames as parse
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import GenerateRequest, LogEntry, TaskError, encode
-from tokenmill.protocol.records import Write
+from tokenmill.protocol.records import ModelCard, Write
 
 FIELDS = {
     "n": 3, "max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1,
@@ -23,18 +27,18 @@ LIMITS = {"queue_timeout_seconds": 5, "ttft_timeout_seconds": 6.5, "timeout_seco
 LOGPROBS = {"logprob": -0.5, "token": "a", "bytes": [97], "top": []}
 
 
-def stored(redis_client, task_id):
-    data = zlib.decompress(redis_client.hget(f"rq:job:{task_id}", "data"))
+def stored(redis_client: redis.Redis, task_id: str) -> Any:
+    data = zlib.decompress(cast(bytes, redis_client.hget(f"rq:job:{task_id}", "data")))
     _, _, (payload,), _ = json.loads(data)
     return GenerateRequest.from_payload(payload)
 
 
-def write(worker, task_id, first, *entries):
+def write(worker: HandWorker, task_id: str, first: Any, *entries: Any) -> None:
     owner = worker.owned[task_id].owner
     worker.store.publish([Write(task_id=task_id, owner=owner, first_seq=first, entries=entries)])
 
 
-def test_every_field_travels(submit, redis_client):
+def test_every_field_travels(submit: Submit, redis_client: redis.Redis) -> None:
     task_id = submit(**FIELDS, **LIMITS, cache_salt="s")
     request = stored(redis_client, task_id)
     assert request.sampling == FIELDS
@@ -44,21 +48,21 @@ def test_every_field_travels(submit, redis_client):
     assert {name: float(run[name.encode()]) for name in LIMITS} == LIMITS
 
 
-def test_what_is_not_given_does_not_travel(submit, redis_client):
+def test_what_is_not_given_does_not_travel(submit: Submit, redis_client: redis.Redis) -> None:
     request = stored(redis_client, submit(n=None, logit_bias=None, timeout_seconds=None))
     assert request.sampling.keys() == {"seed"}
     assert request.timeout_seconds is None
 
 
-def test_several_outputs_cost_as_much(card):
-    def cost(**fields):
-        return estimate_cost(TaskBody(prompt_token_ids=[1] * 10, **fields), CARD)
+def test_several_outputs_cost_as_much(card: ModelCard) -> None:
+    def cost(**fields: Any) -> Any:
+        return estimate_cost(TaskBody.model_validate({"prompt_token_ids": [1] * 10, **fields}), CARD)
 
     assert (cost(max_tokens=20), cost(max_tokens=20, n=3)) == (30, 70)
     assert cost(n=2) == 10 + 2 * 90, "with the prompt, which is one, neither is longer than the model"
 
 
-def test_all_outputs_are_shown_from_the_start(client, submit, worker):
+def test_all_outputs_are_shown_from_the_start(client: ApiClient, submit: Submit, worker: HandWorker) -> None:
     """vllm#10852: fewer than n."""
     task_id = submit(n=3)
     assert [one["index"] for one in client.get(f"/v1/tasks/{task_id}").json["outputs"]] == [0, 1, 2]
@@ -76,7 +80,9 @@ def test_all_outputs_are_shown_from_the_start(client, submit, worker):
     assert [one["logprobs"] for one in task["outputs"]] == [None, None, [LOGPROBS]]
 
 
-def test_a_stream_tells_logprobs_and_the_end_of_each_output(client, submit, worker):
+def test_a_stream_tells_logprobs_and_the_end_of_each_output(
+    client: ApiClient, submit: Submit, worker: HandWorker
+) -> None:
     task_id = submit(n=2)
     worker.claim()
     prompt = [None, {"id": 5, **LOGPROBS}]

@@ -17,7 +17,7 @@ from api.schemas.webhook_url import Target, is_public, parse_url
         ("http://[2001:DB8::1]:81/", Target(False, "2001:db8::1", 81, "/"), "[2001:db8::1]:81"),
     ],
 )
-def test_a_url_in_its_parts(url, target, authority):
+def test_the_parts_of_a_url(url: str, target: Target, authority: str) -> None:
     assert parse_url(url) == target
     assert target.authority == authority
 
@@ -37,7 +37,7 @@ def test_a_url_in_its_parts(url, target, authority):
         "http://2130706433/", "http://0x7f.1/", "http://127.1/", "http://0177.0.0.1/", "http://0/", "http://127.0.0.1./",
     ],
 )  # fmt: skip
-def test_anything_that_could_be_read_in_two_ways_is_refused(url):
+def test_anything_that_could_be_read_in_two_ways_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="must"):
         parse_url(url)
 
@@ -57,7 +57,7 @@ def test_anything_that_could_be_read_in_two_ways_is_refused(url):
         "localhost.", "a.localhost",
     ],
 )  # fmt: skip
-def test_what_is_not_for_anybody(address):
+def test_what_is_not_for_anybody(address: str) -> None:
     assert not is_public(address)
 
 
@@ -68,5 +68,5 @@ def test_what_is_not_for_anybody(address):
         "2a00:1450:4001::1", "::ffff:8.8.8.8", "example.org", "localhost.example.org", "notlocalhost",
     ],
 )  # fmt: skip
-def test_what_is(address):
+def test_what_is(address: str) -> None:
     assert is_public(address)

@@ -7,13 +7,17 @@ went away before the first byte was written was never noticed. No heartbeat is d
 import json
 import socket
 import time
+from typing import Any, cast
 
 import pytest
+import redis
 
+from tests.api.conftest import HandWorker, StartServer
+from tests.api.running_server import Server
 from tokenmill.protocol import keys
 
 
-def wait_for_end(server, task_id):
+def wait_for_end(server: Server, task_id: str) -> Any:
     while (task := json.loads(server.call("GET", f"/v1/tasks/{task_id}")[1]))["status"] not in (
         "completed", "failed", "cancelled",
     ):  # fmt: skip
@@ -21,7 +25,7 @@ def wait_for_end(server, task_id):
     return task
 
 
-def test_in_the_middle_of_a_stream(server, redis_url, worker):
+def test_in_the_middle_of_a_stream(server: Server, redis_url: str, worker: HandWorker) -> None:
     task_id = server.submit(on_disconnect="cancel")
     worker.claim()
     worker.start(task_id)
@@ -38,7 +42,9 @@ def test_in_the_middle_of_a_stream(server, redis_url, worker):
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_while_it_waits_behind_another(server, redis_url, worker, reset):
+def test_while_it_waits_behind_another(
+    server: Server, redis_url: str, worker: HandWorker, reset: Any
+) -> None:
     """Not a token is computed for it, and the other does not suffer."""
     first, second = server.submit(), server.submit(on_disconnect="cancel")
     with server.open(f"/v1/tasks/{second}/events") as connection:
@@ -50,7 +56,9 @@ def test_while_it_waits_behind_another(server, redis_url, worker, reset):
 
 
 @pytest.mark.parametrize("how", ["poll", "submission"])
-def test_while_it_is_waited_for(server, redis_url, worker, how, redis_client):
+def test_while_it_is_waited_for(
+    server: Server, redis_url: str, worker: HandWorker, how: Any, redis_client: redis.Redis
+) -> None:
     head = "Host: x\r\nContent-Type: application/json\r\nPrefer: wait=60\r\n"
     with socket.create_connection(server.address) as connection:
         if how == "poll":
@@ -62,10 +70,10 @@ def test_while_it_is_waited_for(server, redis_url, worker, how, redis_client):
             connection.sendall(f"POST /v1/tasks HTTP/1.1\r\n{head}{length}".encode() + body)
         while not (watched := redis_client.zrange(keys.WATCHED, 0, -1)):
             time.sleep(0.02)
-    assert wait_for_end(server, watched[0].decode())["status"] == "cancelled"
+    assert wait_for_end(server, cast(bytes, watched[0]).decode())["status"] == "cancelled"
 
 
-def test_the_last_of_several(server, redis_url):
+def test_the_last_of_several(server: Server, redis_url: str) -> None:
     task_id = server.submit(on_disconnect="cancel")
     first, second = (server.open(f"/v1/tasks/{task_id}/events") for _ in range(2))
     server.wait_for_streams(2)
@@ -76,7 +84,9 @@ def test_the_last_of_several(server, redis_url):
     assert wait_for_end(server, task_id)["status"] == "cancelled"
 
 
-def test_when_the_server_is_killed_its_readers_lapse(start, redis_client, monkeypatch):
+def test_when_the_server_is_killed_its_readers_lapse(
+    start: StartServer, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = start()
     task_id = server.submit(on_disconnect="cancel")
     with server.open(f"/v1/tasks/{task_id}/events"):

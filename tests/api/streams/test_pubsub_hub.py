@@ -1,6 +1,8 @@
-"""The hub alone: one connection, every message to all who asked, and "replay" where one may be missing."""
+"""The hub: one connection, each message to all subscribers, and `replay` where messages may be missing."""
 
 import threading
+from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 import redis
@@ -10,25 +12,25 @@ from api.streams.pubsub_hub import MAX_PENDING, PubSubHub, Subscription
 
 
 @pytest.fixture
-def hub(redis_url, redis_client):
+def hub(redis_url: str, redis_client: redis.Redis) -> Iterator[PubSubHub]:
     hub = PubSubHub(lambda: connect_subscriber(redis_url), lambda name: redis_client.publish(name, b""))
     yield hub
     hub.close()
 
 
-def take(subscription, number):
-    """So many messages; a request to replay in between is passed over."""
-    messages = []
+def take(subscription: Subscription, number: int) -> list[bytes]:
+    """The next messages. A request to replay in between is ignored."""
+    messages: list[bytes] = []
     while len(messages) < number:
         messages += subscription.wait(30).messages
     return messages
 
 
-def live(subscription):
+def live(subscription: Subscription) -> None:
     assert subscription.wait(30).replay
 
 
-def test_the_first_word_is_to_read_the_log(hub, redis_client):
+def test_the_first_word_is_to_read_the_log(hub: PubSubHub, redis_client: redis.Redis) -> None:
     with hub.subscribe("c") as subscription:
         live(subscription)
         redis_client.publish("c", b"1")
@@ -37,7 +39,7 @@ def test_the_first_word_is_to_read_the_log(hub, redis_client):
         assert subscription.wait(0) == (False, [])
 
 
-def test_who_joins_a_live_channel_reads_the_log_too(hub):
+def test_who_joins_a_live_channel_reads_the_log_too(hub: PubSubHub) -> None:
     with hub.subscribe("c") as first:
         live(first)
         with hub.subscribe("c") as second:
@@ -45,7 +47,9 @@ def test_who_joins_a_live_channel_reads_the_log_too(hub):
         assert first.wait(0) == (False, [])
 
 
-def test_every_member_of_a_channel_hears_it_and_no_one_else(hub, redis_client):
+def test_every_member_of_a_channel_hears_it_and_no_one_else(
+    hub: PubSubHub, redis_client: redis.Redis
+) -> None:
     with hub.subscribe("c") as a, hub.subscribe("c") as b, hub.subscribe("d") as other:
         for subscription in (a, b, other):
             live(subscription)
@@ -54,8 +58,8 @@ def test_every_member_of_a_channel_hears_it_and_no_one_else(hub, redis_client):
         assert [take(a, 1), take(b, 1), take(other, 1)] == [[b"1"], [b"1"], [b"2"]]
 
 
-def test_all_streams_share_one_connection(hub, redis_client):
-    def subscriptions():
+def test_all_streams_share_one_connection(hub: PubSubHub, redis_client: redis.Redis) -> None:
+    def subscriptions() -> Any:
         return [client for client in redis_client.client_list() if int(client["sub"])]
 
     with hub.subscribe("a") as a, hub.subscribe("b") as b, hub.subscribe("b") as c:
@@ -68,7 +72,7 @@ def test_all_streams_share_one_connection(hub, redis_client):
         pass
 
 
-def test_a_channel_may_be_left_and_joined_again(hub, redis_client):
+def test_a_channel_may_be_left_and_joined_again(hub: PubSubHub, redis_client: redis.Redis) -> None:
     for number in range(20):
         with hub.subscribe("c") as subscription:
             live(subscription)
@@ -76,21 +80,22 @@ def test_a_channel_may_be_left_and_joined_again(hub, redis_client):
             assert take(subscription, 1) == [str(number).encode()]
 
 
-def test_a_reconnection_is_a_reason_to_read_the_log(hub, redis_client):
+def test_a_reconnection_is_a_reason_to_read_the_log(hub: PubSubHub, redis_client: redis.Redis) -> None:
     """redis-py reconnects silently: a message in between is gone, and only a new confirmation tells of it."""
     with hub.subscribe("c") as subscription:
         live(subscription)
-        redis_client.execute_command("CLIENT", "KILL", "TYPE", "PUBSUB")
+        redis_client.client_kill_filter(_type="pubsub")
         live(subscription)
         redis_client.publish("c", b"1")
         assert take(subscription, 1) == [b"1"]
 
 
-def test_one_who_does_not_keep_up_is_sent_to_the_log(hub, redis_client):
+def test_one_who_does_not_keep_up_is_sent_to_the_log(hub: PubSubHub, redis_client: redis.Redis) -> None:
     """redis-py#1261: a slow reader made Redis cut the connection and lost events. Others do not notice."""
     number = 2 * MAX_PENDING + 10
     with hub.subscribe("c") as slow, hub.subscribe("c") as quick:
-        live(slow), live(quick)
+        live(slow)
+        live(quick)
         heard = []
         reader = threading.Thread(target=lambda: heard.extend(take(quick, number)))
         reader.start()
@@ -105,7 +110,7 @@ def test_one_who_does_not_keep_up_is_sent_to_the_log(hub, redis_client):
         assert arrived.messages == heard[len(heard) - len(arrived.messages) :]
 
 
-def test_a_request_to_replay_covers_what_waits():
+def test_a_request_to_replay_covers_what_waits() -> None:
     subscription = Subscription("c")
     subscription.put(b"1")
     subscription.must_replay()
@@ -113,7 +118,7 @@ def test_a_request_to_replay_covers_what_waits():
     assert subscription.wait(0) == (True, [b"2"])
 
 
-def test_redis_may_be_away_when_the_first_one_comes(redis_url, redis_client):
+def test_redis_may_be_away_when_the_first_one_comes(redis_url: str, redis_client: redis.Redis) -> None:
     """The hub tries on until there is a connection, and nobody's subscription is forgotten."""
     refused = threading.Event()
     clients = iter([connect_subscriber("redis://127.0.0.1:1/0"), connect_subscriber(redis_url)])
@@ -121,21 +126,21 @@ def test_redis_may_be_away_when_the_first_one_comes(redis_url, redis_client):
     class Flaky:
         """A client whose connections fail until a good one is put in its place."""
 
-        def __enter__(self):
+        def __enter__(self) -> Any:
             self.client = next(clients)
             return self
 
-        def __exit__(self, *error):
+        def __exit__(self, *error: Any) -> None:
             self.client.close()
 
-        def pubsub(self):
-            pubsub = self.client.pubsub()
+        def pubsub(self) -> Any:
+            pubsub = self.client.pubsub()  # type: ignore[no-untyped-call]
             if not refused.is_set():
                 refused.set()
                 self.client = next(clients)
             return pubsub
 
-    hub = PubSubHub(Flaky, lambda name: redis_client.publish(name, b""))
+    hub = PubSubHub(cast(Any, Flaky), lambda name: redis_client.publish(name, b""))
     with hub.subscribe("c") as subscription:
         assert refused.wait(30)
         live(subscription)
@@ -144,20 +149,20 @@ def test_redis_may_be_away_when_the_first_one_comes(redis_url, redis_client):
     hub.close()
 
 
-def test_no_thread_before_the_first_subscription(hub):
+def test_no_thread_before_the_first_subscription(hub: PubSubHub) -> None:
     """A server forks after the application was made: a thread from before would not live in the child."""
     assert not hub.is_running
     hub.close()
 
 
-def test_commands_wait_for_a_connection(redis_url):
+def test_commands_wait_for_a_connection(redis_url: str) -> None:
     """redis-py's own pool raises when it is empty, which lost 84 of 200 streams in a trial."""
     client = connect(redis_url)
     failures = []
 
-    def call():
+    def call() -> None:
         try:
-            client.execute_command("EVAL", "return redis.call('PING')", "0")
+            client.eval("return redis.call('PING')", 0)
         except redis.RedisError as error:
             failures.append(error)
 

@@ -1,7 +1,9 @@
 """Joining log and channel for one reader, turn by turn, with a scripted hub and log."""
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
+from typing import Any, cast
 
 import pytest
 import redis
@@ -13,48 +15,54 @@ from tokenmill.protocol.messages import LogEntry, Usage, decode, encode
 END = LogEntry.of_end("", "stop", usage=Usage(prompt_tokens=1, completion_tokens=2))
 
 
-def message(seq, entry=None):
+def message(seq: Any, entry: Any = None) -> Any:
     return encode((entry or LogEntry.of_token(seq, str(seq))).to_event("t", seq)).encode()
 
 
 class Scripted:
     """A hub, a log and a clock. `turns`: what each wait gives; each wait takes a second."""
 
-    def __init__(self, *turns, log=(), known=True, finished_at=None, failures=0):
+    def __init__(
+        self, *turns: Any, log: Any = (), known: Any = True, finished_at: Any = None, failures: Any = 0
+    ) -> None:
         self.turns = list(turns)
         self.log = list(log)
         self.known = known
         self.finished_at = finished_at
         self.failures = failures
         self.now = 100.0
-        self.reads = []
+        self.reads: list[int] = []
 
     @contextmanager
-    def subscribe(self, channel):
+    def subscribe(self, channel: Any) -> Iterator[Any]:
         assert channel == "tokenmill:tok:t"
         yield self
 
-    def wait(self, seconds):
+    def wait(self, seconds: float) -> Any:
         self.now += min(1.0, seconds)
         return self.turns.pop(0) if self.turns else Arrived(False, [])
 
-    def read_log(self, task_id, after, count):
+    def read_log(self, task_id: str, after: int, count: Any) -> Any:
         if self.failures:
             self.failures -= 1
             raise redis.ConnectionError("away")
         self.reads.append(after)
         return [event for event in map(decode, self.log) if event.seq > after][:count]
 
-    def inspect(self, task_id):
+    def inspect(self, task_id: str) -> Any:
         return self if self.known else None
 
-    def follow(self, after=-1, turns=30, **options):
-        reader = TaskEventReader(self, self, clock=lambda: self.now)
+    def follow(self, after: int = -1, turns: Any = 30, **options: Any) -> Any:
+        reader = reader_of(self)
         batches = reader.batches("t", after, stop=options.pop("stop", lambda: False), **options)
         return [[event.seq for event in batch] for batch in islice(batches, turns)]
 
 
-def test_the_log_comes_first_then_the_channel():
+def reader_of(script: Scripted) -> TaskEventReader:
+    return TaskEventReader(cast(Any, script), cast(Any, script), clock=lambda: script.now)
+
+
+def test_the_log_comes_first_then_the_channel() -> None:
     script = Scripted(
         Arrived(True, [message(1), message(2)]),
         Arrived(False, [message(3), message(4, END)]),
@@ -64,20 +72,20 @@ def test_the_log_comes_first_then_the_channel():
     assert script.reads == [-1]
 
 
-def test_a_gap_is_filled_from_the_log():
+def test_a_gap_is_filled_from_the_log() -> None:
     script = Scripted(
         Arrived(True, []),
         Arrived(False, [message(2), message(3, END)]),
         log=[message(0), message(1), message(2)],
     )
     script.log = [message(0)]
-    batches = TaskEventReader(script, script, clock=lambda: script.now).batches("t", -1, stop=lambda: False)
+    batches = reader_of(script).batches("t", -1, stop=lambda: False)
     assert [event.seq for event in next(batches)] == [0]
     script.log = [message(0), message(1), message(2)]
     assert [event.seq for event in next(batches)] == [1, 2, 3]
 
 
-def test_what_was_seen_is_not_seen_again():
+def test_what_was_seen_is_not_seen_again() -> None:
     script = Scripted(
         Arrived(True, [message(0)]),
         Arrived(True, [message(0), message(1)]),
@@ -87,24 +95,24 @@ def test_what_was_seen_is_not_seen_again():
     assert script.follow() == [[0, 1], [], [2]]
 
 
-def test_a_lost_message_is_found_after_a_silence():
+def test_a_lost_message_is_found_after_a_silence() -> None:
     script = Scripted(Arrived(True, []), log=[message(0)])
-    batches = TaskEventReader(script, script, clock=lambda: script.now).batches("t", -1, stop=lambda: False)
+    batches = reader_of(script).batches("t", -1, stop=lambda: False)
     assert [event.seq for event in next(batches)] == [0]
     script.log.append(message(1, END))
     assert [len(batch) for batch in batches] == [0] * (int(SILENCE_SECONDS) - 1) + [1]
 
 
-def test_a_task_that_vanished_ends_the_stream():
+def test_a_task_that_vanished_ends_the_stream() -> None:
     """Deleted by other tools, or its time was over: no message tells of that."""
     script = Scripted(Arrived(True, []))
-    batches = TaskEventReader(script, script, clock=lambda: script.now).batches("t", -1, stop=lambda: False)
+    batches = reader_of(script).batches("t", -1, stop=lambda: False)
     assert next(batches) == []
     script.known = False
     assert len(list(batches)) == SILENCE_SECONDS - 1
 
 
-def test_who_begins_behind_the_end_is_let_go():
+def test_who_begins_behind_the_end_is_let_go() -> None:
     script = Scripted(Arrived(True, []), Arrived(False, [message(1, END)]), log=[message(0)])
     assert script.follow(after=7) == [[], []]
     # The end came before the subscription.
@@ -112,11 +120,11 @@ def test_who_begins_behind_the_end_is_let_go():
     assert script.follow(after=7) == [[]]
 
 
-def test_a_silent_task_that_is_there_is_waited_for():
+def test_a_silent_task_that_is_there_is_waited_for() -> None:
     assert len(Scripted(Arrived(True, [])).follow(turns=100)) == 100
 
 
-def test_while_redis_is_away_nothing_is_lost():
+def test_while_redis_is_away_nothing_is_lost() -> None:
     script = Scripted(
         Arrived(True, [message(1)]), Arrived(False, [message(2)]), Arrived(False, [message(3, END)]),
         log=[message(0), message(1), message(2)], failures=2,
@@ -125,12 +133,12 @@ def test_while_redis_is_away_nothing_is_lost():
 
 
 @pytest.mark.parametrize("seconds", [0, 0.5, 3])
-def test_it_ends_in_time(seconds):
+def test_it_ends_in_time(seconds: float) -> None:
     script = Scripted(Arrived(True, []))
     script.follow(seconds=seconds)
     assert script.now == 100 + seconds
 
 
-def test_it_stops_when_told():
+def test_it_stops_when_told() -> None:
     answers = iter([False, False, True])
     assert Scripted(Arrived(True, [])).follow(stop=lambda: next(answers)) == [[], []]

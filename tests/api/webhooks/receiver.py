@@ -1,4 +1,4 @@
-"""A little HTTP receiver on a real socket, which does what a test tells it with each call in turn."""
+"""A small HTTP receiver on a real socket. The test sets its behaviour for each call in turn."""
 
 import contextlib
 import queue
@@ -13,7 +13,7 @@ Behaviour = Callable[[socket.socket, "Call"], None]
 
 @dataclass(frozen=True)
 class Call:
-    """One request as it came."""
+    """One received request."""
 
     line: str
     headers: dict[str, str]
@@ -29,11 +29,11 @@ def answer(status: int, *headers: str) -> Behaviour:
 
 
 def close(connection: socket.socket, call: Call) -> None:
-    """The connection ends without a word."""
+    """Close the connection without an answer."""
 
 
 def say(*pieces: bytes) -> Behaviour:
-    """These bytes and no others; then the connection stays open until the other side closes it."""
+    """Send these bytes, then wait until the other side closes the connection."""
 
     def behave(connection: socket.socket, call: Call) -> None:
         with contextlib.suppress(OSError):
@@ -46,12 +46,12 @@ def say(*pieces: bytes) -> Behaviour:
 
 
 class Receiver:
-    """Answers 200 unless told otherwise. `calls`: what came, in order."""
+    """Answers 200 unless `will` was called. `calls`: the received requests in order."""
 
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._tls = tls
-        self._told: queue.SimpleQueue[Behaviour] = queue.SimpleQueue()
+        self._behaviours: queue.SimpleQueue[Behaviour] = queue.SimpleQueue()
         self.calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
@@ -65,13 +65,13 @@ class Receiver:
 
     def will(self, *behaviours: Behaviour) -> None:
         for behaviour in behaviours:
-            self._told.put(behaviour)
+            self._behaviours.put(behaviour)
 
     def next(self) -> Call:
         return self.calls.get(timeout=60)
 
     def close(self) -> None:
-        # Closing alone does not wake a thread that accepts.
+        # Closing alone does not wake the accepting thread.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -92,7 +92,7 @@ class Receiver:
                 connection = stack.enter_context(self._tls.wrap_socket(connection, server_side=True))
             call = _read(connection)
             try:
-                behaviour = self._told.get_nowait()
+                behaviour = self._behaviours.get_nowait()
             except queue.Empty:
                 behaviour = answer(200)
             self.calls.put(call)

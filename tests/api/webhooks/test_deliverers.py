@@ -1,36 +1,47 @@
 """Several deliverers, and deliverers that die: nobody is left untold, nobody is kept waiting."""
 
 import threading
+from typing import Any, cast
 
 import pytest
 import redis
 
 from api.background.webhook_delivery import RETRY_SECONDS, deliver_due
 from api.redis_clients import connect
+from api.schemas.webhook_url import Target
 from api.webhooks.deliverer import LEASE_SECONDS, MAX_CONCURRENT, RENEW_SECONDS
 from api.webhooks.http_post import Poster, PostFailed
 from api.webhooks.receiver_limits import MAX_UNPROVEN
+from tests.api.conftest import HandWorker, MakeDeliverer, Outcomes, Submit
 from tests.api.webhooks.delivering import SECRET
-from tests.api.webhooks.receiver import say
+from tests.api.webhooks.receiver import Receiver, say
 from tests.live_service import wait_for
 from tokenmill.protocol import keys
 from tokenmill.protocol.store.outbox import Outbox
+from tokenmill.protocol.store.task_store import TaskStore
 from tokenmill.settings.processes import ApiSettings
 
 
 @pytest.fixture
-def settings(redis_url):
+def settings(redis_url: str) -> Any:
     return ApiSettings(redis_url=redis_url, webhook_secret=SECRET, webhook_allow_private=True)
 
 
 class TestDeaths:
     def test_one_who_dies_before_it_is_noted_leaves_it_to_another(
-        self, submit, worker, receiver, outbox, make_deliverer, outcomes, redis_client
-    ):
+        self,
+        submit: Submit,
+        worker: HandWorker,
+        receiver: Receiver,
+        outbox: Outbox,
+        make_deliverer: MakeDeliverer,
+        outcomes: Outcomes,
+        redis_client: redis.Redis,
+    ) -> None:
         """The receiver hears twice, and can tell by the id."""
 
         class Dying(Outbox):
-            def done(self, webhook):
+            def done(self, webhook: Any) -> None:
                 raise redis.ConnectionError("cut off")
 
         submit(webhook={"url": receiver.url()})
@@ -50,13 +61,19 @@ class TestDeaths:
         assert outbox.take(1, silence_seconds=0) == []
 
     def test_a_fault_of_ours_is_told_and_tried_again(
-        self, submit, worker, receiver, make_deliverer, outbox, caplog
-    ):
+        self,
+        submit: Submit,
+        worker: HandWorker,
+        receiver: Receiver,
+        make_deliverer: MakeDeliverer,
+        outbox: Outbox,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
         class Faulty:
-            def addresses(self, target):
+            def addresses(self, target: Target) -> list[str]:
                 return ["127.0.0.1"]
 
-            def post(self, target, headers, body, addresses):
+            def post(self, target: Target, headers: Any, body: bytes, addresses: Any = None) -> int:
                 raise ZeroDivisionError
 
         submit(webhook={"url": receiver.url()})
@@ -69,7 +86,7 @@ class TestDeaths:
         (webhook,) = outbox.take(1, silence_seconds=0)
         assert webhook.tries == 0
 
-    def test_redis_is_away(self, make_deliverer, store):
+    def test_redis_is_away(self, make_deliverer: MakeDeliverer, store: TaskStore) -> None:
         gone = Outbox(connect("redis://127.0.0.1:1/0"))
         deliverer = make_deliverer(outbox=gone)
         for _ in range(2 * MAX_CONCURRENT):
@@ -78,16 +95,21 @@ class TestDeaths:
 
 class TestLeases:
     def test_one_in_hand_is_not_taken_over_and_one_that_is_silent_is(
-        self, submit, worker, make_deliverer, outbox, redis_client
-    ):
+        self,
+        submit: Submit,
+        worker: HandWorker,
+        make_deliverer: MakeDeliverer,
+        outbox: Outbox,
+        redis_client: redis.Redis,
+    ) -> None:
         """The lease is renewed while a receiver takes its time; after a kill another deliverer has it."""
         begun, over = threading.Event(), threading.Event()
 
         class Slow:
-            def addresses(self, target):
+            def addresses(self, target: Target) -> list[str]:
                 return ["203.0.113.1"]
 
-            def post(self, target, headers, body, addresses):
+            def post(self, target: Target, headers: Any, body: bytes, addresses: Any = None) -> int:
                 begun.set()
                 over.wait(60)
                 return 200
@@ -105,13 +127,15 @@ class TestLeases:
         assert outbox.take(1, silence_seconds=LEASE_SECONDS) == []
         redis_client.xclaim(*group, "api", 0, [held["message_id"]], idle=60_000, justid=True)
         (taken,) = outbox.take(1, silence_seconds=LEASE_SECONDS)
-        assert taken.entry_id == held["message_id"].decode()
+        assert taken.entry_id == cast(bytes, held["message_id"]).decode()
         over.set()
         deliverer.wait_idle()
         assert deliverer.num_leased == 0
         deliverer.renew_leases()
 
-    def test_a_renewal_brings_nothing_back(self, submit, worker, outbox, redis_client):
+    def test_a_renewal_brings_nothing_back(
+        self, submit: Submit, worker: HandWorker, outbox: Outbox, redis_client: redis.Redis
+    ) -> None:
         submit(webhook={"url": "http://h.example/"})
         worker.run("a")
         (webhook,) = outbox.take(1, silence_seconds=3600)
@@ -119,13 +143,20 @@ class TestLeases:
         outbox.renew([webhook.entry_id])
         assert outbox.take(1, silence_seconds=0) == []
 
-    def test_several_renewals_fit_into_a_lease(self):
+    def test_several_renewals_fit_into_a_lease(self) -> None:
         """Of a killed deliverer the documented bound is the lease and one look at the outbox."""
         assert 3 * RENEW_SECONDS < LEASE_SECONDS <= 10
 
 
 class TestManyAtOnce:
-    def test_several_deliverers_share_the_work(self, submit, worker, receiver, make_deliverer, redis_url):
+    def test_several_deliverers_share_the_work(
+        self,
+        submit: Submit,
+        worker: HandWorker,
+        receiver: Receiver,
+        make_deliverer: MakeDeliverer,
+        redis_url: str,
+    ) -> None:
         ids = [submit(webhook={"url": receiver.url()}) for _ in range(40)]
         for _ in ids:
             worker.run("a")
@@ -139,16 +170,21 @@ class TestManyAtOnce:
         assert receiver.calls.empty()
 
     def test_a_receiver_that_does_not_answer_does_not_keep_others_waiting(
-        self, submit, worker, make_deliverer, outbox, redis_client
-    ):
+        self,
+        submit: Submit,
+        worker: HandWorker,
+        make_deliverer: MakeDeliverer,
+        outbox: Outbox,
+        redis_client: redis.Redis,
+    ) -> None:
         told, over = threading.Event(), threading.Event()
         waiting = []
 
         class Sender:
-            def addresses(self, target):
+            def addresses(self, target: Target) -> list[str]:
                 return [{"alive.example": "198.51.100.1"}.get(target.host, "203.0.113.1")]
 
-            def post(self, target, headers, body, addresses):
+            def post(self, target: Target, headers: Any, body: bytes, addresses: Any = None) -> int:
                 if target.host == "alive.example":
                     told.set()
                     return 200
@@ -157,7 +193,7 @@ class TestManyAtOnce:
                     over.wait(60)
                 raise PostFailed("timed out")
 
-        def ended(host):
+        def ended(host: str) -> str:
             task_id = submit(webhook={"url": f"http://{host}/"})
             worker.run("a")
             return task_id
@@ -181,7 +217,15 @@ class TestManyAtOnce:
         assert tries.count(None) == MAX_CONCURRENT - MAX_UNPROVEN
         assert redis_client.zcard(keys.OUTBOX_DUE) == 1 + MAX_CONCURRENT
 
-    def test_a_slow_one_is_given_up_in_time(self, submit, worker, receiver, outbox, make_deliverer, outcomes):
+    def test_a_slow_one_is_given_up_in_time(
+        self,
+        submit: Submit,
+        worker: HandWorker,
+        receiver: Receiver,
+        outbox: Outbox,
+        make_deliverer: MakeDeliverer,
+        outcomes: Outcomes,
+    ) -> None:
         receiver.will(say())
         submit(webhook={"url": receiver.url()})
         worker.run("a")

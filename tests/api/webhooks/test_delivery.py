@@ -1,25 +1,39 @@
 """Webhooks from submission to receiver: what is sent, how often, and what becomes of it."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
+import redis
+from tests.api.api_client import ApiClient
 
 from api.webhooks.deliverer import JITTER, MAX_TRIES, RETRY_DELAYS
 from api.webhooks.http_post import Poster
+from tests.api.conftest import Deliver, HandWorker, MakeDeliverer, Outcomes, Submit
 from tests.api.webhooks.delivering import SECRET, verified
-from tests.api.webhooks.receiver import answer, close
+from tests.api.webhooks.receiver import Receiver, answer, close
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import TaskError
+from tokenmill.protocol.store.outbox import Outbox
 from tokenmill.settings.processes import ApiSettings
 
 
 @pytest.fixture
-def settings(redis_url):
+def settings(redis_url: str) -> Any:
     return ApiSettings(redis_url=redis_url, webhook_secret=SECRET, webhook_allow_private=True)
 
 
 class TestWhatIsSent:
-    def test_the_task_as_polling_shows_it(self, client, submit, worker, receiver, deliver, clock, outcomes):
+    def test_the_task_as_polling_shows_it(
+        self,
+        client: ApiClient,
+        submit: Submit,
+        worker: HandWorker,
+        receiver: Receiver,
+        deliver: Deliver,
+        clock: Any,
+        outcomes: Outcomes,
+    ) -> None:
         task_id = submit(webhook={"url": receiver.url("/hook?x=1")}, metadata={"order": "\u00e4"})
         worker.run("Hel", "l\u00f6\n")
         assert deliver() == 1
@@ -35,7 +49,9 @@ class TestWhatIsSent:
         assert deliver(silence_seconds=0) == 0
         assert outcomes() == (1, 0, 0)
 
-    def test_a_failed_one(self, submit, worker, receiver, deliver):
+    def test_a_failed_one(
+        self, submit: Submit, worker: HandWorker, receiver: Receiver, deliver: Deliver
+    ) -> None:
         task_id = submit(webhook={"url": receiver.url()})
         worker.claim()
         worker.say(task_id, "a")
@@ -44,13 +60,17 @@ class TestWhatIsSent:
         event = verified(receiver.next())
         assert (event["type"], event["data"]["error"]["code"]) == ("task.failed", "engine_error")
 
-    def test_a_cancelled_one(self, client, submit, receiver, deliver):
+    def test_a_cancelled_one(
+        self, client: ApiClient, submit: Submit, receiver: Receiver, deliver: Deliver
+    ) -> None:
         task_id = submit(webhook={"url": receiver.url()})
         client.delete(f"/v1/tasks/{task_id}")
         deliver()
         assert verified(receiver.next())["type"] == "task.cancelled"
 
-    def test_nothing_before_the_end_and_nothing_without_being_asked(self, submit, worker, receiver, deliver):
+    def test_nothing_before_the_end_and_nothing_without_being_asked(
+        self, submit: Submit, worker: HandWorker, receiver: Receiver, deliver: Deliver
+    ) -> None:
         submit()
         worker.run("a")
         task_id = submit(webhook={"url": receiver.url()})
@@ -60,7 +80,15 @@ class TestWhatIsSent:
 
 
 class TestTries:
-    def test_it_fails_first_and_then_succeeds(self, submit, worker, receiver, deliver, clock, outcomes):
+    def test_it_fails_first_and_then_succeeds(
+        self,
+        submit: Submit,
+        worker: HandWorker,
+        receiver: Receiver,
+        deliver: Deliver,
+        clock: Any,
+        outcomes: Outcomes,
+    ) -> None:
         """Each try has a time and a signature of its own, and the same id and body."""
         receiver.will(answer(500), close, answer(302, "Location: /elsewhere"), answer(200))
         task_id = submit(webhook={"url": receiver.url()})
@@ -80,7 +108,16 @@ class TestTries:
         assert outcomes() == (1, 3, 0)
         assert clock.waits() == []
 
-    def test_eight_tries_over_a_day(self, submit, worker, receiver, deliver, clock, outcomes, redis_client):
+    def test_eight_tries_over_a_day(
+        self,
+        submit: Submit,
+        worker: HandWorker,
+        receiver: Receiver,
+        deliver: Deliver,
+        clock: Any,
+        outcomes: Outcomes,
+        redis_client: redis.Redis,
+    ) -> None:
         receiver.will(*[answer(503)] * MAX_TRIES)
         task_id = submit(webhook={"url": receiver.url()})
         worker.run("a")
@@ -100,8 +137,14 @@ class TestTries:
         assert redis_client.ttl(keys.run(task_id)) <= 3600
 
     def test_what_failed_together_does_not_come_back_together(
-        self, submit, worker, receiver, outbox, clock, make_deliverer
-    ):
+        self,
+        submit: Submit,
+        worker: HandWorker,
+        receiver: Receiver,
+        outbox: Outbox,
+        clock: Any,
+        make_deliverer: MakeDeliverer,
+    ) -> None:
         receiver.will(answer(500), answer(500))
         shares = iter([0.0, 1.0])
         deliverer = make_deliverer(jitter=lambda: next(shares))
@@ -113,7 +156,9 @@ class TestTries:
         first, second = sorted(clock.waits())
         assert second - first > RETRY_DELAYS[0] * JITTER / 2
 
-    def test_a_receiver_may_say_that_it_wants_no_more(self, submit, worker, receiver, deliver, outcomes):
+    def test_a_receiver_may_say_that_it_wants_no_more(
+        self, submit: Submit, worker: HandWorker, receiver: Receiver, deliver: Deliver, outcomes: Outcomes
+    ) -> None:
         receiver.will(answer(410))
         submit(webhook={"url": receiver.url()})
         worker.run("a")
@@ -121,7 +166,15 @@ class TestTries:
         assert deliver(silence_seconds=0) == 0
         assert outcomes() == (0, 0, 1)
 
-    def test_a_private_address_is_not_told(self, submit, worker, receiver, outbox, make_deliverer, outcomes):
+    def test_a_private_address_is_not_told(
+        self,
+        submit: Submit,
+        worker: HandWorker,
+        receiver: Receiver,
+        outbox: Outbox,
+        make_deliverer: MakeDeliverer,
+        outcomes: Outcomes,
+    ) -> None:
         """A name that stands for one is found out when it is looked up."""
         submit(webhook={"url": receiver.url()})
         worker.run("a")
@@ -131,7 +184,14 @@ class TestTries:
         assert receiver.calls.empty()
         assert outcomes() == (0, 1, 0)
 
-    def test_the_log_does_not_tell_the_url(self, submit, worker, receiver, deliver, caplog):
+    def test_the_log_does_not_tell_the_url(
+        self,
+        submit: Submit,
+        worker: HandWorker,
+        receiver: Receiver,
+        deliver: Deliver,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
         caplog.set_level("INFO")
         receiver.will(answer(500), answer(410))
         submit(webhook={"url": receiver.url("/secret?token=secret")})

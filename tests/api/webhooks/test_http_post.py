@@ -4,7 +4,9 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,16 +20,16 @@ PATIENCE = 0.3
 
 
 @pytest.fixture
-def receiver():
+def receiver() -> Iterator[Any]:
     with receiving() as receiver:
         yield receiver
 
 
-def names(**addresses):
+def names(**addresses: Any) -> Any:
     """A stand-in for the system's look-up, and the list of what it was asked."""
     asked = []
 
-    def resolve(host, port, *, type):
+    def resolve(host: str, port: Any, *, type: Any) -> Any:
         asked.append(host)
         found = addresses[host.partition(".")[0]]
         if isinstance(found, Exception):
@@ -38,12 +40,12 @@ def names(**addresses):
     return resolve, asked
 
 
-def post(url, body=b"{}", **options):
+def post(url: str, body: Any = b"{}", **options: Any) -> Any:
     options.setdefault("allow_private", True)
     return Poster(**options).post(parse_url(url), {"Content-Type": "application/json"}, body)
 
 
-def test_the_body_arrives_and_the_status_comes_back(receiver: Receiver):
+def test_the_body_arrives_and_the_status_comes_back(receiver: Receiver) -> None:
     receiver.will(answer(204))
     assert post(receiver.url("/a/b?c=d"), "\u00e4".encode() * 100_000) == 204
     call = receiver.next()
@@ -54,7 +56,7 @@ def test_the_body_arrives_and_the_status_comes_back(receiver: Receiver):
 
 
 @pytest.mark.parametrize("status", [200, 299, 301, 302, 307, 308, 400, 410, 429, 500, 503])
-def test_a_redirect_is_an_answer_like_any_other(receiver, status):
+def test_a_redirect_is_an_answer_like_any_other(receiver: Receiver, status: int) -> None:
     """It would lead to an address that nobody has checked."""
     receiver.will(answer(status, f"Location: {receiver.url('/elsewhere')}"))
     assert post(receiver.url()) == status
@@ -62,7 +64,7 @@ def test_a_redirect_is_an_answer_like_any_other(receiver, status):
     assert receiver.calls.empty()
 
 
-def test_no_proxy_is_asked(receiver, monkeypatch):
+def test_no_proxy_is_asked(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would look names up for itself."""
     with receiving() as proxy:
         for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
@@ -72,32 +74,32 @@ def test_no_proxy_is_asked(receiver, monkeypatch):
 
 
 class TestAddresses:
-    def test_a_private_one_is_not_called(self, receiver):
+    def test_a_private_one_is_not_called(self, receiver: Receiver) -> None:
         for host in ("127.0.0.1", "localhost", "[::ffff:127.0.0.1]"):
             with pytest.raises(PostFailed, match="is not a public address"):
                 post(receiver.url(host=host), allow_private=False)
         assert receiver.calls.empty()
 
     @pytest.mark.parametrize("addresses", ["127.0.0.1 8.8.8.8", "8.8.8.8 127.0.0.1", "2606:4700::1 ::1"])
-    def test_one_private_one_spoils_them_all(self, receiver, addresses):
+    def test_one_private_one_spoils_them_all(self, receiver: Receiver, addresses: Any) -> None:
         """Else the other would be tried when the public one does not answer."""
         resolve, _ = names(hook=addresses)
         with pytest.raises(PostFailed, match="is not a public address"):
             post(receiver.url(host="hook.example"), allow_private=False, resolve=resolve)
         assert receiver.calls.empty()
 
-    def test_the_name_is_looked_up_once(self, receiver, monkeypatch):
+    def test_the_name_is_looked_up_once(self, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
         """DNS rebinding: a name that is public when it is checked and private when it is called."""
         answers = ["8.8.8.8", "127.0.0.1"]
         asked = []
 
-        def rebind(host, port, *, type):
+        def rebind(host: str, port: Any, *, type: Any) -> Any:
             asked.append(host)
             return [(socket.AF_INET, type, 6, "", (answers.pop(0), port))]
 
-        called = []
+        called: list[tuple[str, int]] = []
 
-        def connect(address, timeout):
+        def connect(address: tuple[str, int], timeout: float) -> None:
             called.append(address)
             raise OSError("not here")
 
@@ -107,20 +109,20 @@ class TestAddresses:
         assert asked == ["hook.example"]
         assert called == [("8.8.8.8", receiver.port)]
 
-    def test_the_address_that_was_found_is_called_under_the_name(self, receiver):
+    def test_the_address_that_was_found_is_called_under_the_name(self, receiver: Receiver) -> None:
         resolve, asked = names(hook="127.0.0.1")
         assert post(receiver.url(host="hook.example"), resolve=resolve) == 200
         assert asked == ["hook.example"]
         assert receiver.next().headers["host"] == f"hook.example:{receiver.port}"
 
-    def test_the_next_one_is_tried_where_one_does_not_answer(self, receiver):
+    def test_the_next_one_is_tried_where_one_does_not_answer(self, receiver: Receiver) -> None:
         resolve, _ = names(hook="127.0.0.2 127.0.0.1")
         assert post(receiver.url(host="hook.example"), resolve=resolve) == 200
 
     @pytest.mark.parametrize(
         "found", ["", socket.gaierror(-2, "Name or service not known"), UnicodeError("label too long")]
     )
-    def test_a_name_that_stands_for_nothing(self, receiver, found):
+    def test_a_name_that_stands_for_nothing(self, receiver: Receiver, found: Any) -> None:
         resolve, _ = names(hook=found)
         with pytest.raises(PostFailed, match=r"name|label"):
             post(receiver.url(host="hook.example"), resolve=resolve)
@@ -145,18 +147,18 @@ class TestEnds:
         ],
         ids=["close", "silent", "half", "no-end", "bytes", "ssh", "status", "heads", "head", "continues"],
     )
-    def test_no_answer_is_a_failure(self, receiver, behaviour):
+    def test_no_answer_is_a_failure(self, receiver: Receiver, behaviour: Any) -> None:
         receiver.will(behaviour)
         with pytest.raises(PostFailed):
             post(receiver.url(), seconds=PATIENCE)
         receiver.next()
         assert receiver.calls.empty()
 
-    def test_an_answer_in_drops_does_not_take_longer(self, receiver):
+    def test_an_answer_in_drops_does_not_take_longer(self, receiver: Receiver) -> None:
         """Each drop comes in time; all of them never do."""
         over = threading.Event()
 
-        def drip(connection, call):
+        def drip(connection: socket.socket, call: Any) -> None:
             while not over.wait(0.01):
                 connection.sendall(b"H")
 
@@ -167,7 +169,7 @@ class TestEnds:
         over.set()
         assert time.monotonic() - began < 60
 
-    def test_a_body_that_is_not_taken_does_not_take_longer(self):
+    def test_a_body_that_is_not_taken_does_not_take_longer(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as deaf, pytest.raises(PostFailed, match="timed out"):
             post(f"http://127.0.0.1:{deaf.getsockname()[1]}/", b"x" * 50_000_000, seconds=PATIENCE)
 
@@ -181,18 +183,20 @@ class TestEnds:
         ],
         ids=["too-short", "huge", "broken", "endless"],
     )
-    def test_the_status_stands_whatever_follows_it(self, receiver, rest, monkeypatch):
+    def test_the_status_stands_whatever_follows_it(
+        self, receiver: Receiver, rest: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(http_post, "DISCARD_SECONDS", 0.1)
         receiver.will(say(b"HTTP/1.1 201 Created\r\n", *rest))
         assert post(receiver.url()) == 201
 
-    def test_nobody_listens(self):
+    def test_nobody_listens(self) -> None:
         with receiving() as receiver:
             url = receiver.url()
         with pytest.raises(PostFailed, match="refused"):
             post(url)
 
-    def test_what_is_told_does_not_repeat_the_url(self, receiver):
+    def test_what_is_told_does_not_repeat_the_url(self, receiver: Receiver) -> None:
         receiver.will(close)
         with pytest.raises(PostFailed) as raised:
             post(receiver.url("/secret-path?token=secret"))
@@ -205,12 +209,12 @@ CERTIFICATE = Path(__file__).parent / "hook_example.pem"
 
 class TestTls:
     @pytest.fixture
-    def asked(self):
+    def asked(self) -> Any:
         """The names that clients asked for before they were given a certificate."""
         return []
 
     @pytest.fixture
-    def secure(self, asked):
+    def secure(self, asked: Any) -> Iterator[Any]:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(CERTIFICATE)
         context.sni_callback = lambda _, name, __: asked.append(name)
@@ -218,10 +222,10 @@ class TestTls:
             yield receiver
 
     @pytest.fixture
-    def trusting(self):
+    def trusting(self) -> Any:
         return ssl.create_default_context(cafile=CERTIFICATE)
 
-    def test_the_name_is_asked_for_and_checked(self, secure, asked, trusting):
+    def test_the_name_is_asked_for_and_checked(self, secure: Any, asked: Any, trusting: Any) -> None:
         resolve, _ = names(hook="127.0.0.1", other="127.0.0.1")
         url = secure.url(host="hook.example").replace("http:", "https:")
         assert post(url, b"x" * 100_000, resolve=resolve, tls=trusting) == 200
@@ -232,16 +236,16 @@ class TestTls:
         assert asked == ["hook.example", "other.example"]
         assert secure.calls.empty()
 
-    def test_a_certificate_that_nobody_vouches_for(self, secure):
+    def test_a_certificate_that_nobody_vouches_for(self, secure: Any) -> None:
         resolve, _ = names(hook="127.0.0.1")
         with pytest.raises(PostFailed, match="certificate"):
             post(secure.url(host="hook.example").replace("http:", "https:"), resolve=resolve)
         assert secure.calls.empty()
 
-    def test_a_server_that_does_not_speak_it(self, receiver, trusting):
+    def test_a_server_that_does_not_speak_it(self, receiver: Receiver, trusting: Any) -> None:
         with pytest.raises(PostFailed):
             post(receiver.url().replace("http:", "https:"), tls=trusting, seconds=5)
 
-    def test_a_silent_one(self, trusting):
+    def test_a_silent_one(self, trusting: Any) -> None:
         with socket.create_server(("127.0.0.1", 0)) as deaf, pytest.raises(PostFailed, match="timed out"):
             post(f"https://127.0.0.1:{deaf.getsockname()[1]}/", tls=trusting, seconds=PATIENCE)

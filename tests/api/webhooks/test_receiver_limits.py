@@ -1,19 +1,21 @@
 """One receiver or one tenant occupies a bounded number of deliveries."""
 
+from typing import Any
+
 from api.webhooks.receiver_limits import MAX_ANSWERING, MAX_UNPROVEN, ReceiverLimits
 
 DEAD, ALIVE = ["203.0.113.1"], ["198.51.100.1"]
 
 
-def entered(limits, addresses, tries=100):
+def entered(limits: Any, addresses: Any, tries: Any = 100) -> Any:
     return sum(limits.enter(addresses) for _ in range(tries))
 
 
-def test_one_that_has_not_answered_yet_occupies_few():
+def test_one_that_has_not_answered_yet_occupies_few() -> None:
     assert entered(ReceiverLimits(16), DEAD) == MAX_UNPROVEN
 
 
-def test_one_that_answers_occupies_more_until_it_does_not():
+def test_one_that_answers_occupies_more_until_it_does_not() -> None:
     limits = ReceiverLimits(16)
     assert limits.enter(DEAD)
     limits.leave(DEAD, answered=True)
@@ -26,7 +28,7 @@ def test_one_that_answers_occupies_more_until_it_does_not():
     assert entered(limits, DEAD) == MAX_UNPROVEN
 
 
-def test_all_names_of_one_address_count_as_one():
+def test_all_names_of_one_address_count_as_one() -> None:
     limits = ReceiverLimits(16)
     assert entered(limits, ["203.0.113.1", "203.0.113.2"]) == MAX_UNPROVEN
     for addresses in (["203.0.113.2"], ["::ffff:203.0.113.1"], ["203.0.113.9", "203.0.113.1"]):
@@ -35,13 +37,13 @@ def test_all_names_of_one_address_count_as_one():
     assert entered(limits, ["203.0.113.9"]) == MAX_UNPROVEN
 
 
-def test_a_network_of_one_ipv6_host_counts_as_one():
+def test_a_network_of_one_ipv6_host_counts_as_one() -> None:
     limits = ReceiverLimits(16)
     assert sum(limits.enter([f"2001:db8::{n:x}"]) for n in range(1, 50)) == MAX_UNPROVEN
     assert limits.enter(["2001:db8:0:1::1"])
 
 
-def test_a_tenant_occupies_its_limit():
+def test_a_tenant_occupies_its_limit() -> None:
     limits = ReceiverLimits(8)
     assert sum(limits.enter_tenant("a") for _ in range(20)) == 8
     assert limits.enter_tenant("b")
@@ -50,7 +52,7 @@ def test_a_tenant_occupies_its_limit():
     assert not limits.enter_tenant("a")
 
 
-def test_nothing_is_kept_of_calls_that_are_over():
+def test_nothing_is_kept_of_calls_that_are_over() -> None:
     limits = ReceiverLimits(8)
     for addresses in (DEAD, ALIVE):
         limits.enter_tenant("a")

@@ -8,7 +8,7 @@ from api.webhooks.signature import headers
 from tokenmill.settings.credentials import parse_secrets
 
 
-def test_the_example_of_the_standards_own_libraries():
+def test_the_example_of_the_standards_own_libraries() -> None:
     (key,) = parse_secrets("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
     message_id, timestamp, body = "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, b'{"test": 2432232314}'
     assert headers([key], message_id, timestamp, body) == {
@@ -18,7 +18,7 @@ def test_the_example_of_the_standards_own_libraries():
     }
 
 
-def test_each_key_signs():
+def test_each_key_signs() -> None:
     """A receiver can change from one to the next without missing any."""
     secrets = [f"whsec_{base64.b64encode(letter * 24).decode()}" for letter in (b"a", b"b")]
     both = headers(parse_secrets(" ".join(secrets)), "msg_1", 1, b"x")["webhook-signature"]
@@ -28,7 +28,7 @@ def test_each_key_signs():
 
 
 @pytest.mark.parametrize("size", [24, 32, 64])
-def test_a_key_may_have_so_many_bytes(size):
+def test_a_key_may_have_so_many_bytes(size: int) -> None:
     assert parse_secrets(f"whsec_{base64.b64encode(b'k' * size).decode()}") == (b"k" * size,)
 
 
@@ -45,6 +45,6 @@ def test_a_key_may_have_so_many_bytes(size):
         f"WHSEC_{base64.b64encode(b'k' * 32).decode()}",
     ],
 )
-def test_what_is_no_secret(secret):
+def test_what_is_no_secret(secret: str) -> None:
     with pytest.raises(ValueError, match="whsec_ and the base64 of 24 to 64 bytes"):
         parse_secrets(secret)

@@ -1,21 +1,33 @@
 """Which tasks may have a webhook."""
 
-import pytest
+from typing import Any
 
+import pytest
+import redis
+
+from tests.api.api_client import ApiClient, client_of
+from tests.api.conftest import Deliver, HandWorker, MakeApp, Submit
 from tests.api.webhooks.delivering import SECRET
+from tests.api.webhooks.receiver import Receiver
 from tokenmill.protocol import keys
 from tokenmill.settings.processes import ApiSettings
 
 
 @pytest.fixture
-def settings(redis_url):
+def settings(redis_url: str) -> Any:
     return ApiSettings(redis_url=redis_url, webhook_secret=SECRET, webhook_allow_private=True)
 
 
 class TestSubmission:
     def test_a_task_is_kept_until_its_webhook_is_delivered(
-        self, client, submit, worker, receiver, deliver, redis_client
-    ):
+        self,
+        client: ApiClient,
+        submit: Submit,
+        worker: HandWorker,
+        receiver: Receiver,
+        deliver: Deliver,
+        redis_client: redis.Redis,
+    ) -> None:
         task_id = submit(webhook={"url": receiver.url()})
         worker.run("a")
         assert redis_client.ttl(keys.run(task_id)) > 86_400
@@ -38,33 +50,37 @@ class TestSubmission:
             ([], "webhook"),
         ],
     )
-    def test_a_bad_one_is_refused_by_name(self, client, webhook, param, redis_client):
+    def test_a_bad_one_is_refused_by_name(
+        self, client: ApiClient, webhook: Any, param: Any, redis_client: redis.Redis
+    ) -> None:
         reply = client.post("/v1/tasks", json={"prompt": "x", "webhook": webhook})
         assert (reply.status_code, reply.json["error"]["param"]) == (400, param)
         assert list(redis_client.scan_iter("tokenmill:run:*")) == []
 
     @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "169.254.169.254", "localhost", "10.1.2.3:8080"])
-    def test_a_private_address_is_refused_unless_it_is_allowed(self, redis_url, make_app, settings, host):
+    def test_a_private_address_is_refused_unless_it_is_allowed(
+        self, redis_url: str, make_app: MakeApp, settings: ApiSettings, host: str
+    ) -> None:
         body = {"prompt": "x", "webhook": {"url": f"http://{host}/"}}
         closed = ApiSettings(redis_url=redis_url, webhook_secret=SECRET)
-        reply = make_app(closed).test_client().post("/v1/tasks", json=body)
+        reply = client_of(make_app(closed)).post("/v1/tasks", json=body)
         assert reply.status_code == 400
         assert (reply.json["error"]["param"], reply.json["error"]["code"]) == (
             "webhook.url",
             "webhook_address",
         )
-        assert make_app(settings).test_client().post("/v1/tasks", json=body).status_code == 202
+        assert client_of(make_app(settings)).post("/v1/tasks", json=body).status_code == 202
 
-    def test_without_a_secret_there_are_none(self, redis_url, make_app):
+    def test_without_a_secret_there_are_none(self, redis_url: str, make_app: MakeApp) -> None:
         """Nobody could tell them from anybody else's."""
         app = make_app(ApiSettings(redis_url=redis_url))
         body = {"prompt": "x", "webhook": {"url": "https://example.org/"}}
-        reply = app.test_client().post("/v1/tasks", json=body)
+        reply = client_of(app).post("/v1/tasks", json=body)
         assert (reply.status_code, reply.json["error"]["code"]) == (400, "webhooks_disabled")
         assert "TOKENMILL_WEBHOOK_SECRET" in reply.json["error"]["message"]
-        assert app.test_client().post("/v1/tasks", json={**body, "webhook": None}).status_code == 202
+        assert client_of(app).post("/v1/tasks", json={**body, "webhook": None}).status_code == 202
 
-    def test_another_webhook_is_another_body(self, client):
+    def test_another_webhook_is_another_body(self, client: ApiClient) -> None:
         headers = {"Idempotency-Key": "k"}
         statuses = [
             client.post(

@@ -4,10 +4,11 @@ import base64
 import json
 import time
 
+from tests.api.conftest import HandWorker, StartServer
 from tests.api.webhooks.receiver import answer, receiving
 
 
-def test_webhooks_are_delivered(start, worker):
+def test_webhooks_are_delivered(start: StartServer, worker: HandWorker) -> None:
     """By the process as it is started, from a submission to the receiver."""
     with receiving() as receiver:
         receiver.will(answer(500))
