@@ -114,7 +114,7 @@ def read_all(connection: socket.socket) -> Any:
 def unread(server: Server, request: Any, receive_bytes: Any = 4096) -> Any:
     """A connection that sends `request` and reads no byte of the reply."""
     connection = socket.socket()
-    # Before it connects: the window that the server may fill is told then.
+    # Before it connects: the window that the server may fill is announced then.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
     connection.settimeout(60)
     connection.connect(server.address)

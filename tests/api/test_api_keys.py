@@ -1,4 +1,4 @@
-"""API keys: without one nothing is done; with a tenant's nothing of another's can be seen or touched."""
+"""API keys: a call without one is refused, and one tenant cannot see or change another's tasks."""
 
 import json
 import logging
@@ -51,10 +51,10 @@ def task_id(client: ApiClient) -> Any:
         ("Bearer \xff", "invalid_api_key"),
     ],
 )
-def test_without_a_key_nothing_is_done(
+def test_a_call_without_a_key_is_refused(
     client: ApiClient, task_id: str, redis_client: redis.Redis, method: str, path: str, header: str, code: str
 ) -> None:
-    """Not even the body is looked at, which is no JSON here."""
+    """Not even the body is read, which is not JSON here."""
     before = sorted(redis_client.keys())
     headers = {} if header is None else {"Authorization": header}
     reply = client.open(path.format(task_id), method=method, data=b"{", headers=headers)
@@ -65,14 +65,14 @@ def test_without_a_key_nothing_is_done(
     assert sorted(redis_client.keys()) == before
 
 
-def test_redis_is_not_asked(make_app: MakeApp) -> None:
+def test_a_refusal_does_not_call_redis(make_app: MakeApp) -> None:
     client = client_of(make_app(ApiSettings(redis_url="redis://127.0.0.1:1/0", api_keys=KEYS)))
     assert client.post("/v1/tasks", json=BODY).status_code == 401
     assert client.post("/v1/tasks", json=BODY, headers=ALICE).status_code == 503
 
 
-def test_who_sends_much_without_a_key_hears_why(start: StartServer) -> None:
-    """A connection that is closed on what its client still sends is reset, and the answer lost.
+def test_a_large_body_without_a_key_gets_its_error(start: StartServer) -> None:
+    """Closing a connection with unread bytes would reset it, and the reply would be lost.
 
     A body that is too large or wrongly framed is refused by the server itself, before keys are looked at.
     """
@@ -87,7 +87,7 @@ def test_who_sends_much_without_a_key_hears_why(start: StartServer) -> None:
             assert connection.recv(65536).startswith(b"HTTP/1.1 " + status)
 
 
-def test_health_and_documents_are_open(client: ApiClient) -> None:
+def test_health_and_docs_need_no_key(client: ApiClient) -> None:
     statuses = {
         path: client.get(path).status_code for path in ("/livez", "/readyz", "/metrics", "/docs/swagger")
     }
@@ -96,14 +96,14 @@ def test_health_and_documents_are_open(client: ApiClient) -> None:
 
 @pytest.mark.parametrize("key", ["secret-of-alice", "other-of-alice"])
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
-def test_each_key_of_a_tenant_is_its(client: ApiClient, task_id: str, key: str, scheme: Any) -> None:
+def test_a_tenant_may_use_any_of_its_keys(client: ApiClient, task_id: str, key: str, scheme: Any) -> None:
     reply = client.get(f"/v1/tasks/{task_id}", headers={"Authorization": f"{scheme} {key}"})
     assert (reply.status_code, reply.json["id"]) == (200, task_id)
 
 
 @pytest.mark.parametrize(("method", "path"), CALLS[1:5])
 @pytest.mark.parametrize("ended", [False, True])
-def test_anothers_task_is_as_one_that_never_was(
+def test_the_task_of_another_tenant_is_not_found(
     client: ApiClient, worker: HandWorker, task_id: str, method: str, path: str, ended: Any
 ) -> None:
     if ended:
@@ -120,7 +120,7 @@ def test_anothers_task_is_as_one_that_never_was(
     assert kept["status"] == ("completed" if ended else "queued")
 
 
-def test_keys_of_idempotency_do_not_meet(client: ApiClient) -> None:
+def test_idempotency_keys_are_separate_for_each_tenant(client: ApiClient) -> None:
     def post(who: Any, **more: Any) -> Any:
         return client.post("/v1/tasks", json={**BODY, **more}, headers={**who, "Idempotency-Key": "k"})
 
@@ -131,13 +131,15 @@ def test_keys_of_idempotency_do_not_meet(client: ApiClient) -> None:
     assert post(BOB).status_code == 422
 
 
-def test_tenants_wait_in_queues_of_their_own(client: ApiClient, task_id: str, worker: HandWorker) -> None:
+def test_each_tenant_has_its_own_queue(client: ApiClient, task_id: str, worker: HandWorker) -> None:
     client.post("/v1/tasks", json=BODY, headers=ALICE)
     bobs = client.post("/v1/tasks", json=BODY, headers=BOB).json["id"]
     assert worker.claim(3)[:2] == [task_id, bobs]
 
 
-def test_the_scheme_is_described_where_it_holds(client: ApiClient, make_app: MakeApp, redis_url: str) -> None:
+def test_openapi_describes_the_scheme_if_there_are_keys(
+    client: ApiClient, make_app: MakeApp, redis_url: str
+) -> None:
     spec = client.get("/docs/openapi.json").json
     (scheme,) = spec["components"]["securitySchemes"].values()
     assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
@@ -149,8 +151,8 @@ def test_the_scheme_is_described_where_it_holds(client: ApiClient, make_app: Mak
     assert '"security":' not in json.dumps(open_to_all)
 
 
-def test_without_keys_everything_is_open(make_app: MakeApp, redis_url: str, task_id: str) -> None:
-    """Also what was submitted while there were some."""
+def test_without_api_keys_every_call_is_allowed(make_app: MakeApp, redis_url: str, task_id: str) -> None:
+    """Also tasks that were submitted with a key."""
     client = client_of(make_app(ApiSettings(redis_url=redis_url)))
     assert client.get(f"/v1/tasks/{task_id}").status_code == 200
     assert client.post("/v1/tasks", json=BODY, headers=shows("anything")).status_code == 202
@@ -166,8 +168,8 @@ def test_no_key_is_shown_or_kept(
     caplog.set_level(logging.DEBUG)
     client.get(f"/v1/tasks/{task_id}", headers=ALICE)
     client.get(f"/v1/tasks/{task_id}", headers=shows("secret-of-nobody"))
-    told = repr(settings) + repr(settings.keyring) + caplog.text
-    assert "secret" not in told
+    shown = repr(settings) + repr(settings.keyring) + caplog.text
+    assert "secret" not in shown
     kept = [redis_client.dump(key) or b"" for key in redis_client.scan_iter()]
     assert not any(b"secret-of" in value for value in kept)
 
@@ -177,8 +179,8 @@ def test_keys_come_from_variable_and_file(tmp_path: Path) -> None:
     file.write_text("# of the team\nbob:two\n\n  # carol:four\ncarol:three#3\n")
     environ = {"TOKENMILL_API_KEYS": "alice:one", "TOKENMILL_API_KEYS_FILE": str(file)}
     keyring = ApiSettings.load(environ).keyring
-    told = {key: keyring.tenant_of(key) for key in ("one", "two", "three#3", "four", "", "alice:one")}
-    assert told == {
+    tenants = {key: keyring.tenant_of(key) for key in ("one", "two", "three#3", "four", "", "alice:one")}
+    assert tenants == {
         "one": "alice",
         "two": "bob",
         "three#3": "carol",
@@ -190,7 +192,7 @@ def test_keys_come_from_variable_and_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("topsecret", "entry 1"),
         ("a:good b:", "entry 2"),
@@ -202,18 +204,18 @@ def test_keys_come_from_variable_and_file(tmp_path: Path) -> None:
         ("a:t\xf6psecret", "entry 1"),
     ],
 )
-def test_what_cannot_be_used_is_refused_and_not_repeated(tmp_path: Path, text: str, told: Any) -> None:
-    """Also where nothing is left: a service that was to be closed must not stand open."""
+def test_bad_keys_are_refused_and_not_repeated(tmp_path: Path, text: str, message: str) -> None:
+    """Also where no key is left: a service that should be protected must not be open."""
     file = tmp_path / "keys"
     file.write_text(text)
     for environ in ({"TOKENMILL_API_KEYS": text}, {"TOKENMILL_API_KEYS_FILE": str(file)}):
-        with pytest.raises(SettingError, match=told) as refused:
+        with pytest.raises(SettingError, match=message) as refused:
             ApiSettings.load(environ).check_files()
         assert "secret" not in str(refused.value)
         assert str(refused.value).split()[0] in environ
 
 
-def test_a_file_must_be_there(tmp_path: Path) -> None:
+def test_the_key_file_must_exist(tmp_path: Path) -> None:
     for content in (None, b"", b"\xff"):
         file = tmp_path / "keys"
         if content is not None:
@@ -222,9 +224,7 @@ def test_a_file_must_be_there(tmp_path: Path) -> None:
             ApiSettings.load({"TOKENMILL_API_KEYS_FILE": str(file)}).check_files()
 
 
-def test_a_key_of_the_tenant_default_finds_the_tasks_from_before_there_were_keys(
-    redis_url: str, make_app: MakeApp
-) -> None:
+def test_the_tenant_default_owns_tasks_submitted_without_keys(redis_url: str, make_app: MakeApp) -> None:
     before = client_of(make_app(ApiSettings(redis_url=redis_url)))
     task_id = before.post("/v1/tasks", json=BODY).json["id"]
     keys = f"default:secret-of-before {KEYS}"
@@ -234,13 +234,13 @@ def test_a_key_of_the_tenant_default_finds_the_tasks_from_before_there_were_keys
     assert client.get(url, headers=ALICE).status_code == 404
 
 
-def test_a_tenant_that_fills_its_part_keeps_no_other_out(redis_url: str, make_app: MakeApp) -> None:
+def test_a_tenant_that_fills_its_share_blocks_no_other(redis_url: str, make_app: MakeApp) -> None:
     settings = ApiSettings(redis_url=redis_url, api_keys=KEYS, max_waiting_tasks=6)
     client = client_of(make_app(settings))
     replies = [client.post("/v1/tasks", json=BODY, headers=ALICE) for _ in range(4)]
     assert [reply.status_code for reply in replies] == [202, 202, 202, 429]
-    told = replies[-1].json
-    assert (told["limit_met"], told["limit_of"]) == ("tasks", "tenant")
-    assert (told["tenant_depth"], told["depth"], told["limit"]) == (3, 3, 6)
-    assert "of this tenant" in told["detail"]
+    problem = replies[-1].json
+    assert (problem["limit_met"], problem["limit_of"]) == ("tasks", "tenant")
+    assert (problem["tenant_depth"], problem["depth"], problem["limit"]) == (3, 3, 6)
+    assert "of this tenant" in problem["detail"]
     assert client.post("/v1/tasks", json=BODY, headers=BOB).status_code == 202

@@ -1,4 +1,4 @@
-"""The specification that is shown: valid, complete, and what the service really does. Offline."""
+"""The OpenAPI document is valid, complete and accurate, and is shown without a network."""
 
 import json
 import re
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.api.api_client import ApiClient
 
 from api.schemas.replies import ProblemView, Task
 from api.schemas.requests import INPUTS, TaskBody
 from api.schemas.sampling import SAMPLING_FIELDS
+from tests.api.api_client import ApiClient
 from tests.api.conftest import HandWorker, Submit
 
 METHODS = {"get", "post", "delete", "put", "patch"}
@@ -40,8 +40,8 @@ def test_the_version_and_the_paths(spec: Any) -> None:
     }
 
 
-def test_nothing_is_null_where_the_standard_wants_a_value(spec: Any) -> None:
-    """Null members are what makes a generated specification invalid; a default may be null."""
+def test_no_null_where_openapi_requires_a_value(spec: Any) -> None:
+    """Null members make a generated document invalid; only a default may be null."""
 
     def nulls(value: Any, path: str = "") -> Iterator[Any]:
         if isinstance(value, dict):
@@ -57,7 +57,7 @@ def test_nothing_is_null_where_the_standard_wants_a_value(spec: Any) -> None:
     assert list(nulls(spec)) == []
 
 
-def test_every_reference_leads_somewhere(spec: Any) -> None:
+def test_every_reference_resolves(spec: Any) -> None:
     names = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(spec)))
     assert names <= spec["components"]["schemas"].keys()
     assert {"Task", "TaskBody", "ProblemView", "Readiness"} <= names
@@ -98,15 +98,15 @@ def test_the_body_is_described(spec: Any) -> None:
     TaskBody.model_validate(body["example"], strict=True)
 
 
-def test_replies_are_as_described(client: ApiClient, submit: Submit, worker: HandWorker) -> None:
+def test_replies_match_their_schema(client: ApiClient, submit: Submit, worker: HandWorker) -> None:
     submit()
     task_id = worker.run("a")
     Task.model_validate(client.get(f"/v1/tasks/{task_id}").json, strict=True)
     ProblemView.model_validate(client.get("/v1/tasks/x").json, strict=True)
 
 
-def test_the_page_and_all_of_its_parts_are_served_here(client: ApiClient) -> None:
-    """No part comes from elsewhere: it works without a network."""
+def test_the_docs_page_loads_nothing_from_other_hosts(client: ApiClient) -> None:
+    """It works without a network."""
     assert client.get("/docs", follow_redirects=True).status_code == 200
     page = client.get("/docs/swagger")
     assert page.status_code == 200
@@ -123,7 +123,7 @@ def test_the_page_and_all_of_its_parts_are_served_here(client: ApiClient) -> Non
     [("/docs", "/docs/"), ("/docs?a=1", "/docs/?a=1"), ("/docs//swagger", "/docs/swagger")],
 )
 def test_a_redirect_names_neither_scheme_nor_host(client: ApiClient, path: str, target: str) -> None:
-    """A proxy with TLS in front of the port has another scheme, and a client can claim any host."""
+    """A TLS proxy has another scheme, and a client can send any Host."""
     reply = client.get(path, base_url="http://elsewhere.example")
 
     assert reply.status_code == 308

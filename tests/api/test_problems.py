@@ -1,4 +1,4 @@
-"""Every error has one shape, whoever raised it."""
+"""Every error has the same shape."""
 
 import json
 from typing import Any
@@ -40,16 +40,16 @@ def test_errors_of_the_framework(client: ApiClient, method: str, path: str, stat
     check(client.open(path, method=method), status)
 
 
-def test_a_wrong_method_names_the_right_ones(client: ApiClient) -> None:
+def test_a_wrong_method_sets_allow(client: ApiClient) -> None:
     assert "POST" in client.get("/v1/tasks").headers["Allow"]
 
 
-def test_a_wrong_method_is_answered_with_the_right_ones_in_words(client: ApiClient) -> None:
+def test_the_error_of_a_wrong_method_names_the_allowed_ones(client: ApiClient) -> None:
     body = check(client.put("/v1/tasks/x"), 405)
     assert body["detail"] == "PUT is not allowed here; allowed: DELETE, GET, HEAD, OPTIONS"
 
 
-def test_a_wrong_path_is_answered_with_the_routes(client: ApiClient) -> None:
+def test_an_unknown_path_lists_the_routes(client: ApiClient) -> None:
     body = check(client.post("/v1/task"), 404)
     assert body["routes"] == [
         "GET /docs/",
@@ -68,8 +68,8 @@ def test_a_wrong_path_is_answered_with_the_routes(client: ApiClient) -> None:
     assert "routes" not in check(client.get("/v1/tasks/x"), 404)
 
 
-def test_a_fault_of_ours_tells_nothing_of_itself(caplog: pytest.LogCaptureFixture) -> None:
-    """The cause goes to the log, under the id that the client got."""
+def test_an_internal_error_reveals_no_details(caplog: pytest.LogCaptureFixture) -> None:
+    """The log has the cause under the id that the client gets."""
     app = create_app(ApiSettings())
 
     @app.get("/boom")
@@ -84,12 +84,12 @@ def test_a_fault_of_ours_tells_nothing_of_itself(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize("given", ["abc-1.2_3:4", "x" * 128])
-def test_a_sane_request_id_is_kept(client: ApiClient, given: Any) -> None:
+def test_a_well_formed_request_id_is_kept(client: ApiClient, given: Any) -> None:
     assert client.get("/livez", headers={"X-Request-ID": given}).headers["X-Request-ID"] == given
 
 
 @pytest.mark.parametrize("given", [None, "", "x" * 129, "a b", "\xe9", "a,b", '"'])
-def test_another_one_is_made_anew(client: ApiClient, given: Any) -> None:
+def test_any_other_request_id_is_replaced(client: ApiClient, given: Any) -> None:
     headers = {} if given is None else {"X-Request-ID": given}
     first, second = (client.get("/livez", headers=headers).headers["X-Request-ID"] for _ in range(2))
     assert first != second
@@ -100,8 +100,8 @@ def test_another_one_is_made_anew(client: ApiClient, given: Any) -> None:
     ("estimate", "seconds"),
     [(None, 1), (0, 1), (0.2, 1), (2.1, 3), (59.5, 60), (1e9, 60), (float("inf"), 1), (float("nan"), 1)],
 )
-def test_retry_after_is_what_clients_accept(estimate: Any, seconds: float) -> None:
-    """OpenAI's clients never retry after a longer time than two minutes; 60 is far from that."""
+def test_retry_after_is_within_what_clients_accept(estimate: Any, seconds: float) -> None:
+    """OpenAI's clients do not retry after more than two minutes; 60 seconds is well below."""
     assert retry_seconds(estimate) == seconds
 
 

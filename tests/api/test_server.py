@@ -1,4 +1,4 @@
-"""The API as it is started: `python -m api`, real sockets."""
+"""`python -m api` with real sockets."""
 
 import json
 import os
@@ -42,8 +42,8 @@ def test_streams_outlive_the_servers_own_timeout(start: StartServer, worker: Han
     assert not [line for line in server.log if b"TIMEOUT" in line or b"Traceback" in line]
 
 
-def test_a_client_that_goes_away_is_noticed_while_nothing_is_sent(server: Server, redis_url: str) -> None:
-    """werkzeug#1649, llama.cpp#24496: without a byte to write nobody notices. No heartbeat is due here."""
+def test_a_disconnect_is_noticed_while_nothing_is_sent(server: Server, redis_url: str) -> None:
+    """werkzeug#1649, llama.cpp#24496: no write can fail here, as no heartbeat is due."""
     task_id = server.submit()
     streams = [server.open(f"/v1/tasks/{task_id}/events") for _ in range(3)]
     server.wait_for_streams(3)
@@ -60,7 +60,7 @@ def test_a_client_that_goes_away_is_noticed_while_nothing_is_sent(server: Server
 
 
 def test_a_slow_reader_gets_everything(server: Server, submit: Submit, worker: HandWorker) -> None:
-    """redis-py#1261: a reader that cannot keep up lost events, or held up the others. 6 MB are sent."""
+    """redis-py#1261: a slow reader lost events or delayed the others. 6 MB are sent."""
     task_id, other = submit(), submit()
     worker.claim(2)
     with server.open(f"/v1/tasks/{task_id}/events") as slow:
@@ -75,7 +75,7 @@ def test_a_slow_reader_gets_everything(server: Server, submit: Submit, worker: H
     assert [int(seq) for seq in re.findall(rb"^id: (\d+)$", received, re.M)] == list(range(3001))
 
 
-def test_a_waiting_poll_that_goes_away_gives_its_place_back(start: StartServer) -> None:
+def test_a_waiting_poll_that_disconnects_releases_its_slot(start: StartServer) -> None:
     server = start(TOKENMILL_HTTP_THREADS="4", TOKENMILL_MAX_STREAMS="1")
     url = f"/v1/tasks/{server.submit()}"
 
@@ -97,7 +97,7 @@ def test_a_waiting_poll_that_goes_away_gives_its_place_back(start: StartServer) 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_ends_in_time_with_streams_open(start: StartServer, sig: Any) -> None:
-    """A server that waits for its streams would wait for ever; the clients are told and come back."""
+    """Waiting for streams would take forever; the clients are notified and reconnect."""
     server = start(TOKENMILL_HEARTBEAT_SECONDS="600", TOKENMILL_HTTP_GRACE_SECONDS="50")
     task_id = server.submit()
     streams = [server.open(f"/v1/tasks/{task_id}/events") for _ in range(3)]
@@ -114,8 +114,8 @@ def test_a_stop_ends_in_time_with_streams_open(start: StartServer, sig: Any) -> 
         connection.close()
 
 
-def test_a_killed_server_leaves_its_port_to_the_next(start: StartServer) -> None:
-    """Nothing of it lives on, also with a stream open."""
+def test_a_killed_server_frees_its_port(start: StartServer) -> None:
+    """No process of it survives, also with a stream open."""
     server = start(TOKENMILL_HEARTBEAT_SECONDS="600")
     stream = server.open(f"/v1/tasks/{server.submit()}/events")
     server.wait_for_streams(1)
@@ -128,7 +128,7 @@ def test_a_killed_server_leaves_its_port_to_the_next(start: StartServer) -> None
 
 
 def test_a_second_signal_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one waits for open calls, the second one for nothing."""
+    """The first one waits for open calls, the second one does not."""
     said = []
     handlers: dict[int, Any] = {}
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
@@ -142,8 +142,8 @@ def test_a_second_signal_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert said[1] == "exit 1"
 
 
-def test_a_restart_loses_nothing_of_a_stream(start: StartServer, worker: HandWorker) -> None:
-    """The client comes back with the last id, to another process, and goes on there."""
+def test_a_stream_resumes_after_a_restart(start: StartServer, worker: HandWorker) -> None:
+    """The client reconnects to another process with the last id."""
     first = start()
     task_id = first.submit()
     worker.claim()
@@ -162,7 +162,7 @@ def test_a_restart_loses_nothing_of_a_stream(start: StartServer, worker: HandWor
 
 
 def test_a_huge_body_is_refused_and_the_next_call_works(server: Server, redis_url: str) -> None:
-    """llama.cpp#19367: 50 MB, and other clients are not held up."""
+    """llama.cpp#19367: 50 MB, without delaying other clients."""
     status, body = server.call("POST", "/v1/tasks", {"prompt": "x" * 50_000_000})
     assert status == 413
     assert json.loads(body)["error"]["param"] == "body"
@@ -173,7 +173,7 @@ def test_a_huge_body_is_refused_and_the_next_call_works(server: Server, redis_ur
 def test_a_body_of_unknown_length_is_bounded_too(
     server: Server, redis_url: str, size: int, status: bytes
 ) -> None:
-    """A chunked body names no length: it is refused when it has grown too long, and never cut in silence."""
+    """A chunked body has no length: it is refused when it exceeds the limit, and never truncated."""
     body = b'{"prompt": "x"}'.ljust(size)
     with socket.create_connection(server.address, timeout=60) as connection:
         head = "POST /v1/tasks HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -191,10 +191,8 @@ def test_a_body_of_unknown_length_is_bounded_too(
         ("X-Nothing: 1", b""),
     ],
 )
-def test_a_broken_or_absent_body_is_the_clients_fault(
-    server: Server, redis_url: str, headers: Any, body: Any
-) -> None:
-    """flask-jwt-extended#74: no body was a 500. Nor is one whose chunks are no chunks."""
+def test_a_broken_or_missing_body_is_a_400(server: Server, redis_url: str, headers: Any, body: Any) -> None:
+    """flask-jwt-extended#74: a missing body was a 500. Invalid chunks are covered too."""
     with socket.create_connection(server.address, timeout=60) as connection:
         head = "POST /v1/tasks HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         connection.sendall(f"{head}{headers}\r\n\r\n".encode() + body)
@@ -204,7 +202,7 @@ def test_a_broken_or_absent_body_is_the_clients_fault(
     assert b"application/problem+json" in received
 
 
-def test_it_leaves_no_files_behind(start: StartServer) -> None:
+def test_no_files_are_left_behind(start: StartServer) -> None:
     server = start()
     assert server.stop() == 0
     assert list(server.home.iterdir()) == []
@@ -225,14 +223,14 @@ def run_to_its_end(**environ: Any) -> Any:
         ({"TOKENMILL_HOST": "192.0.2.1"}, 1, "set TOKENMILL_HOST to an address of this machine"),
     ],
 )
-def test_what_cannot_be_started_is_said_in_one_line(environ: Any, code: str, words: Any) -> None:
+def test_a_failed_start_is_explained_in_one_line(environ: Any, code: str, words: Any) -> None:
     process = run_to_its_end(**environ)
     assert process.returncode == code
     assert words in process.stderr
     assert len(process.stderr.splitlines()) == 1
 
 
-def test_a_port_that_is_taken_is_named_and_may_be_free_later(server: Server) -> None:
+def test_a_port_in_use_is_named_and_is_not_a_configuration_error(server: Server) -> None:
     port = str(server.address[1])
     process = run_to_its_end(TOKENMILL_PORT=port)
     assert process.returncode == 1

@@ -1,4 +1,4 @@
-"""Clients that go away, and receivers that are told, with a real worker behind the API."""
+"""Disconnects and webhooks with a real worker."""
 
 import base64
 import json
@@ -30,7 +30,7 @@ LIMITS = {
     "TOKENMILL_WEBHOOK_ALLOW_PRIVATE": "true",
 }
 LONG = {"max_tokens": 1900, "temperature": 0, "ignore_eos": True}
-"""It would run far longer than a test."""
+"""Such a request runs far longer than a test."""
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +42,12 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
 
 Read = Callable[[str], socket.socket]
 NOTICED_SECONDS = READER_SECONDS - RENEW_SECONDS
-"""A reader that is not seen to go lapses, and its task ends all the same, but later than this."""
+"""A reader whose disconnect is missed expires later than this."""
 
 
 @pytest.fixture(params=["/events", "?wait=60"], ids=["stream", "long-poll"])
 def read(request: pytest.FixtureRequest, service: LiveService) -> Iterator[Read]:
-    """Opens a connection that reads a task to its end; returns when the service knows of this reader."""
+    """Opens a connection that reads a task to its end. Returns when the service has registered the reader."""
     address = urlsplit(service.api_url)
     with redis.Redis.from_url(service.redis_url) as client:
 
@@ -62,13 +62,13 @@ def read(request: pytest.FixtureRequest, service: LiveService) -> Iterator[Read]
 
 
 def wait_for_cancel(service: LiveService, task_id: str) -> Any:
-    """To be called when its reader has just gone. The task, which ended because that was seen."""
+    """Returns the task after its cancellation. Call it right after the disconnect."""
     with redis.Redis.from_url(service.redis_url) as client:
         gone_at = client.time()[0]
         task = service.wait_task(task_id)
         finished_at = float(client.hget(keys.run(task_id), "finished_at") or 0)
     assert task["status"] == "cancelled"
-    assert finished_at < gone_at + NOTICED_SECONDS, "it lapsed"
+    assert finished_at < gone_at + NOTICED_SECONDS, "its lease expired first"
     return task
 
 
@@ -94,20 +94,20 @@ def wait_until_idle(service: LiveService) -> None:
         wait_for(partial(is_zero, series), f"{series} is 0")
 
 
-def test_in_the_middle_of_its_text(service: LiveService, read: Read) -> None:
-    """llama.cpp#24496, ollama#11889: generation went on for a client that had gone."""
+def test_a_disconnect_in_the_middle_of_the_output(service: LiveService, read: Read) -> None:
+    """llama.cpp#24496, ollama#11889: generation continued for a disconnected client."""
     task_id = service.submit(prompt="one two three", on_disconnect="cancel", **LONG)
     with read(task_id):
-        wait_for(lambda: tokens_of(service.task(task_id)) >= 2, "two tokens are told")
+        wait_for(lambda: tokens_of(service.task(task_id)) >= 2, "two tokens are published")
     task = wait_for_cancel(service, task_id)
     assert 2 <= tokens_of(task) < 1900
     wait_until_idle(service)
 
 
-def test_in_a_prefill_of_many_steps(service: LiveService, read: Read) -> None:
-    """llama.cpp#13262, werkzeug#1649: no byte is written in that time, so no write can fail.
+def test_a_disconnect_during_a_long_prefill(service: LiveService, read: Read) -> None:
+    """llama.cpp#13262, werkzeug#1649: no byte is written during the prefill, so no write can fail.
 
-    The worker is stopped meanwhile: a fast machine would compute the prompt before the client is missed.
+    The worker is stopped meanwhile: a fast machine would finish the prompt before the disconnect is noticed.
     """
     task_id = service.submit(prompt_token_ids=[7] * 1900, on_disconnect="cancel", ignore_eos=True)
     worker = service.worker.popen
@@ -122,8 +122,8 @@ def test_in_a_prefill_of_many_steps(service: LiveService, read: Read) -> None:
     wait_until_idle(service)
 
 
-def test_behind_others(service: LiveService, read: Read) -> None:
-    """mlx-openai-server#269: not a token is computed for it. Those that are only polled are not touched."""
+def test_a_disconnect_while_queued(service: LiveService, read: Read) -> None:
+    """mlx-openai-server#269: no token is computed for it. Tasks that are only polled are not affected."""
     running = [service.submit(prompt="one two", **LONG) for _ in range(2)]
     for task_id in running:
         wait_for(partial(has_tokens, service, task_id), "the slots are taken")
@@ -137,7 +137,7 @@ def test_behind_others(service: LiveService, read: Read) -> None:
     wait_until_idle(service)
 
 
-def test_a_receiver_is_told_what_polling_shows(service: LiveService) -> None:
+def test_a_webhook_has_what_polling_shows(service: LiveService) -> None:
     with receiving() as receiver:
         task_id = service.submit(
             prompt="one two three", max_tokens=5, n=2, ignore_eos=True, webhook={"url": receiver.url()}

@@ -23,7 +23,7 @@ def followed(url: str, task_id: str) -> list[Event]:
 
 
 def sse_ids(service: LiveService, task_id: str) -> list[int]:
-    """As an event source has them: it comes again where it meets the failover and is answered 503."""
+    """Events as an EventSource sees them: it reconnects after a 503 during the failover."""
 
     def stream() -> Reply | None:
         reply = service.call("GET", f"/v1/tasks/{task_id}/events")
@@ -43,8 +43,8 @@ def greedy(number: int) -> dict[str, Any]:
     }
 
 
-def test_the_master_is_killed_in_mid_stream(tmp_path: Path) -> None:
-    """redis-py#1573, rq#1653: after a failover workers ended, or stayed with a server that was gone."""
+def test_the_master_is_killed_during_streams(tmp_path: Path) -> None:
+    """redis-py#1573, rq#1653: after a failover workers exited, or kept their connection to the old master."""
     model_dir = save_model(tmp_path / "model")
     with (
         watched(tmp_path) as servers,

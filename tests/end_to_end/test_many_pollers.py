@@ -1,4 +1,4 @@
-"""Many ask for many short tasks all the time: nobody ever sees an end before the result."""
+"""Many clients poll many short tasks: none sees a finished task without its result."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +13,7 @@ NUM_POLLERS = 8
 NUM_TOKENS = 2
 
 
-def test_who_sees_the_end_sees_the_result(tmp_path: Path) -> None:
+def test_a_finished_task_always_has_its_result(tmp_path: Path) -> None:
     """rq#1724, rq#1997: a job was `finished` before its result could be read."""
     limits = {"TOKENMILL_DTYPE": "float32", "TOKENMILL_MAX_NUM_SEQS": "16"}
     with (
@@ -38,7 +38,7 @@ def test_who_sees_the_end_sees_the_result(tmp_path: Path) -> None:
 
 
 def poll_all(service: LiveService, tasks: list[str], all_submitted: threading.Event) -> list[Any]:
-    """Each task as it was when it was first seen to have ended."""
+    """Each task at the first poll that shows its end."""
     ends: dict[str, Any] = {}
     while not all_submitted.is_set() or len(ends) < len(tasks):
         for task_id in [one for one in list(tasks) if one not in ends]:

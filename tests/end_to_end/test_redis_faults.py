@@ -1,4 +1,4 @@
-"""Redis fails under the whole service in mid-stream: the API says so, nobody ends, and all go on alone."""
+"""Redis fails during streams: the API reports it, no process exits, and all recover without help."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -16,11 +16,11 @@ from tests.live_service import LiveService, Reply, wait_for
 from tests.tiny_models import save_model
 from tokenmill.protocol import keys
 
-NOBODY = ("127.0.0.1", "1")
+UNREACHABLE = ("127.0.0.1", "1")
 
 
 class Server:
-    """The Redis server of the service, in the test's hands."""
+    """The Redis server of the service, controlled by the test."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -57,9 +57,9 @@ def hung(server: Server) -> Iterator[None]:
 
 @contextmanager
 def only_reading(server: Server) -> Iterator[None]:
-    """As after a failover: the server that all are connected to has been demoted."""
+    """As after a failover: the server is demoted to a replica."""
     with server.client() as client:
-        client.replicaof(*NOBODY)
+        client.replicaof(*UNREACHABLE)
         yield
         client.replicaof("NO", "ONE")
 
@@ -91,7 +91,7 @@ def service(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 class Streams:
-    """Tasks in mid-stream, each with a reader of Redis and one of server-sent events."""
+    """Running tasks, each with a Redis reader and an SSE reader."""
 
     def __init__(self, service: LiveService, server: Server, pool: ThreadPoolExecutor) -> None:
         self._service = service
@@ -115,7 +115,7 @@ class Streams:
 
 @pytest.mark.parametrize("fault", [restarted, hung, only_reading, full])
 def test_redis_fails_and_comes_back(service: LiveService, server: Server, fault: Fault) -> None:
-    """redis-py#1573, open-webui#28910, rq#1653, durabull#64: workers and subscribers ended or stayed deaf."""
+    """redis-py#1573, open-webui#28910, rq#1653, durabull#64: workers and subscribers exited or hung."""
     with ThreadPoolExecutor(2 * NUM_TASKS) as pool:
         streams = Streams(service, server, pool)
         with fault(server):
@@ -130,7 +130,7 @@ def test_redis_fails_and_comes_back(service: LiveService, server: Server, fault:
 
 @pytest.mark.parametrize("kind", ["normal", "pubsub"])
 def test_every_connection_is_cut_again_and_again(service: LiveService, server: Server, kind: str) -> None:
-    """redis-py#1572: after its connection had been cut a subscriber heard nothing any more."""
+    """redis-py#1572: a subscriber received nothing after its connection was closed."""
     with ThreadPoolExecutor(2 * NUM_TASKS) as pool, server.client() as client:
         streams = Streams(service, server, pool)
         num_cut = 0
@@ -141,7 +141,7 @@ def test_every_connection_is_cut_again_and_again(service: LiveService, server: S
 
 
 def asked(service: LiveService, status: int) -> Reply | None:
-    """The reply to a small task, if it has this status; while a fault comes or goes, others are right too."""
+    """The reply to a small task if it has this status; during a transition other statuses are correct too."""
     reply = service.call("POST", "/v1/tasks", {"prompt_token_ids": [5, 6], "max_tokens": 3})
     assert reply.status in (202, 503)
     return reply if reply.status == status else None

@@ -1,4 +1,4 @@
-"""Several outputs, logprobs, limits and shapes of a text, by HTTP and by stream, with real processes."""
+"""Several outputs, logprobs, limits and structured outputs, by HTTP and by stream, with real processes."""
 
 import json
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
 
 
 def followed(service: LiveService, task_id: str) -> list[Event]:
-    """All messages, checked: no gap, each output ends once and nothing of it comes after that."""
+    """All messages, after checking that there is no gap and that each output ends once."""
     events = list(TokenStream(service.redis_url, task_id))
     assert [event.seq for event in events] == list(range(len(events)))
     ended: set[int] = set()
@@ -75,10 +75,10 @@ def test_logprobs_stream_poll_and_align(service: LiveService) -> None:
         own = [event for event in events if isinstance(event, TokenEvent) and event.index == output["index"]]
         assert [event.logprobs for event in own] == output["logprobs"]
         assert len(output["logprobs"]) == len(output["token_ids"]) == 6
-        for token_id, told in zip(output["token_ids"], output["logprobs"], strict=True):
-            assert told["top"][0]["id"] == token_id, "greedy"
-            assert told["logprob"] == told["top"][0]["logprob"] <= 0
-            assert len({tuple(one["bytes"]) for one in told["top"]}) == 3
+        for token_id, logprobs in zip(output["token_ids"], output["logprobs"], strict=True):
+            assert logprobs["top"][0]["id"] == token_id, "greedy"
+            assert logprobs["logprob"] == logprobs["top"][0]["logprob"] <= 0
+            assert len({tuple(one["bytes"]) for one in logprobs["top"]}) == 3
     assert len(task["prompt_logprobs"]) == task["usage"]["prompt_tokens"]
     assert task["prompt_logprobs"][0] is None
     first = sse(service, task_id)[0]
@@ -107,7 +107,7 @@ def test_a_cancel_ends_each_of_three_outputs(service: LiveService, state: str) -
         service.call("POST", f"/v1/tasks/{other}/cancel")
 
 
-def test_limits_end_what_runs_and_what_waits(service: LiveService) -> None:
+def test_time_limits_end_running_and_waiting_tasks(service: LiveService) -> None:
     long = {"prompt": "one two", "max_tokens": 1500, "ignore_eos": True}
     running = service.wait_task(service.submit(**long, n=2, timeout_seconds=0.5))
     crowd = [service.submit(**long) for _ in range(24)]
@@ -122,7 +122,7 @@ def test_limits_end_what_runs_and_what_waits(service: LiveService) -> None:
     assert waiting["usage"] is None or waiting["usage"]["completion_tokens"] == 0
 
 
-def test_a_text_has_the_shape_that_was_asked_for(service: LiveService) -> None:
+def test_structured_outputs_are_obeyed(service: LiveService) -> None:
     asked = {"prompt": "the capital is", "max_tokens": 40, "seed": 1}
     chosen = service.wait_task(service.submit(**asked, n=2, structured_outputs={"choice": ["red", "green"]}))
     bad = service.wait_task(service.submit(**asked, structured_outputs={"regex": "("}))

@@ -1,4 +1,4 @@
-"""Two workers are replaced one after the other while requests come: nobody outside notices."""
+"""Two workers are replaced one after the other under load, without any visible effect."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Load:
-    """Requests in waves, so that some wait and some run whenever a worker stops."""
+    """Waves of requests: some wait and some run whenever a worker stops."""
 
     def __init__(self, service: LiveService) -> None:
         self._service = service
@@ -52,19 +52,19 @@ class Load:
         return [150 + 10 * (number % 7) for number in range(len(self.ids))]
 
     def more(self) -> None:
-        """Each is accepted, whatever happens to the workers."""
+        """Every request is accepted, whatever happens to the workers."""
         for _ in range(WAVE):
             number = len(self.ids)
             body = greedy(self._prompts[number], 150 + 10 * (number % 7))
             self.ids.append(self._service.submit(**body))
 
     def is_under_way(self) -> bool:
-        """All of the last wave have been begun."""
+        """Every request of the last wave has started."""
         return all(task["outputs"] and token_ids(task) for task in map(self._service.task, self.ids[-WAVE:]))
 
 
-def test_no_request_fails_while_each_worker_is_replaced(model_dir: Path, tmp_path: Path) -> None:
-    """celery#3802, celery#4354: a restart lost what was under way, or ran again what had ended."""
+def test_no_request_fails_during_a_rolling_restart(model_dir: Path, tmp_path: Path) -> None:
+    """celery#3802, celery#4354: a restart lost running tasks or repeated finished ones."""
     with LiveService(model_dir, tmp_path, LIMITS) as service:
         service.start_worker()
         load = Load(service)

@@ -74,7 +74,7 @@ def assert_ended_as_alone(model: Any, tasks: list[Any], prompts: list[list[int]]
 
 
 def rq_info(service: LiveService) -> str:
-    """What RQ's own command says, plain."""
+    """Output of RQ's own command, as plain text."""
     return subprocess.run(
         [Path(sys.executable).parent / "rq", "info", "--url", service.redis_url, "--raw"],
         capture_output=True,
@@ -83,9 +83,7 @@ def rq_info(service: LiveService) -> str:
     ).stdout
 
 
-def test_many_requests_at_once_end_each_as_if_alone_while_rq_shows_them(
-    service: LiveService, model: Any
-) -> None:
+def test_concurrent_requests_equal_single_ones_and_rq_shows_them(service: LiveService, model: Any) -> None:
     prompts = random_prompts(1, 64, 90)
     lengths = [8 + n % 40 for n in range(64)]
     ids = [service.submit(**greedy(prompt, length)) for prompt, length in zip(prompts, lengths, strict=True)]
@@ -108,8 +106,8 @@ def waiting(info: str) -> int:
     return sum(int(number) for number in re.findall(r"^queue \S+ (\d+)", info, re.MULTILINE))
 
 
-def test_a_long_prompt_does_not_stop_the_others_decoding(service: LiveService) -> None:
-    """vllm#10774: one very long prefill took every step for itself."""
+def test_a_long_prompt_does_not_block_other_decodes(service: LiveService) -> None:
+    """vllm#10774: a very long prefill occupied every step."""
     with redis.Redis.from_url(service.redis_url) as client, client.pubsub() as pubsub:
         pubsub.psubscribe("tokenmill:tok:*")
         assert pubsub.get_message(timeout=30) is not None
@@ -168,7 +166,7 @@ def with_text(task: Any) -> Any:
     return task if task["outputs"] and task["outputs"][0]["text"] else None
 
 
-def test_a_stream_and_the_poll_tell_the_same(service: LiveService) -> None:
+def test_a_stream_and_a_poll_agree(service: LiveService) -> None:
     task_id = service.submit(
         messages=[{"role": "user", "content": "What is the capital of France?"}], max_tokens=30, seed=4
     )
@@ -185,8 +183,8 @@ def test_a_stream_and_the_poll_tell_the_same(service: LiveService) -> None:
     assert [message["seq"] for message in data if "seq" in message][: len(live)] == [e.seq for e in live]
 
 
-def test_a_seed_gives_one_text_whatever_runs_beside_it(service: LiveService) -> None:
-    """vllm#51226: a seeded request changed when a batch mate had no seed."""
+def test_a_seed_gives_the_same_output_in_any_batch(service: LiveService) -> None:
+    """vllm#51226: a seeded request changed if another in the batch had no seed."""
     asked = {
         "prompt": "the quick brown",
         "max_tokens": 24,
@@ -203,7 +201,7 @@ def test_a_seed_gives_one_text_whatever_runs_beside_it(service: LiveService) -> 
     assert all(service.wait_task(mate)["status"] == "completed" for mate in mates)
 
 
-def test_bad_requests_fail_alone_and_the_next_is_served(service: LiveService) -> None:
+def test_bad_requests_fail_alone(service: LiveService) -> None:
     """vllm#7283, vllm#9634: an empty prompt or a foreign id ended the engine."""
     bodies: list[dict[str, Any]] = [
         {"prompt": ""},
@@ -223,10 +221,10 @@ def test_bad_requests_fail_alone_and_the_next_is_served(service: LiveService) ->
 
 
 @pytest.mark.parametrize("seed", [3, 4])
-def test_a_killed_worker_loses_nothing_and_the_next_goes_on(
+def test_the_next_worker_resumes_tasks_of_a_killed_one(
     model_dir: Path, model: Any, tmp_path: Path, seed: int
 ) -> None:
-    """rq#1164: kill -9 left jobs started for ever. Here each goes on from its last token."""
+    """rq#1164: kill -9 left jobs started forever. Here each resumes after its last token."""
     prompts = random_prompts(seed, 24, 40)
     lengths = [40 + 5 * (n % 9) for n in range(24)]
     with (

@@ -1,4 +1,4 @@
-"""Threads that call a function again and again."""
+"""Threads that call a function periodically."""
 
 import pytest
 

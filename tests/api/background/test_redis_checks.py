@@ -64,14 +64,14 @@ def test_a_server_without_an_append_only_file(
     assert present(registry) == {"not_persistent"}
 
 
-def test_redis_away_keeps_what_is_known_and_is_asked_again_soon(registry: CollectorRegistry) -> None:
+def test_an_outage_keeps_the_known_faults_and_shortens_the_interval(registry: CollectorRegistry) -> None:
     checks = RedisChecks(connect("redis://127.0.0.1:1/0"), RedisStateMetrics(registry))
     assert checks.check() == RETRY_SECONDS
     assert checks.warnings == []
 
 
 class TestManaged:
-    """Managed servers have no CONFIG, or allow it to nobody; some hide parts of INFO."""
+    """Managed servers have no CONFIG or forbid it; some hide parts of INFO."""
 
     @pytest.fixture
     def managed(self, tmp_path: Path) -> Iterator[Any]:
@@ -98,7 +98,7 @@ class TestManaged:
         RedisChecks(connect(url), RedisStateMetrics(registry)).check()
         assert present(registry) == {"evicts", "not_persistent"}
 
-    def test_neither_info_nor_config(self, managed: Any, registry: CollectorRegistry) -> None:
+    def test_without_info_and_config(self, managed: Any, registry: CollectorRegistry) -> None:
         admin, url = managed
         admin.acl_setuser(
             "app", enabled=True, passwords="+secret", commands=["+@all", "-config", "-info"], keys="*"

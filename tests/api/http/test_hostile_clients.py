@@ -1,4 +1,4 @@
-"""Clients that send nothing, too little or garbage, or that read nothing: the service answers the others.
+"""Clients that send nothing, too little or garbage, or read nothing: others are still served.
 
 gunicorn#3519 (a deadline for the first byte alone), gunicorn#2010 (clients that vanish), waitress#433 (half a
 request holds a worker). Each assertion is about order, counts or state; times are watchdogs.
@@ -69,7 +69,7 @@ def problem(received: Any) -> Any:
 
 
 def ask(server: Server, data: bytes) -> Any:
-    """All that a server sends to a client that sends `data` and then waits."""
+    """Everything that a server sends to a client that sends `data` and then waits."""
     return read_all(connect(server, data))
 
 
@@ -88,8 +88,8 @@ def given_up(connection: socket.socket) -> None:
 
 
 class TestHalfRequests:
-    def test_liveness_beside_many_half_heads(self, start: StartServer) -> None:
-        """None of them is refused or closed before: they wait for their deadline, which is far off."""
+    def test_liveness_works_beside_many_incomplete_heads(self, start: StartServer) -> None:
+        """None of them is refused or closed first: their deadline is far off."""
         server = start(TOKENMILL_HTTP_READ_SECONDS="600")
         with contextlib.ExitStack() as stack:
             for _ in range(256):
@@ -113,7 +113,7 @@ class TestHalfRequests:
         assert problem(ask(start(**TINY), sent)) == (408, code)
 
     def test_a_request_that_trickles_in_is_answered_and_closed(self, start: StartServer) -> None:
-        """Each byte is no new beginning of its time."""
+        """A byte does not extend the deadline."""
         connection = connect(start(**TINY), b"GET /livez HTTP/1.1\r\nHost: x\r\nX-Slow: ")
         enough = threading.Event()
 
@@ -141,12 +141,12 @@ class TestHalfRequests:
             assert server.call("GET", "/livez")[0] == 200
             assert server.submit()
 
-    def test_one_that_ends_its_side_early_is_told_so(self, server: Server) -> None:
+    def test_closing_the_sending_side_early_is_an_error(self, server: Server) -> None:
         with connect(server, b"GET /livez HTTP/1.1\r\nHost: x\r\n") as connection:
             connection.shutdown(socket.SHUT_WR)
             assert problem(read_all(connection)) == (400, "incomplete_request")
 
-    def test_one_that_ends_its_side_after_its_request_is_answered(self, server: Server) -> None:
+    def test_closing_the_sending_side_after_the_request_is_allowed(self, server: Server) -> None:
         """As `nc -N` does."""
         with connect(server, LIVEZ) as connection:
             connection.shutdown(socket.SHUT_WR)
@@ -161,7 +161,7 @@ class TestLimitsOnConnections:
         gone(idle[0])
 
     def test_beyond_the_limit_only_liveness_is_answered(self, start: StartServer) -> None:
-        """Where none is idle. Its streams go on."""
+        """If no connection is idle. Streams continue."""
         server = start(TOKENMILL_MAX_CONNECTIONS_PER_ADDRESS="2")
         task_id = server.submit()
         streams = [server.open(f"/v1/tasks/{task_id}/events") for _ in range(2)]
@@ -174,14 +174,14 @@ class TestLimitsOnConnections:
             pass
         assert b"event: finished" in read_all(streams[1])
 
-    def test_zero_is_no_limit(self, start: StartServer, keep: Any) -> None:
+    def test_zero_means_no_limit(self, start: StartServer, keep: Any) -> None:
         server = start(TOKENMILL_MAX_CONNECTIONS_PER_ADDRESS="0", TOKENMILL_HTTP_READ_SECONDS="600")
         for _ in range(600):
             keep(server, b"GET /")
         assert server.submit()
 
     def test_more_than_all_connections_at_once(self, start: StartServer, keep: Any) -> None:
-        """Of 4 threads there may be 16 connections; the newest are served."""
+        """Four threads allow 16 connections; the newest are served."""
         server = start(**TINY, TOKENMILL_MAX_CONNECTIONS_PER_ADDRESS="0")
         idle = [keep(server) for _ in range(100)]
         assert server.call("GET", "/livez")[0] == 200
@@ -199,10 +199,10 @@ class TestEndsOfConnections:
             b"\x16\x03\x01garbage\r\n\r\n",
         ],
     )
-    def test_a_socket_kept_open_after_the_reply_stalls_nobody(
+    def test_sockets_kept_open_after_the_reply_block_no_other_client(
         self, start: StartServer, keep: Any, request_: Any
     ) -> None:
-        """More of them than threads, one after the other, each answered before any is closed."""
+        """More of them than threads, each answered before any is closed."""
         server = start(**TINY)
         kept = []
         for _ in range(20):
@@ -250,7 +250,7 @@ def long_log(worker: HandWorker, submit: Submit) -> Any:
 
 class TestClientsThatNeverRead:
     @pytest.mark.parametrize("path", ["/v1/tasks/{}/events", "/v1/tasks/{}"])
-    def test_hold_neither_threads_nor_places(
+    def test_they_hold_neither_threads_nor_slots(
         self, start: StartServer, keep_unread: Any, long_log: str, path: str
     ) -> None:
         server = start(TOKENMILL_HTTP_WRITE_SECONDS="5", TOKENMILL_MAX_STREAMS="128")
@@ -267,7 +267,7 @@ class TestClientsThatNeverRead:
         server.wait_for_streams(0)
         assert server.submit()
 
-    def test_a_reset_during_the_last_reply_is_no_fault_of_the_server(
+    def test_a_reset_during_the_last_reply_is_not_a_server_error(
         self, start: StartServer, keep_unread: Any, long_log: str
     ) -> None:
         """The reply is complete and waits in the buffer of a connection that closes after it."""
@@ -284,7 +284,7 @@ class TestClientsThatNeverRead:
         assert server.stop() == 0
         assert not [line for line in server.log if b"ERROR" in line]
 
-    def test_a_stream_of_an_ended_task_takes_a_place(
+    def test_a_stream_of_an_ended_task_takes_a_slot(
         self, start: StartServer, keep_unread: Any, long_log: str
     ) -> None:
         server = start(**{**TINY, "TOKENMILL_HTTP_WRITE_SECONDS": "600"})
@@ -304,7 +304,7 @@ class TestClientsThatNeverRead:
             connection.close()
         server.wait_for_streams(0)
 
-    def test_a_live_stream_that_is_not_read_gives_its_place_back(
+    def test_a_live_stream_that_is_not_read_releases_its_slot(
         self, start: StartServer, submit: Submit, worker: HandWorker
     ) -> None:
         server = start(**TINY)
@@ -331,10 +331,10 @@ def test_all_addresses_of_one_client_count_as_one(address: str, network: str) ->
     assert network_of(address) == network
 
 
-def test_as_many_long_polls_as_places_and_no_false_refusal(
+def test_long_polls_up_to_the_limit_are_not_refused(
     start: StartServer, submit: Submit, worker: HandWorker
 ) -> None:
-    """redis-py's pool holds 100 connections by default, and the 101st call was told that Redis was away."""
+    """redis-py's pool has 100 connections by default, and the 101st call failed as if Redis were down."""
     server = start()
     task_id = submit()
     statuses = []

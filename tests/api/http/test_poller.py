@@ -49,8 +49,8 @@ def pairs() -> Iterator[Any]:
             sock.close()
 
 
-def test_a_descriptor_that_is_used_again_gets_no_event_of_its_last_owner(pairs: Any) -> None:
-    """Both are ready at once; the first closes the other, and a new connection gets its descriptor."""
+def test_a_reused_descriptor_gets_no_event_of_its_previous_owner(pairs: Any) -> None:
+    """Both are ready at once. The first closes the other, and a new connection reuses its descriptor."""
     dispatchers: dict[int, Dispatcher] = {}
     poller = Poller(dispatchers)
     (first, first_peer), (old, old_peer), (new, _) = pairs

@@ -1,4 +1,4 @@
-"""Requests that are no HTTP, nearly HTTP, or HTTP that two servers could read differently.
+"""Requests that are not HTTP, almost HTTP, or HTTP that two servers could parse differently.
 
 Each is answered with the status that says what is wrong, as a problem, or its connection is closed; the
 server answers the next client. Request smuggling: RFC 9112 section 11.2, gunicorn#3278.
@@ -83,7 +83,7 @@ def ask(server: Server, data: bytes) -> Any:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_faulty_request_is_answered_with_a_problem_and_closed(
+def test_an_invalid_request_is_answered_with_a_problem_and_closed(
     server: Server, redis_url: str, name: str
 ) -> None:
     data, status = REFUSED[name]
@@ -108,7 +108,7 @@ def test_a_faulty_request_is_answered_with_a_problem_and_closed(
         POST + b"Content-Length: 0\r\nContent-Length: 35\r\n\r\n" + GET + b"\r\n",
     ],
 )
-def test_nothing_behind_a_faulty_request_is_answered(server: Server, redis_url: str, data: bytes) -> None:
+def test_nothing_after_an_invalid_request_is_answered(server: Server, redis_url: str, data: bytes) -> None:
     assert ask(server, data).count(b"HTTP/1.1 ") == 1
 
 
@@ -137,7 +137,7 @@ def test_unusual_requests_are_served(server: Server, redis_url: str, data: bytes
     assert re.match(rb"HTTP/1\.[01] %d " % status, ask(server, data))
 
 
-def test_a_client_that_waits_for_leave_to_send_its_body_gets_it(server: Server, redis_url: str) -> None:
+def test_expect_100_continue_is_answered(server: Server, redis_url: str) -> None:
     with socket.create_connection(server.address, timeout=60) as connection:
         connection.sendall(POST + b"Expect: 100-continue\r\nConnection: close\r\nContent-Length: 15\r\n\r\n")
         leave = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -190,7 +190,7 @@ GARBAGE = st.tuples(st.sampled_from([b"", GET, POST]), st.lists(PARTS, max_size=
     derandomize=True,
 )
 @example(GET + b"\r\n" + b"\0" * 100)
-def test_whatever_is_sent_is_answered_or_closed_and_the_server_lives(
+def test_any_bytes_are_answered_or_closed_and_the_server_survives(
     server: Server, redis_url: str, data: bytes
 ) -> None:
     with socket.create_connection(server.address, timeout=60) as connection:

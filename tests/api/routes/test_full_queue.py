@@ -1,4 +1,4 @@
-"""A queue over its limit, on a real server: everybody is answered, and nobody is forgotten."""
+"""A full queue on a real server: every submission is answered, and every accepted task runs."""
 
 import json
 import threading
@@ -26,7 +26,7 @@ def post(url: str, number: int) -> Any:
             return refused.code, refused.headers["Retry-After"], json.load(refused)
 
 
-def test_each_of_many_at_once_is_answered_and_the_accepted_finish(
+def test_many_concurrent_submissions_are_all_answered_and_the_accepted_finish(
     start: StartServer, worker: HandWorker, store: TaskStore
 ) -> None:
     """sglang#33858, nix-ai#1176: refusals never reached their clients, and sockets stayed open."""

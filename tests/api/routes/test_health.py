@@ -1,4 +1,4 @@
-"""Liveness, readiness, metrics, and what is answered while Redis is away."""
+"""Liveness, readiness, metrics, and replies while Redis is down."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from tokenmill.protocol.store.task_store import TaskStore
 from tokenmill.settings.processes import ApiSettings
 
 
-def test_liveness_asks_nobody() -> None:
+def test_liveness_needs_no_redis() -> None:
     client = client_of(create_app(ApiSettings(redis_url="redis://127.0.0.1:1/0")))
     assert client.get("/livez").json == {"state": "alive"}
 
@@ -30,18 +30,18 @@ class TestReadiness:
         assert reply.content_type == "application/problem+json"
         assert int(reply.headers["Retry-After"]) >= 1
 
-    def test_a_loading_worker_tells_how_far_it_is(self, client: ApiClient, worker: HandWorker) -> None:
+    def test_a_loading_worker_shows_its_progress(self, client: ApiClient, worker: HandWorker) -> None:
         worker.report("loading", "weights: 42 %")
         reply = client.get("/readyz")
         assert (reply.status_code, reply.json["state"]) == (503, "loading")
         assert reply.json["workers"][0]["detail"] == "weights: 42 %"
 
     @pytest.mark.parametrize("state", ["draining", "stalled"])
-    def test_a_worker_that_takes_nothing(self, client: ApiClient, worker: HandWorker, state: Any) -> None:
+    def test_a_worker_that_accepts_no_tasks(self, client: ApiClient, worker: HandWorker, state: Any) -> None:
         worker.report(state)
         assert (client.get("/readyz").status_code, client.get("/readyz").json["state"]) == (503, state)
 
-    def test_a_worker_of_a_later_version_may_be_in_a_state_of_its_own(
+    def test_a_newer_worker_may_report_an_unknown_state(
         self, client: ApiClient, worker: HandWorker, store: TaskStore
     ) -> None:
         worker.report(cast(Any, "hibernating"))
@@ -71,7 +71,7 @@ class TestReadiness:
         store.put_worker(record, ttl_seconds=60)
         assert client.get("/readyz").json["state"] == "no_worker"
 
-    def test_a_silent_worker_is_forgotten(
+    def test_the_record_of_a_silent_worker_expires(
         self, client: ApiClient, worker: HandWorker, store: TaskStore
     ) -> None:
         record = WorkerRecord(name="hand", model="m", slug=worker.slug, state="ready", started_at=0.0)
@@ -79,7 +79,7 @@ class TestReadiness:
         while client.get("/readyz").status_code == 200:
             pass
 
-    def test_a_redis_that_takes_no_tasks_is_not_ready(
+    def test_a_redis_that_refuses_tasks_is_not_ready(
         self, client: ApiClient, worker: HandWorker, redis_client: redis.Redis
     ) -> None:
         """Workers still report, and every submission is refused."""
@@ -93,7 +93,7 @@ class TestReadiness:
             redis_client.config_set("maxmemory", "0")
         assert client.get("/readyz").status_code == 200
 
-    def test_what_makes_redis_lose_tasks_stands_there(
+    def test_unsafe_redis_settings_are_reported(
         self, app: ApiApp, client: ApiClient, worker: HandWorker, redis_client: redis.Redis
     ) -> None:
         worker.report("ready")
@@ -123,7 +123,7 @@ class TestMetrics:
         assert re.search(r'tokenmill_queue_tasks\{model="[^"]+",priority="2"\} 1\.0', body)
         assert client.head("/metrics").status_code == 200
 
-    def test_clients_cannot_make_labels(self, client: ApiClient, submit: Submit) -> None:
+    def test_clients_cannot_create_labels(self, client: ApiClient, submit: Submit) -> None:
         """litellm#35666, otari#264, llm-d-batch-gateway#202: paths, ids, models and methods became labels."""
         task_id = submit()
         for path in ("/", f"/v1/tasks/{task_id}", f"/v1/tasks/{task_id}/cancel", "/v1/tasks/x", "/livez"):
@@ -142,8 +142,8 @@ class TestMetrics:
 
 
 class TestRedisAway:
-    def test_every_call_says_so_and_recovers(self, tmp_path: Path) -> None:
-        """503 with Retry-After while Redis is down; the same process goes on when it is back."""
+    def test_every_call_is_503_and_recovers(self, tmp_path: Path) -> None:
+        """503 with Retry-After while Redis is down. The same process recovers."""
         port = free_port()
         client = client_of(create_app(ApiSettings(redis_url=f"redis://127.0.0.1:{port}/0")))
         for _ in range(2):
@@ -177,8 +177,8 @@ class TestRedisAway:
             redis_client.config_set("maxmemory", "0")
         assert client.post("/v1/tasks", json={"prompt": "x"}).status_code == 202
 
-    def test_a_stream_goes_on_after_a_restart(self, tmp_path: Path) -> None:
-        """redis-py#1573, rq#1653: a subscriber stayed deaf after a restart."""
+    def test_a_stream_continues_after_a_restart(self, tmp_path: Path) -> None:
+        """redis-py#1573, rq#1653: a subscriber received nothing after a restart."""
         port = free_port()
         settings = ApiSettings(redis_url=f"redis://127.0.0.1:{port}/0")
         server = start_redis(tmp_path, port)

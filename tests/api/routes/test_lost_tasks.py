@@ -1,4 +1,4 @@
-"""A task of which Redis lost keys, and a Redis that cannot write: what clients are told."""
+"""Replies for a task whose keys Redis has lost, and while Redis cannot write."""
 
 import subprocess
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from tokenmill.serve.embedded_redis import find_redis_server
 from tokenmill.settings.processes import ApiSettings
 
 
-def test_a_task_whose_keys_vanished_is_lost(
+def test_a_task_with_missing_keys_is_lost(
     client: ApiClient, submit: Submit, redis_client: redis.Redis
 ) -> None:
     task_id = submit()
@@ -29,7 +29,7 @@ def test_a_task_whose_keys_vanished_is_lost(
     assert client.get(f"/v1/tasks/{new_task_id()}").json["error"]["code"] == "task_not_found"
 
 
-def test_another_tenants_lost_task_was_never_there(
+def test_the_lost_task_of_another_tenant_is_not_found(
     store: TaskStore, submit: Submit, redis_client: redis.Redis
 ) -> None:
     task_id = submit()
@@ -40,7 +40,7 @@ def test_another_tenants_lost_task_was_never_there(
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Any]:
-    """A server, and a path that is its file: while a directory is there, it cannot write."""
+    """A server and the path of its dump file: a directory in its place makes writes fail."""
     port, directory = free_port(), tmp_path / "data"
     directory.mkdir()
     command = [find_redis_server(), "--port", str(port), "--dir", str(directory), "--save", "3600 1"]
@@ -89,8 +89,8 @@ def test_a_full_disk_is_503_with_the_reason_until_there_is_room(full_disk: Any) 
     assert client.post("/v1/tasks", json={"prompt": "x"}).status_code == 202
 
 
-def test_what_lapses_meanwhile_is_no_crash(full_disk: Any) -> None:
-    """Two dozen tasks were retried alone after a full disk."""
+def test_leases_that_expire_meanwhile_do_not_count_as_crashes(full_disk: Any) -> None:
+    """Two dozen tasks once were isolated after a full disk."""
     admin, obstacle, url = full_disk
     settings = ApiSettings(redis_url=url)
     client, store = client_of(create_app(settings)), TaskStore(redis.Redis.from_url(url))

@@ -1,4 +1,4 @@
-"""Looking at a task, waiting for it, cancelling it; tasks that are not there."""
+"""Polling a task, waiting for it, cancelling it, and tasks that do not exist."""
 
 import threading
 import time
@@ -18,8 +18,8 @@ from tokenmill.settings.processes import ApiSettings
 ERROR = TaskError(type="server_error", code="engine_error", message="it broke", param="prompt")
 
 
-def test_a_waiting_task_shows_its_place(client: ApiClient, submit: Submit, worker: HandWorker) -> None:
-    """The position, the tokens before it and why it waits, while it is in Redis."""
+def test_a_waiting_task_shows_its_position(client: ApiClient, submit: Submit, worker: HandWorker) -> None:
+    """Position, tokens ahead and reason, while the task is queued in Redis."""
     first, second, urgent = submit(max_tokens=10), submit(max_tokens=20), submit(priority=0, max_tokens=30)
     worker.report("ready")
     places = {name: client.get(f"/v1/tasks/{name}").json["queue"] for name in (first, second, urgent)}
@@ -47,7 +47,7 @@ def test_the_eta_comes_from_the_rate(client: ApiClient, submit: Submit, worker: 
     assert client.get(f"/v1/tasks/{last}").json["queue"]["eta_seconds"] is None
 
 
-def test_a_claimed_task_shows_what_the_scheduler_says(
+def test_a_claimed_task_shows_the_reason_of_the_scheduler(
     client: ApiClient, submit: Submit, worker: HandWorker
 ) -> None:
     task_id = submit()
@@ -60,10 +60,10 @@ def test_a_claimed_task_shows_what_the_scheduler_says(
     assert task["queue"]["waiting_for"] == "kv_blocks"
 
 
-def test_a_task_that_was_handed_back_shows_its_place_again(
+def test_a_task_that_was_handed_back_shows_its_position_again(
     client: ApiClient, submit: Submit, worker: HandWorker
 ) -> None:
-    """Scheduled once, it waits all the same: no text comes until a worker takes it."""
+    """It was scheduled once but waits again until a worker claims it."""
     task_id = submit()
     worker.claim()
     worker.start(task_id)
@@ -77,7 +77,7 @@ def test_a_task_that_was_handed_back_shows_its_place_again(
     assert client.get(f"/v1/tasks/{task_id}").json["queue"] is None
 
 
-def test_a_task_that_was_preempted_shows_its_place_again(
+def test_a_task_that_was_preempted_shows_its_position_again(
     client: ApiClient, submit: Submit, worker: HandWorker
 ) -> None:
     task_id = submit()
@@ -89,7 +89,7 @@ def test_a_task_that_was_preempted_shows_its_place_again(
     assert (queue["position"], queue["waiting_for"]) == (0, "kv_blocks")
 
 
-def test_a_task_that_ended_while_it_waited_has_no_place(
+def test_a_task_that_ended_while_it_waited_has_no_position(
     client: ApiClient, submit: Submit, worker: HandWorker
 ) -> None:
     task_id = submit()
@@ -125,7 +125,7 @@ def test_a_running_task_shows_its_text_so_far(client: ApiClient, submit: Submit,
     assert reply.headers["Cache-Control"] == "no-store"
 
 
-def test_a_finished_task_is_whole(client: ApiClient, submit: Submit, worker: HandWorker) -> None:
+def test_a_finished_task_is_complete(client: ApiClient, submit: Submit, worker: HandWorker) -> None:
     """rq#1724: a status that says finished before the result is there."""
     task_id = submit()
     worker.run("a", "b")
@@ -156,7 +156,7 @@ def test_a_failed_task_keeps_what_was_generated(
 
 
 class TestWaiting:
-    def test_the_answer_comes_with_the_end(
+    def test_the_reply_comes_when_the_task_ends(
         self, client: ApiClient, submit: Submit, worker: HandWorker
     ) -> None:
         task_id = submit()
@@ -170,14 +170,14 @@ class TestWaiting:
         thread.join()
         assert replies[0].json["status"] == "completed"
 
-    def test_a_wait_has_an_end(self, client: ApiClient, submit: Submit) -> None:
+    def test_a_wait_times_out(self, client: ApiClient, submit: Submit) -> None:
         reply = client.get(f"/v1/tasks/{submit()}?wait=0.2")
         assert (reply.status_code, reply.json["status"]) == (200, "queued")
 
-    def test_the_end_of_a_wait_is_seen_through_a_lost_message(
+    def test_a_lost_terminal_message_does_not_prolong_a_wait(
         self, client: ApiClient, submit: Submit, worker: HandWorker, redis_client: redis.Redis
     ) -> None:
-        """The terminal message is lost: the log is read after the silence, or at the latest at the end."""
+        """The log is read after the silence, or at the latest when the wait ends."""
         task_id = submit()
         worker.claim()
         thread_replies = []
@@ -196,7 +196,7 @@ class TestWaiting:
         assert reply.status_code == 400
         assert reply.json["error"]["param"] == "wait"
 
-    def test_a_wait_without_a_place_is_a_poll(self, redis_url: str, make_app: MakeApp) -> None:
+    def test_a_wait_without_a_slot_is_a_poll(self, redis_url: str, make_app: MakeApp) -> None:
         client = client_of(make_app(ApiSettings(redis_url=redis_url, max_streams=1)))
         task_id = client.post("/v1/tasks", json={"prompt": "x"}).json["id"]
         stream = client.get(f"/v1/tasks/{task_id}/events", buffered=False)
@@ -272,7 +272,7 @@ def calls_on(task_id: str) -> Iterator[Any]:
     ids=lambda value: ascii(value[:12]),
 )
 def test_an_unknown_task_is_not_found(client: ApiClient, task_id: str) -> None:
-    """arq PR364, tornado-celery PR59: unknown jobs were a 500, or waited for without end."""
+    """arq PR364, tornado-celery PR59: unknown jobs were a 500, or were waited for forever."""
     for method, url in calls_on(task_id):
         reply = client.open(url, method=method)
         assert reply.status_code == 404
@@ -295,7 +295,7 @@ class TestShortRetention:
     def test_a_task_goes_from_finished_to_gone(
         self, client: ApiClient, redis_client: redis.Redis, settings: ApiSettings
     ) -> None:
-        """romm#3195: result, events and cancel of a task whose time is over."""
+        """romm#3195: result, events and cancel of an expired task."""
         task_id = client.post("/v1/tasks", json={"prompt": "x"}).json["id"]
         assert client.delete(f"/v1/tasks/{task_id}").json["status"] == "cancelled"
         while redis_client.exists(keys.run(task_id)):

@@ -53,14 +53,16 @@ def text(frames: Any) -> Any:
 
 @pytest.fixture
 def running(submit: Submit, worker: HandWorker) -> Any:
-    """A task that a worker has started and that says nothing yet."""
+    """A task that a worker has started and that has no token yet."""
     task_id = submit()
     worker.claim()
     worker.start(task_id)
     return task_id
 
 
-def test_a_finished_task_is_replayed_whole(client: ApiClient, submit: Submit, worker: HandWorker) -> None:
+def test_a_finished_task_is_replayed_completely(
+    client: ApiClient, submit: Submit, worker: HandWorker
+) -> None:
     """tornado-celery PR59: subscribing after the end hung."""
     task_id = submit()
     worker.run("Hel", "lo\n", "\u2028\U0001f600")
@@ -77,10 +79,10 @@ def test_a_finished_task_is_replayed_whole(client: ApiClient, submit: Submit, wo
     assert last["usage"]["completion_tokens"] == 3
 
 
-def test_what_is_sent_is_what_was_published(
+def test_the_stream_sends_the_published_messages(
     client: ApiClient, running: str, worker: HandWorker, redis_client: redis.Redis
 ) -> None:
-    """One shape everywhere: the data of a frame is the message of the channel."""
+    """The data of a frame is the message of the channel."""
     with redis_client.pubsub() as pubsub:  # type: ignore[no-untyped-call]
         pubsub.subscribe(f"tokenmill:tok:{running}")
         pubsub.get_message(timeout=5)
@@ -91,7 +93,7 @@ def test_what_is_sent_is_what_was_published(
     assert [frame.data for frame in frames] == published
 
 
-def test_live_events_follow_those_that_were(client: ApiClient, running: str, worker: HandWorker) -> None:
+def test_live_events_follow_past_events(client: ApiClient, running: str, worker: HandWorker) -> None:
     worker.say(running, "a", "b")
     stream = Stream(client, f"/v1/tasks/{running}/events")
     assert text(stream.next(2)) == "ab"
@@ -101,9 +103,7 @@ def test_live_events_follow_those_that_were(client: ApiClient, running: str, wor
     assert [frame.event for frame in stream] == ["finished"]
 
 
-def test_a_stream_may_begin_before_the_task_does(
-    client: ApiClient, submit: Submit, worker: HandWorker
-) -> None:
+def test_a_stream_may_start_before_the_task(client: ApiClient, submit: Submit, worker: HandWorker) -> None:
     task_id = submit()
     stream = Stream(client, f"/v1/tasks/{task_id}/events")
     assert next(stream._lines) == b"retry: 1000\n"
@@ -111,7 +111,7 @@ def test_a_stream_may_begin_before_the_task_does(
     assert seqs(stream) == [0, 1, 2]
 
 
-def test_several_readers_get_all(client: ApiClient, running: str, worker: HandWorker) -> None:
+def test_several_readers_get_all_events(client: ApiClient, running: str, worker: HandWorker) -> None:
     streams = [Stream(client, f"/v1/tasks/{running}/events") for _ in range(3)]
     worker.say(running, "a")
     assert [text(stream.next(1)) for stream in streams] == ["a"] * 3
@@ -137,7 +137,7 @@ class TestResuming:
         ],
     )
     @pytest.mark.parametrize("finished", [True, False])
-    def test_from_a_place_on(
+    def test_a_stream_resumes_after_a_seq(
         self,
         client: ApiClient,
         running: str,
@@ -157,14 +157,16 @@ class TestResuming:
             expected = expected[-1:]
         assert seqs(stream) == expected
 
-    def test_nothing_is_left_after_the_end(self, client: ApiClient, running: str, worker: HandWorker) -> None:
-        """204 tells an event source not to come again."""
+    def test_after_the_last_event_there_is_no_content(
+        self, client: ApiClient, running: str, worker: HandWorker
+    ) -> None:
+        """Status 204 stops an EventSource."""
         worker.finish(running)
         for after in (0, 5, 10**17):
             reply = client.get(f"/v1/tasks/{running}/events?after={after}")
             assert (reply.status_code, reply.data) == (204, b"")
 
-    def test_a_place_beyond_what_is_there_waits_for_the_end(
+    def test_a_seq_beyond_the_log_waits_for_the_end(
         self, client: ApiClient, running: str, worker: HandWorker
     ) -> None:
         stream = Stream(client, f"/v1/tasks/{running}/events?after=7")
@@ -189,7 +191,7 @@ class TestResuming:
 def test_a_stream_survives_the_loss_of_every_connection(
     client: ApiClient, running: str, worker: HandWorker, redis_client: redis.Redis
 ) -> None:
-    """redis-py#1573: after a reconnect a subscriber stayed deaf, and what came meanwhile was lost."""
+    """redis-py#1573: after a reconnect a subscriber received nothing, and messages meanwhile were lost."""
     stream = Stream(client, f"/v1/tasks/{running}/events")
     got = []
     for word in "abcdef":
@@ -220,10 +222,10 @@ class TestFaults:
 
     @pytest.mark.parametrize("words", [[], ["a", "b", "c"]], ids=["before-the-first-token", "after-three"])
     @pytest.mark.parametrize("live", [True, False], ids=["live", "replayed"])
-    def test_a_fault_is_the_one_end_of_a_stream(
+    def test_an_error_is_the_only_end_of_a_stream(
         self, client: ApiClient, running: str, worker: HandWorker, words: Any, live: Any
     ) -> None:
-        """Told once, as an error and never as `stop` or `length`; then the stream closes by itself."""
+        """It is sent once, as `error` and never as `stop` or `length`. Then the server closes the stream."""
         stream = Stream(client, f"/v1/tasks/{running}/events") if live else None
         worker.say(running, *words)
         before = stream.next(len(words)) if stream else []
@@ -257,7 +259,7 @@ class TestFaults:
         assert reply.json["error"]["type"] == "invalid_request_error"
         assert reply.json["error"]["param"] == param
 
-    def test_no_stream_begins_for_what_is_not_there(self, client: ApiClient) -> None:
+    def test_an_unknown_task_has_no_stream(self, client: ApiClient) -> None:
         reply = client.get(f"/v1/tasks/{'f' * 32}/events", headers={"Accept": "text/event-stream"})
         assert (reply.status_code, reply.content_type) == (404, "application/problem+json")
 
@@ -267,7 +269,7 @@ class TestSlots:
     def settings(self, redis_url: str) -> Any:
         return ApiSettings(redis_url=redis_url, max_streams=2)
 
-    def test_one_stream_too_many_is_told_to_come_again(self, client: ApiClient, running: str) -> None:
+    def test_one_stream_too_many_gets_a_retry_after(self, client: ApiClient, running: str) -> None:
         streams = [Stream(client, f"/v1/tasks/{running}/events") for _ in range(2)]
         for _ in range(2):
             reply = client.get(f"/v1/tasks/{running}/events")
@@ -281,14 +283,14 @@ class TestSlots:
         streams[1].close()
         assert b"tokenmill_http_streams_open 0.0" in client.get("/metrics").data
 
-    def test_asking_for_the_headers_alone_keeps_no_place(self, client: ApiClient, running: str) -> None:
+    def test_head_holds_no_slot(self, client: ApiClient, running: str) -> None:
         for _ in range(5):
             reply = client.head(f"/v1/tasks/{running}/events")
             assert (reply.status_code, reply.data) == (200, b"")
         assert b"tokenmill_http_streams_open 0.0" in client.get("/metrics").data
 
 
-def test_a_silent_stream_beats(redis_url: str, make_app: MakeApp) -> None:
+def test_a_silent_stream_sends_heartbeats(redis_url: str, make_app: MakeApp) -> None:
     settings = ApiSettings(redis_url=redis_url).model_copy(update={"heartbeat_seconds": 0.1})
     client = client_of(make_app(settings))
     task_id = client.post("/v1/tasks", json={"prompt": "x"}).json["id"]
@@ -297,7 +299,7 @@ def test_a_silent_stream_beats(redis_url: str, make_app: MakeApp) -> None:
 
 
 def test_many_streams_at_once(app: ApiApp, submit: Submit, worker: HandWorker) -> None:
-    """Every stream gets every event of its own task, in order, whatever goes on beside it."""
+    """Every stream gets every event of its task, in order."""
     ids = [submit(priority=0) for _ in range(12)]
     assert sorted(worker.claim(12)) == sorted(ids)
     got: dict[tuple[str, int], list[Frame]] = {}
@@ -321,7 +323,7 @@ def test_many_streams_at_once(app: ApiApp, submit: Submit, worker: HandWorker) -
         assert text(frames) == "".join(f"{word} " for word in range(30))
 
 
-def test_frames_are_named_for_what_they_are() -> None:
+def test_frames_are_named_by_event_type() -> None:
     token = TokenEvent(id="a", seq=0, token=5, text="x")
     end = FinishedEvent(id="a", seq=1, text="", finish_reason="stop", index=1)
     done = FinishedEvent(id="a", seq=2, text="", finish_reason="stop", done=True, usage={"prompt_tokens": 1})

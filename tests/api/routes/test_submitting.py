@@ -1,4 +1,4 @@
-"""Submission: what is answered, what is stored, idempotency, waiting, the full queue."""
+"""Submission: replies, stored fields, idempotency, waiting, the full queue."""
 
 import json
 import threading
@@ -69,7 +69,7 @@ def test_rq_sees_the_job_as_its_own(client: ApiClient, redis_client: redis.Redis
         {"prompt_token_ids": [1, 2, 3]},
     ],
 )
-def test_the_worker_gets_what_was_sent(client: ApiClient, worker: HandWorker, body: Any) -> None:
+def test_the_worker_gets_the_values_of_the_body(client: ApiClient, worker: HandWorker, body: Any) -> None:
     fields = {"max_tokens": 9, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": -7}
     rest = {"stop": "end", "stop_token_ids": [4], "ignore_eos": True, "priority": 0}
     assert client.post("/v1/tasks", json={**body, **fields, **rest}).status_code == 202
@@ -79,7 +79,7 @@ def test_the_worker_gets_what_was_sent(client: ApiClient, worker: HandWorker, bo
     assert payload == {**body, "id": task_id, "model": "SmolLM2-135M-Instruct", "priority": 0}
 
 
-def test_a_seed_is_given_to_those_who_name_none(submit: Submit, worker: HandWorker) -> None:
+def test_a_request_without_a_seed_gets_a_random_one(submit: Submit, worker: HandWorker) -> None:
     submit(), submit(), submit(seed=None)
     seeds = {payload_of(worker, task_id)["sampling"]["seed"] for task_id in worker.claim(3)}
     assert len(seeds) == 3
@@ -117,7 +117,7 @@ class TestIdempotency:
         assert reply.json["error"]["param"] == "Idempotency-Key"
         assert len(redis_client.keys("rq:job:*")) == 1
 
-    def test_a_random_seed_does_not_tell_bodies_apart(self, client: ApiClient) -> None:
+    def test_a_random_seed_does_not_change_the_digest(self, client: ApiClient) -> None:
         ids = {client.post("/v1/tasks", json=BODY, headers={"Idempotency-Key": "k"}).json["id"] for _ in "ab"}
         assert len(ids) == 1
 
@@ -145,7 +145,7 @@ class TestIdempotency:
     @pytest.mark.parametrize(
         ("header", "key"), [('"a"', "a"), ("a", "a"), (' "a b" ', "a b"), (r'"a\"\\b"', 'a"\\b'), ('"', '"')]
     )
-    def test_quoted_or_bare(self, header: str, key: str) -> None:
+    def test_keys_may_be_quoted_or_bare(self, header: str, key: str) -> None:
         assert parse_idempotency_key(header) == key
 
 
@@ -154,7 +154,7 @@ class TestFullQueue:
     def settings(self, redis_url: str) -> Any:
         return ApiSettings(redis_url=redis_url, max_waiting_tasks=3)
 
-    def test_one_too_many_is_told_when_to_come_again(
+    def test_a_full_queue_gives_a_retry_after(
         self, client: ApiClient, submit: Submit, redis_client: redis.Redis
     ) -> None:
         for _ in range(3):
@@ -172,7 +172,7 @@ class TestFullQueue:
         assert 1 <= int(reply.headers["Retry-After"]) <= 60
         assert len(redis_client.keys("rq:job:*")) == 3
 
-    def test_the_time_is_taken_from_the_drain_rate(
+    def test_the_retry_after_comes_from_the_drain_rate(
         self, client: ApiClient, submit: Submit, worker: HandWorker
     ) -> None:
         for _ in range(3):
@@ -185,13 +185,13 @@ class TestFullQueue:
         reply = client.post("/v1/tasks", json=BODY)
         assert int(reply.headers["Retry-After"]) == max(1, min(60, -(-share // 1)))
 
-    def test_what_was_claimed_does_not_count(self, submit: Submit, worker: HandWorker) -> None:
+    def test_claimed_tasks_do_not_count(self, submit: Submit, worker: HandWorker) -> None:
         for _ in range(3):
             submit()
         worker.claim(2)
         submit(), submit()
 
-    def test_a_known_key_is_answered_by_a_full_queue_too(self, client: ApiClient, submit: Submit) -> None:
+    def test_a_known_key_is_answered_also_by_a_full_queue(self, client: ApiClient, submit: Submit) -> None:
         first = client.post("/v1/tasks", json=BODY, headers={"Idempotency-Key": "k"})
         submit(), submit()
         again = client.post("/v1/tasks", json=BODY, headers={"Idempotency-Key": "k"})
@@ -220,7 +220,7 @@ class TestTooManyTokens:
     def settings(self, redis_url: str) -> Any:
         return ApiSettings(redis_url=redis_url, max_waiting_tokens=1000)
 
-    def test_what_does_not_fit_is_told_when_to_come_again(
+    def test_a_task_that_does_not_fit_gets_a_retry_after(
         self, client: ApiClient, submit: Submit, worker: HandWorker, redis_client: redis.Redis
     ) -> None:
         submit(max_tokens=900)
@@ -233,7 +233,7 @@ class TestTooManyTokens:
         # With one output it fits.
         submit(max_tokens=50)
 
-    def test_the_time_is_that_in_which_what_is_too_much_has_gone(
+    def test_the_retry_after_is_the_time_of_the_excess_tokens(
         self, client: ApiClient, submit: Submit, worker: HandWorker
     ) -> None:
         submit(max_tokens=90), submit(max_tokens=898)
@@ -243,7 +243,7 @@ class TestTooManyTokens:
         reply = client.post("/v1/tasks", json={"prompt": "x", "max_tokens": 600})
         assert int(reply.headers["Retry-After"]) == max(1, min(60, -(-(900 + 601 - 1000) // rate)))
 
-    def test_one_that_is_too_large_is_taken_alone(
+    def test_a_task_larger_than_the_limit_is_accepted_alone(
         self, client: ApiClient, submit: Submit, worker: HandWorker
     ) -> None:
         submit(max_tokens=5000)
@@ -253,7 +253,7 @@ class TestTooManyTokens:
 
 
 class TestPreferWait:
-    def test_a_task_that_ends_in_time_is_answered_whole(
+    def test_a_task_that_ends_in_time_is_returned_complete(
         self, app: ApiApp, client: ApiClient, worker: HandWorker
     ) -> None:
         replies = []
@@ -275,7 +275,7 @@ class TestPreferWait:
         assert reply.json["status"] == "completed"
         assert reply.json["outputs"][0]["text"] == "ab"
 
-    def test_one_that_does_not_is_accepted(self, client: ApiClient) -> None:
+    def test_a_task_that_does_not_end_in_time_is_accepted(self, client: ApiClient) -> None:
         reply = client.post("/v1/tasks", json=BODY, headers={"Prefer": "wait=1"})
         assert (reply.status_code, reply.json["status"]) == (202, "queued")
         assert "Preference-Applied" not in reply.headers
@@ -297,7 +297,7 @@ class TestPreferWait:
             ('wait="5"', 0),
         ],
     )
-    def test_reading_the_header(self, prefer: Any, seconds: float) -> None:
+    def test_parsing_prefer(self, prefer: Any, seconds: float) -> None:
         assert preferred_wait(prefer) == seconds
 
 
@@ -311,12 +311,12 @@ def test_the_estimate_counts_bytes_and_output(card: ModelCard) -> None:
     # Outputs share the prompt; each may be as long as it would be alone.
     assert cost(prompt_token_ids=[1] * 40, max_tokens=10, n=3) == 70
     assert cost(prompt_token_ids=[1] * 40, max_tokens=500, n=2, card=card) == 40 + 2 * 60
-    # Nothing is longer than the model, or, before it is known, than any: those behind are told of this cost.
+    # The estimate is at most the length of the model, or a maximum before the model is known.
     assert cost(prompt="x", max_tokens=10**30, card=card) == card.max_model_len
     assert cost(prompt="x", max_tokens=10**30) == 2**17
 
 
-def test_the_digest_is_of_what_is_said() -> None:
+def test_the_digest_is_of_the_values() -> None:
     def digest(**fields: Any) -> Any:
         return body_digest(TaskBody(prompt="x", **fields))
 

@@ -1,4 +1,4 @@
-"""Whatever is sent: an answer below 500, valid JSON, and a task only if it was accepted."""
+"""Any request gets a status below 500 and valid JSON, and creates a task only if it is accepted."""
 
 import json
 from typing import Any
@@ -8,12 +8,12 @@ import pytest
 import redis
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.api.api_client import ApiClient
 
 from api.json_body import MAX_DEPTH, parse_object
 from api.problems import Problem
 from api.schemas.requests import TaskBody
 from api.submission import body_digest, to_request
+from tests.api.api_client import ApiClient
 from tokenmill.protocol.messages import GenerateRequest
 
 # Surrogates included: JSON can spell them.
@@ -126,7 +126,7 @@ def test_any_headers(client: ApiClient, key: str, prefer: Any, request_id: Any) 
 
 @settings
 @given(VALUES)
-def test_what_is_let_through_can_be_written_again(value: Any) -> None:
+def test_accepted_values_can_be_encoded_again(value: Any) -> None:
     body = json.dumps({"metadata": value}).encode()
     try:
         parsed = parse_object(body)

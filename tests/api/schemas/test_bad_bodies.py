@@ -1,4 +1,4 @@
-"""Every bad body is refused: 4xx, valid JSON, the field named, fast, and nothing left in Redis."""
+"""Every bad body is refused: 4xx, valid JSON, the field named, quickly, and nothing stored in Redis."""
 
 import gzip
 import json
@@ -25,7 +25,7 @@ SURROGATE = b'"\\ud83d"'
 
 @pytest.fixture(scope="module")
 def client(redis_server: RedisServer) -> Any:
-    """One application for all of these: whatever came before, the next call is answered."""
+    """One application for all tests: no call breaks the next one."""
     return client_of(create_app(ApiSettings(redis_url=redis_server.url)))
 
 
@@ -171,7 +171,7 @@ def test_a_bad_input_is_refused_by_name(
 @pytest.mark.parametrize(
     "body", [{}, {"max_tokens": 4}, {"prompt": None}, {"prompt": "x", "prompt_token_ids": [1]}]
 )
-def test_there_is_exactly_one_input(client: ApiClient, redis_client: redis.Redis, body: Any) -> None:
+def test_exactly_one_input_is_required(client: ApiClient, redis_client: redis.Redis, body: Any) -> None:
     """vllm#7283: a missing prompt."""
     reply = client.post("/v1/tasks", json=body)
     check_refused(client, redis_client, reply, 400)
@@ -205,7 +205,9 @@ def test_a_number_that_is_not_finite_is_refused(
     ],
     ids=lambda body: str(body[:20]),
 )  # fmt: skip
-def test_what_is_no_json_object_is_refused(client: ApiClient, redis_client: redis.Redis, body: Any) -> None:
+def test_a_body_that_is_not_a_json_object_is_refused(
+    client: ApiClient, redis_client: redis.Redis, body: Any
+) -> None:
     """flask-jwt-extended#74, hashview#212: a null or list body was a 500, a broken one an HTML page."""
     reply = client.post("/v1/tasks", data=body, content_type="application/json")
     check_refused(client, redis_client, reply, 400)
@@ -274,10 +276,8 @@ BIG = {
 
 
 @pytest.mark.parametrize("name", BIG)
-def test_huge_work_in_a_small_body_is_refused(
-    client: ApiClient, redis_client: redis.Redis, name: str
-) -> None:
-    """vllm PR37952, PR47845: small bodies that cost much. The answer is short, whatever was sent."""
+def test_a_small_body_cannot_cause_much_work(client: ApiClient, redis_client: redis.Redis, name: str) -> None:
+    """vllm PR37952, PR47845: small bodies that cost much. The reply is always short."""
     reply = client.post("/v1/tasks", data=BIG[name], content_type="application/json")
     check_refused(client, redis_client, reply, 404 if name == "long model" else 400)
     assert len(reply.data) < 2000
@@ -313,7 +313,7 @@ class TestWithModelCard:
         ],
         ids=lambda value: str(value)[:40],
     )
-    def test_what_the_model_cannot_do_is_refused(
+    def test_values_beyond_the_model_are_refused(
         self,
         client: ApiClient,
         redis_client: redis.Redis,
@@ -350,11 +350,11 @@ class TestWithModelCard:
         body: Any,
         max_model_len: Any,
     ) -> None:
-        """It is bounded where it is produced. vllm#5907: few words ask for more than anybody can read."""
+        """It is limited where it is produced. vllm#5907: a small request can ask for much output."""
         store.put_model_card(settings.slug, replace(card, max_model_len=max_model_len, max_prompt_tokens=90))
         assert client.post("/v1/tasks", json={"prompt": "x", **body}).status_code == 202
 
-    def test_a_prompt_of_the_longest_text_is_taken(
+    def test_a_prompt_of_the_maximum_length_is_accepted(
         self, client: ApiClient, store: TaskStore, settings: ApiSettings, card: ModelCard
     ) -> None:
         store.put_model_card(settings.slug, replace(card, max_prompt_bytes=1600))
@@ -370,7 +370,7 @@ class TestWithModelCard:
         settings: ApiSettings,
         card: ModelCard,
     ) -> None:
-        """They cannot be cut short, and the worker would refuse the same."""
+        """They cannot be truncated, and the worker would refuse the same."""
         store.put_model_card(settings.slug, replace(card, max_model_len=10**6, max_prompt_tokens=10**6))
         for length, status in ((11_915, 202), (11_916, 400)):
             body = {"prompt_token_ids": [1] * length, "prompt_logprobs": 20}
@@ -391,7 +391,7 @@ class TestWithModelCard:
         reply = client.post("/v1/tasks", json={"messages": [{"role": "user", "content": "hi"}]})
         check_refused(client, redis_client, reply, 400, "messages")
 
-    def test_what_fits_is_accepted(self, client: ApiClient, card: ModelCard) -> None:
+    def test_values_within_the_limits_are_accepted(self, client: ApiClient, card: ModelCard) -> None:
         assert client.post("/v1/tasks", json={"prompt_token_ids": [999] * 80}).status_code == 202
         body = {"messages": [{"role": "user", "content": "hi"}], "stop_token_ids": [0, 999],
             "logit_bias": {"999": -100}, "allowed_token_ids": [999]}  # fmt: skip
@@ -435,7 +435,7 @@ def test_a_nul_in_a_prompt_is_kept(client: ApiClient, worker: HandWorker) -> Non
     assert math.isfinite(payload["sampling"]["seed"])
 
 
-def test_a_body_that_ends_before_its_length_is_no_task(client: ApiClient, redis_client: redis.Redis) -> None:
+def test_a_truncated_body_is_refused(client: ApiClient, redis_client: redis.Redis) -> None:
     reply = client.post(
         "/v1/tasks",
         data=json.dumps(GOOD),
@@ -445,7 +445,7 @@ def test_a_body_that_ends_before_its_length_is_no_task(client: ApiClient, redis_
     check_refused(client, redis_client, reply, 400, "body")
 
 
-def test_an_encoding_that_is_not_undone_is_refused(client: ApiClient, redis_client: redis.Redis) -> None:
+def test_an_unsupported_encoding_is_refused(client: ApiClient, redis_client: redis.Redis) -> None:
     reply = client.post(
         "/v1/tasks",
         data=json.dumps(GOOD),
@@ -478,10 +478,10 @@ def test_a_byte_order_mark_is_skipped(client: ApiClient) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_a_body_is_instead_is_named(
+def test_the_error_names_the_actual_encoding(
     client: ApiClient, redis_client: redis.Redis, body: Any, words: Any
 ) -> None:
-    """gunicorn#1803: no words of the decoder's own reach the client."""
+    """gunicorn#1803: the decoder's own messages do not reach the client."""
     reply = client.post("/v1/tasks", data=body, content_type="application/json")
     check_refused(client, redis_client, reply, 400)
     assert words in reply.json["detail"]
@@ -491,7 +491,7 @@ def test_what_a_body_is_instead_is_named(
 @pytest.mark.parametrize(
     ("charset", "status"), [("utf-8", 202), ("UTF-8", 202), ("utf-16", 415), ("latin-1", 415)]
 )
-def test_a_charset_that_is_not_undone_is_refused(client: ApiClient, charset: str, status: int) -> None:
+def test_an_unsupported_charset_is_refused(client: ApiClient, charset: str, status: int) -> None:
     content_type = f"application/json; charset={charset}"
     reply = client.post("/v1/tasks", data=json.dumps(GOOD), content_type=content_type)
     assert reply.status_code == status

@@ -1,4 +1,4 @@
-"""What a body asks for travels whole to the worker; what comes of it is shown, polled and streamed."""
+"""All fields of a body reach the worker, and all results appear in polls and streams."""
 
 import json
 import zlib
@@ -38,7 +38,7 @@ def write(worker: HandWorker, task_id: str, first: Any, *entries: Any) -> None:
     worker.store.publish([Write(task_id=task_id, owner=owner, first_seq=first, entries=entries)])
 
 
-def test_every_field_travels(submit: Submit, redis_client: redis.Redis) -> None:
+def test_every_field_reaches_the_worker(submit: Submit, redis_client: redis.Redis) -> None:
     task_id = submit(**FIELDS, **LIMITS, cache_salt="s")
     request = stored(redis_client, task_id)
     assert request.sampling == FIELDS
@@ -48,13 +48,13 @@ def test_every_field_travels(submit: Submit, redis_client: redis.Redis) -> None:
     assert {name: float(run[name.encode()]) for name in LIMITS} == LIMITS
 
 
-def test_what_is_not_given_does_not_travel(submit: Submit, redis_client: redis.Redis) -> None:
+def test_unset_fields_are_not_sent(submit: Submit, redis_client: redis.Redis) -> None:
     request = stored(redis_client, submit(n=None, logit_bias=None, timeout_seconds=None))
     assert request.sampling.keys() == {"seed"}
     assert request.timeout_seconds is None
 
 
-def test_several_outputs_cost_as_much(card: ModelCard) -> None:
+def test_the_cost_counts_each_output(card: ModelCard) -> None:
     def cost(**fields: Any) -> Any:
         return estimate_cost(TaskBody.model_validate({"prompt_token_ids": [1] * 10, **fields}), CARD)
 
@@ -80,7 +80,7 @@ def test_all_outputs_are_shown_from_the_start(client: ApiClient, submit: Submit,
     assert [one["logprobs"] for one in task["outputs"]] == [None, None, [LOGPROBS]]
 
 
-def test_a_stream_tells_logprobs_and_the_end_of_each_output(
+def test_a_stream_has_logprobs_and_the_end_of_each_output(
     client: ApiClient, submit: Submit, worker: HandWorker
 ) -> None:
     task_id = submit(n=2)

@@ -1,4 +1,4 @@
-"""Which URLs are taken as webhooks, and which addresses are anybody's."""
+"""Accepted URLs of webhooks, and public addresses."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_the_parts_of_a_url(url: str, target: Target, authority: str) -> None:
         "http://2130706433/", "http://0x7f.1/", "http://127.1/", "http://0177.0.0.1/", "http://0/", "http://127.0.0.1./",
     ],
 )  # fmt: skip
-def test_anything_that_could_be_read_in_two_ways_is_refused(url: str) -> None:
+def test_ambiguous_urls_are_refused(url: str) -> None:
     with pytest.raises(ValueError, match="must"):
         parse_url(url)
 
@@ -57,7 +57,7 @@ def test_anything_that_could_be_read_in_two_ways_is_refused(url: str) -> None:
         "localhost.", "a.localhost",
     ],
 )  # fmt: skip
-def test_what_is_not_for_anybody(address: str) -> None:
+def test_addresses_that_are_not_public(address: str) -> None:
     assert not is_public(address)
 
 
@@ -68,5 +68,5 @@ def test_what_is_not_for_anybody(address: str) -> None:
         "2a00:1450:4001::1", "::ffff:8.8.8.8", "example.org", "localhost.example.org", "notlocalhost",
     ],
 )  # fmt: skip
-def test_what_is(address: str) -> None:
+def test_public_addresses(address: str) -> None:
     assert is_public(address)

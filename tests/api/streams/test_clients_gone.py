@@ -1,6 +1,6 @@
-"""Clients that go away, on real sockets: noticed while nothing is sent, and no longer computed for.
+"""Disconnects on real sockets: noticed while nothing is sent, and the task is cancelled.
 
-llama.cpp#24496, ollama#11889, mlx-openai-server#269, werkzeug#1649: generation went on for nobody, or who
+llama.cpp#24496, ollama#11889, mlx-openai-server#269, werkzeug#1649: generation continued without a client, or who
 went away before the first byte was written was never noticed. No heartbeat is due here.
 """
 
@@ -25,7 +25,7 @@ def wait_for_end(server: Server, task_id: str) -> Any:
     return task
 
 
-def test_in_the_middle_of_a_stream(server: Server, redis_url: str, worker: HandWorker) -> None:
+def test_a_disconnect_in_the_middle_of_a_stream(server: Server, redis_url: str, worker: HandWorker) -> None:
     task_id = server.submit(on_disconnect="cancel")
     worker.claim()
     worker.start(task_id)
@@ -42,10 +42,10 @@ def test_in_the_middle_of_a_stream(server: Server, redis_url: str, worker: HandW
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_while_it_waits_behind_another(
+def test_a_disconnect_while_the_task_is_queued(
     server: Server, redis_url: str, worker: HandWorker, reset: Any
 ) -> None:
-    """Not a token is computed for it, and the other does not suffer."""
+    """No token is computed for it, and the other task is not affected."""
     first, second = server.submit(), server.submit(on_disconnect="cancel")
     with server.open(f"/v1/tasks/{second}/events") as connection:
         if reset:
@@ -56,7 +56,7 @@ def test_while_it_waits_behind_another(
 
 
 @pytest.mark.parametrize("how", ["poll", "submission"])
-def test_while_it_is_waited_for(
+def test_a_disconnect_during_a_wait(
     server: Server, redis_url: str, worker: HandWorker, how: Any, redis_client: redis.Redis
 ) -> None:
     head = "Host: x\r\nContent-Type: application/json\r\nPrefer: wait=60\r\n"
@@ -73,7 +73,7 @@ def test_while_it_is_waited_for(
     assert wait_for_end(server, cast(bytes, watched[0]).decode())["status"] == "cancelled"
 
 
-def test_the_last_of_several(server: Server, redis_url: str) -> None:
+def test_the_last_of_several_readers_disconnects(server: Server, redis_url: str) -> None:
     task_id = server.submit(on_disconnect="cancel")
     first, second = (server.open(f"/v1/tasks/{task_id}/events") for _ in range(2))
     server.wait_for_streams(2)
@@ -84,7 +84,7 @@ def test_the_last_of_several(server: Server, redis_url: str) -> None:
     assert wait_for_end(server, task_id)["status"] == "cancelled"
 
 
-def test_when_the_server_is_killed_its_readers_lapse(
+def test_readers_of_a_killed_server_expire(
     start: StartServer, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = start()

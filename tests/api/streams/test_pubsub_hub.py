@@ -30,7 +30,7 @@ def live(subscription: Subscription) -> None:
     assert subscription.wait(30).replay
 
 
-def test_the_first_word_is_to_read_the_log(hub: PubSubHub, redis_client: redis.Redis) -> None:
+def test_a_subscription_starts_with_a_replay(hub: PubSubHub, redis_client: redis.Redis) -> None:
     with hub.subscribe("c") as subscription:
         live(subscription)
         redis_client.publish("c", b"1")
@@ -39,7 +39,7 @@ def test_the_first_word_is_to_read_the_log(hub: PubSubHub, redis_client: redis.R
         assert subscription.wait(0) == (False, [])
 
 
-def test_who_joins_a_live_channel_reads_the_log_too(hub: PubSubHub) -> None:
+def test_joining_a_live_channel_starts_with_a_replay(hub: PubSubHub) -> None:
     with hub.subscribe("c") as first:
         live(first)
         with hub.subscribe("c") as second:
@@ -47,7 +47,7 @@ def test_who_joins_a_live_channel_reads_the_log_too(hub: PubSubHub) -> None:
         assert first.wait(0) == (False, [])
 
 
-def test_every_member_of_a_channel_hears_it_and_no_one_else(
+def test_messages_reach_all_subscribers_of_their_channel_only(
     hub: PubSubHub, redis_client: redis.Redis
 ) -> None:
     with hub.subscribe("c") as a, hub.subscribe("c") as b, hub.subscribe("d") as other:
@@ -72,7 +72,7 @@ def test_all_streams_share_one_connection(hub: PubSubHub, redis_client: redis.Re
         pass
 
 
-def test_a_channel_may_be_left_and_joined_again(hub: PubSubHub, redis_client: redis.Redis) -> None:
+def test_a_channel_can_be_left_and_joined_again(hub: PubSubHub, redis_client: redis.Redis) -> None:
     for number in range(20):
         with hub.subscribe("c") as subscription:
             live(subscription)
@@ -80,8 +80,8 @@ def test_a_channel_may_be_left_and_joined_again(hub: PubSubHub, redis_client: re
             assert take(subscription, 1) == [str(number).encode()]
 
 
-def test_a_reconnection_is_a_reason_to_read_the_log(hub: PubSubHub, redis_client: redis.Redis) -> None:
-    """redis-py reconnects silently: a message in between is gone, and only a new confirmation tells of it."""
+def test_a_reconnection_causes_a_replay(hub: PubSubHub, redis_client: redis.Redis) -> None:
+    """redis-py reconnects silently. Only the new confirmation shows that messages may be lost."""
     with hub.subscribe("c") as subscription:
         live(subscription)
         redis_client.client_kill_filter(_type="pubsub")
@@ -90,8 +90,8 @@ def test_a_reconnection_is_a_reason_to_read_the_log(hub: PubSubHub, redis_client
         assert take(subscription, 1) == [b"1"]
 
 
-def test_one_who_does_not_keep_up_is_sent_to_the_log(hub: PubSubHub, redis_client: redis.Redis) -> None:
-    """redis-py#1261: a slow reader made Redis cut the connection and lost events. Others do not notice."""
+def test_a_slow_subscriber_must_replay(hub: PubSubHub, redis_client: redis.Redis) -> None:
+    """redis-py#1261: a slow reader made Redis close the connection and lost events. Others are unaffected."""
     number = 2 * MAX_PENDING + 10
     with hub.subscribe("c") as slow, hub.subscribe("c") as quick:
         live(slow)
@@ -110,7 +110,7 @@ def test_one_who_does_not_keep_up_is_sent_to_the_log(hub: PubSubHub, redis_clien
         assert arrived.messages == heard[len(heard) - len(arrived.messages) :]
 
 
-def test_a_request_to_replay_covers_what_waits() -> None:
+def test_a_replay_discards_queued_messages() -> None:
     subscription = Subscription("c")
     subscription.put(b"1")
     subscription.must_replay()
@@ -118,13 +118,13 @@ def test_a_request_to_replay_covers_what_waits() -> None:
     assert subscription.wait(0) == (True, [b"2"])
 
 
-def test_redis_may_be_away_when_the_first_one_comes(redis_url: str, redis_client: redis.Redis) -> None:
-    """The hub tries on until there is a connection, and nobody's subscription is forgotten."""
+def test_redis_may_be_down_at_the_first_subscription(redis_url: str, redis_client: redis.Redis) -> None:
+    """The hub retries until it is connected, and keeps all subscriptions."""
     refused = threading.Event()
     clients = iter([connect_subscriber("redis://127.0.0.1:1/0"), connect_subscriber(redis_url)])
 
     class Flaky:
-        """A client whose connections fail until a good one is put in its place."""
+        """A client whose first connection fails."""
 
         def __enter__(self) -> Any:
             self.client = next(clients)
@@ -150,13 +150,13 @@ def test_redis_may_be_away_when_the_first_one_comes(redis_url: str, redis_client
 
 
 def test_no_thread_before_the_first_subscription(hub: PubSubHub) -> None:
-    """A server forks after the application was made: a thread from before would not live in the child."""
+    """A server may fork after creating the application, and a thread would not survive in the child."""
     assert not hub.is_running
     hub.close()
 
 
 def test_commands_wait_for_a_connection(redis_url: str) -> None:
-    """redis-py's own pool raises when it is empty, which lost 84 of 200 streams in a trial."""
+    """redis-py's own pool raises when it is exhausted, which lost 84 of 200 streams."""
     client = connect(redis_url)
     failures = []
 

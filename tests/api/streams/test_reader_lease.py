@@ -1,4 +1,4 @@
-"""Clients that go away: whose tasks end with them, and whose go on."""
+"""Disconnects: which tasks they cancel and which continue."""
 
 import threading
 from typing import Any, cast
@@ -54,12 +54,12 @@ def inspected(store: TaskStore, task_id: str) -> TaskSnapshot:
 
 
 class TestStreams:
-    def test_a_client_that_goes_away_ends_its_task(self, client: ApiClient, watched: str) -> None:
+    def test_a_disconnect_cancels_the_task(self, client: ApiClient, watched: str) -> None:
         reply, _ = stream(client, watched)
         reply.close()
         assert status(client, watched) == "cancelled"
 
-    def test_a_running_one_keeps_what_there_is(
+    def test_a_cancelled_task_keeps_its_output(
         self, client: ApiClient, watched: str, worker: HandWorker
     ) -> None:
         worker.claim()
@@ -73,13 +73,13 @@ class TestStreams:
         assert task["outputs"][0]["finish_reason"] == "cancelled"
 
     @pytest.mark.parametrize("on_disconnect", [None, "continue"])
-    def test_others_go_on(self, client: ApiClient, submit: Submit, on_disconnect: Any) -> None:
+    def test_other_tasks_continue(self, client: ApiClient, submit: Submit, on_disconnect: Any) -> None:
         task_id = submit(on_disconnect=on_disconnect)
         reply, _ = stream(client, task_id)
         reply.close()
         assert status(client, task_id) == "queued"
 
-    def test_it_is_the_last_that_counts(self, client: ApiClient, watched: str) -> None:
+    def test_only_the_last_reader_counts(self, client: ApiClient, watched: str) -> None:
         first, second = stream(client, watched), stream(client, watched)
         first[0].close()
         assert status(client, watched) == "queued"
@@ -95,13 +95,13 @@ class TestStreams:
         there[0].close()
         assert status(client, watched) == "cancelled"
 
-    def test_a_client_that_is_gone_before_the_first_byte(self, client: ApiClient, watched: str) -> None:
-        """Then nothing of the stream is ever asked for."""
+    def test_a_disconnect_before_the_first_byte(self, client: ApiClient, watched: str) -> None:
+        """The stream is then never iterated."""
         overrides = {"waitress.client_disconnected": lambda: True}
         client.get(f"/v1/tasks/{watched}/events", buffered=False, environ_overrides=overrides).close()
         assert status(client, watched) == "cancelled"
 
-    def test_one_that_was_read_to_its_end_changes_nothing(
+    def test_a_stream_read_to_its_end_changes_nothing(
         self, client: ApiClient, watched: str, worker: HandWorker, redis_client: redis.Redis
     ) -> None:
         reply, chunks = stream(client, watched)
@@ -111,10 +111,10 @@ class TestStreams:
         assert status(client, watched) == "completed"
         assert not redis_client.exists(keys.readers(watched), keys.WATCHED)
 
-    def test_a_server_that_stops_ends_no_task(
+    def test_a_stopping_server_cancels_no_task(
         self, watched: str, app: ApiApp, client: ApiClient, redis_client: redis.Redis
     ) -> None:
-        """Its client comes back, to another server; if not, it lapses."""
+        """The client reconnects to another server, or its lease expires."""
         reply, chunks = stream(client, watched)
         app.parts.shutdown.requested = True
         assert list(chunks) == [b": the server is stopping; reconnect to resume\n\n"]
@@ -122,10 +122,10 @@ class TestStreams:
         assert status(client, watched) == "queued"
         assert redis_client.exists(keys.readers(watched))
 
-    def test_its_clients_have_all_the_time_to_come_back(
+    def test_a_stopping_server_renews_the_leases(
         self, watched: str, app: ApiApp, client: ApiClient, redis_client: redis.Redis
     ) -> None:
-        """Not what was left since their reader was noted last."""
+        """The clients have the whole lease to reconnect, not what is left of it."""
         reply, chunks = stream(client, watched)
         before = lease_ends(redis_client, watched)
         app.parts.shutdown.requested = True
@@ -135,7 +135,7 @@ class TestStreams:
         assert after.keys() == before.keys()
         assert all(after[reader] > before[reader] for reader in before)
 
-    def test_a_refused_stream_is_no_reader(
+    def test_a_refused_stream_is_not_a_reader(
         self, watched: str, redis_url: str, make_app: MakeApp, settings: ApiSettings
     ) -> None:
         small = client_of(make_app(settings.__class__(redis_url=redis_url, max_streams=1)))
@@ -147,21 +147,21 @@ class TestStreams:
 
 
 class TestWaits:
-    def test_a_wait_that_is_over_ends_nothing(
+    def test_a_wait_that_times_out_cancels_nothing(
         self, client: ApiClient, watched: str, redis_client: redis.Redis
     ) -> None:
-        """What polls is not cancelled."""
+        """Polling never cancels."""
         assert client.get(f"/v1/tasks/{watched}?wait=0.05").json["status"] == "queued"
         assert client.get(f"/v1/tasks/{watched}").json["status"] == "queued"
         assert not redis_client.exists(keys.readers(watched), keys.WATCHED)
 
-    def test_a_submission_that_waited_its_time_ends_nothing(self, client: ApiClient) -> None:
+    def test_a_submission_whose_wait_times_out_cancels_nothing(self, client: ApiClient) -> None:
         body = {"prompt": "x", "on_disconnect": "cancel"}
         reply = client.post("/v1/tasks", json=body, headers={"Prefer": "wait=1"})
         assert (reply.status_code, reply.json["status"]) == (202, "queued")
         assert status(client, reply.json["id"]) == "queued"
 
-    def test_a_wait_that_ends_leaves_streams_alone(self, client: ApiClient, watched: str) -> None:
+    def test_a_wait_that_ends_does_not_affect_streams(self, client: ApiClient, watched: str) -> None:
         reply, _ = stream(client, watched)
         client.get(f"/v1/tasks/{watched}?wait=0.05")
         assert status(client, watched) == "queued"
@@ -260,12 +260,12 @@ class TestClientDisconnected:
 
 
 @pytest.mark.parametrize("value", ["Cancel", "", True, 5, "stop", {}])
-def test_another_word_is_refused(client: ApiClient, value: Any) -> None:
+def test_an_unknown_value_is_refused(client: ApiClient, value: Any) -> None:
     reply = client.post("/v1/tasks", json={"prompt": "x", "on_disconnect": value})
     assert (reply.status_code, reply.json["error"]["param"]) == (400, "on_disconnect")
 
 
-def test_many_that_go_away_at_once_end_it_once(
+def test_many_concurrent_disconnects_cancel_once(
     client: ApiClient, watched: str, worker: HandWorker, store: TaskStore, app: ApiApp
 ) -> None:
     worker.claim()

@@ -1,4 +1,4 @@
-"""Joining log and channel for one reader, turn by turn, with a scripted hub and log."""
+"""Merging log and channel for one reader, call by call, with a scripted hub and log."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ def message(seq: Any, entry: Any = None) -> Any:
 
 
 class Scripted:
-    """A hub, a log and a clock. `turns`: what each wait gives; each wait takes a second."""
+    """A hub, a log and a clock. `turns`: the result of each wait; each takes a second."""
 
     def __init__(
         self, *turns: Any, log: Any = (), known: Any = True, finished_at: Any = None, failures: Any = 0
@@ -85,7 +85,7 @@ def test_a_gap_is_filled_from_the_log() -> None:
     assert [event.seq for event in next(batches)] == [1, 2, 3]
 
 
-def test_what_was_seen_is_not_seen_again() -> None:
+def test_no_event_is_repeated() -> None:
     script = Scripted(
         Arrived(True, [message(0)]),
         Arrived(True, [message(0), message(1)]),
@@ -95,7 +95,7 @@ def test_what_was_seen_is_not_seen_again() -> None:
     assert script.follow() == [[0, 1], [], [2]]
 
 
-def test_a_lost_message_is_found_after_a_silence() -> None:
+def test_a_lost_message_is_found_after_the_silence() -> None:
     script = Scripted(Arrived(True, []), log=[message(0)])
     batches = reader_of(script).batches("t", -1, stop=lambda: False)
     assert [event.seq for event in next(batches)] == [0]
@@ -103,8 +103,8 @@ def test_a_lost_message_is_found_after_a_silence() -> None:
     assert [len(batch) for batch in batches] == [0] * (int(SILENCE_SECONDS) - 1) + [1]
 
 
-def test_a_task_that_vanished_ends_the_stream() -> None:
-    """Deleted by other tools, or its time was over: no message tells of that."""
+def test_a_deleted_task_ends_the_stream() -> None:
+    """Deleted by other tools or expired: no message announces that."""
     script = Scripted(Arrived(True, []))
     batches = reader_of(script).batches("t", -1, stop=lambda: False)
     assert next(batches) == []
@@ -112,7 +112,7 @@ def test_a_task_that_vanished_ends_the_stream() -> None:
     assert len(list(batches)) == SILENCE_SECONDS - 1
 
 
-def test_who_begins_behind_the_end_is_let_go() -> None:
+def test_a_reader_that_starts_after_the_end_ends() -> None:
     script = Scripted(Arrived(True, []), Arrived(False, [message(1, END)]), log=[message(0)])
     assert script.follow(after=7) == [[], []]
     # The end came before the subscription.
@@ -120,11 +120,11 @@ def test_who_begins_behind_the_end_is_let_go() -> None:
     assert script.follow(after=7) == [[]]
 
 
-def test_a_silent_task_that_is_there_is_waited_for() -> None:
+def test_a_silent_task_keeps_its_stream() -> None:
     assert len(Scripted(Arrived(True, [])).follow(turns=100)) == 100
 
 
-def test_while_redis_is_away_nothing_is_lost() -> None:
+def test_an_outage_of_redis_loses_no_event() -> None:
     script = Scripted(
         Arrived(True, [message(1)]), Arrived(False, [message(2)]), Arrived(False, [message(3, END)]),
         log=[message(0), message(1), message(2)], failures=2,
@@ -133,12 +133,12 @@ def test_while_redis_is_away_nothing_is_lost() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0, 0.5, 3])
-def test_it_ends_in_time(seconds: float) -> None:
+def test_a_time_limit_ends_the_stream(seconds: float) -> None:
     script = Scripted(Arrived(True, []))
     script.follow(seconds=seconds)
     assert script.now == 100 + seconds
 
 
-def test_it_stops_when_told() -> None:
+def test_stop_ends_the_stream() -> None:
     answers = iter([False, False, True])
     assert Scripted(Arrived(True, [])).follow(stop=lambda: next(answers)) == [[], []]

@@ -1,4 +1,4 @@
-"""Several deliverers, and deliverers that die: nobody is left untold, nobody is kept waiting."""
+"""Several deliverers, and deliverers that die: every webhook is delivered without delaying others."""
 
 import threading
 from typing import Any, cast
@@ -28,7 +28,7 @@ def settings(redis_url: str) -> Any:
 
 
 class TestDeaths:
-    def test_one_who_dies_before_it_is_noted_leaves_it_to_another(
+    def test_a_deliverer_that_dies_before_storing_the_outcome(
         self,
         submit: Submit,
         worker: HandWorker,
@@ -38,7 +38,7 @@ class TestDeaths:
         outcomes: Outcomes,
         redis_client: redis.Redis,
     ) -> None:
-        """The receiver hears twice, and can tell by the id."""
+        """The receiver gets it twice, with the same id."""
 
         class Dying(Outbox):
             def done(self, webhook: Any) -> None:
@@ -60,7 +60,7 @@ class TestDeaths:
         assert outcomes() == (1, 0, 0)
         assert outbox.take(1, silence_seconds=0) == []
 
-    def test_a_fault_of_ours_is_told_and_tried_again(
+    def test_an_internal_error_is_logged_and_retried(
         self,
         submit: Submit,
         worker: HandWorker,
@@ -86,7 +86,7 @@ class TestDeaths:
         (webhook,) = outbox.take(1, silence_seconds=0)
         assert webhook.tries == 0
 
-    def test_redis_is_away(self, make_deliverer: MakeDeliverer, store: TaskStore) -> None:
+    def test_an_outage_of_redis_is_retried(self, make_deliverer: MakeDeliverer, store: TaskStore) -> None:
         gone = Outbox(connect("redis://127.0.0.1:1/0"))
         deliverer = make_deliverer(outbox=gone)
         for _ in range(2 * MAX_CONCURRENT):
@@ -94,7 +94,7 @@ class TestDeaths:
 
 
 class TestLeases:
-    def test_one_in_hand_is_not_taken_over_and_one_that_is_silent_is(
+    def test_only_expired_leases_are_taken_over(
         self,
         submit: Submit,
         worker: HandWorker,
@@ -102,7 +102,7 @@ class TestLeases:
         outbox: Outbox,
         redis_client: redis.Redis,
     ) -> None:
-        """The lease is renewed while a receiver takes its time; after a kill another deliverer has it."""
+        """The lease is renewed during a slow delivery. After a kill another deliverer takes over."""
         begun, over = threading.Event(), threading.Event()
 
         class Slow:
@@ -133,7 +133,7 @@ class TestLeases:
         assert deliverer.num_leased == 0
         deliverer.renew_leases()
 
-    def test_a_renewal_brings_nothing_back(
+    def test_a_renewal_restores_no_finished_webhook(
         self, submit: Submit, worker: HandWorker, outbox: Outbox, redis_client: redis.Redis
     ) -> None:
         submit(webhook={"url": "http://h.example/"})
@@ -169,7 +169,7 @@ class TestManyAtOnce:
         assert heard == sorted(f"msg_{task_id}" for task_id in ids)
         assert receiver.calls.empty()
 
-    def test_a_receiver_that_does_not_answer_does_not_keep_others_waiting(
+    def test_a_silent_receiver_does_not_delay_others(
         self,
         submit: Submit,
         worker: HandWorker,
@@ -177,7 +177,7 @@ class TestManyAtOnce:
         outbox: Outbox,
         redis_client: redis.Redis,
     ) -> None:
-        told, over = threading.Event(), threading.Event()
+        called, over = threading.Event(), threading.Event()
         waiting = []
 
         class Sender:
@@ -186,7 +186,7 @@ class TestManyAtOnce:
 
             def post(self, target: Target, headers: Any, body: bytes, addresses: Any = None) -> int:
                 if target.host == "alive.example":
-                    told.set()
+                    called.set()
                     return 200
                 waiting.append(target)
                 if len(waiting) > 1:
@@ -204,7 +204,7 @@ class TestManyAtOnce:
         deliverer.deliver(webhook)
         dead = [ended("dead.example") for _ in range(MAX_CONCURRENT)]
         ended("alive.example")
-        while not told.is_set():
+        while not called.is_set():
             deliverer.deliver_due()
         num_later = 1 + MAX_CONCURRENT - MAX_UNPROVEN
         wait_for(lambda: redis_client.zcard(keys.OUTBOX_DUE) == num_later, "the rest is put off")
@@ -217,7 +217,7 @@ class TestManyAtOnce:
         assert tries.count(None) == MAX_CONCURRENT - MAX_UNPROVEN
         assert redis_client.zcard(keys.OUTBOX_DUE) == 1 + MAX_CONCURRENT
 
-    def test_a_slow_one_is_given_up_in_time(
+    def test_a_slow_receiver_times_out(
         self,
         submit: Submit,
         worker: HandWorker,

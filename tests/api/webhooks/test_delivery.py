@@ -1,14 +1,14 @@
-"""Webhooks from submission to receiver: what is sent, how often, and what becomes of it."""
+"""Webhooks from submission to receiver: contents, retries, and outcomes."""
 
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import redis
-from tests.api.api_client import ApiClient
 
 from api.webhooks.deliverer import JITTER, MAX_TRIES, RETRY_DELAYS
 from api.webhooks.http_post import Poster
+from tests.api.api_client import ApiClient
 from tests.api.conftest import Deliver, HandWorker, MakeDeliverer, Outcomes, Submit
 from tests.api.webhooks.delivering import SECRET, verified
 from tests.api.webhooks.receiver import Receiver, answer, close
@@ -24,7 +24,7 @@ def settings(redis_url: str) -> Any:
 
 
 class TestWhatIsSent:
-    def test_the_task_as_polling_shows_it(
+    def test_a_completed_task(
         self,
         client: ApiClient,
         submit: Submit,
@@ -49,7 +49,7 @@ class TestWhatIsSent:
         assert deliver(silence_seconds=0) == 0
         assert outcomes() == (1, 0, 0)
 
-    def test_a_failed_one(
+    def test_a_failed_task(
         self, submit: Submit, worker: HandWorker, receiver: Receiver, deliver: Deliver
     ) -> None:
         task_id = submit(webhook={"url": receiver.url()})
@@ -60,7 +60,7 @@ class TestWhatIsSent:
         event = verified(receiver.next())
         assert (event["type"], event["data"]["error"]["code"]) == ("task.failed", "engine_error")
 
-    def test_a_cancelled_one(
+    def test_a_cancelled_task(
         self, client: ApiClient, submit: Submit, receiver: Receiver, deliver: Deliver
     ) -> None:
         task_id = submit(webhook={"url": receiver.url()})
@@ -68,7 +68,7 @@ class TestWhatIsSent:
         deliver()
         assert verified(receiver.next())["type"] == "task.cancelled"
 
-    def test_nothing_before_the_end_and_nothing_without_being_asked(
+    def test_nothing_is_sent_before_the_end_or_without_a_webhook(
         self, submit: Submit, worker: HandWorker, receiver: Receiver, deliver: Deliver
     ) -> None:
         submit()
@@ -80,7 +80,7 @@ class TestWhatIsSent:
 
 
 class TestTries:
-    def test_it_fails_first_and_then_succeeds(
+    def test_failed_tries_are_retried(
         self,
         submit: Submit,
         worker: HandWorker,
@@ -89,7 +89,7 @@ class TestTries:
         clock: Any,
         outcomes: Outcomes,
     ) -> None:
-        """Each try has a time and a signature of its own, and the same id and body."""
+        """Each try has its own time and signature, and the same id and body."""
         receiver.will(answer(500), close, answer(302, "Location: /elsewhere"), answer(200))
         task_id = submit(webhook={"url": receiver.url()})
         worker.run("a")
@@ -136,7 +136,7 @@ class TestTries:
         assert redis_client.xlen(keys.OUTBOX) == 0
         assert redis_client.ttl(keys.run(task_id)) <= 3600
 
-    def test_what_failed_together_does_not_come_back_together(
+    def test_retries_of_concurrent_failures_are_spread(
         self,
         submit: Submit,
         worker: HandWorker,
@@ -156,7 +156,7 @@ class TestTries:
         first, second = sorted(clock.waits())
         assert second - first > RETRY_DELAYS[0] * JITTER / 2
 
-    def test_a_receiver_may_say_that_it_wants_no_more(
+    def test_status_410_ends_the_retries(
         self, submit: Submit, worker: HandWorker, receiver: Receiver, deliver: Deliver, outcomes: Outcomes
     ) -> None:
         receiver.will(answer(410))
@@ -166,7 +166,7 @@ class TestTries:
         assert deliver(silence_seconds=0) == 0
         assert outcomes() == (0, 0, 1)
 
-    def test_a_private_address_is_not_told(
+    def test_a_private_address_is_not_called(
         self,
         submit: Submit,
         worker: HandWorker,
@@ -175,7 +175,7 @@ class TestTries:
         make_deliverer: MakeDeliverer,
         outcomes: Outcomes,
     ) -> None:
-        """A name that stands for one is found out when it is looked up."""
+        """A name with a private address is refused when it is resolved."""
         submit(webhook={"url": receiver.url()})
         worker.run("a")
         deliverer = make_deliverer(Poster(allow_private=False))
@@ -184,7 +184,7 @@ class TestTries:
         assert receiver.calls.empty()
         assert outcomes() == (0, 1, 0)
 
-    def test_the_log_does_not_tell_the_url(
+    def test_the_log_does_not_contain_the_url(
         self,
         submit: Submit,
         worker: HandWorker,

@@ -1,4 +1,4 @@
-"""One POST to a real socket: where it goes, and that it ends whatever the other side does."""
+"""One POST to a real socket: the address it connects to, and its limits against any server."""
 
 import socket
 import ssl
@@ -16,7 +16,7 @@ from api.webhooks.http_post import Poster, PostFailed
 from tests.api.webhooks.receiver import Receiver, answer, close, receiving, say
 
 PATIENCE = 0.3
-"""Seconds of a whole POST, where a test waits for their end."""
+"""Time limit of a POST in tests that wait for it."""
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def receiver() -> Iterator[Any]:
 
 
 def names(**addresses: Any) -> Any:
-    """A stand-in for the system's look-up, and the list of what it was asked."""
+    """A fake `getaddrinfo`, and the list of names that it was called with."""
     asked = []
 
     def resolve(host: str, port: Any, *, type: Any) -> Any:
@@ -45,7 +45,7 @@ def post(url: str, body: Any = b"{}", **options: Any) -> Any:
     return Poster(**options).post(parse_url(url), {"Content-Type": "application/json"}, body)
 
 
-def test_the_body_arrives_and_the_status_comes_back(receiver: Receiver) -> None:
+def test_the_body_is_sent_and_the_status_returned(receiver: Receiver) -> None:
     receiver.will(answer(204))
     assert post(receiver.url("/a/b?c=d"), "\u00e4".encode() * 100_000) == 204
     call = receiver.next()
@@ -56,16 +56,16 @@ def test_the_body_arrives_and_the_status_comes_back(receiver: Receiver) -> None:
 
 
 @pytest.mark.parametrize("status", [200, 299, 301, 302, 307, 308, 400, 410, 429, 500, 503])
-def test_a_redirect_is_an_answer_like_any_other(receiver: Receiver, status: int) -> None:
-    """It would lead to an address that nobody has checked."""
+def test_redirects_are_not_followed(receiver: Receiver, status: int) -> None:
+    """The target's address has not been checked."""
     receiver.will(answer(status, f"Location: {receiver.url('/elsewhere')}"))
     assert post(receiver.url()) == status
     assert receiver.next().line.startswith("POST /hook ")
     assert receiver.calls.empty()
 
 
-def test_no_proxy_is_asked(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would look names up for itself."""
+def test_no_proxy_is_used(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy would resolve names itself."""
     with receiving() as proxy:
         for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
             monkeypatch.setenv(name, proxy.url("/"))
@@ -74,22 +74,22 @@ def test_no_proxy_is_asked(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) 
 
 
 class TestAddresses:
-    def test_a_private_one_is_not_called(self, receiver: Receiver) -> None:
+    def test_a_private_address_is_refused(self, receiver: Receiver) -> None:
         for host in ("127.0.0.1", "localhost", "[::ffff:127.0.0.1]"):
             with pytest.raises(PostFailed, match="is not a public address"):
                 post(receiver.url(host=host), allow_private=False)
         assert receiver.calls.empty()
 
     @pytest.mark.parametrize("addresses", ["127.0.0.1 8.8.8.8", "8.8.8.8 127.0.0.1", "2606:4700::1 ::1"])
-    def test_one_private_one_spoils_them_all(self, receiver: Receiver, addresses: Any) -> None:
-        """Else the other would be tried when the public one does not answer."""
+    def test_one_private_address_refuses_the_name(self, receiver: Receiver, addresses: Any) -> None:
+        """It could be called when the public one does not answer."""
         resolve, _ = names(hook=addresses)
         with pytest.raises(PostFailed, match="is not a public address"):
             post(receiver.url(host="hook.example"), allow_private=False, resolve=resolve)
         assert receiver.calls.empty()
 
-    def test_the_name_is_looked_up_once(self, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-        """DNS rebinding: a name that is public when it is checked and private when it is called."""
+    def test_the_name_is_resolved_once(self, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+        """DNS rebinding: a name that is public when checked and private when called."""
         answers = ["8.8.8.8", "127.0.0.1"]
         asked = []
 
@@ -109,27 +109,27 @@ class TestAddresses:
         assert asked == ["hook.example"]
         assert called == [("8.8.8.8", receiver.port)]
 
-    def test_the_address_that_was_found_is_called_under_the_name(self, receiver: Receiver) -> None:
+    def test_the_host_header_has_the_name(self, receiver: Receiver) -> None:
         resolve, asked = names(hook="127.0.0.1")
         assert post(receiver.url(host="hook.example"), resolve=resolve) == 200
         assert asked == ["hook.example"]
         assert receiver.next().headers["host"] == f"hook.example:{receiver.port}"
 
-    def test_the_next_one_is_tried_where_one_does_not_answer(self, receiver: Receiver) -> None:
+    def test_the_next_address_is_tried(self, receiver: Receiver) -> None:
         resolve, _ = names(hook="127.0.0.2 127.0.0.1")
         assert post(receiver.url(host="hook.example"), resolve=resolve) == 200
 
     @pytest.mark.parametrize(
         "found", ["", socket.gaierror(-2, "Name or service not known"), UnicodeError("label too long")]
     )
-    def test_a_name_that_stands_for_nothing(self, receiver: Receiver, found: Any) -> None:
+    def test_a_name_that_does_not_resolve(self, receiver: Receiver, found: Any) -> None:
         resolve, _ = names(hook=found)
         with pytest.raises(PostFailed, match=r"name|label"):
             post(receiver.url(host="hook.example"), resolve=resolve)
 
 
 class TestEnds:
-    """Whatever the other side does, within the time that is given and without an error of another kind."""
+    """Whatever the server does, the call ends within the limit and raises only `PostFailed`."""
 
     @pytest.mark.parametrize(
         "behaviour",
@@ -154,8 +154,8 @@ class TestEnds:
         receiver.next()
         assert receiver.calls.empty()
 
-    def test_an_answer_in_drops_does_not_take_longer(self, receiver: Receiver) -> None:
-        """Each drop comes in time; all of them never do."""
+    def test_a_trickled_response_does_not_exceed_the_limit(self, receiver: Receiver) -> None:
+        """Each byte arrives in time; all of them do not."""
         over = threading.Event()
 
         def drip(connection: socket.socket, call: Any) -> None:
@@ -169,7 +169,7 @@ class TestEnds:
         over.set()
         assert time.monotonic() - began < 60
 
-    def test_a_body_that_is_not_taken_does_not_take_longer(self) -> None:
+    def test_a_body_that_is_not_read_does_not_exceed_the_limit(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as deaf, pytest.raises(PostFailed, match="timed out"):
             post(f"http://127.0.0.1:{deaf.getsockname()[1]}/", b"x" * 50_000_000, seconds=PATIENCE)
 
@@ -183,34 +183,34 @@ class TestEnds:
         ],
         ids=["too-short", "huge", "broken", "endless"],
     )
-    def test_the_status_stands_whatever_follows_it(
+    def test_the_status_counts_whatever_follows(
         self, receiver: Receiver, rest: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(http_post, "DISCARD_SECONDS", 0.1)
         receiver.will(say(b"HTTP/1.1 201 Created\r\n", *rest))
         assert post(receiver.url()) == 201
 
-    def test_nobody_listens(self) -> None:
+    def test_a_refused_connection(self) -> None:
         with receiving() as receiver:
             url = receiver.url()
         with pytest.raises(PostFailed, match="refused"):
             post(url)
 
-    def test_what_is_told_does_not_repeat_the_url(self, receiver: Receiver) -> None:
+    def test_errors_do_not_contain_the_url(self, receiver: Receiver) -> None:
         receiver.will(close)
         with pytest.raises(PostFailed) as raised:
             post(receiver.url("/secret-path?token=secret"))
         assert "secret" not in str(raised.value)
 
 
-#: Key and certificate of hook.example, which vouches for itself for a hundred years. Secret to nobody.
+#: Key and self-signed certificate of hook.example, valid for a hundred years. Not a secret.
 CERTIFICATE = Path(__file__).parent / "hook_example.pem"
 
 
 class TestTls:
     @pytest.fixture
     def asked(self) -> Any:
-        """The names that clients asked for before they were given a certificate."""
+        """The server names that clients sent (SNI)."""
         return []
 
     @pytest.fixture
@@ -225,7 +225,7 @@ class TestTls:
     def trusting(self) -> Any:
         return ssl.create_default_context(cafile=CERTIFICATE)
 
-    def test_the_name_is_asked_for_and_checked(self, secure: Any, asked: Any, trusting: Any) -> None:
+    def test_the_certificate_must_be_for_the_name(self, secure: Any, asked: Any, trusting: Any) -> None:
         resolve, _ = names(hook="127.0.0.1", other="127.0.0.1")
         url = secure.url(host="hook.example").replace("http:", "https:")
         assert post(url, b"x" * 100_000, resolve=resolve, tls=trusting) == 200
@@ -236,16 +236,16 @@ class TestTls:
         assert asked == ["hook.example", "other.example"]
         assert secure.calls.empty()
 
-    def test_a_certificate_that_nobody_vouches_for(self, secure: Any) -> None:
+    def test_an_untrusted_certificate(self, secure: Any) -> None:
         resolve, _ = names(hook="127.0.0.1")
         with pytest.raises(PostFailed, match="certificate"):
             post(secure.url(host="hook.example").replace("http:", "https:"), resolve=resolve)
         assert secure.calls.empty()
 
-    def test_a_server_that_does_not_speak_it(self, receiver: Receiver, trusting: Any) -> None:
+    def test_a_server_without_tls(self, receiver: Receiver, trusting: Any) -> None:
         with pytest.raises(PostFailed):
             post(receiver.url().replace("http:", "https:"), tls=trusting, seconds=5)
 
-    def test_a_silent_one(self, trusting: Any) -> None:
+    def test_a_silent_server(self, trusting: Any) -> None:
         with socket.create_server(("127.0.0.1", 0)) as deaf, pytest.raises(PostFailed, match="timed out"):
             post(f"https://127.0.0.1:{deaf.getsockname()[1]}/", tls=trusting, seconds=PATIENCE)

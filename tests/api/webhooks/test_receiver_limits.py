@@ -11,11 +11,11 @@ def entered(limits: Any, addresses: Any, tries: Any = 100) -> Any:
     return sum(limits.enter(addresses) for _ in range(tries))
 
 
-def test_one_that_has_not_answered_yet_occupies_few() -> None:
+def test_an_unproven_receiver_gets_few_deliveries() -> None:
     assert entered(ReceiverLimits(16), DEAD) == MAX_UNPROVEN
 
 
-def test_one_that_answers_occupies_more_until_it_does_not() -> None:
+def test_an_answering_receiver_gets_more_until_it_stops() -> None:
     limits = ReceiverLimits(16)
     assert limits.enter(DEAD)
     limits.leave(DEAD, answered=True)
@@ -43,7 +43,7 @@ def test_a_network_of_one_ipv6_host_counts_as_one() -> None:
     assert limits.enter(["2001:db8:0:1::1"])
 
 
-def test_a_tenant_occupies_its_limit() -> None:
+def test_a_tenant_has_a_limit() -> None:
     limits = ReceiverLimits(8)
     assert sum(limits.enter_tenant("a") for _ in range(20)) == 8
     assert limits.enter_tenant("b")
@@ -52,7 +52,7 @@ def test_a_tenant_occupies_its_limit() -> None:
     assert not limits.enter_tenant("a")
 
 
-def test_nothing_is_kept_of_calls_that_are_over() -> None:
+def test_finished_deliveries_are_not_counted() -> None:
     limits = ReceiverLimits(8)
     for addresses in (DEAD, ALIVE):
         limits.enter_tenant("a")

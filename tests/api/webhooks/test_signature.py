@@ -1,4 +1,4 @@
-"""Signatures as Standard Webhooks has them."""
+"""Signatures of Standard Webhooks."""
 
 import base64
 
@@ -8,7 +8,7 @@ from api.webhooks.signature import headers
 from tokenmill.settings.credentials import parse_secrets
 
 
-def test_the_example_of_the_standards_own_libraries() -> None:
+def test_the_example_of_the_reference_libraries() -> None:
     (key,) = parse_secrets("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
     message_id, timestamp, body = "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, b'{"test": 2432232314}'
     assert headers([key], message_id, timestamp, body) == {
@@ -19,7 +19,7 @@ def test_the_example_of_the_standards_own_libraries() -> None:
 
 
 def test_each_key_signs() -> None:
-    """A receiver can change from one to the next without missing any."""
+    """A receiver can migrate to the next key without missing a webhook."""
     secrets = [f"whsec_{base64.b64encode(letter * 24).decode()}" for letter in (b"a", b"b")]
     both = headers(parse_secrets(" ".join(secrets)), "msg_1", 1, b"x")["webhook-signature"]
     alone = [headers(parse_secrets(secret), "msg_1", 1, b"x")["webhook-signature"] for secret in secrets]
@@ -28,7 +28,7 @@ def test_each_key_signs() -> None:
 
 
 @pytest.mark.parametrize("size", [24, 32, 64])
-def test_a_key_may_have_so_many_bytes(size: int) -> None:
+def test_key_sizes(size: int) -> None:
     assert parse_secrets(f"whsec_{base64.b64encode(b'k' * size).decode()}") == (b"k" * size,)
 
 
@@ -45,6 +45,6 @@ def test_a_key_may_have_so_many_bytes(size: int) -> None:
         f"WHSEC_{base64.b64encode(b'k' * 32).decode()}",
     ],
 )
-def test_what_is_no_secret(secret: str) -> None:
+def test_bad_secrets_are_refused(secret: str) -> None:
     with pytest.raises(ValueError, match="whsec_ and the base64 of 24 to 64 bytes"):
         parse_secrets(secret)

@@ -50,7 +50,7 @@ class TestSubmission:
             ([], "webhook"),
         ],
     )
-    def test_a_bad_one_is_refused_by_name(
+    def test_a_bad_webhook_is_refused_by_name(
         self, client: ApiClient, webhook: Any, param: Any, redis_client: redis.Redis
     ) -> None:
         reply = client.post("/v1/tasks", json={"prompt": "x", "webhook": webhook})
@@ -71,8 +71,8 @@ class TestSubmission:
         )
         assert client_of(make_app(settings)).post("/v1/tasks", json=body).status_code == 202
 
-    def test_without_a_secret_there_are_none(self, redis_url: str, make_app: MakeApp) -> None:
-        """Nobody could tell them from anybody else's."""
+    def test_without_a_secret_webhooks_are_refused(self, redis_url: str, make_app: MakeApp) -> None:
+        """Receivers could not verify them."""
         app = make_app(ApiSettings(redis_url=redis_url))
         body = {"prompt": "x", "webhook": {"url": "https://example.org/"}}
         reply = client_of(app).post("/v1/tasks", json=body)
@@ -80,7 +80,7 @@ class TestSubmission:
         assert "TOKENMILL_WEBHOOK_SECRET" in reply.json["error"]["message"]
         assert client_of(app).post("/v1/tasks", json={**body, "webhook": None}).status_code == 202
 
-    def test_another_webhook_is_another_body(self, client: ApiClient) -> None:
+    def test_another_webhook_changes_the_digest(self, client: ApiClient) -> None:
         headers = {"Idempotency-Key": "k"}
         statuses = [
             client.post(

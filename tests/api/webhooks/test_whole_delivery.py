@@ -1,4 +1,4 @@
-"""Webhooks of the API as it is started."""
+"""Webhooks of a running API."""
 
 import base64
 import json
@@ -9,7 +9,7 @@ from tests.api.webhooks.receiver import answer, receiving
 
 
 def test_webhooks_are_delivered(start: StartServer, worker: HandWorker) -> None:
-    """By the process as it is started, from a submission to the receiver."""
+    """From the submission to the receiver, by a real process."""
     with receiving() as receiver:
         receiver.will(answer(500))
         key = base64.b64encode(b"k" * 32).decode()
