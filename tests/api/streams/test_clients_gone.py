@@ -1,7 +1,7 @@
 """Disconnects on real sockets: noticed while nothing is sent, and the task is cancelled.
 
-llama.cpp#24496, ollama#11889, mlx-openai-server#269, werkzeug#1649: generation continued without a client, or who
-went away before the first byte was written was never noticed. No heartbeat is due here.
+llama.cpp#24496, ollama#11889, mlx-openai-server#269, werkzeug#1649: generation continued without a client, or
+a disconnect before the first byte was never noticed. No heartbeat is due here.
 """
 
 import json
