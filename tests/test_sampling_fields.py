@@ -1,4 +1,4 @@
-"""API and engine say the same of every sampling value, though neither room knows the other."""
+"""The HTTP API and the worker accept the same sampling values, as both follow the engine's definition."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -67,7 +67,7 @@ VALUES = {
 
 
 def refused_by_api(values: dict[str, object]) -> str | None:
-    """The field that is named; None if the values are taken."""
+    """The field that the error names; None if the values are accepted."""
     try:
         TaskBody.model_validate({"prompt": "x", **values})
     except ValidationError as error:
@@ -76,7 +76,7 @@ def refused_by_api(values: dict[str, object]) -> str | None:
 
 
 def refused_by_worker(read: Callable[[], object]) -> str | None:
-    """The same of what hands values on to the engine."""
+    """The same for the worker."""
     try:
         read()
     except RequestRefused as refusal:
@@ -89,7 +89,7 @@ def test_every_field_of_the_engine_is_a_field_of_the_api() -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field in VALUES for value in VALUES[field]])
-def test_a_value_is_good_for_both_or_for_neither(field: str, value: object) -> None:
+def test_api_and_worker_agree_on_a_value(field: str, value: object) -> None:
     by_api, by_worker = (
         refused_by_api({field: value}),
         refused_by_worker(lambda: to_sampling_params({field: value})),
@@ -107,14 +107,14 @@ def test_a_value_is_good_for_both_or_for_neither(field: str, value: object) -> N
         ({"min_tokens": 6, "max_tokens": None}, True),
     ],
 )
-def test_min_tokens_are_at_most_max_tokens(values: dict[str, object], good: bool) -> None:
+def test_min_tokens_is_at_most_max_tokens(values: dict[str, object], good: bool) -> None:
     expected = None if good else "min_tokens"
     assert refused_by_api(values) == expected
     assert refused_by_worker(lambda: to_sampling_params(values)) == expected
 
 
 @pytest.mark.parametrize("name", TIME_LIMIT_NAMES)
-def test_time_limits_are_the_same_to_both(name: str) -> None:
+def test_api_and_worker_agree_on_time_limits(name: str) -> None:
     assert MAX_LIMIT_SECONDS == ENGINES_LONGEST
     for value in (
         1,
@@ -131,4 +131,4 @@ def test_time_limits_are_the_same_to_both(name: str) -> None:
         by_api = refused_by_api({name: value})
         assert by_api == refused_by_worker(partial(to_deadlines, request)), value
         assert by_api in (None, name)
-    assert refused_by_api({name: 0}) == name, "nothing can be done in no time"
+    assert refused_by_api({name: 0}) == name, "0 leaves no time for any work"

@@ -53,6 +53,7 @@ _STREAM: dict[str | int | HTTPStatus, Any] = {
 }
 
 
+# Longer than usual: one short handler for each route, whose docstring OpenAPI shows.
 def task_routes(services: TaskServices) -> APIBlueprint:
     """The blueprint of `/v1/tasks`."""
     lookup = TaskLookup(services.settings, services.store)

@@ -49,6 +49,13 @@ def test_the_error_of_a_wrong_method_names_the_allowed_ones(client: ApiClient) -
     assert body["detail"] == "PUT is not allowed here; allowed: DELETE, GET, HEAD, OPTIONS"
 
 
+def test_a_reply_to_options_has_no_content_type(client: ApiClient) -> None:
+    reply = client.options("/v1/tasks")
+    assert (reply.status_code, reply.data) == (200, b"")
+    assert "Content-Type" not in reply.headers
+    assert "POST" in reply.headers["Allow"]
+
+
 def test_an_unknown_path_lists_the_routes(client: ApiClient) -> None:
     body = check(client.post("/v1/task"), 404)
     assert body["routes"] == [

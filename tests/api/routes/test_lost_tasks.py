@@ -29,6 +29,14 @@ def test_a_task_with_missing_keys_is_lost(
     assert client.get(f"/v1/tasks/{new_task_id()}").json["error"]["code"] == "task_not_found"
 
 
+def test_a_fully_evicted_task_names_the_possible_cause(client: ApiClient) -> None:
+    """Nothing is left of it in Redis, so only the time in its id tells it from an id that never existed."""
+    evicted, never = (client.get(f"/v1/tasks/{task_id}").json for task_id in (new_task_id(), "f" * 32))
+    assert evicted["error"]["code"] == never["error"]["code"] == "task_not_found"
+    assert "/readyz" in evicted["detail"]
+    assert "/readyz" not in never["detail"]
+
+
 def test_the_lost_task_of_another_tenant_is_not_found(
     store: TaskStore, submit: Submit, redis_client: redis.Redis
 ) -> None:

@@ -165,6 +165,7 @@ class TestResuming:
         for after in (0, 5, 10**17):
             reply = client.get(f"/v1/tasks/{running}/events?after={after}")
             assert (reply.status_code, reply.data) == (204, b"")
+            assert "Content-Type" not in reply.headers
 
     def test_a_seq_beyond_the_log_waits_for_the_end(
         self, client: ApiClient, running: str, worker: HandWorker

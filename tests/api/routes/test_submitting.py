@@ -294,6 +294,8 @@ class TestPreferWait:
             ("wait=1.5", 0),
             ("wait=99999999999999", 0),
             ("await=5", 0),
+            # RFC 7240: a preference that is not understood is ignored.
+            ("wait=abc", 0),
             ('wait="5"', 0),
         ],
     )
