@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -105,7 +106,8 @@ def forward_times(dtype: torch.dtype, backends: list[Backend], repeats: int) -> 
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
         num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True,
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype).eval()
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype).eval()
     specs = record_layers(model)
     inputs, num_blocks = step_inputs(CASES["64 singles of 32-384"])
     ways = {}

@@ -4,9 +4,10 @@
                                [--rows 1 8 64] [--chunk 512] [--context 256] [--seconds 10] [--out FILE.json]
 
 `served`: the execution plan's own choice. `torch-elements`: norms, gates and rotary embeddings by torch.
-`plain`, `oneDNN`, `native`: one kernel for all linears. The variants take turns, step by step, so that a busy
-machine slows them alike. Prints medians, minima, and the median of the ratios to the first variant in a turn.
-With OMP_NUM_THREADS=1 the clock is the process's CPU time, else wall time.
+`plain`, `packed`: no linear, or every linear at any number of rows, is multiplied by the native operator. The
+variants take turns, step by step, so that a busy machine slows them alike. Prints medians, minima, and the
+median of the ratios to the first variant in a turn. With OMP_NUM_THREADS=1 the clock is the process's CPU
+time, else wall time.
 """
 
 import argparse
@@ -14,7 +15,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,15 +29,9 @@ from engine.execution.graphs.decode_graphs import make_decode_graphs
 from engine.execution.layers.elementwise_operator import ElementwiseOperator
 from engine.execution.layers.fused_linears import fuse_linears
 from engine.execution.layers.linear_operator import LinearOperator
+from engine.execution.layers.module_slots import linear_slots
 from engine.execution.layers.native_elements import use_native_elements
-from engine.execution.layers.packed_linears import (
-    LinearKernel,
-    Rule,
-    linear_kernels,
-    pack_for_onednn,
-    pack_linears,
-    pack_natively,
-)
+from engine.execution.layers.packed_linears import PackedLinear, pack_linears
 from engine.execution.loading.attention_backends import native_backend
 from engine.execution.loading.default_model import DEFAULT_MODEL, default_model
 from engine.execution.loading.loader import load_model
@@ -48,26 +42,22 @@ from engine.execution.runner.synthetic_steps import SyntheticSequences
 from engine.outputs import SchedulerOutputs
 
 BLOCK_SIZE = 16
-VARIANTS = ("served", "torch-elements", "plain", "oneDNN", "native")
+VARIANTS = ("served", "torch-elements", "plain", "packed")
 Prepare = Callable[[PreTrainedModel], None]
 
 
 def preparation(variant: str, library: NativeLibrary) -> Prepare:
-    elementwise, operator = ElementwiseOperator(library), LinearOperator(library)
-    kernels = {
-        "plain": (),
-        "oneDNN": (LinearKernel("oneDNN", pack_for_onednn),),
-        "native": (LinearKernel("native", partial(pack_natively, operator)),),
-    }
-    rule: Rule = partial(linear_kernels, operator)
-    if variant in kernels:
-        rule = lambda _: kernels[variant]  # noqa: E731
+    elementwise, linears = ElementwiseOperator(library), LinearOperator(library)
 
     def prepare(model: PreTrainedModel) -> None:
         if variant != "torch-elements":
             use_native_elements(model, elementwise)
         fuse_linears(model)
-        pack_linears(model, rule, max_bytes=1 << 40)
+        if variant == "packed":
+            for slot in list(linear_slots(model)):
+                slot.replace(PackedLinear(slot.module, linears, maximum_rows=None))
+        elif variant != "plain":
+            pack_linears(model, linears, max_bytes=1 << 40)
 
     return prepare
 

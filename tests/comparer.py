@@ -8,11 +8,12 @@ mismatch.
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+K = TypeVar("K", bound=Hashable)
 NEAR_TIE = 1e-3
 # No token has this id. Without it, `generate` would stop at the model's own end tokens.
 _NO_TOKEN = 2**31 - 1
@@ -69,7 +70,7 @@ def reference(
     return Reference(token_ids, [float(largest - second) for largest, second in leads])
 
 
-def compare(found: Mapping[Hashable, list[int]], expected: Mapping[Hashable, Reference]) -> Comparison:
+def compare(found: Mapping[K, list[int]], expected: Mapping[K, Reference]) -> Comparison:
     """Compare `found` with `expected`, whose requests it must contain."""
     near_ties: list[str] = []
     mismatches: list[str] = []
@@ -83,7 +84,7 @@ def compare(found: Mapping[Hashable, list[int]], expected: Mapping[Hashable, Ref
     return Comparison(len(expected), tuple(near_ties), tuple(mismatches))
 
 
-def assert_equal_tokens(found: Mapping[Hashable, list[int]], expected: Mapping[Hashable, Reference]) -> None:
+def assert_equal_tokens(found: Mapping[K, list[int]], expected: Mapping[K, Reference]) -> None:
     """Fail with the positions of differing tokens, unless they are a few near ties."""
     comparison = compare(found, expected)
     assert comparison.agrees, (

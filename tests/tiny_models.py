@@ -6,6 +6,7 @@ sinks changes the text. One seed gives one model.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,11 @@ def make_model(
 ) -> PreTrainedModel:
     """A model in eval mode with eager attention and seeded random weights."""
     config = make_config(arch, **overrides)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    auto: Any = AutoModelForCausalLM
+    model: PreTrainedModel = auto.from_config(config, attn_implementation="eager", dtype=torch.float32)
     randomize(model, seed)
-    return model.to(dtype).eval()
+    ready: PreTrainedModel = torch.nn.Module.to(model, dtype).eval()
+    return ready
 
 
 @torch.no_grad()
@@ -115,7 +118,7 @@ def _scale(name: str, weight: torch.Tensor) -> float:
         gain = 3.0
     # GPT-2's layers, named c_*, have transposed weights.
     fan_in = weight.shape[0] if ".c_" in name else weight.shape[-1]
-    return gain * float(fan_in) ** -0.5
+    return gain / math.sqrt(fan_in)
 
 
 def _is_attention(name: str) -> bool:

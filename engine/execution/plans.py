@@ -24,7 +24,7 @@ from engine.execution.layers.elementwise_operator import ElementwiseOperator
 from engine.execution.layers.fused_linears import fuse_linears
 from engine.execution.layers.linear_operator import checked_linear_operator
 from engine.execution.layers.native_elements import checked_elementwise, use_native_elements
-from engine.execution.layers.packed_linears import linear_kernels, pack_linears
+from engine.execution.layers.packed_linears import pack_linears
 from engine.execution.layers.quantized_linears import quantize_linears
 from engine.execution.loading.agreement import Preparation
 from engine.execution.loading.loader import LoadedModel
@@ -60,13 +60,13 @@ def plain(
     """As fast as possible. `library`: the native operators, if any. `has_graphs`: capture decode steps."""
     # The self-checks run here, once for all models that are prepared.
     elementwise = checked_elementwise(library)
-    rule = partial(linear_kernels, checked_linear_operator(library))
+    linears = checked_linear_operator(library)
 
     def prepare(model: PreTrainedModel) -> None:
         _fuse(elementwise, model)
-        if model.device.type == "cpu":
+        if linears is not None:
             max_bytes = int(free_bytes(model.device) * PACKED_MEMORY_SHARE)
-            pack_linears(model, rule, max_bytes=max_bytes)
+            pack_linears(model, linears, max_bytes=max_bytes)
 
     make_runner = partial(_model_runner, library=library, has_graphs=has_graphs)
     return ExecutionPlan(backends, prepare, make_runner)

@@ -119,12 +119,12 @@ class FakeCapture:
 def patch_captures() -> None:
     """Capture decode steps as on a GPU, but compare no logits of the device: there are none."""
 
-    def check(trial: Any, replay: Callable[[StepInputs], torch.Tensor], size: int) -> None:
-        replay(trial._inputs(max(1, size - 1)))
+    def check(self: GraphSelfCheck, replay: Callable[[StepInputs], torch.Tensor], size: int) -> None:
+        replay(self._inputs(max(1, size - 1)))
 
     GraphSelfCheck.check = check  # type: ignore[method-assign]
-    plans.CudaCapture = FakeCapture  # type: ignore[assignment, misc]
-    torch.cuda.mem_get_info = lambda *_: (1 << 34, 1 << 35)  # type: ignore[assignment]
+    setattr(plans, "CudaCapture", FakeCapture)  # noqa: B010  # not exported
+    torch.cuda.mem_get_info = lambda *_: (1 << 34, 1 << 35)
 
 
 def make_runner(arch: str, backend: Backend, *, has_graphs: bool) -> ModelRunner:
@@ -144,7 +144,8 @@ def make_runner(arch: str, backend: Backend, *, has_graphs: bool) -> ModelRunner
         vocab_size=VOCAB_SIZE,
         fingerprint="",
     )
-    runner: Any = plan.make_runner(loaded, CONFIG, lambda _: None)
+    runner = plan.make_runner(loaded, CONFIG, lambda _: None)
+    assert isinstance(runner, ModelRunner)
     assert bool(runner.graph_sizes) == (has_graphs and backend is not TORCH)
     return runner
 
@@ -249,7 +250,8 @@ def zeroed_waits(runner: ModelRunner) -> list[Wait]:
     outputs = step_of(parts, params)
     with WaitLedger() as ledger:
         runner.execute(SchedulerOutputs(prefill=outputs.prefill, blocks_to_zero=(3, 4)))
-    return ledger.waits
+    waits: list[Wait] = ledger.waits
+    return waits
 
 
 def planted_waits() -> dict[str, list[str]]:

@@ -182,7 +182,7 @@ class _Pointer:
             return given
         if given.device.type != "cuda":
             raise AssertionError(f"a kernel gets a tensor on {given.device}")
-        return cls(given.dtype, 512 + given.storage_offset() * given.element_size())
+        return cls(given.dtype, 512 + int(given.storage_offset()) * given.element_size())
 
 
 class KernelVariants:
@@ -239,7 +239,7 @@ def _triton_driver() -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.backends.driver import DriverBase
 
-    class Driver(DriverBase):
+    class Driver(DriverBase):  # type: ignore[misc]  # untyped in Triton
         """A driver for a GPU that is not there: no method but those that choose a variant."""
 
         def __init__(self) -> None:
@@ -261,7 +261,7 @@ def _triton_driver() -> Any:
         def get_current_stream(self, device: int) -> int:
             return 0
 
-        get_active_torch_device = get_benchmarker = None  # type: ignore[assignment]
+        get_active_torch_device = get_benchmarker = None
 
     return Driver()
 
@@ -284,7 +284,7 @@ def fake_cuda() -> Iterator[None]:
         )  # fmt: skip
         ctypes.CDLL(str(library))
     torch.cuda.Event = FakeEvent  # type: ignore[assignment, misc]  # a device's own
-    torch.cuda.get_device_capability = lambda *_: CAPABILITY  # type: ignore[assignment]
+    torch.cuda.get_device_capability = lambda *_: CAPABILITY
     install()
     with FakeTensorMode() as fake, RealHost(fake), torch.inference_mode():
         yield
@@ -303,4 +303,5 @@ def fake_model(config: PretrainedConfig, dtype: torch.dtype = torch.bfloat16) ->
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=DEVICE)
-    return model.eval()
+    model.eval()
+    return model

@@ -51,7 +51,8 @@ def poisoned(attention: str, shape: PoolShape) -> AttentionBackend:
         backend = _plain(attention)(shape)
         for pool in (*backend.pool.keys, *backend.pool.values):
             pool[1:] = torch.nan
-        return backend
+        plain: AttentionBackend = backend
+        return plain
     native = NativeAttention(attention_operator(), shape)
     for layer in native.pool.layers:
         layer.fill_(torch.nan)

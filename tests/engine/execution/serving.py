@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 
 @dataclass(frozen=True)
 class Served:
-    """What an engine gave: tokens and errors by request, preemptions, and tokens found in the cache."""
+    """Tokens and errors by request, and the numbers of preemptions and of prefix cache hits in tokens."""
 
     token_ids: dict[str, list[int]]
     errors: dict[str, str]
@@ -34,13 +34,19 @@ class Served:
 
 
 class NumberText:
-    """A tokenizer whose text nobody reads."""
+    """A tokenizer that decodes token ids to numbers."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return " ".join(map(str, token_ids))
 
     def decoded_bytes(self, skip_special_tokens: bool = True) -> None:
-        """Decoded in windows."""
+        """Tokens have no bytes of their own."""
+
+    def encode_text(self, text: str) -> list[int]:
+        raise NotImplementedError
+
+    def special_token_id(self, text: str) -> int | None:
+        raise NotImplementedError
 
 
 def make_runner(

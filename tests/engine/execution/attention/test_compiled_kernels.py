@@ -25,7 +25,7 @@ MOST_SPILLED = {100: 32}
 """Bytes of a thread. The compiler limits the registers of one kernel with every feature. Elsewhere none."""
 
 
-def test_the_table_is_of_these_kernels() -> None:
+def test_the_table_is_current() -> None:
     assert list(read_table()) == cases()
     assert stale() == [], "python -m tests.engine.execution.attention.compile_triton --write"
 
@@ -36,7 +36,7 @@ def test_a_change_of_a_kernel_makes_the_table_stale(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_kernels_fit_their_gpus(arch: int) -> None:
+def test_kernels_fit_into_registers_and_shared_memory(arch: int) -> None:
     rows = {case: row for case, row in read_table().items() if case[0] == arch}
     assert rows
     for (_, model, kernel), row in rows.items():
@@ -51,7 +51,7 @@ def test_kernels_fit_their_gpus(arch: int) -> None:
             assert "mma.sync" in row["products"], row
 
 
-def test_kernels_compile_to_what_the_table_says(tmp_path: Path) -> None:
+def test_kernels_compile_as_in_the_table(tmp_path: Path) -> None:
     """Some of them, which between them are of every kernel, architecture and kind of number."""
     assert {arch for arch, _, _ in QUICK} == set(ARCHITECTURES)
     # The interpreter takes more than the compiler does.

@@ -80,7 +80,7 @@ LONG = 1100
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("window", [None, 600])
-def test_a_row_has_the_same_bits_in_any_company(window: int | None, dtype: torch.dtype) -> None:
+def test_the_bits_of_a_row_do_not_depend_on_the_batch(window: int | None, dtype: torch.dtype) -> None:
     """Alone token by token at the end, in chunks of any size, beside others: by 1 thread and by 2."""
     bench = Bench(replace(BITS, sliding_window=window), 16, dtype, longest=LONG)
     ways = (
@@ -115,7 +115,7 @@ def test_long_contexts(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_nan_reaches_its_own_sequence_alone(dtype: torch.dtype) -> None:
+def test_nan_affects_its_own_sequence_only(dtype: torch.dtype) -> None:
     """It must come out as one, so that its request fails, and nowhere else."""
     bench = Bench(BITS, 4, dtype)
     clean = bench.run(bench.backend("native"), STEPS)
@@ -130,7 +130,7 @@ def test_a_nan_reaches_its_own_sequence_alone(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("block_size", [4, 16, 32])
-def test_zero_blocks_forgets_them_alone(block_size: int) -> None:
+def test_zero_blocks_zeroes_only_these_blocks(block_size: int) -> None:
     spec = LayerSpec(2, 2, 16, 16, 1.0)
     backend = NativeAttention(attention_operator(), cpu_shape((spec,), 8, block_size))
     (pool,) = backend.pool.layers
@@ -148,7 +148,7 @@ def test_layers_do_not_need_new_pages_all_at_once() -> None:
     assert min(after - before for before, after in pairwise(places)) > PAGE // 6
 
 
-def test_bytes_per_block_is_what_a_block_takes() -> None:
+def test_bytes_per_block() -> None:
     specs = (LayerSpec(4, 2, 8, 8, 1.0), LayerSpec(4, 4, 15, 24, 1.0))
     backend = NativeAttention(attention_operator(), cpu_shape(specs, 4, 16, torch.bfloat16))
     taken = sum(layer.nbytes for layer in backend.pool.layers)
@@ -164,10 +164,10 @@ def test_bytes_per_block_is_what_a_block_takes() -> None:
         (LayerSpec(3, 2, 64, 64, 1.0), torch.float32, "3 heads that share 2"),
     ],
 )
-def test_what_it_does_not_take_is_said(spec: LayerSpec, dtype: torch.dtype, reason: str) -> None:
+def test_unsupported_shapes_are_refused(spec: LayerSpec, dtype: torch.dtype, reason: str) -> None:
     with pytest.raises(UnsupportedModel, match=reason):
         NativeAttention(attention_operator(), cpu_shape((spec,), 4, 16, dtype))
 
 
-def test_the_trial_of_the_library_agrees() -> None:
+def test_the_library_passes_its_self_check() -> None:
     check_operator(attention_operator())

@@ -48,7 +48,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_views_give_the_bits_of_what_they_show(layout: str, dtype: torch.dtype) -> None:
+def test_views_give_the_bits_of_copies(layout: str, dtype: torch.dtype) -> None:
     bench = Bench(BITS, 16, dtype)
     plain = bench.run(bench.backend("native"), STEPS)
     bench.lay_out = LAYOUTS[layout]
@@ -96,7 +96,7 @@ def double(tensor: torch.Tensor) -> torch.Tensor:
         (0, lambda one: one[:-1]), (1, lambda one: one[:-1]), (2, lambda one: one[:-1]),
     ],
 )  # fmt: skip
-def test_what_the_pool_was_not_made_for_is_refused(
+def test_tensors_that_do_not_match_the_pool_are_refused(
     wrong: int, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     """The operator would read and write past it."""

@@ -126,7 +126,7 @@ def test_scores_are_formed_tile_by_tile(monkeypatch: pytest.MonkeyPatch) -> None
     check(LayerSpec(6, 2, 8, 8, 0.5, 6, 1.5, True), 4)
 
 
-def test_bytes_per_block_is_what_a_block_takes() -> None:
+def test_bytes_per_block() -> None:
     specs = (LayerSpec(4, 2, 8, 8, 1.0), LayerSpec(4, 4, 16, 24, 1.0))
     backend = TorchAttention(cpu_shape(specs, 3, 16, torch.bfloat16))
     pools = (*backend.pool.keys, *backend.pool.values)
@@ -135,7 +135,7 @@ def test_bytes_per_block_is_what_a_block_takes() -> None:
     )
 
 
-def test_zero_blocks_forgets_them() -> None:
+def test_zero_blocks_zeroes_them() -> None:
     backend = TorchAttention(cpu_shape((LayerSpec(2, 2, 4, 4, 1.0),), 4, 2))
     for pool in (*backend.pool.keys, *backend.pool.values):
         pool[:] = torch.nan

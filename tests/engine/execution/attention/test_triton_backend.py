@@ -55,7 +55,8 @@ def agree(ours: Outputs, theirs: Outputs, dtype: torch.dtype) -> None:
 
 def have_read(bench: Bench) -> tuple[Any, Any]:
     """Backends of Triton and of torch over one pool, in which `READ` is written."""
-    ours, theirs = bench.backend("triton"), bench.backend("torch")
+    ours: Any = bench.backend("triton")
+    theirs: Any = bench.backend("torch")
     theirs.pool = ours.pool
     bench.run(theirs, (READ,))
     return ours, theirs
@@ -76,7 +77,7 @@ def covering_cases() -> list[tuple[Any, ...]]:
     return cases
 
 
-def test_any_two_values_meet_in_a_case() -> None:
+def test_the_cases_cover_every_pair_of_values() -> None:
     for one, other in itertools.combinations(zip(*covering_cases(), strict=True), 2):
         assert set(zip(one, other, strict=True)) == set(itertools.product(set(one), set(other)))
 
@@ -109,11 +110,12 @@ def test_odd_sizes(head_dim: int, value_dim: int, block_size: int, window: int) 
 def test_long_contexts(window: int | None, softcap: float | None, sinks: bool, dtype: torch.dtype) -> None:
     bench = Bench(LayerSpec(4, 2, 64, 64, 0.125, window, softcap, sinks), 32, dtype, LONG)
     steps = (((0, LONG - 10, LONG - 1), (1, 100, 101)), ((0, LONG - 1, LONG), (2, 300, 301)))
-    agree(*(bench.run(one, steps) for one in have_read(bench)), dtype)
+    ours, theirs = (bench.run(one, steps) for one in have_read(bench))
+    agree(ours, theirs, dtype)
 
 
 @pytest.mark.parametrize("window", [None, 300])
-def test_a_single_row_has_the_same_bits_in_any_company(
+def test_the_bits_of_a_decode_row_do_not_depend_on_the_batch(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone or beside a longer one, whose splits other numbers of programs share."""
@@ -128,7 +130,7 @@ def test_a_single_row_has_the_same_bits_in_any_company(
         assert all(torch.equal(row, alone[at]) for at, row in together.items())
 
 
-def test_a_nan_reaches_its_own_sequence_alone() -> None:
+def test_nan_affects_its_own_sequence_only() -> None:
     bench = Bench(LayerSpec(6, 2, 32, 48, 0.2, sinks=True), 16, torch.float32, LONGEST)
     clean = bench.run(bench.backend("triton"), STEPS)
     bench.tokens[0][1][30] = torch.nan
@@ -148,14 +150,15 @@ def test_a_batch_may_be_run_again() -> None:
     assert torch.equal(stacked(once), stacked(again))
 
 
-def test_rows_may_lie_apart() -> None:
+def test_strided_rows() -> None:
     """As a model hands them on: heads first, and queries, keys and values side by side in one tensor."""
     bench = Bench(LayerSpec(6, 2, 32, 32, 0.2), 16, torch.float32, LONGEST)
     right = bench.run(bench.backend("triton"), STEPS)
 
     def fused(rows: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         sizes = [row.shape[1] for row in rows]
-        return torch.cat(rows, dim=1).transpose(0, 1).contiguous().transpose(0, 1).split(sizes, dim=1)
+        whole = torch.cat(rows, dim=1).transpose(0, 1).contiguous().transpose(0, 1)
+        return torch.split_with_sizes(whole, sizes, dim=1)
 
     def transposed(rows: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return tuple(row.transpose(1, 2).contiguous().transpose(1, 2) for row in rows)
@@ -198,7 +201,7 @@ def decode_rows(bench: Bench, ends: tuple[int, ...], num_rows: int) -> tuple[tor
     return tuple(rows)
 
 
-def test_rows_of_nobody_change_nothing() -> None:
+def test_padding_rows_change_nothing() -> None:
     bench = Bench(LayerSpec(2, 1, 16, 16, 0.2), 16, torch.float32, LONG)
     backend, _ = have_read(bench)
     ends = (301, 101)
@@ -226,7 +229,7 @@ class Spy:
         return launch
 
 
-def test_launches_follow_from_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_depend_on_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA graph plays the launches of one step again over what other steps put into its tensors."""
     bench = Bench(LayerSpec(2, 1, 16, 16, 0.2, 200), 16, torch.float32, LONG)
     backend, _ = have_read(bench)
@@ -243,7 +246,7 @@ def test_launches_follow_from_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> N
     assert launches[0] == launches[1] == launches[2]
 
 
-def test_zero_blocks_forgets_them() -> None:
+def test_zero_blocks_zeroes_them() -> None:
     backend = TritonAttention(cpu_shape((LayerSpec(2, 2, 4, 4, 1.0),), 4, 2))
     for pool in (*backend.pool.keys, *backend.pool.values):
         pool[:] = 7.0
@@ -261,7 +264,7 @@ def test_the_null_step_runs() -> None:
 
 
 @pytest.mark.parametrize("arch", ["gemma2", "gpt_oss"])
-def test_a_model_passes_its_trial(arch: str) -> None:
+def test_a_model_passes_the_agreement_check(arch: str) -> None:
     """Between them windows, soft caps and sinks, as transformers hands them on."""
     install()
     check_agreement(make_config(arch), TritonAttention, CPU)
@@ -277,12 +280,12 @@ def test_a_model_passes_its_trial(arch: str) -> None:
         (LayerSpec(129, 1, 64, 64, 1.0), torch.float32, "more than 128 heads"),
     ],
 )
-def test_what_it_does_not_take_is_said(spec: LayerSpec, dtype: torch.dtype, reason: str) -> None:
+def test_unsupported_shapes_are_refused(spec: LayerSpec, dtype: torch.dtype, reason: str) -> None:
     with pytest.raises(UnsupportedModel, match=reason):
         TritonAttention(cpu_shape((spec,), 4, 16, dtype))
 
 
-def test_compiled_kernels_want_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_kernels_require_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_attention, "IS_COMPILED", True)
     with pytest.raises(UnsupportedModel, match="the device cpu"):
         TritonAttention(cpu_shape((LayerSpec(2, 2, 64, 64, 1.0),), 4, 16))

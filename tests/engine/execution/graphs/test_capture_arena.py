@@ -21,7 +21,7 @@ ASKED = st.tuples(st.integers(1, 70), st.sampled_from(DTYPES), st.integers(0, 8)
 
 @settings(max_examples=200)
 @given(st.lists(ASKED, max_size=40), st.integers(0, 99))
-def test_what_is_looked_at_stays_as_it_is(asked: list[tuple[int, torch.dtype, int]], seed: int) -> None:
+def test_viewed_regions_keep_their_contents(asked: list[tuple[int, torch.dtype, int]], seed: int) -> None:
     memory, random = CaptureArena(ROOM), Random(seed)
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
     for number, (size, dtype, num_gone) in enumerate(asked):
@@ -37,7 +37,7 @@ def test_what_is_looked_at_stays_as_it_is(asked: list[tuple[int, torch.dtype, in
     assert len(memory.copy_of(torch.zeros(ROOM, dtype=torch.uint8))) == ROOM
 
 
-def test_a_view_keeps_the_place_and_a_name_does_not() -> None:
+def test_a_view_keeps_its_region_and_an_unowned_tensor_does_not() -> None:
     memory = CaptureArena(256)
     whole = memory.copy_of(torch.arange(32.0))
     view, name = whole.view(4, 8)[1:3, ::2], memory.unowned(whole[8:])
@@ -53,7 +53,7 @@ def test_a_view_keeps_the_place_and_a_name_does_not() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_shape_and_strides_stay(dtype: torch.dtype) -> None:
+def test_a_copy_keeps_shape_and_strides(dtype: torch.dtype) -> None:
     memory = CaptureArena(4096)
     given = torch.arange(24).view(2, 3, 4).to(dtype).transpose(0, 2)
     copy = memory.copy_of(given)
@@ -64,14 +64,14 @@ def test_shape_and_strides_stay(dtype: torch.dtype) -> None:
     assert memory.copy_of(torch.tensor(3)).shape == ()
 
 
-def test_what_lies_elsewhere_has_no_other_name() -> None:
+def test_tensors_outside_the_arena_are_returned_unchanged() -> None:
     memory = CaptureArena(256)
     here, packed = torch.ones(3), torch.ones(3, 4).to_mkldnn()
     assert memory.unowned(here) is here
     assert memory.unowned(packed) is packed
 
 
-def test_only_the_front_part_that_was_used_counts() -> None:
+def test_peak_bytes_is_the_end_of_the_highest_region() -> None:
     memory = CaptureArena(1 << 20)
     first, second = memory.copy_of(torch.zeros(16)), memory.copy_of(torch.zeros(17))
     assert memory.peak_bytes == 64 + 128

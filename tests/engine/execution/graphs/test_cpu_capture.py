@@ -17,7 +17,6 @@ from engine.execution.attention.probe import record_layers
 from engine.execution.graphs.cpu_capture import CannotCapture, CpuCapture
 from engine.execution.graphs.decode_graphs import DecodeGraphs, make_decode_graphs
 from engine.execution.layers.linear_operator import LinearOperator
-from engine.execution.layers.packed_linears import pack_for_onednn
 from engine.execution.runner.inputs import InputBuilder
 from engine.execution.runner.model_runner import ModelRunner
 from tests.comparer import Reference, assert_equal_tokens, reference
@@ -53,7 +52,7 @@ def captured(arch: str, config: Any = CROWDED, dtype: torch.dtype = torch.float3
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_greedy_tokens_stay_those_of_generate(arch: str) -> None:
+def test_greedy_tokens_equal_generate(arch: str) -> None:
     runner = captured(arch)
     assert bool(runner.graph_sizes) == (arch not in HOST_BOUND)
     served = serve(runner, CROWDED, REQUESTS)
@@ -71,7 +70,7 @@ def test_bfloat16_has_the_bits_of_the_forward_pass() -> None:
     assert tokens[0] == tokens[1]
 
 
-def test_what_reads_on_the_host_is_served_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_reads_on_the_host_runs_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
     assert captured("gpt2").graph_sizes == ()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
@@ -116,6 +115,15 @@ def in_place(x: torch.Tensor) -> torch.Tensor:
     return counted
 
 
+TABLE = torch.arange(10.0).view(5, 2)
+PACKED = torch.ops.mkldnn._reorder_linear_weight(torch.randn(3, 4))
+
+
+def multiply_by_onednn(x: torch.Tensor) -> torch.Tensor:
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, PACKED, None, "none", [], "")
+    return product
+
+
 WORKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "into a result": lambda x: x + 1,
     "without a way into a result": lambda x: torch.nn.functional.embedding(x.long().clamp(0, 4), TABLE),
@@ -127,22 +135,20 @@ WORKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "copies of views": lambda x: x.view(2, -1).t().contiguous().reshape(-1),
     "views that do not say so": lambda x: aten._unsafe_view(x, [2, -1]).sum(0) * 2,
     "lists": lambda x: torch.cat([*x.split(2)[::-1], *aten.unbind_copy(x.view(2, -1))]),
-    "a weight that oneDNN packed": lambda x: PACKED(x[None])[0] + 1,
+    "a weight that oneDNN packed": lambda x: multiply_by_onednn(x[None])[0] + 1,
     "an empty tensor": lambda x: torch.cat([x[:0], x, x.new_empty(0)]),
 }
-TABLE = torch.arange(10.0).view(5, 2)
-PACKED = pack_for_onednn(torch.nn.Linear(4, 3))
 
 
 @pytest.mark.parametrize("name", WORKS)
-def test_a_replay_reads_what_is_there_now(name: str) -> None:
+def test_a_replay_reads_the_current_inputs(name: str) -> None:
     work = WORKS[name]
     inputs = [torch.tensor(one) for one in ([1.0, 2, 3, 4], [4.0, 3, 2, 1], [0.0, -5, 7, 2])]
     with torch.inference_mode():
         assert all(map(torch.equal, replayed(work, *inputs), map(work, inputs)))
 
 
-def test_views_and_memory_that_nobody_writes_cost_no_call() -> None:
+def test_views_and_unwritten_memory_are_not_recorded() -> None:
     x = torch.ones(2, 6)
     with torch.inference_mode():
         views = (lambda: x.t()[1:].unsqueeze(0), lambda: x.view(3, 4), lambda: aten._unsafe_view(x, [3, 4]))
@@ -162,18 +168,18 @@ REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
 
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_decides_on_the_host_is_refused(name: str) -> None:
+def test_work_that_depends_on_the_content_of_a_tensor_is_refused(name: str) -> None:
     x = torch.ones(3)
     with torch.inference_mode(), pytest.raises(CannotCapture, match="depends on the content of a tensor"):
         CpuCapture(None)(silently(lambda: REFUSED[name](x)))
 
 
-def test_what_packs_a_weight_on_the_way_is_refused() -> None:
+def test_work_that_packs_a_weight_is_refused() -> None:
     with torch.inference_mode(), pytest.raises(CannotCapture, match="is not strided"):
         CpuCapture(None)(silently(lambda: torch.ops.mkldnn._reorder_linear_weight(torch.ones(3, 4))))
 
 
-def test_the_memory_that_calls_name_is_kept() -> None:
+def test_a_graph_keeps_the_memory_of_its_calls() -> None:
     """Whatever is made afterwards."""
     x = torch.ones(1000)
     out = torch.zeros(1000)
@@ -187,7 +193,7 @@ def test_the_memory_that_calls_name_is_kept() -> None:
     assert [int(one[0]) for one in others] == list(range(50))
 
 
-def test_what_is_looked_at_no_more_gives_its_place_to_what_comes() -> None:
+def test_regions_are_reused_within_and_between_graphs() -> None:
     """In one graph, and to the next one."""
     x, out = torch.ones(1024), torch.zeros(1024)
 
@@ -207,7 +213,7 @@ def test_what_is_looked_at_no_more_gives_its_place_to_what_comes() -> None:
     assert capture.num_bytes == 2 * x.nbytes
 
 
-def test_what_outlives_its_capture_stays_what_it_is() -> None:
+def test_a_tensor_that_outlives_its_capture_keeps_its_contents() -> None:
     """As a mask that a model makes once and keeps."""
     x, out = torch.arange(8.0), torch.zeros(8)
     remembered: list[torch.Tensor] = []
@@ -227,7 +233,7 @@ def test_what_outlives_its_capture_stays_what_it_is() -> None:
             assert remembered[0].tolist() == [10.0] * 4
 
 
-def test_calls_of_the_library_are_noted_and_not_made_while_work_is_captured_alone() -> None:
+def test_native_calls_are_recorded_instead_of_made_during_a_capture_only() -> None:
     library = native_library()
     operator, weight = LinearOperator(library), torch.randn(16, 4)
     packed = []
@@ -244,7 +250,7 @@ def test_calls_of_the_library_are_noted_and_not_made_while_work_is_captured_alon
     assert CpuCapture(library)(lambda: None).calls == []
 
 
-def test_what_the_host_asks_of_the_library_is_answered_while_work_is_captured() -> None:
+def test_native_functions_that_return_a_value_are_called_during_a_capture() -> None:
     library = native_library()
     numbers = library.function("tokenmill_linear_numel_float32", [ctypes.c_int64] * 2, ctypes.c_int64)
     told = []
@@ -263,7 +269,7 @@ def test_a_native_operator_without_memory_raises() -> None:
         graph.replay()
 
 
-def test_the_smallest_come_first_as_long_as_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_are_captured_in_ascending_order_while_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.execution.graphs.cpu_capture.MAX_BYTES", 8_192)
     capture = CpuCapture(None)
     found = []
@@ -277,17 +283,17 @@ def test_the_smallest_come_first_as_long_as_there_is_room(monkeypatch: pytest.Mo
     assert capture.num_bytes == 8_192
 
 
-def test_few_graphs_are_made_where_there_is_little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_memory_leads_to_few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.execution.graphs.cpu_capture.MAX_BYTES", 1)
     runner = captured("llama")
     assert runner.graph_sizes == (1,)
     assert_equal_tokens(serve(runner, CROWDED, REQUESTS).token_ids, expected("llama"))
 
 
-def test_padding_rows_write_to_the_null_block_alone() -> None:
+def test_padding_rows_write_to_the_null_block_only() -> None:
     runner = captured("llama", replace(SIX, num_kv_blocks=8, max_num_seqs=3))
-    graphs: DecodeGraphs | None = runner._graphs
-    assert graphs is not None
+    graphs = runner._graphs
+    assert isinstance(graphs, DecodeGraphs)
     backend: NativeAttention = runner._backend  # type: ignore[assignment]
     shape: PoolShape = backend.pool.shape
     with torch.inference_mode():

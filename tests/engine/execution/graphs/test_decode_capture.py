@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.execution import plans
-from engine.execution.attention.interface import AttentionBatch, AttentionMetadata, DecodeRows
+from engine.execution.attention.interface import AttentionBatch, DecodeRows
+from engine.execution.attention.torch_backend import TorchMetadata
 from engine.execution.graphs.decode_graphs import graph_sizes, make_decode_graphs
 from engine.execution.graphs.self_check import check_inputs
 from engine.execution.loading.attention_backends import TORCH
@@ -47,7 +48,7 @@ def test_sizes() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 8, 9, 64, 65, 250, 1000])
-def test_few_rows_are_nobodys(most: int) -> None:
+def test_few_rows_are_padding(most: int) -> None:
     sizes = graph_sizes(most)
     assert list(sizes) == sorted(set(sizes))
     for count in range(1, most + 1):
@@ -56,7 +57,7 @@ def test_few_rows_are_nobodys(most: int) -> None:
 
 
 @pytest.mark.parametrize("arch", sorted(HOST_BOUND))
-def test_a_model_that_reads_on_the_host_is_served_without_graphs(
+def test_a_model_that_waits_for_the_device_runs_without_graphs(
     arch: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     runner = graphed_runner(make_model(arch), CROWDED, Recorder())
@@ -74,8 +75,9 @@ def test_a_step_has_no_more_rows_than_tokens() -> None:
     assert graphed_runner(make_model("llama"), config, Recorder()).graph_sizes == (1, 2, 3)
 
 
-def test_the_largest_is_captured_first_and_the_pool_is_left_clean() -> None:
-    model, told, recorder = make_model("llama"), [], Recorder()
+def test_the_largest_graph_is_captured_first_and_the_pool_stays_clean() -> None:
+    told: list[str] = []
+    model, recorder = make_model("llama"), Recorder()
     backend = graphable(model, SIX)
     graphs = make_decode_graphs(model, backend, SIX, recorder, told.append)
     assert graphs is not None
@@ -121,7 +123,7 @@ def without_memory(_: Callable[[], None]) -> RecordedGraph:
         (without_memory, "out of memory"),
     ],
 )
-def test_what_cannot_be_captured_is_served_without(
+def test_after_a_failed_capture_a_model_runs_without_graphs(
     capture: Callable[[Callable[[], None]], RecordedGraph], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     runner = graphed_runner(make_model("llama"), CROWDED, Making(capture))
@@ -143,7 +145,7 @@ class LongerBesideNobody(GraphableTorch):
 
 
 @pytest.mark.parametrize("kind", [LooksAtNobody, LongerBesideNobody])
-def test_a_backend_that_decodes_wrongly_is_found_out(
+def test_the_self_check_detects_a_backend_that_decodes_wrongly(
     kind: type[GraphableTorch], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = make_model("llama")
@@ -162,7 +164,9 @@ class KeepsNothing(GraphableTorch):
         )
 
 
-def test_what_a_graph_does_not_write_is_not_there_in_its_trial(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_self_check_detects_a_graph_that_writes_no_keys_and_values(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     backend = graphable(model := make_model("llama"), CROWDED)
     backend.__class__ = KeepsNothing
     assert make_decode_graphs(model, backend, CROWDED, Recorder(), lambda _: None) is None
@@ -174,7 +178,7 @@ class Counting(GraphableTorch):
 
     num_begun = 0
 
-    def build_metadata(self, batch: AttentionBatch) -> AttentionMetadata:
+    def build_metadata(self, batch: AttentionBatch) -> TorchMetadata:
         self.num_begun += 1
         return super().build_metadata(batch)
 
@@ -186,7 +190,7 @@ def counting(model: PreTrainedModel) -> Counting:
     return backend
 
 
-def test_all_graphs_are_tried_against_one_pass() -> None:
+def test_all_graphs_are_checked_against_one_forward_pass() -> None:
     backend = counting(model := make_model("llama"))
     graphs = make_decode_graphs(model, backend, SIX, Recorder(), lambda _: None)
     assert graphs is not None
@@ -194,7 +198,7 @@ def test_all_graphs_are_tried_against_one_pass() -> None:
     assert backend.num_begun == 1
 
 
-def test_rows_that_differ_among_more_rows_are_tried_by_themselves() -> None:
+def test_rows_whose_logits_depend_on_the_batch_size_are_checked_alone() -> None:
     """As an expert may be chosen by the rounding of a kernel for many rows."""
     backend = counting(model := make_model("llama"))
 
@@ -209,7 +213,7 @@ def test_rows_that_differ_among_more_rows_are_tried_by_themselves() -> None:
 
 
 @pytest.mark.parametrize("first", [1, 2, 5, 99])
-def test_a_step_of_fewer_rows_is_the_first_of_the_same_step(first: int) -> None:
+def test_fewer_rows_are_the_first_rows_of_the_same_step(first: int) -> None:
     config = EngineConfig(max_model_len=64, block_size=4, num_kv_blocks=20)
     whole, part = check_inputs(11, config, 8), check_inputs(11, config, 8, first=first)
     assert torch.equal(part.token_ids, whole.token_ids[:first])
@@ -231,7 +235,7 @@ def test_a_step_of_fewer_rows_is_the_first_of_the_same_step(first: int) -> None:
         (100, 32, 100, 64),
     ],
 )
-def test_the_trial_stays_within_the_limits(
+def test_the_self_check_stays_within_the_limits(
     max_model_len: int, block_size: int, num_kv_blocks: int, most: int
 ) -> None:
     config = EngineConfig(max_model_len=max_model_len, block_size=block_size, num_kv_blocks=num_kv_blocks)
@@ -295,7 +299,7 @@ def test_deterministic_mode_never_uses_graphs(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(plans, "CudaCapture", refuse)
     monkeypatch.setattr(plans, "make_decode_graphs", refuse)
     monkeypatch.setattr(plans, "agreeing_row_counts", lambda *_, **__: (1, 4))
-    monkeypatch.setattr(plans, "DeterministicAttention", lambda *_: graphable(model, CROWDED))
     model = make_model("llama")
+    monkeypatch.setattr(plans, "DeterministicAttention", lambda *_: graphable(model, CROWDED))
     runner = plans.DETERMINISTIC.make_runner(loaded(model, "cuda", GraphableTorch), CROWDED, lambda _: None)
     assert runner._runner.graph_sizes == ()  # type: ignore[attr-defined]

@@ -31,7 +31,7 @@ from tests.tiny_models import ARCHITECTURES, make_model
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch not in HOST_BOUND])
-def test_a_generation_by_graphs_equals_generate(arch: str) -> None:
+def test_tokens_of_graphs_equal_generate(arch: str) -> None:
     recorder = Recorder()
     runner = graphed_runner(make_model(arch), CROWDED, recorder)
     recorded = recorder.num_replays
@@ -77,7 +77,7 @@ class Bench:
 
 
 @pytest.mark.parametrize("count", range(1, 7))
-def test_a_replay_gives_the_forward_pass(count: int) -> None:
+def test_a_replay_returns_the_logits_of_the_forward_pass(count: int) -> None:
     bench = Bench()
     inputs = bench.inputs(list(range(6))[-count:])
     with torch.inference_mode():
@@ -88,7 +88,7 @@ def test_a_replay_gives_the_forward_pass(count: int) -> None:
     torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
 
 
-def test_rows_of_nobody_change_nothing() -> None:
+def test_padding_rows_change_nothing() -> None:
     """vllm#35541 and its like: what stands in the rows that fill a graph up leaked into real rows.
 
     Three rows in the graph of four, after the fourth held a real row, garbage, or nobody; the same bits.
@@ -97,7 +97,7 @@ def test_rows_of_nobody_change_nothing() -> None:
     bench = Bench()
     inputs = bench.inputs([0, 3, 5])
     graphs = bench.runner._graphs
-    assert graphs is not None
+    assert isinstance(graphs, DecodeGraphs)
     with torch.inference_mode():
         fresh = graphs.replay(inputs)
         graphs.replay(bench.inputs([1, 2, 4, 0]))
@@ -115,7 +115,7 @@ def test_rows_of_nobody_change_nothing() -> None:
         assert slots <= {0, *inputs.batch.slot_mapping.tolist()}
 
 
-def test_only_wanted_logits_come_back() -> None:
+def test_only_requested_logits_are_returned() -> None:
     bench = Bench()
     inputs = bench.inputs([0, 1, 2], {1: 1})
     with torch.inference_mode():
@@ -136,10 +136,10 @@ def test_logits_are_the_callers_own() -> None:
     assert torch.equal(first, kept)
 
 
-def test_other_steps_are_not_taken() -> None:
+def test_only_decode_steps_are_supported() -> None:
     bench = Bench()
     graphs = bench.runner._graphs
-    assert graphs is not None
+    assert isinstance(graphs, DecodeGraphs)
     builder = InputBuilder(6, 128, 4)
     first, second = bench.sequences[:2]
     mixed = SchedulerOutputs(decode=(bench.last(first),), prefill=(part(second, 0, 3),))
@@ -168,7 +168,7 @@ class Poisoned(RecordedGraph):
         self._graph.replay()
 
 
-def test_a_replay_that_fails_is_a_step_that_fails() -> None:
+def test_a_failed_replay_is_a_failed_step() -> None:
     """The guilty request ends alone; those beside it have their tokens, and a step that failed once."""
     model = make_model("llama")
     right = {name: reference(model, prompt, 20).token_ids for name, prompt in PROMPTS.items()}
@@ -178,7 +178,7 @@ def test_a_replay_that_fails_is_a_step_that_fails() -> None:
     assert len(healthy) >= 2
     runner = graphed_runner(make_model("llama"), SIX, Recorder())
     graphs = runner._graphs
-    assert graphs is not None
+    assert isinstance(graphs, DecodeGraphs)
     graphs._graphs = {
         size: Poisoned(graph, graphs._buffers.first(size).token_ids, poison)  # type: ignore[arg-type]
         for size, graph in graphs._graphs.items()
@@ -194,7 +194,7 @@ def refuse(_: object) -> RecordedGraph:
     raise CannotCapture("not here")
 
 
-def test_random_requests_by_graphs_have_their_tokens() -> None:
+def test_sampled_tokens_are_the_same_with_graphs() -> None:
     random = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=20, seed=5, repetition_penalty=1.2)
     requests = {name: (prompt, random) for name, prompt in PROMPTS.items()}
     with_graphs = serve(graphed_runner(make_model("llama"), CROWDED, Recorder()), CROWDED, requests)
@@ -202,7 +202,7 @@ def test_random_requests_by_graphs_have_their_tokens() -> None:
     assert with_graphs.token_ids == without.token_ids
 
 
-def test_check_runs_what_serves() -> None:
+def test_check_replays_a_graph() -> None:
     """Else a device whose graphs all fail would be called sound, and every request guilty."""
     recorder = Recorder()
     runner = graphed_runner(make_model("llama"), CROWDED, recorder)

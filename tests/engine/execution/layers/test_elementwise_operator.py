@@ -80,7 +80,7 @@ def test_gates(operator: ElementwiseOperator, size: int, activation: Activation,
 
 
 @pytest.mark.parametrize("activation", Activation)
-def test_a_gate_over_all_sizes_of_numbers(operator: ElementwiseOperator, activation: Activation) -> None:
+def test_a_gate_is_precise_at_every_magnitude(operator: ElementwiseOperator, activation: Activation) -> None:
     """Relative precision near 0, no overflow far from it, and the places where formulas change over."""
     sizes = torch.logspace(-30, 4, 4001)
     gate = torch.cat([sizes, -sizes, torch.linspace(-12, 12, 4001), torch.zeros(1)])
@@ -124,11 +124,11 @@ def test_any_view(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_parts_of_a_fused_product_give_the_bits_of_copies(
+def test_views_of_a_fused_product_give_the_bits_of_copies(
     operator: ElementwiseOperator, dtype: torch.dtype
 ) -> None:
     wide = noise(1, 9, 3 * 64 + 2 * 50).to(dtype)
-    heads, gate, up = wide.split([3 * 64, 50, 50], dim=-1)  # type: ignore[no-untyped-call]
+    heads, gate, up = wide.split([3 * 64, 50, 50], dim=-1)
     heads = heads.view(1, 9, 3, 64)
     norm = operator.norm(FORMULAS[0], noise(64).to(dtype))
     for view in (heads, heads.transpose(1, 2)):
@@ -169,7 +169,7 @@ def kernels(operator: ElementwiseOperator, dtype: torch.dtype, size: int) -> lis
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "size"), [(700, 67), (40, 1031), (3, 20011)])
-def test_a_row_has_the_same_bits_in_any_company(
+def test_the_bits_of_a_row_do_not_depend_on_the_batch(
     operator: ElementwiseOperator, num_rows: int, size: int, dtype: torch.dtype
 ) -> None:
     """Alone, beside others, and by one thread or several; so many numbers that threads share them."""
@@ -185,7 +185,7 @@ def test_a_row_has_the_same_bits_in_any_company(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("column", [0, 70, 99])
-def test_what_is_not_finite_stays_in_its_row_and_shows_there(
+def test_non_finite_elements_affect_their_own_row_only(
     operator: ElementwiseOperator, column: int, bad: float, dtype: torch.dtype
 ) -> None:
     """In a whole vector and in the rest of a row.
@@ -219,7 +219,7 @@ def test_what_is_not_finite_stays_in_its_row_and_shows_there(
             assert closed or not found[2, column].isfinite()
 
 
-def test_a_nan_of_any_payload_stays_one_in_bfloat16(operator: ElementwiseOperator) -> None:
+def test_nan_of_any_payload_stays_nan_in_bfloat16(operator: ElementwiseOperator) -> None:
     """Rounding must not carry it over into a number."""
     bits = torch.tensor([0x7F81, 0x7FC1, 0x7FFF, -0x0001, -0x003F], dtype=torch.int16)
     hidden = bits.view(torch.bfloat16).repeat(1, 9)
@@ -238,7 +238,7 @@ def test_no_rows(operator: ElementwiseOperator, dtype: torch.dtype) -> None:
         assert found.shape == (1, 0, 8)
 
 
-def test_what_does_not_fit_is_refused(operator: ElementwiseOperator) -> None:
+def test_unsupported_tensors_are_refused(operator: ElementwiseOperator) -> None:
     """The library would read past it."""
     norm, gate = operator.norm(FORMULAS[0], noise(8)), operator.gate(Activation.SILU)
     right = noise(2, 8)
@@ -252,7 +252,7 @@ def test_what_does_not_fit_is_refused(operator: ElementwiseOperator) -> None:
         assert gate(unknown, unknown) is None
 
 
-def test_the_weight_outlives_what_the_caller_keeps(operator: ElementwiseOperator) -> None:
+def test_a_norm_keeps_its_weight_alive(operator: ElementwiseOperator) -> None:
     """A copy in float32 belongs to the norm; memory that was given back would be read otherwise."""
     weight = noise(4096).bfloat16()
     norm = operator.norm(FORMULAS[0], weight)
@@ -263,13 +263,13 @@ def test_the_weight_outlives_what_the_caller_keeps(operator: ElementwiseOperator
     assert len(rubbish) == 64
 
 
-def test_the_operators_pass_their_trial(operator: ElementwiseOperator) -> None:
+def test_the_operators_pass_their_self_check(operator: ElementwiseOperator) -> None:
     check_elementwise(operator)
 
 
 @pytest.mark.parametrize("fault", ["norm", "gate"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_operator_that_is_wrong_in_one_dtype_fails_its_trial(
+def test_an_operator_that_is_wrong_in_one_dtype_fails_its_self_check(
     operator: ElementwiseOperator, dtype: torch.dtype, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = getattr(operator, fault)

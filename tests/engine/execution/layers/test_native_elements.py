@@ -63,7 +63,7 @@ def ready(arch: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrained
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_greedy_tokens_stay_those_of_generate(arch: str) -> None:
+def test_greedy_tokens_equal_generate(arch: str) -> None:
     model = ready(arch)
     assert use_native_elements(model, elementwise()) == REPLACED[arch]
     fuse_linears(model)
@@ -95,7 +95,7 @@ def test_the_formulas_are_those_of_the_architectures() -> None:
     assert found == {"llama": (0.0, True), "gemma2": (1.0, False), "gpt_oss": (0.0, False)}
 
 
-def test_weights_and_children_stay_where_they_were() -> None:
+def test_weights_and_children_keep_their_names() -> None:
     model = ready("qwen2")
     before = {name: weight.data_ptr() for name, weight in model.named_parameters()}
     names = {name for name, _ in model.named_modules()}
@@ -104,21 +104,23 @@ def test_weights_and_children_stay_where_they_were() -> None:
     assert {name for name, _ in model.named_modules()} == names
 
 
-def test_linears_that_are_replaced_later_are_used() -> None:
+def test_linears_that_are_replaced_later_are_called() -> None:
     model = ready("qwen2")
     use_native_elements(model, elementwise())
     assert fuse_linears(model) == 2 * model.config.num_hidden_layers
-    mlp = model.model.layers[0].mlp
+    mlp: nn.Module = model.model.layers[0].mlp
     assert type(mlp) is NativeGatedMLP
-    assert type(mlp.gate_proj) is FusedPart
-    assert mlp.gate_proj.fused is mlp.up_proj.fused
+    gate_proj, up_proj = mlp.gate_proj, mlp.up_proj
+    assert isinstance(gate_proj, FusedPart)
+    assert isinstance(up_proj, FusedPart)
+    assert gate_proj.fused is up_proj.fused
     hidden = torch.randn(1, 3, model.config.hidden_size)
-    gate, up = (one.weight @ hidden[0].T for one in (mlp.gate_proj, mlp.up_proj))
-    right = (silu(gate) * up).T @ mlp.down_proj.weight.T
+    gate, up = (one.weight @ hidden[0].T for one in (gate_proj, up_proj))
+    right = (silu(gate) * up).T @ mlp.get_parameter("down_proj.weight").T
     torch.testing.assert_close(mlp(hidden)[0], right)
 
 
-def test_a_second_pass_finds_nothing_left() -> None:
+def test_a_second_pass_replaces_nothing() -> None:
     model = ready("gemma2")
     assert sum(use_native_elements(model, elementwise())) > 0
     once = [type(module) for module in model.modules()]
@@ -211,7 +213,8 @@ class Twice(Mlp):
     """Calls a linear again."""
 
     def forward(self, row: torch.Tensor) -> torch.Tensor:
-        return super().forward(row) + 0 * self.a(row).sum()
+        output: torch.Tensor = super().forward(row) + 0 * self.a(row).sum()
+        return output
 
 
 class Weighed(Mlp):
@@ -240,7 +243,7 @@ def replaced(module: nn.Module, dtype: torch.dtype = torch.float32, **named: tor
     return model["it"]
 
 
-def test_a_norm_is_known_by_what_it_does() -> None:
+def test_a_norm_is_recognised_by_its_results() -> None:
     found = replaced(Norm())
     assert type(found) is NativeRMSNorm
     assert found.formula == NormFormula(1e-4, 0.0, True)
@@ -259,11 +262,11 @@ def test_a_norm_that_rounds_elsewhere_is_left_alone() -> None:
         Norm(lambda row: row + 1e-6), Mean(), OtherEpsilon(), nn.LayerNorm(24), nn.Linear(24, 24, bias=False),
     ],
 )  # fmt: skip
-def test_what_is_nearly_a_norm_is_left_alone(module: nn.Module) -> None:
+def test_modules_similar_to_a_norm_are_left_alone(module: nn.Module) -> None:
     assert replaced(module) is module
 
 
-def test_a_norm_that_is_given_more_is_left_alone() -> None:
+def test_a_norm_with_a_second_argument_is_left_alone() -> None:
     module = Mated()
     assert replaced(module, gate=torch.randn(1, 2, 24)) is module
     assert type(replaced(Mated())) is NativeRMSNorm
@@ -286,7 +289,7 @@ def test_a_norm_in_another_dtype_than_its_rows_is_left_alone() -> None:
     ],
 )
 @pytest.mark.parametrize("num_inner", [40, 24])
-def test_a_gated_mlp_is_known_by_what_it_does(
+def test_a_gated_mlp_is_recognised_by_its_results(
     num_inner: int, act: Callable[[torch.Tensor], torch.Tensor], activation: Activation, dtype: torch.dtype
 ) -> None:
     """With as many numbers within as without, too, where shapes tell nothing."""
@@ -309,11 +312,11 @@ def test_gate_and_up_in_one_linear(gate_last: bool) -> None:
         Clamped(silu), Twice(silu), Weighed(), nn.Sequential(nn.Linear(24, 48), nn.SiLU(), nn.Linear(48, 24)),
     ],
 )  # fmt: skip
-def test_what_is_nearly_a_gated_mlp_is_left_alone(module: nn.Module) -> None:
+def test_modules_similar_to_a_gated_mlp_are_left_alone(module: nn.Module) -> None:
     assert replaced(module) is module
 
 
-def test_what_the_operator_does_not_take_is_computed_by_torch() -> None:
+def test_torch_computes_unsupported_dtypes() -> None:
     hidden = torch.randn(1, 2, 24, dtype=torch.float64)
     for module in (Norm(), Mlp(silu)):
         right = copy.deepcopy(module).double()(hidden)
@@ -322,7 +325,7 @@ def test_what_the_operator_does_not_take_is_computed_by_torch() -> None:
         torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
 
 
-def test_an_operator_that_fails_its_trial_is_not_used(
+def test_an_operator_that_fails_its_self_check_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(_: object) -> None:
@@ -343,7 +346,7 @@ def test_a_plain_model_is_prepared_with_the_library_if_there_is_one(has_library:
     assert kinds[FusedPart] > 0
 
 
-def test_operators_are_tried_once_for_all_models(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_are_checked_once_for_all_models(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[object] = []
     monkeypatch.setattr("engine.execution.layers.native_elements.check_elementwise", tried.append)
     monkeypatch.setattr("engine.execution.layers.linear_operator.check_linears", tried.append)
@@ -353,7 +356,7 @@ def test_operators_are_tried_once_for_all_models(monkeypatch: pytest.MonkeyPatch
     assert Counter(map(type, tried)) == {ElementwiseOperator: 1, LinearOperator: 1}
 
 
-def test_to_prepare_a_model_its_layers_are_run_three_times_and_its_head_never() -> None:
+def test_preparing_a_model_takes_three_passes_without_logits() -> None:
     """One pass shows all elements and rotations, one tries the rotations, and one shows the linears."""
     model, given = ready(), []
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()

@@ -101,7 +101,7 @@ def test_many_rows_by_several_threads(
     assert all(map(torch.equal, found, PLAIN(query, key, cosine, sine)))
 
 
-def test_nan_and_infinity_go_through(operator: ElementwiseOperator) -> None:
+def test_nan_and_infinity_propagate(operator: ElementwiseOperator) -> None:
     query, key = noise(1, 2, 4, 16), noise(1, 1, 4, 16)
     query[0, 0, 0, 3], query[0, 1, 2, 9], key[0, 0, 1, 0] = torch.nan, torch.inf, -torch.inf
     cosine, sine = angles(4, 16)
@@ -127,11 +127,11 @@ def unfit_calls() -> dict[str, tuple[torch.Tensor, ...]]:
 
 
 @pytest.mark.parametrize("name", unfit_calls())
-def test_what_does_not_fit_is_refused(operator: ElementwiseOperator, name: str) -> None:
+def test_unsupported_tensors_are_refused(operator: ElementwiseOperator, name: str) -> None:
     assert operator.rotate(*unfit_calls()[name]) is None
 
 
-def test_the_model_alone_is_changed(operator: ElementwiseOperator) -> None:
+def test_only_this_model_changes(operator: ElementwiseOperator) -> None:
     model, other = ready(), ready()
     function = modeling_llama.apply_rotary_pos_emb
     assert use_native_rotary(model, operator, pass_of_two_tokens(model)) == model.config.num_hidden_layers
@@ -140,7 +140,7 @@ def test_the_model_alone_is_changed(operator: ElementwiseOperator) -> None:
     assert all(type(one.__func__.__globals__[FUNCTION]) is NativeRotary for one in forwards(model))
 
 
-def test_a_second_pass_finds_nothing_left(operator: ElementwiseOperator) -> None:
+def test_a_second_pass_replaces_nothing(operator: ElementwiseOperator) -> None:
     model = ready()
     assert use_native_rotary(model, operator, pass_of_two_tokens(model)) > 0
     assert use_native_rotary(model, operator, pass_of_two_tokens(model)) == 0
@@ -156,7 +156,7 @@ def test_a_copy_of_the_model_runs_its_own_modules(operator: ElementwiseOperator)
     assert not pass_of_two_tokens(twin)[0].query.any()
 
 
-def test_the_operator_is_asked_by_the_model(operator: ElementwiseOperator) -> None:
+def test_the_model_calls_the_operator(operator: ElementwiseOperator) -> None:
     model, asked = ready(), []
 
     class Watched(ElementwiseOperator):
@@ -181,11 +181,13 @@ def interleaved(query: torch.Tensor, key: torch.Tensor, cosine: torch.Tensor, si
 
 
 def backwards(query: torch.Tensor, key: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> Angles:
-    return PLAIN(query, key, cosine, -sine)
+    turned: Angles = PLAIN(query, key, cosine, -sine)
+    return turned
 
 
 def queries_alone(query: torch.Tensor, key: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> Angles:
-    return PLAIN(query, key, cosine, sine)[0], key
+    turned: torch.Tensor = PLAIN(query, key, cosine, sine)[0]
+    return turned, key
 
 
 def wide(query: torch.Tensor, key: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> Angles:
@@ -200,7 +202,7 @@ def of_one_tensor(query: torch.Tensor, key: torch.Tensor) -> Angles:
 
 
 @pytest.mark.parametrize("function", [interleaved, backwards, queries_alone, wide, of_one_tensor])
-def test_what_rotates_in_another_way_is_left_alone(
+def test_other_rotary_functions_are_left_alone(
     monkeypatch: pytest.MonkeyPatch, operator: ElementwiseOperator, function: Callable[..., Angles]
 ) -> None:
     model = ready()
@@ -211,7 +213,7 @@ def test_what_rotates_in_another_way_is_left_alone(
     assert forwards(model) == []
 
 
-def test_more_than_four_arguments_go_to_the_models_own_function(operator: ElementwiseOperator) -> None:
+def test_calls_with_more_arguments_use_the_models_own_function(operator: ElementwiseOperator) -> None:
     calls: list[tuple[Any, ...]] = []
 
     def plain(*given: Any, **named: Any) -> Angles:
@@ -227,7 +229,7 @@ def test_more_than_four_arguments_go_to_the_models_own_function(operator: Elemen
     assert len(calls) == 2
 
 
-def test_a_change_that_the_attention_would_see_is_taken_back(
+def test_a_replacement_that_changes_queries_is_reverted(
     monkeypatch: pytest.MonkeyPatch, operator: ElementwiseOperator
 ) -> None:
     """What stands around `forward` may do something of its own."""

@@ -66,7 +66,7 @@ def numbers(weight: Int8Weight | Int4Weight, num_rows: int) -> torch.Tensor:
 @given(
     st.integers(1, 5), st.integers(1, 4), st.floats(1e-3, 1e3), st.floats(-2.0, 2.0), st.integers(0, 1 << 30)
 )
-def test_each_number_goes_to_the_nearest_that_can_be_had(
+def test_elements_are_rounded_to_the_nearest_value(
     num_rows: int, num_groups: int, size: float, middle: float, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -101,7 +101,7 @@ def test_plain_weights_are_freed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("quantize", [quantize_to_int8, quantize_to_int4])
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.0])
-def test_rows_of_one_value_stay_it(quantize: Any, value: float) -> None:
+def test_constant_rows_are_exact(quantize: Any, value: float) -> None:
     assert torch.equal(numbers(quantize(torch.full((2, GROUP), value)), 2), torch.full((2, GROUP), value))
 
 
@@ -115,7 +115,7 @@ def test_sizes() -> None:
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 70])
 @pytest.mark.parametrize("num_out", [1, 16, 17, 50])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_product_is_that_of_the_numbers_kept(
+def test_a_product_uses_the_dequantized_weight(
     quantize: Any, num_rows: int, num_out: int, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MINIMUM_TILE_ROWS", 16)
@@ -142,7 +142,7 @@ def test_bfloat16_rows_in_either_dtype(quantize: Any, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("quantize", [quantize_to_int8, quantize_to_int4])
-def test_a_row_does_not_feel_its_mates(quantize: Any) -> None:
+def test_rows_are_independent(quantize: Any) -> None:
     """One scale for all activations of a batch, as torch's dynamic quantisation has it, would fail here."""
     weight = quantize(torch.randn(40, 2 * GROUP))
     hidden = torch.randn(3, 2 * GROUP)
@@ -153,7 +153,7 @@ def test_a_row_does_not_feel_its_mates(quantize: Any) -> None:
         torch.testing.assert_close(together[row : row + 1], alone, rtol=1e-4, atol=1e-4)
 
 
-def test_which_dtype_a_product_may_have() -> None:
+def test_the_dtype_of_products() -> None:
     assert product_dtype(torch.float32) == torch.float32
     assert product_dtype(torch.bfloat16) in (torch.float32, torch.bfloat16)
 
@@ -164,7 +164,7 @@ def with_the_numbers_kept(arch: str, word: str) -> PreTrainedModel:
     quantize_linears(quantized, word)
     for name, part in quantized.named_modules():
         if isinstance(part, (QuantizedLinear, QuantizedEmbedding)):
-            weight = plain.get_submodule(name).weight
+            weight = plain.get_parameter(f"{name}.weight")
             with torch.no_grad():
                 weight.copy_(part._quantized.take(torch.arange(len(weight))))
     return plain
@@ -172,7 +172,7 @@ def with_the_numbers_kept(arch: str, word: str) -> PreTrainedModel:
 
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_greedy_tokens_are_those_of_generate_with_the_same_numbers(arch: str, word: str) -> None:
+def test_greedy_tokens_equal_generate_with_dequantized_weights(arch: str, word: str) -> None:
     model = ready(arch)
     fuse_linears(model)
     quantize_linears(model, word)
@@ -186,7 +186,7 @@ def test_greedy_tokens_are_those_of_generate_with_the_same_numbers(arch: str, wo
 
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("tied", [False, True])
-def test_nothing_plain_is_left(word: str, tied: bool) -> None:
+def test_no_plain_weight_remains(word: str, tied: bool) -> None:
     model = ready(tie_word_embeddings=tied)
     fuse_linears(model)
     plain = [weakref.ref(one.untyped_storage()) for one in model.parameters() if one.ndim == 2]
@@ -202,7 +202,7 @@ def test_nothing_plain_is_left(word: str, tied: bool) -> None:
     assert before / 5 < after < before / 3 if word == "int8" else before / 8 < after < before / 3
 
 
-def test_a_tied_weight_is_kept_once() -> None:
+def test_a_tied_weight_is_quantized_once() -> None:
     model = ready(tie_word_embeddings=True)
     quantize_linears(model, "int4")
     embedding, head = model.model.embed_tokens, model.lm_head
@@ -217,7 +217,7 @@ class OwnLinear(nn.Linear):
     """Does something of its own."""
 
 
-def test_what_others_hold_or_what_does_not_fit_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_and_unsuitable_weights_stay_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ready()
     first, second = model.model.layers
     kept = (first.self_attn.o_proj, first.mlp.down_proj, first.mlp.up_proj, second.mlp.up_proj)
@@ -243,13 +243,13 @@ def test_a_width_that_is_no_multiple_of_a_group_stays_plain() -> None:
     assert isinstance(model.model.layers[0].mlp.up_proj, QuantizedLinear)
 
 
-def test_a_model_without_such_a_weight_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_suitable_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MINIMUM_NUMEL", 1 << 30)
     with pytest.raises(InvalidParameter, match="quantization: this model has no weight"):
         quantize_linears(ready(), "int8")
 
 
-def test_a_model_that_reads_its_weights_is_refused() -> None:
+def test_a_model_that_reads_its_weights_outside_linears_is_refused() -> None:
     model = ready()
     fuse_linears(model)
     attention = model.model.layers[1].self_attn
@@ -259,7 +259,7 @@ def test_a_model_that_reads_its_weights_is_refused() -> None:
         quantize_linears(model, "int4")
 
 
-def test_what_cannot_be_had_is_refused_before_anything_is_loaded() -> None:
+def test_invalid_options_are_refused_before_loading() -> None:
     for asked, message in (
         ({"quantization": "int2"}, "must be none, int8, int4, not 'int2'"),
         ({"quantization": "int8", "deterministic": True}, "deterministic mode is for plain weights"),
@@ -271,7 +271,7 @@ def test_what_cannot_be_had_is_refused_before_anything_is_loaded() -> None:
     check_quantization("none", deterministic=True, device=torch.device("cuda"))
 
 
-def test_an_execution_says_what_it_serves(tiny_llama: Path) -> None:
+def test_an_execution_states_its_quantization(tiny_llama: Path) -> None:
     """The trial compares with the model's own attention: it would fail if it were quantised too."""
     told: list[str] = []
     built = {

@@ -17,7 +17,7 @@ def write_half(path: Path) -> None:
         raise OSError("the disk is full")
 
 
-def test_nothing_has_the_name_before_it_is_whole(tmp_path: Path) -> None:
+def test_a_file_appears_when_complete(tmp_path: Path) -> None:
     path = tmp_path / "new" / "file"
     with written_atomically(path) as unfinished:
         unfinished.write_text("half")
@@ -27,7 +27,7 @@ def test_nothing_has_the_name_before_it_is_whole(tmp_path: Path) -> None:
     assert names(path.parent) == ["file"]
 
 
-def test_what_was_there_is_replaced_or_stays(tmp_path: Path) -> None:
+def test_an_existing_file_is_replaced_or_kept(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("before")
     with pytest.raises(OSError, match="full"):
@@ -39,7 +39,7 @@ def test_what_was_there_is_replaced_or_stays(tmp_path: Path) -> None:
     assert names(tmp_path) == ["file"]
 
 
-def test_a_directory_is_renamed_as_a_whole(tmp_path: Path) -> None:
+def test_a_directory_is_replaced_atomically(tmp_path: Path) -> None:
     path = tmp_path / "model"
     with written_atomically(path) as unfinished:
         unfinished.mkdir()

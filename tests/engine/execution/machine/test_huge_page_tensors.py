@@ -44,27 +44,27 @@ def test_large_tensors_begin_with_a_page_and_huge_pages_are_asked_for() -> None:
     assert " sh" not in mapping_of(tensor)
 
 
-def test_a_large_tensor_begins_as_far_behind_a_page_as_is_asked() -> None:
+def test_a_large_tensor_begins_at_the_offset() -> None:
     for offset in (0, 5 * ALIGNMENT, PAGE - ALIGNMENT):
         tensor = huge_page_zeros(PAGE, torch.float32, offset=offset)
         assert tensor.data_ptr() % PAGE == offset
         assert bool((tensor.fill_(3) == 3).all())
 
 
-def test_a_mapping_that_begins_within_a_page_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_is_aligned_within_its_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel may align it by itself, but not to so much."""
     monkeypatch.setattr("engine.execution.machine.memory.PAGE", 1 << 28)
     assert huge_page_zeros(1 << 28, torch.uint8).data_ptr() % (1 << 28) == 0
 
 
-def test_the_memory_lives_as_long_as_a_view_of_it() -> None:
+def test_a_view_keeps_the_memory_alive() -> None:
     view = huge_page_zeros(PAGE, torch.float32).fill_(7)[5:9]
     others = [huge_page_zeros(PAGE, torch.float32).fill_(1) for _ in range(4)]
     assert view.tolist() == [7.0] * 4
     assert len(others) == 4
 
 
-def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_pages_are_used_if_the_kernel_refuses_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing(mmap.mmap):
         def madvise(self, *_: object) -> None:
             raise OSError(22, "Invalid argument")
@@ -75,12 +75,12 @@ def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.Monkey
     assert float(tensor.fill_(1).sum()) == 2 * PAGE
 
 
-def test_a_system_that_does_not_know_them_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_pages_are_used_on_systems_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("engine.execution.machine.memory.mmap.MADV_HUGEPAGE")
     assert float(huge_page_zeros(PAGE, torch.float32).fill_(1).sum()) == PAGE
 
 
-def test_pieces_do_not_overlap_and_begin_with_a_cache_line() -> None:
+def test_allocations_are_disjoint_and_aligned() -> None:
     """More than a chunk in all, small ones and one that is as large as a chunk."""
     pages = HugePageAllocator()
     sizes = [1, 100, PAGE // 4, 7, CHUNK // 8, CHUNK // 16, CHUNK // 4, 3, *[PAGE] * 9]
@@ -94,7 +94,7 @@ def test_pieces_do_not_overlap_and_begin_with_a_cache_line() -> None:
         assert bool((piece == value).all())
 
 
-def test_small_pieces_share_a_chunk() -> None:
+def test_small_allocations_share_a_chunk() -> None:
     pages = HugePageAllocator()
     first, second = pages.zeros(1000, torch.float32), pages.zeros(1000, torch.float32)
     assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()

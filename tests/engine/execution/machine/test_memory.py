@@ -1,5 +1,7 @@
 """The free memory is what machine, container and process leave."""
 
+import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +20,7 @@ def write_meminfo(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_CGROUP", directory)
 
 
-def test_the_memory_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_memory_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_meminfo(tmp_path, monkeypatch)
     assert memory.free_bytes(torch.device("cpu")) == 4 * GIB
     (tmp_path / "memory.max").write_text("max\n")
@@ -40,20 +42,20 @@ def test_the_limit_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     write_meminfo(tmp_path, monkeypatch)
     (tmp_path / "statm").write_text("1024 5 5 5 0 5 0\n")
     monkeypatch.setattr(memory, "_STATM", tmp_path / "statm")
-    monkeypatch.setattr(memory.resource, "getpagesize", lambda: 4096)
-    monkeypatch.setattr(memory.resource, "getrlimit", lambda _: (GIB, GIB))
+    monkeypatch.setattr(resource, "getpagesize", lambda: 4096)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (GIB, GIB))
     assert memory.free_bytes(torch.device("cpu")) == GIB - (4 << 20)
-    monkeypatch.setattr(memory.resource, "getrlimit", lambda _: (1 << 20, GIB))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 20, GIB))
     assert memory.free_bytes(torch.device("cpu")) == 0
 
 
 def without_meminfo(directory: Path, monkeypatch: pytest.MonkeyPatch, sysconf: Callable[[str], int]) -> None:
     monkeypatch.setattr(memory, "_MEMINFO", directory / "none")
     monkeypatch.setattr(memory, "_CGROUP", directory)
-    monkeypatch.setattr(memory.os, "sysconf", sysconf)
+    monkeypatch.setattr(os, "sysconf", sysconf)
 
 
-def test_a_system_without_proc_is_asked_for_all_its_memory(
+def test_a_system_without_proc_reports_its_total_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """macOS, which counts its pages but not those that are free."""
@@ -68,7 +70,7 @@ def unknown_name(name: str) -> int:
 
 
 @pytest.mark.parametrize("sysconf", [unknown_name, lambda _: -1])
-def test_a_system_that_does_not_tell_its_memory(
+def test_a_system_that_does_not_report_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sysconf: Callable[[str], int]
 ) -> None:
     without_meminfo(tmp_path, monkeypatch, sysconf)
