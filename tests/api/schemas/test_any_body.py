@@ -146,7 +146,9 @@ def test_a_request_survives_the_queue(body: Any) -> None:
     request = to_request(task, "a" * 32, "m")
     stored = json.loads(json.dumps(request.to_payload()))
     assert GenerateRequest.from_payload(stored).to_payload() == json.loads(json.dumps(request.to_payload()))
-    assert body_digest(task) == body_digest(TaskBody.model_validate(task.model_dump(exclude_none=True)))
+    assert body_digest(task) == body_digest(
+        TaskBody.model_validate(task.model_dump(exclude_none=True, by_alias=True))
+    )
 
 
 @pytest.mark.parametrize("depth", [MAX_DEPTH - 1, MAX_DEPTH, MAX_DEPTH + 1, 900, 10_000, 100_000])
