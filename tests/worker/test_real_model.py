@@ -157,4 +157,4 @@ def test_a_metrics_port_in_use_is_exit_status_78(start: Start, capfd: pytest.Cap
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert start(TOKENMILL_METRICS_PORT=str(port)).wait(60) == 78
-    assert f"TOKENMILL_METRICS_PORT: cannot listen at 127.0.0.1:{port}" in capfd.readouterr().err
+    assert f"TOKENMILL_METRICS_PORT: cannot listen on 127.0.0.1:{port}" in capfd.readouterr().err
