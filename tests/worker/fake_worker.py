@@ -72,7 +72,7 @@ def main() -> int:
         runner.before_step = gate(settings.redis_url)
     if step := os.environ.get("HANG"):
         runner.before_step = hang_at(runner, int(step))
-    plan = os.environ.get("DIE", "nobody:0:before")
+    plan = os.environ.get("DIE", "none:0:before")
     context = WorkerContext(
         model=served_model(),
         connect=lambda thread: mortal(connect(settings.redis_url, thread), plan, thread),

@@ -1,19 +1,16 @@
 """A BatchWorker in this process, for tests: real threads, no signal handlers."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from engine.engine import Engine
-from tests.worker.workshop import TIMEOUT_SECONDS, ExportedMetrics, build_engine, new_metrics, served_model
+from tests.worker.workshop import TIMEOUT_SECONDS, build_engine, new_metrics, served_model
 from tokenmill.settings.processes import Timing
 from worker.batch_worker import BatchWorker
 from worker.connections import connect
 from worker.context import WorkerContext
-from worker.output_queue import MAX_BACKLOG, OutputQueue
-from worker.preparation import ServedModel
-from worker.watchdog import Observer
 
 TIMING = Timing(lease_seconds=2.0, grace_seconds=10.0)
 
@@ -38,34 +35,22 @@ class Running:
         return self.status
 
 
-def make_worker(
-    url: str,
-    engine: Engine | None = None,
-    *,
-    model: ServedModel | None = None,
-    timing: Timing = TIMING,
-    connecting: Callable[[str], Any] | None = None,
-    metrics: ExportedMetrics | None = None,
-    observers: Sequence[Observer] = (),
-    max_backlog: int = MAX_BACKLOG,
-    arm: Callable[[float], None] = lambda _: None,
-) -> BatchWorker:
-    context = WorkerContext(
-        model=model or served_model(),
-        connect=connecting or (lambda name: connect(url, name)),
-        metrics=metrics or new_metrics(),
-        timing=timing,
-        observers=observers,
-        outputs=OutputQueue(max_backlog),
-        arm=arm,
-    )
-    return BatchWorker(engine or build_engine(), context)
+def make_worker(url: str, engine: Engine | None = None, **fields: Any) -> BatchWorker:
+    """`fields`: of WorkerContext, in place of those for a test."""
+    defaults: dict[str, Any] = {
+        "model": served_model(),
+        "connect": lambda name: connect(url, name),
+        "metrics": new_metrics(),
+        "timing": TIMING,
+        "arm": lambda _: None,
+    }
+    return BatchWorker(engine or build_engine(), WorkerContext(**(defaults | fields)))
 
 
 @contextmanager
-def running(url: str, engine: Engine | None = None, **options: Any) -> Iterator[Running]:
+def running(url: str, engine: Engine | None = None, **fields: Any) -> Iterator[Running]:
     """A worker that is stopped at the end of the context."""
-    run = Running(make_worker(url, engine, **options))
+    run = Running(make_worker(url, engine, **fields))
     try:
         yield run
     finally:

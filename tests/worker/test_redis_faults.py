@@ -22,6 +22,7 @@ from tests.worker.workshop import (
 )
 from tokenmill.protocol.store.task_store import TaskStore
 from worker.connections import connect
+from worker.output_queue import OutputQueue
 
 
 def count_calls(target: Any, name: str) -> list[None]:
@@ -89,7 +90,7 @@ def test_a_worker_starts_while_redis_is_away(tmp_path: Path) -> None:
         client.connection_pool.get_connection = get_connection
         return client
 
-    with running("", connecting=counted) as run:
+    with running("", connect=counted) as run:
         # RQ asks for the address once. Each attempt to announce connects again.
         until(lambda: connects.count("rq") >= 3, "it tried again to announce itself")
         server = start_redis(tmp_path, port)
@@ -133,7 +134,7 @@ def test_the_loop_pauses_while_redis_is_away(tmp_path: Path) -> None:
     try:
         with (
             redis.Redis.from_url(server.url) as client,
-            running(server.url, build_engine(runner), max_backlog=20) as run,
+            running(server.url, build_engine(runner), outputs=OutputQueue(20)) as run,
         ):
             ticks = count_calls(run.context.watchdog, "tick")
             task = submit(client, sampling={"max_tokens": 190})

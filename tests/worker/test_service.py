@@ -142,7 +142,7 @@ def test_a_worker_with_a_thread_that_cannot_reach_redis_is_not_ready(
     monkeypatch.setattr("worker.watchdog.FAILING_SECONDS", 0.5)
     is_away = threading.Event()
 
-    def connecting(name: str) -> Any:
+    def connect_thread(name: str) -> Any:
         client = connect(redis_url, name)
         return Unreachable(client, is_away.is_set) if name == thread else client
 
@@ -151,7 +151,7 @@ def test_a_worker_with_a_thread_that_cannot_reach_redis_is_not_ready(
     def record() -> tuple[str, str]:
         return next(((one.state, one.detail) for one in store.workers()), ("", ""))
 
-    with running(redis_url, connecting=connecting) as run:
+    with running(redis_url, connect=connect_thread) as run:
         until(lambda: record() == ("ready", ""), "it is ready")
         is_away.set()
         task = submit(redis_client)

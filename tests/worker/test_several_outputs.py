@@ -217,10 +217,10 @@ def test_logprobs_come_with_their_tokens(redis_url: str, redis_client: "redis.Re
         assert event.logprobs["bytes"] == list(f"<{event.token}>".encode())
         assert [one["id"] for one in event.logprobs["top"]] == [event.token, 901]
         assert (event.logprobs["top"][1]["logprob"], event.logprobs["top"][1]["bytes"]) == (-9999.0, [0x81])
-    told = [event for event in tokens if event.prompt_logprobs is not None]
-    assert len(told) == 1
-    assert told[0] is tokens[0]
-    assert [one and (one["id"], one["logprob"]) for one in told[0].prompt_logprobs or ()] == [
+    with_prompt = [event for event in tokens if event.prompt_logprobs is not None]
+    assert len(with_prompt) == 1
+    assert with_prompt[0] is tokens[0]
+    assert [one and (one["id"], one["logprob"]) for one in with_prompt[0].prompt_logprobs or ()] == [
         None, (2, -1.0), (3, -2.0),
     ]  # fmt: skip
     assert [event.logprobs and event.logprobs["top"] for event in bare_tokens] == [[], [], []]
