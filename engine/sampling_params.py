@@ -102,7 +102,7 @@ class SamplingParams:
         "Maps token ids to numbers that are added to their logits.",
     )
     allowed_token_ids: tuple[int, ...] | None = parameter(
-        None, TokenIds(min_items=1, http_max_items=262_144), "The only token ids that may be chosen."
+        None, TokenIds(allow_empty=False, http_max_items=262_144), "The only token ids that may be chosen."
     )
     bad_words: tuple[str, ...] = parameter(
         (),

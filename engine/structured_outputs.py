@@ -73,7 +73,7 @@ class StructuredOutputs:
     choice: tuple[str, ...] | None = parameter(
         None,
         Texts(
-            min_items=1,
+            allow_empty=False,
             max_items=MAX_CHOICES,
             max_bytes=MAX_BYTES,
             http_max_items=MAX_CHOICES,

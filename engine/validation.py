@@ -104,7 +104,7 @@ class Texts(Rule):
     request must not cause much work. `http_accepts_text`: the HTTP API accepts one text in place of a list.
     """
 
-    min_items: int = 0
+    allow_empty: bool = True
     max_items: int | None = None
     max_bytes: int | None = None
     http_max_items: int
@@ -112,7 +112,7 @@ class Texts(Rule):
     http_accepts_text: bool = False
 
     def check(self, name: str, value: object) -> None:
-        texts = _items(name, value, self.min_items, self.max_items)
+        texts = _items(name, value, self.allow_empty, self.max_items)
         for text in texts:
             if not isinstance(text, str) or not text:
                 raise InvalidParameter(name, "must be a list of texts that are not empty")
@@ -126,11 +126,11 @@ class Texts(Rule):
 class TokenIds(Rule):
     """A list of token ids. `http_max_items`: enforced by the HTTP API alone."""
 
-    min_items: int = 0
+    allow_empty: bool = True
     http_max_items: int
 
     def check(self, name: str, value: object) -> None:
-        token_ids: list[Any] = list(_items(name, value, self.min_items, None))
+        token_ids: list[Any] = list(_items(name, value, self.allow_empty, None))
         # Lists can be as long as a vocabulary: check all at once first.
         if set(map(type, token_ids)) <= {int} and min(token_ids, default=0) >= 0:
             return
@@ -188,11 +188,11 @@ def excerpt(value: object) -> str:
         return "a number of thousands of digits"
 
 
-def _items(name: str, value: object, min_items: int, max_items: int | None) -> Iterable[object]:
+def _items(name: str, value: object, allow_empty: bool, max_items: int | None) -> Iterable[object]:
     if not isinstance(value, (tuple, list)):
         raise InvalidParameter(name, "must be a list")
-    if len(value) < min_items:
-        raise InvalidParameter(name, f"must have at least {min_items} item(s)")
+    if not (value or allow_empty):
+        raise InvalidParameter(name, "must not be empty")
     if max_items is not None and len(value) > max_items:
         raise InvalidParameter(name, f"must have at most {max_items} items")
     return value

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 
-class QueuePlace(BaseModel):
+class QueuePosition(BaseModel):
     """The position of a waiting task."""
 
     position: int | None = Field(description="Number of tasks before it.")
@@ -111,7 +111,7 @@ class Task(BaseModel):
     created_at: float = Field(description="Seconds since the epoch.")
     model: str
     priority: int
-    queue: QueuePlace | None = Field(description="Null while the task runs and after it has ended.")
+    queue: QueuePosition | None = Field(description="Null while the task runs and after it has ended.")
     outputs: list[Output] = Field(description="`n` outputs, ordered by index.")
     prompt_logprobs: list[PromptLogprobsView | None] | None = Field(
         description="One for each token of the prompt; null for the first. Null if not requested."

@@ -105,7 +105,7 @@ def _text(rule: Text) -> Any:
 def _texts(rule: Texts) -> Any:
     text = Annotated[str, Field(min_length=1, max_length=rule.http_max_characters)]
     # `fail_fast`: a list of a million bad items is one error, not a million.
-    length = Field(min_length=rule.min_items or None, max_length=rule.http_max_items, fail_fast=True)
+    length = Field(min_length=None if rule.allow_empty else 1, max_length=rule.http_max_items, fail_fast=True)
     texts = Annotated[list[text], length, AfterValidator(_checked(rule))]
     if not rule.http_accepts_text:
         return texts
@@ -116,7 +116,7 @@ def _texts(rule: Texts) -> Any:
 
 @_annotation.register
 def _token_ids(rule: TokenIds) -> Any:
-    length = Field(min_length=rule.min_items or None, max_length=rule.http_max_items, fail_fast=True)
+    length = Field(min_length=None if rule.allow_empty else 1, max_length=rule.http_max_items, fail_fast=True)
     return Annotated[list[TokenId], length]
 
 

@@ -9,7 +9,7 @@ from api.schemas.replies import (
     Output,
     OutputLimitView,
     PromptLogprobsView,
-    QueuePlace,
+    QueuePosition,
     Task,
     Timings,
     Urls,
@@ -38,7 +38,7 @@ def view(reading: Reading) -> Task:
         created_at=round(snapshot.accepted_at, 3),
         model=snapshot.model,
         priority=snapshot.priority,
-        queue=_place(snapshot) if _waits(snapshot) else None,
+        queue=_queue_position(snapshot) if _waits(snapshot) else None,
         outputs=[_output(output) for output in outputs_of(entries, snapshot.num_outputs)],
         prompt_logprobs=_prompt_logprobs(entries),
         usage=_usage(reading, done.get("usage")),
@@ -69,8 +69,8 @@ def _output(output: TaskOutput) -> Output:
     return Output(**{field.name: getattr(output, field.name) for field in fields(TaskOutput)})
 
 
-def _place(snapshot: TaskSnapshot) -> QueuePlace:
-    return QueuePlace(
+def _queue_position(snapshot: TaskSnapshot) -> QueuePosition:
+    return QueuePosition(
         position=snapshot.position,
         tokens_ahead=snapshot.tokens_ahead,
         eta_seconds=eta_seconds(snapshot),

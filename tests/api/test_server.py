@@ -79,7 +79,7 @@ def test_a_waiting_poll_that_disconnects_releases_its_slot(start: StartServer) -
     server = start(TOKENMILL_HTTP_THREADS="4", TOKENMILL_MAX_STREAMS="1")
     url = f"/v1/tasks/{server.submit()}"
 
-    def place_is_free() -> Any:
+    def slot_is_free() -> Any:
         # A poll without a place does not wait; one that has waited gives its place back itself.
         began = time.monotonic()
         server.call("GET", f"{url}?wait=0.5")
@@ -90,8 +90,8 @@ def test_a_waiting_poll_that_disconnects_releases_its_slot(start: StartServer) -
         with socket.create_connection(server.address) as connection:
             connection.sendall(f"GET {url}?wait=60 HTTP/1.1\r\nHost: x\r\n\r\n".encode())
             # The other poll may have been read first: then this one found no place, and was answered at once.
-            is_waiting = not place_is_free()
-    while not place_is_free():
+            is_waiting = not slot_is_free()
+    while not slot_is_free():
         pass
 
 

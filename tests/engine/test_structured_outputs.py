@@ -75,7 +75,7 @@ BAD: list[tuple[object, str]] = [
     ({"regex": 5}, "regex: must be text"),
     ({"regex": "\udc00"}, "regex: .*surrogate"),
     ({"regex": "é" * (MAX_BYTES // 2 + 1)}, "regex: must be at most"),
-    ({"choice": []}, "choice: must have at least 1 item"),
+    ({"choice": []}, "choice: must not be empty"),
     ({"choice": "yes"}, "choice: must be a list"),
     ({"choice": [""]}, "choice: must be a list of texts"),
     ({"choice": [5]}, "choice: must be a list of texts"),
