@@ -13,11 +13,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 EXECUTION = "tests/engine/execution"
 NUMERICAL_TESTS = (
-    "test_determinism.py", "test_deterministic_attention.py", "test_draw_operator.py", "test_elementwise.py",
-    "test_fast_elements.py", "test_fast_linears.py", "test_fast_rotary.py", "test_filter_sums.py",
-    "test_greedy_equality.py", "test_gumbel.py", "test_host_capture.py", "test_logprobs.py",
-    "test_mixed_batches.py", "test_native_attention.py", "test_native_linears.py", "test_packed_linears.py",
-    "test_quantized_linears.py", "test_sampler.py", "test_torch_attention.py",
+    "attention/test_native_backend.py", "attention/test_native_inputs.py", "attention/test_torch_backend.py",
+    "deterministic", "graphs/test_cpu_capture.py", "layers", "sampling/test_filter_sums.py",
+    "sampling/test_gumbel.py", "sampling/test_logprobs.py", "sampling/test_native_draw.py",
+    "sampling/test_sampler.py", "test_greedy_equality.py", "test_mixed_batches.py",
 )  # fmt: skip
 
 
