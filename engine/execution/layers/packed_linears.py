@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 MINIMUM_NUMEL = 1 << 14
 """Elements of a weight below which the call costs more than the product."""
-BFLOAT16_ROWS = 24
+BFLOAT16_ROWS = 20
 """Rows up to which the native operator is faster than bfloat16 instructions, which it does not use."""
 
 

@@ -1,4 +1,4 @@
-"""Backends whose pools start full of NaN, so that what is read without having been written shows."""
+"""Attention backends whose KV pools are full of NaN, so that reads of unwritten slots show."""
 
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 @cache
 def native_library() -> NativeLibrary:
-    """Compiled once for all runs of the tests. Without a compiler the tests that want it fail."""
+    """Compiled once for all test runs. Tests that need it fail without a compiler."""
     return load_library(ROOT / ".tokenmill", lambda _: None)
 
 
@@ -33,7 +33,7 @@ def draw_operator() -> DrawOperator:
 def _plain(attention: str) -> Any:
     if attention == "torch":
         return TorchAttention
-    # Only here, so that without Triton no other test fails.
+    # Imported here, so that other tests run without Triton.
     from engine.execution.attention.triton_backend import TritonAttention
 
     return TritonAttention
@@ -46,7 +46,7 @@ def cpu_shape(
 
 
 def poisoned(attention: str, shape: PoolShape) -> AttentionBackend:
-    """ "native", "torch" or "triton", with NaN everywhere but in the null block."""
+    """The backend "native", "torch" or "triton", with NaN everywhere except in the null block."""
     if attention in ("torch", "triton"):
         backend = _plain(attention)(shape)
         for pool in (*backend.pool.keys, *backend.pool.values):

@@ -55,7 +55,7 @@ def make_runner(
     wrap: Callable[[AttentionBackend], AttentionBackend] = lambda backend: backend,
     attention: str = "native",
 ) -> ModelRunner:
-    """A runner over `model`, which from then on attends through it. The pool starts full of NaN."""
+    """A runner for `model`. The pool starts full of NaN."""
     install()
     model.set_attn_implementation(ATTENTION_NAME)
     layers, num_blocks = record_layers(model), config.num_kv_blocks + 1
@@ -69,7 +69,7 @@ def serve(
     config: EngineConfig,
     requests: dict[str, tuple[list[int], SamplingParams]],
 ) -> Served:
-    """Run all requests at once to their ends."""
+    """Run all requests concurrently until they finish."""
     engine = Engine(config, runner, Sampler(), NumberText(), eos_token_ids=frozenset(), vocab_size=VOCAB_SIZE)
     for arrival, (name, (prompt, params)) in enumerate(requests.items()):
         engine.add(EngineRequest(name, prompt, params, arrival_time=arrival))

@@ -13,7 +13,7 @@ from tests.engine.execution.serving import in_slot, part
 
 LONGEST = 100
 SLOTS = 5
-# (slot, start, end): chunks with and without context, singles, both together; slot 4 is never computed.
+# (slot, start, end): chunks with and without context, decode rows, both together; slot 4 is never computed.
 STEPS = (
     ((0, 0, 70), (1, 0, 1), (2, 0, 16), (3, 0, 33)),
     ((1, 1, 2), (0, 70, 97), (2, 16, 17), (3, 33, 64)),

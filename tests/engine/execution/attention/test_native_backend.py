@@ -20,9 +20,9 @@ from tests.engine.execution.pools import attention_operator, cpu_shape
 def check(spec: LayerSpec, block_size: int, dtype: torch.dtype = torch.float32) -> None:
     bench = Bench(spec, block_size, dtype)
     ours, theirs = (bench.run(bench.backend(name), STEPS) for name in ("native", "torch"))
-    most = TOLERANCE[dtype]
+    tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(
-        torch.stack(list(ours.values())), torch.stack(list(theirs.values())), rtol=most, atol=most
+        torch.stack(list(ours.values())), torch.stack(list(theirs.values())), rtol=tolerance, atol=tolerance
     )
 
 
@@ -108,9 +108,9 @@ def test_long_contexts(dtype: torch.dtype) -> None:
     bench = Bench(BITS, 16, dtype, longest=LONG)
     steps = (((0, 0, LONG - 70),), ((0, LONG - 70, LONG - 1), (1, 0, 5)), ((0, LONG - 1, LONG),))
     ours, theirs = (bench.run(bench.backend(name), steps) for name in ("native", "torch"))
-    most = TOLERANCE[dtype]
+    tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(
-        torch.stack(list(ours.values())), torch.stack(list(theirs.values())), rtol=most, atol=most
+        torch.stack(list(ours.values())), torch.stack(list(theirs.values())), rtol=tolerance, atol=tolerance
     )
 
 
@@ -151,8 +151,8 @@ def test_layers_do_not_need_new_pages_all_at_once() -> None:
 def test_bytes_per_block() -> None:
     specs = (LayerSpec(4, 2, 8, 8, 1.0), LayerSpec(4, 4, 15, 24, 1.0))
     backend = NativeAttention(attention_operator(), cpu_shape(specs, 4, 16, torch.bfloat16))
-    taken = sum(layer.nbytes for layer in backend.pool.layers)
-    assert bytes_per_block(attention_operator(), specs, 16, torch.bfloat16) == taken // 4
+    num_bytes = sum(layer.nbytes for layer in backend.pool.layers)
+    assert bytes_per_block(attention_operator(), specs, 16, torch.bfloat16) == num_bytes // 4
 
 
 @pytest.mark.parametrize(

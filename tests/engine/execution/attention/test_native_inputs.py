@@ -72,7 +72,7 @@ def test_heads_that_are_one_expanded(heads: tuple[int, int], dtype: torch.dtype)
 @pytest.mark.parametrize("block_size", [4, 16, 24])
 @pytest.mark.parametrize("window", [None, 5, 65])
 def test_the_null_block_is_never_read(block_size: int, window: int | None) -> None:
-    """Tables are filled up with it; NaN there reaches nobody."""
+    """Tables are padded with it; NaN in it affects no row."""
     bench = Bench(replace(BITS, sliding_window=window), block_size, torch.float32)
     plain = bench.run(bench.backend("native"), STEPS)
     backend = bench.backend("native")

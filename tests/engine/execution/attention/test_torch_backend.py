@@ -45,7 +45,7 @@ def written_out(spec: LayerSpec, sinks: torch.Tensor | None, tokens: Tokens, pos
 
 
 def check(spec: LayerSpec, block_size: int, dtype: torch.dtype = torch.float32) -> None:
-    """Run sequences of many lengths through chunks and single tokens, and compare every row."""
+    """Compute sequences of many lengths in chunks and decode rows, and compare every row."""
     generator = torch.Generator().manual_seed(5)
 
     def noise(*shape: int) -> torch.Tensor:
@@ -85,7 +85,7 @@ def check(spec: LayerSpec, block_size: int, dtype: torch.dtype = torch.float32) 
         tolerance = 1e-5 if dtype == torch.float32 else 3e-2
         torch.testing.assert_close(found.double(), right, rtol=tolerance, atol=tolerance)
 
-    # Fresh chunks of every length, one of them a single token; then all decode beside two that are read on.
+    # First chunks of every length, one of a single token; then all decode beside two continued chunks.
     step(*((who, 0, 1 + who) for who in range(NUM_SLOTS - 2)))
     step((NUM_SLOTS - 2, 0, 9), (NUM_SLOTS - 1, 0, 16))
     step(

@@ -30,7 +30,7 @@ from tests.tiny_models import make_config
 
 CPU = torch.device("cpu")
 TOLERANCES = {**TOLERANCE, torch.float16: 4e-3}
-# Fresh chunks, a chunk with context beside singles, singles alone; blocks of 32 are crossed.
+# First chunks, a chunk with context beside decode rows, decode rows alone; blocks of 32 are crossed.
 STEPS = (
     ((0, 0, 21), (1, 0, 1), (2, 0, 6)),
     ((1, 1, 2), (0, 21, 40), (2, 6, 7)),
@@ -49,8 +49,8 @@ def check(spec: LayerSpec, block_size: int, dtype: torch.dtype) -> None:
 
 
 def agree(ours: Outputs, theirs: Outputs, dtype: torch.dtype) -> None:
-    most = TOLERANCES[dtype]
-    torch.testing.assert_close(stacked(ours), stacked(theirs), rtol=most, atol=most)
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(stacked(ours), stacked(theirs), rtol=tolerance, atol=tolerance)
 
 
 def have_read(bench: Bench) -> tuple[Any, Any]:
@@ -178,20 +178,20 @@ def decode_batch(bench: Bench, ends: tuple[int, ...]) -> AttentionBatch:
 
 
 def with_nobody(bench: Bench, ends: tuple[int, ...], num_rows: int) -> DecodeRows:
-    """The same with tables of full width, and rows of nobody up to `num_rows`."""
+    """The same with tables of full width, and padding rows up to `num_rows`."""
     batch = decode_batch(bench, ends)
     width = -(-bench.longest // bench.block_size) - batch.decode_tables.shape[1]
-    nobody = num_rows - len(ends)
+    num_padding = num_rows - len(ends)
     pad = torch.nn.functional.pad
     return DecodeRows(
-        slot_mapping=pad(batch.slot_mapping, (0, nobody)),
-        lengths=pad(batch.decode_lengths, (0, nobody), value=1),
-        tables=pad(batch.decode_tables, (0, width, 0, nobody)),
+        slot_mapping=pad(batch.slot_mapping, (0, num_padding)),
+        lengths=pad(batch.decode_lengths, (0, num_padding), value=1),
+        tables=pad(batch.decode_tables, (0, width, 0, num_padding)),
     )
 
 
 def decode_rows(bench: Bench, ends: tuple[int, ...], num_rows: int) -> tuple[torch.Tensor, ...]:
-    """Their queries, keys and values; those of nobody are NaN."""
+    """Their queries, keys and values; those of padding rows are NaN."""
     rows = []
     for kind in range(3):
         real = torch.stack([bench.tokens[who][kind][end - 1] for who, end in enumerate(ends)])
@@ -217,13 +217,13 @@ def test_padding_rows_change_nothing() -> None:
 class Spy:
     """A kernel that tells how it is launched: grid, shapes of tensors, all other arguments."""
 
-    def __init__(self, kernel: Any, told: list[Any]) -> None:
-        self.kernel, self.told = kernel, told
+    def __init__(self, kernel: Any, launches_seen: list[Any]) -> None:
+        self.kernel, self.launches_seen = kernel, launches_seen
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, **named: Any) -> None:
             given = [*args, *(named[name] for name in sorted(named))]
-            self.told.append((grid, [one.shape if torch.is_tensor(one) else one for one in given]))
+            self.launches_seen.append((grid, [one.shape if torch.is_tensor(one) else one for one in given]))
             self.kernel[grid](*args, **named)
 
         return launch
@@ -233,15 +233,15 @@ def test_launches_depend_on_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     """A CUDA graph plays the launches of one step again over what other steps put into its tensors."""
     bench = Bench(LayerSpec(2, 1, 16, 16, 0.2, 200), 16, torch.float32, LONG)
     backend, _ = have_read(bench)
-    told: list[Any] = []
+    launches_seen: list[Any] = []
     for name in ("store_kernel", "attend_kernel", "split_kernel", "combine_kernel"):
-        monkeypatch.setattr(triton_launch, name, Spy(getattr(triton_launch, name), told))
+        monkeypatch.setattr(triton_launch, name, Spy(getattr(triton_launch, name), launches_seen))
     launches = []
     for ends in ((LONG - 9, 21), (2, 1), (300,)):
-        told.clear()
+        launches_seen.clear()
         step = backend.build_decode_metadata(with_nobody(bench, ends, 3))
         step.forward(bench.call, *decode_rows(bench, ends, 3))
-        launches.append(list(told))
+        launches.append(list(launches_seen))
     assert len(launches[0]) == 3
     assert launches[0] == launches[1] == launches[2]
 

@@ -1,4 +1,4 @@
-"""Device graphs on a CPU: a recorder of torch's operators, and a backend whose decode steps it can record."""
+"""Device graphs simulated on a CPU: records torch operators of a backend that supports graphs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,7 +27,7 @@ CROWDED = EngineConfig(
 )
 SIX = replace(CROWDED, max_num_seqs=6, num_kv_blocks=60)
 HOST_BOUND = {"gpt2"}
-"""These read a tensor on the host in each forward."""
+"""These read a tensor on the host in each forward pass."""
 
 aten = torch.ops.aten
 READS_ON_THE_HOST = {
@@ -38,15 +38,15 @@ READS_ON_THE_HOST = {
     aten.equal.default,
     aten.masked_select.default,
 }
-"""A device refuses them while it captures."""
+"""Operators that a device refuses during a capture."""
 
 
 class CannotCapture(Exception):
-    """As CUDA says it of an operator that the host waits for."""
+    """CUDA's error for an operator that makes the host wait."""
 
 
 class RecordedGraph:
-    """Operators with their tensors: a replay runs them again into the same tensors, and no Python."""
+    """Operators with their tensors. A replay runs them again on the same tensors."""
 
     def __init__(self) -> None:
         self.operators: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Any]]] = []
@@ -57,7 +57,7 @@ class RecordedGraph:
         for operator, args, kwargs, results in self.operators:
             again, _ = tree_flatten(operator(*args, **kwargs))
             for result, fresh in zip(results, again, strict=True):
-                # A view, or what was changed in place, is there already.
+                # Views and in-place changes need no copy.
                 if isinstance(result, torch.Tensor) and result.data_ptr() != fresh.data_ptr():
                     result.copy_(fresh)
 
@@ -79,7 +79,7 @@ class _Recording(TorchDispatchMode):
 
 
 class Recorder:
-    """Captures on a CPU. `graphs`: those made, in their order."""
+    """Captures on a CPU. `graphs`: in order of capture."""
 
     def __init__(self) -> None:
         self.graphs: list[RecordedGraph] = []
@@ -100,8 +100,8 @@ class Recorder:
         return sum(graph.num_replays for graph in self.graphs)
 
 
-class Making(Recorder):
-    """Captures by a function."""
+class FunctionCapture(Recorder):
+    """Captures with a function."""
 
     def __init__(self, make: Callable[[Callable[[], None]], RecordedGraph]) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class GraphableTorch(TorchAttention):
         block_size = self.pool.block_size
         last = ((rows.lengths - 1) // block_size)[:, None]
         begins = (rows.lengths - 1) % block_size == 0
-        # Torch's other steps count on zeros behind a length; the null block may be zeroed at any time.
+        # Other steps of the torch backend rely on zeros after a length. The null block may be zeroed.
         begun = torch.where(begins, rows.tables.gather(1, last)[:, 0], 0)
         for pool in (*self.pool.keys, *self.pool.values):
             pool.index_fill_(0, begun, 0)
@@ -147,7 +147,7 @@ class DecodeMetadata:
 
 
 def graphable(model: PreTrainedModel, config: EngineConfig) -> GraphableTorch:
-    """A backend for `model`, which from then on attends through it. The pool starts full of NaN."""
+    """A backend that `model` uses from now on. The pool starts full of NaN."""
     install()
     model.set_attn_implementation(ATTENTION_NAME)
     layers, num_blocks = record_layers(model), config.num_kv_blocks + 1
@@ -158,7 +158,7 @@ def graphable(model: PreTrainedModel, config: EngineConfig) -> GraphableTorch:
 
 
 def graphed_runner(model: PreTrainedModel, config: EngineConfig, capture: Capture) -> ModelRunner:
-    """A runner whose decode steps are replayed, if `capture` and the trial allow it."""
+    """A runner that replays decode steps, if `capture` and the self-check succeed."""
     backend = graphable(model, config)
     graphs = make_decode_graphs(model, backend, config, capture, lambda _: None)
     inputs = InputBuilder(config.max_num_seqs, config.max_model_len, config.block_size)

@@ -1,4 +1,4 @@
-"""The memory of graphs: what is looked at stays as it is, and what nobody looks at is given again."""
+"""The capture arena: regions stay unchanged while they are viewed and are reused afterwards."""
 
 import gc
 from contextlib import suppress
@@ -11,30 +11,30 @@ from hypothesis import strategies as st
 
 from engine.execution.graphs.capture_arena import ArenaFull, CaptureArena
 
-ROOM = 4096
+NUM_BYTES = 4096
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
-ASKED = st.tuples(st.integers(1, 70), st.sampled_from(DTYPES), st.integers(0, 8))
-"""Numbers, of what type, and how many of those that are held are let go then."""
+REQUESTS = st.tuples(st.integers(1, 70), st.sampled_from(DTYPES), st.integers(0, 8))
+"""Size and dtype of a copy, and the number of copies that are dropped then."""
 
 
 @settings(max_examples=200)
-@given(st.lists(ASKED, max_size=40), st.integers(0, 99))
-def test_viewed_regions_keep_their_contents(asked: list[tuple[int, torch.dtype, int]], seed: int) -> None:
-    memory, random = CaptureArena(ROOM), Random(seed)
+@given(st.lists(REQUESTS, max_size=40), st.integers(0, 99))
+def test_viewed_regions_keep_their_contents(requests: list[tuple[int, torch.dtype, int]], seed: int) -> None:
+    memory, random = CaptureArena(NUM_BYTES), Random(seed)
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for number, (size, dtype, num_gone) in enumerate(asked):
-        given = torch.full((size,), number % 2, dtype=dtype)
-        # Holes may be too small for it.
+    for number, (size, dtype, num_dropped) in enumerate(requests):
+        original = torch.full((size,), number % 2, dtype=dtype)
+        # The free regions may be too small.
         with suppress(ArenaFull):
-            held.append((memory.copy_of(given), given))
+            held.append((memory.copy_of(original), original))
         random.shuffle(held)
-        del held[:num_gone]
+        del held[:num_dropped]
         assert all(torch.equal(*pair) for pair in held)
     held.clear()
-    # All holes have become one again.
-    assert len(memory.copy_of(torch.zeros(ROOM, dtype=torch.uint8))) == ROOM
+    # All free regions are merged again.
+    assert len(memory.copy_of(torch.zeros(NUM_BYTES, dtype=torch.uint8))) == NUM_BYTES
 
 
 def test_a_view_keeps_its_region_and_an_unowned_tensor_does_not() -> None:
@@ -55,12 +55,12 @@ def test_a_view_keeps_its_region_and_an_unowned_tensor_does_not() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_copy_keeps_shape_and_strides(dtype: torch.dtype) -> None:
     memory = CaptureArena(4096)
-    given = torch.arange(24).view(2, 3, 4).to(dtype).transpose(0, 2)
-    copy = memory.copy_of(given)
+    original = torch.arange(24).view(2, 3, 4).to(dtype).transpose(0, 2)
+    copy = memory.copy_of(original)
     name = memory.unowned(copy[1:, 1])
-    assert (copy.stride(), copy.dtype) == (given.stride(), dtype)
-    assert torch.equal(copy, given)
-    assert torch.equal(name, given[1:, 1])
+    assert (copy.stride(), copy.dtype) == (original.stride(), dtype)
+    assert torch.equal(copy, original)
+    assert torch.equal(name, original[1:, 1])
     assert memory.copy_of(torch.tensor(3)).shape == ()
 
 

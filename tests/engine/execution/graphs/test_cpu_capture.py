@@ -1,4 +1,4 @@
-"""Decode steps on a CPU as notes of calls: the same tokens, and only what can be noted is captured."""
+"""Captured decode steps on a CPU: the same tokens, and work that cannot be recorded is refused."""
 
 import ctypes
 import logging
@@ -35,7 +35,7 @@ def expected(arch: str) -> dict[str, Reference]:
 
 
 def captured(arch: str, config: Any = CROWDED, dtype: torch.dtype = torch.float32) -> ModelRunner:
-    """A runner of a model with all that makes it fast on a CPU; the pool starts full of NaN."""
+    """A runner as a CPU worker makes it. The pool starts full of NaN."""
     install()
     model = make_model(arch, dtype=dtype)
     model.set_attn_implementation(ATTENTION_NAME)
@@ -96,15 +96,15 @@ def silently(work: Callable[[], object]) -> Callable[[], None]:
 
 
 def replayed(work: Callable[[torch.Tensor], torch.Tensor], *inputs: torch.Tensor) -> list[torch.Tensor]:
-    """Captured with the first input, and replayed with each of them."""
-    given, gave = inputs[0].clone(), work(inputs[0].clone()).clone()
-    graph = CpuCapture(None)(silently(lambda: gave.copy_(work(given))))
+    """Capture with the first input and replay with each of them."""
+    source, output = inputs[0].clone(), work(inputs[0].clone()).clone()
+    graph = CpuCapture(None)(silently(lambda: output.copy_(work(source))))
     outputs = []
     for one in inputs:
-        given.copy_(one)
-        gave.zero_()
+        source.copy_(one)
+        output.zero_()
         graph.replay()
-        outputs.append(gave.clone())
+        outputs.append(output.clone())
     return outputs
 
 
@@ -125,15 +125,15 @@ def multiply_by_onednn(x: torch.Tensor) -> torch.Tensor:
 
 
 WORKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "into a result": lambda x: x + 1,
-    "without a way into a result": lambda x: torch.nn.functional.embedding(x.long().clamp(0, 4), TABLE),
+    "with an out variant": lambda x: x + 1,
+    "without an out variant": lambda x: torch.nn.functional.embedding(x.long().clamp(0, 4), TABLE),
     "views": lambda x: (x.view(2, -1).t()[1:] * 2).flatten(),
-    "in place, on what was made on the way": in_place,
+    "in place, on an intermediate result": in_place,
     "several results": lambda x: x.sort().values + x.topk(1).values,
-    "a number of the host": lambda x: x * len(x) + torch.arange(len(x)),
-    "by numbers": lambda x: x[torch.tensor([2, 0])],
+    "a host number": lambda x: x * len(x) + torch.arange(len(x)),
+    "indexed by numbers": lambda x: x[torch.tensor([2, 0])],
     "copies of views": lambda x: x.view(2, -1).t().contiguous().reshape(-1),
-    "views that do not say so": lambda x: aten._unsafe_view(x, [2, -1]).sum(0) * 2,
+    "undeclared views": lambda x: aten._unsafe_view(x, [2, -1]).sum(0) * 2,
     "lists": lambda x: torch.cat([*x.split(2)[::-1], *aten.unbind_copy(x.view(2, -1))]),
     "a weight that oneDNN packed": lambda x: multiply_by_onednn(x[None])[0] + 1,
     "an empty tensor": lambda x: torch.cat([x[:0], x, x.new_empty(0)]),
@@ -180,7 +180,7 @@ def test_work_that_packs_a_weight_is_refused() -> None:
 
 
 def test_a_graph_keeps_the_memory_of_its_calls() -> None:
-    """Whatever is made afterwards."""
+    """Later allocations do not overwrite it."""
     x = torch.ones(1000)
     out = torch.zeros(1000)
     with torch.inference_mode():
@@ -194,7 +194,6 @@ def test_a_graph_keeps_the_memory_of_its_calls() -> None:
 
 
 def test_regions_are_reused_within_and_between_graphs() -> None:
-    """In one graph, and to the next one."""
     x, out = torch.ones(1024), torch.zeros(1024)
 
     def work() -> None:
@@ -214,7 +213,7 @@ def test_regions_are_reused_within_and_between_graphs() -> None:
 
 
 def test_a_tensor_that_outlives_its_capture_keeps_its_contents() -> None:
-    """As a mask that a model makes once and keeps."""
+    """Such as a mask that a model computes once."""
     x, out = torch.arange(8.0), torch.zeros(8)
     remembered: list[torch.Tensor] = []
 
@@ -252,10 +251,10 @@ def test_native_calls_are_recorded_instead_of_made_during_a_capture_only() -> No
 
 def test_native_functions_that_return_a_value_are_called_during_a_capture() -> None:
     library = native_library()
-    numbers = library.function("tokenmill_linear_numel_float32", [ctypes.c_int64] * 2, ctypes.c_int64)
-    told = []
-    graph = CpuCapture(library)(silently(lambda: told.append(numbers(3, 5))))
-    assert told == [numbers(3, 5)] != [0]
+    numel = library.function("tokenmill_linear_numel_float32", [ctypes.c_int64] * 2, ctypes.c_int64)
+    sizes = []
+    graph = CpuCapture(library)(silently(lambda: sizes.append(numel(3, 5))))
+    assert sizes == [numel(3, 5)] != [0]
     assert graph.calls == []
 
 

@@ -1,4 +1,4 @@
-"""What is captured, and what is not: sizes, trials, failures, devices and settings."""
+"""Which decode steps are captured: sizes, self-checks, failures, devices and settings."""
 
 import logging
 from collections.abc import Callable
@@ -26,8 +26,8 @@ from tests.engine.execution.graphs.bench import (
     REQUESTS,
     SIX,
     DecodeMetadata,
+    FunctionCapture,
     GraphableTorch,
-    Making,
     RecordedGraph,
     Recorder,
     graphable,
@@ -47,11 +47,11 @@ def test_sizes() -> None:
     assert len(graph_sizes(1024)) < 50
 
 
-@pytest.mark.parametrize("most", [1, 2, 5, 8, 9, 64, 65, 250, 1000])
-def test_few_rows_are_padding(most: int) -> None:
-    sizes = graph_sizes(most)
+@pytest.mark.parametrize("maximum", [1, 2, 5, 8, 9, 64, 65, 250, 1000])
+def test_few_rows_are_padding(maximum: int) -> None:
+    sizes = graph_sizes(maximum)
     assert list(sizes) == sorted(set(sizes))
-    for count in range(1, most + 1):
+    for count in range(1, maximum + 1):
         size = next(size for size in sizes if size >= count)
         assert size - count < max(8, size / 8)
 
@@ -76,57 +76,57 @@ def test_a_step_has_no_more_rows_than_tokens() -> None:
 
 
 def test_the_largest_graph_is_captured_first_and_the_pool_stays_clean() -> None:
-    told: list[str] = []
+    messages: list[str] = []
     model, recorder = make_model("llama"), Recorder()
     backend = graphable(model, SIX)
-    graphs = make_decode_graphs(model, backend, SIX, recorder, told.append)
+    graphs = make_decode_graphs(model, backend, SIX, recorder, messages.append)
     assert graphs is not None
-    assert told[:4] == [f"capturing a decode graph of {size} rows" for size in (6, 4, 2, 1)]
-    assert told[4].startswith("decode graphs: 4, of 1 to 6 rows, ")
+    assert messages[:4] == [f"capturing a decode graph of {size} rows" for size in (6, 4, 2, 1)]
+    assert messages[4].startswith("decode graphs: 4, of 1 to 6 rows, ")
     for pool in (*backend.pool.keys, *backend.pool.values):
         assert not pool.nan_to_num().any()
         assert not pool[0].isnan().any()
 
 
-class Forgetful(RecordedGraph):
-    """A graph that keeps what its capture read: a replay computes nothing."""
+class ConstantGraph(RecordedGraph):
+    """A graph that keeps the results of its capture: a replay computes nothing."""
 
     def replay(self) -> None:
         self.num_replays += 1
 
 
-def stale(work: Callable[[], None]) -> RecordedGraph:
+def stale_capture(work: Callable[[], None]) -> RecordedGraph:
     work()
-    return Forgetful()
+    return ConstantGraph()
 
 
-class LooksAtNobody(GraphableTorch):
-    """Its rows see the tokens of the next row too."""
+class ShiftedLengths(GraphableTorch):
+    """Its rows have the length of the next row."""
 
     def build_decode_metadata(self, rows: DecodeRows) -> DecodeMetadata:
         return super().build_decode_metadata(DecodeRows(rows.slot_mapping, rows.lengths.roll(1), rows.tables))
 
 
-def failing(_: Callable[[], None]) -> RecordedGraph:
+def failing_capture(_: Callable[[], None]) -> RecordedGraph:
     raise torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
 
 
-def without_memory(_: Callable[[], None]) -> RecordedGraph:
+def capture_without_memory(_: Callable[[], None]) -> RecordedGraph:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 @pytest.mark.parametrize(
     ("capture", "reason"),
     [
-        (stale, "differs from the forward pass"),
-        (failing, "operation not permitted"),
-        (without_memory, "out of memory"),
+        (stale_capture, "differs from the forward pass"),
+        (failing_capture, "operation not permitted"),
+        (capture_without_memory, "out of memory"),
     ],
 )
 def test_after_a_failed_capture_a_model_runs_without_graphs(
     capture: Callable[[Callable[[], None]], RecordedGraph], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runner = graphed_runner(make_model("llama"), CROWDED, Making(capture))
+    runner = graphed_runner(make_model("llama"), CROWDED, FunctionCapture(capture))
     assert runner.graph_sizes == ()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
@@ -135,8 +135,8 @@ def test_after_a_failed_capture_a_model_runs_without_graphs(
     assert served.token_ids["r"] == reference(make_model("llama"), PROMPTS["5 tokens"], 20).token_ids
 
 
-class LongerBesideNobody(GraphableTorch):
-    """Its rows see one slot more where the last row is nobody's."""
+class LongerBesidePadding(GraphableTorch):
+    """Its rows see one slot more if the last row is padding."""
 
     def build_decode_metadata(self, rows: DecodeRows) -> DecodeMetadata:
         return super().build_decode_metadata(
@@ -144,7 +144,7 @@ class LongerBesideNobody(GraphableTorch):
         )
 
 
-@pytest.mark.parametrize("kind", [LooksAtNobody, LongerBesideNobody])
+@pytest.mark.parametrize("kind", [ShiftedLengths, LongerBesidePadding])
 def test_the_self_check_detects_a_backend_that_decodes_wrongly(
     kind: type[GraphableTorch], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -155,8 +155,8 @@ def test_the_self_check_detects_a_backend_that_decodes_wrongly(
     assert "differs from the forward pass" in caplog.text
 
 
-class KeepsNothing(GraphableTorch):
-    """Its graphs leave keys and values to whoever came before."""
+class StoresNothing(GraphableTorch):
+    """Its graphs do not write keys and values."""
 
     def build_decode_metadata(self, rows: DecodeRows) -> DecodeMetadata:
         return super().build_decode_metadata(
@@ -168,39 +168,39 @@ def test_the_self_check_detects_a_graph_that_writes_no_keys_and_values(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     backend = graphable(model := make_model("llama"), CROWDED)
-    backend.__class__ = KeepsNothing
+    backend.__class__ = StoresNothing
     assert make_decode_graphs(model, backend, CROWDED, Recorder(), lambda _: None) is None
     assert "differs from the forward pass" in caplog.text
 
 
-class Counting(GraphableTorch):
-    """Counts the steps that are not captured."""
+class CountingBackend(GraphableTorch):
+    """Counts the forward passes that are not captured."""
 
-    num_begun = 0
+    num_passes = 0
 
     def build_metadata(self, batch: AttentionBatch) -> TorchMetadata:
-        self.num_begun += 1
+        self.num_passes += 1
         return super().build_metadata(batch)
 
 
-def counting(model: PreTrainedModel) -> Counting:
+def counting_backend(model: PreTrainedModel) -> CountingBackend:
     backend = graphable(model, SIX)
-    backend.__class__ = Counting
-    assert isinstance(backend, Counting)
+    backend.__class__ = CountingBackend
+    assert isinstance(backend, CountingBackend)
     return backend
 
 
 def test_all_graphs_are_checked_against_one_forward_pass() -> None:
-    backend = counting(model := make_model("llama"))
+    backend = counting_backend(model := make_model("llama"))
     graphs = make_decode_graphs(model, backend, SIX, Recorder(), lambda _: None)
     assert graphs is not None
     assert graphs.sizes == (1, 2, 4, 6)
-    assert backend.num_begun == 1
+    assert backend.num_passes == 1
 
 
 def test_rows_whose_logits_depend_on_the_batch_size_are_checked_alone() -> None:
-    """As an expert may be chosen by the rounding of a kernel for many rows."""
-    backend = counting(model := make_model("llama"))
+    """Rounding in a kernel for many rows may select another expert."""
+    backend = counting_backend(model := make_model("llama"))
 
     def shift(_: object, __: object, logits: torch.Tensor) -> torch.Tensor:
         return logits + 100 * (logits.shape[-2] > 4)
@@ -209,7 +209,7 @@ def test_rows_whose_logits_depend_on_the_batch_size_are_checked_alone() -> None:
     graphs = make_decode_graphs(model, backend, SIX, Recorder(), lambda _: None)
     assert graphs is not None
     assert graphs.sizes == (1, 2, 4, 6)
-    assert backend.num_begun == 4
+    assert backend.num_passes == 4
 
 
 @pytest.mark.parametrize("first", [1, 2, 5, 99])
@@ -224,7 +224,7 @@ def test_fewer_rows_are_the_first_rows_of_the_same_step(first: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_model_len", "block_size", "num_kv_blocks", "most"),
+    ("max_model_len", "block_size", "num_kv_blocks", "maximum"),
     [
         (2, 16, 1, 1),
         (3, 16, 9, 8),
@@ -236,12 +236,12 @@ def test_fewer_rows_are_the_first_rows_of_the_same_step(first: int) -> None:
     ],
 )
 def test_the_self_check_stays_within_the_limits(
-    max_model_len: int, block_size: int, num_kv_blocks: int, most: int
+    max_model_len: int, block_size: int, num_kv_blocks: int, maximum: int
 ) -> None:
     config = EngineConfig(max_model_len=max_model_len, block_size=block_size, num_kv_blocks=num_kv_blocks)
-    inputs = check_inputs(11, config, most)
+    inputs = check_inputs(11, config, maximum)
     batch, count = inputs.batch, len(inputs.token_ids)
-    assert count == min(most, num_kv_blocks)
+    assert count == min(maximum, num_kv_blocks)
     assert batch.decode_tables.shape[1] <= -(-max_model_len // block_size)
     assert 0 <= int(inputs.positions.min()) <= int(inputs.positions.max()) < max_model_len
     assert int(inputs.token_ids.max()) < 11
@@ -256,7 +256,7 @@ def test_the_self_check_stays_within_the_limits(
 
 
 def loaded(model: Any, device: str, backend: type[GraphableTorch] | Any) -> Any:
-    """What a loader gives, of a device that is not there."""
+    """A stand-in for a loaded model on a device that does not exist."""
     made = graphable(model, CROWDED)
     if backend is TORCH:
         made.__class__ = TORCH.make
@@ -282,13 +282,14 @@ def test_graphs_are_for_backends_that_allow_them(
     device: str, backend: Any, has_graphs: bool, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plans, "CudaCapture", lambda _: Recorder())
-    told: list[str] = []
+    messages: list[str] = []
     made = plans.plain((), None, has_graphs=has_graphs)
-    runner = made.make_runner(loaded(make_model("llama"), device, backend), CROWDED, told.append)
+    runner = made.make_runner(loaded(make_model("llama"), device, backend), CROWDED, messages.append)
     assert isinstance(runner, ModelRunner)
     assert runner.graph_sizes == sizes
     assert (
-        told == ["decode graphs: none, as torch attention cannot be captured"] * (backend is TORCH) or sizes
+        messages == ["decode graphs: none, as torch attention cannot be captured"] * (backend is TORCH)
+        or sizes
     )
 
 

@@ -1,4 +1,4 @@
-"""Decode steps by graphs give what the forward pass gives; what cannot be captured is served without."""
+"""Replayed decode steps return what the forward pass returns; other steps run without graphs."""
 
 from typing import Any
 
@@ -20,8 +20,8 @@ from tests.engine.execution.graphs.bench import (
     REQUESTS,
     SIX,
     CannotCapture,
+    FunctionCapture,
     GraphableTorch,
-    Making,
     RecordedGraph,
     Recorder,
     graphed_runner,
@@ -41,12 +41,12 @@ def test_tokens_of_graphs_equal_generate(arch: str) -> None:
     assert recorder.num_replays - recorded > 20
     assert served.num_preempted > 0
     model = make_model(arch)
-    right = {name: reference(model, prompt, 20) for name, prompt in PROMPTS.items()}
-    assert_equal_tokens(served.token_ids, right)
+    expected = {name: reference(model, prompt, 20) for name, prompt in PROMPTS.items()}
+    assert_equal_tokens(served.token_ids, expected)
 
 
 class Bench:
-    """Six sequences of different lengths whose prompts are computed; their next tokens are decoded."""
+    """Six sequences of different lengths whose prompts are computed."""
 
     def __init__(self) -> None:
         self.recorder = Recorder()
@@ -81,18 +81,18 @@ def test_a_replay_returns_the_logits_of_the_forward_pass(count: int) -> None:
     bench = Bench()
     inputs = bench.inputs(list(range(6))[-count:])
     with torch.inference_mode():
-        right = bench.eager.forward(inputs)
+        expected = bench.eager.forward(inputs)
         before = bench.recorder.num_replays
         found = bench.runner.forward(inputs)
         assert bench.recorder.num_replays == before + 1
-    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_padding_rows_change_nothing() -> None:
-    """vllm#35541 and its like: what stands in the rows that fill a graph up leaked into real rows.
+    """In vllm#35541, the contents of padding rows leaked into real rows.
 
-    Three rows in the graph of four, after the fourth held a real row, garbage, or nobody; the same bits.
-    Beside their own slots only that of nobody is written.
+    Three rows run in the graph of four rows after the fourth held a real row, garbage, or padding; the bits
+    are the same. Only their own slots and the padding slot are written.
     """
     bench = Bench()
     inputs = bench.inputs([0, 3, 5])
@@ -119,11 +119,11 @@ def test_only_requested_logits_are_returned() -> None:
     bench = Bench()
     inputs = bench.inputs([0, 1, 2], {1: 1})
     with torch.inference_mode():
-        right = bench.eager.forward(inputs)
+        expected = bench.eager.forward(inputs)
         found = bench.runner.forward(inputs)
         assert bench.runner.forward(bench.inputs([0, 1], {0: 1, 1: 1})).shape == (0, found.shape[1])
     assert found.shape[0] == 2
-    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_logits_are_the_callers_own() -> None:
@@ -153,7 +153,7 @@ def test_only_decode_steps_are_supported() -> None:
 
 
 class Poisoned(RecordedGraph):
-    """Fails whenever one of its rows is the token `poison`, and once for nothing."""
+    """Fails whenever one of its rows is the token `poison`, and once without a reason."""
 
     def __init__(self, graph: RecordedGraph, token_ids: torch.Tensor, poison: int) -> None:
         self._graph, self._token_ids, self._poison = graph, token_ids, poison
@@ -169,12 +169,12 @@ class Poisoned(RecordedGraph):
 
 
 def test_a_failed_replay_is_a_failed_step() -> None:
-    """The guilty request ends alone; those beside it have their tokens, and a step that failed once."""
+    """Only the request that causes the failure ends; a step that fails once is repeated."""
     model = make_model("llama")
-    right = {name: reference(model, prompt, 20).token_ids for name, prompt in PROMPTS.items()}
-    poison = right["17 tokens"][7]
-    place = right["17 tokens"].index(poison)
-    healthy = [name for name in ("1 tokens", "5 tokens", "33 tokens") if poison not in right[name]]
+    expected = {name: reference(model, prompt, 20).token_ids for name, prompt in PROMPTS.items()}
+    poison = expected["17 tokens"][7]
+    position = expected["17 tokens"].index(poison)
+    healthy = [name for name in ("1 tokens", "5 tokens", "33 tokens") if poison not in expected[name]]
     assert len(healthy) >= 2
     runner = graphed_runner(make_model("llama"), SIX, Recorder())
     graphs = runner._graphs
@@ -186,8 +186,8 @@ def test_a_failed_replay_is_a_failed_step() -> None:
     served = serve(runner, SIX, {name: REQUESTS[name] for name in [*healthy, "17 tokens"]})
     assert list(served.errors) == ["17 tokens"]
     assert "RuntimeError: poison" in served.errors["17 tokens"]
-    assert served.token_ids["17 tokens"] == right["17 tokens"][: place + 1]
-    assert {name: served.token_ids[name] for name in healthy} == {name: right[name] for name in healthy}
+    assert served.token_ids["17 tokens"] == expected["17 tokens"][: position + 1]
+    assert {name: served.token_ids[name] for name in healthy} == {name: expected[name] for name in healthy}
 
 
 def refuse(_: object) -> RecordedGraph:
@@ -198,12 +198,12 @@ def test_sampled_tokens_are_the_same_with_graphs() -> None:
     random = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=20, seed=5, repetition_penalty=1.2)
     requests = {name: (prompt, random) for name, prompt in PROMPTS.items()}
     with_graphs = serve(graphed_runner(make_model("llama"), CROWDED, Recorder()), CROWDED, requests)
-    without = serve(graphed_runner(make_model("llama"), CROWDED, Making(refuse)), CROWDED, requests)
+    without = serve(graphed_runner(make_model("llama"), CROWDED, FunctionCapture(refuse)), CROWDED, requests)
     assert with_graphs.token_ids == without.token_ids
 
 
 def test_check_replays_a_graph() -> None:
-    """Else a device whose graphs all fail would be called sound, and every request guilty."""
+    """Otherwise a device whose graphs all fail would pass, and every request would be blamed."""
     recorder = Recorder()
     runner = graphed_runner(make_model("llama"), CROWDED, recorder)
     before = recorder.num_replays

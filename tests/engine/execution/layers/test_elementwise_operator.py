@@ -1,4 +1,4 @@
-"""The native norm and gate against the same in torch: values, views, NaN, and the bits of a row."""
+"""Native norms and gates against torch: values, views, NaN, and the bits of a row."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from tests.engine.execution.pools import native_library
 
 DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-7}
-"""Relative: bfloat16 may be rounded the other kernel where float32 differs in its last place, or twice."""
+"""Relative. In bfloat16, a difference in the last bit of float32 may flip a rounding, or two."""
 SIZES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 64, 67, 96, 129, 576, 1031)
 
 
@@ -39,11 +39,11 @@ def check_norm(operator: ElementwiseOperator, formula: NormFormula, hidden: torc
     found = operator.norm(formula, weight)(hidden)
     assert found is not None
     assert found.dtype == hidden.dtype
-    most = TOLERANCE[hidden.dtype]
+    tolerance = TOLERANCE[hidden.dtype]
     expected = formula.reference(hidden, weight)
-    torch.testing.assert_close(found, expected, rtol=most, atol=0, equal_nan=True)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=0, equal_nan=True)
     if hidden.dtype == torch.bfloat16 and hidden.numel() > 100:
-        # Rounded somewhere else, a quarter of the numbers would differ.
+        # With another order of rounding a quarter of the elements would differ.
         assert float((found.nan_to_num() == expected.nan_to_num()).float().mean()) > 0.98
     return found
 
@@ -55,9 +55,9 @@ def check_gate(
     assert found is not None
     assert found.dtype == gate.dtype
     expected = activation.reference(gate) * up
-    # Where a gate is nearly closed, 1 + tanh and 1 + erf cancel: what is left is not precise in torch either.
-    most = TOLERANCE[gate.dtype]
-    torch.testing.assert_close(found, expected, rtol=most, atol=8e-6, equal_nan=True)
+    # In a nearly closed gate, 1 + tanh and 1 + erf cancel, in torch too.
+    tolerance = TOLERANCE[gate.dtype]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=8e-6, equal_nan=True)
     if gate.dtype == torch.bfloat16 and gate.numel() > 100:
         assert float((found.nan_to_num() == expected.nan_to_num()).float().mean()) > 0.95
     return found
@@ -81,7 +81,7 @@ def test_gates(operator: ElementwiseOperator, size: int, activation: Activation,
 
 @pytest.mark.parametrize("activation", Activation)
 def test_a_gate_is_precise_at_every_magnitude(operator: ElementwiseOperator, activation: Activation) -> None:
-    """Relative precision near 0, no overflow far from it, and the places where formulas change over."""
+    """Relative precision near 0, no overflow, and the boundaries between formulas."""
     sizes = torch.logspace(-30, 4, 4001)
     gate = torch.cat([sizes, -sizes, torch.linspace(-12, 12, 4001), torch.zeros(1)])
     found = operator.gate(activation)(gate, torch.ones_like(gate))
@@ -112,7 +112,7 @@ def test_any_view(
     step: int,
     flipped: bool,
 ) -> None:
-    """What lies between the numbers of a view is NaN, and must not be read into it."""
+    """The memory between the elements of a view is NaN and must not be read."""
     wide = torch.full((*shape, size * step + 3), torch.nan, dtype=dtype)
     view = wide[..., : size * step : step]
     view.copy_(noise(*shape, size))
@@ -154,11 +154,11 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-LinearKernel = Callable[[torch.Tensor], torch.Tensor | None]
+Operation = Callable[[torch.Tensor], torch.Tensor | None]
 
 
-def kernels(operator: ElementwiseOperator, dtype: torch.dtype, size: int) -> list[LinearKernel]:
-    """Everything that is done to rows of `size` numbers."""
+def kernels(operator: ElementwiseOperator, dtype: torch.dtype, size: int) -> list[Operation]:
+    """Every operation on rows of `size` elements."""
     weight = noise(size, seed=1).to(dtype)
     gates = [operator.gate(activation) for activation in Activation]
     return [
@@ -172,7 +172,7 @@ def kernels(operator: ElementwiseOperator, dtype: torch.dtype, size: int) -> lis
 def test_the_bits_of_a_row_do_not_depend_on_the_batch(
     operator: ElementwiseOperator, num_rows: int, size: int, dtype: torch.dtype
 ) -> None:
-    """Alone, beside others, and by one thread or several; so many numbers that threads share them."""
+    """Alone, in a batch, and with one or several threads; large enough to be divided among threads."""
     hidden = noise(num_rows, size, scale=2.0).to(dtype)
     for kernel in kernels(operator, dtype, size):
         alone = torch.cat([one for row in hidden if (one := kernel(row[None])) is not None])
@@ -188,9 +188,9 @@ def test_the_bits_of_a_row_do_not_depend_on_the_batch(
 def test_non_finite_elements_affect_their_own_row_only(
     operator: ElementwiseOperator, column: int, bad: float, dtype: torch.dtype
 ) -> None:
-    """In a whole vector and in the rest of a row.
+    """In a whole vector and in the remainder of a row.
 
-    torch is no reference here: on AVX-512 processors its gelu of infinity is NaN, on AVX2 infinity.
+    torch is not the reference: its gelu of infinity is NaN on AVX-512 processors and infinity on AVX2.
     """
     clean = noise(4, 100).to(dtype)
     hidden = clean.clone()
@@ -203,7 +203,7 @@ def test_non_finite_elements_affect_their_own_row_only(
         assert expected is not None
         assert torch.equal(found[[0, 1, 3]], expected[[0, 1, 3]])
         assert not found[2, column].isfinite()
-        # A row of infinite length: its finite numbers become 0, or NaN.
+        # The norm of the row is infinite: its finite elements become 0 or NaN.
         assert not (found[2, others].isfinite() & (found[2, others] != 0)).any()
     for activation in Activation:
         gated = operator.gate(activation)
@@ -214,13 +214,13 @@ def test_non_finite_elements_affect_their_own_row_only(
             assert found is not None
             assert torch.equal(found[[0, 1, 3]], expected[[0, 1, 3]])
             assert torch.equal(found[2, others], expected[2, others])
-            # A gate of minus infinity is closed: 0 is right, and so is NaN for 0 times infinity.
+            # A gate of minus infinity is closed: 0 is correct, and so is NaN, for 0 times infinity.
             closed = gate is hidden and bad == -math.inf and found[2, column] == 0
             assert closed or not found[2, column].isfinite()
 
 
 def test_nan_of_any_payload_stays_nan_in_bfloat16(operator: ElementwiseOperator) -> None:
-    """Rounding must not carry it over into a number."""
+    """Rounding must not carry into the exponent."""
     bits = torch.tensor([0x7F81, 0x7FC1, 0x7FFF, -0x0001, -0x003F], dtype=torch.int16)
     hidden = bits.view(torch.bfloat16).repeat(1, 9)
     assert hidden.isnan().all()
@@ -239,7 +239,7 @@ def test_no_rows(operator: ElementwiseOperator, dtype: torch.dtype) -> None:
 
 
 def test_unsupported_tensors_are_refused(operator: ElementwiseOperator) -> None:
-    """The library would read past it."""
+    """The library would read out of bounds."""
     norm, gate = operator.norm(FORMULAS[0], noise(8)), operator.gate(Activation.SILU)
     right = noise(2, 8)
     assert norm(right) is not None
@@ -253,14 +253,14 @@ def test_unsupported_tensors_are_refused(operator: ElementwiseOperator) -> None:
 
 
 def test_a_norm_keeps_its_weight_alive(operator: ElementwiseOperator) -> None:
-    """A copy in float32 belongs to the norm; memory that was given back would be read otherwise."""
+    """The norm owns a float32 copy; freed memory would be read otherwise."""
     weight = noise(4096).bfloat16()
     norm = operator.norm(FORMULAS[0], weight)
     expected = norm(noise(1, 4096).bfloat16())
     del weight
-    rubbish = [torch.full((4096,), torch.nan) for _ in range(64)]
+    garbage = [torch.full((4096,), torch.nan) for _ in range(64)]
     assert same(norm(noise(1, 4096).bfloat16()), expected)
-    assert len(rubbish) == 64
+    assert len(garbage) == 64
 
 
 def test_the_operators_pass_their_self_check(operator: ElementwiseOperator) -> None:

@@ -1,4 +1,4 @@
-"""Fused and packed linears give the same tokens; fusing touches nothing that is not plain."""
+"""Fused and packed linears give the same tokens; only plain linears are fused."""
 
 import weakref
 from functools import cache
@@ -78,7 +78,7 @@ def test_the_weight_of_a_part_is_a_view_of_the_fused_weight() -> None:
 
 
 def test_members_are_freed_before_the_next_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model needs its own memory and that of one product, never all of its weights twice."""
+    """Fusing needs the memory of the model and of one product, never all weights twice."""
     model = ready("llama")
     names = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
     originals = [
@@ -96,7 +96,7 @@ def test_members_are_freed_before_the_next_fusion(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(FusedLinear, "__init__", counting)
     num_products = fuse_linears(model)
     left = sum(one() is not None for one in originals)
-    # Products of three and of two weights by turns, each gone when the next one begins.
+    # Fusions of three and of two weights alternate; each frees its members before the next one.
     assert len(alive) == num_products
     assert sorted(before - after for before, after in zip(alive, [*alive[1:], left], strict=True)) == (
         [2] * (num_products // 2) + [3] * (num_products // 2)
@@ -136,7 +136,7 @@ def test_a_product_is_computed_once_and_then_freed() -> None:
     torch.testing.assert_close(
         torch.cat([first, second], -1), torch.cat([one(hidden) for one in linears], -1)
     )
-    # Rewritten by somebody in place: the same tensor, other numbers.
+    # Changed in place: the same tensor with other values.
     hidden.zero_()
     torch.testing.assert_close(fused.part(0, hidden), linears[0](hidden))
     fused.part(1, hidden)
@@ -146,7 +146,7 @@ def test_a_product_is_computed_once_and_then_freed() -> None:
 
 
 class Block(nn.Module):
-    """Linears that must not be fused, beside two that may."""
+    """Linears that must not be fused, beside two that are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class _Special(nn.Linear):
 def test_linears_that_are_not_plain_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     block = Block()
     hidden = torch.randn(3, 6)
-    right = block(hidden)
+    expected = block(hidden)
     monkeypatch.setattr(
         "engine.execution.layers.fused_linears.pass_of_two_tokens", lambda model: model(hidden)
     )
@@ -179,4 +179,4 @@ def test_linears_that_are_not_plain_are_left_alone(monkeypatch: pytest.MonkeyPat
 
     fused = [name for name, child in block.named_children() if type(child) is FusedPart]
     assert fused == ["a", "b"]
-    torch.testing.assert_close(block(hidden), right)
+    torch.testing.assert_close(block(hidden), expected)

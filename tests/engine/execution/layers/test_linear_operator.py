@@ -1,4 +1,4 @@
-"""The native operator of linears against torch, over shapes and layouts, and bit against bit."""
+"""The native linear against torch: shapes, layouts, and the bits of a row."""
 
 from functools import cache
 
@@ -32,12 +32,12 @@ def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def check(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
     found = operator().multiply(hidden, operator().pack(weight), bias)
-    right = linear(hidden.double(), weight.double(), None if bias is None else bias.double())
+    expected = linear(hidden.double(), weight.double(), None if bias is None else bias.double())
     assert found.dtype == hidden.dtype
     assert found.is_contiguous()
-    # Sums of products lose what is small beside their largest part.
-    most = TOLERANCE[hidden.dtype] * max(1.0, weight.shape[1] ** 0.5)
-    torch.testing.assert_close(found.double(), right, rtol=most, atol=most)
+    # Sums of products lose small terms.
+    tolerance = TOLERANCE[hidden.dtype] * max(1.0, weight.shape[1] ** 0.5)
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -128,7 +128,7 @@ def test_the_bits_of_a_row_do_not_depend_on_the_batch(sizes: tuple[int, int], dt
 def test_non_finite_elements_affect_their_own_row_and_column_only(
     num_rows: int, bad: float, dtype: torch.dtype
 ) -> None:
-    """Sizes that are filled up, so that what fills them shows if it is multiplied."""
+    """Sizes that are padded, so that the padding shows if it is multiplied."""
     hidden, weight = noise(num_rows, 333, dtype=dtype), noise(37, 333, dtype=dtype)
     clean = operator().multiply(hidden, operator().pack(weight), None)
     hidden[-1, -1] = bad
@@ -143,7 +143,7 @@ def test_non_finite_elements_affect_their_own_row_and_column_only(
 
 
 def test_memory_after_a_row_is_not_read() -> None:
-    """What is filled up, of the input, is never read: it may lie behind the last row."""
+    """The padding of the inputs may be beyond the last row and is never read."""
     hidden = torch.full((3, 8), torch.nan)[:, :5]
     hidden.copy_(noise(3, 5))
     check(hidden, noise(7, 5))
@@ -160,7 +160,7 @@ def test_memory_after_a_row_is_not_read() -> None:
     ],
 )
 def test_inputs_that_do_not_match_the_weight_are_refused(hidden: torch.Tensor, reason: str) -> None:
-    """The operator would read past it."""
+    """The operator would read out of bounds."""
     with pytest.raises(UnsupportedModel, match=reason):
         operator().multiply(hidden, operator().pack(noise(4, 8)), None)
 

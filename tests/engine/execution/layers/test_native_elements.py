@@ -1,4 +1,4 @@
-"""Norms, gated MLPs and rotations by native operators: the same tokens, and nothing else is touched."""
+"""Native norms, gated MLPs and rotary embeddings: the same tokens, and other modules stay."""
 
 import copy
 import logging
@@ -45,8 +45,8 @@ REPLACED = {
     "opt": (0, 0, 0), "mixtral": (5, 0, 2), "olmo2": (9, 2, 2), "granite": (5, 2, 2), "smollm3": (5, 2, 2),
     "gpt_oss": (5, 0, 0),
 }  # fmt: skip
-"""Of two layers: norms around blocks and of heads, gated MLPs, attention that rotates. Experts and MLPs
-without a gate are left alone, and gpt-oss' rotation, whose angles come once for both halves."""
+"""Norms, gated MLPs and rotary attention of two layers. Experts and MLPs without a gate are left alone, and
+so is the rotary function of gpt-oss, whose angles are not repeated for both halves."""
 
 
 @cache
@@ -82,7 +82,7 @@ def test_bfloat16_has_the_same_norms_and_gates_and_nearly_the_same_logits(arch: 
     token_ids = torch.tensor([PROMPTS["33 tokens"]])
     with torch.inference_mode():
         ours, theirs = (model(token_ids, use_cache=False).logits.float() for model in (fast, plain))
-    # A rounding that turned the other kernel early grows on its kernel through the layers.
+    # A rounding that flips in an early layer grows in later layers.
     assert float((ours - theirs).abs().mean() / theirs.abs().mean()) < 0.03
 
 
@@ -116,8 +116,8 @@ def test_linears_that_are_replaced_later_are_called() -> None:
     assert gate_proj.fused is up_proj.fused
     hidden = torch.randn(1, 3, model.config.hidden_size)
     gate, up = (one.weight @ hidden[0].T for one in (gate_proj, up_proj))
-    right = (silu(gate) * up).T @ mlp.get_parameter("down_proj.weight").T
-    torch.testing.assert_close(mlp(hidden)[0], right)
+    expected = (silu(gate) * up).T @ mlp.get_parameter("down_proj.weight").T
+    torch.testing.assert_close(mlp(hidden)[0], expected)
 
 
 def test_a_second_pass_replaces_nothing() -> None:
@@ -129,7 +129,7 @@ def test_a_second_pass_replaces_nothing() -> None:
 
 
 class Norm(nn.Module):
-    """A norm under names of its own, or nearly one."""
+    """A norm with unusual names, or something similar."""
 
     def __init__(self, change: Callable[[torch.Tensor], torch.Tensor] = lambda row: row) -> None:
         super().__init__()
@@ -143,14 +143,14 @@ class Norm(nn.Module):
 
 
 class Mean(Norm):
-    """A layer norm: nearly the same on rows whose mean is nearly 0."""
+    """A layer norm, which is similar on rows with a mean near 0."""
 
     def forward(self, row: torch.Tensor) -> torch.Tensor:
         return super().forward(row - row.mean(-1, keepdim=True))
 
 
 class OtherEpsilon(Norm):
-    """Its epsilon cannot be read from it, and shows with small rows only."""
+    """Its epsilon is not an attribute, and matters for small rows only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class OtherEpsilon(Norm):
         return self.gamma * (row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + 2 * self.tiny))
 
 
-class Mated(Norm):
+class WithGate(Norm):
     """Reads more than its row."""
 
     def forward(self, row: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
@@ -168,7 +168,7 @@ class Mated(Norm):
 
 
 class Mlp(nn.Module):
-    """A gated MLP under names of its own, or nearly one."""
+    """A gated MLP with unusual names, or something similar."""
 
     def __init__(self, act: Callable[[torch.Tensor], torch.Tensor], num_inner: int = 40) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class Mlp(nn.Module):
 
 
 class Wide(nn.Module):
-    """Gate and up are one linear; `gate_last`: in which order."""
+    """Gate and up are one linear. `gate_last`: their order."""
 
     def __init__(self, gate_last: bool) -> None:
         super().__init__()
@@ -195,14 +195,14 @@ class Wide(nn.Module):
 
 
 class Scaled(Mlp):
-    """Does something to its output."""
+    """Scales its output."""
 
     def forward(self, row: torch.Tensor) -> torch.Tensor:
         return super().forward(row) * 1.5
 
 
 class Clamped(Mlp):
-    """Differs where numbers are large."""
+    """Differs for large values."""
 
     def forward(self, row: torch.Tensor) -> torch.Tensor:
         down: torch.Tensor = self.c(self.b(row).clamp(max=50.0) * self.act(self.a(row)))
@@ -217,8 +217,8 @@ class Twice(Mlp):
         return output
 
 
-class Weighed(Mlp):
-    """Has a weight besides, which may be used at other times."""
+class WithWeight(Mlp):
+    """Has another weight."""
 
     def __init__(self) -> None:
         super().__init__(silu)
@@ -230,16 +230,16 @@ def elementwise() -> ElementwiseOperator:
 
 
 def replaced(module: nn.Module, dtype: torch.dtype = torch.float32, **named: torch.Tensor) -> nn.Module:
-    """What stands in the place of `module` after both passes; its outputs are checked."""
+    """The module that replaces `module`, or `module` itself; its outputs are checked."""
     model = nn.ModuleDict({"it": module}).to(dtype).requires_grad_(False)
     hidden = torch.randn(1, 2, 24).to(dtype)
-    right = module(hidden, **named)
+    expected = module(hidden, **named)
     operator = elementwise()
     slots = observed_slots(model, lambda: model["it"](hidden, **named))
     count = sum(replace_modules(slots, operator))
     assert count == (model["it"] is not module)
-    most = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(model["it"](hidden, **named), right, rtol=most, atol=most)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(model["it"](hidden, **named), expected, rtol=tolerance, atol=tolerance)
     return model["it"]
 
 
@@ -267,9 +267,9 @@ def test_modules_similar_to_a_norm_are_left_alone(module: nn.Module) -> None:
 
 
 def test_a_norm_with_a_second_argument_is_left_alone() -> None:
-    module = Mated()
+    module = WithGate()
     assert replaced(module, gate=torch.randn(1, 2, 24)) is module
-    assert type(replaced(Mated())) is NativeRMSNorm
+    assert type(replaced(WithGate())) is NativeRMSNorm
 
 
 def test_a_norm_in_another_dtype_than_its_rows_is_left_alone() -> None:
@@ -292,7 +292,7 @@ def test_a_norm_in_another_dtype_than_its_rows_is_left_alone() -> None:
 def test_a_gated_mlp_is_recognised_by_its_results(
     num_inner: int, act: Callable[[torch.Tensor], torch.Tensor], activation: Activation, dtype: torch.dtype
 ) -> None:
-    """With as many numbers within as without, too, where shapes tell nothing."""
+    """Also with equal inner and outer sizes, where shapes are ambiguous."""
     found = replaced(Mlp(act, num_inner), dtype)
     assert type(found) is NativeGatedMLP
     assert (found.form.down, found.form.activation) == ("c", activation)
@@ -309,7 +309,8 @@ def test_gate_and_up_in_one_linear(gate_last: bool) -> None:
     "module",
     [
         Mlp(torch.relu), Mlp(torch.sigmoid), Mlp(lambda row: silu(1.702 * row) / 1.702), Scaled(silu),
-        Clamped(silu), Twice(silu), Weighed(), nn.Sequential(nn.Linear(24, 48), nn.SiLU(), nn.Linear(48, 24)),
+        Clamped(silu), Twice(silu), WithWeight(), nn.Sequential(nn.Linear(24, 48), nn.SiLU(), nn.Linear(48,
+        24)),
     ],
 )  # fmt: skip
 def test_modules_similar_to_a_gated_mlp_are_left_alone(module: nn.Module) -> None:
@@ -319,10 +320,10 @@ def test_modules_similar_to_a_gated_mlp_are_left_alone(module: nn.Module) -> Non
 def test_torch_computes_unsupported_dtypes() -> None:
     hidden = torch.randn(1, 2, 24, dtype=torch.float64)
     for module in (Norm(), Mlp(silu)):
-        right = copy.deepcopy(module).double()(hidden)
+        expected = copy.deepcopy(module).double()(hidden)
         found = replaced(module).double()(hidden)
         assert found.dtype == torch.float64
-        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_an_operator_that_fails_its_self_check_is_not_used(
@@ -347,17 +348,17 @@ def test_a_plain_model_is_prepared_with_the_library_if_there_is_one(has_library:
 
 
 def test_operators_are_checked_once_for_all_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[object] = []
-    monkeypatch.setattr("engine.execution.layers.native_elements.check_elementwise", tried.append)
-    monkeypatch.setattr("engine.execution.layers.linear_operator.check_linears", tried.append)
+    checked: list[object] = []
+    monkeypatch.setattr("engine.execution.layers.native_elements.check_elementwise", checked.append)
+    monkeypatch.setattr("engine.execution.layers.linear_operator.check_linears", checked.append)
     prepare = plans.plain((), native_library()).prepare
     for _ in range(2):
         prepare(ready())
-    assert Counter(map(type, tried)) == {ElementwiseOperator: 1, LinearOperator: 1}
+    assert Counter(map(type, checked)) == {ElementwiseOperator: 1, LinearOperator: 1}
 
 
 def test_preparing_a_model_takes_three_passes_without_logits() -> None:
-    """One pass shows all elements and rotations, one tries the rotations, and one shows the linears."""
+    """One pass observes elements, one checks the rotary embeddings, one observes linears."""
     model, given = ready(), []
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     embeddings.register_forward_pre_hook(lambda _, args: given.append(args[0].shape))

@@ -1,4 +1,4 @@
-"""Rotary embeddings by the native operator: the same bits, for one model alone, nothing else is touched."""
+"""The native rotary embedding: the same bits, in one model only."""
 
 import copy
 import inspect
@@ -22,7 +22,7 @@ from tests.tiny_models import make_model
 
 DTYPES = (torch.float32, torch.bfloat16)
 PLAIN = modeling_llama.apply_rotary_pos_emb
-"""Of this moment: some tests put another in its place."""
+"""Bound now, as some tests replace the global."""
 Angles = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -36,7 +36,7 @@ def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
 
 
 def angles(num_rows: int, size: int, dtype: torch.dtype = torch.float32) -> Angles:
-    """Not of one angle, nor the same in both halves, so that what is read in a wrong place shows."""
+    """Independent values in both halves, so that a wrong index shows."""
     return noise(1, num_rows, size, dtype=dtype, seed=1), noise(1, num_rows, size, dtype=dtype, seed=2)
 
 
@@ -68,7 +68,7 @@ def test_the_bits_are_those_of_transformers(
     dtype: torch.dtype,
     views: tuple[bool, bool],
 ) -> None:
-    """Of views into a fused product, as a model has them, and of tensors of their own."""
+    """Views of a fused product and contiguous tensors."""
     heads = num_heads + num_kv_heads
     fused = noise(1, num_rows, heads, 2 * half, dtype=dtype).transpose(1, 2)
     query, key = fused[:, :num_heads], fused[:, num_heads:]
@@ -171,7 +171,7 @@ def test_the_model_calls_the_operator(operator: ElementwiseOperator) -> None:
 
 
 def interleaved(query: torch.Tensor, key: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> Angles:
-    """Turns neighbours, as GPT-J does."""
+    """Rotates adjacent pairs, as GPT-J does."""
 
     def turn(x: torch.Tensor) -> torch.Tensor:
         turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
@@ -191,7 +191,7 @@ def queries_alone(query: torch.Tensor, key: torch.Tensor, cosine: torch.Tensor, 
 
 
 def wide(query: torch.Tensor, key: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> Angles:
-    """In float32, whatever the dtype: the same only in float32."""
+    """Computes in float32 for every dtype."""
     given = (one.float() for one in (query, key, cosine, sine))
     turned_query, turned_key = PLAIN(*given)
     return turned_query.to(query.dtype), turned_key.to(key.dtype)
@@ -232,7 +232,7 @@ def test_calls_with_more_arguments_use_the_models_own_function(operator: Element
 def test_a_replacement_that_changes_queries_is_reverted(
     monkeypatch: pytest.MonkeyPatch, operator: ElementwiseOperator
 ) -> None:
-    """What stands around `forward` may do something of its own."""
+    """A decorator of `forward` may have effects."""
     model = ready()
     plain = modeling_llama.LlamaAttention.forward
 

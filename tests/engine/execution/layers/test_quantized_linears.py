@@ -1,5 +1,4 @@
-"""Weights in 8 and 4 bits: what is multiplied is what is kept, nothing plain is left, and what is not taken
-stays as it was."""
+"""Weights in 8 and 4 bits: products, memory, and weights that stay plain."""
 
 import gc
 import weakref
@@ -77,14 +76,14 @@ def test_elements_are_rounded_to_the_nearest_value(
 
     groups = weight.view(num_rows, num_groups, GROUP)
     span = groups.amax(2, keepdim=True) - groups.amin(2, keepdim=True)
-    # Half a step, and what float16 loses of the scale and of the least value.
-    most = span / 30 + 2**-10 * (span + groups.abs().amax(2, keepdim=True))
+    # Half a step, and the rounding of scale and offset to float16.
+    maximum = span / 30 + 2**-10 * (span + groups.abs().amax(2, keepdim=True))
     found = numbers(quantize_to_int4(weight), num_rows).view(groups.shape)
-    assert ((found - groups).abs() <= most).all()
+    assert ((found - groups).abs() <= maximum).all()
 
 
 def test_plain_weights_are_freed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never is the whole model there twice, plain and quantised."""
+    """The whole model never exists twice, plain and quantized."""
     model = ready()
     originals = [weakref.ref(weight) for weight in model.parameters() if weight.ndim == 2]
     alive: list[int] = []
@@ -143,7 +142,7 @@ def test_bfloat16_rows_in_either_dtype(quantize: Any, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("quantize", [quantize_to_int8, quantize_to_int4])
 def test_rows_are_independent(quantize: Any) -> None:
-    """One scale for all activations of a batch, as torch's dynamic quantisation has it, would fail here."""
+    """One scale for all activations of a batch, as in torch's dynamic quantization, fails this test."""
     weight = quantize(torch.randn(40, 2 * GROUP))
     hidden = torch.randn(3, 2 * GROUP)
     hidden[1] *= 1e4
@@ -158,8 +157,8 @@ def test_the_dtype_of_products() -> None:
     assert product_dtype(torch.bfloat16) in (torch.float32, torch.bfloat16)
 
 
-def with_the_numbers_kept(arch: str, word: str) -> PreTrainedModel:
-    """A plain model with the weights that a quantised one has."""
+def with_dequantized_weights(arch: str, word: str) -> PreTrainedModel:
+    """A plain model with the dequantized weights of a quantized one."""
     plain, quantized = make_model(arch), ready(arch)
     quantize_linears(quantized, word)
     for name, part in quantized.named_modules():
@@ -179,7 +178,7 @@ def test_greedy_tokens_equal_generate_with_dequantized_weights(arch: str, word: 
     served = serve(
         make_runner(model, CROWDED), CROWDED, {name: (prompt, GREEDY) for name, prompt in PROMPTS.items()}
     )
-    rounded = with_the_numbers_kept(arch, word)
+    rounded = with_dequantized_weights(arch, word)
     right = {name: reference(rounded, prompt, 20) for name, prompt in PROMPTS.items()}
     assert_equal_tokens(served.token_ids, right)
 
@@ -214,7 +213,7 @@ def test_a_tied_weight_is_quantized_once() -> None:
 
 
 class OwnLinear(nn.Linear):
-    """Does something of its own."""
+    """A subclass."""
 
 
 def test_shared_and_unsuitable_weights_stay_plain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,15 +271,15 @@ def test_invalid_options_are_refused_before_loading() -> None:
 
 
 def test_an_execution_states_its_quantization(tiny_llama: Path) -> None:
-    """The trial compares with the model's own attention: it would fail if it were quantised too."""
-    told: list[str] = []
+    """The agreement check would fail if its model were quantized too."""
+    messages: list[str] = []
     built = {
         word: build_execution(
-            str(tiny_llama), device="cpu", num_kv_blocks=4, quantization=word, progress=told.append
+            str(tiny_llama), device="cpu", num_kv_blocks=4, quantization=word, progress=messages.append
         )
         for word in ("none", *WORDS)
     }
     assert {word: one.quantization for word, one in built.items()} == {word: word for word in built}
     assert len({one.fingerprint for one in built.values()}) == 3
     assert built["int8"].fingerprint == f"{built['none'].fingerprint}-int8"
-    assert sum("weights in int" in line for line in told) == 2
+    assert sum("weights in int" in line for line in messages) == 2

@@ -1,4 +1,4 @@
-"""Arrays on their way between host and device."""
+"""Copies between host and device."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What takes a name in the cache is whole, and a write that fails leaves what was there."""
+"""Files are complete when they appear, and a failed write keeps the old file."""
 
 from pathlib import Path
 

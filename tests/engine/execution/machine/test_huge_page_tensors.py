@@ -1,4 +1,4 @@
-"""Memory of huge pages: what it holds, whose it is, and what the kernel is asked for."""
+"""Tensors in huge pages: contents, lifetime, and the flags of their mappings."""
 
 import mmap
 from pathlib import Path
@@ -12,7 +12,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 
 
 def mapping_of(tensor: torch.Tensor) -> str:
-    """What the kernel says of the memory in which a tensor begins."""
+    """The flags of the mapping that a tensor begins in."""
     found = ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         word = line.split()[0]
@@ -25,10 +25,10 @@ def mapping_of(tensor: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_numbers", [0, 1, 1000, PAGE, 3 * PAGE + 7])
-def test_a_tensor_is_zero_and_can_be_written(num_numbers: int, dtype: torch.dtype) -> None:
-    tensor = huge_page_zeros(num_numbers, dtype)
-    assert tensor.shape == (num_numbers,)
+@pytest.mark.parametrize("numel", [0, 1, 1000, PAGE, 3 * PAGE + 7])
+def test_a_tensor_is_zero_and_can_be_written(numel: int, dtype: torch.dtype) -> None:
+    tensor = huge_page_zeros(numel, dtype)
+    assert tensor.shape == (numel,)
     assert tensor.dtype == dtype
     assert not tensor.any()
     tensor.fill_(3)
@@ -52,7 +52,7 @@ def test_a_large_tensor_begins_at_the_offset() -> None:
 
 
 def test_a_tensor_is_aligned_within_its_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel may align it by itself, but not to so much."""
+    """The kernel does not align mappings to this many bytes."""
     monkeypatch.setattr("engine.execution.machine.memory.PAGE", 1 << 28)
     assert huge_page_zeros(1 << 28, torch.uint8).data_ptr() % (1 << 28) == 0
 
@@ -81,7 +81,7 @@ def test_small_pages_are_used_on_systems_without_huge_pages(monkeypatch: pytest.
 
 
 def test_allocations_are_disjoint_and_aligned() -> None:
-    """More than a chunk in all, small ones and one that is as large as a chunk."""
+    """Small and large allocations, more than a chunk in total."""
     pages = HugePageAllocator()
     sizes = [1, 100, PAGE // 4, 7, CHUNK // 8, CHUNK // 16, CHUNK // 4, 3, *[PAGE] * 9]
     pieces = [pages.zeros(size, dtype) for size in sizes for dtype in DTYPES]

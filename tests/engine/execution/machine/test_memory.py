@@ -1,4 +1,4 @@
-"""The free memory is what machine, container and process leave."""
+"""The free memory within the limits of machine, container and process."""
 
 import os
 import resource
@@ -38,7 +38,7 @@ def test_the_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_limit_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ulimit -v` counts what is mapped already."""
+    """`ulimit -v` counts memory that is already mapped."""
     write_meminfo(tmp_path, monkeypatch)
     (tmp_path / "statm").write_text("1024 5 5 5 0 5 0\n")
     monkeypatch.setattr(memory, "_STATM", tmp_path / "statm")
@@ -58,7 +58,7 @@ def without_meminfo(directory: Path, monkeypatch: pytest.MonkeyPatch, sysconf: C
 def test_a_system_without_proc_reports_its_total_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """macOS, which counts its pages but not those that are free."""
+    """macOS reports the number of pages but not of free pages."""
     without_meminfo(
         tmp_path, monkeypatch, {"SC_PHYS_PAGES": 8 * GIB >> 14, "SC_PAGE_SIZE": 1 << 14}.__getitem__
     )
