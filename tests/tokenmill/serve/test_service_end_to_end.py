@@ -174,7 +174,7 @@ def test_a_second_request_to_stop_does_not_wait_and_loses_nothing(serve: Callabl
     first.signal(signal.SIGINT)
 
     assert first.wait() == 0
-    assert any("SIGTERM again: ends now" in line for line in first.text())
+    assert any("SIGTERM again: the worker stops now" in line for line in first.text())
     client = Client(url=serve().url)
     for task_id in tasks[1:]:
         assert client.cancel(task_id)["status"] in ("completed", "cancelled")
