@@ -111,7 +111,7 @@ def _run(runner: ModelRunner, sequences: SyntheticSequences) -> list[torch.Tenso
     for parts in STEPS:
         logits = runner.execute(sequences.step(parts))
         sizes = [end - start for _, start, end in parts]
-        for (index, _, _), part in zip(parts, logits.split(sizes), strict=True):
+        for (index, _, _), part in zip(parts, torch.split(logits, sizes), strict=True):
             rows[index].append(part)
     return [torch.cat(parts) for parts in rows]
 

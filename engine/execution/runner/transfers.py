@@ -20,9 +20,9 @@ def move(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor
     """Copy int64 tensors of the host to `device`; returns aligned views of one tensor there."""
     sizes = [aligned(tensor.numel()) for tensor in tensors]
     buffer = host_buffer((sum(sizes),), device)
-    for part, tensor in zip(buffer.split(sizes), tensors, strict=True):
+    for part, tensor in zip(torch.split(buffer, sizes), tensors, strict=True):
         part[: tensor.numel()] = tensor.flatten()
-    parts = buffer.to(device, non_blocking=True).split(sizes)
+    parts = torch.split(buffer.to(device, non_blocking=True), sizes)
     return [part[: one.numel()].view(one.shape) for part, one in zip(parts, tensors, strict=True)]
 
 
