@@ -49,8 +49,10 @@ class Tiny:
         self.backend = LlguidanceBackend(
             self.tokenizer, vocab_size=self.vocab_size, eos_token_ids=eos_token_ids
         )
-        spelt = [self.tokenizer.token_bytes(one) for one in range(self.tokenizer.vocab_size)]
-        self.closing = frozenset(i for i, one in enumerate(spelt) if one and one in b'"}]>') | eos_token_ids
+        token_bytes = [self.tokenizer.token_bytes(one) for one in range(self.tokenizer.vocab_size)]
+        self.closing = (
+            frozenset(i for i, one in enumerate(token_bytes) if one and one in b'"}]>') | eos_token_ids
+        )
         self.factories: dict[str, GrammarFactory] = {}
 
     def fresh(self, kind: str) -> TokenGrammar:

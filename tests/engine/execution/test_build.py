@@ -48,8 +48,8 @@ def test_default_limits_on_cuda(tiny_llama: Path, monkeypatch: pytest.MonkeyPatc
     expected = default_limits(cuda)
     monkeypatch.setattr(limits, "default_limits", lambda _: expected)
 
-    def built(**given: Any) -> tuple[int, int]:
-        config = build_execution(str(tiny_llama), device="cpu", num_kv_blocks=8, **given).config
+    def built(**settings: Any) -> tuple[int, int]:
+        config = build_execution(str(tiny_llama), device="cpu", num_kv_blocks=8, **settings).config
         return config.max_num_batched_tokens, config.max_num_seqs
 
     assert built() == (2048, 256)
@@ -107,10 +107,10 @@ def test_none_is_the_default_unless_it_is_a_value(tiny_llama: Path) -> None:
 
 def test_asynchronous_scheduling_is_off_by_default_on_a_cpu(tiny_llama: Path) -> None:
     built = {
-        asked: build_execution(str(tiny_llama), device="cpu", num_kv_blocks=9, async_scheduling=asked)
-        for asked in (None, False, True)
+        setting: build_execution(str(tiny_llama), device="cpu", num_kv_blocks=9, async_scheduling=setting)
+        for setting in (None, False, True)
     }
-    assert {asked: one.async_executor is not None for asked, one in built.items()} == {
+    assert {setting: one.async_executor is not None for setting, one in built.items()} == {
         None: False, False: False, True: True,
     }  # fmt: skip
     assert generate(built[True]) == generate(built[False])

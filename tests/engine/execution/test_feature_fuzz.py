@@ -6,6 +6,7 @@ The model computes in float64, so that rounding does not depend on the batch and
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -189,10 +190,10 @@ def serve(
     num_preempted = arrival = 0
     while to_come or engine.has_work:
         while to_come and (rng is None or not engine.has_work or rng.random() < 0.4):
-            name, asked = to_come.pop(0)
+            name, request = to_come.pop(0)
             engine.add(EngineRequest(
-                name, asked.prompt, asked.params, arrival_time=arrival, priority=asked.priority,
-                cache_salt=asked.salt,
+                name, request.prompt, request.params, arrival_time=arrival, priority=request.priority,
+                cache_salt=request.salt,
             ))  # fmt: skip
             arrival += 1
         step = engine.step()
@@ -215,24 +216,24 @@ def _note(results: dict[tuple[str, int], OutputResult], output: SequenceOutput) 
     one.finish_reason = output.finish_reason.value if output.finish_reason else None
 
 
-def assert_same(found: OutputResult, right: OutputResult, place: str) -> None:
+def assert_same(found: OutputResult, expected: OutputResult, label: str) -> None:
     assert (found.token_ids, found.text, found.finish_reason) == (
-        right.token_ids, right.text, right.finish_reason,
-    ), place  # fmt: skip
-    assert_close(found.logprobs, right.logprobs, place)
-    assert_close(list(found.prompt_logprobs or ()), list(right.prompt_logprobs or ()), place)
+        expected.token_ids, expected.text, expected.finish_reason,
+    ), label  # fmt: skip
+    assert_close(found.logprobs, expected.logprobs, label)
+    assert_close(list(found.prompt_logprobs or ()), list(expected.prompt_logprobs or ()), label)
 
 
-def assert_close(found: list[TokenLogprobs | None], right: list[TokenLogprobs | None], place: str) -> None:
+def assert_close(found: list[TokenLogprobs | None], expected: list[TokenLogprobs | None], label: str) -> None:
     assert [one and (one.token_id, [token for token, _ in one.top]) for one in found] == [
-        one and (one.token_id, [token for token, _ in one.top]) for one in right
-    ], place
-    for one, other in zip(found, right, strict=True):
+        one and (one.token_id, [token for token, _ in one.top]) for one in expected
+    ], label
+    for one, other in zip(found, expected, strict=True):
         if one and other:
-            assert one.logprob == pytest.approx(other.logprob, abs=1e-4), place
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4), label
 
 
-CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "tight": {"num_kv_blocks": 22},
     "skip ahead": {"num_kv_blocks": 22, "policy": "skip_ahead", "max_num_seqs": 5},
     "no cache": {"num_kv_blocks": 22, "prefix_caching": False},
@@ -262,8 +263,8 @@ def test_a_request_in_any_mix_gives_what_it_gives_alone(name: str) -> None:
     alone: dict[tuple[str, int], OutputResult] = {}
     # In float64, which the native attention does not support.
     runner = make_runner(model, ROOMY, attention="torch")
-    for one, asked in requests.items():
-        alone |= serve(runner, ROOMY, {one: asked})[0]
+    for one, request in requests.items():
+        alone |= serve(runner, ROOMY, {one: request})[0]
     limits = {"max_num_batched_tokens": 40, "max_num_seqs": 8, **CONFIGS[name]}
     config = (
         replace(ROOMY, prefix_caching=True, **limits)

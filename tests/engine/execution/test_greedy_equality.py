@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -75,8 +76,8 @@ def test_a_prefix_found_in_the_cache_gives_the_same_tokens(arch: str, config: En
 
 def test_sampled_rows_do_not_change_greedy_rows() -> None:
     random = SamplingParams(temperature=1.5, top_p=0.9, max_tokens=20, seed=3)
-    mates = {f"mate {name}": (prompt, random) for name, prompt in make_prompts((9, 30), seed=2).items()}
-    served = serve(make_runner(make_model("llama"), CROWDED), CROWDED, {**mates, **REQUESTS})
+    others = {f"other {name}": (prompt, random) for name, prompt in make_prompts((9, 30), seed=2).items()}
+    served = serve(make_runner(make_model("llama"), CROWDED), CROWDED, {**others, **REQUESTS})
     assert_equal_tokens({name: served.token_ids[name] for name in REQUESTS}, expected("llama"))
 
 
@@ -95,7 +96,7 @@ class Forgetful:
     """A backend that omits one feature."""
 
     backend: AttentionBackend
-    forgotten: dict[str, None]
+    forgotten: dict[str, Any]
 
     def build_metadata(self, batch: AttentionBatch) -> AttentionMetadata:
         return ForgetfulMetadata(self.backend.build_metadata(batch), self.forgotten)
@@ -107,7 +108,7 @@ class Forgetful:
 @dataclass(frozen=True)
 class ForgetfulMetadata:
     step: AttentionMetadata
-    forgotten: dict[str, None]
+    forgotten: dict[str, Any]
 
     def forward(
         self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

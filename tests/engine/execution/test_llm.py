@@ -1,6 +1,6 @@
 """`LLM` on a tiny model from disk."""
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -9,11 +9,11 @@ from engine import LLM, SamplingParams, StructuredOutputs
 from engine.errors import InvalidParameter
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
-HELLO = [{"role": "user", "content": "hello world"}]
+HELLO: list[Mapping[str, str]] = [{"role": "user", "content": "hello world"}]
 
 
 @pytest.fixture(scope="module")
-def llm(tiny_llama: Path) -> Iterator[LLM]:
+def llm(tiny_llama: Path) -> LLM:
     return LLM(str(tiny_llama), max_model_len=64, num_kv_blocks=64, max_num_seqs=4)
 
 
@@ -77,8 +77,9 @@ def test_a_prompt_that_is_no_text_is_named_by_its_index(llm: LLM, prompts: list[
 def test_an_invalid_conversation_is_named_by_its_index(llm: LLM) -> None:
     with pytest.raises(InvalidParameter, match=r"^conversation 1: "):
         llm.chat([HELLO, []], GREEDY, show_progress=False)
+    invalid: list[Mapping[str, str]] = [{"role": "user", "content": "\ud83d"}]
     with pytest.raises(InvalidParameter, match=r"^conversation 1: .*surrogate"):
-        llm.chat([HELLO, [{"role": "user", "content": "\ud83d"}]], GREEDY, show_progress=False)
+        llm.chat([HELLO, invalid], GREEDY, show_progress=False)
 
 
 def test_a_wrong_number_of_parameters_is_refused(llm: LLM) -> None:

@@ -18,7 +18,7 @@ from tests.engine.execution.sampling.bench import ModuloGrammar, naive_sample, r
 
 VOCAB = 70
 ids = st.integers(0, VOCAB - 1)
-#: Few, so that penalties and bad words meet what stands in prompts and outputs.
+#: Few ids, so that penalties and bad words occur in prompts and outputs.
 common_ids = st.integers(0, 9)
 
 
@@ -143,22 +143,22 @@ def test_only_a_row_without_allowed_tokens_fails(temperature: float) -> None:
         SamplingParams(temperature=temperature, allowed_token_ids=(4, 7), seed=1), bad_token_ids=((4,), (7,))
     )
     broken = row(SamplingParams(temperature=temperature, allowed_token_ids=(4, 7), seed=1))
-    mate = row(SamplingParams(seed=3))
+    other = row(SamplingParams(seed=3))
     logits[2, 50] = torch.nan
-    found = Sampler().sample(logits, (mate, impossible, broken, mate))
+    found = Sampler().sample(logits, (other, impossible, broken, other))
     assert found[1] == SampledToken(None, NO_TOKEN_ALLOWED)
     assert found[2] == SampledToken(None, NON_FINITE)
-    assert [found[0].token_id, found[3].token_id] == sample(logits[[0, 3]], mate, mate)
+    assert [found[0].token_id, found[3].token_id] == sample(logits[[0, 3]], other, other)
 
 
 def test_a_grammar_that_raises_fails_only_its_row() -> None:
     logits = random_logits(3, 100)
-    mates = [row(SamplingParams(seed=1)), row(SamplingParams(seed=2), grammar=ModuloGrammar(7))]
+    others = [row(SamplingParams(seed=1)), row(SamplingParams(seed=2), grammar=ModuloGrammar(7))]
     bad = row(SamplingParams(seed=3), grammar=ModuloGrammar(7, fault=ValueError("no such token")))
-    found = Sampler().sample(logits, (mates[0], bad, mates[1]))
+    found = Sampler().sample(logits, (others[0], bad, others[1]))
     assert found[1].token_id is None
     assert found[1].error == "structured_outputs: no such token"
-    assert [found[0].token_id, found[2].token_id] == sample(logits[[0, 2]], *mates)
+    assert [found[0].token_id, found[2].token_id] == sample(logits[[0, 2]], *others)
 
 
 @settings(max_examples=60, derandomize=True)

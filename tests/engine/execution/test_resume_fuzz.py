@@ -27,13 +27,17 @@ Folded = dict[int, tuple[list[int], str, FinishReason | None]]
 
 
 def generate(
-    runner: ModelRunner, asked: FuzzRequest, resumed: tuple[ResumedOutput, ...] = (), *, is_asynchronous: bool
+    runner: ModelRunner,
+    request: FuzzRequest,
+    resumed: tuple[ResumedOutput, ...] = (),
+    *,
+    is_asynchronous: bool,
 ) -> list[SequenceOutput]:
     async_executor = DeviceExecutor(runner, Sampler(), torch.device("cpu")) if is_asynchronous else None
     engine = build_engine(runner, ROOMY, async_executor)
     engine.add(EngineRequest(
-        "r", asked.prompt, asked.params, arrival_time=0.0, priority=asked.priority,
-        cache_salt=asked.salt, resumed=resumed,
+        "r", request.prompt, request.params, arrival_time=0.0, priority=request.priority,
+        cache_salt=request.salt, resumed=resumed,
     ))  # fmt: skip
     outputs: list[SequenceOutput] = []
     while engine.has_work:
@@ -69,24 +73,24 @@ def test_a_resumed_request_equals_an_uninterrupted_one(is_asynchronous: bool) ->
     rng = random.Random(f"resumed {is_asynchronous}")
     runner = make_runner(make_model(dtype=torch.float64), ROOMY, attention="torch")
     num_cuts = num_lost_ends = 0
-    for name, asked in draw_requests(rng, NUM_REQUESTS).items():
-        whole = generate(runner, asked, is_asynchronous=is_asynchronous)
+    for name, request in draw_requests(rng, NUM_REQUESTS).items():
+        whole = generate(runner, request, is_asynchronous=is_asynchronous)
         if any(one.error for one in whole):
             continue  # No token is allowed: it fails again, and nothing is resumed.
         expected = fold(whole)
-        places = range(1, len(whole) + 1)
-        for number in rng.sample(places, min(NUM_CUTS, len(whole))):
+        positions = range(1, len(whole) + 1)
+        for number in rng.sample(positions, min(NUM_CUTS, len(whole))):
             loses_end = rng.random() < 0.5
             head = cut(whole, number, loses_end=loses_end)
             resumed = tuple(
                 ResumedOutput(index, tuple(tokens), reason) for index, (tokens, _, reason) in head.items()
             )
-            if len(head) == asked.params.n and all(reason for _, _, reason in head.values()):
+            if len(head) == request.params.n and all(reason for _, _, reason in head.values()):
                 continue  # Nothing is left to resume.
-            tail = fold(generate(runner, asked, resumed, is_asynchronous=is_asynchronous))
+            tail = fold(generate(runner, request, resumed, is_asynchronous=is_asynchronous))
             num_cuts += 1
             num_lost_ends += loses_end and whole[number - 1].finish_reason is not None
-            assert joined(head, tail) == expected, f"{name} cut after {number}: {asked.params}"
+            assert joined(head, tail) == expected, f"{name} cut after {number}: {request.params}"
     assert num_cuts > NUM_REQUESTS
     assert num_lost_ends > 3
 

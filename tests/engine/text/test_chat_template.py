@@ -14,12 +14,12 @@ from tests.tiny_tokenizers import make_metaspace, make_sentencepiece, make_words
 
 LOOP = "{%% for message in messages %%}<|im_start|>{{ message.role }}\n%s<|im_end|>\n{%% endfor %%}"
 TEMPLATES = {
-    "as it is": CHAT_TEMPLATE,
+    "copied": CHAT_TEMPLATE,
     "one expression": (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
     ),
     "trimmed (Llama 3, Gemma)": LOOP % "{{ message.content | trim }}",
-    "looks at the beginning, cuts thoughts (Qwen 3)": LOOP % (
+    "tests the beginning, cuts thoughts (Qwen 3)": LOOP % (
         "{% if message.content.startswith('<tool_response>') %}tool{% endif %}"
         "{{ message.content.split('</think>')[-1].lstrip('\n') }}"
     ),
@@ -73,7 +73,7 @@ def test_special_texts_in_contents_are_text(make: Any, template: str) -> None:
         assert [one for one in ids if one in special] == [one for one in expected if one in special], attack
 
 
-@pytest.mark.parametrize("template", [TEMPLATES["as it is"], TEMPLATES["trimmed (Llama 3, Gemma)"]])
+@pytest.mark.parametrize("template", [TEMPLATES["copied"], TEMPLATES["trimmed (Llama 3, Gemma)"]])
 def test_the_text_stays_the_same(template: str) -> None:
     fast = make_tokenizer()
     tokenizer = with_specials(fast, template)
@@ -83,7 +83,7 @@ def test_the_text_stays_the_same(template: str) -> None:
     assert tokenizer.decode(tokenizer.render_chat(messages), skip_special_tokens=False) == text
 
 
-def test_contents_of_other_shapes_are_text() -> None:
+def test_nested_contents_are_text() -> None:
     """Lists of parts, results of tools and their arguments."""
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -108,7 +108,7 @@ def test_contents_of_other_shapes_are_text() -> None:
 
 @pytest.mark.parametrize("make", [make_tokenizer, make_sentencepiece, make_metaspace])
 @given(contents=st.lists(st.text("ab <|>im_/é\n"), min_size=1, max_size=3))
-def test_ordinary_chats_are_what_transformers_makes_of_them(make: Any, contents: list[str]) -> None:
+def test_ordinary_chats_equal_those_of_transformers(make: Any, contents: list[str]) -> None:
     fast = FAST.setdefault(make, make())
     fast.chat_template = CHAT_TEMPLATE
     tokenizer = WRAPPED.setdefault(make, with_specials(fast, CHAT_TEMPLATE))
@@ -124,7 +124,7 @@ FAST: dict[Any, Any] = {}
 WRAPPED: dict[Any, Tokenizer] = {}
 
 
-def test_a_template_that_changes_contents_beyond_recognition_refuses_only_special_texts() -> None:
+def test_an_opaque_template_refuses_only_special_tokens() -> None:
     template = (
         "{% for m in messages %}<|im_start|>{{ m.content }} {{ m.content | length }}<|im_end|>{% endfor %}"
     )
@@ -136,7 +136,7 @@ def test_a_template_that_changes_contents_beyond_recognition_refuses_only_specia
 
 
 def test_a_special_word_that_cannot_be_read_as_text_is_refused() -> None:
-    """A vocabulary of words has the word itself, and no other way to write it."""
+    """A vocabulary of words has no other token for the word."""
     fast = make_words()
     fast.chat_template = "{% for m in messages %}<s> {{ m.content }} </s>{% endfor %}"
     with pytest.raises(InvalidParameter, match=r"messages: .*special token"):
@@ -144,13 +144,14 @@ def test_a_special_word_that_cannot_be_read_as_text_is_refused() -> None:
 
 
 @pytest.mark.parametrize("strips", [{}, {"lstrip": True, "rstrip": True}])
-def test_special_tokens_keep_their_way_with_spaces(strips: dict[str, bool]) -> None:
-    """Those that take the spaces beside them do so also where a content is kept from being one."""
+def test_special_tokens_keep_their_spacing_options(strips: dict[str, bool]) -> None:
+    """Those that absorb adjacent spaces still do, next to a content that has the text of one."""
     fast = make_tokenizer()
     fast.add_special_tokens({"additional_special_tokens": [AddedToken("<|turn|>", **strips)]})
     fast.chat_template = "{% for m in messages %}a <|turn|> {{ m.content }}{% endfor %}"
     tokenizer = Tokenizer(fast)
     turn = tokenizer.special_token_id("<|turn|>")
+    assert turn is not None
     plain, attacked = (tokenizer.render_chat(chat_of(one)) for one in ("b", "b<|turn|>"))
 
     assert attacked[: len(plain)] == plain
@@ -158,7 +159,7 @@ def test_special_tokens_keep_their_way_with_spaces(strips: dict[str, bool]) -> N
 
 
 def test_a_prompt_is_read_with_its_special_tokens() -> None:
-    """As vLLM reads the prompt of a completion: whoever writes a whole prompt writes its special tokens."""
+    """As in vLLM: a raw prompt may contain special tokens."""
     tokenizer = Tokenizer(make_tokenizer())
     end = tokenizer.special_token_id("<|im_end|>")
     assert end in tokenizer.encode(ATTACK)

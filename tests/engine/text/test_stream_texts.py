@@ -1,4 +1,4 @@
-"""Every stream of text, whatever the tokenizer and the end: what was sent is never taken back."""
+"""Streams of text with every kind of tokenizer: text that was sent is never retracted."""
 
 import pytest
 from hypothesis import example, given
@@ -16,12 +16,12 @@ TOKENIZERS = {"byte level": Tokenizer(make_tokenizer())} | {
 FALLBACKS = ("sentencepiece", "metaspace", "unread fallback")
 BYTES = {kind: [TOKENIZERS[kind].encode_text("\x00")[-1] + byte for byte in range(256)] for kind in FALLBACKS}
 for kind, ids in BYTES.items():
-    # A letter is a piece of its own, and ends a run of bytes.
+    # A letter is a piece, and ends a run of bytes.
     ids[ord("a")] = TOKENIZERS[kind].encode_text("xa")[-1]
 
 
 def token_ids(kind: str) -> st.SearchStrategy[list[int]]:
-    """Any tokens, and often the bytes of characters, whole and broken off."""
+    """Any tokens, and often bytes of whole and incomplete characters."""
     anything = st.integers(0, TOKENIZERS[kind].vocab_size - 1)
     if kind not in FALLBACKS:
         return st.lists(anything, max_size=40)
@@ -44,15 +44,15 @@ def test_joined_pieces_are_the_final_text_however_it_ends_and_resumes(kind: str,
     final = final_text(tokenizer, prompt, output, params)
     stream, sent = Detokenizer(tokenizer, prompt, params), ""
 
-    for place, token_id in enumerate(output):
-        if place == crash:
-            # Another worker folds the same tokens, and goes on from there.
+    for position, token_id in enumerate(output):
+        if position == crash:
+            # Another worker replays the tokens and continues.
             stream = Detokenizer(tokenizer, prompt, params)
             assert "".join(map(stream.push, output[:crash])) == sent
         sent += stream.push(token_id)
         assert final.startswith(sent)
-        if place == cancelled:
-            short = final_text(tokenizer, prompt, output[: place + 1], params)
+        if position == cancelled:
+            short = final_text(tokenizer, prompt, output[: position + 1], params)
             assert short.startswith(sent)
     assert sent + stream.close() == final
 
@@ -67,10 +67,10 @@ def test_joined_pieces_are_the_final_text_however_it_ends_and_resumes(kind: str,
         (b"a\xc3\xa9\xc3\xc3\xc3\xc3\xc3\xc3", ["a", "", "é", *[None] * 7]),
     ],
 )
-def test_a_broken_run_of_bytes_does_not_take_back_the_characters_before(
+def test_a_broken_run_of_bytes_does_not_retract_earlier_characters(
     kind: str, output: bytes, pieces: list[str | None]
 ) -> None:
-    """The character came first, and U+FFFD for each of its bytes later."""
+    """The character was sent first, and later U+FFFD for each of its bytes."""
     tokenizer = TOKENIZERS[kind]
     prompt = tokenizer.encode_text("x")
     stream = Detokenizer(tokenizer, prompt, SamplingParams())

@@ -56,10 +56,11 @@ def test_how_much_a_normal_form_shrinks_a_text(form: str) -> None:
     def size(text: str) -> int:
         return len(text.encode())
 
+    normalize: Any = unicodedata.normalize
     decomposed = form.replace("C", "D") if form.endswith("C") else form
-    factor = max(size(one) / size(unicodedata.normalize(decomposed, one)) for one in characters)
+    factor = max(size(one) / size(normalize(decomposed, one)) for one in characters)
     if form.endswith("C"):
-        factor *= max(size(unicodedata.normalize("NFD", one)) / size(one) for one in characters)
+        factor *= max(size(normalize("NFD", one)) / size(one) for one in characters)
     assert factor <= _SHRINKING[form]
     assert max(size(one) / size(one.lower()) for one in characters) <= _SHRINKING["Lowercase"]
 
@@ -111,10 +112,10 @@ class Refusing:
 def test_a_text_that_is_too_long_is_not_tokenized() -> None:
     """vllm PR10635, sglang PR15097, tiktoken#195: tokenizing a prompt that was then refused took seconds."""
     tokenizer = Tokenizer(make_tokenizer(), max_prompt_tokens=100)
-    most = tokenizer.max_prompt_bytes
-    assert most == 1200
+    limit = tokenizer.max_prompt_bytes
+    assert limit == 1200
     tokenizer._backend = Refusing(tokenizer._backend, all_ways=True)
-    for text in ("the patient was stable. " * 83333, "a" * (most + 1), "é" * (most // 2 + 1)):
+    for text in ("the patient was stable. " * 83333, "a" * (limit + 1), "é" * (limit // 2 + 1)):
         with pytest.raises(NeverFits, match=r"prompt: .* 100 tokens.* 1200 bytes"):
             tokenizer.encode(text)
         with pytest.raises(NeverFits, match="messages: "):

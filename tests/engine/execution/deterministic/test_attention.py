@@ -1,4 +1,4 @@
-"""How a row is attended follows from its position alone, and is what eager attention gives."""
+"""The attention of a row depends only on its position and equals eager attention."""
 
 import pytest
 import torch
@@ -29,21 +29,21 @@ def batch_of(*parts: tuple[int, int, int]) -> AttentionBatch:
     return inputs.build(SchedulerOutputs(prefill=items)).batch
 
 
-def test_a_query_stands_at_its_position_in_every_batch() -> None:
-    def places(batch: AttentionBatch) -> set[tuple[int, int]]:
-        """(position of the tile, place) of each row that is computed."""
+def test_a_query_has_the_same_tile_in_every_batch() -> None:
+    def tile_positions(batch: AttentionBatch) -> set[tuple[int, int]]:
+        """(position of the tile, offset in it) of each computed row."""
         tiles = query_tiles(batch)
         return {
-            (first, place)
+            (first, offset)
             for first, rows in zip(tiles.first.tolist(), tiles.rows.tolist(), strict=True)
-            for place, row in enumerate(rows)
+            for offset, row in enumerate(rows)
             if row >= 0
         }
 
-    single = {position: places(batch_of((0, position, position + 1))) for position in range(60, 70)}
+    single = {position: tile_positions(batch_of((0, position, position + 1))) for position in range(60, 70)}
     assert [single[position] for position in (60, 63, 65)] == [{(60, 0)}, {(60, 3)}, {(64, 1)}]
-    assert places(batch_of((0, 60, 70))) == set().union(*single.values())
-    assert places(batch_of((0, 61, 66), (1, 69, 70), (2, 66, 68))) == set().union(
+    assert tile_positions(batch_of((0, 60, 70))) == set().union(*single.values())
+    assert tile_positions(batch_of((0, 61, 66), (1, 69, 70), (2, 66, 68))) == set().union(
         *(single[position] for position in (61, 62, 63, 64, 65, 66, 67, 69))
     )
 
@@ -52,7 +52,7 @@ def test_a_query_stands_at_its_position_in_every_batch() -> None:
 def test_the_matrices_of_a_row_have_one_size_in_every_batch(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where wider matrices happen to give the same bits here, they need not on another machine."""
+    """Wider matrices may give the same bits here and other bits on another machine."""
     spec = LayerSpec(4, 2, 8, 8, 0.3, sliding_window=window)
     multiply = deterministic_attention._multiply
     sizes: set[tuple[int, ...]] = set()

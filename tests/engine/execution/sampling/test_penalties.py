@@ -1,5 +1,7 @@
 """Penalties and bias, computed by hand and as their authors define them."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
@@ -31,7 +33,7 @@ def processed(logits: torch.Tensor, *items: ScheduledSequence) -> torch.Tensor:
         ({}, [A, A, A]),
     ],
 )
-def test_fixed_logits_and_one_penalty(penalty: dict[str, float], tokens: list[int]) -> None:
+def test_fixed_logits_and_one_penalty(penalty: dict[str, Any], tokens: list[int]) -> None:
     """vmlx-swift#295, vllm-metal#69, Rapid-MLX#470: presence counted prompts, repetition did not.
 
     The prompt is A. Presence and frequency count only the output, so A comes first; repetition counts both.
@@ -50,7 +52,7 @@ def test_repetition_equals_that_of_transformers() -> None:
     logits[0, 5] = 0.0
     token_ids = [[5, 8, 8, 300, 12], [1, 2, 3, 4, 5], [7, 7, 7, 7, 7]]
     items = [row(SamplingParams(repetition_penalty=1.3), prompt=ids[:2], output=ids[2:]) for ids in token_ids]
-    right = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor(token_ids), logits.clone())  # type: ignore[no-untyped-call]  # transformers is not typed
+    right = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor(token_ids), logits.clone())
     assert torch.equal(processed(logits, *items), right)
 
 
@@ -146,7 +148,7 @@ def test_an_update_reads_new_tokens_only() -> None:
     class Watched(list[int]):
         num_read = 0
 
-        def __getitem__(self, key):  # type: ignore[no-untyped-def,override]  # counts what is read
+        def __getitem__(self, key):  # type: ignore[no-untyped-def]  # counts reads
             got = super().__getitem__(key)
             self.num_read += len(got) if isinstance(got, list) else 1
             return got

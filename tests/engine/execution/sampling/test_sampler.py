@@ -1,6 +1,7 @@
 """The draw equals a naive one and depends on nothing else."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_equals_a_naive_draw(
         (256, {"top_k": 256, "top_p": 0.5}),
     ],
 )
-def test_ties_across_the_edge_of_the_window(num_ahead: int, params: dict[str, float]) -> None:
+def test_ties_across_the_edge_of_the_window(num_ahead: int, params: dict[str, Any]) -> None:
     logits = torch.full((700,), -1.5)
     logits[torch.randperm(700, generator=torch.Generator().manual_seed(2))[:num_ahead]] = torch.linspace(
         0.0, -1.0, num_ahead
@@ -104,7 +105,7 @@ def test_frequencies_follow_the_softmax(params: SamplingParams, vocab_size: int)
     assert chi_square < degrees + 5 * math.sqrt(2 * degrees)
 
 
-def fields(params: SamplingParams) -> dict[str, object]:
+def fields(params: SamplingParams) -> dict[str, Any]:
     return {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
 
@@ -124,16 +125,16 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
     logits = random_logits(5, 1000)
     mine = row(SamplingParams(seed=42, temperature=0.8, top_p=0.95), 3)
     alone = sample(logits[:1], mine)
-    mates = [
+    others = [
         row(SamplingParams(seed=1)),
         row(SamplingParams(temperature=0.0)),
         row(SamplingParams(temperature=3.0, top_p=0.999)),
         row(SamplingParams(top_k=300)),
     ]
-    for place in range(5):
-        items = [*mates[:place], mine, *mates[place:]]
-        order = [*range(1, place + 1), 0, *range(place + 1, 5)]
-        assert sample(logits[order], *items)[place] == alone[0]
+    for index in range(5):
+        items = [*others[:index], mine, *others[index:]]
+        order = [*range(1, index + 1), 0, *range(index + 1, 5)]
+        assert sample(logits[order], *items)[index] == alone[0]
     assert sample(logits[[0, 0]], mine, mine) == alone * 2
 
 
@@ -241,4 +242,4 @@ def test_a_device_lost_while_sampling() -> None:
             raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
     with pytest.raises(DeviceLost):
-        Sampler().sample(Lost(), (row(SamplingParams()),))  # type: ignore[arg-type]  # stands for a tensor
+        Sampler().sample(Lost(), (row(SamplingParams()),))  # type: ignore[arg-type]  # takes the place of a tensor

@@ -1,6 +1,7 @@
 """The parameters of a batch are those of its sequences, whichever sequences had their slots before."""
 
 from dataclasses import fields
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -68,7 +69,7 @@ def test_each_row_has_its_parameters(batches: list[dict[int, SamplingParams]], d
         ({}, Constraints(bad_token_ids=((1, 2),))),
     ],
 )
-def test_which_sequences_may_be_processed(params: dict[str, object], constraints: Constraints) -> None:
+def test_which_sequences_may_be_processed(params: dict[str, Any], constraints: Constraints) -> None:
     item = row(
         SamplingParams(**params), **{one.name: getattr(constraints, one.name) for one in fields(Constraints)}
     )

@@ -82,11 +82,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "message"), BAD, ids=range(len(BAD)))
-def test_a_bad_grammar_is_explained(given: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("fields", "message"), BAD, ids=range(len(BAD)))
+def test_a_bad_grammar_is_explained(fields: dict[str, Any], message: str) -> None:
     """vllm#43920. Nothing is silently ignored."""
     with pytest.raises(ValueError, match=f"(?s){message}") as caught:
-        BYTE_LEVEL.backend.compile(StructuredOutputs(**given))
+        BYTE_LEVEL.backend.compile(StructuredOutputs(**fields))
     assert len(str(caught.value)) <= 500
     for switch in ("no_forcing", "coerce_one_of", "lenient", "option", "fuel", "registry", "⟦"):
         assert switch not in str(caught.value)

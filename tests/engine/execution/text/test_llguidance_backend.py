@@ -227,9 +227,11 @@ def test_hundreds_of_grammars_leak_nothing() -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
+    properties_of_person: Any = PERSON["properties"]
+
     def compile_some(start: int) -> None:
         for index in range(start, start + 100):
-            properties = {**PERSON["properties"], f"field_{index}": {"type": "string"}}
+            properties = {**properties_of_person, f"field_{index}": {"type": "string"}}
             schema = StructuredOutputs(json={**PERSON, "properties": properties})
             BYTE_LEVEL.backend.compile(schema)().advance([])
 
