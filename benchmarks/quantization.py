@@ -86,7 +86,8 @@ def _forward(execution: Execution, sequence: Sequence, start: int) -> torch.Tens
     """The logits of one chunk."""
     count = min(CHUNK, len(sequence.token_ids) - start)
     item = ScheduledSequence(sequence, start, count, 0, False)
-    return execution.runner.execute(SchedulerOutputs(prefill=(item,), released_slots=(0,)))
+    logits: torch.Tensor = execution.runner.execute(SchedulerOutputs(prefill=(item,), released_slots=(0,)))
+    return logits
 
 
 def divergence(plain: torch.Tensor, other: torch.Tensor, token_ids: list[int]) -> Divergence:

@@ -5,6 +5,7 @@ direct imports are looked at: with every room closed, no chain can lead out. Kno
 """
 
 import sys
+from typing import cast
 
 from grimp import ImportGraph
 from importlinter import Contract, ContractCheck, fields, output
@@ -25,8 +26,8 @@ class OnlyContract(Contract):
 
     def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
         """Kept if no source imports anything that is not named."""
-        own, excepted = list(self.source_modules), list(self.except_modules or ())
-        allowed = [*(self.allowed_modules or ()), *sys.stdlib_module_names]
+        own, excepted = _names(self.source_modules), _names(self.except_modules)
+        allowed = [*_names(self.allowed_modules), *sys.stdlib_module_names]
 
         def belongs(module: str) -> bool:
             return _is_below(module, own) and not _is_below(module, excepted)
@@ -42,6 +43,11 @@ class OnlyContract(Contract):
     def render_broken_contract(self, check: ContractCheck) -> None:
         for importer, imported in check.metadata["broken"]:
             output.print_error(f"{importer} imports {imported}, which this contract does not allow")
+
+
+def _names(value: object) -> list[str]:
+    """A field's value at run time, which import-linter's types show as the field itself."""
+    return [] if value is None else list(cast(list[str], value))
 
 
 def _is_below(module: str, roots: list[str]) -> bool:

@@ -6,7 +6,7 @@ from benchmarks.serving.plan import SMOLLM2, Cell
 from benchmarks.serving.systems import OURS
 
 OUR_CELL = Cell(SMOLLM2, "float32", "mixed", OURS)
-FACTS = {
+FACTS: dict[str, Any] = {
     "begun": "today",
     "machine": {"cpu": "a", "cores": 2, "flags": ["avx2"], "memory_bytes": 2**34, "commit": "abc"},
     "limits": {"threads": 2, "token_budget": 512, "max_seqs": 64},

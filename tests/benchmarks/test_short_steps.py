@@ -1,6 +1,7 @@
 """The run whose pauses between tokens are to be short: what it sets, and that this bounds a step."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,8 +42,8 @@ def test_a_system_s_own_limits_go_before_those_of_all(
     assert (asked["max_num_batched_tokens"], asked["max_num_seqs"]) == (budget, 8)
 
 
-def longest_step(**limits: int) -> int:
-    """Tokens of the longest step in which somebody decodes, while four long prompts are read."""
+def longest_step(**limits: Any) -> int:
+    """Tokens of the longest step with a decode, while four long prompts are computed."""
     config = EngineConfig(max_model_len=4096, num_kv_blocks=512, **limits)
     scheduler = Scheduler(config, clock=lambda: 0.0)
     for place, length in enumerate((20, 1000, 1000, 1000, 1000)):

@@ -67,7 +67,8 @@ def assert_ended_as_alone(model: Any, tasks: list[Any], prompts: list[list[int]]
         for n, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     }
     assert [task["status"] for task in tasks] == ["completed"] * len(tasks)
-    assert_equal_tokens({n: token_ids(task) for n, task in enumerate(tasks)}, expected)
+    found: dict[Hashable, list[int]] = {n: token_ids(task) for n, task in enumerate(tasks)}
+    assert_equal_tokens(found, expected)
     for task, prompt, length in zip(tasks, prompts, lengths, strict=True):
         usage = task["usage"]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(prompt), length)

@@ -83,7 +83,7 @@ def test_the_stream_sends_the_published_messages(
     client: ApiClient, running: str, worker: HandWorker, redis_client: redis.Redis
 ) -> None:
     """The data of a frame is the message of the channel."""
-    with redis_client.pubsub() as pubsub:  # type: ignore[no-untyped-call]
+    with redis_client.pubsub() as pubsub:
         pubsub.subscribe(f"tokenmill:tok:{running}")
         pubsub.get_message(timeout=5)
         worker.say(running, "a", '"\\\n')

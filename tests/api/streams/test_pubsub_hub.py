@@ -134,7 +134,7 @@ def test_redis_may_be_down_at_the_first_subscription(redis_url: str, redis_clien
             self.client.close()
 
         def pubsub(self) -> Any:
-            pubsub = self.client.pubsub()  # type: ignore[no-untyped-call]
+            pubsub = self.client.pubsub()
             if not refused.is_set():
                 refused.set()
                 self.client = next(clients)

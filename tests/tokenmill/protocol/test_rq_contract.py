@@ -35,7 +35,7 @@ def test_keys_equal_those_of_rq(redis_client: RedisClient) -> None:
     assert Queue.redis_queues_keys == rq_keys.QUEUES
     assert rq_keys.queue("q") == queue.key
     assert rq_keys.job(task_id) == Job.key_for(task_id)
-    assert rq_keys.results(task_id) == Result.get_key(task_id)  # type: ignore[no-untyped-call]
+    assert rq_keys.results(task_id) == Result.get_key(task_id)
     assert rq_keys.executions(task_id) == ExecutionRegistry(task_id, connection=redis_client).key
     execution = Execution("e", task_id, redis_client, worker_name="w")
     assert rq_keys.execution(f"{task_id}:e") == execution.key

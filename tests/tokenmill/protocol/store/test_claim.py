@@ -150,7 +150,7 @@ def test_one_claim_ends_at_most_a_hundred_tasks(store: TaskStore, redis_client: 
     given = submission(redis_client)
     for _ in range(250):
         submit(store, redis_client)
-    Queue(given.queue, connection=redis_client).empty()  # type: ignore[no-untyped-call]
+    Queue(given.queue, connection=redis_client).empty()
     kept = submit(store, redis_client)
     ended = []
     for _ in range(4):

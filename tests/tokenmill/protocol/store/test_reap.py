@@ -90,7 +90,7 @@ def test_emptying_an_rq_queue_ends_all_its_tasks(store: TaskStore, redis_client:
     given = [submission(redis_client) for _ in range(3)]
     for one in given:
         store.submit(one)
-    Queue(given[0].queue, connection=redis_client).empty()  # type: ignore[no-untyped-call]
+    Queue(given[0].queue, connection=redis_client).empty()
     assert reap(store).cancelled == tuple(one.task_id for one in given)
 
 
@@ -150,7 +150,7 @@ def test_one_call_repairs_at_most_a_hundred_jobs(
     queues = [Queue(name, connection=redis_client) for name in sorted({one.queue for one in given})]
     if how == "emptied":
         for queue in queues:
-            queue.empty()  # type: ignore[no-untyped-call]
+            queue.empty()
         assert [len(reap(store).cancelled) for _ in range(4)] == [100, 100, 50, 0]
         return
     num_listed = []
