@@ -11,9 +11,12 @@ from typing import Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Le
 from pydantic import BaseModel, Field
+from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 
 PREFIX = "TOKENMILL_"
+_STANDARD_VARIABLES = {"redis_url": "REDIS_URL"}
+"""Variables that other programs read under the same name."""
 
 
 class Purpose(Enum):
@@ -35,18 +38,15 @@ def setting(
     purpose: Purpose,
     *,
     shown: str = "",
-    variable: str = "",
     secret: bool = False,
-    **limits: Any,
 ) -> Any:
     """Declare a field of a settings class.
 
-    `shown`: the default in words, where the value alone says too little. `variable`: the environment
-    variable, where it is not named after the field. `secret`: the value appears in no message. `limits`:
-    constraints of `pydantic.Field` such as `ge` and `le`.
+    `shown`: the default in words, where the value alone says too little. `secret`: the value appears in no
+    message. The type of the field holds its range.
     """
-    about = {"purpose": purpose.value, "shown": shown, "variable": variable}
-    return Field(default, description=help_text, repr=not secret, json_schema_extra={**about}, **limits)
+    about: JsonDict = {"purpose": purpose.value, "shown": shown}
+    return Field(default, description=help_text, repr=not secret, json_schema_extra=about)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Setting:
 
     @property
     def variable(self) -> str:
-        return self._about("variable") or PREFIX + self.name.upper()
+        return _STANDARD_VARIABLES.get(self.name, PREFIX + self.name.upper())
 
     @property
     def help_text(self) -> str:

@@ -85,7 +85,6 @@ class SharedSettings(TaskTimes):
         "redis://127.0.0.1:6379/0",
         "Redis server. `tokenmill serve` starts one of its own if this is not set.",
         Purpose.SERVICE,
-        variable="REDIS_URL",
     )
     hold_unusable: bool = setting(
         False,

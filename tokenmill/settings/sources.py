@@ -126,7 +126,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise SettingError(f"{path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    # TOMLDecodeError, UnicodeDecodeError, or a number with too many digits.
+    except ValueError as error:
         raise SettingError(f"{path}: not TOML: {error}") from error
 
 

@@ -156,6 +156,7 @@ def test_the_first_source_of_a_value_is_named(tmp_path: Path) -> None:
     [
         ("prot = 1", "unknown setting prot; did you mean port? (`tokenmill serve --help` lists all of them)"),
         ("port = ", "tokenmill.toml: not TOML"),
+        (f"port = {'1' * 5000}", "tokenmill.toml: not TOML"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, text: str, message: str) -> None:
