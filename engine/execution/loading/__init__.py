@@ -1,1 +1,1 @@
-"""Finds, loads and checks a model, and sizes its KV pool."""
+"""Finds, loads and checks a model, and resolves the limits of the engine."""

@@ -1,1 +1,1 @@
-"""Runs one forward pass: a decision to tensors, and its logits."""
+"""Turns a decision into tensors, runs one forward pass and returns its logits."""

@@ -1,1 +1,1 @@
-"""Wraps the tokenizer, the bytes of tokens and the grammar library."""
+"""Wraps the tokenizer of a model, and compiles grammars over its tokens with llguidance."""
