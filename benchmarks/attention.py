@@ -1,10 +1,10 @@
-"""The native attention against torch's backend, which gathers and calls SDPA: single rows and chunks.
+"""The native attention against torch's backend, which gathers and calls SDPA: decode rows and chunks.
 
     python benchmarks/attention.py [--threads 1 2] [--shapes S M L] [--repeats 9] [--steps] [--out FILE.json]
 
-Both take turns in every repeat, so that a busy machine slows them alike; medians and quartiles of the
-microseconds of a layer. With `--steps` also the whole forward of a random model of SmolLM2-135M's shape that
-decodes 64 sequences. The caches are cold, as in a model: every layer has a pool of its own.
+Both take turns in every repeat, so that a busy machine slows them alike. Prints medians and quartiles of the
+microseconds of a layer; with `--steps` also of the forward pass of a random model of SmolLM2-135M's shape
+that decodes 64 sequences. The caches are cold, as in a model: every layer has its own pool.
 """
 
 import argparse
@@ -45,24 +45,24 @@ BLOCK_SIZE = 16
 CPU = torch.device("cpu")
 
 
-def lengths(num: int, least: int, most: int) -> list[tuple[int, int]]:
-    drawn = torch.randint(least, most, (num,), generator=torch.Generator().manual_seed(0)).tolist()
+def lengths(num: int, minimum: int, maximum: int) -> list[tuple[int, int]]:
+    drawn = torch.randint(minimum, maximum, (num,), generator=torch.Generator().manual_seed(0)).tolist()
     return [(length - 1, length) for length in drawn]
 
 
 CASES = {
-    "64 singles of 32-384": lengths(64, 32, 384),
-    "8 singles of 32-384": lengths(8, 32, 384),
-    "1 single of 2048": [(2047, 2048)],
+    "64 decode rows of 32-384": lengths(64, 32, 384),
+    "8 decode rows of 32-384": lengths(8, 32, 384),
+    "1 decode row of 2048": [(2047, 2048)],
     "a chunk of 512": [(0, 512)],
     "a chunk of 512 after 1024": [(1024, 1536)],
     "a chunk of 64 after 512": [(512, 576)],
 }
-"""From which token to which, for each sequence of a step."""
+"""First and last token (exclusive) of each sequence in a step."""
 
 
 def step_inputs(parts: list[tuple[int, int]]) -> tuple[StepInputs, int]:
-    """A step's inputs and the number of blocks that its sequences have, which lie scattered."""
+    """A step's inputs and the number of its blocks, which are scattered."""
     counts = [-(-end // BLOCK_SIZE) for _, end in parts]
     blocks = (1 + torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1))).tolist()
     items = []
@@ -96,8 +96,8 @@ def layer_times(
     made = {one.name: one.make(shape) for one in backends}
     for backend in made.values():
         backend.zero_blocks(tuple(range(num_blocks + 1)))
-    ways = {name: lambda backend=backend: run(backend, inputs.batch) for name, backend in made.items()}
-    return {name: [t / LAYERS for t in taken] for name, taken in take_turns(ways, repeats).items()}
+    functions = {name: lambda backend=backend: run(backend, inputs.batch) for name, backend in made.items()}
+    return {name: [t / LAYERS for t in times] for name, times in take_turns(functions, repeats).items()}
 
 
 def forward_times(dtype: torch.dtype, backends: list[Backend], repeats: int) -> dict[str, list[float]]:
@@ -109,32 +109,32 @@ def forward_times(dtype: torch.dtype, backends: list[Backend], repeats: int) -> 
     auto: Any = AutoModelForCausalLM
     model = auto.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype).eval()
     specs = record_layers(model)
-    inputs, num_blocks = step_inputs(CASES["64 singles of 32-384"])
-    ways = {}
+    inputs, num_blocks = step_inputs(CASES["64 decode rows of 32-384"])
+    functions = {}
     for one in backends:
         backend = one.make(PoolShape(specs, num_blocks + 1, BLOCK_SIZE, dtype, CPU))
         backend.zero_blocks(tuple(range(num_blocks + 1)))
         runner = ModelRunner(model, backend, InputBuilder(64, 384, BLOCK_SIZE))
-        ways[one.name] = lambda runner=runner: runner.forward(inputs)
-    return take_turns(ways, repeats)
+        functions[one.name] = lambda runner=runner: runner.forward(inputs)
+    return take_turns(functions, repeats)
 
 
-def take_turns(ways: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Microseconds of each way, run one after the other in every repeat; the first is not counted."""
-    taken: dict[str, list[float]] = {name: [] for name in ways}
+def take_turns(functions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Microseconds of each function, in turns; the first repeat is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
     with torch.inference_mode():
         for repeat in range(repeats + 1):
-            for name, way in ways.items():
-                begun = time.perf_counter()
-                way()
+            for name, function in functions.items():
+                start = time.perf_counter()
+                function()
                 if repeat:
-                    taken[name].append((time.perf_counter() - begun) * 1e6)
-    return taken
+                    times[name].append((time.perf_counter() - start) * 1e6)
+    return times
 
 
-def summary(case: dict[str, object], taken: dict[str, list[float]]) -> dict[str, object]:
-    quartiles = {name: [round(q, 1) for q in statistics.quantiles(one, n=4)] for name, one in taken.items()}
-    ratios = [theirs / ours for ours, theirs in zip(taken["native"], taken["torch"], strict=True)]
+def summary(case: dict[str, object], times: dict[str, list[float]]) -> dict[str, object]:
+    quartiles = {name: [round(q, 1) for q in statistics.quantiles(one, n=4)] for name, one in times.items()}
+    ratios = [theirs / ours for ours, theirs in zip(times["native"], times["torch"], strict=True)]
     ratio = round(statistics.median(ratios), 2)
     print(
         *case.values(),
@@ -167,7 +167,7 @@ def main() -> None:
                     about = {"threads": threads, "dtype": name, "shape": shape, "case": case}
                     results.append(summary(about, layer_times(spec, dtype, parts, backends, given.repeats)))
             if given.steps:
-                about = {"threads": threads, "dtype": name, "shape": "M", "case": "forward of 64 singles"}
+                about = {"threads": threads, "dtype": name, "shape": "M", "case": "forward of 64 decode rows"}
                 results.append(summary(about, forward_times(dtype, backends, given.repeats)))
     if given.out is not None:
         given.out.write_text(json.dumps({"torch": torch.__version__, "results": results}, indent=1) + "\n")

@@ -1,8 +1,8 @@
-"""The prepared script of `benchmarks/gpu.sh`: what is run, in which order, and where the results go.
+"""The benchmarks of `benchmarks/gpu.sh`: their order, and where the results go.
 
     python -m benchmarks.gpu [--device cpu --quick] [--minutes M] [--only PREFIX ...]
 
-Law: the file of results is whole after every part, and says of each what became of it.
+The result file is complete after every part and contains the status of each.
 """
 
 import argparse
@@ -26,14 +26,14 @@ MINUTES = 4.75
 SMALLEST = "random-7m"
 SERVED = ("random-0.5b", SMALLEST)
 BACKENDS = ("triton", "torch")
-"""That serve models. The native one is a CPU's, and measured by other benchmarks."""
+"""Backends that serve models on a GPU."""
 CPU_PATIENCE = 20
-"""Limits are that much longer there: it is slower, and other programs' too."""
+"""Factor for time limits on a CPU, which is slower."""
 FORMAT = 1
 
 
 def plan(device: str, *, quick: bool) -> list[Part]:
-    """The most important first: what comes last may find no time."""
+    """The parts, the most important first, as time may run out."""
     parts = [Part("memory", memory, (), 30)]
     parts += [Part(f"check {name}", attention.check, (name,), 45) for name in attention.NAMES]
     parts += [Part(f"time {name}", attention.times, (name,), 30) for name in attention.NAMES]
@@ -46,7 +46,7 @@ def plan(device: str, *, quick: bool) -> list[Part]:
             Part(f"serve {model}, {name}, graphs {word}", serving.ours, (model, name, has_graphs), 40)
             for name in BACKENDS
             for word, has_graphs in (("on", True), ("off", False))
-            # Where there are none to be had, both are the same.
+            # Without graphs both are the same.
             if has_graphs <= (device == "cuda" and name != "torch")
         ]
         parts += [
@@ -70,7 +70,7 @@ def facts(options: Options) -> dict[str, Any]:
 
 
 def results_path() -> Path:
-    """What $OUT names: a file, or a directory for it."""
+    """$OUT: a file, or a directory for it."""
     out = os.environ.get("OUT")
     if not out:
         return RESULTS
@@ -78,7 +78,7 @@ def results_path() -> Path:
 
 
 def shown(result: dict[str, Any]) -> str:
-    """One line for a part that has no figures, a line for each figure of one that has."""
+    """One line for a part without figures, else a line for each figure."""
     head = f"{result['part']} ({result['seconds']} s): {result['status']}"
     if "reason" in result:
         return f"{head}: {result['reason'].strip().splitlines()[-1]}"

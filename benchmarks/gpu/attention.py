@@ -1,6 +1,6 @@
 """Attention backends by name: whether they agree with torch's on the CPU, and what a layer costs.
 
-Law: what a backend refuses is told as refused, not as wrong. Knows no model.
+A shape that a backend does not support is reported as refused, not as wrong.
 """
 
 from pathlib import Path
@@ -34,7 +34,7 @@ NAMES = ("torch", "triton", "native")
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
-"""Of outputs of about size one. In float32 a GPU may round the factors of products to ten bits."""
+"""Of outputs of about size one. In float32 a GPU may round factors to ten bits (TF32)."""
 SPECS = {
     "grouped heads": LayerSpec(9, 3, 64, 64, 0.125),
     "no groups": LayerSpec(6, 6, 48, 48, 0.14),
@@ -51,7 +51,7 @@ STEPS = (
     ((0, 97, 98), (1, 2, 3), (2, 17, 18), (3, 64, 65)),
     ((0, 98, 99), (1, 3, 4), (3, 65, 66)),
 )
-"""(sequence, start, end) of what each step computes: chunks and single tokens; at last only these."""
+"""(sequence, start, end) of each step: chunks and decode rows, and finally decode rows only."""
 LONGEST = 112
 
 
@@ -62,7 +62,7 @@ class Shape(NamedTuple):
 
 
 class Case(NamedTuple):
-    """(start, end) of each sequence's tokens in a step that is timed."""
+    """(start, end) of each sequence in a timed step."""
 
     name: str
     parts: list[tuple[int, int]]
@@ -70,13 +70,13 @@ class Case(NamedTuple):
 
 SHAPES = {"7M": Shape(6, 6, 48), "0.5B": Shape(14, 2, 64), "8B": Shape(32, 8, 128)}
 CASES = (
-    Case("64 single tokens after 1,023", [(1023, 1024)] * 64),
-    Case("1 single token after 8,191", [(8191, 8192)]),
+    Case("64 decode rows after 1,023", [(1023, 1024)] * 64),
+    Case("1 decode row after 8,191", [(8191, 8192)]),
     Case("a chunk of 512 after 512", [(512, 1024)]),
 )
-QUICK_CASES = (Case("4 single tokens after 63", [(63, 64)] * 4),)
+QUICK_CASES = (Case("4 decode rows after 63", [(63, 64)] * 4),)
 LAYERS = 4
-"""Each with a pool of its own, so that none finds its keys in a cache."""
+"""Each with its own pool, so that no keys are cached."""
 
 
 def backend_named(name: str, options: Options) -> Backend:
@@ -144,7 +144,7 @@ def _difference(backend: Backend, spec: LayerSpec, dtype: torch.dtype, options: 
 def _attend(
     backend: AttentionBackend, inputs: StepInputs, call: LayerCall, rows: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """What the backend gives, and where it can be captured also what its captured step would."""
+    """The backend's output, and that of its captured decode step if it supports graphs."""
     query, key, value = rows
     batch = move_inputs(inputs, query.device).batch
     found = [backend.build_metadata(batch).forward(call, query, key, value)]
@@ -156,7 +156,7 @@ def _attend(
 
 
 def times(options: Options, name: str) -> dict[str, Any]:
-    """Microseconds of a layer in bfloat16; of single tokens also the share of a copy's bytes per second."""
+    """Microseconds of a layer in bfloat16; for decode rows also relative to the bandwidth of a copy."""
     backend = backend_named(name, options)
     found = {}
     for shape_name, shape in list(SHAPES.items())[: 1 if options.quick else None]:
@@ -170,9 +170,9 @@ def times(options: Options, name: str) -> dict[str, Any]:
 
 
 def _layer_seconds(backend: Backend, shape: Shape, case: Case, options: Options) -> tuple[float, int]:
-    """Of one layer, and the bytes of keys and values that it reads.
+    """Seconds of one layer, and the bytes of keys and values that it reads.
 
-    Where single tokens can be captured, of a replay: without the time to launch them.
+    Decode steps that can be captured are timed in a replay, without launch overhead.
     """
     device, dtype = torch.device(options.device), torch.bfloat16
     spec = LayerSpec(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim, shape.head_dim**-0.5)
@@ -213,7 +213,7 @@ def _row_shapes(spec: LayerSpec) -> tuple[tuple[int, int], ...]:
 
 
 def _sequences(count: int, longest: int) -> list[Sequence]:
-    """Their blocks lie scattered."""
+    """Sequences with scattered blocks."""
     width = -(-longest // BLOCK_SIZE)
     generator = torch.Generator().manual_seed(1)
     blocks = (1 + torch.randperm(count * width, generator=generator)).view(count, width).tolist()

@@ -1,7 +1,6 @@
 """Runs each part in a process of its own, for a limited time.
 
-Law: whatever a part does to its device or to itself, the next one starts clean, and its result says what
-became of it. Knows no part.
+A part that damages its device or process does not affect the next one; its result states what happened.
 """
 
 import time
@@ -12,22 +11,23 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 LAST_CHARACTERS = 1500
-"""Of what an exception says, told as the reason."""
+"""Characters of an exception's message in a reason."""
 LEAST_SECONDS = 5.0
-"""With less time left a part is not begun."""
+"""Minimum time left to start a part."""
 PRELOADED = ["torch", "transformers", "engine.execution.build"]
-"""Imported once, by a process that never touches a device; those of the parts are forked from it."""
+"""Imported once by a server process that uses no device, from which the parts are forked."""
 
 _CONTEXT = get_context("forkserver")
 
 
 class Absent(Exception):
-    """The machine or the program does not have what the part is about."""
+    """The machine or the program lacks what the part measures."""
 
 
 class Options(NamedTuple):
-    """`device`: "cuda" or "cpu". `quick`: as small as shows that it runs. `cache`: a directory for models and
-    what is compiled. `copy_rate`: bytes per second that a copy reads and writes, None: not measured."""
+    """`device`: "cuda" or "cpu". `quick`: small sizes that only show that a part runs. `cache`: a directory
+    for models and compiled files. `copy_rate`: bytes per second that a copy reads and writes; None: not
+    measured."""
 
     device: str
     quick: bool
@@ -36,7 +36,7 @@ class Options(NamedTuple):
 
 
 class Part(NamedTuple):
-    """`run` gives figures, and may raise; it is imported by name in its process. `seconds`: its limit."""
+    """`run` returns figures and may raise; its process imports it by name. `seconds`: time limit."""
 
     name: str
     run: Callable[..., dict[str, Any]]
@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
 
 def preload() -> None:
-    """Wait until all is imported, so that this does not count as a part's time."""
+    """Wait for the imports, which do not count as a part's time."""
     _CONTEXT.set_forkserver_preload(PRELOADED)
     process = _CONTEXT.Process(target=time.monotonic)
     process.start()
@@ -53,7 +53,7 @@ def preload() -> None:
 
 
 def run_all(parts: list[Part], options: Options, deadline: float) -> Iterator[dict[str, Any]]:
-    """The results in turn. `deadline`: of `time.monotonic`; what cannot begin before is skipped."""
+    """The results in order. `deadline`: of `time.monotonic`; later parts are skipped."""
     for part in parts:
         left = deadline - time.monotonic()
         begun = time.monotonic()
@@ -92,6 +92,6 @@ def _run(answer: Connection, part: Part, options: Options) -> None:
         result = {"status": "ok", "figures": part.run(options, *part.arguments)}
     except Absent as reason:
         result = {"status": "absent", "reason": str(reason)}
-    except BaseException:  # noqa: BLE001 - also an exit: what a part does is told, and the next one is run
+    except BaseException:  # noqa: BLE001 - also SystemExit: a part must not end the others
         result = {"status": "failed", "reason": traceback.format_exc()[-LAST_CHARACTERS:]}
     answer.send(result)

@@ -1,7 +1,6 @@
-"""Whole models: the engine with each backend, with and without graphs, and transformers' own ways.
+"""Whole models: the engine with each backend, with and without graphs, and transformers.
 
-Law: all serve the same prompts and as many tokens, greedily; in bfloat16 where it is timed, in float32 where
-tokens are compared. Knows no kernels.
+All serve the same prompts and numbers of tokens greedily: in bfloat16 for timing, in float32 for comparison.
 """
 
 import statistics
@@ -26,9 +25,9 @@ TOKEN_BUDGET = 2048
 MAX_MODEL_LEN = 1024
 QUICK_REQUESTS, QUICK_TOKENS = 3, 8
 COMPARED = 6
-"""Requests whose tokens are compared: one by one takes long."""
+"""Compared requests; the reference serves them one by one."""
 DECODE_PROMPT, DECODE_TOKENS = 128, 96
-"""Of each sequence whose decode steps are timed."""
+"""Tokens of each sequence whose decode steps are timed."""
 PEERS: dict[str, tuple[type[Generate] | type[Continuous], dict[str, Any]]] = {
     "generate": (Generate, {"batch_size": 16}),
     "continuous": (Continuous, {}),
@@ -36,14 +35,14 @@ PEERS: dict[str, tuple[type[Generate] | type[Continuous], dict[str, Any]]] = {
 
 
 def models(options: Options, name: str) -> dict[str, Any]:
-    """Make a model's directory, for the parts that serve it."""
+    """Write a model's directory."""
     return {"directory": str(_directory(options, name))}
 
 
 def tokens(options: Options, name: str, attention: str, has_graphs: bool) -> dict[str, Any]:
-    """Greedy float32 tokens beside those of transformers' generate, one by one; `wrong`: those that differ.
+    """Compare greedy float32 tokens with transformers' generate. `wrong`: requests that differ.
 
-    On a GPU a near tie may fall the other way, late in a request: `first_difference` says where.
+    On a GPU a near tie may be decided otherwise, late in a request: see `first_difference`.
     """
     requests = _requests(options, name, repeat=0)[:COMPARED]
     own = _engine_options(options, attention, has_graphs)
@@ -59,7 +58,7 @@ def tokens(options: Options, name: str, attention: str, has_graphs: bool) -> dic
 
 
 def ours(options: Options, name: str, attention: str, has_graphs: bool) -> dict[str, Any]:
-    """Tokens per second, the time of a decode step, and its share of a copy's bytes per second."""
+    """Tokens per second, the time of a decode step, and its bandwidth relative to a copy."""
     engine = Tokenmill()
     own = _engine_options(options, attention, has_graphs)
     return {**_rate(engine, options, name, own), **_decode_steps(engine, options, name)}
@@ -103,7 +102,7 @@ def _served(
     requests: list[Request],
     dtype: str,
 ) -> tuple[list[Served], dict[str, Any]]:
-    """What the peer gives, warmed up by other requests of the same lengths, and what it tells of itself."""
+    """The peer's tokens, after a warm-up with requests of the same lengths, and its description of itself."""
     directory = _directory(options, name)
     settings = Settings(
         model=str(directory),
@@ -130,7 +129,7 @@ def _check(served: list[Served], requests: list[Request]) -> None:
     got = [len(one.tokens) for one in served]
     wanted = [one.max_tokens for one in requests]
     if got != wanted:
-        raise RuntimeError(f"it gave {got} tokens, not {wanted}")
+        raise RuntimeError(f"it returned {got} tokens, not {wanted}")
 
 
 def _requests(options: Options, name: str, repeat: int) -> list[Request]:
@@ -147,7 +146,7 @@ def _requests(options: Options, name: str, repeat: int) -> list[Request]:
 
 
 def _decode_steps(engine: Tokenmill, options: Options, name: str) -> dict[str, Any]:
-    """The median step in which all sequences decode: of `MAX_SEQS` of them, and of one alone."""
+    """The median time of a step in which all sequences decode: `MAX_SEQS` of them, and one."""
     shape = read_shape(_directory(options, name))
     length = QUICK_TOKENS if options.quick else DECODE_TOKENS
     found: dict[str, Any] = {}
@@ -166,5 +165,5 @@ def _decode_steps(engine: Tokenmill, options: Options, name: str) -> dict[str, A
 
 
 def _median_step(served: list[Served]) -> float:
-    """Between two tokens, in the middle of what the last of them got: by then all decode."""
+    """Seconds between two tokens in the middle of the last sequence, when all decode."""
     return statistics.median(late - early for early, late in pairwise(served[-1].times))

@@ -1,6 +1,6 @@
 """Seconds of work on a device, and how fast the device copies memory.
 
-Law: a time is that of the device: it begins when all work before is done, and ends when its own is.
+A time starts when all earlier work of the device is done and ends when its own work is done.
 """
 
 import statistics
@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu.parts import Options
 
 COPY_BYTES = {True: 1 << 26, False: 1 << 32}
-"""By `quick`: more than any cache holds, and what every machine has."""
+"""By `quick`; not quick: more than any cache holds."""
 
 
 def wait_for(device: str) -> None:
@@ -22,21 +22,21 @@ def wait_for(device: str) -> None:
 
 
 def seconds_of(work: Callable[[], object], device: str, repeats: int, inner: int = 1) -> float:
-    """The median of a call, the first not counted. `inner`: calls that are timed together."""
+    """The median of a call, without the first. `inner`: calls that are timed together."""
     work()
-    taken = []
+    times = []
     for _ in range(repeats):
         wait_for(device)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(inner):
             work()
         wait_for(device)
-        taken.append((time.perf_counter() - begun) / inner)
-    return statistics.median(taken)
+        times.append((time.perf_counter() - start) / inner)
+    return statistics.median(times)
 
 
 def memory(options: Options) -> dict[str, Any]:
-    """What the device is, and the bytes per second that a copy of tensors there reads and writes."""
+    """Facts of the device, and the bytes per second that a copy of tensors reads and writes."""
     source = torch.ones(COPY_BYTES[options.quick] // 4, device=options.device)
     target = torch.empty_like(source)
     seconds = seconds_of(lambda: target.copy_(source), options.device, repeats=3 if options.quick else 9)

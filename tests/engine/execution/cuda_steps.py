@@ -1,4 +1,4 @@
-"""Runs the steps of a worker on a CUDA device that is not there, and prints as JSON what was seen.
+"""Runs the steps of a worker on a fake CUDA device and prints the observations as JSON.
 
     python -m tests.engine.execution.cuda_steps
 
@@ -55,9 +55,9 @@ EIGHT_BILLION = LlamaConfig(
 )
 GREEDY = {"temperature": 0.0}
 FALLBACK_ARCHITECTURES = ("llama", "mistral", "gpt_oss")
-"""Plain attention, a window, and scores in hand: the paths of torch's attention."""
+"""Plain attention, a window, and explicit scores: the paths of the torch backend."""
 UNTIL_READ = suppress(DataDependentOutputException, DynamicOutputShapeException)
-"""A fake tensor has no number to read."""
+"""Fake tensors have no values to read."""
 Parts = list[tuple[int, int, int]]
 """(sequence, start, end)."""
 
@@ -70,10 +70,10 @@ LAUNCHED: dict[str, tuple[Parts, list[dict[str, Any]]]] = {
     "random decodes": ([(0, 19, 20), (1, 8, 9)], [{"seed": 1}, {"seed": 2, "min_p": 0.1}]),
     "one decode": ([(0, 4, 5)], [{"seed": 1, "temperature": 0.5}]),
 }
-"""Steps that are launched ahead: parts, and the sampling parameters by turns."""
+"""Steps that are launched asynchronously: parts, and alternating sampling parameters."""
 
 MODEL_STEPS = ("a chunk after others, decodes", "greedy decodes")
-"""Of `LAUNCHED`: all that a model itself may do differently."""
+"""Steps of `LAUNCHED` in which models differ."""
 VARIANT_ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt_oss")
 """Plain attention, heads of an odd size, windows and soft caps, windows and sinks."""
 
@@ -91,20 +91,20 @@ SERVED: dict[str, Parts] = {
     "many decodes": [(who, 30 + who, 31 + who) for who in range(4)],
     "odd blocks": [(who, 100 * who + 1, 100 * who + 2) for who in range(3)],
 }
-"""Steps that a worker may run once it is ready."""
+"""Steps that a ready worker may run."""
 
 
 class FakeCapture:
-    """Stands for `CudaCapture`: the work is run, and its replay launches nothing."""
+    """Replaces `CudaCapture`: runs the work; a replay launches nothing."""
 
     def __init__(self, _: torch.device) -> None:
-        """Needs no stream."""
+        """No stream is needed."""
 
     def order(self, sizes: tuple[int, ...]) -> Iterator[int]:
         return reversed(sizes)
 
     waits: ClassVar[list[Wait]] = []
-    """Of all captures: what could not be captured."""
+    """Waits in all captures, which CUDA would refuse."""
 
     def __call__(self, work: Callable[[], None]) -> "FakeCapture":
         with WaitLedger() as ledger:
@@ -113,11 +113,11 @@ class FakeCapture:
         return self
 
     def replay(self) -> None:
-        """Nothing to launch."""
+        """Launches nothing."""
 
 
 def patch_captures() -> None:
-    """Capture decode steps as on a GPU, but compare no logits of the device: there are none."""
+    """Capture decode steps as on a GPU, without comparing logits, which fake tensors do not have."""
 
     def check(self: GraphSelfCheck, replay: Callable[[StepInputs], torch.Tensor], size: int) -> None:
         replay(self._inputs(max(1, size - 1)))
@@ -128,7 +128,7 @@ def patch_captures() -> None:
 
 
 def make_runner(arch: str, backend: Backend, *, has_graphs: bool) -> ModelRunner:
-    """As a worker makes it from a loaded model."""
+    """A runner as a worker makes it."""
     model = fake_model(make_config(arch))
     plan = plans.plain((backend,), None, has_graphs=has_graphs)
     plan.prepare(model)
@@ -174,7 +174,7 @@ def step_of(
 
 
 def launched_waits(runner: ModelRunner, steps: Iterable[str]) -> dict[str, list[Wait]]:
-    """What each of `steps` waits for, at first and once more behind a step whose tokens are not known."""
+    """The waits of each of `steps`, alone and after a step whose tokens are not known yet."""
     async_executor = DeviceExecutor(runner, Sampler(), DEVICE)
     found = {}
     for name in steps:
@@ -189,12 +189,12 @@ def launched_waits(runner: ModelRunner, steps: Iterable[str]) -> dict[str, list[
         with WaitLedger() as ledger:
             after = async_executor.launch(outputs, before)
         assert after.tokens.device == DEVICE
-        found[f"{name}, behind another step"] = ledger.waits
+        found[f"{name}, after another step"] = ledger.waits
     return found
 
 
 class AnyText:
-    """A grammar that allows the even tokens."""
+    """A grammar that allows even token ids."""
 
     is_complete = False
 
@@ -222,11 +222,11 @@ SAMPLED: dict[str, tuple[dict[str, Any], Constraints]] = {
     "logprobs": ({"logprobs": 3}, Constraints()),
     "top_p": ({"seed": 1, "top_p": 0.9}, Constraints()),
 }
-"""Steps that are not launched ahead; the others of the batch ask for nothing."""
+"""Steps that are not launched asynchronously."""
 
 
 def sampled_waits(runner: ModelRunner) -> dict[str, list[Wait]]:
-    """What each of `SAMPLED` waits for, up to the first result that the host must know."""
+    """The waits of each of `SAMPLED`, up to the first result that the host must know."""
     found = {}
     for name, (params, constraints) in SAMPLED.items():
         parts: Parts = [(0, 19, 20), (1, 8, 9), (2, 0, 33), (3, 40, 41)]
@@ -245,7 +245,7 @@ def sampled_waits(runner: ModelRunner) -> dict[str, list[Wait]]:
 
 
 def zeroed_waits(runner: ModelRunner) -> list[Wait]:
-    """What a step waits for that forgets blocks first."""
+    """The waits of a step that zeroes blocks first."""
     parts, params = LAUNCHED["a prompt and a decode"]
     outputs = step_of(parts, params)
     with WaitLedger() as ledger:
@@ -255,7 +255,7 @@ def zeroed_waits(runner: ModelRunner) -> list[Wait]:
 
 
 def planted_waits() -> dict[str, list[str]]:
-    """What the ledger says of things that wait, and of some that do not."""
+    """The ledger's entries for operations that wait and for some that do not."""
     there = torch.empty(4, device=DEVICE)
 
     def pinned() -> torch.Tensor:
@@ -289,7 +289,7 @@ def planted_waits() -> dict[str, list[str]]:
 
 
 def variants_by_time(arch: str, backend: Backend, *, has_graphs: bool) -> dict[str, Any]:
-    """The variants of kernels that are compiled while the model loads, and those that a later step adds."""
+    """The kernel variants that are compiled while the model loads, and those that later steps add."""
     with KernelVariants().installed() as kernels:
         runner = make_runner(arch, backend, has_graphs=has_graphs)
         runner.check()
@@ -358,6 +358,6 @@ def report() -> dict[str, Any]:
 if __name__ == "__main__":
     with fake_cuda():
         patch_captures()
-        # What is imported stays, so that collecting garbage does not visit it again and again.
+        # Imported objects are excluded from garbage collection, which would visit them repeatedly.
         gc.freeze()
         json.dump(report(), sys.stdout)

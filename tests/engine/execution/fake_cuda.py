@@ -1,10 +1,10 @@
 """A CUDA device that computes nothing: fake tensors on `cuda:0`, on any machine and any build of torch.
 
-The code under test runs unchanged; only kernels do not run. `WaitLedger` lists what would make the host wait
-for the device, `KernelVariants` which variants of the Triton kernels would be compiled. The guard of the real
-device is replaced for the whole process, so this module belongs into a process of its own.
+The code under test runs unchanged, but no kernel runs. `WaitLedger` lists what would make the host wait for
+the device, `KernelVariants` the variants of Triton kernels that would be compiled. The device guard is
+replaced for the whole process, so this module needs its own process.
 
-Not seen: waits inside of torch's own operators, and anything that depends on the values of tensors.
+Not detected: waits inside torch's operators, and anything that depends on the values of tensors.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ _READS = frozenset(
         "_unique2", "unique_consecutive", "bincount", "repeat_interleave",
     )
 )  # fmt: skip
-"""Operators whose result, or its shape, the host must know."""
+"""Operators whose result or shape the host must know."""
 
 
 class Wait(NamedTuple):
@@ -47,7 +47,7 @@ class Wait(NamedTuple):
 
 
 class RealHost(TorchDispatchMode):
-    """Runs operators on tensors of the host alone with real numbers: steps are planned with them."""
+    """Runs operators on host tensors with real values, which steps are planned with."""
 
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class RealHost(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        # No driver could pin it.
+        # Pinning needs a driver.
         kwargs.pop("pin_memory", None)
         if any(map(_is_on_device, tree_leaves((args, kwargs)))):
             args, kwargs = tree_map_only(torch.Tensor, self._as_fake, (args, kwargs))
@@ -74,7 +74,7 @@ def _is_on_device(given: Any) -> bool:
 
 
 class FakeEvent:
-    """Stands for `torch.cuda.Event`."""
+    """Replaces `torch.cuda.Event`."""
 
     def record(self) -> None:
         """Nothing to record."""
@@ -147,7 +147,7 @@ class WaitLedger(TorchDispatchMode):
         if tensor.device.type != "cuda":
             return None
         if values is not None and values.device.type == "cpu":
-            # A number too: torch copies it to the device.
+            # Also a number, which torch copies to the device.
             return "values on the host"
         if any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in indices):
             return "boolean index"
@@ -168,7 +168,7 @@ def _place() -> str:
 
 @dataclass(frozen=True)
 class _Pointer:
-    """What Triton reads of a tensor to choose a variant. The allocator's memory begins at 512 bytes."""
+    """The properties of a tensor by which Triton chooses a variant. Allocations are aligned to 512 bytes."""
 
     dtype: torch.dtype
     at: int
@@ -186,9 +186,9 @@ class _Pointer:
 
 
 class KernelVariants:
-    """Stands in the places of the Triton kernels: launches nothing, and lists each variant once.
+    """Replaces the Triton kernels: launches nothing and lists each variant once.
 
-    Which launches share a variant is Triton's own decision.
+    Triton decides which launches share a variant.
     """
 
     def __init__(self) -> None:
@@ -240,10 +240,10 @@ def _triton_driver() -> Any:
     from triton.backends.driver import DriverBase
 
     class Driver(DriverBase):  # type: ignore[misc]  # untyped in Triton
-        """A driver for a GPU that is not there: no method but those that choose a variant."""
+        """A driver without a GPU, with the methods that choose a variant."""
 
         def __init__(self) -> None:
-            """The base class would look for a device."""
+            """Without the base class, which looks for a device."""
 
         @classmethod
         def is_active(cls) -> bool:
@@ -268,7 +268,7 @@ def _triton_driver() -> Any:
 
 @contextmanager
 def fake_cuda() -> Iterator[None]:
-    """Tensors on `DEVICE` can be made, and are fake. Once for a process."""
+    """Tensors on `DEVICE` are fake. Once per process."""
     if not triton_launch.IS_COMPILED:
         raise RuntimeError("TRITON_INTERPRET must not be set")
     with tempfile.TemporaryDirectory() as directory:
@@ -283,7 +283,7 @@ def fake_cuda() -> Iterator[None]:
             check=True,
         )  # fmt: skip
         ctypes.CDLL(str(library))
-    torch.cuda.Event = FakeEvent  # type: ignore[assignment, misc]  # a device's own
+    torch.cuda.Event = FakeEvent  # type: ignore[assignment, misc]  # needs a device
     torch.cuda.get_device_capability = lambda *_: CAPABILITY
     install()
     with FakeTensorMode() as fake, RealHost(fake), torch.inference_mode():

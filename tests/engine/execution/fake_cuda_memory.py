@@ -1,8 +1,8 @@
 """The memory of a fake CUDA device, as torch's caching allocator divides it.
 
-A model of `CUDACachingAllocator`: small blocks share segments of 2 MiB, middle ones of 20 MiB, large ones
-have segments of their own. A freed block stays in its segment, which counts as used until `empty_cache`, or
-until memory runs out. Streams and graphs are left out.
+A model of `CUDACachingAllocator`: small blocks share segments of 2 MiB, medium ones of 20 MiB, and large ones
+have their own segments. A freed block stays in its segment, which counts as used until `empty_cache` or until
+memory runs out. Streams and graphs are not modelled.
 """
 
 from dataclasses import dataclass, field
@@ -45,7 +45,7 @@ class _Segment:
 
 @dataclass(eq=False)
 class _Held:
-    """A block, and the storages of all tensors that view it: those of fake views differ."""
+    """A block and the storages of all tensors that view it; fake views have their own."""
 
     storages: list[StorageWeakRef]
     segment: _Segment
@@ -58,7 +58,7 @@ def _on_device(given: Any) -> list[torch.Tensor]:
 
 
 class FakeMemory(TorchDispatchMode):
-    """Counts the storages of fake tensors on the device; above the mode that makes them."""
+    """Counts the storages of fake tensors on the device. Must be entered after the fake mode."""
 
     def __init__(self, total: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""A device whose KV pool holds one number per position: every read and every write is checked.
+"""A simulated device whose KV pool holds one number per position, so that wrong reads and writes show.
 
-The value of a position depends on its token and on all values before it, read from the pool through the
-arrays of `InputBuilder`. A row that reads another sequence's values, or values that were overwritten, draws
-other tokens than the same request draws alone.
+The value of a position depends on its token and on all values before it, which are read from the pool through
+the arrays of `InputBuilder`. A row that reads another sequence's values or overwritten values samples other
+tokens than the same request alone.
 """
 
 import random
@@ -20,22 +20,22 @@ from tests.engine.fakes import EOS
 
 NON_FINITE = "the model computed non-finite logits"
 NUM_TOKENS = 60
-"""Ids 1 to 60 are drawn, and `EOS` once in 100 draws."""
+"""Ids 1 to 60 are sampled, and `EOS` in one of 100 draws."""
 _MASK = 2**62 - 1
 
 
 class Row(NamedTuple):
-    """What stands for a row of logits."""
+    """Represents a row of logits."""
 
     value: int
     is_finite: bool
 
 
 class SimulatedDevice:
-    """A runner and its sampler. The pool starts full of values that are not finite.
+    """A runner and its sampler. The pool starts full of non-finite values.
 
-    `poison`: a token whose values are not finite. `glitch_rate`: the share of rows whose values come out as
-    not finite, drawn from `rng`. `num_glitches` counts these.
+    `poison`: a token with non-finite values. `glitch_rate`: the share of rows that become non-finite at
+    random, with `rng`. `num_glitches` counts them.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class SimulatedDevice:
         return False
 
     def execute(self, outputs: SchedulerOutputs, drawn: torch.Tensor | None = None) -> list[Row]:
-        """The wanted rows, in order; see `ModelRunner.execute`."""
+        """The requested rows, in order; see `ModelRunner.execute`."""
         check_writes(outputs, self._block_size)
         self._zero(outputs.blocks_to_zero)
         inputs = self._inputs.build(outputs, drawn)
@@ -121,7 +121,7 @@ class SimulatedDevice:
     def _compute(
         self, first_row: int, token_ids: list[int], slots: list[int], start: int, table: np.ndarray
     ) -> dict[int, Row]:
-        """Write the values of tokens `start` and on, each from those before it; returns their rows."""
+        """Write the values from token `start` on, each from those before it. Returns their rows."""
         rows: dict[int, Row] = {}
         for offset, token_id in enumerate(token_ids):
             position = start + offset
@@ -141,9 +141,9 @@ class SimulatedDevice:
 
 
 class RefusingExecutor:
-    """Launches on a `SimulatedDevice`; refuses items at random, and fails at random.
+    """Launches on a `SimulatedDevice`. Refuses items and fails at random.
 
-    Log-probabilities are always refused, as on a real device.
+    Items with log-probabilities are always refused, as on a real device.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class RefusingExecutor:
 
 
 def check_writes(outputs: SchedulerOutputs, block_size: int) -> None:
-    """No item writes beyond its block table, and no block has two writers in one step."""
+    """Check that no item writes beyond its block table and no block has two writers in one step."""
     writers: Counter[int] = Counter()
     for item in outputs.scheduled:
         table, end = item.sequence.block_table, item.start + item.num_new_tokens
@@ -193,7 +193,7 @@ def check_writes(outputs: SchedulerOutputs, block_size: int) -> None:
 
 
 def check_running(running: list[Sequence], block_size: int) -> None:
-    """No running sequence has computed beyond its blocks, and none may write where another reads."""
+    """Check that no sequence computes beyond its blocks or writes where another one reads."""
     holders = Counter(block for one in running for block in one.block_table)
     for one in running:
         assert one.num_computed_tokens <= len(one.block_table) * block_size

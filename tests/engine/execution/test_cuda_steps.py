@@ -1,6 +1,6 @@
-"""What a worker does on a CUDA device, seen without one: see `fake_cuda.py`.
+"""The steps of a worker on a fake CUDA device: see `fake_cuda.py`.
 
-The steps run in a process of their own, once for all of these tests.
+They run once, in their own process.
 """
 
 import json
@@ -16,7 +16,7 @@ from tests.engine.execution.pools import ROOT
 from tests.tiny_models import ARCHITECTURES
 
 READ = "aten::item on the device"
-"""How a fake tensor is read on the host."""
+"""The wait of reading a fake tensor on the host."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def run_steps() -> str:
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.execution.cuda_steps"],
         cwd=ROOT,
-        # A GPU that is there must not be touched: its device guard is replaced.
+        # A real GPU must not be used, as its device guard is replaced.
         env={**env, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -68,7 +68,7 @@ def test_the_ledger_sees_what_waits(seen: dict[str, Any]) -> None:
 
 
 def test_a_launched_step_does_not_wait_for_the_device(seen: dict[str, Any]) -> None:
-    """Prompts, chunks and decodes of every architecture, and everything that is drawn ahead."""
+    """Prompts, chunks and decodes of every architecture, and asynchronous sampling."""
     launched = seen["launched"]
     assert launched.keys() >= set(ARCHITECTURES)
     assert all(steps for steps in launched.values())
@@ -79,12 +79,12 @@ def test_a_launched_step_does_not_wait_for_the_device(seen: dict[str, Any]) -> N
 
 
 def test_a_captured_step_does_not_wait_for_the_device(seen: dict[str, Any]) -> None:
-    """CUDA refuses to capture what waits."""
+    """CUDA refuses to capture work that waits."""
     assert seen["captured"] == {arch: [] for arch in ARCHITECTURES}
 
 
 def test_masks_penalties_and_bias_do_not_wait_for_the_forward(seen: dict[str, Any]) -> None:
-    """Grammars fill their masks while the device computes: the first wait is for the tokens themselves."""
+    """Grammars fill their masks while the device computes: the first wait is for the tokens."""
     filtered = seen["sampled"]["top_p"]
     for name, waits in seen["sampled"].items():
         if name == "top_p":
@@ -93,7 +93,7 @@ def test_masks_penalties_and_bias_do_not_wait_for_the_forward(seen: dict[str, An
         place = "logprobs.py" if name.startswith("logprobs of") else "sampler.py"
         assert what == READ, name
         assert place in where, name
-    # Whether the likeliest tokens are enough for a filter is asked on the host.
+    # The host checks whether the most likely tokens suffice for a filter.
     ((what, where),) = filtered
     assert what == "boolean index"
     assert "_draw_from_window" in where
@@ -106,7 +106,7 @@ def test_no_kernel_is_compiled_once_a_worker_is_ready(seen: dict[str, Any]) -> N
 
 
 def test_a_kernel_that_is_not_warmed_up_is_seen(seen: dict[str, Any]) -> None:
-    """Without the warm-up the first prompt and the first long decode compile."""
+    """Without the warm-up the first prompt and the first long decode compile kernels."""
     cold = seen["variants without warm-up"]["serving"]
     assert any(one.startswith("attend_kernel") for one in cold["first prompt"])
     assert {one.split()[0] for found in cold.values() for one in found} == {
@@ -119,7 +119,7 @@ def test_an_8b_model_is_fused_on_a_gpu_of_22_gib(seen: dict[str, Any]) -> None:
     assert memory["error"] is None
     one_product = 1 << 28
     assert memory["peak"] < memory["weights"] + 2 * one_product
-    # All that the weights leave is free for KV blocks.
+    # The rest of the memory is free for KV blocks.
     assert memory["free"] >= memory["total"] - memory["weights"] - (64 << 20)
 
 

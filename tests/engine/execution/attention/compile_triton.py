@@ -1,11 +1,11 @@
-"""Compiles the Triton kernels for GPUs that need not be there, and keeps what the compiler makes of them.
+"""Compiles the Triton kernels without a GPU and records what the compiler reports.
 
     python -m tests.engine.execution.attention.compile_triton            # compile a few kernels and compare
     python -m tests.engine.execution.attention.compile_triton --all      # compile all kernels, in minutes
     python -m tests.engine.execution.attention.compile_triton --write    # compile changed kernels, write them
 
-In a process of its own, without TRITON_INTERPRET. The table is `compiled_kernels.tsv`: registers and stack of
-a thread, bytes of spilled registers, shared memory of a program, and the instructions that multiply.
+Needs its own process, without TRITON_INTERPRET. The table `compiled_kernels.tsv` has registers and stack of a
+thread, bytes of spilled registers, shared memory of a program, and the matrix instructions.
 """
 
 import ast
@@ -85,7 +85,7 @@ def cases() -> list[tuple[int, str, str]]:
 
 
 def arguments(model: str, kernel: str) -> tuple[Any, dict[str, Any]]:
-    """The kernel, and the constants and options that it is launched with."""
+    """The kernel and the constants and options of its launch."""
     shape = SHAPES[model]
     value_dim = shape.value_dim or shape.head_dim
     decode = kernel != "chunk"
@@ -105,7 +105,7 @@ def arguments(model: str, kernel: str) -> tuple[Any, dict[str, Any]]:
         "block_r": triton_launch.STORED_ROWS,
     }
     if kernel in ("store", "combine"):
-        # Launched with Triton's own numbers.
+        # Launched with Triton's defaults.
         named |= {"num_warps": 4, "num_stages": 3}
     if kernel == "store":
         named["block_d"] = triton.next_power_of_2(shape.head_dim)
@@ -136,7 +136,7 @@ def compiled(arch: int, model: str, kernel: str) -> Any:
 
 def measured(case: tuple[int, str, str]) -> dict[str, str]:
     """Compile one case; a row of the table."""
-    # Only a compilation that takes place says what it used.
+    # Only an actual compilation reports resources.
     knobs.compilation.always_compile = True
     knobs.nvidia.dump_ptxas_log = True
     with redirect_stdout(StringIO()) as log:
@@ -159,7 +159,7 @@ def measured(case: tuple[int, str, str]) -> dict[str, str]:
 
 
 def _usage(log: str) -> tuple[int, int, int]:
-    """Registers, bytes of stack, and bytes of spilled registers of a thread, from what ptxas says."""
+    """Registers, bytes of stack and bytes of spilled registers of a thread, from the log of ptxas."""
     used = re.search(r"Used (\d+) registers", log)
     frame = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     assert used, log
@@ -168,7 +168,7 @@ def _usage(log: str) -> tuple[int, int, int]:
 
 
 def inputs_of(model: str, kernel: str) -> str:
-    """A digest of all that a row depends on: the kernels' code, the constants, and Triton's version."""
+    """A digest of everything that a row depends on: kernel code, constants and Triton's version."""
     _, named = arguments(model, kernel)
     text = f"{_code()} {sorted(named.items(), key=str)} {triton.__version__}"
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -198,7 +198,7 @@ def write_table(rows: list[dict[str, str]]) -> None:
 
 
 def stale() -> list[tuple[int, str, str]]:
-    """The cases that the table lacks, or whose kernel, constants or Triton have changed since."""
+    """The cases that the table lacks or whose digest has changed."""
     kept = read_table() if TABLE.exists() else {}
     return [
         case for case in cases() if case not in kept or kept[case]["inputs"] != inputs_of(case[1], case[2])

@@ -1,4 +1,4 @@
-"""What compilers make of the Triton kernels, for GPUs that need not be there: see `compile_triton.py`."""
+"""Resources of the compiled Triton kernels, without a GPU: see `compile_triton.py`."""
 
 import os
 import subprocess
@@ -18,11 +18,11 @@ from tests.engine.execution.attention.compile_triton import (
 from tests.engine.execution.pools import ROOT
 
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
-"""Bytes that one program may have."""
+"""Bytes available to one program."""
 TENSOR_CORES = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05"}
-"""The instructions by which chunks in half precision are multiplied."""
+"""The matrix instructions of chunks in half precision."""
 MOST_SPILLED = {100: 32}
-"""Bytes of a thread. The compiler limits the registers of one kernel with every feature. Elsewhere none."""
+"""Bytes of a thread that may be spilled: one kernel with every feature. Elsewhere none."""
 
 
 def test_the_table_is_current() -> None:
@@ -52,7 +52,7 @@ def test_kernels_fit_into_registers_and_shared_memory(arch: int) -> None:
 
 
 def test_kernels_compile_as_in_the_table(tmp_path: Path) -> None:
-    """Some of them, which between them are of every kernel, architecture and kind of number."""
+    """A selection that covers every kernel, architecture and dtype."""
     assert {arch for arch, _, _ in QUICK} == set(ARCHITECTURES)
     # The interpreter takes more than the compiler does.
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
