@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from waitress.channel import HTTPChannel
 from waitress.task import ErrorTask, WSGITask
 
-from api.http.requests import RequestError, RequestParser
-from api.problems import MEDIA_TYPE, Problem
+from api.http.requests import RequestParser
+from api.problems import MEDIA_TYPE, Problem, retry_seconds
 
 if TYPE_CHECKING:
     from api.http.server import HttpServer
@@ -63,16 +63,15 @@ class ErrorReplyTask(ErrorTask):  # type: ignore[misc]  # Waitress ships no type
     """Answers an invalid request with problem details (RFC 9457) and closes the connection."""
 
     def execute(self) -> None:
-        error = self.request.error
-        if not isinstance(error, RequestError):
-            error = RequestError(500, "internal_error", "internal error of this service")
-        problem = Problem(error.status, error.code, error.detail, param=error.param)
+        problem = self.request.error
+        if not isinstance(problem, Problem):
+            problem = Problem(500, "internal_error", "internal error of this service")
         request_id = uuid.uuid4().hex
         body = json.dumps(problem.to_json(request_id)).encode()
-        self.status = f"{error.status} {HTTPStatus(error.status).phrase}"
+        self.status = f"{problem.status} {HTTPStatus(problem.status).phrase}"
         self.response_headers += [("Content-Type", MEDIA_TYPE), ("X-Request-ID", request_id)]
-        if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
-            self.response_headers.append(("Retry-After", "5"))
+        if problem.retry_after is not None:
+            self.response_headers.append(("Retry-After", str(retry_seconds(problem.retry_after))))
         self.set_close_on_finish()
         self.content_length = len(body)
         if self.request.command != "HEAD":
@@ -169,11 +168,11 @@ class Connection(HTTPChannel):  # type: ignore[misc]  # Waitress ships no types
     def _end_of_input(self) -> None:
         self.ended_by_client = True
         if self.request is not None and self.request.has_begun and not self.is_busy:
-            self.refuse(RequestError(400, "incomplete_request", "the request is incomplete"))
+            self.refuse(Problem(400, "incomplete_request", "the request is incomplete"))
         elif not self.is_busy:
             self.handle_close()
 
-    def refuse(self, error: RequestError) -> None:
+    def refuse(self, error: Problem) -> None:
         """Answer the request, of which only a part may have arrived, with `error`."""
         with self.requests_lock:
             request, self.request = self.request or RequestParser(self.adj), None
@@ -288,4 +287,4 @@ class Connection(HTTPChannel):  # type: ignore[misc]  # Waitress ships no types
         granted = seconds + partial.wire_bytes / MIN_BODY_BYTES_PER_SECOND
         if now - self._reading_since >= granted:
             detail = f"the {part} of the request did not arrive within {granted:.0f} seconds"
-            self.refuse(RequestError(408, f"{part}_timeout", detail, "body" if part == "body" else None))
+            self.refuse(Problem(408, f"{part}_timeout", detail, param="body" if part == "body" else None))

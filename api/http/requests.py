@@ -13,6 +13,8 @@ from waitress.adjustments import Adjustments
 from waitress.parser import HTTPRequestParser, crack_first_line
 from waitress.receiver import ChunkedReceiver
 
+from api.problems import Problem
+
 MAX_HEAD_BYTES = 64 * 1024
 MAX_LINE_BYTES = 16 * 1024
 """Limit on the request line, which contains the URL."""
@@ -32,25 +34,14 @@ _ERRORS: Mapping[int, tuple[str, str]] = {
 _NO_VERSION = "this port speaks HTTP/1.1 and HTTP/1.0, without TLS"
 
 
-class RequestError(Exception):
-    """An error that the server answers itself, before a route is chosen."""
-
-    def __init__(self, status: int, code: str, detail: str, param: str | None = None) -> None:
-        super().__init__(detail)
-        self.param = param
-        self.status = status
-        self.code = code
-        self.detail = detail
-
-
 class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships no types
-    """Parses one request. `error` is None or a `RequestError`.
+    """Parses one request. `error` is None or a `Problem`.
 
     `adj.max_request_body_size` is the smallest size that is refused. It counts the body without the framing
     of its chunks.
     """
 
-    error: RequestError | None
+    error: Problem | None
     command = ""
     request_uri = ""
     path = ""
@@ -74,14 +65,14 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
             return 0
         try:
             return self._receive_head(data) if self.body_rcv is None else self._receive_body(data)
-        except RequestError as error:
+        except Problem as error:
             self.fail(error)
         except ValueError:
             # For example the URL `http://[`, or a number of thousands of digits.
-            self.fail(RequestError(400, "bad_request", "the URL or a header of the request is not valid"))
+            self.fail(Problem(400, "bad_request", "the URL or a header of the request is not valid"))
         return len(data)
 
-    def fail(self, error: RequestError) -> None:
+    def fail(self, error: Problem) -> None:
         """End the request with an error. What follows on its connection cannot be parsed."""
         self.error = error
         self.completed = True
@@ -99,16 +90,16 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
         return taken
 
     def parse_header(self, header_plus: bytes) -> None:
-        """Called by the base class with a complete head. Raises `RequestError`."""
+        """Called by the base class with a complete head. Raises `Problem`."""
         if header_plus.count(b"\r\n") > MAX_HEADERS + 2:
-            raise RequestError(431, "too_many_headers", f"a request may have at most {MAX_HEADERS} headers")
+            raise Problem(431, "too_many_headers", f"a request may have at most {MAX_HEADERS} headers")
         super().parse_header(header_plus)
         _check_version(self.version)
         _check_framing(self.version, header_plus, self.headers, chunked=self.chunked)
         _check_host(self.version, self.headers.get("HOST"))
         expected = self.headers.get("EXPECT", "").lower()
         if self.version == "1.1" and expected not in ("", "100-continue"):
-            raise RequestError(417, "expectation_failed", "the only supported Expect is 100-continue")
+            raise Problem(417, "expectation_failed", "the only supported Expect is 100-continue")
         if self.content_length >= self.adj.max_request_body_size:
             raise self._too_large()
 
@@ -117,7 +108,7 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
         taken: int = receiver.received(data)
         self.wire_bytes += taken
         if receiver.error:
-            raise RequestError(400, "bad_chunk", "the chunked encoding of the body is not valid")
+            raise Problem(400, "bad_chunk", "the chunked encoding of the body is not valid")
         if isinstance(receiver, ChunkedReceiver):
             self._check_chunks(receiver)
         if receiver.completed:
@@ -131,29 +122,29 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
         if len(receiver) + receiver.chunk_remainder >= limit or self.wire_bytes > FRAMING_FACTOR * limit:
             raise self._too_large()
         if len(receiver.control_line) > MAX_CHUNK_LINE_BYTES:
-            raise RequestError(400, "bad_chunk", "the size line of a chunk is too long")
+            raise Problem(400, "bad_chunk", "the size line of a chunk is too long")
         if len(receiver.trailer) > MAX_TRAILER_BYTES:
-            raise RequestError(431, "head_too_large", "the trailers of the body are too long")
+            raise Problem(431, "head_too_large", "the trailers of the body are too long")
 
-    def _too_large(self) -> RequestError:
+    def _too_large(self) -> Problem:
         limit = self.adj.max_request_body_size - 1
-        return RequestError(413, "body_too_large", f"the body may have at most {limit} bytes", "body")
+        return Problem(413, "body_too_large", f"the body may have at most {limit} bytes", param="body")
 
 
 def _check_begin(begin: bytes) -> None:
     """Refuse at once what cannot become a request, given the first bytes of the head."""
     line, end, _ = begin.partition(b"\n")
     if begin and begin[0] not in _METHOD_BYTES:
-        raise RequestError(400, "bad_request", f"the request is not HTTP; {_NO_VERSION}")
+        raise Problem(400, "bad_request", f"the request is not HTTP; {_NO_VERSION}")
     if len(line) > MAX_LINE_BYTES:
-        raise RequestError(414, "url_too_long", f"a request line may have at most {MAX_LINE_BYTES} bytes")
+        raise Problem(414, "url_too_long", f"a request line may have at most {MAX_LINE_BYTES} bytes")
     if end and not line.endswith(b"\r"):
-        raise RequestError(400, "bad_request", "lines must end with CR LF")
+        raise Problem(400, "bad_request", "lines must end with CR LF")
     if not end:
         return
     method, _, version = crack_first_line(line[:-1].rstrip()) if _is_upper(line) else (b"", b"", b"")
     if not method:
-        raise RequestError(400, "bad_request", "the request line is not valid")
+        raise Problem(400, "bad_request", "the request line is not valid")
     _check_version(version.decode("latin-1"))
 
 
@@ -164,7 +155,7 @@ def _is_upper(line: bytes) -> bool:
 
 def _check_version(version: str) -> None:
     if version not in ("1.1", "1.0"):
-        raise RequestError(505, "http_version_not_supported", _NO_VERSION)
+        raise Problem(505, "http_version_not_supported", _NO_VERSION)
 
 
 def _check_framing(version: str, head: bytes, headers: Mapping[str, Any], *, chunked: bool) -> None:
@@ -172,27 +163,27 @@ def _check_framing(version: str, head: bytes, headers: Mapping[str, Any], *, chu
     length = headers.get("CONTENT_LENGTH")
     encodings = len(re.findall(rb"(?im)^transfer-encoding[ \t]*:", head))
     if encodings and version == "1.0":
-        raise RequestError(400, "bad_framing", "HTTP/1.0 has no Transfer-Encoding")
+        raise Problem(400, "bad_framing", "HTTP/1.0 has no Transfer-Encoding")
     if encodings > 1 or (encodings and not chunked):
-        raise RequestError(400, "bad_framing", "the only supported Transfer-Encoding is a single `chunked`")
+        raise Problem(400, "bad_framing", "the only supported Transfer-Encoding is a single `chunked`")
     if encodings and length is not None:
-        raise RequestError(400, "bad_framing", "give either Content-Length or Transfer-Encoding, not both")
+        raise Problem(400, "bad_framing", "give either Content-Length or Transfer-Encoding, not both")
     if length is not None and not _CONTENT_LENGTH.fullmatch(length):
-        raise RequestError(400, "bad_framing", "Content-Length must be a single integer")
+        raise Problem(400, "bad_framing", "Content-Length must be a single integer")
 
 
 def _check_host(version: str, host: str | None) -> None:
     if host is None and version == "1.1":
-        raise RequestError(400, "missing_host", "HTTP/1.1 requires a Host header")
+        raise Problem(400, "missing_host", "HTTP/1.1 requires a Host header")
     if host is not None and not _HOST.fullmatch(host):
-        raise RequestError(400, "bad_host", "Host must be one host name or address, with an optional port")
+        raise Problem(400, "bad_host", "Host must be one host name or address, with an optional port")
 
 
-def _translated(error: Any) -> RequestError:
+def _translated(error: Any) -> Problem:
     """Replace Waitress's own errors: their messages contain input and class names."""
-    if isinstance(error, RequestError):
+    if isinstance(error, Problem):
         return error
     if error.code == 431:
-        return RequestError(431, "head_too_large", f"a request head may have at most {MAX_HEAD_BYTES} bytes")
+        return Problem(431, "head_too_large", f"a request head may have at most {MAX_HEAD_BYTES} bytes")
     status = error.code if error.code in _ERRORS else 400
-    return RequestError(status, *_ERRORS[status])
+    return Problem(status, *_ERRORS[status])

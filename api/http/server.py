@@ -19,8 +19,9 @@ from waitress.task import ThreadedTaskDispatcher
 
 from api.http.connections import Connection, Deadlines
 from api.http.poller import Poller
-from api.http.requests import MAX_HEAD_BYTES, RequestError, RequestParser
+from api.http.requests import MAX_HEAD_BYTES, RequestParser
 from api.networks import network_of
+from api.problems import Problem
 from api.shutdown import Shutdown
 from tokenmill.settings.processes import ApiSettings
 
@@ -38,6 +39,8 @@ REPLY_BYTES = 256 * 1024
 BUFFERED_BYTES = 256 * 1024 * 1024
 """Limit on unanswered requests and unread replies in all. Beyond it, stalled connections are closed."""
 STALLED_SECONDS = 1.0
+RETRY_SECONDS = 5
+"""Retry-After of a request that exceeds a limit."""
 
 
 def adjustments(settings: ApiSettings, listener: socket.socket) -> Adjustments:
@@ -164,9 +167,10 @@ class HttpServer(TcpWSGIServer):  # type: ignore[misc]  # Waitress ships no type
     def _refuse_beyond_limits(self, connection: Connection, request: RequestParser) -> None:
         if connection.probes_only:
             detail = "too many connections are open; try again"
-            request.fail(RequestError(503, "too_many_connections", detail))
+            request.fail(Problem(503, "too_many_connections", detail, retry_after=RETRY_SECONDS))
         elif self._is_full and request.buffered_bytes:
-            request.fail(RequestError(503, "busy", "too many large requests are in progress; try again"))
+            detail = "too many large requests are in progress; try again"
+            request.fail(Problem(503, "busy", detail, retry_after=RETRY_SECONDS))
 
     # Limits on connections.
 
