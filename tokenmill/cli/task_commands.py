@@ -33,6 +33,7 @@ class NotCompleted(Exception):
 @request_flags
 @_json_flag
 @setting_flags(ClientSettings)
+# Each option is a parameter: click passes them by name.
 def submit(
     prompt: str | None,
     stream: bool,
