@@ -66,6 +66,8 @@ class Registration(BaseWorker):
             self.register_death()  # type: ignore[no-untyped-call] # RQ's
         except Exception as error:  # noqa: BLE001 - must not change the exit status
             logger.warning("the worker's records could not be removed: %s", error)
+        finally:
+            self.connection.close()
 
     def _write_worker_record(self) -> None:
         load, failing = self._loop.load, self._context.watchdog.failing_threads

@@ -30,7 +30,7 @@ class ServiceHost(Protocol):
 
 
 class Service:
-    """`client`: the Redis client of this thread, if it has one."""
+    """`client`: the Redis client of this thread, if it has one. It is closed when the thread ends."""
 
     def __init__(self, name: str, turn: Callable[[], None], host: ServiceHost, client: Any = None) -> None:
         self.name = name
@@ -71,6 +71,9 @@ class Service:
                 self._take_turn()
         except BaseException as error:  # noqa: BLE001 - every error ends the worker and is reported
             self._host.thread_failed(self.name, error)
+        finally:
+            if self._client is not None:
+                self._client.close()
 
     def _take_turn(self) -> None:
         try:

@@ -28,6 +28,7 @@ class WorkerThreads:
             name: context.connect(name) for name in ("main", "publisher", "intake", "leases", "listener")
         }
         stores = {name: context.new_store(client) for name, client in clients.items()}
+        self._clients = clients
         self._store = stores["main"]
         self.loop = _new_loop(engine, context)
         self.publisher = Publisher(stores["publisher"], context)
@@ -109,6 +110,10 @@ class WorkerThreads:
         for name in ("leases", "listener"):
             self.services[name].stop()
         self.services["leases"].join(seconds)
+        # `hand_back` and `flush` used these in the main thread. The other threads close their own clients.
+        self._clients["main"].close()
+        if self.services["publisher"].join(0):
+            self._clients["publisher"].close()
 
     def _try(self, call: Callable[[], object]) -> bool:
         """Return whether `call` succeeded. No error may keep a stopping worker from its next step."""

@@ -139,7 +139,7 @@ def test_a_worker_with_a_thread_that_cannot_reach_redis_is_not_ready(
     redis_url: str, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch, thread: str
 ) -> None:
     """Vexa#606: all looked healthy while no waiting job was processed."""
-    monkeypatch.setattr("worker.watchdog.FAILING_SECONDS", 0.5)
+    monkeypatch.setattr("worker.watchdog.FAILING_SECONDS", 2.0)
     is_away = threading.Event()
 
     def connect_thread(name: str) -> Any:
