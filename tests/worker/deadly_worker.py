@@ -17,7 +17,7 @@ from engine.engine import Engine
 from engine.errors import DeviceLost
 from engine.outputs import SchedulerOutputs
 from engine.scheduling.scheduler import Scheduler
-from tests.worker.workshop import (
+from tests.worker.fakes import (
     FakeRunner,
     WordTokenizer,
     build_engine,

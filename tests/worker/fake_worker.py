@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tests.worker.workshop import FakeRunner, build_engine, new_metrics, served_model
+from tests.worker.fakes import FakeRunner, build_engine, new_metrics, served_model
 from tokenmill.settings.processes import WorkerSettings
 from worker.batch_worker import BatchWorker
 from worker.connections import connect

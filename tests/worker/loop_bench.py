@@ -8,7 +8,7 @@ from engine.engine import RequestPosition
 from engine.outputs import SequenceOutput, StepOutput, StepReport, WaitingReason
 from engine.requests.engine_request import EngineRequest
 from engine.sampling_params import SamplingParams
-from tests.worker.workshop import new_metrics
+from tests.worker.fakes import new_metrics
 from tokenmill.protocol.messages import TaskError
 from worker.inbox import Inbox, PreparedTask, Quiesce, RetryIsolated
 from worker.loop import Loop

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from engine.engine import Engine
-from tests.worker.workshop import TIMEOUT_SECONDS, build_engine, new_metrics, served_model
+from tests.worker.fakes import TIMEOUT_SECONDS, build_engine, new_metrics, served_model
 from tokenmill.settings.processes import Timing
 from worker.batch_worker import BatchWorker
 from worker.connections import connect

@@ -11,8 +11,7 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 
 from engine.errors import DeviceLost
-from tests.worker.running import running
-from tests.worker.workshop import (
+from tests.worker.fakes import (
     MODEL,
     SLUG,
     FakeRunner,
@@ -28,6 +27,7 @@ from tests.worker.workshop import (
     until,
     wait_for_length,
 )
+from tests.worker.running import running
 from tokenmill.protocol import keys
 from tokenmill.protocol.naming import DEFAULT_TENANT, queue_name
 from tokenmill.protocol.store.task_store import TaskStore

@@ -9,8 +9,8 @@ import pytest
 import redis
 
 from tests.conftest import free_port, start_redis
+from tests.worker.fakes import SLUG, ended, expected_tokens, new_metrics, submit, tokens_of, until
 from tests.worker.running import running
-from tests.worker.workshop import SLUG, ended, expected_tokens, new_metrics, submit, tokens_of, until
 from tokenmill.protocol.store.task_store import TaskStore
 from worker import __main__ as process
 from worker.connections import connect

@@ -15,8 +15,7 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 
 from tests.chaos import leftovers
-from tests.worker.running import Running, running
-from tests.worker.workshop import (
+from tests.worker.fakes import (
     SLUG,
     FakeRunner,
     build_engine,
@@ -28,6 +27,7 @@ from tests.worker.workshop import (
     tokens_of,
     until,
 )
+from tests.worker.running import Running, running
 from tokenmill.protocol import keys, rq_keys
 from tokenmill.protocol.store.task_store import TaskStore
 

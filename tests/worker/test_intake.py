@@ -10,14 +10,14 @@ import redis
 from engine.outputs import ResumedOutput, SequenceOutput
 from engine.requests.deadlines import NO_DEADLINES, Deadlines
 from engine.sequence import FinishReason
-from tests.worker.intake_gate import Gate
-from tests.worker.workshop import (
+from tests.worker.fakes import (
     WordTokenizer,
     ended,
     job_data,
     served_model,
     submit,
 )
+from tests.worker.intake_harness import IntakeHarness
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import FinishedEvent, LogEntry
 from tokenmill.protocol.store.task_store import TaskStore
@@ -61,27 +61,27 @@ def test_few_claimed_tasks_wait_before_a_later_one(max_num_seqs: int, max_num_pr
 
 def test_the_rest_is_left_to_other_workers(redis_client: "redis.Redis") -> None:
     tasks = [submit(redis_client) for _ in range(20)]
-    gate = Gate(redis_client, slots=8)
+    harness = IntakeHarness(redis_client, slots=8)
 
-    first = gate.turn()
-    second = gate.turn()
+    first = harness.turn()
+    second = harness.turn()
 
     assert [one.ownership.task_id for one in first] == tasks[:5], "4 prefills in a step and 1 of look-ahead"
     assert second == [], "none of these has started"
-    gate.load = Load(num_running=5)
-    assert len(gate.turn()) == 4, "8 slots and 1 of look-ahead are held"
-    assert gate.turn() == []
+    harness.load = Load(num_running=5)
+    assert len(harness.turn()) == 4, "8 slots and 1 of look-ahead are held"
+    assert harness.turn() == []
 
 
 def test_a_stalled_worker_claims_nothing(redis_client: "redis.Redis") -> None:
     """It would claim its own lapsed tasks again, and the watchdog would end it with them."""
     submit(redis_client)
-    gate = Gate(redis_client)
-    gate.context.now = 61.0
-    assert gate.context.watchdog.is_stalled
-    assert gate.turn() == []
-    gate.context.watchdog.tick()
-    assert len(gate.turn()) == 1
+    harness = IntakeHarness(redis_client)
+    harness.context.now = 61.0
+    assert harness.context.watchdog.is_stalled
+    assert harness.turn() == []
+    harness.context.watchdog.tick()
+    assert len(harness.turn()) == 1
 
 
 def test_a_claim_is_confirmed_before_it_is_prepared(
@@ -89,8 +89,8 @@ def test_a_claim_is_confirmed_before_it_is_prepared(
 ) -> None:
     """The death of the worker counts against the task from then on, not before."""
     task = submit(redis_client)
-    gate, phases = Gate(redis_client), []
-    renew, is_away = gate.store.renew, [True]
+    harness, phases = IntakeHarness(redis_client), []
+    renew, is_away = harness.store.renew, [True]
 
     def failing(*arguments: Any, **options: Any) -> Any:
         if is_away.pop() if is_away else False:
@@ -98,42 +98,42 @@ def test_a_claim_is_confirmed_before_it_is_prepared(
         phases.append(redis_client.hget(keys.run(task), "standing"))
         return renew(*arguments, **options)
 
-    monkeypatch.setattr(gate.store, "renew", failing)
+    monkeypatch.setattr(harness.store, "renew", failing)
     with pytest.raises(redis.ConnectionError):
-        gate.turn()
-    assert gate.inbox.take(0.0) == [], "it is not prepared"
-    assert len(gate.turn()) == 1
+        harness.turn()
+    assert harness.inbox.take(0.0) == [], "it is not prepared"
+    assert len(harness.turn()) == 1
     assert phases == [b"untouched"]
     assert redis_client.hget(keys.run(task), "standing") == b"seated"
 
 
 def test_a_claim_that_was_lost_before_its_confirmation_is_not_prepared(redis_client: "redis.Redis") -> None:
     task = submit(redis_client)
-    gate = Gate(redis_client)
-    claim = gate.store.claim
+    harness = IntakeHarness(redis_client)
+    claim = harness.store.claim
 
     def lapsing(*arguments: Any, **options: Any) -> Any:
         claimed = claim(*arguments, **options)
         redis_client.hset(keys.run(task), "owner", "another")
         return claimed
 
-    gate.store.claim = lapsing  # type: ignore[method-assign] # between claim and confirmation
-    assert gate.turn() == []
+    harness.store.claim = lapsing  # type: ignore[method-assign] # between claim and confirmation
+    assert harness.turn() == []
 
 
 def test_the_prompt_is_stored_and_never_rendered_again(redis_client: "redis.Redis") -> None:
     """A template may insert the date. A resumed request continues the prompt that it started with."""
     task = submit(redis_client, messages=({"role": "user", "content": "four"},))
-    gate = Gate(redis_client)
-    (prepared,) = gate.turn()
-    gate.publisher.turn()
-    gate.hand_back()
+    harness = IntakeHarness(redis_client)
+    (prepared,) = harness.turn()
+    harness.publisher.turn()
+    harness.hand_back()
 
     class Tomorrow(WordTokenizer):
         def render_chat(self, messages: Any) -> list[int]:
             raise AssertionError("rendered again")
 
-    (again,) = Gate(redis_client, served_model(Tomorrow())).turn()
+    (again,) = IntakeHarness(redis_client, served_model(Tomorrow())).turn()
 
     assert prepared.request.prompt_token_ids == again.request.prompt_token_ids == [1, 4, 2]
     assert again.ownership.task_id == task
@@ -142,12 +142,12 @@ def test_the_prompt_is_stored_and_never_rendered_again(redis_client: "redis.Redi
 
 def test_another_model_under_the_same_name_fails_the_resume(redis_client: "redis.Redis") -> None:
     task = submit(redis_client)
-    gate = Gate(redis_client)
-    gate.turn()
-    gate.publisher.turn()
-    gate.hand_back()
+    harness = IntakeHarness(redis_client)
+    harness.turn()
+    harness.publisher.turn()
+    harness.hand_back()
 
-    other = Gate(redis_client, served_model(fingerprint="f2"))
+    other = IntakeHarness(redis_client, served_model(fingerprint="f2"))
     assert other.turn() == []
     other.publisher.turn()
 
@@ -161,16 +161,16 @@ def test_another_model_under_the_same_name_fails_the_resume(redis_client: "redis
 
 def test_a_resumed_request_brings_its_tokens(redis_client: "redis.Redis") -> None:
     submit(redis_client)
-    gate = Gate(redis_client)
-    (prepared,) = gate.turn()
-    gate.publisher.turn()
+    harness = IntakeHarness(redis_client)
+    (prepared,) = harness.turn()
+    harness.publisher.turn()
     stream = Stream(prepared.ownership)
     for token in (7, 8):
         stream.add(SequenceOutput(request_id="", token_id=token, text=f"<{token}>"))
     TaskStore(redis_client).publish([stream.to_write()])
-    gate.hand_back()
+    harness.hand_back()
 
-    (again,) = Gate(redis_client).turn()
+    (again,) = IntakeHarness(redis_client).turn()
 
     assert again.request.resumed == (ResumedOutput(0, (7, 8)),)
     assert prepared.request.resumed == ()
@@ -182,14 +182,14 @@ def test_an_ended_log_is_settled_and_not_run(redis_client: "redis.Redis") -> Non
     for seq, entry in enumerate((LogEntry.of_token(7, "<7>"), LogEntry.of_end("", "stop"))):
         fields = {"t": entry.token, "x": entry.text, "m": entry.members}
         redis_client.xadd(keys.log(task), {n: v for n, v in fields.items() if v}, id=f"0-{seq + 1}")
-    gate = Gate(redis_client)
+    harness = IntakeHarness(redis_client)
 
-    assert gate.turn() == []
-    gate.publisher.turn()
+    assert harness.turn() == []
+    harness.publisher.turn()
 
     snapshot = TaskStore(redis_client).inspect(task)
     assert snapshot is not None
-    assert (snapshot.status, len(gate.owned_tasks)) == ("completed", 0)
+    assert (snapshot.status, len(harness.owned_tasks)) == ("completed", 0)
 
 
 def test_only_the_one_function_name_is_accepted(redis_client: "redis.Redis") -> None:
@@ -203,10 +203,10 @@ def test_only_the_one_function_name_is_accepted(redis_client: "redis.Redis") -> 
         b"",
     ]
     tasks = [submit(redis_client, call) for call in calls]
-    gate = Gate(redis_client, slots=64)
+    harness = IntakeHarness(redis_client, slots=64)
 
-    assert gate.turn() == []
-    gate.publisher.turn()
+    assert harness.turn() == []
+    harness.publisher.turn()
 
     codes = []
     for task in tasks:
@@ -219,20 +219,20 @@ def test_only_the_one_function_name_is_accepted(redis_client: "redis.Redis") -> 
 def test_a_new_claim_replaces_an_attempt_whose_loss_was_not_noticed(redis_client: "redis.Redis") -> None:
     """bullmq#3183: a worker that was away for longer than a lease claimed its own task again."""
     submit(redis_client)
-    gate = Gate(redis_client)
-    (first,) = gate.turn()
-    gate.publisher.turn()
-    gate.hand_back()
+    harness = IntakeHarness(redis_client)
+    (first,) = harness.turn()
+    harness.publisher.turn()
+    harness.hand_back()
 
-    gate.intake.turn()
-    discard, second = gate.inbox.take(0)
-    gate.publisher.turn()
+    harness.intake.turn()
+    discard, second = harness.inbox.take(0)
+    harness.publisher.turn()
 
     assert discard == Discard(first.ownership)
     assert isinstance(second, PreparedTask)
-    assert gate.owned_tasks.owners() == dict([second.ownership])
-    assert gate.publisher.request_ids == {second.ownership.request_id}
-    assert gate.context.exported.value("tasks_lost_total") == 1
+    assert harness.owned_tasks.owners() == dict([second.ownership])
+    assert harness.publisher.request_ids == {second.ownership.request_id}
+    assert harness.context.exported.value("tasks_lost_total") == 1
 
 
 def test_owning_a_task_again_replaces_the_earlier_attempt() -> None:
@@ -252,7 +252,7 @@ def test_a_request_brings_its_salt_and_limits(redis_client: "redis.Redis") -> No
     submit(redis_client, cache_salt="s", **limits)
     submit(redis_client)
 
-    salted, plain = Gate(redis_client).turn()
+    salted, plain = IntakeHarness(redis_client).turn()
 
     assert salted.request.deadlines == Deadlines(**limits)
     assert plain.request.deadlines == NO_DEADLINES
@@ -269,16 +269,16 @@ def test_a_deadline_that_an_earlier_attempt_met_is_not_set_again(redis_client: "
     submit(redis_client, queue_timeout_seconds=5, ttft_timeout_seconds=6, timeout_seconds=7)
     left: list[Deadlines] = []
     for facts, tokens in (({}, 0), ({"scheduled": "0"}, 0), ({}, 1)):
-        gate = Gate(redis_client)
-        (prepared,) = gate.turn()
+        harness = IntakeHarness(redis_client)
+        (prepared,) = harness.turn()
         left.append(prepared.request.deadlines)
         stream = Stream(prepared.ownership)
         stream.record(facts)
         for _ in range(tokens):
             stream.add(SequenceOutput(request_id="", token_id=7, text="<7>"))
         TaskStore(redis_client).publish([stream.to_write()])
-        gate.hand_back()
-    (last,) = Gate(redis_client).turn()
+        harness.hand_back()
+    (last,) = IntakeHarness(redis_client).turn()
 
     assert left[0] == Deadlines(queue_timeout_seconds=5, ttft_timeout_seconds=6, timeout_seconds=7)
     assert left[1] == left[0], "it was claimed but not started"
@@ -288,17 +288,17 @@ def test_a_deadline_that_an_earlier_attempt_met_is_not_set_again(redis_client: "
 
 def test_a_resumed_request_brings_each_of_its_outputs(redis_client: "redis.Redis") -> None:
     submit(redis_client, sampling={"n": 4})
-    gate = Gate(redis_client)
-    (prepared,) = gate.turn()
+    harness = IntakeHarness(redis_client)
+    (prepared,) = harness.turn()
     stream = Stream(prepared.ownership, num_outputs=4)
     for index, token in ((2, 7), (0, 8), (2, 9)):
         stream.add(SequenceOutput(request_id="", index=index, token_id=token, text=f"<{token}>"))
     stream.add(SequenceOutput(request_id="", index=2, finish_reason=FinishReason.LENGTH))
     stream.add(SequenceOutput(request_id="", index=3, finish_reason=FinishReason.ERROR, error="x"))
     TaskStore(redis_client).publish([stream.to_write()])
-    gate.hand_back()
+    harness.hand_back()
 
-    (again,) = Gate(redis_client).turn()
+    (again,) = IntakeHarness(redis_client).turn()
 
     assert again.request.resumed == (
         ResumedOutput(0, (8,)),

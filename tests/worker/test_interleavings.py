@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from tests.chaos import leftovers
-from tests.worker.intake_gate import NeverWaits
-from tests.worker.workshop import (
+from tests.worker.fakes import (
     SLUG,
     build_engine,
     expected_tokens,
@@ -27,6 +26,7 @@ from tests.worker.workshop import (
     submit,
     tokens_of,
 )
+from tests.worker.intake_harness import NeverWaits
 from tokenmill.protocol import keys, rq_keys
 from tokenmill.protocol.messages import FinishedEvent
 from tokenmill.protocol.store import scripting

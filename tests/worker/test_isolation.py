@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import redis
 
-from tests.worker.intake_gate import Gate
-from tests.worker.workshop import die_with_all, ended, submit
+from tests.worker.fakes import die_with_all, ended, submit
+from tests.worker.intake_harness import IntakeHarness
 from tokenmill.protocol import keys
 from tokenmill.protocol.records import Claimed, TaskPhase
 from tokenmill.protocol.store.task_store import TaskStore
@@ -188,7 +188,7 @@ def test_the_loop_resumes_when_no_more_retries_come(harness: RetriesHarness, sta
 # The intake, against a real server.
 
 
-class IntakeWithSuspects(Gate):
+class IntakeWithSuspects(IntakeHarness):
     """An intake that finds two suspects and a new task. The test takes the place of the loop."""
 
     def __init__(self, client: "redis.Redis") -> None:
@@ -289,16 +289,16 @@ def test_a_suspect_that_is_gone_does_not_run(intake: IntakeWithSuspects, how: st
 def test_a_suspect_that_cannot_be_prepared_ends_its_retry(redis_client: "redis.Redis") -> None:
     bad = submit(redis_client, prompt_token_ids=(1,), sampling={"max_tokens": 3, "temperature": -1})
     die_with_all(redis_client)
-    gate = Gate(redis_client)
-    gate.intake.turn()
-    (quiesce,) = gate.inbox.take(0.0)
+    harness = IntakeHarness(redis_client)
+    harness.intake.turn()
+    (quiesce,) = harness.inbox.take(0.0)
     assert isinstance(quiesce, Quiesce)
     quiesce.heard.set()
-    gate.intake.turn()
-    (retry,) = gate.inbox.take(0.0)
+    harness.intake.turn()
+    (retry,) = harness.inbox.take(0.0)
     assert isinstance(retry, RetryIsolated)
 
     assert retry.prepare() is None
-    gate.publisher.turn()
-    assert gate.inbox.take(0.0) == [Resume(quiesce.ownership)]
+    harness.publisher.turn()
+    assert harness.inbox.take(0.0) == [Resume(quiesce.ownership)]
     assert ended(redis_client, bad)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import redis
 
-from tests.worker.workshop import SLUG, RecordingContext, submit
+from tests.worker.fakes import SLUG, RecordingContext, submit
 from tokenmill.protocol import keys
 from tokenmill.protocol.records import TaskPhase
 from tokenmill.protocol.store.task_store import TaskStore

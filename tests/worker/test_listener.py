@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import redis
 
-from tests.worker.workshop import SLUG, RecordingContext, submit
+from tests.worker.fakes import SLUG, RecordingContext, submit
 from tokenmill.protocol import keys
 from tokenmill.protocol.store.task_store import TaskStore
 from worker.connections import connect

@@ -8,8 +8,7 @@ import pytest
 import redis
 
 from engine.outputs import StepReport
-from tests.worker.running import running
-from tests.worker.workshop import (
+from tests.worker.fakes import (
     SLUG,
     FakeRunner,
     build_engine,
@@ -22,6 +21,7 @@ from tests.worker.workshop import (
     until,
     wait_for_length,
 )
+from tests.worker.running import running
 from tokenmill.protocol import keys
 from tokenmill.protocol.store.task_store import TaskStore
 from worker.loop import Load

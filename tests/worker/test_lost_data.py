@@ -8,8 +8,7 @@ import pytest
 import redis
 
 from tests.conftest import free_port, start_redis
-from tests.worker.running import TIMING, Running
-from tests.worker.workshop import (
+from tests.worker.fakes import (
     MODEL,
     SLUG,
     VOCAB_SIZE,
@@ -23,6 +22,7 @@ from tests.worker.workshop import (
     tokens_of,
     until,
 )
+from tests.worker.running import TIMING, Running
 from tokenmill.protocol.records import ModelCard
 from tokenmill.protocol.store.task_store import TaskStore
 from worker.batch_worker import BatchWorker

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.worker.workshop import MODEL, job_data, served_model
+from tests.worker.fakes import MODEL, job_data, served_model
 from tokenmill.protocol.limits import MAX_OUTPUT_VALUES, num_output_values, output_limit
 from tokenmill.protocol.messages import GenerateRequest
 from tokenmill.protocol.records import Claimed

@@ -14,7 +14,7 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 
 from tests.worker.deadly_worker import DEADLY, DEADLY_TEXT
-from tests.worker.workshop import end_of, ended, expected_tokens, submit, tokens_of, until
+from tests.worker.fakes import end_of, ended, expected_tokens, submit, tokens_of, until
 from tokenmill.protocol import keys
 from tokenmill.protocol.store.script_errors import POISON_ERROR
 

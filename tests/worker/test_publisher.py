@@ -10,7 +10,7 @@ import redis
 from engine.engine import RequestPosition
 from engine.outputs import SequenceOutput, StepOutput, StepReport, WaitingReason
 from engine.sequence import FinishReason
-from tests.worker.workshop import SLUG, RecordingContext, ended, log_length, submit, tokens_of
+from tests.worker.fakes import SLUG, RecordingContext, ended, log_length, submit, tokens_of
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import FinishedEvent, LogEntry
 from tokenmill.protocol.records import Outcome, Write

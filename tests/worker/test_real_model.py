@@ -16,7 +16,7 @@ import redis
 from tests.conftest import free_port
 from tests.live_service import wait_for
 from tests.tiny_models import save_model
-from tests.worker.workshop import job_data, log_length, tokens_of
+from tests.worker.fakes import job_data, log_length, tokens_of
 from tokenmill.protocol import naming
 from tokenmill.protocol.messages import Event, FinishedEvent, GenerateRequest
 from tokenmill.protocol.records import Submission, WorkerRecord

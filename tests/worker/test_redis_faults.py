@@ -9,8 +9,7 @@ import pytest
 import redis
 
 from tests.conftest import free_port, start_redis
-from tests.worker.running import make_worker, running
-from tests.worker.workshop import (
+from tests.worker.fakes import (
     FakeRunner,
     build_engine,
     ended,
@@ -20,6 +19,7 @@ from tests.worker.workshop import (
     until,
     wait_for_length,
 )
+from tests.worker.running import make_worker, running
 from tokenmill.protocol.store.task_store import TaskStore
 from worker.connections import connect
 from worker.output_queue import OutputQueue

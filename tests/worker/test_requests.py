@@ -11,8 +11,7 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 
 from engine.sequence import Sequence
-from tests.worker.running import running
-from tests.worker.workshop import (
+from tests.worker.fakes import (
     MODEL,
     SLUG,
     FakeRunner,
@@ -27,6 +26,7 @@ from tests.worker.workshop import (
     tokens_of,
     until,
 )
+from tests.worker.running import running
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import FinishedEvent
 from tokenmill.protocol.records import Write

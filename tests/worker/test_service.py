@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import redis
 
+from tests.worker.fakes import ended, new_metrics, submit, until
 from tests.worker.running import make_worker, running
-from tests.worker.workshop import ended, new_metrics, submit, until
 from tokenmill.process.redis_outages import OutageLog
 from tokenmill.protocol.store.task_store import TaskStore
 from worker.connections import connect

@@ -11,9 +11,7 @@ import redis
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
-from tests.worker.running import running
-from tests.worker.test_lost_and_cancelled import reap_what_is_held
-from tests.worker.workshop import (
+from tests.worker.fakes import (
     SLUG,
     FakeRunner,
     build_engine,
@@ -25,6 +23,8 @@ from tests.worker.workshop import (
     tokens_of,
     until,
 )
+from tests.worker.running import running
+from tests.worker.test_lost_and_cancelled import reap_what_is_held
 from tokenmill.protocol import keys
 from tokenmill.protocol.limits import timeout_error
 from tokenmill.protocol.messages import Event, FinishedEvent, TokenEvent

@@ -4,8 +4,8 @@ import threading
 
 import redis
 
+from tests.worker.fakes import FakeRunner, build_engine, submit, until, wait_for_length
 from tests.worker.running import running
-from tests.worker.workshop import FakeRunner, build_engine, submit, until, wait_for_length
 from tokenmill.serve import service as serve
 from tokenmill.settings.processes import Timing
 from worker import batch_worker

@@ -8,8 +8,7 @@ import redis
 
 from engine.errors import DeviceLost
 from engine.outputs import SchedulerOutputs
-from tests.worker.running import running
-from tests.worker.workshop import (
+from tests.worker.fakes import (
     SLUG,
     FakeRunner,
     build_engine,
@@ -22,6 +21,7 @@ from tests.worker.workshop import (
     tokens_of,
     until,
 )
+from tests.worker.running import running
 from tokenmill.protocol import keys
 from tokenmill.protocol.store.task_store import TaskStore
 from tokenmill.settings.processes import Timing

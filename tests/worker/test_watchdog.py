@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.worker.workshop import until
+from tests.worker.fakes import until
 from worker import watchdog_process as watchdog
 from worker.watchdog import WatchdogProcess
 

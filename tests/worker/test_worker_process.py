@@ -16,8 +16,7 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 
 from tests.worker.fake_worker import PERMITS
-from tests.worker.running import running
-from tests.worker.workshop import (
+from tests.worker.fakes import (
     SLUG,
     TIMEOUT_SECONDS,
     ended,
@@ -28,6 +27,7 @@ from tests.worker.workshop import (
     until,
     wait_for_length,
 )
+from tests.worker.running import running
 from tokenmill.client.streams import TokenStream
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import Event

@@ -6,7 +6,7 @@ from tests.chaos.leftovers import PERMANENT
 from tests.redis_client import RedisClient
 from tests.tokenmill.protocol.store.finished_work import finish_many
 from tests.tokenmill.protocol.store.tasks import SLUG, reap
-from tests.worker.workshop import TIMEOUT_SECONDS
+from tests.worker.fakes import TIMEOUT_SECONDS
 from tokenmill.protocol import keys
 from tokenmill.protocol.store.task_store import TaskStore
 

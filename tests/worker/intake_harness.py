@@ -5,7 +5,7 @@ import threading
 import redis
 
 from engine.config import EngineConfig
-from tests.worker.workshop import RecordingContext, served_model
+from tests.worker.fakes import RecordingContext, served_model
 from tokenmill.protocol.store.task_store import TaskStore
 from tokenmill.settings.processes import Timing
 from worker.inbox import PreparedTask
@@ -20,7 +20,7 @@ class NeverWaits(threading.Event):
         return True
 
 
-class Gate:
+class IntakeHarness:
     """`load`: what the intake reads of the loop, whose place the test takes."""
 
     def __init__(self, client: "redis.Redis", model: ServedModel | None = None, slots: int = 8) -> None:
