@@ -37,8 +37,8 @@ class SyntheticSequences:
         self._sequences: list[EngineSequence] = []
         num_tokens = 0
         for slot, (length, table) in enumerate(zip(lengths, tables, strict=True)):
-            numbers = range(num_tokens, num_tokens + length)
-            token_ids = [1 + number * _TOKEN_STRIDE % (vocab_size - 1) for number in numbers]
+            indices = range(num_tokens, num_tokens + length)
+            token_ids = [1 + index * _TOKEN_STRIDE % (vocab_size - 1) for index in indices]
             sequence = EngineSequence(f"synthetic-{slot}", token_ids, SamplingParams(), arrival_time=0.0)
             sequence.admit(slot)
             sequence.block_table = table

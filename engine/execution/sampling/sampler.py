@@ -204,7 +204,7 @@ def _sampled_logprobs(logits: torch.Tensor, token_ids: list[int], params: Params
     if not len(rows):
         return {}
     selected = select_rows(logits, copy_to_device(torch.from_numpy(rows), logits.device))
-    numbers = rows.tolist()
-    chosen = [token_ids[row] for row in numbers]
+    host_rows = rows.tolist()
+    chosen = [token_ids[row] for row in host_rows]
     logprobs = token_logprobs(selected, chosen, params["num_logprobs"][rows].tolist())
-    return dict(zip(numbers, logprobs, strict=True))
+    return dict(zip(host_rows, logprobs, strict=True))
