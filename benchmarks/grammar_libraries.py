@@ -15,15 +15,15 @@ class Matcher(Protocol):
 
 class Library(Protocol):
     name: str
-    eos: int
     packages: tuple[str, ...]
+    eos: int
 
     def compile(self, kind: str, grammar: str) -> Callable[[], Matcher]: ...
 
 
 class Llguidance:
     name = "llguidance"
-    packages = ("llguidance",)
+    packages: tuple[str, ...] = ("llguidance",)
 
     def __init__(self, tokens: list[bytes]) -> None:
         from llguidance import LLTokenizer, TokenizerWrapper
@@ -79,7 +79,7 @@ class _LlguidanceMatcher:
 
 class Xgrammar:
     name = "xgrammar"
-    packages = ("xgrammar", "apache-tvm-ffi")
+    packages: tuple[str, ...] = ("xgrammar", "apache-tvm-ffi")
 
     def __init__(self, tokens: list[bytes]) -> None:
         from xgrammar import GrammarCompiler, TokenizerInfo
@@ -113,7 +113,8 @@ class _XgrammarMatcher:
         # False: everything is allowed, and the row does not change.
         if not self._matcher.fill_next_token_bitmask(self._row):
             self._row[:] = -1
-        return self._row[0]
+        row: np.ndarray[Any, Any] = self._row[0]
+        return row
 
     def accept(self, token_id: int) -> bool:
         return bool(self._matcher.accept_token(token_id))

@@ -25,7 +25,7 @@ from engine.execution.text.tokenizer import Tokenizer
 from engine.outputs import SampledToken, ScheduledSequence, SchedulerOutputs, TokenLogprobs
 from engine.requests.engine_request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.text.detokenizer import REPLACEMENT
+from engine.text.byte_decoder import REPLACEMENT
 from tests.tiny_models import make_tokenizer
 
 RESULTS = Path(__file__).parent / "results" / "host_cost.json"

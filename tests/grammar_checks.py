@@ -6,7 +6,7 @@ Texts are checked with `json`, `jsonschema`, `re` and `in`, independently of the
 import json
 import re
 
-import jsonschema  # type: ignore[import-untyped]
+import jsonschema
 import numpy as np
 
 from engine.constraints import Grammar
