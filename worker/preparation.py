@@ -4,6 +4,7 @@ A prompt is rendered and tokenized only in the first attempt.
 """
 
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -19,11 +20,10 @@ from engine.sequence import FinishReason
 from tokenmill.protocol import naming
 from tokenmill.protocol.limits import OutputLimit, output_limit, prompt_logprobs_error, prompt_logprobs_fit
 from tokenmill.protocol.log import outputs_of
-from tokenmill.protocol.messages import GenerateRequest, LogEntry
+from tokenmill.protocol.messages import JOB_FUNCTION, GenerateRequest, LogEntry, ProtocolError
 from tokenmill.protocol.records import Claimed
-from worker.errors import RequestRefused, invalid_value, server_error
+from worker.errors import RequestRefused, invalid_request, invalid_value, server_error
 from worker.inbox import PreparedTask
-from worker.jobs import read_job
 from worker.ownership import Ownership
 from worker.request_fields import (
     PromptTokenizer,
@@ -110,6 +110,40 @@ class Preparation:
                 )
             )
         return list(task.prompt_token_ids)
+
+
+def read_job(data: bytes) -> GenerateRequest:
+    """The request in the `data` of an RQ job: zlib of JSON `[function, null, [payload], {}]`.
+
+    The function that a job names is only compared, never imported or called. Raises `RequestRefused` for
+    anything else.
+    """
+    function, payload = _read_call(data)
+    if function != JOB_FUNCTION:
+        raise RequestRefused(
+            invalid_request(
+                "unknown_function",
+                f"this queue accepts only jobs of {JOB_FUNCTION}, not {function!r}; nothing was called",
+            )
+        )
+    try:
+        return GenerateRequest.from_payload(payload)
+    except ProtocolError as error:
+        raise RequestRefused(invalid_request("unreadable_request", str(error))) from error
+
+
+def _read_call(data: bytes) -> tuple[object, object]:
+    try:
+        # RQ also accepts data that is not compressed.
+        plain = zlib.decompress(data) if data[:1] == b"\x78" else data
+        function, _, args, _ = json.loads(plain)
+        return function, args[0] if isinstance(args, list) and len(args) == 1 else None
+    except (ValueError, TypeError, zlib.error) as error:
+        raise RequestRefused(
+            invalid_request(
+                "unreadable_request", "the job's data is not a JSON call; see rq.serializers.JSONSerializer"
+            )
+        ) from error
 
 
 def ownership_of(task: Claimed) -> Ownership:
