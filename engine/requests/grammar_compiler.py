@@ -1,10 +1,11 @@
 """Compiles grammars in background threads.
 
-A grammar that is invalid, slow or never done fails only the requests that use it. A thread inside a library
-cannot be stopped, so a thread that exceeds the timeout is abandoned: its requests fail, another thread
-replaces it, and the number of all threads is limited.
+A grammar that is invalid, slow or never finishes compiling fails only the requests that use it. A thread
+inside a library cannot be stopped, so a thread that exceeds the timeout is abandoned: its requests fail,
+another thread replaces it, and the number of all threads is limited.
 """
 
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -14,6 +15,8 @@ from typing import Protocol
 from engine.constraints import Grammar
 from engine.structured_outputs import StructuredOutputs
 
+log = logging.getLogger(__name__)
+
 GrammarFactory = Callable[[], Grammar]
 """Returns a new grammar at the start of its text, for one output."""
 
@@ -22,14 +25,14 @@ Compiled = GrammarFactory | str
 
 _Content = tuple[str, str]
 
-BUSY = "all grammar compilers are blocked by slow grammars; try again later"
+BUSY = "no thread is free to compile the grammar; try again later"
 
 
 class GrammarBackend(Protocol):
     """A grammar library with a model's tokenizer; called by several threads at once."""
 
     def check(self) -> None:
-        """Raises `InvalidParameter` if it supports no request at all; returns at once."""
+        """Raises `InvalidParameter` if it supports no grammar at all. Does not block."""
         ...
 
     def compile(self, structured_outputs: StructuredOutputs) -> GrammarFactory:
@@ -41,7 +44,7 @@ class GrammarCompilerPool:
     """Compiles what is submitted: `pop_ready` returns each key once, unless it is cancelled.
 
     Thread-safe; no call but `wait` blocks. Up to `num_threads` threads run while there is work; together with
-    abandoned ones they are at most `max_threads`. None keeps the process alive. `timeout_seconds`: limit for
+    abandoned ones they are at most `max_threads`. All are daemon threads. `timeout_seconds`: limit for
     one compilation, without the time in the queue. `max_cached`: results kept, errors included, evicted least
     recently used first.
     """
@@ -133,13 +136,20 @@ class GrammarCompilerPool:
         return self._waiting.get(content) or next(running, None)
 
     def _start_thread(self) -> None:
-        """Start one more thread if there is work for it and the limits allow it."""
+        """Start one more thread if there is work for it and the limits allow it.
+
+        Without any thread, `_abandon_overdue` fails the queued requests.
+        """
         if (
             self._waiting
             and self._num_working < self._num_threads
             and self._num_working + self._num_abandoned < self._max_threads
         ):
-            threading.Thread(target=self._work, name="grammar", daemon=True).start()
+            try:
+                threading.Thread(target=self._work, name="grammar", daemon=True).start()
+            except RuntimeError as error:  # The process has as many threads as it may have.
+                log.warning("no thread for a grammar: %s", error)
+                return
             self._num_working += 1
 
     def _work(self) -> None:
@@ -183,7 +193,7 @@ class GrammarCompilerPool:
             self._start_thread()
             return False
 
-    def _cache_result(self, content: tuple[str, str], compiled: Compiled) -> None:
+    def _cache_result(self, content: _Content, compiled: Compiled) -> None:
         self._cache[content] = compiled
         self._cache.move_to_end(content)
         while len(self._cache) > self._max_cached:
@@ -196,7 +206,10 @@ class GrammarCompilerPool:
         self._condition.notify_all()
 
     def _abandon_overdue(self) -> None:
-        """Fail the compilations that exceeded the timeout, and replace their threads."""
+        """Fail the compilations that exceeded the timeout, and replace their threads.
+
+        If no thread can run the queued compilations, these fail as well.
+        """
         overdue = [job for job in self._running if self._clock() - job.started >= self._timeout_seconds]
         for job in overdue:
             self._running.remove(job)

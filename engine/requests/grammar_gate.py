@@ -59,13 +59,17 @@ class GrammarGate:
             raise InvalidParameter(FIELD, "this engine has no grammar compiler")
 
     def submit(self, request: RequestState) -> None:
-        """Start compiling the grammar of a request that needs one. Raises what the compiler raises."""
+        """Start compiling the grammar of a request that needs one.
+
+        Raises what the compiler raises; the caller cancels the request then.
+        """
         if self._compiler and request.params.structured_outputs is not None:
             # A request that was discarded may be added again under the same id.
             key = f"{request.request_id} {next(self._serials)}"
-            self._compiler.submit(key, request.params.structured_outputs)
+            # Before the call, so that `cancel` finds the key if the call raises.
             self._waiting[key] = request
             self._keys[request] = key
+            self._compiler.submit(key, request.params.structured_outputs)
 
     def cancel(self, request: RequestState) -> None:
         """Stop waiting for the grammar of `request`; does nothing if it waits for none."""
@@ -94,7 +98,7 @@ class GrammarGate:
         return request, None
 
     def _attach_grammar(self, output: OutputState, make: Callable[[], Grammar]) -> None:
-        """Advance a new grammar to the output's position, where a resumed output may be complete."""
+        """Advance a new grammar by the output's tokens; a resumed output may be complete already."""
         sequence = output.sequence
         try:
             sequence.constraints = replace(sequence.constraints, grammar=make())

@@ -39,7 +39,7 @@ class GatedBackend:
         if regex.startswith("bad"):
             raise ValueError(f"{regex} is bad")
         if regex.startswith("busy") and self.compiled.count(regex) == 1:
-            raise BlockingIOError("no process to be had")
+            raise BlockingIOError("no process available")
         if regex.startswith("panic"):
             raise BaseException("a panic")
         return cast(GrammarFactory, lambda: regex)
@@ -49,7 +49,7 @@ def regex(text: str) -> StructuredOutputs:
     return StructuredOutputs(regex=text)
 
 
-def take(compiler: GrammarCompilerPool, count: int) -> dict[str, str | GrammarFactory]:
+def collect(compiler: GrammarCompilerPool, count: int) -> dict[str, str | GrammarFactory]:
     """The next `count` results, by key."""
     ready: dict[str, str | GrammarFactory] = {}
     while len(ready) < count:
@@ -67,14 +67,14 @@ def until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         waiter.wait(0.01)
-    raise AssertionError("it did not come about")
+    raise AssertionError("the condition did not become true")
 
 
 def test_every_key_is_returned_once() -> None:
     compiler = GrammarCompilerPool(GatedBackend())
     for index in range(20):
         compiler.submit(f"r{index}", regex(f"a{index}"))
-    ready = take(compiler, 20)
+    ready = collect(compiler, 20)
     assert {key: factory() for key, factory in ready.items()} == {f"r{i}": f"a{i}" for i in range(20)}  # type: ignore[operator]
     assert compiler.pop_ready() == []
 
@@ -84,7 +84,7 @@ def test_a_bad_grammar_fails_alone() -> None:
     compiler = GrammarCompilerPool(GatedBackend())
     for key in ("bad", "panic", "good"):
         compiler.submit(key, regex(key))
-    ready = take(compiler, 3)
+    ready = collect(compiler, 3)
     assert ready["bad"] == "bad is bad"
     assert ready["panic"] == "a panic"
     assert callable(ready["good"])
@@ -97,7 +97,7 @@ def test_the_same_grammar_is_compiled_once() -> None:
     assert backend.entered.acquire(timeout=PATIENCE)
     compiler.submit("b", regex("hang"))
     backend.gate.set()
-    take(compiler, 2)
+    collect(compiler, 2)
     compiler.submit("c", regex("hang"))
     assert [key for key, _ in compiler.pop_ready()] == ["c"]
     assert backend.compiled == ["hang"]
@@ -107,7 +107,7 @@ def test_errors_are_cached() -> None:
     backend = GatedBackend()
     compiler = GrammarCompilerPool(backend)
     compiler.submit("a", regex("bad"))
-    take(compiler, 1)
+    collect(compiler, 1)
     compiler.submit("b", regex("bad"))
     assert compiler.pop_ready() == [("b", "bad is bad")]
     assert backend.compiled == ["bad"]
@@ -118,7 +118,7 @@ def test_the_least_recently_used_result_is_evicted() -> None:
     compiler = GrammarCompilerPool(backend, max_cached=2, num_threads=1)
     for name in ("a", "b", "a", "c", "a", "b"):
         compiler.submit(name, regex(name))
-        take(compiler, 1)
+        collect(compiler, 1)
     assert backend.compiled == ["a", "b", "c", "b"]
 
 
@@ -132,7 +132,7 @@ def test_a_compilation_that_never_returns_blocks_no_other() -> None:
     clock.now = 10.0
     ready = dict(compiler.pop_ready())
     assert ready.pop("slow") == "the grammar was not compiled within 10 seconds; simplify it"
-    assert callable((ready or take(compiler, 1))["next"])
+    assert callable((ready or collect(compiler, 1))["next"])
     backend.gate.set()
     until(lambda: compiler.num_threads == 0)
     # The late result is cached for later requests.
@@ -159,7 +159,7 @@ def test_threads_are_bounded_and_queued_requests_fail_as_busy() -> None:
     until(lambda: "later" in backend.compiled)
 
 
-def test_an_abandoned_thread_that_returns_frees_its_place() -> None:
+def test_an_abandoned_thread_that_returns_makes_room_for_another() -> None:
     backend, clock = GatedBackend(), Clock()
     compiler = GrammarCompilerPool(backend, num_threads=1, max_threads=1, timeout_seconds=10.0, clock=clock)
     compiler.submit("slow", regex("hang"))
@@ -180,7 +180,7 @@ def test_a_cancelled_key_is_not_returned(is_running: bool) -> None:
     assert backend.entered.acquire(timeout=PATIENCE)
     compiler.submit("second", regex("second"))
     compiler.cancel("first" if is_running else "second")
-    compiler.cancel("never heard of")
+    compiler.cancel("unknown")
     backend.gate.set()
     until(lambda: compiler.num_threads == 0)
     assert [key for key, _ in compiler.pop_ready()] == ["second" if is_running else "first"]
@@ -200,7 +200,7 @@ def test_waiting_without_work_returns_at_once() -> None:
     compiler = GrammarCompilerPool(GatedBackend())
     compiler.wait(FOREVER)
     compiler.submit("a", regex("a"))
-    take(compiler, 1)
+    collect(compiler, 1)
     compiler.wait(FOREVER)
 
 
@@ -211,7 +211,7 @@ def test_waiting_returns_after_its_timeout() -> None:
     compiler.wait(0.01)
     assert compiler.pop_ready() == []
     backend.gate.set()
-    take(compiler, 1)
+    collect(compiler, 1)
 
 
 @pytest.mark.timeout(60)
@@ -232,7 +232,7 @@ def test_threads_end_and_keep_no_process_alive() -> None:
     assert backend.entered.acquire(timeout=PATIENCE)
     assert all(one.daemon for one in threading.enumerate() if one.name == "grammar")
     backend.gate.set()
-    take(compiler, 1)
+    collect(compiler, 1)
     until(lambda: compiler.num_threads == 0)
     until(lambda: not any(one.name == "grammar" for one in threading.enumerate()))
 
@@ -246,10 +246,25 @@ def test_a_model_without_grammars_refuses_at_once() -> None:
     assert compiler.num_threads == 0
 
 
+def test_if_no_thread_can_be_started_requests_fail_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompilerPool(GatedBackend())
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        compiler.submit("first", regex("a"))
+        assert compiler.pop_ready() == [("first", BUSY)]
+
+    compiler.submit("second", regex("a"))
+    assert callable(collect(compiler, 1)["second"])
+
+
 def test_failures_for_lack_of_resources_are_not_cached() -> None:
     compiler = GrammarCompilerPool(GatedBackend())
     compiler.submit("first", regex("busy"))
-    assert "try again later" in str(take(compiler, 1)["first"])
+    assert "try again later" in str(collect(compiler, 1)["first"])
 
     compiler.submit("second", regex("busy"))
-    assert callable(take(compiler, 1)["second"])
+    assert callable(collect(compiler, 1)["second"])

@@ -91,6 +91,22 @@ def test_a_request_whose_grammar_cannot_be_submitted_is_refused() -> None:
     assert run(engine)["a"][2] == "length"
 
 
+def test_a_submission_that_fails_midway_is_cancelled() -> None:
+    engine, compiler = build()
+    submit = compiler.submit
+
+    def fail_midway(key: str, structured_outputs: StructuredOutputs) -> None:
+        submit(key, structured_outputs)
+        raise RuntimeError("no thread")
+
+    compiler.submit = fail_midway  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="no thread"):
+        add(engine, "a", 3, structured_outputs=ONE_WORD)
+
+    assert compiler.submitted == {}
+    assert engine.num_tracked == 0
+
+
 def test_each_output_has_its_own_grammar() -> None:
     runner = ScriptedRunner({"a/0": [1, 2, 3], "a/1": [4, 5, 6]})
     engine, compiler = build(runner)
