@@ -1,6 +1,6 @@
-"""Identifies a model by its files, so that a worker resumes only requests that the same model began.
+"""Identifies a model by its files, so that a worker resumes only requests that the same model started.
 
-Other weights, another tokenizer or another template give another fingerprint; the directory does not count.
+Other weights, another tokenizer or another chat template change the fingerprint; the path does not.
 """
 
 import hashlib
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.checkpoint.reading import unreadable
 
-TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
+TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 NUM_SAMPLES = 64
 SAMPLE_BYTES = 4096
@@ -17,8 +17,8 @@ SAMPLE_BYTES = 4096
 def fingerprint(directory: Path) -> str:
     """32 hex digits. Raises `InvalidParameter` for a file that cannot be read.
 
-    Small files are hashed whole. Of weights, name, size and samples spread over each file are hashed: this
-    takes no time and differs between any two trained models.
+    Files are hashed whole, except large weights: of these, name, size and samples spread over the file are
+    hashed, which takes milliseconds and differs between any two trained models.
     """
     digest = hashlib.sha256()
     files = {path for pattern in (*TEXT_FILES, *WEIGHT_FILES) for path in directory.glob(pattern)}

@@ -1,4 +1,4 @@
-"""The same files give the same fingerprint; any other file gives another one."""
+"""Equal files have equal fingerprints; any change of a file changes the fingerprint."""
 
 import shutil
 from pathlib import Path
@@ -32,6 +32,13 @@ def test_every_small_file_counts(tiny_llama: Path, tmp_path: Path, name: str) ->
     copied = shutil.copytree(tiny_llama, tmp_path / "changed")
     (copied / name).write_text((copied / name).read_text() + " ")
     assert fingerprint(copied) != fingerprint(tiny_llama)
+
+
+@pytest.mark.parametrize("name", ["qwen.tiktoken", "spiece.model"])
+def test_a_vocabulary_file_of_any_format_counts(tmp_path: Path, name: str) -> None:
+    before = fingerprint(tmp_path)
+    (tmp_path / name).write_text("IQ== 0")
+    assert fingerprint(tmp_path) != before
 
 
 def test_a_large_file_is_sampled(tmp_path: Path) -> None:
