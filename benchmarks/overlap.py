@@ -40,7 +40,7 @@ class ThreadExecutor:
         self._sampler = Sampler()
         self._thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(num_threads,))
 
-    def takes(self, item: ScheduledSequence) -> bool:
+    def can_launch(self, item: ScheduledSequence) -> bool:
         return item.sequence.params.is_greedy
 
     def launch(self, outputs: SchedulerOutputs, after: "Future[SampledIds] | None") -> "Future[SampledIds]":

@@ -25,7 +25,7 @@ class Grammar(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """Whether only the end may follow."""
+        """Whether the text is complete, so that only an end token is allowed."""
         ...
 
 

@@ -75,27 +75,27 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """A sequence is unfinished, or a finish has not been reported by `step` yet."""
+        """Whether a sequence is unfinished, or `step` has not reported its finish yet."""
         return self.scheduler.has_unfinished_sequences() or bool(self.scheduler.finished_sequences)
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold a slot; a request has up to n."""
+        """Number of sequences that hold a slot; a request has up to n."""
         return len(self.scheduler.running_queue)
 
     @property
     def num_waiting(self) -> int:
-        """Unfinished sequences without a slot, queued or deferred."""
+        """Number of unfinished sequences without a slot, queued or deferred."""
         return self.scheduler.num_waiting
 
     @property
     def is_compiling(self) -> bool:
-        """A request waits for its grammar."""
+        """Whether a request waits for its grammar."""
         return bool(self._grammars)
 
     @property
     def num_tracked(self) -> int:
-        """Requests, outputs and their dependencies that the engine keeps state for; 0 if it has no work."""
+        """Number of state entries of requests and outputs. Not 0 in an engine without work: a leak."""
         return (
             len(self._requests)
             + len(self._outputs)
@@ -110,7 +110,7 @@ class Engine:
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises `InvalidParameter` and changes nothing if it cannot be served."""
         if request.request_id in self._requests:
-            raise InvalidParameter("id", f"{request.request_id} is being served already")
+            raise InvalidParameter("id", f"{request.request_id} is already being served")
         self._grammars.check(request.params.structured_outputs)
         state = self._request_factory.make(request)
         self._parallel_outputs.add(state)
@@ -149,9 +149,8 @@ class Engine:
         """Run one step and return its new tokens and finish reasons.
 
         With an `async_executor`, the next step is in flight when it returns. `isolate_request_id`: schedule
-        this request only. The others keep their state unless it needs their slots or blocks; tokens of a step
-        in flight and finishes are still reported for all. Raises `EngineDead` if nothing can be executed any
-        more.
+        this request only. The others keep their slots and blocks unless it needs them. Tokens of a step in
+        flight, and finishes, are reported for all requests. Raises `EngineDead` if no step can be executed.
         """
         self._recorder.start_step()
         self._expire_deadlines()
@@ -288,7 +287,7 @@ class Engine:
         return tuple(started)
 
     def _pop_finished(self, texts: dict[Sequence, str]) -> list[SequenceOutput]:
-        """Forget finished outputs. Returns the finishes that come without a token of this step."""
+        """Drop the state of finished outputs. Returns the finishes that come without a token of this step."""
         finished, now = self.scheduler.pop_finished(), self._clock()
         outputs = [
             self._outputs[sequence].to_output(None, None) for sequence in finished if sequence not in texts

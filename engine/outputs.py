@@ -24,7 +24,7 @@ class WaitingReason(Enum):
     GRAMMAR = "grammar"
     #: The first output of its request is still computing the prompt that they share.
     SIBLING = "sibling"
-    #: Other sequences are before it in the queue.
+    #: The step examined only sequences before it in the queue.
     BEHIND = "behind"
 
 
@@ -133,7 +133,7 @@ class SequenceOutput(NamedTuple):
     """The result of a step for output `index` of one request. The last one has a `finish_reason`.
 
     `token_id`: None if the output ends without a new token. `text`: may be empty while an incomplete
-    character or a possible stop string is held back; `held_text`: held back text that the end releases.
+    character or a possible stop string is held back; `held_text`: held-back text that the end releases.
     `num_cached_tokens`: prompt tokens found in the prefix cache, set at the end. `logprobs`: of `token_id`,
     if requested. `prompt_logprobs`: one per prompt token, None for the first; set with the first token of the
     request.
@@ -152,8 +152,8 @@ class SequenceOutput(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedSequence:
-    """A request whose last output ended in this step.
+class FinishedRequest:
+    """A request whose last output finished in this step.
 
     A request and its prompt count once: `reason` is the worst one of its outputs (error, timeout, cancelled,
     length, stop), `num_output_tokens` and `num_preemptions` are sums. Seconds count from its acceptance;
@@ -216,7 +216,7 @@ class StepReport:
     queue_seconds: tuple[Waited, ...] = ()
     first_token_seconds: tuple[Waited, ...] = ()
     inter_token_seconds: tuple[float, ...] = ()
-    finished: tuple[FinishedSequence, ...] = ()
+    finished: tuple[FinishedRequest, ...] = ()
     num_execution_faults: int = 0
 
 

@@ -78,7 +78,7 @@ class SamplingParams:
     seed: int = parameter(
         0,
         Integer(minimum=-(2**63), maximum=2**64 - 1),
-        "The same seed gives the same output, whatever other requests run.",
+        "The same seed produces the same output, whatever other requests run.",
     )
     presence_penalty: float = parameter(
         0.0,

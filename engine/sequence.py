@@ -58,12 +58,13 @@ class Sequence:
     Tokens. `token_ids`: the prompt, then the output. The keys and values of the first `num_computed_tokens`
     of them are computed, or being computed by a step that has not ended: `num_in_flight_tokens`.
     `num_cached_tokens`: prompt tokens found in the prefix cache at the first admission.
-    `num_lost_tokens`: the most computed tokens that a preemption discarded.
+    `num_lost_tokens`: the largest number of computed tokens that one preemption discarded.
 
     Blocks. `block_table`: the KV blocks of the tokens, in order. `block_end`: number of tokens up to the end
-    of the block that holds the newest one. `num_published_blocks`: blocks that the prefix cache knows.
+    of the block that holds the newest one. `num_published_blocks`: blocks added to the prefix cache.
     `block_digests`: hashes of the full blocks. Only sequences of one `cache_salt` share cached blocks.
-    `is_verified`: since the last admission a finite row was sampled from all computed tokens.
+    `is_verified`: since the last admission, a row of finite logits was sampled. That row depends on all
+    blocks of the sequence.
     `slot`: row in the runner's arrays while it runs. `is_pinned`: it holds blocks for all tokens that it may
     reach, and is not preempted.
 
@@ -206,7 +207,7 @@ class Sequence:
             self.num_cached_tokens = min(num_found_tokens, self.num_prompt_tokens)
 
     def preempt(self, now: float = 0.0) -> None:
-        """Return to waiting. The tokens stay and are computed again; the time spent running is no wait."""
+        """Return to waiting. The tokens are kept and computed again. Time spent running does not count."""
         self._become(SequenceStatus.WAITING)
         self.slot = None
         self.is_pinned = self.is_promoted = False
@@ -227,4 +228,4 @@ class Sequence:
 
 
 ORDER = attrgetter("order")
-"""Sort key: which sequence goes first."""
+"""Sort key of sequences; see `Sequence`."""

@@ -29,7 +29,7 @@ class JsonSchema(Rule):
         if not isinstance(value, (str, Mapping)):
             raise InvalidParameter(name, "must be a JSON schema: an object, or its JSON text")
         try:
-            # `dumps` refuses numbers that JSON cannot express, and objects that contain themselves.
+            # `dumps` refuses NaN, infinities and objects that contain themselves.
             text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
             schema = json.loads(
                 text,
@@ -42,7 +42,7 @@ class JsonSchema(Rule):
         if not isinstance(schema, (dict, bool)):
             raise InvalidParameter(name, "must be a JSON schema, which is an object")
         _check_depth(name, schema)
-        # The compact form decodes escapes, behind which an unpaired surrogate may be.
+        # Encoded again without escapes: an escape may hide an unpaired surrogate.
         check_encoding(name, json.dumps(schema, ensure_ascii=False, separators=(",", ":")), MAX_BYTES)
 
 

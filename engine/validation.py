@@ -1,7 +1,7 @@
 """Rules for the values of parameters. Every check raises `InvalidParameter`, which names the field.
 
-True is not 1, "5" is not 5, and NaN is in no range. A rule also describes the allowed values, so that other
-schemas of the same parameters can be derived from it.
+Types are strict: true is no integer, "5" is no number, and NaN is out of every range. Other schemas of the
+same parameters, such as that of the HTTP API, are derived from the rules.
 """
 
 import math
@@ -24,7 +24,7 @@ class Rule:
         raise NotImplementedError
 
     def from_json(self, value: Any) -> Any:
-        """The Python value for a JSON value, for `check` to accept or refuse. Raises `InvalidParameter`."""
+        """Convert a JSON value to the Python value that `check` expects. Raises `InvalidParameter`."""
         return value
 
 

@@ -6,7 +6,7 @@ observes.
 
 from prometheus_client import CollectorRegistry
 
-from engine.outputs import FinishedSequence, StepReport, WaitingReason
+from engine.outputs import FinishedRequest, StepReport, WaitingReason
 from engine.sequence import FinishReason
 from monitoring.families import POWER_BUCKETS, RATIO_BUCKETS, Families, length_buckets
 
@@ -226,7 +226,7 @@ class _Outcomes:
         for finished in report.finished:
             self._end(finished)
 
-    def _end(self, finished: FinishedSequence) -> None:
+    def _end(self, finished: FinishedRequest) -> None:
         self._finished[finished.reason].inc()
         self._prompt_tokens.inc(finished.num_prompt_tokens)
         self._prompt_lengths.observe(finished.num_prompt_tokens)

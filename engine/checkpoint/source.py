@@ -40,8 +40,8 @@ def find_directory(source: str) -> Path | None:
 def _missing(source: str, path: Path) -> str:
     if path.is_symlink():
         return f"{source!r} is a link to {path.readlink()}, which does not exist"
-    place = "" if path.is_absolute() else f" (tried {path.absolute()})"
-    return f"{source!r} is neither an existing directory{place} nor a hub id such as owner/name"
+    tried = "" if path.is_absolute() else f" (tried {path.absolute()})"
+    return f"{source!r} is neither an existing directory{tried} nor a hub id such as owner/name"
 
 
 def _not_a_directory(path: Path) -> str:

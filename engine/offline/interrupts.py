@@ -11,7 +11,7 @@ from types import FrameType
 def delayed_interrupt() -> Iterator[Callable[[], None]]:
     """Yields a function that raises `KeyboardInterrupt` if SIGINT was received since.
 
-    A second SIGINT raises at once. Other threads than the main one receive no signals.
+    A second SIGINT raises at once. Outside of the main thread, nothing is delayed.
     """
     previous = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or previous is None:

@@ -61,8 +61,8 @@ class LLM:
         """Generate texts for prompts: one text, or a list of texts or of token ids. Results keep their order.
 
         `params`: for all prompts, or a list with one for each; None: the model's defaults. The same prompt
-        with the same seed gives the same text; set `n` for several texts. `show_progress`: a progress bar on
-        stderr.
+        with the same seed produces the same text; set `n` for several texts. `show_progress`: show a progress
+        bar on stderr.
 
         Raises `InvalidParameter` for a prompt that cannot be served, with its position in the list and before
         anything runs, and `EngineDead` if the device fails. A prompt that fails while it runs has an `error`

@@ -40,7 +40,7 @@ NO_DEADLINES = Deadlines()
 
 
 class Limit(Enum):
-    """What must happen in time. The value is the error message, with the setting's name in the HTTP API."""
+    """The event that must happen in time. The value is the error message, with the name of the HTTP field."""
 
     QUEUE = "not started within queue_timeout_seconds"
     TTFT = "no token within ttft_timeout_seconds"
@@ -51,7 +51,7 @@ class Timed(Protocol):
     """A request with deadlines."""
 
     def is_subject_to(self, limit: Limit) -> bool:
-        """Whether the request is unfinished and has not yet reached what `limit` is for."""
+        """Whether the request is unfinished and has not reached the event of `limit`."""
         ...
 
 

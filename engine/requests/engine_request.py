@@ -12,8 +12,8 @@ class EngineRequest:
     """A prompt, its parameters and its limits; the engine generates `params.n` outputs.
 
     `priority`: a lower number is served first. `arrival_time` orders requests of one priority: epoch seconds
-    in the worker, any rising number elsewhere. `cache_salt`: only requests with equal salts reuse each
-    other's computed prompts. `resumed`: what an earlier engine generated. Finished outputs are not run again;
+    in the worker, any increasing number elsewhere. `cache_salt`: only requests with equal salts share
+    cached prefixes. `resumed`: what an earlier engine generated. Finished outputs are not run again;
     the others continue after their tokens, and their earlier text is not reported again. `waited_seconds`:
     time since the request was accepted; `deadlines` and the times in reports count from that moment.
     """

@@ -1,6 +1,5 @@
 """Checks a request's token ids and resolves the texts in its parameters to token ids, when it is added."""
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -79,20 +78,6 @@ class InputProcessor:
                 raise InvalidParameter(
                     name, f"token id {excerpt(token_id)} is outside the vocabulary of {self._vocab_size}"
                 )
-
-
-def params_of_output(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of output `index`: its own seed, and no prompt logprobs.
-
-    Output 0 keeps the request's seed, so that its text is that of the same request with n=1. The leader
-    computes the prompt logprobs: see `RequestState.choose_leader`.
-    """
-    if index == 0:
-        seed = params.seed
-    else:
-        digest = hashlib.sha256(f"{params.seed % 2**64}:{index}".encode()).digest()
-        seed = int.from_bytes(digest[:8], "big")
-    return params.for_output(seed=seed, prompt_logprobs=None)
 
 
 class TextEncoder(Protocol):

@@ -141,7 +141,7 @@ def _pattern_of(names: Mapping[str, Any]) -> str | None:
     keywords = names.keys() - {"type", "title", "description"}
     if keywords == {"pattern"}:
         return str(names["pattern"])
-    if keywords == {"format"} and names["format"] in _PATTERNS:
+    if keywords == {"format"} and str(names["format"]) in _PATTERNS:
         return _PATTERNS[names["format"]]
     if keywords and keywords <= {"minLength", "maxLength"}:
         return f"^(?s:.){{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"

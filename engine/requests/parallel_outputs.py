@@ -1,14 +1,16 @@
-"""Queues the outputs of a request so that the prompt they share is computed once.
+"""The `n` outputs of a request: their seeds, and a queue order that computes their prompt once.
 
 One output, the leader, computes the prompt; the others are deferred until it is in the prefix cache. If the
-leader finishes early or fails, the next output takes its place. A request with one output goes straight into
-the queue. All outputs are deferred while the request's grammar is compiled.
+leader finishes early or fails, the next output becomes the leader. A request with one output is queued at
+once. All outputs are deferred while the request's grammar is compiled.
 """
 
+import hashlib
 from collections.abc import Iterable
 
 from engine.outputs import WaitingReason
 from engine.requests.request_state import RequestState
+from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence
 
@@ -31,11 +33,11 @@ class ParallelOutputs:
         Raises `NeverFits` and adds nothing.
         """
         leader = None if request.needs_grammar else request.choose_leader()
-        # The scheduler only refuses outputs without tokens. They come first, before anything is added.
+        # The scheduler refuses only outputs without tokens. They come first, so that a refusal adds nothing.
         for output in sorted(request.outputs, key=lambda output: output.sequence.num_output_tokens):
             sequence = output.sequence
-            is_compiled_for = request.needs_grammar and output is request.outputs[0]
-            reason = WaitingReason.GRAMMAR if is_compiled_for else WaitingReason.SIBLING
+            waits_for_grammar = request.needs_grammar and output is request.outputs[0]
+            reason = WaitingReason.GRAMMAR if waits_for_grammar else WaitingReason.SIBLING
             self._scheduler.add_sequence(sequence, deferred=None if sequence is leader else reason)
         if not request.needs_grammar:
             self._finish_resumed(request)
@@ -80,6 +82,20 @@ class ParallelOutputs:
         for output in request.outputs:
             if not output.sequence.is_finished():
                 self._scheduler.enqueue(output.sequence)
+
+
+def params_of_output(params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of output `index`: its own seed, and no prompt logprobs.
+
+    Output 0 keeps the request's seed, so that its text is that of the same request with n=1. Only the leader
+    computes prompt logprobs: see `RequestState.choose_leader`.
+    """
+    if index == 0:
+        seed = params.seed
+    else:
+        digest = hashlib.sha256(f"{params.seed % 2**64}:{index}".encode()).digest()
+        seed = int.from_bytes(digest[:8], "big")
+    return params.for_output(seed=seed, prompt_logprobs=None)
 
 
 def _has_cached_its_prompt(sequence: Sequence) -> bool:

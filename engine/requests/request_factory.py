@@ -10,7 +10,8 @@ from engine.config import EngineConfig
 from engine.errors import InvalidParameter
 from engine.outputs import ResumedOutput
 from engine.requests.engine_request import EngineRequest
-from engine.requests.input_processor import InputProcessor, ResolvedParams, params_of_output
+from engine.requests.input_processor import InputProcessor, ResolvedParams
+from engine.requests.parallel_outputs import params_of_output
 from engine.requests.request_state import OutputState, RequestState
 from engine.requests.stop_rules import StopRules
 from engine.sequence import Sequence

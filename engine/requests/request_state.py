@@ -18,7 +18,7 @@ from engine.text.detokenizer import Detokenizer
 class OutputState:
     """One unfinished output of a request.
 
-    `held_text`: text that the finish releases. `resumed_finish_reason`: why the output was already complete
+    `held_text`: text held back until the finish. `resumed_finish_reason`: why the output was already complete
     when it was resumed. `last_token_at`: when its newest token was received, on the engine's clock.
     """
 
@@ -151,7 +151,7 @@ class RequestState:
             self.prompt_logprobs[start + 1 : start + 1 + len(logprobs)] = logprobs
 
     def pop_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
-        """Reported once, with the first token of all outputs, which comes after the whole prompt."""
+        """The prompt logprobs, once: with the first token of any output, which follows the whole prompt."""
         logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         return None if logprobs is None else tuple(logprobs)
 

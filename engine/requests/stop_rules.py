@@ -17,7 +17,7 @@ class StopRules:
     def reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         """Why `token_id`, the next token, finishes `sequence`; None if it does not.
 
-        The token of a STOP leaves no text.
+        A token that finishes it with STOP adds no text.
         """
         if token_id in sequence.constraints.end_token_ids and _may_end(sequence, sequence.num_output_tokens):
             return FinishReason.STOP

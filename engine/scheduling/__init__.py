@@ -1,1 +1,1 @@
-"""Decides which tokens, slots and KV blocks the next step uses."""
+"""Decides which sequences the next step computes, with how many tokens, and in which slots and KV blocks."""

@@ -12,7 +12,7 @@ from engine.scheduling.step_plan import StepPlan
 from engine.sequence import Sequence
 
 _SMALLER_MAY_FIT = frozenset({WaitingReason.KV_BLOCKS, WaitingReason.TOKEN_BUDGET})
-"""Limits that may admit a smaller sequence. Any sequence needs a slot."""
+"""Limits that a smaller sequence may not exceed. The limit on sequences is not one of them."""
 
 
 def check_prompt_length(config: EngineConfig, sequence: Sequence) -> None:
@@ -42,7 +42,7 @@ class Admission:
         self._max_skip_ahead = config.max_skip_ahead if config.policy == "skip_ahead" else 0
 
     def admit_waiting(self, plan: StepPlan) -> None:
-        """Admit waiting sequences as far as slots, blocks and the budget last."""
+        """Admit waiting sequences while slots, blocks and the budget suffice."""
         skipped, num_tried = list[Sequence](), 0
         while num_tried <= self._max_skip_ahead and (sequence := self._slots.next_sequence()) is not None:
             if reason := self.admit(sequence, plan):
@@ -57,8 +57,9 @@ class Admission:
             self._queue.add(sequence)
 
     def admit(self, sequence: Sequence, plan: StepPlan) -> WaitingReason | None:
-        """Give a queued sequence a slot, blocks and its first chunk. Returns the limit that prevents it, if
-        any; nothing has changed then.
+        """Move a queued sequence to a slot, allocate its blocks and add its first chunk to the plan.
+
+        Returns None, or the limit that prevents it; then nothing has changed.
         """
         state = self._state
         if plan.lacks_blocks:

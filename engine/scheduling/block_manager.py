@@ -1,4 +1,4 @@
-"""The block manager: which sequences hold which blocks of the KV cache, by number.
+"""The block manager: allocates the blocks of the KV cache to sequences, by number.
 
 Invariants: a block is either free or has a reference count above zero. A failed allocation changes nothing. A
 free block keeps its contents, and stays in the prefix cache, until it is allocated again.
@@ -23,7 +23,7 @@ class BlockManager:
         self.block_size = block_size
         self.prefix_cache = PrefixCache(block_size)
         self._prefix_caching = prefix_caching
-        # In order of allocation: blocks that the prefix cache does not know, then least recently used ones.
+        # In order of allocation: uncached blocks, then cached ones, least recently used first.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_kv_blocks + 1))
         self._reference_counts = [0] * (num_kv_blocks + 1)
         self._num_cached_blocks = 0
@@ -37,7 +37,7 @@ class BlockManager:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Free blocks that the prefix cache knows."""
+        """Free blocks in the prefix cache."""
         return self._num_cached_blocks
 
     def reference_count(self, block: int) -> int:
@@ -49,14 +49,14 @@ class BlockManager:
     def find_prefix(self, sequence: Sequence) -> list[int]:
         """The cached blocks of the longest prefix of `sequence`. Does not allocate them.
 
-        Empty if all prompt rows are wanted: tokens that are not computed have no logits.
+        Empty if the logits of all prompt rows are wanted: tokens found in the cache are not computed.
         """
         if sequence.wants_prompt_logprobs or not self._is_shared(sequence):
             return []
         return self.prefix_cache.find(sequence)
 
     def can_allocate(self, num_tokens: int, prefix: list[int], *, without: Sequence) -> bool:
-        """Whether a new sequence would get blocks for `num_tokens` tokens if `without` held none."""
+        """Whether a new sequence could allocate blocks for `num_tokens` tokens if `without` held none."""
         num_missing = self.num_blocks_of(num_tokens) - len(prefix)
         freed = {block for block in without.block_table if self._reference_counts[block] == 1}
         num_revived = sum(1 for block in prefix if block in freed or not self._reference_counts[block])
@@ -65,8 +65,8 @@ class BlockManager:
     def allocate(self, sequence: Sequence, prefix: list[int] | None = None, num_tokens: int = 0) -> bool:
         """Allocate blocks for all known tokens. Returns False, and changes nothing, if too few are free.
 
-        `prefix`: the result of `find_prefix`, for a sequence without blocks. `num_tokens`: allocate for that
-        number of tokens if it is larger.
+        `prefix`: the result of `find_prefix`, for a sequence without blocks. `num_tokens`: allocate for
+        this number of tokens if it is larger.
         """
         prefix = prefix or []
         num_tokens = max(num_tokens, sequence.num_tokens)
@@ -123,7 +123,7 @@ class BlockManager:
         sequence.block_end = sequence.num_published_blocks = 0
 
     def verify(self, sequence: Sequence) -> None:
-        """Mark all blocks of `sequence` as verified: a finite row was sampled that depends on them."""
+        """Mark all blocks of `sequence` as verified: a sampled row of finite logits depends on them."""
         sequence.is_verified = True
         self.prefix_cache.verify(sequence.block_table)
 
@@ -139,16 +139,16 @@ class BlockManager:
     def invalidate(self, sequence: Sequence) -> None:
         """Remove the blocks that a failed sequence wrote from the prefix cache, and have them zeroed.
 
-        They may hold non-finite values, which spread even from masked positions: 0 times NaN is NaN. If no
-        finite row was sampled since the admission, the cached blocks that it found may be the cause, and are
-        removed too.
+        They may hold non-finite values, which spread even from masked positions: 0 times NaN is NaN. If the
+        sequence was not verified since its admission, the cached blocks that it found may be the cause, and
+        are removed too.
         """
         suspects = set(self.prefix_cache.published_by(sequence.request_id))
         if not sequence.is_verified:
             suspects.update(sequence.block_table)
         for block in suspects:
             self._unpublish(block)
-        # The rest of its table was written by other requests, and a finite row was sampled from it.
+        # The rest of its table was written by other requests, and is verified.
         suspects.update(one for one in sequence.block_table if one not in self.prefix_cache)
         for block in suspects:
             (self._zero_when_free if self._reference_counts[block] else self._to_zero).add(block)
@@ -160,7 +160,7 @@ class BlockManager:
         return blocks
 
     def restore_blocks_to_zero(self, blocks: tuple[int, ...]) -> None:
-        """Return `blocks` again from `pop_blocks_to_zero`: they have not been zeroed."""
+        """Return `blocks` to the set of `pop_blocks_to_zero`: they have not been zeroed."""
         self._to_zero.update(blocks)
 
     def _is_shared(self, sequence: Sequence) -> bool:

@@ -39,8 +39,8 @@ class DecodeScheduler:
             plan.skip(sequence, reason)
 
     def _allocate_block(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Allocate the block of the next token; False if another sequence, or the lack of blocks, prevents
-        it.
+        """Allocate the block of the next token. Returns False if the sequence was preempted, or no block is
+        available.
         """
         if sequence.status is not SequenceStatus.RUNNING:
             return False  # Preempted for a sequence before it.
@@ -51,8 +51,8 @@ class DecodeScheduler:
         """Allocate the block of the next token after preempting the last sequences, which may include
         `sequence` itself.
 
-        The first sequence is never preempted: alone it fits, because one that outgrows the pool ends before.
-        It is skipped while all others are pinned: these need no more blocks, and end.
+        The first sequence is never preempted. It fits into the pool alone, since a sequence ends before it
+        outgrows the pool. While all others are pinned it is skipped: they need no more blocks, and will end.
         """
         plan.lacks_blocks = True
         victim = plan.victims.victim_for_blocks(self._state.running.queue)

@@ -8,13 +8,13 @@ from engine.scheduling.budget import SchedulingBudget
 from engine.sequence import Sequence
 
 MAX_PROMPT_LOGPROBS_ROWS = 256
-"""Rows of one prompt per step whose logits are wanted; each row is as wide as the vocabulary."""
+"""Limit on the rows of one prompt per step whose logits are wanted. A row is as wide as the vocabulary."""
 
 
 class PrefillChunks:
     """The prefills of one step, and the number of tokens of each.
 
-    A prefill starts with at most `chunk_tokens_limit` tokens; `distribute` gives the remaining ones to the
+    A prefill starts with at most `chunk_tokens_limit` tokens; `distribute` adds the remaining ones to the
     first prefills. With chunked prefill off, only a sequence that has sampled before is computed in chunks.
     """
 
@@ -32,7 +32,7 @@ class PrefillChunks:
         limit = min(self._limit(sequence), max(1, self._budget.remaining_tokens))
         if self._config.chunked_prefill:
             return min(num_left, limit, self._config.chunk_tokens_limit)
-        # A sequence that has sampled before may have grown past the budget; whole, it would never fit.
+        # A sequence that has sampled before may have grown past the budget, and would never fit as a whole.
         return min(num_left, limit) if sequence.num_output_tokens else num_left
 
     def add(self, sequence: Sequence, num_new_tokens: int) -> None:

@@ -3,9 +3,9 @@
 Invariants: a hash collision is no hit, because a block is found only if its tokens, its parent and its salt
 are equal too.
 
-A block is unverified until a finite row has been sampled that depends on it. A chunk that samples nothing is
-published when it is written, and may hold non-finite values. So unverified blocks leave the index when the
-request that published them ends.
+A block is verified once a row of finite logits that depends on it has been sampled. A chunk that samples
+nothing is published when it is written, and may hold non-finite values. So unverified blocks leave the index
+when the request that published them ends.
 """
 
 import hashlib

@@ -71,7 +71,7 @@ def queue_positions(scheduler: Scheduler) -> list[QueuePosition]:
 
 
 def _num_remaining_tokens(sequence: Sequence, max_model_len: int) -> int:
-    """Known tokens to compute, and the most that may still be generated."""
+    """Known tokens left to compute, plus the maximum number left to generate."""
     room = max_model_len - sequence.num_prompt_tokens
     limit = min(sequence.params.max_tokens or room, room)
     return sequence.num_uncomputed_tokens + max(0, limit - sequence.num_output_tokens)

@@ -1,7 +1,7 @@
 """The scheduler: decides which tokens the next step computes.
 
 There is no prefill phase and no decode phase of a sequence: it has known tokens, some of them computed, and
-each step computes more as far as the budget and the blocks allow. Chunked prefill, recomputation after a
+each step computes more of them within the budget and the free blocks. Chunked prefill, recomputation after a
 preemption and resuming after a crash are the same case.
 """
 
@@ -105,7 +105,7 @@ class Scheduler:
         return self._finish_plan(plan)
 
     def rollback(self, outputs: SchedulerOutputs) -> None:
-        """Take back the clean-up of a decision that is not executed: all its sequences have ended."""
+        """Defer the clean-up of a decision that is not executed, since its sequences have ended."""
         self._state.running.restore_released_slots(outputs.released_slots)
         self.block_manager.restore_blocks_to_zero(outputs.blocks_to_zero)
 

@@ -1,7 +1,7 @@
 """Preemption for a slot: when all slots are taken, the head of the queue may claim one.
 
-Invariants: the victim's own priority is strictly lower, and the head can be admitted in its place. Until the
-head is admitted, only a promoted sequence may go before it.
+Invariants: the victim's own priority is strictly lower, and the head fits once the victim is preempted. Until
+the head is admitted, only a promoted sequence may go before it.
 """
 
 from engine.outputs import WaitingReason
@@ -27,7 +27,7 @@ class SlotPreemption:
         return bool(not running.has_free_slot and queue and queue.best_priority < running.queue[-1].priority)
 
     def preempt_for_head(self, plan: StepPlan) -> None:
-        """Take a slot for the head of the queue, if the rules allow it."""
+        """Preempt a running sequence for the head of the queue, if the rules allow it."""
         if not self.is_possible() or self._queue.is_head_promoted:
             return
         head = self._queue.head

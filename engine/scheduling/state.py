@@ -6,7 +6,7 @@ Invariants: a sequence changes its status, its container, its slot and its block
 from engine.config import EngineConfig
 from engine.outputs import WaitingReason
 from engine.scheduling.block_manager import BlockManager
-from engine.scheduling.preemption import PreemptionPolicy
+from engine.scheduling.preemption_policy import PreemptionPolicy
 from engine.scheduling.running import RunningSequences
 from engine.scheduling.step_plan import StepPlan
 from engine.sequence import Sequence
@@ -44,7 +44,7 @@ class SchedulerState:
         plan.admitted.append(sequence)
 
     def preempt(self, victim: Sequence, reason: WaitingReason, plan: StepPlan) -> None:
-        """Move a running sequence back to its position in the queue. `reason`: what it made room for."""
+        """Move a running sequence back to its position in the queue. `reason`: the limit that required it."""
         self.block_manager.publish(victim)
         self.release(victim)
         victim.preempt(plan.now)

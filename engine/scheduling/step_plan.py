@@ -10,7 +10,7 @@ from engine.sequence import Sequence, SequenceStatus
 
 
 class VictimPolicy(Protocol):
-    """Chooses the sequence that gives up its blocks. `running` is sorted by `Sequence.order`."""
+    """Chooses the sequence that loses its blocks. `running` is sorted by `Sequence.order`."""
 
     def victim_for_blocks(self, running: list[Sequence]) -> Sequence | None: ...
 
@@ -18,7 +18,7 @@ class VictimPolicy(Protocol):
 class StepPlan:
     """The scheduled and skipped sequences of a step, its budget, and its victim policy.
 
-    `lacks_blocks`: a running sequence lost its blocks, or did not get those that it needs. `now`: the time of
+    `lacks_blocks`: a running sequence lost its blocks, or could not allocate one. `now`: the time of
     the decision, in seconds on the scheduler's clock.
     """
 

@@ -1,10 +1,10 @@
 """Executes a scheduling decision so that one bad request fails alone.
 
-A failed execution is bisected until the failing request is alone. The engine is dead only if the device
-cannot run a forward pass without requests, or has no memory for any of several requests.
+A failed step is bisected until each failing request runs alone. The engine is dead only if the device cannot
+run a dummy forward pass, or if each of several requests alone runs out of memory.
 
-Nothing is executed while the exception of a failed attempt exists: its traceback references the frames of
-that attempt, and these its tensors. Only its text is kept.
+Only the text of a failure is kept: the traceback of an exception references the frames of the attempt and
+thereby its tensors, which must be freed before the next attempt.
 """
 
 import logging
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """Executes decisions on a device. The type of its logits is between it and its sampler."""
+    """Executes decisions on a device. Only its sampler reads its logits."""
 
     def execute(self, outputs: SchedulerOutputs) -> Any:
         """The logits of the requested rows, in the order of `outputs.scheduled`.
@@ -32,13 +32,13 @@ class Runner(Protocol):
         ...
 
     def check(self) -> None:
-        """Run a forward pass that reads and writes no sequence; raises if the device cannot."""
+        """Run a dummy forward pass that touches no sequence. Raises any exception if the device cannot."""
         ...
 
     def release_memory(self) -> bool:
-        """Return unused cached memory to the device; False if there was none.
+        """Release cached memory that is not in use. Returns False if there was none.
 
-        Called once in a step that ran out of memory. Raises `DeviceLost`.
+        Called at most once per step, after it ran out of memory. Raises `DeviceLost`.
         """
         ...
 
@@ -111,13 +111,14 @@ class StepExecutor:
 
         Raises `EngineDead` if nothing can be executed any more.
         """
-        num_out_of_memory = self._num_out_of_memory
+        self._num_out_of_memory = 0
         self._has_released_memory = False
         try:
             executed = self._execute_or_bisect(outputs) if outputs.scheduled else ExecutedStep()
         except DeviceLost as error:
             raise EngineDead(f"the device is lost: {error}") from error
-        if 1 < len(outputs.scheduled) == self._num_out_of_memory - num_out_of_memory:
+        num_requests = len(outputs.scheduled)
+        if num_requests > 1 and self._num_out_of_memory == num_requests:
             raise EngineDead("the device has no memory for any part of the step")
         return executed
 
@@ -137,7 +138,7 @@ class StepExecutor:
         return self._execute_or_bisect(first) | self._execute_or_bisect(second)
 
     def _try_execute(self, outputs: SchedulerOutputs) -> ExecutedStep | _Failure:
-        """The exception no longer exists when this returns. Raises `DeviceLost`."""
+        """Returns an exception as text, so that its tensors are freed. Raises `DeviceLost`."""
         try:
             return self._execute(outputs)
         except DeviceLost:
@@ -173,6 +174,6 @@ class StepExecutor:
         try:
             self._runner.check()
         except Exception as broken:
-            raise EngineDead(f"no forward pass works any more: {broken}") from broken
+            raise EngineDead(f"a dummy forward pass failed: {broken}") from broken
         self._num_out_of_memory += failure.is_out_of_memory
         return SampledToken(None, failure.reason)

@@ -1,10 +1,10 @@
 """Schedules and launches the next step before the tokens of the current one are on the host.
 
-Each request gets what it would get if every step finished before the next one is scheduled. A step is
+The results are those of running each step to its end before the next one is scheduled. A step is
 launched ahead only if scheduling it can preempt no sequence and the device can sample its tokens without the
 host. A launched step that fails on the device is executed again from its decision, in order.
 
-While the next step is scheduled and launched, placeholders stand for the tokens that the current step will
+While the next step is scheduled and launched, placeholders represent the tokens that the current step will
 sample. At any other time a sequence has only tokens that the host knows.
 """
 
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 class AsyncExecutor(Protocol):
     """Launches whole steps on a device without waiting for them.
 
-    The device executes them in the order of launching. Everything of a sequence is read before `launch`
-    returns.
+    The device executes them in the order in which they were launched. `launch` reads the state of all
+    sequences before it returns.
     """
 
-    def takes(self, item: ScheduledSequence) -> bool:
+    def can_launch(self, item: ScheduledSequence) -> bool:
         """Whether the device can sample this item, and start the next step, without the host."""
         ...
 
@@ -77,7 +77,7 @@ class InFlightStep:
             self.outputs = self.outputs.subset(kept, is_first=True)
 
     def mark_pending(self) -> None:
-        """The tokens it computes are not in the KV cache yet, so that no other sequence may reuse them."""
+        """Mark its tokens as in flight: their blocks are not written yet, and must not be shared."""
         self.is_pending = True
         for item in self.outputs.scheduled:
             item.sequence.num_in_flight_tokens = item.num_new_tokens
@@ -176,9 +176,9 @@ class Pipeline:
                 sequence.token_ids.pop()
 
     def _launch(self, outputs: SchedulerOutputs, after: Any) -> InFlightStep:
-        """Launch a step if the device can run it alone. If not, or on failure, `_finish` executes it."""
+        """Launch a step if the device can run it without the host. Otherwise `_finish` executes it."""
         executor, items = self._async_executor, outputs.scheduled
-        if executor is None or not items or not all(map(executor.takes, items)):
+        if executor is None or not items or not all(map(executor.can_launch, items)):
             return InFlightStep(outputs)
         try:
             with self._recorder.stage("execute"):
@@ -197,7 +197,7 @@ class Pipeline:
         step.drop_finished()
         if executed is None:
             if next_step:
-                # It was launched with tokens that do not exist: execute it in its own turn.
+                # It was launched with tokens of the failed step: execute it again when it is its turn.
                 next_step.handle = None
             return self._executor.execute(step.outputs)
         return executed.without_finished()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from engine.outputs import FinishedSequence, SchedulerOutputs, StepReport, Waited
+from engine.outputs import FinishedRequest, SchedulerOutputs, StepReport, Waited
 from engine.requests.request_state import OutputState, RequestState
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason, worst_reason
@@ -33,7 +33,7 @@ class StepRecorder:
         self._queue_seconds: list[Waited] = []
         self._first_token_seconds: list[Waited] = []
         self._inter_token_seconds: list[float] = []
-        self._finished: list[FinishedSequence] = []
+        self._finished: list[FinishedRequest] = []
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -46,7 +46,7 @@ class StepRecorder:
             self._stage_seconds[name] = self._stage_seconds.get(name, 0.0) + elapsed
 
     def record_fault(self) -> None:
-        """An execution failed; it may be retried in parts."""
+        """Count an execution that failed. It may be retried in parts."""
         self._num_faults += 1
 
     def record_scheduled(self, request: RequestState, scheduled_at: float) -> None:
@@ -68,7 +68,7 @@ class StepRecorder:
     def record_finished(self, request: RequestState, now: float) -> None:
         outputs, queued_at, first_token_at = request.outputs, request.queued_at, request.first_token_at
         self._finished.append(
-            FinishedSequence(
+            FinishedRequest(
                 reason=_worst_finish_reason(request).value,
                 num_prompt_tokens=outputs[0].sequence.num_prompt_tokens,
                 num_output_tokens=sum(output.sequence.num_output_tokens for output in outputs)

@@ -6,8 +6,8 @@ from engine.text.pattern_automaton import ROOT, PatternAutomaton
 class BadSequences:
     """An automaton over the output for `bad_token_ids`, without ids outside the vocabulary.
 
-    `always_banned`: sequences of one id. A new token costs amortised constant time, and a step for each
-    sequence that it could complete.
+    `always_banned`: sequences of one id. A new token costs amortised constant time, plus the
+    number of sequences that it could complete.
     """
 
     def __init__(self, bad_token_ids: tuple[tuple[int, ...], ...], vocab_size: int) -> None:

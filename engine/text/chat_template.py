@@ -36,7 +36,7 @@ class ChatTemplate:
         try:
             return self._apply(messages)
         except Exception as error:
-            # A template is a program of the model: it may raise anything.
+            # A template is a program that comes with the model: it may raise anything.
             raise InvalidParameter("messages", f"the model's chat template refuses them: {error}") from error
 
     def own_specials(self, messages: Sequence[Mapping[str, Any]], text: str) -> list[Span] | None:
@@ -113,7 +113,8 @@ class ChatTemplate:
         return f"{text[:start]}{before}{marked}{after}{text[start + len(core) :]}"
 
     def _neutral(self, text: str) -> str:
-        return "".join("x" if character in self._specials.signs else character for character in text)
+        markers = self._specials.marker_characters
+        return "".join("x" if character in markers else character for character in text)
 
 
 def _touches(span: Span, contents: list[Span]) -> bool:

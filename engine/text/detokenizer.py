@@ -1,6 +1,6 @@
 """Turns token ids into text as they arrive, without incomplete characters and stop strings.
 
-Invariant: the concatenated pieces equal `final_text` of all ids, whether the tokens were sampled or resumed.
+Invariants: the concatenated pieces do not depend on whether the tokens were sampled or resumed.
 """
 
 import os.path
@@ -148,14 +148,14 @@ class Detokenizer:
         self._has_stop_strings = bool(params.stop)
         self.stopped = False
         self._end_texts = end_texts
-        self._num_unstoppable = params.min_tokens
+        self._num_min_tokens_left = params.min_tokens
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` releases."""
         text = self._decoder.push(token_id)
         if not self._has_stop_strings:
             return text
-        self._num_unstoppable -= 1
+        self._num_min_tokens_left -= 1
         return self._cut(text)
 
     def close(self, end_token_id: int | None = None) -> str:
@@ -167,23 +167,9 @@ class Detokenizer:
 
     def _cut(self, text: str) -> str:
         """Cut `text` at a stop string, unless the output must not end yet."""
-        text = self._stop_strings.push(text, may_stop=self._num_unstoppable < 0)
+        text = self._stop_strings.push(text, may_stop=self._num_min_tokens_left < 0)
         self.stopped = self._stop_strings.matched
         return text
-
-
-def final_text(
-    tokenizer: Tokenizer,
-    prompt_token_ids: list[int],
-    output_token_ids: list[int],
-    params: SamplingParams,
-    *,
-    end_token_id: int | None = None,
-    end_texts: Mapping[int, str] = NO_END_TEXTS,
-) -> str:
-    """The text of a finished output, cut at its stop string. `output_token_ids`: without the end token."""
-    detokenizer = Detokenizer(tokenizer, prompt_token_ids, params, end_texts)
-    return "".join(map(detokenizer.push, output_token_ids)) + detokenizer.close(end_token_id)
 
 
 def _decoder(

@@ -19,8 +19,8 @@ class SpecialTexts:
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._pattern = re.compile(_pattern(texts)) if texts else None
-        #: Each special token has one of these characters.
-        self.signs = frozenset(sign for text in texts for sign in _signs(text))
+        #: Each special token contains at least one of these.
+        self.marker_characters = frozenset(one for text in texts for one in _marker_characters(text))
         self.proper_prefixes = tuple({text[:end] for text in texts for end in range(1, len(text))})
         self.proper_suffixes = tuple({text[start:] for text in texts for start in range(1, len(text))})
 
@@ -28,8 +28,8 @@ class SpecialTexts:
         return [match.span() for match in self._pattern.finditer(text)] if self._pattern else []
 
     def may_occur(self, text: str) -> bool:
-        """False if `text` has no part of a special token other than letters and digits."""
-        return not self.signs.isdisjoint(text)
+        """Whether `text` may be a part of a special token or contain one: it has a marker character."""
+        return not self.marker_characters.isdisjoint(text)
 
 
 class SelectiveEncoder:
@@ -73,13 +73,14 @@ def _marked(token: Any, mark: str) -> Any:
     )
 
 
-def _signs(text: str) -> set[str]:
-    signs = {
+def _marker_characters(text: str) -> set[str]:
+    """Characters of a special token that are no letter, digit, space or `_`; without any, its first one."""
+    found = {
         character
         for character in text
         if not (character.isalnum() or character.isspace() or character == "_")
     }
-    return signs or set(text[:1])
+    return found or set(text[:1])
 
 
 def _pattern(texts: Sequence[str]) -> str:

@@ -13,8 +13,8 @@ from engine.waiting.queue import WaitingQueue
 
 
 class WaitingPool:
-    """The `queue`, and the deferred sequences: these wait for something else than their turn, and no step
-    looks at them.
+    """The `queue`, and the deferred sequences: these wait for something other than their turn, and no step
+    examines them.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -53,7 +53,7 @@ class WaitingPool:
         if sequence in self._deferred:
             return self._deferred[sequence]
         if sequence not in self.queue:
-            raise KeyError(f"{sequence.request_id} does not wait")
+            raise KeyError(f"{sequence.request_id} is not waiting")
         return self._skipped.get(sequence, WaitingReason.BEHIND)
 
     def reasons(self) -> dict[WaitingReason, int]:

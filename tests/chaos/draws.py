@@ -17,7 +17,7 @@ import torch
 
 from engine.constraints import Grammar
 from engine.execution.sampling.gumbel import gumbel_noise, row_keys, seed_states
-from engine.requests.input_processor import params_of_output
+from engine.requests.parallel_outputs import params_of_output
 from engine.sampling_params import SamplingParams
 from tests.comparer import NEAR_TIE
 

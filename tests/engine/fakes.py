@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from engine.config import EngineConfig
@@ -13,7 +13,7 @@ from engine.requests.engine_request import EngineRequest
 from engine.requests.grammar_gate import GrammarCompiler
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.text.detokenizer import Tokenizer
+from engine.text.detokenizer import NO_END_TEXTS, Detokenizer, Tokenizer
 
 VOCAB_SIZE = 1000
 EOS = 999
@@ -102,7 +102,7 @@ class ScriptedExecutor:
         self.seen: dict[tuple[str, int], dict[int, int]] = {}
         self._num_launched = 0
 
-    def takes(self, item: ScheduledSequence) -> bool:
+    def can_launch(self, item: ScheduledSequence) -> bool:
         params, grammar = item.sequence.params, item.sequence.constraints.grammar
         return params.logprobs is None and params.prompt_logprobs is None and grammar is None
 
@@ -262,7 +262,21 @@ def run(engine: Engine, max_steps: int = 500) -> dict[str, tuple[list[int], str,
             texts[name] = texts.get(name, "") + output.text + output.held_text
             if output.finish_reason:
                 ends[name] = output.finish_reason.value
-    raise AssertionError(f"work is left after {max_steps} steps")
+    raise AssertionError(f"unfinished after {max_steps} steps")
+
+
+def final_text(
+    tokenizer: Tokenizer,
+    prompt_token_ids: list[int],
+    output_token_ids: list[int],
+    params: SamplingParams,
+    *,
+    end_token_id: int | None = None,
+    end_texts: Mapping[int, str] = NO_END_TEXTS,
+) -> str:
+    """The text of a finished output, cut at its stop string. `output_token_ids`: without the end token."""
+    detokenizer = Detokenizer(tokenizer, prompt_token_ids, params, end_texts)
+    return "".join(map(detokenizer.push, output_token_ids)) + detokenizer.close(end_token_id)
 
 
 def words(token_ids: Iterable[int]) -> str:

@@ -92,7 +92,7 @@ class Mix:
         for one in step.outputs:
             key = (one.request_id, one.index)
             assert one.request_id not in self.discarded
-            assert key not in self.ends, "something after the end"
+            assert key not in self.ends, "an output after the end"
             if one.token_id is not None:
                 self.tokens.setdefault(key, []).append(one.token_id)
             self.texts[key] = self.texts.get(key, "") + one.text + one.held_text
@@ -112,7 +112,7 @@ class Mix:
                 return
             self.act("compile", None)
             self.act("step", None)
-        raise AssertionError("not done after 500 steps")
+        raise AssertionError("unfinished after 500 steps")
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])

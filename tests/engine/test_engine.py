@@ -53,17 +53,17 @@ def test_a_single_sequence_that_outgrows_the_pool_ends_with_length() -> None:
     tokens, _, end = run(engine, max_steps=10)["a"]
 
     assert end == "length"
-    assert len(tokens) == 4, "8 tokens are computed; the ninth is drawn from the eighth"
+    assert len(tokens) == 4, "8 tokens are computed, and the ninth is sampled"
 
 
 @pytest.mark.parametrize("prompt_len", [3, 4, 5, 8])
-@pytest.mark.parametrize("joined", [False, True])
-def test_prompts_at_a_block_boundary_finish(prompt_len: int, joined: bool) -> None:
+@pytest.mark.parametrize("is_batched", [False, True])
+def test_prompts_at_a_block_boundary_finish(prompt_len: int, is_batched: bool) -> None:
     """FastDeploy#3288: a prompt of exactly k blocks stalled at batch 1, or lost its second block."""
     engine, runner = build_engine()
     add(engine, "a", prompt_len, max_tokens=6)
     engine.step()
-    if joined:
+    if is_batched:
         add(engine, "b", 5, max_tokens=2)
 
     result = run(engine, max_steps=8)

@@ -1,4 +1,4 @@
-"""Every value is one constraint of bounded size, or an error that names what is wrong."""
+"""Every value is one constraint of bounded size, or is refused with an error that names the member."""
 
 import json
 from contextlib import suppress

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from engine.engine import Engine
-from engine.outputs import FinishedSequence, StepReport, Waited, WaitingReason
+from engine.outputs import FinishedRequest, StepReport, Waited, WaitingReason
 from engine.sequence import FinishReason
 from monitoring.engine import EngineMetrics
 from tests.engine.fakes import Clock, add, build_engine
@@ -42,7 +42,7 @@ REPORT = StepReport(
     first_token_seconds=(Waited(2, 0.4), Waited(2, 0.6), Waited(4, 90.0)),
     inter_token_seconds=(0.02, 0.02, 0.02, 0.02),
     finished=(
-        FinishedSequence(
+        FinishedRequest(
             reason="length",
             num_prompt_tokens=50,
             num_output_tokens=5,

@@ -32,7 +32,7 @@ class DeviceExecutor:
         # With top-k or top-p, the host must check that a row's window holds all tokens that are kept.
         self._draws_filtered = device.type == "cpu"
 
-    def takes(self, item: ScheduledSequence) -> bool:
+    def can_launch(self, item: ScheduledSequence) -> bool:
         """Whether the item can be launched: its draw needs neither the output's tokens, masks nor logprobs.
 
         On a GPU, top-k and top-p need the host as well.

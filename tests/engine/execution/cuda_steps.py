@@ -180,7 +180,7 @@ def launched_waits(runner: ModelRunner, steps: Iterable[str]) -> dict[str, list[
     for name in steps:
         parts, params = LAUNCHED[name]
         outputs = step_of(parts, params)
-        assert all(map(async_executor.takes, outputs.scheduled))
+        assert all(map(async_executor.can_launch, outputs.scheduled))
         with WaitLedger() as ledger:
             before = async_executor.launch(outputs, None)
         found[name] = ledger.waits

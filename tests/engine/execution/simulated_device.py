@@ -155,7 +155,7 @@ class RefusingExecutor:
         self._fault_rate = fault_rate
         self.num_ahead = self.num_refused = self.num_faults = 0
 
-    def takes(self, item: ScheduledSequence) -> bool:
+    def can_launch(self, item: ScheduledSequence) -> bool:
         params = item.sequence.params
         takes = params.prompt_logprobs is None and not (item.samples and params.logprobs is not None)
         takes = takes and self._rng.random() >= self._refused

@@ -138,8 +138,8 @@ class CountingExecutor(DeviceExecutor):
         self._rng = rng
         self.num_ahead = self.num_faults = self.num_refused = 0
 
-    def takes(self, item: ScheduledSequence) -> bool:
-        takes = super().takes(item) and self._rng.random() < 0.99
+    def can_launch(self, item: ScheduledSequence) -> bool:
+        takes = super().can_launch(item) and self._rng.random() < 0.99
         self.num_refused += not takes
         return takes
 

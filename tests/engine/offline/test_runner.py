@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import engine as room
+import engine as package
 from engine.engine import Engine
 from engine.errors import EngineDead, InvalidParameter, NeverFits
 from engine.offline.interrupts import delayed_interrupt
@@ -201,7 +201,7 @@ def test_importing_the_package_loads_neither_torch_nor_the_engine() -> None:
 
 
 def test_the_package_exports_exactly_its_public_names() -> None:
-    for name in room.__all__:
-        assert getattr(room, name).__name__ == name
+    for name in package.__all__:
+        assert getattr(package, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'LM'"):
-        room.LM  # noqa: B018 - the access is what is tried
+        package.LM  # noqa: B018 - the access itself is tested

@@ -11,13 +11,14 @@ from engine.errors import InvalidParameter
 from engine.outputs import ResumedOutput, SequenceOutput
 from engine.requests.engine_request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.text.detokenizer import Detokenizer, final_text
+from engine.text.detokenizer import Detokenizer
 from tests.engine.fakes import (
     EOS,
     PieceTokenizer,
     ScriptedRunner,
     add,
     build_engine,
+    final_text,
     run,
     words,
 )
@@ -89,7 +90,7 @@ def test_the_text_of_a_special_stop_token_follows_held_text() -> None:
     assert [(one.text, one.held_text) for one in reported] == [("injury", ""), ("", ""), ("", ".<eos2>")]
 
 
-def test_ordinary_tokens_that_spell_a_special_token_stop_as_text() -> None:
+def test_the_text_of_a_special_token_in_ordinary_tokens_stops() -> None:
     tokenizer = PieceTokenizer("prompt", "?", "a<eo", "s2>", "<eos2>", num_special=1)
 
     reported = outputs_of([2, 3, 2], tokenizer, stop=("<eos2>",))
@@ -97,7 +98,7 @@ def test_ordinary_tokens_that_spell_a_special_token_stop_as_text() -> None:
     assert text_of(reported) == "a"
 
 
-EOS_TOO = 7
+OTHER_EOS = 7
 
 
 @pytest.mark.parametrize(
@@ -117,8 +118,8 @@ def test_further_eos_tokens_respect_ignore_eos_and_min_tokens(
     """vllm#4589, vllm#21987: of several EOS tokens only the first was ignored or postponed, or a stop string
     ended a text before its `min_tokens`.
     """
-    script = [100, 9, EOS_TOO, 4, EOS, EOS_TOO, 4, 4]
-    engine, _ = build_engine(ScriptedRunner({"a": script}), eos_token_ids=frozenset({EOS, EOS_TOO}))
+    script = [100, 9, OTHER_EOS, 4, EOS, OTHER_EOS, 4, 4]
+    engine, _ = build_engine(ScriptedRunner({"a": script}), eos_token_ids=frozenset({EOS, OTHER_EOS}))
     add(engine, "a", 2, **{"max_tokens": 8, "stop": ("<4>",), **params})
 
     tokens, _, reason = run(engine)["a"]
@@ -156,7 +157,7 @@ def test_the_text_is_that_of_the_tokens_before_the_first_valid_stop(
     """Reference: the first position in the whole text where a stop string ends that may stop it."""
     params = SamplingParams(stop=tuple(stop), min_tokens=min_tokens, include_stop_str_in_output=included)
     whole = "".join(PIECES.pieces[one] for one in script)
-    token_of = [place for place, one in enumerate(script) for _ in PIECES.pieces[one]]
+    token_of = [index for index, one in enumerate(script) for _ in PIECES.pieces[one]]
     ends = [
         (end, -len(one))
         for end, one in itertools.product(range(1, len(whole) + 1), stop)

@@ -4,19 +4,19 @@ import pytest
 
 from engine.errors import InvalidParameter
 from engine.requests.engine_request import EngineRequest
-from engine.requests.input_processor import InputProcessor, params_of_output
+from engine.requests.input_processor import InputProcessor
 from engine.sampling_params import SamplingParams
 from tests.engine.fakes import EOS, VOCAB_SIZE, PieceTokenizer, WordTokenizer, build_engine
 
-RESOLVER = InputProcessor(WordTokenizer(), frozenset({EOS}), VOCAB_SIZE)
+PROCESSOR = InputProcessor(WordTokenizer(), frozenset({EOS}), VOCAB_SIZE)
 
 
 def ends(**params: object) -> frozenset[int]:
-    return RESOLVER.resolve(SamplingParams(**params)).constraints.end_token_ids  # type: ignore[arg-type]
+    return PROCESSOR.resolve(SamplingParams(**params)).constraints.end_token_ids  # type: ignore[arg-type]
 
 
 def bad(*words: str) -> tuple[tuple[int, ...], ...]:
-    return RESOLVER.resolve(SamplingParams(bad_words=words)).constraints.bad_token_ids
+    return PROCESSOR.resolve(SamplingParams(bad_words=words)).constraints.bad_token_ids
 
 
 def test_end_tokens_of_a_request() -> None:
@@ -32,9 +32,9 @@ def test_bad_words_are_encoded_with_and_without_a_leading_space() -> None:
 
 
 def test_a_word_with_tokens_only_after_a_space_has_one_variant() -> None:
-    resolver = InputProcessor(PieceTokenizer("a", " word"), frozenset(), 10)
+    processor = InputProcessor(PieceTokenizer("a", " word"), frozenset(), 10)
 
-    assert resolver.resolve(SamplingParams(bad_words=("word",))).constraints.bad_token_ids == ((1,),)
+    assert processor.resolve(SamplingParams(bad_words=("word",))).constraints.bad_token_ids == ((1,),)
 
 
 def test_a_bad_word_without_tokens_is_refused() -> None:
@@ -80,15 +80,3 @@ def test_an_unknown_token_id_is_refused_and_leaves_no_state(
     assert refused.value.field == field
     assert not engine.has_work
     assert not engine.cancel("a")
-
-
-def test_parameters_are_checked_once_for_all_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each output has its own parameters: checking 262,144 allowed ids for 128 outputs would take seconds."""
-    params = SamplingParams(n=128, allowed_token_ids=(1, 2), prompt_logprobs=1)
-    monkeypatch.setattr(SamplingParams, "__post_init__", lambda _: pytest.fail("checked again"))
-    varied = [params_of_output(params, index) for index in range(params.n)]
-
-    assert len({one.seed for one in varied}) == params.n
-    assert {one.prompt_logprobs for one in varied} == {None}
-    assert params.prompt_logprobs == 1
-    assert all(one.allowed_token_ids is params.allowed_token_ids for one in varied)

@@ -1,4 +1,4 @@
-"""What pydantic emits compiles, or is refused with the keyword named."""
+"""Schemas that pydantic emits compile, or are refused with an error that names the keyword."""
 
 import datetime
 import decimal
@@ -111,7 +111,7 @@ def fits(outputs: StructuredOutputs, text: str) -> bool:
 
 
 @pytest.mark.parametrize(("kind", "text", "other"), COMPILED, ids=lambda value: str(value)[:40])
-def test_what_pydantic_emits_compiles(kind: Any, text: str, other: str | None) -> None:
+def test_schemas_that_pydantic_emits_compile(kind: Any, text: str, other: str | None) -> None:
     outputs = outputs_of(kind)
     assert BYTE_LEVEL.mask(outputs, text) & EOS_IDS, text
     if other is not None:
@@ -119,7 +119,9 @@ def test_what_pydantic_emits_compiles(kind: Any, text: str, other: str | None) -
 
 
 @pytest.mark.parametrize(("kind", "keyword"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_does_not_compile_is_refused_with_its_keyword_and_place(kind: Any, keyword: str) -> None:
+def test_a_schema_that_does_not_compile_is_refused_with_its_keyword_and_pointer(
+    kind: Any, keyword: str
+) -> None:
     class Holder(pydantic.BaseModel):
         good: pathlib.Path
         inner: kind
@@ -160,12 +162,12 @@ def test_an_object_and_its_text_are_one_schema(depth: int) -> None:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(depth):
         schema = {"type": "object", "properties": {"a": schema}}
-    verdicts = {taken(schema), taken(json.dumps(schema, indent=4))}
+    verdicts = {is_accepted(schema), is_accepted(json.dumps(schema, indent=4))}
     assert verdicts == {depth * 2 + 1 <= 100}
 
 
-def taken(schema: object) -> bool:
-    """By the API and the engine, which agree."""
+def is_accepted(schema: object) -> bool:
+    """Whether the API and the engine accept `schema`; both decide alike."""
     verdicts = set()
     body = json.dumps({"prompt": "x", "structured_outputs": {"json": schema}}).encode()
     for read in (
@@ -189,14 +191,22 @@ def taken(schema: object) -> bool:
         ({"const": [1] * 20_000}, json.dumps({"const": [1] * 20_000}, indent=8), True),
     ],
 )
-def test_the_size_of_a_schema_does_not_depend_on_its_spelling(schema: object, text: str, good: bool) -> None:
-    assert taken(schema) is good
-    assert taken(text) is good
+def test_the_size_of_a_schema_does_not_depend_on_its_formatting(
+    schema: object, text: str, good: bool
+) -> None:
+    assert is_accepted(schema) is good
+    assert is_accepted(text) is good
 
 
 @pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', '{"minimum": 1e999}', '{"minimum": NaN}', "[]", "{"])
 def test_a_text_is_refused_where_the_object_would_be(text: str) -> None:
-    assert not taken(text)
+    assert not is_accepted(text)
+
+
+def test_an_invalid_format_of_property_names_is_refused_with_the_keyword() -> None:
+    schema = {"type": "object", "propertyNames": {"format": ["uuid4"]}}
+    with pytest.raises(ValueError, match=r"the keyword `propertyNames` \(at #\)"):
+        rewrite_schema(schema)
 
 
 def test_many_properties_cost_no_copies_of_each_other() -> None:

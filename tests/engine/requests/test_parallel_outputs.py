@@ -15,6 +15,7 @@ from engine.outputs import (
     WaitingReason,
 )
 from engine.requests.engine_request import EngineRequest
+from engine.requests.parallel_outputs import params_of_output
 from engine.sampling_params import SamplingParams
 from engine.sequence import FinishReason, Sequence
 from tests.engine.fakes import EOS, ScriptedRunner, add, build_engine, run, words
@@ -83,14 +84,26 @@ def test_seeds_differ_between_outputs_and_neighbouring_requests(seed: int) -> No
     assert all(-(2**63) <= one < 2**64 for one in seeds)
 
 
+def test_parameters_are_checked_once_for_all_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each output has its own parameters: checking 262,144 allowed ids for 128 outputs would take seconds."""
+    params = SamplingParams(n=128, allowed_token_ids=(1, 2), prompt_logprobs=1)
+    monkeypatch.setattr(SamplingParams, "__post_init__", lambda _: pytest.fail("checked again"))
+    varied = [params_of_output(params, index) for index in range(params.n)]
+
+    assert len({one.seed for one in varied}) == params.n
+    assert {one.prompt_logprobs for one in varied} == {None}
+    assert params.prompt_logprobs == 1
+    assert all(one.allowed_token_ids is params.allowed_token_ids for one in varied)
+
+
 def test_followers_wait_for_the_prompt_and_compute_only_its_tail() -> None:
     engine, runner = build_engine(max_num_batched_tokens=4)
     add(engine, "a", 9, n=3, max_tokens=2)
 
     for _ in range(2):
         engine.step()
-        line = engine.queue_positions()
-        assert [(one.request_id, one.index, one.reason) for one in line] == [
+        positions = engine.queue_positions()
+        assert [(one.request_id, one.index, one.reason) for one in positions] == [
             ("a", 1, WaitingReason.SIBLING),
             ("a", 2, WaitingReason.SIBLING),
         ]

@@ -1,4 +1,4 @@
-"""A scheduler that is stepped without a device: every row that samples draws token 7."""
+"""A scheduler that is stepped without a device: every row that samples returns token 7."""
 
 from typing import Any
 
@@ -68,7 +68,7 @@ class Bench:
             if not self.scheduler.has_unfinished_sequences():
                 break
             self.step()
-        assert not self.scheduler.has_unfinished_sequences(), f"work is left after {at_most} steps"
+        assert not self.scheduler.has_unfinished_sequences(), f"unfinished after {at_most} steps"
         assert self.scheduler.block_manager.num_free_blocks == self.config.num_kv_blocks
 
     def cancel(self, *sequences: Sequence) -> None:

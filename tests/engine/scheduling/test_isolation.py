@@ -30,8 +30,8 @@ def test_other_requests_keep_their_slots_and_blocks_and_are_not_stepped() -> Non
         assert last_step(runner) == {"c"}
         assert [output.request_id for output in step.outputs] == ["c"]
 
-    mates = engine.scheduler.running_queue[:2]
-    assert [(one.slot, one.block_table, one.num_tokens) for one in mates] == before
+    others = engine.scheduler.running_queue[:2]
+    assert [(one.slot, one.block_table, one.num_tokens) for one in others] == before
     engine.step()
     assert last_step(runner) == {"a", "b", "c"}
 
@@ -94,19 +94,19 @@ def test_a_pinned_sequence_is_preempted_after_all_others() -> None:
 
 def test_no_sequence_is_preempted_for_lack_of_budget() -> None:
     bench = Bench(max_num_prefill_seqs=1)
-    mate = bench.add()
+    running = bench.add()
     bench.step()
     outputs = bench.step(one := bench.add(), other := bench.add())
 
     assert [item.sequence for item in outputs.scheduled] == [one]
     assert dict(outputs.skipped) == {other: WaitingReason.PREFILL_BUDGET}
-    assert mate in bench.scheduler.running_queue
+    assert running in bench.scheduler.running_queue
 
 
 def test_a_step_that_preempted_for_an_output_admits_no_other_output_of_the_request() -> None:
     """Otherwise the outputs would preempt each other in turn."""
     bench = Bench(num_kv_blocks=6)
-    mate, last, one = (bench.add(prompt=7) for _ in range(3))
+    first, last, one = (bench.add(prompt=7) for _ in range(3))
     bench.step()
     bench.step(one)
     other = bench.add(prompt=3)
@@ -115,40 +115,40 @@ def test_a_step_that_preempted_for_an_output_admits_no_other_output_of_the_reque
     assert outputs.preempted == (last,)
     assert [item.sequence for item in outputs.scheduled] == [one]
     assert dict(outputs.skipped)[other] is WaitingReason.KV_BLOCKS
-    assert mate in bench.scheduler.running_queue
+    assert first in bench.scheduler.running_queue
 
 
 def test_other_requests_are_preempted_before_its_own_outputs() -> None:
     bench = Bench(num_kv_blocks=6)
-    mate, one, other = (bench.add(prompt=7) for _ in range(3))
+    first, one, other = (bench.add(prompt=7) for _ in range(3))
     bench.step()
     bench.step(one, other)
 
-    assert bench.step(one, other).preempted == (mate,)
+    assert bench.step(one, other).preempted == (first,)
 
 
 def test_an_isolated_step_preempts_no_slot_for_a_higher_priority() -> None:
     bench = Bench(max_num_seqs=2)
-    isolated, mate = bench.add(), bench.add()
+    isolated, other = bench.add(), bench.add()
     bench.step()
     urgent = bench.add(priority=0)
     outputs = bench.step(isolated)
 
     assert outputs.preempted == ()
-    assert mate in bench.scheduler.running_queue
+    assert other in bench.scheduler.running_queue
     assert urgent in bench.scheduler.waiting_queue
 
 
 def test_a_decode_preempts_other_requests_for_blocks() -> None:
     bench = Bench(num_kv_blocks=4, block_size=4)
-    mate, isolated = bench.add(prompt=7), bench.add(prompt=7)
+    other, isolated = bench.add(prompt=7), bench.add(prompt=7)
     bench.step()
     assert bench.step(isolated).preempted == ()
     outputs = bench.step(isolated)
 
     assert [item.sequence for item in outputs.scheduled] == [isolated]
-    assert outputs.preempted == (mate,)
-    assert mate in bench.scheduler.waiting_queue
+    assert outputs.preempted == (other,)
+    assert other in bench.scheduler.waiting_queue
     bench.run_to_end()
 
 

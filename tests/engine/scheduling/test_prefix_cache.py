@@ -184,14 +184,14 @@ def test_blocks_of_a_failed_sequence_are_removed_and_zeroed_when_free() -> None:
     scheduler = build()
     bad = add(scheduler, "r0", [1] * 9)
     step(scheduler)
-    mate = add(scheduler, "r1", [1] * 9)
+    reader = add(scheduler, "r1", [1] * 9)
     outputs = scheduler.schedule()
     held, shared = set(bad.block_table), set(bad.block_table[:2])
-    assert set(mate.block_table[:2]) == shared, "the other sequence reads blocks of the failing one"
-    scheduler.update(outputs, {mate: SampledToken(7)}, {bad: FinishReason.ERROR})
+    assert set(reader.block_table[:2]) == shared, "the reader uses blocks of the failing sequence"
+    scheduler.update(outputs, {reader: SampledToken(7)}, {bad: FinishReason.ERROR})
 
     assert set(step(scheduler).blocks_to_zero) == held - shared
-    scheduler.abort(mate, FinishReason.CANCELLED)
+    scheduler.abort(reader, FinishReason.CANCELLED)
     add(scheduler, "r3", [5])
     assert set(step(scheduler).blocks_to_zero) == shared
     assert run(scheduler, "r2", [1] * 9).num_cached_tokens == 0
@@ -228,7 +228,7 @@ def test_unverified_blocks_are_removed_when_their_sequence_ends(reason: FinishRe
     assert later.num_cached_tokens == 0
     scheduler.abort(later, FinishReason.CANCELLED)
     assert run_to_first_token(scheduler, "r4", list(range(1, 21))).num_cached_tokens == 16, (
-        "verified by a sampled row"
+        "verified by a sampled token"
     )
 
 
@@ -243,7 +243,7 @@ def test_verified_blocks_stay_cached_after_a_cancel() -> None:
     assert run(scheduler, "r1", [*sequence.token_ids[:16], 5]).num_cached_tokens == 16
 
 
-def test_a_finite_row_verifies_the_blocks_that_it_found() -> None:
+def test_a_sampled_token_verifies_the_blocks_that_its_sequence_found() -> None:
     scheduler = build(max_num_batched_tokens=8, max_chunk_tokens=4, max_num_prefill_seqs=2)
     writer = add(scheduler, "r0", list(range(1, 21)))
     step(scheduler)
@@ -271,7 +271,7 @@ def test_a_failing_sequence_removes_unverified_blocks_of_another() -> None:
     assert not writer.is_finished()
 
 
-def test_a_sequence_that_fails_before_its_first_row_removes_the_blocks_that_it_found() -> None:
+def test_a_sequence_that_fails_before_its_first_token_removes_the_blocks_that_it_found() -> None:
     """With a sliding window, a verified block may have layers that no sampled row has read."""
     scheduler = build()
     run(scheduler, "r0", [1] * 9)
@@ -283,7 +283,7 @@ def test_a_sequence_that_fails_before_its_first_row_removes_the_blocks_that_it_f
     assert run(scheduler, "r2", [1] * 9).num_cached_tokens == 0
 
 
-def test_a_sequence_that_fails_after_a_finite_row_keeps_the_blocks_that_it_found() -> None:
+def test_a_sequence_that_fails_after_a_token_keeps_the_blocks_that_it_found() -> None:
     scheduler = build()
     run(scheduler, "r0", [1] * 9)
     failing = add(scheduler, "r1", [1] * 9)

@@ -27,7 +27,7 @@ def add_sequences(scheduler: Scheduler, *prompt_lens: int, priority: int = 2) ->
 
 
 def step(scheduler: Scheduler, *finish: Sequence) -> SchedulerOutputs:
-    """One whole step in which every row that samples draws token 7."""
+    """One whole step in which every row that samples returns token 7."""
     outputs = scheduler.schedule()
     tokens = {item.sequence: SampledToken(7) for item in outputs.scheduled if item.samples}
     scheduler.update(outputs, tokens, dict.fromkeys(finish, FinishReason.STOP))
@@ -88,14 +88,14 @@ def test_the_limit_that_keeps_the_head_waiting_is_reported(
     limits: dict[str, int], reason: WaitingReason
 ) -> None:
     scheduler = build(**limits)
-    _, head, behind = add_sequences(scheduler, 8, 8, 1)
+    _, head, next_one = add_sequences(scheduler, 8, 8, 1)
 
     outputs = step(scheduler)
 
     assert outputs.skipped == ((head, reason),)
     assert outputs.bound_by is reason
     assert scheduler.waiting_reason(head) is reason
-    assert scheduler.waiting_reason(behind) is WaitingReason.BEHIND
+    assert scheduler.waiting_reason(next_one) is WaitingReason.BEHIND
 
 
 def test_no_sequence_is_admitted_without_a_free_slot() -> None:

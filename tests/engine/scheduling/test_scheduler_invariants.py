@@ -481,7 +481,7 @@ class MachineDevice:
     ) -> list[tuple[ScheduledSequence, list[TokenLogprobs]]]:
         return []
 
-    def takes(self, item: ScheduledSequence) -> bool:
+    def can_launch(self, item: ScheduledSequence) -> bool:
         params = item.sequence.params
         takes = params.prompt_logprobs is None and not (item.samples and params.logprobs is not None)
         return takes and self._rng.random() >= self._decline_rate

@@ -65,11 +65,11 @@ def test_a_waiting_sequence_rises_one_class_per_ageing_interval() -> None:
     ):
         bench.clock.now = seconds
         bench.scheduler.waiting_queue.advance(seconds)
-        ahead = bench.add(priority=better) if better is not None else None
-        behind = bench.add(priority=worse)
-        expected = [ahead.request_id] if ahead else []
-        assert bench.queue() == [*expected, low.request_id, behind.request_id]
-        bench.cancel(behind, *([ahead] if ahead else []))
+        earlier = bench.add(priority=better) if better is not None else None
+        later = bench.add(priority=worse)
+        expected = [earlier.request_id] if earlier else []
+        assert bench.queue() == [*expected, low.request_id, later.request_id]
+        bench.cancel(later, *([earlier] if earlier else []))
 
 
 def test_promoted_sequences_precede_all_others_in_order_of_their_wait() -> None:
@@ -114,7 +114,7 @@ def test_the_wait_before_the_engine_counts_and_the_time_spent_running_does_not()
     assert bench.scheduler.waiting_queue.is_head_promoted
 
 
-def test_sequences_behind_the_head_wait_for_it() -> None:
+def test_sequences_after_the_head_wait_for_it() -> None:
     bench = Bench(max_num_seqs=1)
     bench.add(8, 1)
     bench.step()
@@ -129,7 +129,7 @@ def test_sequences_behind_the_head_wait_for_it() -> None:
 
 
 def skip_ahead_bench(**limits: Any) -> tuple[Bench, list[Sequence]]:
-    """A running sequence with half of the blocks, a head that lacks blocks, and small ones behind it."""
+    """A running sequence with half of the blocks, a head that lacks blocks, and small ones after it."""
     bench = Bench(num_kv_blocks=8, max_num_seqs=8, **limits)
     running = bench.add(16, 9)
     bench.step()

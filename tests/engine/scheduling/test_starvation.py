@@ -1,4 +1,4 @@
-"""No sequence starves: the scheduler under streams of requests that would keep one waiting for ever.
+"""No sequence starves, under streams of requests that a plain priority queue would always serve first.
 
 The bound on the wait is the same for runs of different lengths.
 """
@@ -14,8 +14,8 @@ from tests.engine.scheduling.harness import Bench
 MAX_WAITING_SECONDS = 50.0
 MAX_TOKENS = 6
 PATIENCE_SECONDS = 30.0
-# A promoted sequence starts once earlier promoted ones have started, and its slot and blocks are free: after
-# the remaining tokens of the running sequences, and as many again for one promoted before it.
+# A promoted sequence starts once earlier promoted ones have started and a slot and blocks are free. That
+# takes the remaining tokens of the running sequences, and the same again for one promoted before it.
 BOUND = int(MAX_WAITING_SECONDS) + 40
 
 Stream = Callable[[Bench], None]
@@ -126,7 +126,7 @@ def test_a_running_sequence_ends_within_the_bound(policy: str, stream: Stream) -
 
 
 def test_without_ageing_and_promotion_the_stream_starves_a_request() -> None:
-    """Shows that the streams above would starve a request."""
+    """The streams above are strong enough to starve a request."""
     bench = Bench(
         seconds=1.0,
         max_num_seqs=3,

@@ -20,7 +20,7 @@ class Device:
         self.num_calls = 0
 
     def execute(self, outputs: SchedulerOutputs) -> tuple[ScheduledSequence, ...]:
-        self._meet("execute", outputs.scheduled)
+        self._fail_if_bad("execute", outputs.scheduled)
         return outputs.scheduled
 
     def check(self) -> None:
@@ -31,27 +31,27 @@ class Device:
 
     def sample(self, logits: object, items: tuple[ScheduledSequence, ...]) -> list[SampledToken]:
         assert logits == items
-        self._meet("sample", items)
+        self._fail_if_bad("sample", items)
         return [SampledToken(7) for item in items if item.samples]
 
     def prompt_logprobs(
         self, logits: object, items: tuple[ScheduledSequence, ...]
     ) -> list[tuple[ScheduledSequence, list[TokenLogprobs]]]:
         self.num_calls += 1
-        self._meet("prompt_logprobs", items)
+        self._fail_if_bad("prompt_logprobs", items)
         return [
             (item, [TokenLogprobs(token, -1.0) for token in item.sequence.prompt_token_ids[1:]])
             for item in items
             if item.sequence.params.prompt_logprobs is not None
         ]
 
-    def _meet(self, stage: str, items: tuple[ScheduledSequence, ...]) -> None:
+    def _fail_if_bad(self, stage: str, items: tuple[ScheduledSequence, ...]) -> None:
         if stage == self._fails_in and any(item.sequence.request_id == "bad" for item in items):
             raise ValueError("bad")
 
 
-def asking(name: str, *, samples: bool = True, number: int | None = 0) -> ScheduledSequence:
-    params = SamplingParams(prompt_logprobs=number)
+def logprobs_item(name: str, *, samples: bool = True, num_top: int | None = 0) -> ScheduledSequence:
+    params = SamplingParams(prompt_logprobs=num_top)
     return ScheduledSequence(Sequence(name, [1, 2, 3], params, arrival_time=0.0), 0, 3, 0, samples)
 
 
@@ -60,11 +60,11 @@ def run(device: Device, *items: ScheduledSequence) -> ExecutedStep:
 
 
 @pytest.mark.parametrize("fails_in", ["execute", "sample", "prompt_logprobs"])
-@pytest.mark.parametrize("place", range(5))
-def test_prompt_logprobs_are_returned_once_when_a_step_is_bisected(fails_in: str, place: int) -> None:
-    good = [asking(name) for name in "abcd"]
-    bad = asking("bad")
-    executed = run(Device(fails_in), *good[:place], bad, *good[place:])
+@pytest.mark.parametrize("bad_index", range(5))
+def test_prompt_logprobs_are_returned_once_when_a_step_is_bisected(fails_in: str, bad_index: int) -> None:
+    good = [logprobs_item(name) for name in "abcd"]
+    bad = logprobs_item("bad")
+    executed = run(Device(fails_in), *good[:bad_index], bad, *good[bad_index:])
     expected = [TokenLogprobs(2, -1.0), TokenLogprobs(3, -1.0)]
     assert executed.prompt_logprobs == {item.sequence: expected for item in good}
     assert executed.tokens.pop(bad.sequence) == SampledToken(None, "ValueError: bad")
@@ -72,7 +72,7 @@ def test_prompt_logprobs_are_returned_once_when_a_step_is_bisected(fails_in: str
 
 
 def test_a_chunk_that_does_not_sample_has_prompt_logprobs() -> None:
-    item = asking("a", samples=False)
+    item = logprobs_item("a", samples=False)
     executed = run(Device("nothing"), item)
     assert executed.tokens == {}
     assert len(executed.prompt_logprobs[item.sequence]) == 2
@@ -80,7 +80,7 @@ def test_a_chunk_that_does_not_sample_has_prompt_logprobs() -> None:
 
 def test_prompt_logprobs_are_not_computed_unless_requested() -> None:
     device = Device("nothing")
-    run(device, asking("a", number=None))
+    run(device, logprobs_item("a", num_top=None))
     assert device.num_calls == 0
 
 
@@ -134,7 +134,7 @@ def test_a_retry_holds_no_tensors_of_failed_attempts() -> None:
     logger = logging.getLogger("engine.steps.fault_isolation")
     logger.addHandler(handler)
     try:
-        executed = run(device, *(asking(name) for name in "abcd"))
+        executed = run(device, *(logprobs_item(name) for name in "abcd"))
     finally:
         logger.removeHandler(handler)
     assert len(executed.tokens) == 4
@@ -145,10 +145,10 @@ def test_a_retry_holds_no_tensors_of_failed_attempts() -> None:
 
 def test_a_failed_request_holds_no_tensors_during_the_next_attempt() -> None:
     device = StarvedDevice(0)
-    bad = asking("a")
+    bad = logprobs_item("a")
     executed = run(device, bad)
     assert executed.tokens == {bad.sequence: SampledToken(None, "MemoryError: out of memory")}
-    run(device, asking("b"))
+    run(device, logprobs_item("b"))
     assert device.held == [0] * 4
 
 
@@ -160,12 +160,12 @@ def test_after_releasing_memory_the_whole_step_is_retried() -> None:
         return True
 
     device.release_memory = release_memory  # type: ignore[method-assign]
-    executed = run(device, asking("a"), asking("b"))
+    executed = run(device, logprobs_item("a"), logprobs_item("b"))
     assert len(executed.tokens) == 2
     assert device.calls == [2, 2]
 
 
 def test_memory_is_released_once_per_step() -> None:
     device = StarvedDevice(1, releases=[True])
-    run(device, *(asking(name) for name in "abcd"))
+    run(device, *(logprobs_item(name) for name in "abcd"))
     assert device.calls == [4, 0, 4, 2, 1, 1, 2, 1, 1]

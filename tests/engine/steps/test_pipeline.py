@@ -11,9 +11,9 @@ from tests.engine.requests.grammars import Countdown, ScriptedCompiler
 
 
 class SamplesNoLogprobs(ScriptedExecutor):
-    """Like a device, takes chunks of a request with logprobs except the last one."""
+    """Like the real executor, launches chunks of a request with logprobs, but not the last one."""
 
-    def takes(self, item: ScheduledSequence) -> bool:
+    def can_launch(self, item: ScheduledSequence) -> bool:
         return not item.samples or item.sequence.params.logprobs is None
 
 
@@ -43,8 +43,10 @@ def test_the_device_computes_sampled_tokens_before_the_host_knows_them() -> None
 
     run(engine)
 
-    computed = {name: [seen[place] for place in sorted(seen) if place >= 4] for (name, _), seen in
-                executor.seen.items()}  # fmt: skip
+    computed = {
+        name: [token_id for position, token_id in sorted(seen.items()) if position >= 4]
+        for (name, _), seen in executor.seen.items()
+    }
     assert computed == {"a": [7, 8, 9], "b": [17, 18], "c": [27, EOS]}, (
         "the finish of c was detected a step later"
     )
@@ -173,7 +175,7 @@ def test_the_head_of_the_queue_gets_a_slot_while_steps_overlap() -> None:
 
 
 @pytest.mark.parametrize("where", ["launch", "fetch"])
-def test_a_fault_of_a_step_launched_ahead_fails_the_guilty_request(where: str) -> None:
+def test_a_fault_of_a_step_launched_ahead_fails_only_its_request(where: str) -> None:
     executor = executor_of()
     engine, runner = build_engine(executor=executor)
     for name in "abcd":
@@ -181,7 +183,7 @@ def test_a_fault_of_a_step_launched_ahead_fails_the_guilty_request(where: str) -
 
     def fault(outputs: SchedulerOutputs) -> None:
         if any(one.sequence.request_id == "b" and one.start == 5 for one in outputs.scheduled):
-            raise KeyError("a bad place")
+            raise KeyError("bad")
 
     # Executed in order, it fails again.
     runner.fault = fault

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.outputs import FinishedSequence, ResumedOutput, Waited, WaitingReason
+from engine.outputs import FinishedRequest, ResumedOutput, Waited, WaitingReason
 from engine.requests.engine_request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.engine.fakes import Clock, add, build_engine
@@ -44,7 +44,7 @@ def test_a_report_counts_each_event_once() -> None:
     assert [s for one in reports for s in one.inter_token_seconds] == [1.0, 1.0]
     finished = {one.num_prompt_tokens: one for report in reports for one in report.finished}
     assert {one.reason for report in reports for one in report.finished} == {"length", "cancelled"}
-    assert finished[10] == FinishedSequence(
+    assert finished[10] == FinishedRequest(
         reason="length",
         num_prompt_tokens=10,
         num_output_tokens=3,

@@ -1,4 +1,4 @@
-"""The joined bytes of tokens are the text that the tokenizer decodes."""
+"""The concatenated bytes of tokens are the text that the tokenizer decodes."""
 
 import os.path
 from typing import Any
@@ -49,7 +49,7 @@ def byte_decoder(tokenizer: Tokenizer, prompt: list[int], *, skips: bool = True)
 @given(data=st.data(), skips=st.booleans())
 def test_joined_bytes_are_the_decoded_text(kind: str, data: st.DataObject, skips: bool) -> None:
     tokenizer, size = CASES[kind]
-    # Half of them parts of characters and special tokens, which are rare.
+    # Draws more parts of characters and special tokens, which are rare in the vocabulary.
     token_ids = st.lists(
         st.integers(0, size - 1) | st.sampled_from([0, 1, size - 2, size - 3, 165, 121, 249])
     )

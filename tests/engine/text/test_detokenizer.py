@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine.sampling_params import SamplingParams
-from engine.text.detokenizer import Detokenizer, IncrementalDecoder, final_text
+from engine.text.detokenizer import Detokenizer, IncrementalDecoder
 from engine.text.stop_strings import StopStrings
+from tests.engine.fakes import final_text
 
 
 class ByteTokenizer:
@@ -27,7 +28,7 @@ class ByteTokenizer:
 
 
 class LibraryTokenizer:
-    """A real tokenizer of the `tokenizers` library behind the engine's protocol."""
+    """A tokenizer of the `tokenizers` library with the engine's `decode`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -61,7 +62,7 @@ def pieces(tokenizer: object, prompt: list[int], output: list[int]) -> list[str]
 
 
 def test_a_character_of_several_tokens_is_not_split() -> None:
-    """exo#1691, dynamo#12630: decoding token by token gave U+FFFD for emoji and CJK."""
+    """exo#1691, dynamo#12630: decoding token by token returned U+FFFD for emoji and CJK."""
     tokenizer = byte_level()
     text = "ab 世👋 cd"
     output = tokenizer.tokenizer.encode(text).ids

@@ -82,7 +82,7 @@ def test_steps_do_not_grow_with_the_stop_strings(num_stops: int, length: int) ->
     stops = tuple("a" * (length - 1) + chr(ord("b") + index) for index in range(num_stops))
     automaton = PatternAutomaton(stops)
     counted = CountedFailures(automaton._failures)
-    automaton._failures = counted  # type: ignore[assignment]  # a stand-in that counts
+    automaton._failures = counted  # type: ignore[assignment]  # a fake that counts
     text = ("a" * 700 + "zza") * 10
     state = 0
 

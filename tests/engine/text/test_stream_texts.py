@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from engine.execution.text.tokenizer import Tokenizer
 from engine.sampling_params import SamplingParams
-from engine.text.detokenizer import Detokenizer, IncrementalDecoder, final_text
+from engine.text.detokenizer import Detokenizer, IncrementalDecoder
+from tests.engine.fakes import final_text
 from tests.tiny_models import make_tokenizer
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 
@@ -107,7 +108,7 @@ def test_valid_text_streams_as_it_is_decoded(kind: str, prompt: str, text: str) 
 
 @given(output=st.lists(st.sampled_from(list("é世a".encode() + b"\xff")), max_size=40))
 def test_broken_bytes_in_windows_cost_a_short_decode(output: list[int]) -> None:
-    """A tokenizer that is not understood is decoded in windows, which stay short in endless broken bytes."""
+    """A tokenizer without token bytes is decoded in windows, which stay short in runs of broken bytes."""
     tokenizer, longest = TOKENIZERS["unread fallback"], 0
 
     def decode(ids: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""The bytes of a text's tokens, joined, are the text, in every kind of vocabulary."""
+"""The concatenated bytes of a text's tokens are the text, in every kind of vocabulary."""
 
 import pytest
 from hypothesis import given
@@ -64,7 +64,7 @@ def test_ids_that_only_the_model_has_have_no_bytes() -> None:
 
 
 def test_added_tokens_are_text() -> None:
-    """Such as names of tools: added, not special, and written without the vocabulary's byte characters."""
+    """Added tokens that are not special, such as names of tools, are stored without byte characters."""
     fast = make_tokenizer()
     fast.add_tokens(["<tool é>"])
     tokenizer = Tokenizer(fast)

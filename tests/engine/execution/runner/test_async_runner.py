@@ -36,7 +36,7 @@ def takes(device: torch.device, samples: bool = True, output: int = 1, **params:
     sequence = Sequence(
         "a", [1, 2, 3], SamplingParams(**params), arrival_time=0.0, output_token_ids=[4] * output  # type: ignore[arg-type]
     )  # fmt: skip
-    return DeviceExecutor(NeverRun(), Sampler(), device).takes(part(sequence, 0, 3, 2, samples))
+    return DeviceExecutor(NeverRun(), Sampler(), device).can_launch(part(sequence, 0, 3, 2, samples))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_items_that_need_the_host(params: dict[str, Any]) -> None:
 
 def test_bad_words_need_the_host() -> None:
     sequence = Sequence("a", [1], GREEDY, arrival_time=0.0, constraints=Constraints(bad_token_ids=((3,),)))
-    assert not DeviceExecutor(NeverRun(), Sampler(), CPU).takes(part(sequence, 0, 1, 0, samples=True))
+    assert not DeviceExecutor(NeverRun(), Sampler(), CPU).can_launch(part(sequence, 0, 1, 0, samples=True))
 
 
 @pytest.mark.parametrize("params", [{"top_k": 5}, {"top_p": 0.9}])

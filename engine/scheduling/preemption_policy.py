@@ -1,8 +1,10 @@
-"""Which running sequence gives up its blocks or its slot, and which is pinned.
+"""Chooses the running sequence that loses its blocks or its slot, and the sequences that are pinned.
+
+`SchedulerState.preempt` carries out a preemption and requeues the victim.
 
 Invariants: the first running sequence never loses its blocks. A sequence that was preempted
 `max_preemptions` times is admitted only with blocks for all tokens that it may reach, and keeps them. So each
-step makes progress, and no sequence is preempted without bound.
+step makes progress, and the number of preemptions of a sequence is bounded.
 """
 
 from engine.config import EngineConfig
@@ -32,7 +34,7 @@ class PreemptionPolicy:
         return None
 
     def leaves_budget(self, head: Sequence, num_decoding: int, num_prefilling: int) -> bool:
-        """Whether the budget of a step admits `head` besides so many running sequences."""
+        """Whether the budget of a step admits `head` beside the given numbers of running sequences."""
         config = self._config
         is_chunked = config.chunked_prefill or head.num_output_tokens > 0
         num_tokens = num_decoding + (1 if is_chunked else head.num_tokens)
