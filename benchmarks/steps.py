@@ -22,8 +22,7 @@ from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.execution.attention.interface import PoolShape
-from engine.execution.attention.native_backend import NativeAttention
-from engine.execution.attention.native_operator import AttentionOperator
+from engine.execution.attention.native_backend import AttentionOperator, NativeAttention
 from engine.execution.graphs.cpu_capture import CpuCapture
 from engine.execution.graphs.decode_graphs import make_decode_graphs
 from engine.execution.layers.elementwise_operator import ElementwiseOperator

@@ -7,8 +7,7 @@ not use every feature.
 import torch
 
 from engine.execution.attention.interface import AttentionBatch, Chunk, LayerCall, LayerSpec, PoolShape
-from engine.execution.attention.native_backend import NativeAttention
-from engine.execution.attention.native_operator import AttentionOperator
+from engine.execution.attention.native_backend import AttentionOperator, NativeAttention
 from engine.execution.attention.torch_backend import TorchAttention
 from engine.execution.machine.self_check import check_close, seeded_randn
 

@@ -12,8 +12,7 @@ import torch
 from engine.errors import InvalidParameter
 from engine.execution.attention.interface import Backend
 from engine.execution.attention.kv_pool import KVPool
-from engine.execution.attention.native_backend import NativeAttention, bytes_per_block
-from engine.execution.attention.native_operator import AttentionOperator
+from engine.execution.attention.native_backend import AttentionOperator, NativeAttention, bytes_per_block
 from engine.execution.attention.native_self_check import check_operator
 from engine.execution.attention.torch_backend import TorchAttention
 from engine.execution.loading.attention_self_check import check_attention

@@ -57,37 +57,24 @@ struct Prefetch {
 template <int ROWS, int COLUMNS>
 using Sums = Floats[ROWS][COLUMNS][PANEL_VECTORS];
 
-template <int ROWS, int COLUMNS, typename Next>
-inline void add_run(Sums<ROWS, COLUMNS>& sums, const float* left, int64_t stride, const float* const* panels,
-                    int64_t at, int64_t depth, const Next& next) {
-    const float* columns[COLUMNS];
-    for (int c = 0; c < COLUMNS; c++) columns[c] = panels[c];
-#pragma GCC unroll 2
-    for (int64_t k = 0; k < depth; k++) {
-        next.template fetch<COLUMNS>(at + k);
-        Floats right[COLUMNS][PANEL_VECTORS];
-        for (int c = 0; c < COLUMNS; c++)
-            for (int p = 0; p < PANEL_VECTORS; p++) right[c][p] = load(columns[c] + k * PANEL + p * LANES);
-        for (int r = 0; r < ROWS; r++) {
-            Floats one = splat(left[r * stride + k]);
-            for (int c = 0; c < COLUMNS; c++)
-                for (int p = 0; p < PANEL_VECTORS; p++) sums[r][c][p] += one * right[c][p];
-        }
-    }
+// A word of a panel holds one element of float32, or of bfloat16 those of two consecutive depths.
+inline Floats element(Words word, const float*, bool) { return (Floats)word; }
+inline Floats element(Words pair, const BFloat16*, bool second) {
+    return (Floats)(second ? pair & 0xffff0000u : pair << 16);
 }
 
-template <int ROWS, int COLUMNS, typename Next>
-inline void add_run(Sums<ROWS, COLUMNS>& sums, const float* left, int64_t stride,
-                    const BFloat16* const* panels, int64_t at, int64_t depth, const Next& next) {
-    const BFloat16* columns[COLUMNS];
+template <typename T, int ROWS, int COLUMNS, typename Next>
+inline void add_run(Sums<ROWS, COLUMNS>& sums, const float* left, int64_t stride, const T* const* panels,
+                    int64_t at, int64_t depth, const Next& next) {
+    constexpr int PER_WORD = int(sizeof(float) / sizeof(T));
+    const T* columns[COLUMNS];
     for (int c = 0; c < COLUMNS; c++) columns[c] = panels[c];
     auto add = [&](int64_t k, bool second) __attribute__((always_inline)) {
         Floats right[COLUMNS][PANEL_VECTORS];
         for (int c = 0; c < COLUMNS; c++)
-            for (int p = 0; p < PANEL_VECTORS; p++) {
-                Words pair = load_words(columns[c] + (k * PANEL + p * LANES * 2));
-                right[c][p] = (Floats)(second ? pair & 0xffff0000u : pair << 16);
-            }
+            for (int p = 0; p < PANEL_VECTORS; p++)
+                right[c][p] =
+                    element(load_words(columns[c] + (k * PANEL + p * LANES * PER_WORD)), columns[c], second);
         for (int r = 0; r < ROWS; r++) {
             Floats one = splat(left[r * stride + k + second]);
             for (int c = 0; c < COLUMNS; c++)
@@ -98,7 +85,8 @@ inline void add_run(Sums<ROWS, COLUMNS>& sums, const float* left, int64_t stride
     for (; k + 1 < depth; k += 2) {
         next.template fetch<COLUMNS>(at + k);
         add(k, false);
-        add(k, true);
+        if (PER_WORD == 1) next.template fetch<COLUMNS>(at + k + 1);
+        PER_WORD == 1 ? add(k + 1, false) : add(k, true);
     }
     // The other half of the last word is undefined.
     if (k < depth) add(k, false);
@@ -114,7 +102,7 @@ void multiply(const Product<T>& product, const Next& next) {
     const T* const* panels = product.panels;
     for (int64_t at = 0; at < product.depth; at += product.run, panels += MAX_COLUMNS) {
         int64_t left = product.depth - at;
-        add_run<ROWS, COLUMNS>(sums, product.left + at, product.left_stride, panels, at,
+        add_run<T, ROWS, COLUMNS>(sums, product.left + at, product.left_stride, panels, at,
                                left < product.run ? left : product.run, next);
     }
     for (int r = 0; r < ROWS; r++)

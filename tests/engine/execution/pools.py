@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from engine.execution.attention.interface import AttentionBackend, LayerSpec, PoolShape
-from engine.execution.attention.native_backend import NativeAttention
-from engine.execution.attention.native_operator import AttentionOperator
+from engine.execution.attention.native_backend import AttentionOperator, NativeAttention
 from engine.execution.attention.torch_backend import TorchAttention
 from engine.execution.machine.native_library import NativeLibrary, load_library
 from engine.execution.sampling.native_draw import DrawOperator

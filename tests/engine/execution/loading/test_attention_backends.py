@@ -14,7 +14,7 @@ import torch
 
 from engine.errors import InvalidParameter, UnsupportedModel
 from engine.execution.attention.interface import AttentionBackend, Backend
-from engine.execution.attention.native_operator import AttentionOperator, NativeCall
+from engine.execution.attention.native_backend import AttentionOperator, NativeCall
 from engine.execution.attention.native_self_check import check_operator
 from engine.execution.build import build_execution
 from engine.execution.loading import attention_backends
