@@ -88,6 +88,7 @@ class WatchdogProcess:
         """Remove the deadline."""
         with self._arming:
             self._stop()
+            faulthandler.cancel_dump_traceback_later()
 
     def _restart(self, seconds: float) -> None:
         try:

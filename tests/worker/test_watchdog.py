@@ -26,13 +26,13 @@ for line in sys.stdin:
     arm_watchdog({STALL_SECONDS} if line == "tick\\n" else 1e6)
     print(line, end="", flush=True)
 """
-HANGING = """
+STALLED = """
 import ctypes, threading
 from worker.watchdog import arm_watchdog
 arm_watchdog(1.0)
 HOW
 """
-HANGS = {
+STALLS = {
     "holding the lock": "ctypes.PyDLL(None).sleep(10_000)",
     "waiting": "threading.Event().wait()",
     "computing": "while True: pass",
@@ -40,9 +40,9 @@ HANGS = {
 }
 
 
-@pytest.mark.parametrize("how", HANGS)
+@pytest.mark.parametrize("how", STALLS)
 def test_a_stalled_process_ends_with_its_stacks(how: str) -> None:
-    program = HANGING.replace("HOW", HANGS[how])
+    program = STALLED.replace("HOW", STALLS[how])
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
@@ -165,3 +165,21 @@ def test_closing_ends_the_watchdog() -> None:
     guard.close()
     assert guard.pid is None
     assert not _exists(pid)
+
+
+HELD = """
+import time
+from worker.watchdog import arm_watchdog, disarm_watchdog
+arm_watchdog(1.0)
+disarm_watchdog()
+time.sleep(3.0)
+print("alive")
+"""
+
+
+def test_a_disarmed_watchdog_ends_nothing() -> None:
+    """A worker that is held, as its model cannot be used, was ended at the deadline of loading."""
+    done = subprocess.run(
+        [sys.executable, "-c", HELD], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
