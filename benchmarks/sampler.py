@@ -86,9 +86,9 @@ def make_items(case: Case, random: np.random.Generator) -> tuple[ScheduledSequen
             random.integers(0, VOCAB, PROMPT).tolist(),
             SamplingParams(seed=row, **case.base, **(case.more if row < case.num_rows else {})),
             arrival_time=0.0,
-            output_token_ids=random.integers(0, VOCAB, OUTPUT).tolist(),
             constraints=Constraints(grammar=RandomGrammar(random) if case.grammar else None),
         )
+        sequence.token_ids += random.integers(0, VOCAB, OUTPUT).tolist()
         sequence.admit(row)
         items.append(ScheduledSequence(sequence, 0, 1, 0, True))
     return tuple(items)

@@ -84,6 +84,7 @@ class Sequence:
         "request_id", "scheduled_at", "slot", "status", "token_ids", "waited_seconds", "waiting_since",
     )  # fmt: skip
 
+    # One parameter for each attribute that is fixed when the sequence is created.
     def __init__(
         self,
         request_id: str,
@@ -94,7 +95,6 @@ class Sequence:
         index: int = 0,
         priority: int = 2,
         queued_at: float | None = None,
-        output_token_ids: list[int] | None = None,
         cache_salt: bytes = b"",
         constraints: Constraints = FREE,
     ) -> None:
@@ -106,7 +106,7 @@ class Sequence:
         self.arrival_time = arrival_time
         self.priority = priority
         self.num_prompt_tokens = len(prompt_token_ids)
-        self.token_ids = [*prompt_token_ids, *(output_token_ids or [])]
+        self.token_ids = list(prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_in_flight_tokens = 0

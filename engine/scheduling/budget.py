@@ -15,12 +15,10 @@ class SchedulingBudget:
         "num_prefill_seqs", "num_seqs",
     )  # fmt: skip
 
-    def __init__(
-        self, max_num_batched_tokens: int, max_num_seqs: int, max_num_prefill_seqs: int | None = None
-    ) -> None:
+    def __init__(self, max_num_batched_tokens: int, max_num_seqs: int, max_num_prefill_seqs: int) -> None:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
-        self.max_num_prefill_seqs = max_num_seqs if max_num_prefill_seqs is None else max_num_prefill_seqs
+        self.max_num_prefill_seqs = max_num_prefill_seqs
         self.num_batched_tokens = 0
         self.num_seqs = 0
         self.num_prefill_seqs = 0

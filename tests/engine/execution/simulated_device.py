@@ -157,10 +157,10 @@ class RefusingExecutor:
 
     def can_launch(self, item: ScheduledSequence) -> bool:
         params = item.sequence.params
-        takes = params.prompt_logprobs is None and not (item.samples and params.logprobs is not None)
-        takes = takes and self._rng.random() >= self._refused
-        self.num_refused += not takes
-        return takes
+        accepts = params.prompt_logprobs is None and not (item.samples and params.logprobs is not None)
+        accepts = accepts and self._rng.random() >= self._refused
+        self.num_refused += not accepts
+        return accepts
 
     def launch(self, outputs: SchedulerOutputs, after: list[SampledToken] | None) -> list[SampledToken]:
         self._fail_sometimes()

@@ -44,5 +44,5 @@ def test_a_limit_can_be_used_up_and_zero_remaining_is_not_no_limit() -> None:
     assert budget.remaining_tokens == 0
     assert not budget.can_schedule(1, 0)
     assert not budget.can_schedule(0, 1)
-    assert SchedulingBudget(0, 0).can_schedule(0, 0)
-    assert not SchedulingBudget(0, 1).can_schedule(1, 1)
+    assert SchedulingBudget(0, 0, 0).can_schedule(0, 0)
+    assert not SchedulingBudget(0, 1, 1).can_schedule(1, 1)

@@ -114,7 +114,8 @@ def test_a_preempted_sequence_reuses_its_own_cached_blocks() -> None:
 def test_a_resumed_sequence_with_one_uncached_token_is_a_decode() -> None:
     scheduler = build()
     run(scheduler, "r0", list(range(9)))
-    resumed = Sequence("r1", list(range(8)), SamplingParams(), arrival_time=1.0, output_token_ids=[8])
+    resumed = Sequence("r1", list(range(8)), SamplingParams(), arrival_time=1.0)
+    resumed.append(8)
     scheduler.add_sequence(resumed)
 
     assert step(scheduler).decode_sequences == [resumed]

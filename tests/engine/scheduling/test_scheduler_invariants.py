@@ -483,8 +483,8 @@ class MachineDevice:
 
     def can_launch(self, item: ScheduledSequence) -> bool:
         params = item.sequence.params
-        takes = params.prompt_logprobs is None and not (item.samples and params.logprobs is not None)
-        return takes and self._rng.random() >= self._decline_rate
+        accepts = params.prompt_logprobs is None and not (item.samples and params.logprobs is not None)
+        return accepts and self._rng.random() >= self._decline_rate
 
     def launch(self, outputs: SchedulerOutputs, after: object) -> list[SampledToken]:
         self._fail_sometimes()

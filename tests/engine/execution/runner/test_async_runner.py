@@ -32,10 +32,9 @@ class NeverRun:
         raise AssertionError
 
 
-def takes(device: torch.device, samples: bool = True, output: int = 1, **params: object) -> bool:
-    sequence = Sequence(
-        "a", [1, 2, 3], SamplingParams(**params), arrival_time=0.0, output_token_ids=[4] * output  # type: ignore[arg-type]
-    )  # fmt: skip
+def can_launch(device: torch.device, samples: bool = True, output: int = 1, **params: object) -> bool:
+    sequence = Sequence("a", [1, 2, 3], SamplingParams(**params), arrival_time=0.0)  # type: ignore[arg-type]
+    sequence.token_ids += [4] * output
     return DeviceExecutor(NeverRun(), Sampler(), device).can_launch(part(sequence, 0, 3, 2, samples))
 
 
@@ -50,8 +49,8 @@ def takes(device: torch.device, samples: bool = True, output: int = 1, **params:
     ],
 )
 def test_items_that_are_launched_on_every_device(params: dict[str, Any]) -> None:
-    assert takes(CPU, **params)
-    assert takes(CUDA, **params)
+    assert can_launch(CPU, **params)
+    assert can_launch(CUDA, **params)
 
 
 @pytest.mark.parametrize(
@@ -68,9 +67,9 @@ def test_items_that_are_launched_on_every_device(params: dict[str, Any]) -> None
     ],
 )
 def test_items_that_need_the_host(params: dict[str, Any]) -> None:
-    assert not takes(CPU, **params)
-    assert not takes(CUDA, **params)
-    assert takes(CPU, samples=False, **params) == ("prompt_logprobs" not in params)
+    assert not can_launch(CPU, **params)
+    assert not can_launch(CUDA, **params)
+    assert can_launch(CPU, samples=False, **params) == ("prompt_logprobs" not in params)
 
 
 def test_bad_words_need_the_host() -> None:
@@ -80,8 +79,8 @@ def test_bad_words_need_the_host() -> None:
 
 @pytest.mark.parametrize("params", [{"top_k": 5}, {"top_p": 0.9}])
 def test_top_k_and_top_p_need_the_host_on_a_gpu(params: dict[str, Any]) -> None:
-    assert takes(CPU, **params)
-    assert not takes(CUDA, **params)
+    assert can_launch(CPU, **params)
+    assert not can_launch(CUDA, **params)
 
 
 def with_tokens(runner: AsyncRunner, tokens: tuple[int, int], drawn: list[int] | None) -> torch.Tensor:

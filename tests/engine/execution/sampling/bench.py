@@ -69,9 +69,9 @@ def row(
         prompt or [1],
         params,
         arrival_time=0.0,
-        output_token_ids=[1] * index if output is None else output,
         constraints=Constraints(**constraints),
     )
+    sequence.token_ids += [1] * index if output is None else output
     sequence.admit(next(_slots))
     return ScheduledSequence(sequence, 0, 1, 0, True)
 

@@ -166,9 +166,8 @@ def test_sampling_uses_the_last_wanted_row() -> None:
 
 def test_output_tokens_have_no_prompt_logprobs() -> None:
     """After a preemption, prompt and output are recomputed together."""
-    sequence = Sequence(
-        "r", [1, 2, 3], SamplingParams(prompt_logprobs=0), arrival_time=0.0, output_token_ids=[4, 5]
-    )
+    sequence = Sequence("r", [1, 2, 3], SamplingParams(prompt_logprobs=0), arrival_time=0.0)
+    sequence.token_ids += [4, 5]
     logits = random_logits(5, 20)
     item = ScheduledSequence(sequence, 0, 5, 0, True)
     ((_, tokens),) = Sampler().prompt_logprobs(logits, (item,))
