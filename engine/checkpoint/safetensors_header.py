@@ -65,7 +65,7 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[Tensor, int, int]:
     try:
         dtype, shape = str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
         begin, end = (int(offset) for offset in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:  # `int` of infinity overflows.
         raise _damaged(path, name) from error
     bits = _BITS.get(dtype)
     if bits is None:

@@ -4,12 +4,11 @@ A grammar that does not compile fails only its own request.
 """
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from engine.constraints import Grammar
 from engine.errors import InvalidParameter
+from engine.requests.grammar_compiler import Compiled, GrammarFactory
 from engine.requests.request_state import OutputState, RequestState, describe
 from engine.requests.stop_rules import StopRules
 from engine.sequence import FinishReason
@@ -29,8 +28,8 @@ class GrammarCompiler(Protocol):
         """
         ...
 
-    def pop_ready(self) -> list[tuple[str, Callable[[], Grammar] | str]]:
-        """Keys compiled since the last call, each with a factory of grammars or an error message."""
+    def pop_ready(self) -> list[tuple[str, Compiled]]:
+        """The results since the last call, by key."""
         ...
 
     def cancel(self, key: str) -> None: ...
@@ -88,7 +87,7 @@ class GrammarGate:
             self._compiler.wait(IDLE_WAIT_SECONDS)
         return [self._resolve(key, compiled) for key, compiled in self._compiler.pop_ready()]
 
-    def _resolve(self, key: str, compiled: Callable[[], Grammar] | str) -> tuple[RequestState, str | None]:
+    def _resolve(self, key: str, compiled: Compiled) -> tuple[RequestState, str | None]:
         request = self._waiting.pop(key)
         del self._keys[request]
         if isinstance(compiled, str):
@@ -97,7 +96,7 @@ class GrammarGate:
             self._attach_grammar(output, compiled)
         return request, None
 
-    def _attach_grammar(self, output: OutputState, make: Callable[[], Grammar]) -> None:
+    def _attach_grammar(self, output: OutputState, make: GrammarFactory) -> None:
         """Advance a new grammar by the output's tokens; a resumed output may be complete already."""
         sequence = output.sequence
         try:

@@ -173,7 +173,7 @@ class Scheduler:
         )
 
     def _append(self, tokens: Mapping[Sequence, SampledToken]) -> None:
-        """A token was sampled from a finite row, which depends on all blocks of its sequence."""
+        """Append sampled tokens. A token from finite logits verifies the blocks of its sequence."""
         for sequence, sampled in tokens.items():
             if sampled.token_id is not None and sequence.status is SequenceStatus.RUNNING:
                 sequence.token_ids.append(sampled.token_id)

@@ -130,6 +130,10 @@ FAULTS: list[tuple[Fault, str]] = [
         "its header does not describe the tensor a",
     ),
     (
+        with_header(b'{"a":{"dtype":"F32","shape":[1e999],"data_offsets":[0,8]}}'),
+        "its header does not describe the tensor a",
+    ),
+    (
         with_header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}'),
         "the data of tensor a begins at 4, not 0",
     ),

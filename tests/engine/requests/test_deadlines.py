@@ -141,7 +141,7 @@ def test_a_preempted_request_has_met_its_queue_deadline() -> None:
     assert run(engine)["young"][2] == "length"
 
 
-def test_of_several_missed_deadlines_the_earliest_is_reported() -> None:
+def test_the_earliest_of_several_missed_deadlines_is_reported() -> None:
     clock = Clock()
     engine, _ = build_engine(clock=clock)
     add(

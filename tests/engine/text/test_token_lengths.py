@@ -49,7 +49,7 @@ def test_no_token_stands_for_more_bytes(kind: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC", "NFKD"])
-def test_how_much_a_normal_form_shrinks_a_text(form: str) -> None:
+def test_a_normal_form_shrinks_a_text_by_its_factor_at_most(form: str) -> None:
     """Decomposing and composing, each at its worst."""
     characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
 
