@@ -130,8 +130,8 @@ class BlockManager:
     def unpublish_unverified(self, sequence: Sequence) -> None:
         """Remove the unverified blocks of a sequence that ends from the prefix cache.
 
-        They need no zeroing here: the next sequence that holds such a block writes each position, or zeroes
-        the block, before it is read.
+        They need no zeroing here: an attention backend reads a position only after its sequence wrote it, or
+        after it zeroed the block that the sequence began.
         """
         for block in self.prefix_cache.unverified_of(sequence.request_id):
             self._unpublish(block)
