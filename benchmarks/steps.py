@@ -146,13 +146,13 @@ def main() -> None:
     options = parser.parse_args()
     source = str(default_model(options.cache, print)) if options.model == DEFAULT_MODEL else options.model
     library = load_library(options.cache, print)
-    most = max(options.rows)
+    max_rows = max(options.rows)
     config = EngineConfig(
         max_model_len=max(options.context, options.chunk) + BLOCK_SIZE,
-        num_kv_blocks=most * (options.context // BLOCK_SIZE + 2) + options.chunk // BLOCK_SIZE,
+        num_kv_blocks=max_rows * (options.context // BLOCK_SIZE + 2) + options.chunk // BLOCK_SIZE,
         block_size=BLOCK_SIZE,
-        max_num_batched_tokens=max(most, options.chunk),
-        max_num_seqs=most,
+        max_num_batched_tokens=max(max_rows, options.chunk),
+        max_num_seqs=max_rows,
     )
     runners = {
         name: make_runner(source, options.dtype, preparation(name, library), library, config)

@@ -81,11 +81,11 @@ def _engine_options(options: Options, attention: str, has_graphs: bool) -> dict[
 
 def _rate(peer: Peer, options: Options, name: str, own: dict[str, Any]) -> dict[str, Any]:
     requests = _requests(options, name, repeat=0)
-    served, told = _served(peer, options, name, own, requests, DTYPE)
+    served, description = _served(peer, options, name, own, requests, DTYPE)
     seconds = max(one.times[-1] for one in served)
     num_tokens = sum(one.max_tokens for one in requests)
     return {
-        "told": told,
+        "told": description,
         "requests": len(requests),
         "output_tokens": num_tokens,
         "run_seconds": round(seconds, 4),
@@ -117,12 +117,12 @@ def _served(
         options=own,
         device=options.device,
     )
-    told = peer.load(settings)
+    description = peer.load(settings)
     peer.run(_requests(options, name, repeat=WARM_UP)[: len(requests)])
     wait_for(options.device)
     served = peer.run(requests)
     _check(served, requests)
-    return served, told
+    return served, description
 
 
 def _check(served: list[Served], requests: list[Request]) -> None:

@@ -75,7 +75,7 @@ class NativeLibrary:
     def recording(self, calls: list[Callable[[], Any]]) -> Iterator[None]:
         """Append each call of a function that writes to `calls` instead of making it.
 
-        Outputs are not written. Whoever makes the calls later keeps their memory alive until then.
+        Outputs are not written. The caller keeps the memory of the calls alive until it makes them.
         """
         self._recorded = calls
         try:

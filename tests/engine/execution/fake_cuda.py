@@ -129,12 +129,12 @@ class WaitLedger(TorchDispatchMode):
     ) -> str | None:
         if source.device.type == device.type:
             return None
-        ways = f"{source.device.type} to {device.type}"
+        direction = f"{source.device.type} to {device.type}"
         on_host = source if source.device.type == "cpu" else target
         if not given.get("non_blocking"):
-            return f"blocking copy from {ways}"
+            return f"blocking copy from {direction}"
         if on_host is None or not self._is_pinned(on_host):
-            return f"copy of pageable memory from {ways}"
+            return f"copy of pageable memory from {direction}"
         return None
 
     def _is_pinned(self, tensor: torch.Tensor) -> bool:

@@ -83,7 +83,7 @@ LONG = 1100
 def test_the_bits_of_a_row_do_not_depend_on_the_batch(window: int | None, dtype: torch.dtype) -> None:
     """Alone token by token at the end, in chunks of any size, beside others: by 1 thread and by 2."""
     bench = Bench(replace(BITS, sliding_window=window), 16, dtype, longest=LONG)
-    ways = (
+    batches = (
         (((0, 0, LONG - 2),), ((0, LONG - 2, LONG - 1),), ((0, LONG - 1, LONG),)),
         (((0, 0, 333), (1, 0, 40)), ((1, 40, 41), (0, 333, 1099), (2, 0, 7)), ((2, 7, 8), (0, 1099, LONG))),
         (((3, 0, 50), (0, 0, 17)), ((0, 17, LONG),)),
@@ -93,7 +93,7 @@ def test_the_bits_of_a_row_do_not_depend_on_the_batch(window: int | None, dtype:
         found = []
         for num_threads in (1, 2):
             torch.set_num_threads(num_threads)
-            for steps in ways:
+            for steps in batches:
                 outputs = bench.run(bench.backend("native"), steps)
                 found.append(torch.stack([outputs[0, at] for at in range(LONG)]))
     finally:
