@@ -17,6 +17,8 @@ from api.background.redis_checks import RedisChecks
 from api.json_body import JsonRequest
 from api.redis_clients import connect, connect_subscriber
 from api.routes.health import Redis, health_routes
+from api.routes.openai.completions import completion_routes
+from api.routes.openai.models import model_routes
 from api.routes.task_services import REPLY_SLOTS, REPLY_WAIT_SECONDS, TaskServices
 from api.routes.tasks import task_routes
 from api.schemas.replies import ProblemView
@@ -95,6 +97,8 @@ def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiAp
     app.parts = parts
     _install_hooks(app, settings, metrics)
     app.register_api(task_routes(services))
+    app.register_api(completion_routes(services))
+    app.register_api(model_routes(services))
     app.register_api(health_routes(settings, store, registry, Redis(client, parts.redis_checks)))
     return app
 

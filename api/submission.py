@@ -15,7 +15,7 @@ from rq.serializers import JSONSerializer
 from rq.utils import now
 
 from api.problems import Problem, bad_field
-from api.schemas.requests import TaskBody
+from api.schemas.requests import Message, TaskBody
 from tokenmill.protocol import naming
 from tokenmill.protocol.limits import TIME_LIMIT_NAMES, TimeLimits
 from tokenmill.protocol.messages import JOB_FUNCTION, GenerateRequest
@@ -155,13 +155,18 @@ def to_request(body: TaskBody, task_id: str, model: str) -> GenerateRequest:
         id=task_id,
         model=model,
         prompt=body.prompt,
-        messages=None if body.messages is None else tuple(turn.model_dump() for turn in body.messages),
+        messages=_dumped(body.messages),
         prompt_token_ids=None if body.prompt_token_ids is None else tuple(body.prompt_token_ids),
         sampling={"seed": secrets.randbits(63), **body.sampling},
         priority=naming.DEFAULT_PRIORITY if body.priority is None else body.priority,
         cache_salt=body.cache_salt,
+        **body.template_fields,
         **{name: getattr(body, name) for name in TIME_LIMIT_NAMES},
     )
+
+
+def _dumped(messages: list[Message] | None) -> tuple[dict[str, Any], ...] | None:
+    return None if messages is None else tuple(turn.model_dump(exclude_none=True) for turn in messages)
 
 
 def body_digest(body: TaskBody) -> str:
@@ -178,6 +183,8 @@ def estimate_cost(body: TaskBody, card: ModelCard | None) -> int:
         prompt = len(body.prompt_token_ids)
     else:
         text = body.prompt or "".join(turn.content for turn in body.messages or ())
+        if body.template_fields:
+            text += json.dumps(body.template_fields)
         prompt = len(text.encode()) // BYTES_PER_TOKEN + 1
     maximum = card.max_model_len if card else MAX_COST
     prompt = min(prompt, maximum)

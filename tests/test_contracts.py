@@ -124,12 +124,17 @@ PLANTS = {
         ("api/streams/task_events.py", "import api.routes.tasks"),
         ("api/webhooks/deliverer.py", "import api.streams.sse"),
         ("api/schemas/requests.py", "import api.webhooks.signature"),
+        ("api/schemas/openai/chat.py", "import api.tool_calls.parser"),
         ("api/background/reaper.py", "import api.submission"),
         ("api/problems.py", "import api.authentication"),
     ],
     "api.http:": [
         ("api/http/server.py", "import api.streams.sse"),
         ("api/http/connections.py", "import tokenmill.protocol.keys"),
+    ],
+    "api.tool_calls:": [
+        ("api/tool_calls/parser.py", "import api.problems"),
+        ("api/tool_calls/formats.py", "import pydantic"),
     ],
     "api:": [
         ("api/app.py", "import engine.engine"),

@@ -104,6 +104,11 @@ class TaskBody(SamplingBody):
             raise ValueError(f"set exactly one of prompt, messages and prompt_token_ids, not {found}")
         return self
 
+    @property
+    def template_fields(self) -> dict[str, Any]:
+        """The arguments of the chat template besides the messages, as fields of `GenerateRequest`."""
+        return {}
+
 
 class _Parameters(BaseModel):
     """Headers or a query. The schema is cached: flask-openapi3 asks for it at each call."""

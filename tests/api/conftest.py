@@ -18,11 +18,12 @@ from tests.api.running_server import Server
 from tests.api.webhooks.delivering import KEY, Clock
 from tests.api.webhooks.receiver import Receiver, receiving
 from tests.conftest import RedisServer
-from tokenmill.protocol.messages import LogEntry, TaskError, Usage
+from tokenmill.protocol.messages import GenerateRequest, LogEntry, TaskError, Usage
 from tokenmill.protocol.records import Claimed, ModelCard, Settlement, WorkerRecord, Write
 from tokenmill.protocol.store.outbox import Outbox
 from tokenmill.protocol.store.task_store import TaskStore
 from tokenmill.settings.processes import ApiSettings
+from worker.preparation import read_job
 
 CARD = ModelCard(
     model="SmolLM2-135M-Instruct",
@@ -86,6 +87,14 @@ class HandWorker:
         )
         self.store.publish([self.write(task_id, entries=(end,), settlement=settlement)])
         self.lengths[task_id] += 1
+
+    def request(self, task_id: str) -> GenerateRequest:
+        """The request of a claimed task, as the worker reads it."""
+        return read_job(self.owned[task_id].data)
+
+    def publish(self, task_id: str, *entries: LogEntry) -> None:
+        self.store.publish([self.write(task_id, entries=entries)])
+        self.lengths[task_id] += len(entries)
 
     def run(self, *words: str) -> str:
         """Claim the next task, generate the words and finish it."""

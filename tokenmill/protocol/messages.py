@@ -23,16 +23,19 @@ class ProtocolError(Exception):
 class GenerateRequest:
     """One request as the API queues it.
 
-    Exactly one of `prompt`, `messages` and `prompt_token_ids` is set. `sampling`: fields of the engine's
-    SamplingParams as JSON values. Timeouts: seconds since the acceptance. `cache_salt`: prompts share cached
-    prefixes only with prompts of the same salt.
+    Exactly one of `prompt`, `messages` and `prompt_token_ids` is set. `tools`, `chat_template_kwargs`:
+    further arguments of the model's chat template. `sampling`: fields of the engine's SamplingParams as JSON
+    values. Timeouts: seconds since the acceptance. `cache_salt`: prompts share cached prefixes only with
+    prompts of the same salt.
     """
 
     id: str
     model: str
     prompt: str | None = None
-    messages: tuple[Mapping[str, str], ...] | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
+    tools: tuple[Mapping[str, Any], ...] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     priority: int = 2
     cache_salt: str | None = None
@@ -51,7 +54,7 @@ class GenerateRequest:
             raise ProtocolError("a request is a JSON object")
         try:
             values = dict(payload)
-            for name in ("messages", "prompt_token_ids"):
+            for name in ("messages", "prompt_token_ids", "tools"):
                 if values.get(name) is not None:
                     values[name] = tuple(values[name])
             request = cls(**values)

@@ -284,7 +284,8 @@ class ModelCard:
     Lengths in tokens. `max_prompt_tokens`: the longest prompt that this deployment accepts; less than
     `max_model_len`, or than the KV pool or the token budget. `max_prompt_bytes`: bytes of UTF-8 that a prompt
     of that length can have at most; None if the tokenizer sets no bound. `default_sampling`: sampling fields
-    of the model's `generation_config.json`, used where a request has none.
+    of the model's `generation_config.json`, used where a request has none. `tool_format`: how the model
+    writes tool calls, see `api/tool_calls/formats.py`.
     """
 
     model: str
@@ -295,6 +296,7 @@ class ModelCard:
     fingerprint: str
     max_prompt_bytes: int | None = None
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
+    tool_format: str = "hermes"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -1,0 +1,1 @@
+"""Routes that OpenAI's clients call. Each completion is a task, which `/v1/tasks` shows too."""

@@ -1,0 +1,1 @@
+"""Request and reply bodies of the OpenAI-compatible routes."""

@@ -1,0 +1,237 @@
+"""The body of `POST /v1/chat/completions`."""
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+
+from api.problems import bad_field
+from api.schemas.chat_task import ChatTask
+from api.schemas.openai.shared import CompletionFields, Tolerant, to_task
+from api.schemas.openai.tool_schemas import all_calls_schema
+from api.schemas.requests import MAX_MESSAGES
+from engine.sampling_params import MAX_LOGPROBS
+
+MAX_TOOLS = 128
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""The types of the content parts that are text, and the member that has it."""
+_TEMPLATE_ARGUMENTS = frozenset(
+    {"messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message",
+     "tokenize", "return_dict", "return_tensors", "documents"}
+)  # fmt: skip
+"""Arguments of the renderer that a request may not set."""
+
+
+def _to_text(content: object) -> object:
+    """Joins text parts with line breaks, as vLLM does for templates that expect a string."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise ValueError("must be a string or a list of text parts")
+    return "\n".join(_part_text(number, part) for number, part in enumerate(content))
+
+
+def _part_text(number: int, part: object) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or not isinstance(kind, str):
+        raise ValueError(f"part {number} must be an object with a type")
+    if kind not in _TEXT_PARTS:
+        raise ValueError(f"part {number} is of type {kind[:40]!r}; this service reads text parts only")
+    text = part.get(_TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise ValueError(f"part {number} must have its text in {_TEXT_PARTS[kind]!r}")
+    return text
+
+
+def _to_arguments(arguments: object) -> object:
+    """Chat templates expect an object. Text that is not one, as of a call that was cut short, is kept."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments or "{}")
+        # Refuses NaN and lone surrogates, which an escape may hide.
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+_TEXT_OR_PARTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+_NAME = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
+class CalledFunction(Tolerant):
+    """The function of a call."""
+
+    name: str
+    arguments: Annotated[
+        dict[str, Any] | str, BeforeValidator(_to_arguments), WithJsonSchema({"type": "string"})
+    ] = "{}"
+
+
+class CalledTool(Tolerant):
+    """A call that the model made earlier in the chat."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(Tolerant):
+    """One message. `developer` is the same as `system`."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(_to_text), WithJsonSchema(_TEXT_OR_PARTS)] = ""
+    name: str | None = None
+    tool_calls: list[CalledTool] | None = Field(None, description="The calls of an assistant's message.")
+    tool_call_id: str | None = Field(None, description="Which call a message of the role `tool` answers.")
+
+    @model_validator(mode="after")
+    def _has_content(self) -> "ChatMessage":
+        if "content" not in self.model_fields_set and self.role != "assistant":
+            raise ValueError("content is required")
+        return self
+
+    def to_turn(self) -> dict[str, Any]:
+        """The message as a chat template expects it."""
+        turn = self.model_dump(exclude_none=True)
+        turn["content"] = self.content
+        if self.role == "developer":
+            turn["role"] = "system"
+        return turn
+
+
+class FunctionDefinition(Tolerant):
+    """A function that the model may call. `parameters` is a JSON schema of an object."""
+
+    name: _NAME
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ToolDefinition(Tolerant):
+    """A tool. Only functions are supported."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """`mode`: `none`, `auto`, `required`, or `named` with the `name` of the function."""
+
+    mode: Literal["none", "auto", "required", "named"]
+    name: str = ""
+
+
+def _to_tool_choice(value: object) -> object:
+    if value in ("none", "auto", "required"):
+        return ToolChoice(value)
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if isinstance(name, str):
+        return ToolChoice("named", name)
+    if value is None:
+        return value
+    raise ValueError('must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}')
+
+
+_TOOL_CHOICE_SCHEMA = {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]}
+
+
+class ChatCompletionBody(CompletionFields):
+    """A chat to continue. Unknown fields are ignored."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "model": "SmolLM2-135M-Instruct",
+                "messages": [{"role": "user", "content": "What is the capital of France?"}],
+                "max_completion_tokens": 32,
+            }
+        }
+    )
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = (
+        Field(description="The chat. Contents are text, or lists of text parts.")
+    )
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="The newer name of `max_tokens`."
+    )
+    logprobs: bool | None = Field(None, description="Return the log-probability of each output token.")
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+        None, description="With `logprobs`: also return this many of the most likely tokens."
+    )
+    tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
+        None, description="Functions that the model may call."
+    )
+    tool_choice: Annotated[
+        ToolChoice | None, BeforeValidator(_to_tool_choice), WithJsonSchema(_TOOL_CHOICE_SCHEMA)
+    ] = Field(None, description="Whether the model calls a tool, and which. Default: `auto`.")
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Further arguments of the chat template, such as `enable_thinking`."
+    )
+    reasoning_effort: str | None = Field(None, description="Passed to the chat template.")
+
+    @property
+    def tool_mode(self) -> ToolChoice:
+        """How tools are used; `none` without tools."""
+        return (self.tool_choice or ToolChoice("auto")) if self.tools else ToolChoice("none")
+
+    def to_task(self, on_disconnect: str) -> ChatTask:
+        """The task of this chat. Raises `Problem` (400)."""
+        self.refuse_unsupported()
+        self._check_tool_choice()
+        values = self.task_values()
+        values["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
+        if self.top_logprobs and not self.logprobs:
+            raise bad_field("top_logprobs", "requires logprobs: true")
+        if self.max_completion_tokens is not None:
+            values["max_tokens"] = self.max_completion_tokens
+        values["messages"] = [message.to_turn() for message in self.messages]
+        values["chat_template_kwargs"] = self._template_kwargs()
+        if self.tool_mode.mode != "none":
+            values |= self._tool_values(values)
+        return to_task(ChatTask, {**values, "on_disconnect": on_disconnect})
+
+    def _check_tool_choice(self) -> None:
+        choice = self.tool_choice
+        if choice is None or choice.mode in ("none", "auto"):
+            return
+        if not self.tools:
+            raise bad_field("tool_choice", "requires tools")
+        if choice.mode == "named" and choice.name not in [tool.function.name for tool in self.tools]:
+            raise bad_field("tool_choice", f"there is no tool of the name {choice.name[:128]!r}")
+
+    def _template_kwargs(self) -> dict[str, Any] | None:
+        arguments = dict(self.chat_template_kwargs or {})
+        for name in arguments.keys() & _TEMPLATE_ARGUMENTS:
+            raise bad_field("chat_template_kwargs", f"{name} cannot be set")
+        if self.reasoning_effort is not None:
+            arguments.setdefault("reasoning_effort", self.reasoning_effort)
+        return arguments or None
+
+    def _tool_values(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The tools and, where a call is required, the grammar of the call."""
+        tools = self.tools or []
+        choice = self.tool_mode
+        # Where a tool's marks are special tokens, they must stay in the text.
+        tool_values: dict[str, Any] = {
+            "tools": [tool.model_dump(exclude_none=True) for tool in tools],
+            "skip_special_tokens": False,
+        }
+        if choice.mode == "auto":
+            return tool_values
+        if values.get("structured_outputs") is not None:
+            raise bad_field("tool_choice", "cannot be combined with response_format or structured_outputs")
+        if choice.mode == "named":
+            schema = next(tool.function.parameters for tool in tools if tool.function.name == choice.name)
+            schema = schema or {"type": "object"}
+        else:
+            functions = [(tool.function.name, tool.function.parameters) for tool in tools]
+            schema = all_calls_schema(functions, parallel=self.parallel_tool_calls is not False)
+        return {**tool_values, "skip_special_tokens": True, "structured_outputs": {"json": schema}}

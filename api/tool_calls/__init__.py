@@ -1,0 +1,1 @@
+"""Reads the tool calls in a model's text as the text arrives."""
