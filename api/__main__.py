@@ -10,10 +10,10 @@ import os
 import sys
 
 from api.server import CannotListen, serve
-from tokenmill.process.restart_loop import prevent_restart_loop
+from tokenmill.process.hold_unusable import hold_unusable
 from tokenmill.process.temporary_directory import NoTemporaryDirectory, check_temporary_directory
+from tokenmill.settings.declarations import VARIABLES, ApiSettings
 from tokenmill.settings.errors import SettingError
-from tokenmill.settings.processes import VARIABLES, ApiSettings
 from tokenmill.settings.unknown import warnings
 
 EXIT_FAILED = 1
@@ -31,7 +31,7 @@ def main() -> int:
         serve(settings)
     except (SettingError, NoTemporaryDirectory) as error:
         _say(str(error))
-        prevent_restart_loop(os.environ, _say)
+        hold_unusable(os.environ, _say)
         return EXIT_UNUSABLE
     except CannotListen as error:
         # The address may be free at the next start.

@@ -34,7 +34,7 @@ from monitoring.redis_state import RedisStateMetrics
 from monitoring.webhooks import WebhookMetrics
 from tokenmill.protocol.store.readers import Readers
 from tokenmill.protocol.store.task_store import TaskStore
-from tokenmill.settings.processes import ApiSettings
+from tokenmill.settings.declarations import ApiSettings
 
 DOCS_PREFIX = "/docs"
 SPARE_CONNECTIONS = 16

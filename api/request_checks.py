@@ -13,7 +13,7 @@ from engine.errors import InvalidParameter
 from tokenmill.protocol.limits import prompt_logprobs_error, prompt_logprobs_fit
 from tokenmill.protocol.records import ModelCard
 from tokenmill.protocol.store.task_store import TaskStore
-from tokenmill.settings.processes import ApiSettings
+from tokenmill.settings.declarations import ApiSettings
 
 
 def check_request(body: TaskBody, settings: ApiSettings, store: TaskStore) -> ModelCard | None:

@@ -19,7 +19,7 @@ from api.background.redis_checks import start_redis_checks
 from api.background.webhook_delivery import start_webhook_delivery
 from api.http.server import PROBE_CONNECTIONS, HttpServer, quiet_waitress
 from api.shutdown import Shutdown
-from tokenmill.settings.processes import ApiSettings
+from tokenmill.settings.declarations import ApiSettings
 
 BACKLOG = 2048
 CONNECTIONS_PER_THREAD = 4

@@ -21,7 +21,7 @@ from tokenmill.protocol.limits import TIME_LIMIT_NAMES, TimeLimits
 from tokenmill.protocol.messages import JOB_FUNCTION, GenerateRequest
 from tokenmill.protocol.records import IdempotencyConflict, ModelCard, QueueFull, Submission, Submitted
 from tokenmill.protocol.store.task_store import TaskStore
-from tokenmill.settings.processes import ApiSettings
+from tokenmill.settings.declarations import ApiSettings
 
 BYTES_PER_TOKEN = 4
 DEFAULT_OUTPUT_TOKENS = 256

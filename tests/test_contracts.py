@@ -46,14 +46,14 @@ PLANTS = {
         ("tokenmill/protocol/messages.py", "import redis"),
         ("tokenmill/protocol/keys.py", "import worker.errors"),
         ("tokenmill/protocol/naming.py", "import rq"),
-        ("tokenmill/process/restart_loop.py", "import redis"),
+        ("tokenmill/process/hold_unusable.py", "import redis"),
     ],
     "tokenmill: rooms": [
         ("tokenmill/client/http.py", "import tokenmill.serve.state_directory"),
         ("tokenmill/client/sse.py", "import tokenmill.settings.errors"),
         ("tokenmill/settings/errors.py", "import tokenmill.client.http"),
         ("tokenmill/protocol/redis_url.py", "import tokenmill.client.http"),
-        ("tokenmill/process/restart_loop.py", "import tokenmill.protocol.keys"),
+        ("tokenmill/process/hold_unusable.py", "import tokenmill.protocol.keys"),
     ],
     "tokenmill.cli:": [
         ("tokenmill/cli/console.py", "import tokenmill.cli.request_flags"),
@@ -65,8 +65,8 @@ PLANTS = {
         ("tokenmill/serve/child_processes.py", "import tokenmill.serve.state_directory"),
     ],
     "tokenmill.settings:": [
-        ("tokenmill/settings/sources.py", "import tokenmill.settings.processes"),
-        ("tokenmill/settings/declaration.py", "import tokenmill.settings.credentials"),
+        ("tokenmill/settings/sources.py", "import tokenmill.settings.declarations"),
+        ("tokenmill/settings/setting.py", "import tokenmill.settings.credentials"),
     ],
     "settings:": [
         ("tokenmill/settings/sources.py", "import redis"),

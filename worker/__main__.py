@@ -26,13 +26,13 @@ from engine.errors import InvalidParameter, UnsupportedModel
 from monitoring.engine import EngineMetrics
 from monitoring.http import serve_metrics
 from monitoring.worker import WorkerMetrics
+from tokenmill.process.hold_unusable import hold_unusable
 from tokenmill.process.redis_outages import OutageLog
-from tokenmill.process.restart_loop import prevent_restart_loop
 from tokenmill.process.temporary_directory import NoTemporaryDirectory, check_temporary_directory
 from tokenmill.protocol.records import ModelCard, WorkerRecord
 from tokenmill.protocol.store.task_store import TaskStore
+from tokenmill.settings.declarations import VARIABLES, WorkerSettings
 from tokenmill.settings.errors import SettingError
-from tokenmill.settings.processes import VARIABLES, WorkerSettings
 from tokenmill.settings.unknown import warnings
 from worker.batch_worker import BatchWorker
 from worker.connections import connect
@@ -189,7 +189,7 @@ def _unusable(reason: str) -> int:
     logger.critical("%s", reason)
     # Its deadline is that of loading, and the process may be held for longer.
     disarm_watchdog()
-    prevent_restart_loop(os.environ, logger.critical)
+    hold_unusable(os.environ, logger.critical)
     return EXIT_UNUSABLE
 
 

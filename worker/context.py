@@ -19,7 +19,7 @@ from monitoring.worker import WorkerMetrics
 from tokenmill.process.redis_outages import OutageLog
 from tokenmill.protocol.records import ModelCard, TaskPhase, WorkerState
 from tokenmill.protocol.store.task_store import TaskStore
-from tokenmill.settings.processes import Timing
+from tokenmill.settings.declarations import Timing
 from worker.connections import Connect
 from worker.inbox import Cancel, Discard, Inbox
 from worker.isolation import IsolatedRetries

@@ -7,7 +7,7 @@ import redis
 from api.background.periodic import start_periodic
 from api.redis_clients import connect
 from tokenmill.protocol.store.audit import Audit
-from tokenmill.settings.processes import ApiSettings
+from tokenmill.settings.declarations import ApiSettings
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from api.background.periodic import start_periodic
 from api.redis_clients import connect
 from monitoring.reaper import ReapFailures
 from tokenmill.protocol.store.task_store import TaskStore
-from tokenmill.settings.processes import ApiSettings
+from tokenmill.settings.declarations import ApiSettings
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from api.webhooks.http_post import Poster
 from monitoring.webhooks import WebhookMetrics
 from tokenmill.protocol.store.outbox import Outbox
 from tokenmill.protocol.store.task_store import TaskStore
-from tokenmill.settings.processes import ApiSettings
+from tokenmill.settings.declarations import ApiSettings
 
 logger = logging.getLogger(__name__)
 

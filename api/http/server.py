@@ -23,7 +23,7 @@ from api.http.requests import MAX_HEAD_BYTES, RequestParser
 from api.networks import network_of
 from api.problems import Problem
 from api.shutdown import Shutdown
-from tokenmill.settings.processes import ApiSettings
+from tokenmill.settings.declarations import ApiSettings
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from monitoring.http import expose
 from tokenmill.protocol.records import WorkerRecord
 from tokenmill.protocol.store import server_state
 from tokenmill.protocol.store.task_store import TaskStore
-from tokenmill.settings.processes import ApiSettings
+from tokenmill.settings.declarations import ApiSettings
 
 RETRY_SECONDS = 5
 _TAG = Tag(name="Service", description="Health and metrics.")

@@ -10,7 +10,7 @@ from tokenmill.protocol import naming
 from tokenmill.protocol.snapshots import Reading, TaskSnapshot
 from tokenmill.protocol.store.script_errors import LOST_ERROR
 from tokenmill.protocol.store.task_store import TaskStore
-from tokenmill.settings.processes import ApiSettings
+from tokenmill.settings.declarations import ApiSettings
 
 Found = TypeVar("Found")
 _NOT_FOUND = "there is no such task"

@@ -9,7 +9,7 @@ from api.tenant_slots import TenantSlots
 from monitoring.http import HttpMetrics
 from tokenmill.protocol.store.readers import Readers
 from tokenmill.protocol.store.task_store import TaskStore
-from tokenmill.settings.processes import ApiSettings
+from tokenmill.settings.declarations import ApiSettings
 
 REPLY_SLOTS = 4
 REPLY_WAIT_SECONDS = 30.0

@@ -22,7 +22,7 @@ from tokenmill.protocol.messages import GenerateRequest, LogEntry, TaskError, Us
 from tokenmill.protocol.records import Claimed, ModelCard, Settlement, WorkerRecord, Write
 from tokenmill.protocol.store.outbox import Outbox
 from tokenmill.protocol.store.task_store import TaskStore
-from tokenmill.settings.processes import ApiSettings
+from tokenmill.settings.declarations import ApiSettings
 from worker.preparation import read_job
 
 CARD = ModelCard(

@@ -12,8 +12,8 @@ import redis
 
 from tests.api.api_client import ApiClient, client_of
 from tests.api.conftest import HandWorker, MakeApp, StartServer
+from tokenmill.settings.declarations import ApiSettings
 from tokenmill.settings.errors import SettingError
-from tokenmill.settings.processes import ApiSettings
 
 BODY = {"prompt": "hello", "max_tokens": 4}
 KEYS = "alice:secret-of-alice, alice:other-of-alice bob:secret-of-bob"

@@ -8,7 +8,7 @@ import pytest
 from api.app import create_app
 from api.problems import Problem, retry_seconds
 from tests.api.api_client import ApiClient, client_of
-from tokenmill.settings.processes import ApiSettings
+from tokenmill.settings.declarations import ApiSettings
 
 
 def check(reply: Any, status: int) -> Any:

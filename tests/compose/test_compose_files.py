@@ -14,8 +14,8 @@ import yaml
 from tests.conftest import free_port
 from tests.live_service import wait_for
 from tokenmill.serve.embedded_redis import find_redis_server
-from tokenmill.settings.declaration import settings_of
-from tokenmill.settings.processes import ApiSettings, Timing, WorkerSettings
+from tokenmill.settings.declarations import ApiSettings, Timing, WorkerSettings
+from tokenmill.settings.setting import settings_of
 from worker.batch_worker import SHUTDOWN_SECONDS
 
 ROOT = Path(__file__).parents[2]

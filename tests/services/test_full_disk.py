@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.acknowledged_writes import check_kept, push_until_it_ends
 from tests.live_service import wait_for
-from tests.tokenmill.cli.acknowledged import check_kept, push_until_it_ends
 from tests.tokenmill.serve.served import WITH_FAKES, Served
 from tokenmill.serve.embedded_redis import socket_url
 from tokenmill.serve.state_directory import StateDirectory

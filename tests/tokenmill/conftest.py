@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.tokenmill.cli.fake_service import FakeService, running
-from tokenmill.settings.processes import ALL
+from tokenmill.settings.declarations import ALL
 
 
 @pytest.fixture

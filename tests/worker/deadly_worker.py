@@ -26,7 +26,7 @@ from tests.worker.fakes import (
     served_model,
     wait_for_length,
 )
-from tokenmill.settings.processes import WorkerSettings
+from tokenmill.settings.declarations import WorkerSettings
 from worker.batch_worker import BatchWorker
 from worker.connections import connect
 from worker.context import WorkerContext

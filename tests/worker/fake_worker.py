@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.worker.fakes import FakeRunner, build_engine, new_metrics, served_model
-from tokenmill.settings.processes import WorkerSettings
+from tokenmill.settings.declarations import WorkerSettings
 from worker.batch_worker import BatchWorker
 from worker.connections import connect
 from worker.context import WorkerContext

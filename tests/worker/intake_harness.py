@@ -7,7 +7,7 @@ import redis
 from engine.config import EngineConfig
 from tests.worker.fakes import RecordingContext, served_model
 from tokenmill.protocol.store.task_store import TaskStore
-from tokenmill.settings.processes import Timing
+from tokenmill.settings.declarations import Timing
 from worker.inbox import PreparedTask
 from worker.intake import Intake
 from worker.loop import Load

@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.engine import Engine
 from tests.worker.fakes import TIMEOUT_SECONDS, build_engine, new_metrics, served_model
-from tokenmill.settings.processes import Timing
+from tokenmill.settings.declarations import Timing
 from worker.batch_worker import BatchWorker
 from worker.connections import connect
 from worker.context import WorkerContext

@@ -31,7 +31,7 @@ from tokenmill.protocol import keys, rq_keys
 from tokenmill.protocol.messages import FinishedEvent
 from tokenmill.protocol.store import scripting
 from tokenmill.protocol.store.task_store import TaskStore
-from tokenmill.settings.processes import Timing
+from tokenmill.settings.declarations import Timing
 from worker.batch_worker import BatchWorker
 from worker.connections import connect
 from worker.context import WorkerContext

@@ -9,7 +9,7 @@ from tests.worker.fakes import SLUG, RecordingContext, submit
 from tokenmill.protocol import keys
 from tokenmill.protocol.records import TaskPhase
 from tokenmill.protocol.store.task_store import TaskStore
-from tokenmill.settings.processes import Timing
+from tokenmill.settings.declarations import Timing
 from worker.leases import Leases
 from worker.ownership import Ownership
 

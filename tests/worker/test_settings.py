@@ -5,8 +5,8 @@ from dataclasses import fields
 from engine.config import POLICIES, EngineConfig
 from engine.execution.loading.attention_backends import ATTENTION
 from engine.execution.loading.limits import CUDA_LIMITS
-from tokenmill.settings.declaration import settings_of
-from tokenmill.settings.processes import EngineSettings, Timing, WorkerSettings
+from tokenmill.settings.declarations import EngineSettings, Timing, WorkerSettings
+from tokenmill.settings.setting import settings_of
 from worker.watchdog import WatchdogProcess
 
 CHOSEN_WHILE_LOADING = {"max_model_len", "num_kv_blocks", "max_num_prefill_seqs", "max_chunk_tokens"}

@@ -7,7 +7,7 @@ import redis
 from tests.worker.fakes import FakeRunner, build_engine, submit, until, wait_for_length
 from tests.worker.running import running
 from tokenmill.serve import service as serve
-from tokenmill.settings.processes import Timing
+from tokenmill.settings.declarations import Timing
 from worker import batch_worker
 
 

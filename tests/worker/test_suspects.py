@@ -24,7 +24,7 @@ from tests.worker.fakes import (
 from tests.worker.running import running
 from tokenmill.protocol import keys
 from tokenmill.protocol.store.task_store import TaskStore
-from tokenmill.settings.processes import Timing
+from tokenmill.settings.declarations import Timing
 from worker.batch_worker import EXIT_FAILED
 from worker.intake import Intake
 

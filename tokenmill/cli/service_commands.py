@@ -13,14 +13,14 @@ from tokenmill.protocol.redis_url import hide_password
 from tokenmill.serve.service import process_command
 from tokenmill.serve.service import serve as run_service
 from tokenmill.serve.state_directory import StateDirectory
-from tokenmill.settings.declaration import Purpose, Setting, settings_of
-from tokenmill.settings.processes import (
+from tokenmill.settings.declarations import (
     ALL,
     ApiCommandSettings,
     ServeSettings,
     StateSettings,
     WorkerCommandSettings,
 )
+from tokenmill.settings.setting import Purpose, Setting, settings_of
 from tokenmill.settings.sources import Settings, SettingsFile, find_file
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])

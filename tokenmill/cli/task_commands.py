@@ -16,8 +16,8 @@ from tokenmill.cli.text_streams import read_standard_input, to_json, write_stder
 from tokenmill.client.http import Client
 from tokenmill.client.texts import StreamedTexts, texts
 from tokenmill.protocol.messages import FinishedEvent
+from tokenmill.settings.declarations import ClientCommandSettings, ClientSettings
 from tokenmill.settings.errors import SettingError
-from tokenmill.settings.processes import ClientCommandSettings, ClientSettings
 
 _json_flag = click.option("--json", "as_json", is_flag=True, help="print the task as JSON")
 

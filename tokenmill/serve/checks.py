@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from tokenmill.serve.errors import CannotServe
+from tokenmill.settings.declarations import ALL
 from tokenmill.settings.errors import SettingError
-from tokenmill.settings.processes import ALL
 
 _PORT_ERRORS = frozenset({errno.EADDRINUSE, errno.EACCES})
 

@@ -25,8 +25,8 @@ from tokenmill.serve.stop_signals import StopRequested, StopSignals
 from tokenmill.serve.supervisor import Supervisor
 from tokenmill.serve.take_over import take_over
 from tokenmill.serve.worker_plan import PlannedWorker, description, plan_workers
+from tokenmill.settings.declarations import VARIABLES, ServeSettings
 from tokenmill.settings.errors import SettingError
-from tokenmill.settings.processes import VARIABLES, ServeSettings
 from tokenmill.settings.unknown import unknown_variables, warnings
 
 EXTRA_STOP_SECONDS = 15.0

@@ -1,1 +1,1 @@
-"""Settings, each declared once: flags, variables, keys of the file and the docs follow from it."""
+"""Settings. Each is declared once; its flag, variable, key of the file and documentation follow from that."""

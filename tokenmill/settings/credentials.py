@@ -1,4 +1,4 @@
-"""API keys and webhook secrets, as settings give them.
+"""Parses API keys and webhook secrets.
 
 API keys are kept only as digests, and are neither logged nor shown. A request's key is compared with all of
 them in constant time.

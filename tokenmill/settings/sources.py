@@ -13,8 +13,8 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from tokenmill.protocol.redis_url import hide_password
-from tokenmill.settings.declaration import Setting, settings_of, to_text
 from tokenmill.settings.errors import SettingError
+from tokenmill.settings.setting import Setting, settings_of, to_text
 from tokenmill.settings.unknown import nearest
 
 DEFAULT_FILE = "tokenmill.toml"
@@ -134,7 +134,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def _message(error: ValidationError, declared: Mapping[str, Setting], sources: Collection[Source]) -> str:
     """One line for the first setting that is wrong."""
     first = error.errors(include_url=False)[0]
-    # A validator's own words, where the field has one.
+    # The message of the field's own validator, if it has one.
     reason = first.get("ctx", {}).get("error")
     if not first["loc"]:
         return str(reason)

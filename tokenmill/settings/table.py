@@ -1,7 +1,7 @@
 """Writes the tables of `docs/settings.md`: `python -m tokenmill.settings.table > docs/settings.md`."""
 
-from tokenmill.settings.declaration import Purpose, Setting
-from tokenmill.settings.processes import ALL, ApiSettings, ClientSettings, WorkerSettings
+from tokenmill.settings.declarations import ALL, ApiSettings, ClientSettings, WorkerSettings
+from tokenmill.settings.setting import Purpose, Setting
 from tokenmill.settings.sources import Settings
 
 _HEAD = """\

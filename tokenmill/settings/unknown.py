@@ -1,9 +1,9 @@
-"""Names that are close to a setting's name and are none: what the user probably meant."""
+"""Finds environment variables that are not settings, and suggests the setting with the nearest name."""
 
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
-from tokenmill.settings.declaration import PREFIX
+from tokenmill.settings.setting import PREFIX
 
 
 def unknown_variables(names: Iterable[str], known: Collection[str]) -> list[str]:
@@ -21,6 +21,7 @@ def warnings(names: Iterable[str], known: Collection[str]) -> list[str]:
 
 def nearest(name: str, known: Collection[str], prefix: str = "") -> str:
     """`; did you mean NAME?`, or "" if no known name is close. A common `prefix` brings no name closer."""
-    own = name.removeprefix(prefix)
-    near = get_close_matches(own, sorted(each.removeprefix(prefix) for each in known), n=1, cutoff=0.7)
+    near = get_close_matches(
+        name.removeprefix(prefix), sorted(each.removeprefix(prefix) for each in known), n=1, cutoff=0.7
+    )
     return f"; did you mean {prefix}{near[0]}?" if near else ""

@@ -17,7 +17,7 @@ from tests.api.conftest import HandWorker, Submit
 from tests.conftest import free_port, start_redis
 from tokenmill.protocol import keys
 from tokenmill.protocol.store.task_store import TaskStore
-from tokenmill.settings.processes import ApiSettings
+from tokenmill.settings.declarations import ApiSettings
 
 UNREACHABLE = "redis://127.0.0.1:1/0"
 

@@ -9,7 +9,7 @@ from urllib.error import HTTPError
 
 from tests.api.conftest import HandWorker, StartServer
 from tokenmill.protocol.store.task_store import TaskStore
-from tokenmill.settings.processes import ApiSettings
+from tokenmill.settings.declarations import ApiSettings
 
 CALLERS, LIMIT = 50, 5
 

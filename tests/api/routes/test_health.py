@@ -15,7 +15,7 @@ from tests.api.conftest import HandWorker, Submit
 from tests.conftest import free_port, start_redis
 from tokenmill.protocol.records import WorkerRecord
 from tokenmill.protocol.store.task_store import TaskStore
-from tokenmill.settings.processes import ApiSettings
+from tokenmill.settings.declarations import ApiSettings
 
 
 def test_liveness_needs_no_redis() -> None:

@@ -16,7 +16,7 @@ from tokenmill.protocol import keys
 from tokenmill.protocol.naming import new_task_id
 from tokenmill.protocol.store.task_store import TaskStore
 from tokenmill.serve.embedded_redis import find_redis_server
-from tokenmill.settings.processes import ApiSettings
+from tokenmill.settings.declarations import ApiSettings
 
 
 def test_a_task_with_missing_keys_is_lost(

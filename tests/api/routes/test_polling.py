@@ -13,7 +13,7 @@ from tests.api.api_client import ApiClient, client_of
 from tests.api.conftest import HandWorker, MakeApp, Submit
 from tokenmill.protocol import keys, naming
 from tokenmill.protocol.messages import TaskError
-from tokenmill.settings.processes import ApiSettings
+from tokenmill.settings.declarations import ApiSettings
 
 ERROR = TaskError(type="server_error", code="engine_error", message="it broke", param="prompt")
 

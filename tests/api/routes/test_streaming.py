@@ -17,7 +17,7 @@ from tokenmill.client.sse import Frame
 from tokenmill.client.sse import frames as parse
 from tokenmill.protocol.messages import FinishedEvent, LogEntry, TaskError, TokenEvent, Usage, decode, encode
 from tokenmill.protocol.records import ModelCard
-from tokenmill.settings.processes import ApiSettings
+from tokenmill.settings.declarations import ApiSettings
 
 
 class Stream:

@@ -19,7 +19,7 @@ from tests.api.conftest import HandWorker, MakeApp, Submit
 from tokenmill.protocol import naming
 from tokenmill.protocol.messages import JOB_FUNCTION, GenerateRequest
 from tokenmill.protocol.records import ModelCard
-from tokenmill.settings.processes import ApiSettings
+from tokenmill.settings.declarations import ApiSettings
 
 BODY = {"prompt": "hello", "max_tokens": 4}
 

@@ -17,7 +17,7 @@ from tests.api.conftest import HandWorker
 from tests.conftest import RedisServer
 from tokenmill.protocol.records import ModelCard
 from tokenmill.protocol.store.task_store import TaskStore
-from tokenmill.settings.processes import ApiSettings
+from tokenmill.settings.declarations import ApiSettings
 
 GOOD = {"prompt": "hello", "max_tokens": 4}
 SURROGATE = b'"\\ud83d"'

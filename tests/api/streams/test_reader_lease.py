@@ -15,7 +15,7 @@ from tokenmill.protocol import keys
 from tokenmill.protocol.snapshots import TaskSnapshot
 from tokenmill.protocol.store.readers import Readers
 from tokenmill.protocol.store.task_store import TaskStore
-from tokenmill.settings.processes import ApiSettings
+from tokenmill.settings.declarations import ApiSettings
 
 
 class Clock:

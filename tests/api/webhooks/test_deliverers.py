@@ -19,7 +19,7 @@ from tests.live_service import wait_for
 from tokenmill.protocol import keys
 from tokenmill.protocol.store.outbox import Outbox
 from tokenmill.protocol.store.task_store import TaskStore
-from tokenmill.settings.processes import ApiSettings
+from tokenmill.settings.declarations import ApiSettings
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests.api.webhooks.receiver import Receiver, answer, close
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import TaskError
 from tokenmill.protocol.store.outbox import Outbox
-from tokenmill.settings.processes import ApiSettings
+from tokenmill.settings.declarations import ApiSettings
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from tests.api.conftest import Deliver, HandWorker, MakeApp, Submit
 from tests.api.webhooks.delivering import SECRET
 from tests.api.webhooks.receiver import Receiver
 from tokenmill.protocol import keys
-from tokenmill.settings.processes import ApiSettings
+from tokenmill.settings.declarations import ApiSettings
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tokenmill.protocol.naming import DEFAULT_MODEL, is_path, served_model_name
-from tokenmill.settings.processes import ApiSettings, WorkerSettings
+from tokenmill.settings.declarations import ApiSettings, WorkerSettings
 
 
 @pytest.mark.parametrize(

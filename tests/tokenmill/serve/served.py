@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.tokenmill.serve.children import TIMEOUT_SECONDS, Lines
 from tokenmill.serve.embedded_redis import free_port
 from tokenmill.serve.state_directory import StateDirectory
-from tokenmill.settings.processes import VARIABLES
+from tokenmill.settings.declarations import VARIABLES
 
 ROOT = Path(__file__).parent.parent.parent.parent
 REAL = "from tokenmill.cli.main import main; main()"

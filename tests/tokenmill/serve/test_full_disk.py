@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.acknowledged_writes import check_kept, push_until_it_ends
 from tests.live_service import wait_for
-from tests.tokenmill.cli.acknowledged import check_kept, push_until_it_ends
 from tests.tokenmill.serve.children import EXITS_ON_SIGTERM, SLEEPER, Lines
 from tests.tokenmill.serve.conftest import SupervisorRun
 from tests.tokenmill.serve.served import WITH_FAKES, Served

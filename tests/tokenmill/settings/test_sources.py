@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tokenmill.settings.declarations import ALL, ApiSettings, ClientSettings, ServeSettings
 from tokenmill.settings.errors import SettingError
-from tokenmill.settings.processes import ALL, ApiSettings, ClientSettings, ServeSettings
 from tokenmill.settings.sources import Settings, SettingsFile, find_file
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tokenmill.settings.processes import VARIABLES
+from tokenmill.settings.declarations import VARIABLES
 from tokenmill.settings.table import settings_page
 
 PAGE = Path(__file__).parents[3] / "docs" / "settings.md"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenmill.settings.processes import ALL, VARIABLES
+from tokenmill.settings.declarations import ALL, VARIABLES
 from tokenmill.settings.unknown import nearest, unknown_variables, warnings
 
 ROOT = Path(__file__).parents[3]

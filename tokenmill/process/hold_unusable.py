@@ -1,9 +1,8 @@
-"""Prevents a restart loop: if so configured, a process with unusable settings or model waits instead of
-exiting.
+"""The setting `hold_unusable`: a process with unusable settings or model waits instead of exiting.
 
-A supervisor that restarts every process that exits, as Docker's `unless-stopped` does, would restart it for
-ever. Docker's `on-failure:N` is no alternative: it gives up a worker after N crashes in its lifetime, and
-starts none after a reboot of the host.
+A supervisor that restarts every process that exits, as Docker's `unless-stopped` does, would restart it
+forever. Docker's `on-failure:N` is no alternative: it gives up on a container after N exits in its lifetime,
+and does not start it after a reboot of the host.
 """
 
 import faulthandler
@@ -15,7 +14,7 @@ VARIABLE = "TOKENMILL_HOLD_UNUSABLE"
 _TRUE = frozenset({"1", "true", "t", "yes", "y", "on"})
 
 
-def prevent_restart_loop(environ: Mapping[str, str], log: Callable[[str], None]) -> None:
+def hold_unusable(environ: Mapping[str, str], log: Callable[[str], None]) -> None:
     """If `VARIABLE` is true, wait until a signal ends the process; otherwise return. Main thread only."""
     if environ.get(VARIABLE, "").strip().lower() not in _TRUE:
         return

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from tokenmill.protocol import naming
-from tokenmill.settings.declaration import Setting, settings_of
-from tokenmill.settings.errors import SettingError
-from tokenmill.settings.processes import (
+from tokenmill.settings.declarations import (
     ALL,
     MAX_PATIENCE_SECONDS,
     ApiSettings,
@@ -18,6 +16,8 @@ from tokenmill.settings.processes import (
     SharedSettings,
     WorkerSettings,
 )
+from tokenmill.settings.errors import SettingError
+from tokenmill.settings.setting import Setting, settings_of
 
 BOTH = [ApiSettings, WorkerSettings]
 

@@ -1,6 +1,6 @@
-"""All settings, in classes by the process that reads them.
+"""The declarations of all settings, in classes by the process that reads them.
 
-None as a default leaves the choice to the engine, which knows the device and the model.
+A default of None leaves the choice to the engine, which knows the device and the model.
 """
 
 from functools import cached_property
@@ -12,14 +12,14 @@ from pydantic import AfterValidator, Field, model_validator
 
 from tokenmill.protocol import naming, redis_url
 from tokenmill.settings.credentials import NO_KEYS, Keyring, parse_keys, parse_secrets
-from tokenmill.settings.declaration import Purpose, setting, settings_of
 from tokenmill.settings.errors import SettingError
+from tokenmill.settings.setting import Purpose, setting, settings_of
 from tokenmill.settings.sources import Settings
 
 MAX_SECONDS = 10**9
 """Thirty years; Redis and timers cannot count much longer."""
 MAX_PATIENCE_SECONDS = 366 * 86400.0
-"""The longest that the engine's scheduler counts; a longer setting means this."""
+"""Longest duration that the engine accepts; longer settings are reduced to it."""
 _MAX_COUNT = 2**31 - 1
 
 
