@@ -116,6 +116,7 @@ class Process:
             max_prompt_bytes=execution.tokenizer.max_prompt_bytes,
             default_sampling=execution.default_sampling,
             has_chat_template=execution.tokenizer.has_chat_template,
+            tool_format=execution.tokenizer.tool_format,
             fingerprint=execution.fingerprint,
         )
 

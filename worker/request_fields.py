@@ -3,9 +3,10 @@
 An invalid value is refused under the field's name in the HTTP API. The engine checks the limits of the model.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from engine.errors import InvalidParameter
 from engine.requests.deadlines import Deadlines
@@ -23,7 +24,12 @@ class PromptTokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
     def encode_text(self, text: str) -> list[int]: ...
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]: ...
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
@@ -38,7 +44,8 @@ def to_token_ids(request: GenerateRequest, tokenizer: PromptTokenizer) -> list[i
     """Raises `RequestRefused`."""
     try:
         if request.messages is not None:
-            return tokenizer.render_chat(_checked_messages(request.messages))
+            messages = _checked_messages(request.messages)
+            return tokenizer.render_chat(messages, *_template_arguments(request))
         if request.prompt is not None:
             return tokenizer.encode(_checked_text("prompt", request.prompt))
         return _checked_ids(request.prompt_token_ids or ())
@@ -69,14 +76,27 @@ def _checked_ids(token_ids: Sequence[object]) -> list[int]:
     return cast(list[int], list(token_ids))
 
 
-def _checked_messages(messages: Sequence[object]) -> list[Mapping[str, str]]:
+def _template_arguments(request: GenerateRequest) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]:
+    """The tools and the further arguments of the chat template."""
+    tools, arguments = request.tools or (), request.chat_template_kwargs or {}
+    if not isinstance(arguments, Mapping) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise InvalidParameter("tools", "must be a list of objects")
+    check_encoding("tools", json.dumps([*tools, arguments], ensure_ascii=False), None)
+    return tools, arguments
+
+
+def _checked_messages(messages: Sequence[object]) -> list[Mapping[str, Any]]:
     if not messages:
         raise InvalidParameter("messages", "must have at least one message")
-    checked: list[Mapping[str, str]] = []
+    checked: list[Mapping[str, Any]] = []
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             raise InvalidParameter("messages", "each message must be an object with `role` and `content`")
-        checked.append({name: _checked_text("messages", text) for name, text in message.items()})
+        for name in ("role", "content"):
+            _checked_text("messages", message[name])
+        # Calls of tools are nested.
+        check_encoding("messages", json.dumps(message, ensure_ascii=False), None)
+        checked.append(message)
     return checked
 
 

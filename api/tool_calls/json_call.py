@@ -78,7 +78,7 @@ class JsonCall:
         elif at_member and char == "," and self._key is not None:
             self._end_value()
         elif at_member and char == ":" and self._key is None:
-            self._key, self._text = _loaded(self._text), ""
+            self._key, self._text, self._space = _loaded(self._text), "", ""
         elif self._key is None and char == "{" and scanner.depth == 1:
             pass
         else:

@@ -13,13 +13,14 @@ turn. Rendering the messages with secret marks shows where the template puts the
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from engine.errors import InvalidParameter
 from engine.text.special_tokens import Span, SpecialTexts, new_mark
 
-Render = Callable[[Sequence[Mapping[str, Any]]], str]
+Render = Callable[[Any], str]
+"""Renders a chat: a JSON value of any shape, such as a list of messages."""
 
 
 class ChatTemplate:
@@ -31,28 +32,28 @@ class ChatTemplate:
         self._open, self._close, self._break = marks = [new_mark() for _ in range(3)]
         self._marks = re.compile(f"({'|'.join(marks)})")
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, chat: Any) -> str:
         """The text of a chat. Raises `InvalidParameter` if the template refuses the messages."""
         try:
-            return self._apply(messages)
+            return self._apply(chat)
         except Exception as error:
             # A template is a program that comes with the model: it may raise anything.
             raise InvalidParameter("messages", f"the model's chat template refuses them: {error}") from error
 
-    def own_specials(self, messages: Sequence[Mapping[str, Any]], text: str) -> list[Span] | None:
-        """The special tokens of the template in `text`, the rendered `messages`; None: all of them.
+    def own_specials(self, chat: Any, text: str) -> list[Span] | None:
+        """The special tokens of the template in `text`, the rendered `chat`; None: all of them.
 
         Raises `InvalidParameter` if they cannot be distinguished.
         """
-        if not any(self._specials.may_occur(one) for one in _strings(messages)):
+        if not any(self._specials.may_occur(one) for one in _strings(chat)):
             return None
         found = self._specials.find(text)
         for mark in (self._around, self._inside):
-            contents = self._contents(_mapped(messages, mark), text)
+            contents = self._contents(_mapped(chat, mark), text)
             if contents is not None:
                 own = [span for span in found if not _touches(span, contents)]
                 return None if len(own) == len(found) else own
-        neutral = self._try(_mapped(messages, self._neutral))
+        neutral = self._try(_mapped(chat, self._neutral))
         if neutral is not None and len(self._specials.find(neutral)) == len(found):
             return None
         raise InvalidParameter(

@@ -46,12 +46,17 @@ class WordTokenizer:
     def encode(self, text: str) -> list[int]:
         return [len(word) for word in text.split()]
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         if not self.has_chat_template:
             raise InvalidParameter("messages", "this model has no chat template")
         if any(message["role"] == "pirate" for message in messages):
             raise InvalidParameter("messages", "unknown role pirate")
-        return [1, *(len(message["content"]) for message in messages), 2]
+        return [1, *(len(message["content"]) for message in messages), *[3] * len(tools), 2]
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(f"<{token_id}>" for token_id in token_ids if token_id != EOS)

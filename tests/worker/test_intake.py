@@ -130,7 +130,7 @@ def test_the_prompt_is_stored_and_never_rendered_again(redis_client: "redis.Redi
     harness.hand_back()
 
     class Tomorrow(WordTokenizer):
-        def render_chat(self, messages: Any) -> list[int]:
+        def render_chat(self, messages: Any, tools: Any = (), arguments: Any = None) -> list[int]:
             raise AssertionError("rendered again")
 
     (again,) = IntakeHarness(redis_client, served_model(Tomorrow())).turn()

@@ -5,7 +5,7 @@ the longest prompt can have is refused before it is tokenized. Tokenizing releas
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from engine.text.chat_template import ChatTemplate
 from engine.text.special_tokens import SelectiveEncoder, Span, SpecialTexts
 from engine.text.token_bytes import context_free_bytes, piece_bytes_of
 from engine.text.token_lengths import longest_token_bytes
+from engine.text.tools import has_tool_turns, tool_format_of, with_plain_tools
 from engine.validation import check_encoding
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,8 @@ class Tokenizer:
 
     `special_ids`: ids without text. `vocab_size`: ids that it knows, perhaps fewer than the model's.
     `max_prompt_tokens`: the longest prompt that is served; None: any text is encoded. `max_prompt_bytes`: the
-    most bytes of UTF-8 that such a prompt can have; None: unbounded.
+    most bytes of UTF-8 that such a prompt can have; None: unbounded. `tool_format`: how the model writes
+    calls of tools, see `engine/text/tools.py`.
     """
 
     def __init__(self, tokenizer: Any, *, max_prompt_tokens: int | None = None) -> None:
@@ -54,6 +56,10 @@ class Tokenizer:
         self._control_ids = self.special_ids - {tokenizer.unk_token_id}
         self.vocab_size = len(tokenizer)
         self.has_chat_template = tokenizer.chat_template is not None
+        # A model may have several templates by name.
+        template = str(tokenizer.chat_template)
+        self._template_has_tools = "tools" in template
+        self.tool_format = tool_format_of(template)
         self._max_prompt_tokens = max_prompt_tokens
         self._cached_ids = lru_cache(MAX_CACHED_TEXTS)(self._encode_text)
         specials = {token_id: token for token_id, token in added.items() if token_id in self.special_ids}
@@ -121,15 +127,25 @@ class Tokenizer:
         """The id of the special token that is written `text`; None if there is none."""
         return self._special_ids_by_text.get(text)
 
-    def render_chat(self, messages: Iterable[Mapping[str, Any]]) -> list[int]:
+    def render_chat(
+        self,
+        messages: Iterable[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Ids of a chat in the model's own template, up to the start of the assistant's answer.
 
+        `tools`: functions that the model may call, as OpenAI's API defines them. `arguments`: further
+        variables of the template.
         Special tokens are those that the template writes; the same text in a message is encoded as text.
         Raises `InvalidParameter` if there is no template, or if the template refuses the messages.
         """
         if not self.has_chat_template:
             raise InvalidParameter("messages", "this model has no chat template; send a prompt instead")
-        chat = [dict(message) for message in messages]
+        turns = [dict(message) for message in messages]
+        if not self._template_has_tools and (tools or has_tool_turns(turns)):
+            turns, tools = [dict(turn) for turn in with_plain_tools(turns, tools)], ()
+        chat = (turns, list(tools), dict(arguments or {}))
         text = self._chats.render(chat)
         self._check_text("messages", text)
         own = self._chats.own_specials(chat, text)
@@ -196,8 +212,13 @@ class Tokenizer:
                 f"at most {limit} bytes",
             )
 
-    def _apply_template(self, messages: Any) -> str:
-        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    def _apply_template(self, chat: Any) -> str:
+        messages, tools, arguments = chat
+        return str(
+            self._tokenizer.apply_chat_template(
+                messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **arguments
+            )
+        )
 
     def _encode_text(self, text: str) -> tuple[int, ...]:
         return tuple(self._encode(text, add_special_tokens=False))

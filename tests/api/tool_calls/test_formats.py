@@ -107,7 +107,7 @@ def test_without_parallel_calls_only_the_first_is_kept(case: tuple[str, str, str
 
 
 def test_required_calls_are_a_list() -> None:
-    text = '[{"name": "stop", "parameters": {"a": 1}}, {"name":"weather","parameters":{"city":"x"}}]'
+    text = '[{"name"\t: "stop" , "parameters" : \n{"a": 1} }, {"name":"weather","parameters":{"city":"x"}}]'
     calls = [("stop", '{"a": 1}'), ("weather", '{"city":"x"}')]
     for size in range(1, len(text) + 1):
         assert read(CallList, text, size) == ("", calls)

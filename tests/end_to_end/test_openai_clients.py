@@ -1,0 +1,223 @@
+"""OpenAI's own client, and LangChain's, against the whole service."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Any
+
+import openai
+import pytest
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
+
+from tests.live_service import LiveService, wait_for
+from tests.tiny_models import save_model
+
+KEY = "any"
+MESSAGES: Any = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hello world"}]
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"enum": ["Paris", "Rome"]}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    }
+]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
+    limits = {"TOKENMILL_DTYPE": "float32", "TOKENMILL_MAX_NUM_SEQS": "8", "TOKENMILL_LEASE_SECONDS": "2"}
+    model_dir = save_model(tmp_path_factory.mktemp("model"))
+    with LiveService(model_dir, tmp_path_factory.mktemp("service"), limits) as running:
+        yield running
+
+
+@pytest.fixture
+def client(service: LiveService) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{service.api_url}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def model(client: openai.OpenAI) -> str:
+    (served,) = client.models.list().data
+    assert client.models.retrieve(served.id) == served
+    return served.id
+
+
+def test_a_chat_is_the_same_streamed_and_at_once(client: openai.OpenAI, model: str) -> None:
+    asked: Any = {
+        "model": model, "messages": MESSAGES, "max_completion_tokens": 12, "seed": 7, "n": 2,
+        "temperature": 0.8,
+        "logprobs": True, "top_logprobs": 2, "presence_penalty": 0.5, "frequency_penalty": 0.1,
+        "logit_bias": {"5": -100}, "stop": ["zzzz"], "user": "ann", "metadata": {"run": "7"},
+        "extra_body": {"top_k": 50, "min_p": 0.01, "ignore_eos": True, "priority": 1, "cache_salt": "s"},
+    }  # fmt: skip
+    whole = client.chat.completions.create(**asked)
+    texts, tokens, usage = ["", ""], [0, 0], None
+    for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            tokens[choice.index] += len(choice.logprobs.content or ()) if choice.logprobs else 0
+
+    assert [choice.message.content for choice in whole.choices] == texts
+    assert [len(choice.logprobs.content or ()) for choice in whole.choices if choice.logprobs] == tokens
+    assert [choice.finish_reason for choice in whole.choices] == ["length", "length"]
+    assert whole.usage is not None
+    assert usage is not None
+    assert whole.usage.completion_tokens == usage.completion_tokens == sum(tokens) == 24
+
+
+def test_the_async_client_streams_many_at_once(service: LiveService, model: str) -> None:
+    async def text(client: openai.AsyncOpenAI, seed: int) -> str:
+        stream = await client.chat.completions.create(
+            model=model, messages=MESSAGES, max_tokens=10, seed=seed, stream=True
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def texts() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{service.api_url}/v1", api_key=KEY, max_retries=0) as client:
+            return await asyncio.gather(*(text(client, seed % 2) for seed in range(16)))
+
+    assert len(set(asyncio.run(texts()))) <= 2
+
+
+def test_a_text_completion(client: openai.OpenAI, model: str) -> None:
+    asked: Any = {"model": model, "prompt": ["one two", "three"], "max_tokens": 6, "seed": 1, "logprobs": 1}
+    whole = client.completions.create(**asked)
+    texts = ["", ""]
+    for chunk in client.completions.create(**asked, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert [choice.text for choice in whole.choices] == texts
+    assert all(choice.logprobs and choice.logprobs.tokens for choice in whole.choices)
+
+
+class Colour(StrEnum):
+    """A colour."""
+
+    red = "red"
+    blue = "blue"
+
+
+class Answer(BaseModel):
+    """An answer whose schema a random model can satisfy in a few tokens."""
+
+    colour: Colour
+    sure: bool
+
+
+def test_an_answer_is_parsed(client: openai.OpenAI, model: str) -> None:
+    parsed = client.chat.completions.parse(model=model, messages=MESSAGES, response_format=Answer)
+    assert isinstance(parsed.choices[0].message.parsed, Answer)
+    text = client.chat.completions.create(
+        model=model, messages=MESSAGES, response_format={"type": "json_object"}, max_tokens=8
+    )
+    assert (text.choices[0].message.content or "").startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [("required", "tool_calls"), ({"type": "function", "function": {"name": "weather"}}, "stop")],
+)
+def test_a_call_that_is_required(client: openai.OpenAI, model: str, choice: Any, reason: str) -> None:
+    asked: Any = {
+        "model": model, "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "seed": 3,
+        "parallel_tool_calls": False,
+    }  # fmt: skip
+    whole = client.chat.completions.create(**asked)
+    (call,) = whole.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert whole.choices[0].finish_reason == reason
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+
+    with client.chat.completions.stream(**asked) as stream:
+        final = stream.get_final_completion()
+    (streamed,) = final.choices[0].message.tool_calls or []
+    assert (streamed.id, streamed.function.arguments) != ("", "")
+    assert streamed.function.arguments == call.function.arguments
+
+
+def test_a_call_that_the_model_chose_and_its_result(client: openai.OpenAI, model: str) -> None:
+    """A grammar makes the random model write the call; the parser knows nothing of it."""
+    asked: Any = {
+        "model": model, "messages": MESSAGES, "tools": TOOLS,
+        "extra_body": {"structured_outputs": {"choice": [CALL]}},
+    }  # fmt: skip
+    whole = client.chat.completions.create(**asked).choices[0]
+    assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
+    (call,) = whole.message.tool_calls or []
+    assert call.type == "function"
+    assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Paris"}')
+    name, arguments = "", ""
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for delta in chunk.choices[0].delta.tool_calls or ():
+            assert delta.function is not None
+            name += delta.function.name or ""
+            arguments += delta.function.arguments or ""
+    assert (name, arguments) == ("weather", '{"city": "Paris"}')
+
+    history = [*MESSAGES, whole.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    answer = client.chat.completions.create(model=model, messages=history, tools=TOOLS, max_tokens=5)
+    assert answer.choices[0].message.role == "assistant"
+
+
+def test_errors_are_the_clients_own(client: openai.OpenAI, model: str) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="other", messages=MESSAGES)
+    assert missing.value.code == "model_not_found"
+    image: Any = [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=model, messages=[{"role": "user", "content": image}])
+    assert refused.value.param == "messages.0.content"
+    assert "image_url" in str(refused.value)
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as long:
+            client.chat.completions.create(
+                model=model, messages=[{"role": "user", "content": "x " * 3000}], stream=stream
+            )
+        assert long.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_cancels(
+    service: LiveService, client: openai.OpenAI, model: str, stream: bool
+) -> None:
+    asked: Any = {
+        "model": model, "messages": MESSAGES, "max_tokens": 1900, "extra_body": {"ignore_eos": True},
+    }  # fmt: skip
+    before = num_cancelled(service)
+    if stream:
+        with client.chat.completions.create(**asked, stream=True) as chunks:
+            next(iter(chunks))
+    else:
+        with pytest.raises(openai.APITimeoutError):
+            client.with_options(timeout=0.3).chat.completions.create(**asked)
+    wait_for(lambda: num_cancelled(service) > before, "the task is cancelled")
+
+
+def num_cancelled(service: LiveService) -> float:
+    """How many tasks were cancelled, from the metrics."""
+    lines = service.call("GET", "/metrics").body.decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if 'reason="cancelled"' in line)
+
+
+def test_langchain(service: LiveService, model: str) -> None:
+    url = f"{service.api_url}/v1"
+    chat = ChatOpenAI(base_url=url, api_key=lambda: KEY, model=model, max_completion_tokens=8)
+    assert isinstance(chat.invoke("hello").content, str)
+    assert "".join(str(part.content) for part in chat.stream("hello")) != ""
+    called = chat.bind_tools(TOOLS, tool_choice="required", parallel_tool_calls=False)
+    (call,) = called.bind(max_tokens=1000, seed=3).invoke("weather?").tool_calls
+    assert (call["name"], call["args"]["city"] in ("Paris", "Rome")) == ("weather", True)
