@@ -224,7 +224,7 @@ def test_grafana_is_read_only() -> None:
 
 
 def test_each_worker_of_the_overlay_has_its_own_gpu() -> None:
-    """With `count: 1` in several services, moby gives all of them GPU 0."""
+    """With `count: 1` in several services, moby assigns GPU 0 to all of them."""
     assert set(OVERLAY) == {"worker", *GPU_WORKERS}
     for number, name in enumerate(["worker", *GPU_WORKERS]):
         (device,) = OVERLAY[name]["deploy"]["resources"]["reservations"]["devices"]

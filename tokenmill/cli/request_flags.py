@@ -12,6 +12,8 @@ from tokenmill.cli.text_streams import read_file
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
+_CONSTRAINTS = {"json_schema": "json", "regex": "regex", "choice": "choice"}
+"""Flag -> field of `structured_outputs`."""
 _OPTIONS = (
     click.option("--chat", is_flag=True, help="send the prompt as a user message of a chat"),
     click.option("--max-tokens", type=int, help="maximum number of output tokens"),
@@ -28,7 +30,7 @@ _OPTIONS = (
     click.option(
         "--repetition-penalty", type=float, help="above 1: penalty for tokens in the prompt or the output"
     ),
-    click.option("--seed", type=int, help="the same seed gives the same output"),
+    click.option("--seed", type=int, help="the same seed produces the same output"),
     click.option("--stop", multiple=True, help="end the output before this text; repeatable"),
     click.option("--json-schema", type=click.File("rb"), help="file with a JSON schema for the output"),
     click.option("--regex", help="regular expression that the whole output matches"),
@@ -63,9 +65,6 @@ def to_body(prompt: str, flags: Mapping[str, Any]) -> dict[str, Any]:
     if constraints:
         fields["structured_outputs"] = {name: _plain(value) for name, value in constraints.items()}
     return {**body, **fields}
-
-
-_CONSTRAINTS = {"json_schema": "json", "regex": "regex", "choice": "choice"}
 
 
 def _plain(value: str | tuple[str, ...] | BinaryIO) -> str | list[str]:

@@ -46,7 +46,8 @@ def parse(url: str) -> RedisAddress:
     User and password are the server's. Query options: `db`, `username`, `password`, `ssl_...` (also for the
     Sentinels), `sentinel_username`, `sentinel_password`.
     """
-    scheme, separator, rest = url.partition("://")
+    # A URL read from a file, such as `.tokenmill/redis-url`, ends with a newline.
+    scheme, separator, rest = url.strip().partition("://")
     if not separator or scheme not in SCHEMES:
         raise BadRedisUrl(f"an address that starts with {_LISTED}")
     location, _, query = rest.partition("?")

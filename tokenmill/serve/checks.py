@@ -1,4 +1,4 @@
-"""Checks before anything is started: packages, addresses and ports."""
+"""Checks packages, addresses and ports before anything is started."""
 
 import errno
 import socket
@@ -39,6 +39,13 @@ def check_address(host: str, port: int, host_setting: str, port_setting: str) ->
                 ) from error
             variable = ALL[host_setting].variable
             raise SettingError(f"{variable}: {host} is not an address of this machine: {reason}") from error
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 on which no process listens now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def check_distinct(api: tuple[str, int], metrics: tuple[str, int]) -> None:

@@ -7,7 +7,6 @@ nothing. It listens on a Unix socket in a private directory, so that no other us
 import hashlib
 import os
 import shutil
-import socket
 import stat
 import tempfile
 import time
@@ -59,13 +58,6 @@ def find_redis_server() -> str:
         for program in Path(spec.origin).parent.glob("_binaries/*/valkey-server"):
             return str(program)
     raise NoRedisServer
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 on which no process listens now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def socket_path(data: Path) -> Path:

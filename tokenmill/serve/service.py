@@ -16,7 +16,7 @@ from tokenmill.process.temporary_directory import NoTemporaryDirectory, check_te
 from tokenmill.protocol.redis_url import hide_password
 from tokenmill.serve import embedded_redis
 from tokenmill.serve.announcement import announcement
-from tokenmill.serve.checks import check_address, check_distinct, check_installed
+from tokenmill.serve.checks import check_address, check_distinct, check_installed, free_port
 from tokenmill.serve.child_processes import ChildSpec
 from tokenmill.serve.cuda_devices import find_cuda_devices
 from tokenmill.serve.errors import CannotServe, FatalExit
@@ -76,11 +76,11 @@ class _Service:
     print_line: PrintLine
 
     def run(self) -> None:
-        # First: a mistyped name may be the reason why an address below is refused.
+        # First, because a mistyped name may be the reason why a check below fails.
         for line in warnings(self.environ, VARIABLES):
             self.print_line(SELF, line)
         self._check_machine()
-        port = self.settings.port or embedded_redis.free_port()
+        port = self.settings.port or free_port()
         workers = self._plan_workers()
         self._check_addresses(port, workers)
         redis_url = self._find_redis()
@@ -146,7 +146,7 @@ class _Service:
             **self.settings.model_copy(update=chosen).to_environment(),
             "PYTHONUNBUFFERED": "1",
         }
-        # `serve` has warned of these already; each process would again.
+        # `serve` has warned of these; each process would repeat the warning.
         for name in unknown_variables(self.environ, VARIABLES):
             del environment[name]
         for worker in workers:

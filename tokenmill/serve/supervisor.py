@@ -1,7 +1,8 @@
 """Starts the processes of a service, restarts those that exit, and stops all in reverse order.
 
-Invariant: however a run ends, none of its processes is left running and no task is lost. The API stops first,
-so that no new task arrives; then the workers, which finish or return theirs; Redis last.
+Invariants: no task is lost, however a run ends. No process is left running unless the supervisor is killed;
+the next run stops what it left (`take_over.py`). The API stops first, so that no new task arrives; then the
+workers, which finish or return theirs; Redis last.
 """
 
 import time

@@ -58,6 +58,7 @@ def _webhook_secret(text: str) -> str:
 
 
 Text = Annotated[str, Field(min_length=1)]
+OptionalText = Annotated[str | None, Field(min_length=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Count = Annotated[int | None, Field(ge=1, le=_MAX_COUNT)]
 Seconds = Annotated[float, Field(ge=1, le=MAX_SECONDS)]
@@ -78,7 +79,7 @@ class SharedSettings(TaskTimes):
     model: Text = setting(
         naming.DEFAULT_MODEL, "Model to serve: a local directory or a Hugging Face Hub id.", Purpose.MODEL
     )
-    served_model_name: Text | None = setting(
+    served_model_name: OptionalText = setting(
         None, "Public name of the model.", Purpose.MODEL, shown="the Hub id or the directory's name"
     )
     redis_url: Annotated[str, AfterValidator(_redis_url)] = setting(
@@ -160,7 +161,7 @@ class ApiSettings(Listening, SharedSettings):
         shown="none: open to all",
         secret=True,
     )
-    api_keys_file: Text | None = setting(
+    api_keys_file: OptionalText = setting(
         None, "File with further such entries.", Purpose.ACCESS, shown="none"
     )
     webhook_secret: Annotated[str | None, AfterValidator(_webhook_secret)] = setting(
@@ -405,7 +406,7 @@ class ClientSettings(Settings):
         Purpose.SERVICE,
         shown="the service that runs in this directory",
     )
-    api_key: Text | None = setting(
+    api_key: OptionalText = setting(
         None, "API key for `submit`, `status` and `cancel`.", Purpose.SERVICE, shown="none", secret=True
     )
 

@@ -16,8 +16,9 @@ Every setting has one name. `max_num_seqs`, for example, is
 - the key `max_num_seqs` of `tokenmill.toml` in the current directory, or of the file that `--config` names.
 
 A flag takes precedence over the environment, and the environment over the file. An empty variable is not set.
-A value that cannot be used is reported before anything starts (exit code 2, or 78 from a worker or an API
-that was started on its own). A variable `TOKENMILL_...` that is not listed here is reported and ignored.
+A value that cannot be used is reported before anything starts, with exit code 2; `python -m worker` and
+`python -m api`, which the containers run, exit with 78. A variable `TOKENMILL_...` that is not listed here is
+reported and ignored.
 """
 _READERS: dict[str, type[Settings]] = {
     "API": ApiSettings,
@@ -55,7 +56,7 @@ def _values(setting: Setting) -> str:
     return (
         ""
         if setting.kind is str
-        else setting.allowed.removeprefix("a whole number ").removeprefix("a number ")
+        else setting.allowed.removeprefix("a whole number ").removeprefix("a number ").removeprefix("of ")
     )
 
 

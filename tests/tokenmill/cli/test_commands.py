@@ -8,12 +8,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from api.schemas.requests import TaskBody
+from tests.conftest import free_port
 from tests.tokenmill.cli.fake_service import Answer, FakeService, finished, problem, task, token
 from tokenmill.cli import main as cli
 from tokenmill.cli.main import FAILED, MISUSED, REFUSED, UNREACHABLE
 from tokenmill.cli.request_flags import to_body
 from tokenmill.cli.task_commands import submit
-from tokenmill.serve.embedded_redis import free_port
 
 pytestmark = pytest.mark.usefixtures("clean_environment")
 
@@ -35,7 +35,7 @@ def test_submit_prints_the_id_alone(service: FakeService) -> None:
     assert service.calls[0].body == {"prompt": "Once upon a time"}
 
 
-def test_submit_sends_the_given_fields(service: FakeService) -> None:
+def test_submit_sends_the_fields_that_are_set(service: FakeService) -> None:
     service.will_answer(Answer(task("queued"), 202))
 
     invoke_at(
@@ -282,7 +282,7 @@ def test_structured_outputs_exclude_each_other(service: FakeService) -> None:
 
 def test_every_flag_of_a_request_is_a_field_of_a_task() -> None:
     own = {"prompt", "stream", "wait", "as_json", "config_file", "url", "api_key", "json_schema", "choice"}
-    flags = {str(flag.name): "given" for flag in submit.params if flag.name not in own}
+    flags = {str(flag.name): "set" for flag in submit.params if flag.name not in own}
 
     assert set(to_body("x", flags)) <= set(TaskBody.model_fields)
 

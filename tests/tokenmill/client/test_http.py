@@ -2,11 +2,11 @@
 
 import pytest
 
+from tests.conftest import free_port
 from tests.tokenmill.cli.fake_service import Answer, FakeService, finished, problem, task, token
 from tokenmill.client.http import Broken, Client, Refused, Unreachable
 from tokenmill.client.sse import Frame, frames
 from tokenmill.protocol.messages import FinishedEvent, TokenEvent
-from tokenmill.serve.embedded_redis import free_port
 
 
 class Clock:

@@ -92,6 +92,11 @@ def test_an_invalid_url_is_refused_without_showing_it(url: str, wanted: str) -> 
     assert "secret" not in str(raised.value)
 
 
+def test_space_around_a_url_is_ignored() -> None:
+    """`.tokenmill/redis-url` ends with a newline."""
+    assert parse("unix:///run/redis.sock\n") == parse("unix:///run/redis.sock")
+
+
 def test_passwords_are_hidden() -> None:
     address = parse("redis+sentinel://u:secret@h/mill?sentinel_password=secret")
     assert "secret" not in repr(address)

@@ -1,4 +1,4 @@
-"""A supervisor for tests, with what it prints and the signals that it hears."""
+"""Fixtures: a supervisor that records what it prints, and one that restarts its children at once."""
 
 import os
 import sys

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests.conftest import free_port
 from tests.tokenmill.serve.children import TIMEOUT_SECONDS, Lines
-from tokenmill.serve.embedded_redis import free_port
 from tokenmill.serve.state_directory import StateDirectory
 from tokenmill.settings.declarations import VARIABLES
 

@@ -45,7 +45,7 @@ def test_devices_are_those_of_the_listing(listing: str, found: tuple[str, ...]) 
         ("1", ("1",)),
         ("1,0", ("1", "0")),
         (" 0 , 1 ", ("0", "1")),
-        # CUDA takes nothing after a word that names no device.
+        # CUDA ignores everything after an entry that names no device.
         ("0,-1,1", ("0",)),
         ("0,7,1", ("0",)),
         ("0,0", ("0",)),
@@ -54,11 +54,11 @@ def test_devices_are_those_of_the_listing(listing: str, found: tuple[str, ...]) 
         ("MIG-x", ("MIG-x",)),
     ],
 )
-def test_the_environment_limits_them(limit: str, found: tuple[str, ...]) -> None:
+def test_the_environment_limits_the_devices(limit: str, found: tuple[str, ...]) -> None:
     assert find_cuda_devices({"CUDA_VISIBLE_DEVICES": limit}, lambda: TWO) == found
 
 
-def test_the_environment_alone_makes_no_device(tmp_path: Path) -> None:
+def test_the_environment_adds_no_device(tmp_path: Path) -> None:
     assert find_cuda_devices({"CUDA_VISIBLE_DEVICES": "0,1"}, lambda: None, tmp_path / "none") == ()
     assert find_cuda_devices({"CUDA_VISIBLE_DEVICES": "GPU-a"}, lambda: "") == ()
 

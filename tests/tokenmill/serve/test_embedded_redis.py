@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from tests.conftest import free_port
 from tests.tokenmill.serve.children import Lines
 from tokenmill.protocol.redis_url import hide_password
 from tokenmill.serve import embedded_redis
@@ -148,12 +149,12 @@ def test_without_a_program_the_error_says_what_to_do(monkeypatch: pytest.MonkeyP
 )
 def test_a_named_server_must_answer(url: str) -> None:
     with pytest.raises(RedisUnavailable, match="REDIS_URL: no Redis server answers") as raised:
-        embedded_redis.check_reachable(url.format(port=embedded_redis.free_port()))
+        embedded_redis.check_reachable(url.format(port=free_port()))
 
     assert "secret" not in str(raised.value)
 
 
-def test_a_named_server_that_answers_will_do(redis_url: str) -> None:
+def test_a_named_server_that_answers_is_accepted(redis_url: str) -> None:
     embedded_redis.check_reachable(redis_url)
 
 

@@ -161,14 +161,14 @@ def test_a_log_that_cannot_be_opened_is_dropped(tmp_path: Path) -> None:
     assert Child(spec, (), Lines()).wait() == 0
 
 
-def test_a_full_disk_behind_standard_output_loses_lines_only(
+def test_a_full_disk_under_standard_output_only_loses_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         LinePrinter(colour=False)("api", "lost")
         assert sys.stdout is full
-        # What it still holds cannot be written either.
+        # Its buffer cannot be written at its end either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
 
 
@@ -180,7 +180,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 
 def test_redis_exits_on_a_full_disk_and_returns_with_every_acknowledged_write(served: Served) -> None:
-    """The limit of a file's size stands for the disk's: Redis fails in the same call, without root."""
+    """A limit on the size of files simulates the full disk: Redis fails in the same call."""
     served.wait_until_ready()
     url = str(served.state.address("redis-url"))
     first = served.state.processes()["redis"]

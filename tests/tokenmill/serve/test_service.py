@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import redis
 
+from tests.conftest import free_port
 from tests.tokenmill.serve.served import WITH_FAKES, Served
 from tokenmill.cli.main import MISUSED
 from tokenmill.serve.checks import check_address, check_distinct, check_installed
-from tokenmill.serve.embedded_redis import free_port
 from tokenmill.serve.errors import CannotServe
 from tokenmill.serve.state_directory import SELF
 from tokenmill.settings.errors import SettingError
@@ -238,7 +238,7 @@ def test_two_services_on_one_port_are_found_before_anything_starts(start: Start)
 
 
 @pytest.mark.parametrize(
-    ("api", "metrics", "apart"),
+    ("api", "metrics", "are_distinct"),
     [
         (("127.0.0.1", 8000), ("127.0.0.1", 9400), True),
         (("127.0.0.1", 8000), ("127.0.0.2", 8000), True),
@@ -248,10 +248,10 @@ def test_two_services_on_one_port_are_found_before_anything_starts(start: Start)
         (("::1", 8000), ("::", 8000), False),
     ],
 )
-def test_one_port_on_two_addresses_is_allowed(
-    api: tuple[str, int], metrics: tuple[str, int], apart: bool
+def test_two_services_on_one_port_need_distinct_addresses(
+    api: tuple[str, int], metrics: tuple[str, int], are_distinct: bool
 ) -> None:
-    with nullcontext() if apart else pytest.raises(SettingError):
+    with nullcontext() if are_distinct else pytest.raises(SettingError):
         check_distinct(api, metrics)
 
 

@@ -25,7 +25,7 @@ time.sleep(300)
 
 
 def count_at(run: SupervisorRun, part: str, count: int) -> None:
-    """Let `count` requests to stop have been made once the supervisor prints `part`."""
+    """Set the number of requests to stop to `count` once the supervisor prints `part`."""
 
     def on_line(_: str, text: str) -> None:
         if part in text:

@@ -11,7 +11,7 @@ def test_one_worker_has_the_whole_machine(devices: tuple[str, ...]) -> None:
     assert plan_workers("auto", 9400, devices, 8, {}) == [PlannedWorker("worker", 9400)]
 
 
-def test_one_asked_for_is_one() -> None:
+def test_one_worker_can_be_requested() -> None:
     assert plan_workers("1", 9400, ("GPU-a", "GPU-b"), 8, {}) == [PlannedWorker("worker", 9400)]
 
 
@@ -38,7 +38,7 @@ def test_workers_of_a_cpu_share_its_cores() -> None:
     ]
 
 
-def test_cores_that_were_given_are_kept() -> None:
+def test_a_configured_number_of_threads_is_kept() -> None:
     workers = plan_workers("2", 0, (), 8, {"OMP_NUM_THREADS": "3"})
 
     assert [worker.environment for worker in workers] == [{"TOKENMILL_METRICS_PORT": "0"}] * 2
@@ -50,13 +50,13 @@ def test_more_workers_than_devices_share_them() -> None:
     assert [worker.device for worker in workers] == ["GPU-a", "GPU-b", "GPU-a"]
 
 
-def test_ports_end_somewhere() -> None:
+def test_too_few_ports_are_refused() -> None:
     assert plan_workers("2", 65534, (), 2, {})[1].metrics_port == 65535
     with pytest.raises(SettingError, match="TOKENMILL_METRICS_PORT: 2 workers need 2 ports from 65535 on"):
         plan_workers("2", 65535, (), 2, {})
 
 
-def test_where_they_are_is_described() -> None:
+def test_a_worker_is_described_with_its_device_and_address() -> None:
     assert description(PlannedWorker("worker", 9400), "h") == "worker: metrics at http://h:9400/metrics"
     assert (
         description(PlannedWorker("worker-1", 0, "GPU-b"), "h") == "worker-1 on GPU-b: metrics at a free port"

@@ -30,7 +30,7 @@ def is_accepted(variable: str, text: str) -> bool:
     return True
 
 
-def test_what_the_processes_read() -> None:
+def test_each_process_has_its_settings() -> None:
     assert set(ALL) == set(ServeSettings.model_fields) | set(ClientSettings.model_fields)
     assert set(ApiSettings.model_fields) & set(WorkerSettings.model_fields) == set(
         SharedSettings.model_fields
@@ -170,7 +170,7 @@ def test_ranges(variable: str, accepted: list[str], refused: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name.endswith("_seconds")])
-def test_every_duration_ends_before_clocks_do(name: str) -> None:
+def test_every_duration_is_limited(name: str) -> None:
     """A longer one is too many milliseconds for Redis, or too long for a system's timeout."""
     variable = ALL[name].variable
     assert is_accepted(variable, "1e9")
@@ -178,7 +178,7 @@ def test_every_duration_ends_before_clocks_do(name: str) -> None:
 
 
 @pytest.mark.parametrize("setting", [one for one in ALL.values() if one.kind in (int, float)])
-def test_every_number_has_a_minimum_that_is_named(setting: Setting) -> None:
+def test_the_allowed_values_of_a_number_have_its_minimum(setting: Setting) -> None:
     minimum = {"max_body_bytes": "1024", "http_threads": "2", "lease_seconds": "0.5"}.get(setting.name)
     assert setting.allowed.removeprefix("a whole number").removeprefix("a number").split()[0] in (
         "from",
@@ -208,7 +208,7 @@ def test_keys_are_never_shown() -> None:
     assert [one for one in settings if "key-1" in repr(one)] == []
 
 
-def test_a_file_of_keys_is_read_when_it_is_needed(tmp_path: Path) -> None:
+def test_a_file_of_keys_is_read_only_when_needed(tmp_path: Path) -> None:
     """The commands `submit`, `status` and `cancel` may not be allowed to read it."""
     settings = ApiSettings.load({"TOKENMILL_API_KEYS_FILE": str(tmp_path / "missing")})
     with pytest.raises(SettingError, match="TOKENMILL_API_KEYS_FILE must be a file that can be read"):

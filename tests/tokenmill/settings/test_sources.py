@@ -1,4 +1,4 @@
-"""Flags take precedence over the environment and that over the file; an error names the source of a value."""
+"""Flags take precedence over the environment, which does over the file. Errors name the source of a value."""
 
 from pathlib import Path
 
@@ -9,14 +9,14 @@ from tokenmill.settings.errors import SettingError
 from tokenmill.settings.sources import Settings, SettingsFile, find_file
 
 
-def written(directory: Path, text: str) -> SettingsFile:
+def write_file(directory: Path, text: str) -> SettingsFile:
     file = directory / "tokenmill.toml"
     file.write_text(text)
     return SettingsFile(file, ALL)
 
 
-def test_a_flag_precedes_the_environment_and_that_the_file(tmp_path: Path) -> None:
-    file = written(tmp_path, 'port = 1\nhost = "h1"\nmodel = "m1"\n')
+def test_flags_precede_the_environment_and_the_environment_the_file(tmp_path: Path) -> None:
+    file = write_file(tmp_path, 'port = 1\nhost = "h1"\nmodel = "m1"\n')
     environ = {"TOKENMILL_PORT": "2", "TOKENMILL_HOST": "h2"}
 
     settings = ServeSettings.load(environ, {"port": "3"}, file)
@@ -30,7 +30,7 @@ def test_an_empty_variable_is_not_set(tmp_path: Path, text: str) -> None:
     """Compose passes every variable on, `${NAME:-}`, whether the user has set it or not."""
     environ = dict.fromkeys((one.variable for one in ALL.values()), text)
 
-    assert ServeSettings.load(environ, {}, written(tmp_path, "port = 1\n")).port == 1
+    assert ServeSettings.load(environ, {}, write_file(tmp_path, "port = 1\n")).port == 1
     assert ServeSettings.load(environ) == ServeSettings()
 
 
@@ -50,7 +50,7 @@ def test_the_constructor_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_only_what_is_set_is_passed_to_other_processes(tmp_path: Path) -> None:
-    file = written(tmp_path, "chunked_prefill = false\nlease_seconds = 2.5\nmax_num_seqs = 8\n")
+    file = write_file(tmp_path, "chunked_prefill = false\nlease_seconds = 2.5\nmax_num_seqs = 8\n")
 
     settings = ServeSettings.load({"REDIS_URL": "redis://h:1/0"}, {"grace_seconds": "3.0"}, file)
 
@@ -72,7 +72,7 @@ def test_another_process_reads_what_was_passed_to_it() -> None:
 
 
 def test_a_byte_order_mark_before_the_file_is_skipped(tmp_path: Path) -> None:
-    assert written(tmp_path, "\ufeffport = 1\n").values == {"port": 1}
+    assert write_file(tmp_path, "\ufeffport = 1\n").values == {"port": 1}
 
 
 @pytest.mark.parametrize("url", ["http://host", "https://host:8443/prefix", "http://[::1]:8000/"])
@@ -117,7 +117,7 @@ def test_a_wrong_value_is_named_with_its_source(
     tmp_path: Path, flags: dict[str, str], environ: dict[str, str], text: str, message: str
 ) -> None:
     with pytest.raises(SettingError) as raised:
-        ServeSettings.load(environ, flags, written(tmp_path, text))
+        ServeSettings.load(environ, flags, write_file(tmp_path, text))
 
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -138,13 +138,13 @@ def test_a_wrong_address_is_named_with_its_source(
     tmp_path: Path, flags: dict[str, str], environ: dict[str, str], text: str, message: str
 ) -> None:
     with pytest.raises(SettingError) as raised:
-        ClientSettings.load(environ, flags, written(tmp_path, text))
+        ClientSettings.load(environ, flags, write_file(tmp_path, text))
 
     assert message in str(raised.value)
 
 
 def test_the_first_source_of_a_value_is_named(tmp_path: Path) -> None:
-    file = written(tmp_path, "port = 1\n")
+    file = write_file(tmp_path, "port = 1\n")
 
     with pytest.raises(SettingError, match=r"^TOKENMILL_PORT must be"):
         ServeSettings.load({"TOKENMILL_PORT": "x"}, {}, file)
@@ -161,7 +161,7 @@ def test_the_first_source_of_a_value_is_named(tmp_path: Path) -> None:
 )
 def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(SettingError) as raised:
-        written(tmp_path, text)
+        write_file(tmp_path, text)
 
     assert message in str(raised.value)
 
@@ -175,12 +175,12 @@ def test_a_named_file_must_exist(tmp_path: Path) -> None:
 
 
 def test_the_file_of_the_directory_is_found(tmp_path: Path) -> None:
-    file = written(tmp_path, "")
+    file = write_file(tmp_path, "")
 
     assert find_file(None, tmp_path) == file.path
 
 
-def test_a_settings_class_may_be_of_any_process() -> None:
+def test_a_settings_class_need_not_use_setting() -> None:
     class Small(Settings):
         port: int = 1
 

@@ -23,7 +23,7 @@ def test_a_mistyped_variable_is_named_with_the_nearest() -> None:
     assert unknown_variables(environ, VARIABLES) == ["TOKENMILL_FLUX", "TOKENMILL_MAX_NUM_SEQ"]
 
 
-def test_every_name_is_found_by_a_typing_error() -> None:
+def test_every_name_is_suggested_for_a_mistyped_one() -> None:
     for name in ALL:
         middle = len(name) // 2
         assert nearest(f"{name[:middle]}~{name[middle:]}", ALL) == f"; did you mean {name}?"
