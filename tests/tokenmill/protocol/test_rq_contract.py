@@ -85,9 +85,9 @@ def test_no_key_has_braces() -> None:
     ],
 )
 def test_times_have_the_format_of_rq(redis_client: RedisClient, moment: datetime) -> None:
-    clock = Path(scripting.__file__).with_name("scripts") / "parts" / "clock.lua"
+    formats = Path(scripting.__file__).with_name("scripts") / "parts" / "formats.lua"
     microseconds = round((moment - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds() * 1e6)
-    script = clock.read_text() + "\nreturn utcformat(tonumber(ARGV[2]))"
+    script = formats.read_text() + "\nreturn utcformat(tonumber(ARGV[2]))"
     assert redis_client.eval(script, 0, 0, microseconds).decode() == utcformat(moment)
 
 

@@ -14,7 +14,17 @@ from tokenmill.protocol.naming import PRIORITIES
 from tokenmill.protocol.store import script_errors
 from tokenmill.protocol.store.server_clock import ServerClock
 
-QUEUE_PARTS = ("clock", "key_types", "deadlines", "queue_index", "claim_order", "cost_sums", "waiting_tasks")
+_BASE_PARTS = ("late_calls", "formats")
+QUEUE_PARTS = (
+    *_BASE_PARTS,
+    "key_types",
+    "deadlines",
+    "tenant_shares",
+    "queue_index",
+    "claim_order",
+    "cost_sums",
+    "waiting_tasks",
+)
 _END_PARTS = (*QUEUE_PARTS, "drain_rate", "outbox", "append", "task_end", "lost_tasks", "poison")
 _REAPING_PARTS = (*_END_PARTS, "record_checks", "failures")
 
@@ -41,17 +51,17 @@ _SCRIPTS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "reaping/rq_changes": (_FREES, _REAPING_PARTS),
     "reaping/overdue_tasks": (_FREES, _REAPING_PARTS),
     "reaping/rq_registries": (_FREES, _REAPING_PARTS),
-    "readers/add": (_WRITES, ("clock",)),
+    "readers/add": (_WRITES, _BASE_PARTS),
     "readers/remove": (_FREES, (*_END_PARTS, "readers")),
-    "outbox/take": (_FREES, ("clock", "outbox")),
-    "outbox/renew": (_FREES, ("clock", "outbox")),
+    "outbox/take": (_FREES, (*_BASE_PARTS, "outbox")),
+    "outbox/renew": (_FREES, (*_BASE_PARTS, "outbox")),
     "outbox/done": (_FREES, _END_PARTS),
-    "outbox/retry": (_FREES, ("clock", "outbox")),
+    "outbox/retry": (_FREES, (*_BASE_PARTS, "outbox")),
     "audit/tasks": (_FREES, _END_PARTS),
     "audit/model": (_FREES, QUEUE_PARTS),
-    "workers/put_worker": (_WRITES, ("clock",)),
-    "workers/drop_worker": (_FREES, ("clock",)),
-    "workers/list_workers": (_READS, ("clock", "worker_records")),
+    "workers/put_worker": (_WRITES, _BASE_PARTS),
+    "workers/drop_worker": (_FREES, _BASE_PARTS),
+    "workers/list_workers": (_READS, (*_BASE_PARTS, "worker_records")),
 }
 
 NAMES = frozenset(_SCRIPTS)

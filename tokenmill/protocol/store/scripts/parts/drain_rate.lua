@@ -32,7 +32,7 @@ local function stop_measuring(slug)
   call('HDEL', K.pace .. slug, 'mark')
 end
 
--- Called after each claim: what still waits, waits for the workers.
+-- Called after each claim. Tasks that still wait prove that the workers are saturated.
 local function measure_from_claim(slug, num_waiting)
   record_drained(slug, 0)
   local key = K.pace .. slug

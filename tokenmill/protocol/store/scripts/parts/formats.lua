@@ -1,21 +1,4 @@
--- Redis's clock, the only one that scripts use (host clocks differ), and formats of numbers and times.
-
--- ARGV[1]: the retention in milliseconds; after a colon, the time in microseconds at which the caller times out, if
--- known; then an optional `!`. A server that was stopped runs calls whose callers have given up: such a call changes
--- nothing and replies TOOLATE, or with `!` an error with that code.
-
-local call = redis.call
-local retention, wanted_until, late_is_error = string.match(ARGV[1], '^(%d+):?(-?%d*)(!?)$')
-local retention_ms = tonumber(retention)
-local time = call('TIME')
-local now_us = time[1] * 1000000 + time[2]
-
-if wanted_until ~= '' and now_us > tonumber(wanted_until) then
-  if late_is_error == '!' then
-    return redis.error_reply('TOOLATE the caller no longer waits for this call')
-  end
-  return redis.status_reply('TOOLATE')
-end
+-- Formats of numbers and times, and hashes as tables.
 
 -- Lua would format numbers of more than 14 digits as 1.7e+15.
 local function whole(number)
