@@ -36,7 +36,7 @@ class ClientError(Exception):
 
 
 class Unreachable(ClientError):
-    """No service answers, or another program does."""
+    """No server answers at the address, or one that is not Tokenmill."""
 
 
 class Broken(ClientError):
@@ -104,7 +104,7 @@ class Client:
             task = self._retry(lambda: self.task(task_id, poll_seconds))
             if task.get("status") in TERMINAL:
                 return task
-            # A server that has no thread free for waiting answers at once.
+            # A server without a free thread for waiting answers at once.
             if self.clock() - asked_at < min(poll_seconds, _POLL_PAUSE_SECONDS):
                 self.sleep(_POLL_PAUSE_SECONDS)
 
@@ -167,9 +167,9 @@ class Client:
         except (OSError, http.client.HTTPException) as error:
             raise Broken(f"the connection to {self.url} broke: {error}") from error
         except ValueError as error:
-            raise Unreachable(f"what answers at {self.url} is not Tokenmill") from error
+            raise Unreachable(f"the server at {self.url} is not Tokenmill") from error
         if not isinstance(result, dict):
-            raise Unreachable(f"what answers at {self.url} is not Tokenmill")
+            raise Unreachable(f"the server at {self.url} is not Tokenmill")
         return result
 
     def _open(
@@ -206,7 +206,7 @@ def _opener(url: str) -> urllib.request.OpenerDirector:
 def _no_answer(url: str, error: Exception) -> ClientError:
     reason = getattr(error, "reason", error)
     if isinstance(reason, ConnectionRefusedError | socket.gaierror | ValueError):
-        return Unreachable(f"no Tokenmill answers at {url}, is it running? ({reason})")
+        return Unreachable(f"Tokenmill does not answer at {url}; is it running? ({reason})")
     return Broken(f"no answer from {url}: {reason}")
 
 
@@ -240,4 +240,4 @@ def _refused(error: urllib.error.HTTPError) -> Refused:
     except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
         code, message = "http_error", f"HTTP {error.code} {error.reason}"
     after = error.headers.get("Retry-After", "")
-    return Refused(error.code, code, message, float(after) if after.isdigit() else None)
+    return Refused(error.code, code, message, float(after) if after.isdecimal() else None)

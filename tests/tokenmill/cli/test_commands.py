@@ -148,7 +148,7 @@ def test_no_service_is_one_line() -> None:
     result = invoke("submit", "--url", url, "x")
 
     assert result.exit_code == UNREACHABLE
-    assert result.stderr.startswith(f"Error: no Tokenmill answers at {url}, is it running?")
+    assert result.stderr.startswith(f"Error: Tokenmill does not answer at {url}; is it running?")
     assert result.stderr.count("\n") == 1
 
 

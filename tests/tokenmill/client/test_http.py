@@ -160,8 +160,9 @@ def test_a_wait_that_returns_early_is_followed_by_a_pause(service: FakeService) 
     assert service.calls[0].path == "/v1/tasks/t1?wait=20"
 
 
-def test_an_error_of_a_proxy_is_reported_by_its_status(service: FakeService) -> None:
-    service.will_answer(Answer(["<html>"], 403, {"Retry-After": "soon"}))
+@pytest.mark.parametrize("retry_after", ["soon", "\xb2"])
+def test_an_error_of_a_proxy_is_reported_by_its_status(service: FakeService, retry_after: str) -> None:
+    service.will_answer(Answer(["<html>"], 403, {"Retry-After": retry_after}))
 
     with pytest.raises(Refused, match="HTTP 403"):
         client_of(service).task("t1")

@@ -29,9 +29,9 @@ from tokenmill.protocol.store.task_store import TaskStore
 MANY = 50
 
 
-def die(store: TaskStore, claimed: Claimed, standing: TaskPhase) -> Reaped:
+def die(store: TaskStore, claimed: Claimed, phase: TaskPhase) -> Reaped:
     """The worker records the phase and crashes."""
-    store.renew(owned([claimed]), -1, {claimed.task_id: standing})
+    store.renew(owned([claimed]), -1, {claimed.task_id: phase})
     return reap(store)
 
 
@@ -195,7 +195,7 @@ def test_progress_voids_all_crashes(store: TaskStore, redis_client: RedisClient)
     assert not fourth.suspect
     assert die(store, fourth, "seated").poisoned == ()
 
-    assert blame(store).poisoned == (fourth.task_id,), "and it takes three again"
+    assert blame(store).poisoned == (fourth.task_id,), "three more are needed"
 
 
 def test_an_untouched_task_is_never_a_suspect(store: TaskStore, redis_client: RedisClient) -> None:
@@ -206,13 +206,13 @@ def test_an_untouched_task_is_never_a_suspect(store: TaskStore, redis_client: Re
         die(store, claimed, "untouched")
 
 
-@pytest.mark.parametrize("standing", ["untouched", "waiting", "seated", "alone"])
-def test_hand_backs_never_count(store: TaskStore, redis_client: RedisClient, standing: TaskPhase) -> None:
+@pytest.mark.parametrize("phase", ["untouched", "waiting", "seated", "alone"])
+def test_hand_backs_never_count(store: TaskStore, redis_client: RedisClient, phase: TaskPhase) -> None:
     submit(store, redis_client)
     for _ in range(MANY):
         claimed = claim_one(store)
         assert not claimed.suspect
-        store.renew(owned([claimed]), 60, {claimed.task_id: standing})
+        store.renew(owned([claimed]), 60, {claimed.task_id: phase})
         assert store.hand_back(owned([claimed])) == 1
 
 
@@ -223,19 +223,19 @@ def test_a_hand_back_of_a_crashed_worker_counts(store: TaskStore, redis_client: 
     publish(store, progressed, 0, 1)
     store.renew(owned([guilty, mate]), 60, {mate.task_id: "waiting"})
     assert store.hand_back(owned([guilty, progressed, mate]), crashed=True) == 3
-    numbers = []
+    num_returned = []
     for _ in range(3):
         claimed = claim(store)
         assert [one.suspect for one in claimed] == [True, False, False]
-        standings: dict[str, TaskPhase] = dict.fromkeys(ids, "untouched")
-        store.renew(owned(claimed), 60, standings | {ids[0]: "alone"})
-        numbers.append(store.hand_back(owned(claimed), crashed=True))
+        phases: dict[str, TaskPhase] = dict.fromkeys(ids, "untouched")
+        store.renew(owned(claimed), 60, phases | {ids[0]: "alone"})
+        num_returned.append(store.hand_back(owned(claimed), crashed=True))
 
-    assert numbers == [3, 3, 2]
+    assert num_returned == [3, 3, 2]
     snapshot = store.inspect(ids[0])
     assert snapshot is not None
     assert snapshot.status == "failed"
-    assert [one.suspect for one in claim(store)] == [False, False], "they were not touched beside it"
+    assert [one.suspect for one in claim(store)] == [False, False], "the others were untouched"
 
 
 @pytest.mark.parametrize("how", ["renew", "publish"])
@@ -246,7 +246,7 @@ def test_an_owner_that_renews_after_its_lease_lapsed_did_not_crash(
     submit(store, redis_client)
     stopped = claim_one(store)
     die(store, stopped, "seated")
-    _speak(store, stopped, how)
+    _call_again(store, stopped, how)
 
     assert not claim_one(store).suspect
 
@@ -260,13 +260,13 @@ def test_a_crash_of_an_isolated_run_is_retracted_if_its_owner_renews(
     for _ in range(MANY):
         assert die(store, stopped, "alone").poisoned == ()
         again = claim_one(store)
-        _speak(store, stopped, how)
+        _call_again(store, stopped, how)
         store.hand_back(owned([again]))
         stopped = claim_one(store)
-        assert stopped.suspect, "what counts on another's account stays"
+        assert stopped.suspect, "crashes of other owners still count"
 
 
-def _speak(store: TaskStore, claimed: Claimed, how: str) -> None:
+def _call_again(store: TaskStore, claimed: Claimed, how: str) -> None:
     if how == "renew":
         assert store.renew(owned([claimed]), 60).lost == {claimed.task_id}
     else:
@@ -301,7 +301,7 @@ def test_a_claim_of_an_older_version_never_counts(store: TaskStore, redis_client
 def test_the_record_of_an_attempt_is_removed_with_it(
     store: TaskStore, redis_client: RedisClient, how: str
 ) -> None:
-    """An older version that claims next stores none, and would be judged by this one."""
+    """A later claim by an older version stores none, and a record that is left would count against it."""
     submit(store, redis_client)
     claimed = claim_one(store)
     if how == "reap":
@@ -360,6 +360,18 @@ def test_a_lapse_across_a_restart_of_redis_is_not_a_crash(tmp_path: Path) -> Non
     finally:
         server.process.kill()
         server.process.wait()
+
+
+def test_an_earlier_failure_of_another_caller_does_not_shorten_an_outage(
+    store: TaskStore, redis_client: RedisClient
+) -> None:
+    submit(store, redis_client)
+    held = claim_one(store)
+    store.renew(owned([held]), -1)
+    for seconds_ago in (0.0, 600.0):
+        store.reap(SLUG, max_task_seconds=3600, reclaim_leases=False, failed_seconds_ago=seconds_ago)
+    assert reap(store).returned == (held.task_id,)
+    assert not claim_one(store).suspect
 
 
 def test_a_crash_after_an_outage_counts(store: TaskStore, redis_client: RedisClient) -> None:

@@ -64,7 +64,7 @@ def test_a_bad_record_does_not_keep_lapsed_tasks_claimed(
     named = {failure.record for failure in reaped.failures} | set(reaped.lost)
     assert named == {ids[2]}
     again = reap(store)
-    assert (again.returned, again.failures) == ((), ()), "it is not looked at again at once"
+    assert (again.returned, again.failures) == ((), ()), "the bad record is set aside"
 
 
 @each_spoil
@@ -172,3 +172,15 @@ def test_a_lapsed_task_with_an_incomplete_run_hash_is_lost(
     end = store.read_log(held.task_id)[-1]
     assert end.error["code"] == "lost"  # type: ignore[union-attr,index]
     assert settle(store, held, 2) == Lost()
+
+
+def test_a_task_without_the_name_of_its_worker_can_be_cancelled(
+    store: TaskStore, redis_client: RedisClient
+) -> None:
+    """Regression: the script failed after it had written the end to the log."""
+    task_id = submit(store, redis_client)
+    claim_one(store)
+    redis_client.hdel(keys.run(task_id), "worker")
+    assert store.cancel(task_id) == "cancelled"
+    assert store.inspect(task_id).status == "cancelled"  # type: ignore[union-attr]
+    assert not redis_client.exists(keys.LEASES)

@@ -115,6 +115,7 @@ def test_a_reader_that_renews_stays(
     # A reader with less time does not shorten another's.
     readers.read(task_id, "b", 60)
     assert redis_client.zscore(keys.WATCHED, task_id) == redis_client.zscore(keys.readers(task_id), "a")
+    assert redis_client.pttl(keys.readers(task_id)) > 500_000
 
 
 def test_readers_of_other_tasks_are_not_stored(

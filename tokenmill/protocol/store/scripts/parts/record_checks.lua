@@ -21,6 +21,4 @@ local function check_record(id, task)
   check_type('stream', K.log .. id)
   check_type('stream', K.rq_results .. id)
   check_type('hash', K.rq_job .. id)
-  -- Only for RQ's tools.
-  task.worker = task.worker or ''
 end

@@ -18,7 +18,7 @@ local function release(id, task, num_served)
   call('ZREM', K.leases, id)
   call('ZREM', K.rq_wip .. task.queue, composite)
   call('DEL', K.rq_execution .. composite, K.rq_executions .. id)
-  call('SREM', K.rq_worker .. task.worker .. K.rq_worker_executions, composite)
+  call('SREM', K.rq_worker .. (task.worker or '') .. K.rq_worker_executions, composite)
   call('HDEL', K.run .. id, 'owner', 'waiting_for', 'tokens_ahead', 'position', 'standing', 'claimed_length')
   call('HDEL', K.run .. id, 'lease_seconds')
   local cost = tonumber(task.cost) or 0
@@ -164,8 +164,8 @@ end
 local function add_rq_result(id, task, fields)
   local row = { 'worker_name', task.worker or '' }
   if task.owner then
-    row = { 'worker_name', task.worker, 'execution_id', task.owner, 'execution_started_at', task.claimed_at,
-      'execution_ended_at', seconds(now_us) }
+    row = { 'worker_name', task.worker or '', 'execution_id', task.owner, 'execution_started_at',
+      task.claimed_at or '', 'execution_ended_at', seconds(now_us) }
   end
   for name, value in pairs(fields) do
     if value ~= '' then

@@ -6,6 +6,8 @@ local on_disconnect, terminal = unpack(call('HMGET', K.run .. id, 'on_disconnect
 if on_disconnect == 'cancel' and not terminal then
   local lapses = seconds(now_us + ARGV[4] * 1000000)
   call('ZADD', K.readers .. id, lapses, ARGV[3])
-  call('PEXPIRE', K.readers .. id, whole(ARGV[4] * 1000))
+  -- The key lives as long as its last reader. Without an expiry `GT` has no effect.
+  call('PEXPIRE', K.readers .. id, whole(ARGV[4] * 1000), 'NX')
+  call('PEXPIRE', K.readers .. id, whole(ARGV[4] * 1000), 'GT')
   call('ZADD', K.watched, 'GT', lapses, id)
 end

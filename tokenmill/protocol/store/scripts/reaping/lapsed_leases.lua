@@ -16,10 +16,10 @@ local function started_us()
   return uptime and now_us - (uptime + 1) * 1000000 or 0
 end
 
--- When Redis was last unavailable: it failed a caller, or started.
-local function outage_us()
+-- When Redis last failed a caller; 0 if unknown or if the clock was set back since.
+local function failed_us()
   local kept = tonumber(call('GET', K.outage) or 0) * 1000000
-  return math.max(kept <= now_us and kept or 0, started_us())
+  return kept <= now_us and kept or 0
 end
 
 -- An owner that has not renewed since an outage may have shut down in order without being able to hand back.
@@ -54,8 +54,10 @@ local function reclaim(id, outage)
 end
 
 if failed_ago then
-  call('SET', K.outage, seconds(now_us - failed_ago * 1000000), 'EX', OUTAGE_SECONDS)
+  -- Another caller may have reported a later failure.
+  call('SET', K.outage, seconds(math.max(failed_us(), now_us - failed_ago * 1000000)), 'EX', OUTAGE_SECONDS)
 end
-local outage = limit > 0 and outage_us()
+-- When Redis was last unavailable: it failed a caller, or started.
+local outage = limit > 0 and math.max(failed_us(), started_us())
 process_due(K.leases, limit, function(id) reclaim(id, outage) end)
 return { returned, cancelled, poisoned, lost, failures }
