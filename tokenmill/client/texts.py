@@ -1,4 +1,4 @@
-"""Formats the texts of a task for a terminal: a single one as it is, several with a line before each."""
+"""Formats the texts of a task for a terminal. If there are several, each has a headline."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,1 +1,1 @@
-"""What the API, the worker and the commands share as processes: startup, environment variables, log lines."""
+"""What the API, the worker and the commands share as processes: startup, restarts, outages of Redis."""

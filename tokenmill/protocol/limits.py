@@ -79,8 +79,8 @@ def prompt_logprobs_fit(num_prompt_tokens: int, prompt_logprobs: int | None) -> 
 
 def prompt_logprobs_error(num_prompt_tokens: int) -> str:
     return (
-        f"of {num_prompt_tokens} tokens are more than {MAX_OUTPUT_VALUES} numbers; "
-        "shorten the prompt or ask for fewer"
+        f"of {num_prompt_tokens} prompt tokens are more than {MAX_OUTPUT_VALUES} values; "
+        "shorten the prompt or request fewer"
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tokenmill.protocol.messages import Event, LogEntry
 
 MAX_SEQ = 2**53
-"""Upper bound of `seq`; larger numbers do not fit stream ids."""
+"""Upper bound of `seq`: the numbers of Lua scripts are exact up to it."""
 
 PAGE = 1000
 """Entries per read: Redis serves no other client meanwhile, and a log may be tens of megabytes."""

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from tokenmill.protocol.naming import DEFAULT_PRIORITY
+
 JOB_FUNCTION = "worker.tasks.generate"
 """The only function name that a worker accepts. It is a name only: nothing is imported or called."""
 
@@ -37,7 +39,7 @@ class GenerateRequest:
     tools: tuple[Mapping[str, Any], ...] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    priority: int = 2
+    priority: int = DEFAULT_PRIORITY
     cache_salt: str | None = None
     queue_timeout_seconds: float | None = None
     ttft_timeout_seconds: float | None = None

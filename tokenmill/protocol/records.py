@@ -79,9 +79,9 @@ class Submission:
     `job_fields`: RQ's `Job.to_dict()`. `cost`: estimated tokens of prompt and outputs. `metadata`: JSON text.
     `body_digest` distinguishes the bodies sent with one `idempotency_key`. `max_waiting`,
     `max_waiting_tokens`: limits of the model's waiting tasks and of their cost; None means no limit. The
-    first waiting task is never too large for the token limit. `share_limits`: each tenant may use what the
-    limits leave free, so that no tenant takes all; a tenant's first task is never too large. `webhook`: URL
-    that receives the end of the task, or "". `cancel_on_disconnect`: the task is cancelled when its last
+    first waiting task is never too large for the token limit. `share_limits`: a tenant may use no more of
+    each limit than all tenants together leave free; its first waiting task is never too large. `webhook`:
+    URL that receives the end of the task, or "". `cancel_on_disconnect`: the task is cancelled when its last
     reader disconnects.
 
     Raises ValueError for a value that is not valid in a key or a message.

@@ -46,7 +46,7 @@ class Following:
         try:
             for event in self._events:
                 self._taken.put(event)
-        except Exception as error:  # noqa: BLE001 - it is given to the test, which raises it
+        except Exception as error:  # noqa: BLE001 - passed to the test, which raises it
             self._taken.put(error)
         else:
             self._taken.put(StopIteration())

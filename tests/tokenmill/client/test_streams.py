@@ -268,7 +268,7 @@ def test_an_abandoned_stream_leaves_no_connection(
 def test_a_stream_continues_when_another_worker_takes_over(
     follow: Follow, store: TaskStore, redis_client: RedisClient, redis_url: str
 ) -> None:
-    """The worker's death costs the reader nothing but time."""
+    """The reader misses no event when the worker dies."""
     submit(store, redis_client)
     first = claim_one(store, lease_seconds=-1)
     publish(store, first, 0, 2)

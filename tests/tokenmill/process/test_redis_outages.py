@@ -25,7 +25,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_many_failed_calls_give_two_lines(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_many_failed_calls_log_two_lines(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """Regression: 5,800 warnings in 13 s."""
     log = OutageLog(logger, "API", clock)
     log.worked()

@@ -19,12 +19,12 @@ GATES = [
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize(("room", "gate", "arguments"), GATES)
+@pytest.mark.parametrize(("program", "gate", "arguments"), GATES)
 def test_a_signal_ends_a_starting_process(
-    redis_url: str, room: str, gate: str, arguments: Any, number: int
+    redis_url: str, program: str, gate: str, arguments: Any, number: int
 ) -> None:
     env = {"REDIS_URL": redis_url, "TOKENMILL_METRICS_PORT": "0"}
-    process = start_at_gate(room, gate, arguments=arguments, env=env)
+    process = start_at_gate(program, gate, arguments=arguments, env=env)
 
     process.send_signal(number)
 
@@ -34,11 +34,13 @@ def test_a_signal_ends_a_starting_process(
         end(process)
 
 
-@pytest.mark.parametrize(("room", "gate", "arguments"), GATES)
-def test_process_1_does_not_ignore_the_signal(redis_url: str, room: str, gate: str, arguments: Any) -> None:
+@pytest.mark.parametrize(("program", "gate", "arguments"), GATES)
+def test_process_1_does_not_ignore_the_signal(
+    redis_url: str, program: str, gate: str, arguments: Any
+) -> None:
     """Emulated here; with real namespaces in tests/services/test_first_process.py."""
     env = {"REDIS_URL": redis_url, "TOKENMILL_METRICS_PORT": "0"}
-    process = start_at_gate(room, gate, arguments=arguments, env=env, as_first=True)
+    process = start_at_gate(program, gate, arguments=arguments, env=env, as_first=True)
 
     process.send_signal(signal.SIGTERM)
 

@@ -11,20 +11,20 @@ ROOT = Path(__file__).parents[3]
 _PROGRAM = """
 import runpy, sys, tempfile
 tempfile._candidate_tempdir_list = lambda: ['/dev/full/x', '/proc']
-sys.argv = [{room!r}, *{arguments!r}]
-runpy.run_module({room!r}, run_name='__main__', alter_sys=True)
+sys.argv = [{program!r}, *{arguments!r}]
+runpy.run_module({program!r}, run_name='__main__', alter_sys=True)
 """
 
 
 @pytest.mark.parametrize(
-    ("room", "arguments", "code"), [("worker", [], 78), ("api", [], 78), ("tokenmill", ["serve"], 2)]
+    ("program", "arguments", "code"), [("worker", [], 78), ("api", [], 78), ("tokenmill", ["serve"], 2)]
 )
 def test_a_missing_temporary_directory_is_an_error(
-    tmp_path: Path, room: str, arguments: list[str], code: int
+    tmp_path: Path, program: str, arguments: list[str], code: int
 ) -> None:
     """The candidates are replaced; with read-only mounts in tests/services/test_read_only.py."""
     done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM.format(room=room, arguments=arguments)],
+        [sys.executable, "-c", _PROGRAM.format(program=program, arguments=arguments)],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TOKENMILL_PORT": "0", "TOKENMILL_METRICS_PORT": "0"},
         capture_output=True,

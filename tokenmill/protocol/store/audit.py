@@ -1,4 +1,4 @@
-"""Repairs the indexes in Redis from the run hashes, so that every accepted task ends although an index was
+"""Repairs the indexes in Redis from the run hashes, so that every accepted task ends even if an index was
 deleted, evicted or overwritten.
 
 Scans the keys of the database in pages, outside of scripts. Idempotent; audits may run concurrently.
@@ -11,7 +11,7 @@ from tokenmill.protocol.store.scripting import RedisClient, Scripts
 
 PAGE = 500
 LEASE_SECONDS = 10.0
-"""Lease given to a claimed task without one; a living worker renews it before it lapses."""
+"""Lease given to a claimed task without one; a live worker renews it before it lapses."""
 
 
 class ScanningClient(RedisClient, Protocol):

@@ -89,7 +89,7 @@ class TaskStore:
 
         `order` is stored, and the positions of `inspect` follow it until another claim changes it. Tasks
         claimed by a call whose reply was lost return to the queue when their lease lapses. A call ends at
-        most `MAX_RECORDS` tasks that RQ's own tools removed; past that it returns fewer tasks than wait.
+        most `MAX_RECORDS` tasks that RQ's own tools removed; then it may return fewer tasks than are waiting.
         """
         owners = (secrets.token_hex(16) for _ in range(max_tasks))
         replies = self._run(

@@ -29,10 +29,10 @@ class FairModel:
     def enter(self, task_id: str, task: Waiting) -> None:
         tenants = self.tenants()
         if task.tenant not in tenants:
-            least = self.least()
-            own = max(least, self.counters.get(task.tenant, 0))
+            minimum = self.minimum_counter()
+            own = max(minimum, self.counters.get(task.tenant, 0))
             for tenant in [name for name in self.counters if name not in tenants]:
-                if self.counters[tenant] <= least:
+                if self.counters[tenant] <= minimum:
                     del self.counters[tenant]
             self.counters[task.tenant] = own
         self.waiting[task_id] = task
@@ -55,12 +55,12 @@ class FairModel:
         return claimed
 
     def charge(self, tenant: str, num_tokens: int) -> None:
-        self.counters[tenant] = max(0, self.counters.get(tenant, self.least()) + num_tokens)
+        self.counters[tenant] = max(0, self.counters.get(tenant, self.minimum_counter()) + num_tokens)
 
     def tenants(self) -> set[str]:
         return {task.tenant for task in self.waiting.values()}
 
-    def least(self) -> int:
+    def minimum_counter(self) -> int:
         return min((self.counters[tenant] for tenant in self.tenants()), default=self.last_counter)
 
     def num_waiting(self) -> dict[str, int]:

@@ -12,7 +12,7 @@ from tokenmill.protocol.messages import FinishedEvent
 from tokenmill.protocol.naming import queue_name, tenant_hash
 
 
-def every_task_is_in_exactly_one_place(world: World) -> None:
+def every_task_is_queued_or_claimed_once(world: World) -> None:
     waiting = world.waiting()
     claimed = {task_id for task_id, task in world.tasks.items() if task.owner}
     listed: Counter[str] = Counter()
@@ -39,7 +39,7 @@ def every_log_is_whole(world: World) -> None:
         assert all(event.done and event is events[-1] for event in ends)
 
 
-def numbers_add_up(world: World) -> None:
+def counts_add_up(world: World) -> None:
     stats = world.store.queue_stats(SLUG)
     reasons = Counter(task.reason for task in world.tasks.values() if task.reason)
     assert stats.totals.get("submitted", 0) == len(world.tasks)
@@ -72,7 +72,7 @@ def tenants_are_charged_for_what_they_were_served(world: World) -> None:
     assert min((*kept.values(), *away.values()), default=0) >= 0
 
 
-def lines_are_those_that_wait(world: World) -> None:
+def the_index_has_the_waiting_queues(world: World) -> None:
     expected: dict[str, dict[str, float]] = {}
     heads = {}
     for (priority, tenant), (_, head) in world.fair.lines().items():
@@ -111,17 +111,17 @@ def positions_agree_with_the_claims(world: World) -> None:
 
 
 INVARIANTS = (
-    every_task_is_in_exactly_one_place,
+    every_task_is_queued_or_claimed_once,
     every_log_is_whole,
-    numbers_add_up,
+    counts_add_up,
     what_waits_is_counted,
     tenants_are_charged_for_what_they_were_served,
-    lines_are_those_that_wait,
+    the_index_has_the_waiting_queues,
     positions_agree_with_the_claims,
 )
 
 
-def nothing_is_left_behind(world: World) -> None:
+def only_expiring_keys_remain(world: World) -> None:
     """Checked once all tasks have ended."""
     assert world.client.pttl(keys.away(SLUG)) > 0 or not world.tasks
     kept = {key.decode().split(":")[1] for key in world.client.scan_iter("tokenmill:*")}
@@ -133,9 +133,9 @@ def nothing_is_left_behind(world: World) -> None:
 
 
 AFTER_THE_END = (
-    every_task_is_in_exactly_one_place,
+    every_task_is_queued_or_claimed_once,
     every_log_is_whole,
-    numbers_add_up,
-    nothing_is_left_behind,
+    counts_add_up,
+    only_expiring_keys_remain,
 )
 """Invariants once all tasks have ended; what was charged to whom no longer matters."""

@@ -26,13 +26,13 @@ class Expected:
     ended_by: str | None = None
     cancelled_under: str | None = None
     claimed_at: int = 0
-    standing: TaskPhase = "untouched"
+    phase: TaskPhase = "untouched"
     crashes: list[tuple[str, TaskPhase]] = field(default_factory=list)
 
     @property
     def is_suspect(self) -> bool:
-        deaths = Counter(standing for _, standing in self.crashes)
-        return bool(deaths["seated"] or deaths["alone"] or deaths["waiting"] >= 3)
+        num_crashes = Counter(phase for _, phase in self.crashes)
+        return bool(num_crashes["seated"] or num_crashes["alone"] or num_crashes["waiting"] >= 3)
 
     def grow(self, num_tokens: int) -> None:
         if num_tokens > self.num_tokens:
@@ -41,9 +41,9 @@ class Expected:
     def die(self) -> bool:
         """Record that its worker crashed. Returns whether the task is poisoned; then it ends."""
         assert self.owner is not None
-        if self.standing != "untouched" and self.num_tokens == self.claimed_at:
-            self.crashes.append((self.owner, self.standing))
-        if is_poison := sum(standing == "alone" for _, standing in self.crashes) >= 3:
+        if self.phase != "untouched" and self.num_tokens == self.claimed_at:
+            self.crashes.append((self.owner, self.phase))
+        if is_poison := sum(phase == "alone" for _, phase in self.crashes) >= 3:
             self.reason = "error"
         return is_poison
 
@@ -127,6 +127,6 @@ class World:
             self.tasks[holder.claimed.task_id].absolve(holder.claimed.owner)
 
     def refusal(self, holder: Holder) -> Lost | Cancelled:
-        """What a worker that does not own the task is told."""
+        """The outcome for a worker that does not own the task."""
         owner = self.tasks[holder.claimed.task_id].cancelled_under
         return Cancelled() if owner == holder.claimed.owner else Lost()

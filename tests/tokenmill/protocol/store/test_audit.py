@@ -1,5 +1,5 @@
 """Whatever index is deleted or overwritten, every accepted task is claimed and ends, and an audit restores
-all numbers. No script raises an error in between.
+all counts. No script raises an error in between.
 """
 
 from collections.abc import Callable
@@ -89,7 +89,7 @@ def test_every_task_ends_although_an_index_is_damaged(
 
 @pytest.mark.parametrize("damage", [delete, overwrite])
 @pytest.mark.parametrize("key", INDEXES)
-def test_an_audit_restores_order_positions_and_numbers(
+def test_an_audit_restores_order_positions_and_counts(
     store: TaskStore, redis_client: RedisClient, waiting: list[str], key: str, damage: Damage
 ) -> None:
     claimed_before = redis_client.zcard(keys.LEASES)
@@ -101,10 +101,13 @@ def test_an_audit_restores_order_positions_and_numbers(
     assert store.queue_stats(SLUG).waiting_cost == sum(task.cost for task in tasks)
     own = by_age([task for task in tasks if task.tenant == "a"], DEFAULT_ORDER, now_us(redis_client))
     store.cancel(waiting[3])
-    for place, task in enumerate(own):
+    for position, task in enumerate(own):
         snapshot = store.inspect(task.task_id)
         assert snapshot is not None
-        assert (snapshot.position, snapshot.tokens_ahead) == (place, sum(one.cost for one in own[:place]))
+        assert (snapshot.position, snapshot.tokens_ahead) == (
+            position,
+            sum(one.cost for one in own[:position]),
+        )
     assert audit(redis_client) == 0
 
 

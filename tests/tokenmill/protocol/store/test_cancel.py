@@ -73,7 +73,7 @@ def test_a_running_task_is_taken_from_its_owner(store: TaskStore, redis_client: 
     assert the_end(store, task_id).usage == usage.to_json()
 
 
-def test_only_the_last_owner_is_told_of_the_cancellation(store: TaskStore, redis_client: RedisClient) -> None:
+def test_only_the_last_owner_learns_of_the_cancellation(store: TaskStore, redis_client: RedisClient) -> None:
     """vllm#31503: two workers that count one cancellation are as wrong as none."""
     task_id = submit(store, redis_client)
     old = claim_one(store, lease_seconds=-1)

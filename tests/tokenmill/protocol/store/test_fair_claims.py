@@ -46,7 +46,7 @@ def counter(client: RedisClient, tenant: str) -> float | None:
 
 
 def claim_by_turns(client: RedisClient, count: int, max_tasks: int = 1) -> list[Claimed]:
-    """Claim this many tasks, by workers that do not know of each other."""
+    """Claim this many tasks, by several workers in turn."""
     claimed: list[Claimed] = []
     while len(claimed) < count:
         worker = f"worker {len(claimed) % 3}"
@@ -72,7 +72,7 @@ def test_each_of_many_tenants_is_served_before_a_flood_continues(
 
 
 def test_idle_time_earns_no_credit(store: TaskStore, redis_client: RedisClient) -> None:
-    """A tenant is not owed what it did not ask for."""
+    """The counter of a tenant that returns is lifted to the minimum."""
     submit(store, redis_client, tenant="late", cost=10)
     claim_one(store)
     flood(store, redis_client, 100, tenant="busy", cost=50)
@@ -166,7 +166,7 @@ def test_an_old_backlog_does_not_block_a_new_task_of_another_tenant(
         assert lone in [one.task_id for one in claim_by_turns(redis_client, 3)]
 
 
-def test_cancelling_the_head_gives_a_promoted_queue_no_extra_turn(
+def test_a_promoted_queue_gains_no_turn_when_its_head_is_cancelled(
     store: TaskStore, redis_client: RedisClient
 ) -> None:
     flood(store, redis_client, 5, tenant="a", cost=0)

@@ -1,5 +1,5 @@
 """In any order of steps, with crashes in between, each task ends once, its log has no gap and no duplicate,
-each tenant is charged for what it was served, and nothing is left behind. A model in plain Python has the
+each tenant is charged for what it was served, and no key remains. A model in plain Python has the
 expected state, including the crashes that count. Leases lapse by being claimed with a negative duration, so
 that no test waits. A crash is a worker that makes no further call; a lost reply is a call made twice.
 """
@@ -116,7 +116,7 @@ class Service(RuleBasedStateMachine):
             assert self.world.store.log_entries(one.task_id, one.num_entries) == tokens(0, task.num_tokens)
             assert one.suspect == task.is_suspect
             task.owner, task.lapsed, task.claimed_at = one.owner, lapsed, task.num_tokens
-            task.standing = "untouched"
+            task.phase = "untouched"
             held.append(Holder(one, sent=task.num_tokens))
         self.world.holders += held
         return held
@@ -169,17 +169,17 @@ class Service(RuleBasedStateMachine):
                 assert outcome == self.world.refusal(holder)
                 self.world.learn(holder, outcome)
 
-    @rule(held=claims, lapsed=st.booleans(), standing=st.sampled_from(get_args(TaskPhase)))
-    def renew(self, held: list[Holder], lapsed: bool, standing: TaskPhase) -> None:
+    @rule(held=claims, lapsed=st.booleans(), phase=st.sampled_from(get_args(TaskPhase)))
+    def renew(self, held: list[Holder], lapsed: bool, phase: TaskPhase) -> None:
         owners = owned([holder.claimed for holder in held])
-        renewed = self.world.store.renew(owners, -1 if lapsed else 600, dict.fromkeys(owners, standing))
+        renewed = self.world.store.renew(owners, -1 if lapsed else 600, dict.fromkeys(owners, phase))
         for holder in held:
             task_id = holder.claimed.task_id
             is_cancelled = not self.world.owns(holder) and self.world.refusal(holder) == Cancelled()
             assert (task_id in renewed.cancelled) is is_cancelled
             assert (task_id in renewed.lost) is not (is_cancelled or self.world.owns(holder))
             if self.world.owns(holder):
-                self.world.tasks[task_id].lapsed, self.world.tasks[task_id].standing = lapsed, standing
+                self.world.tasks[task_id].lapsed, self.world.tasks[task_id].phase = lapsed, phase
             else:
                 self.world.tasks[task_id].absolve(holder.claimed.owner)
 
@@ -198,17 +198,17 @@ class Service(RuleBasedStateMachine):
 
     @rule(times=st.integers(1, 4), first=PHASES, others=PHASES, calls_again=st.booleans())
     def claim_and_crash(self, times: int, first: TaskPhase, others: TaskPhase, calls_again: bool) -> None:
-        """All at once, as several crashes of owners of one task are rare by chance."""
+        """Several crashes of the owners of a task in one step: random steps rarely produce them."""
         while len(self.world.waiting()) < 2:
             self.submit(priority=1, tenant="a", cost=1, limits=(None, None), key=None, digest="1")
         for _ in range(times):
             held: list[Holder] = self.claim(2, lapsed=True)  # type: ignore[assignment]
-            self.renew(held[:1], lapsed=True, standing=first)
-            self.renew(held[1:], lapsed=True, standing=others)
+            self.renew(held[:1], lapsed=True, phase=first)
+            self.renew(held[1:], lapsed=True, phase=others)
             self.reap_all()
             if calls_again:
                 # The owners were only stopped, and call again before other claims.
-                self.renew(held, lapsed=False, standing="seated")
+                self.renew(held, lapsed=False, phase="seated")
 
     def reap_all(self) -> Reaped:
         leased = [task_id.decode() for task_id in self.world.client.zrange(keys.LEASES, 0, -1)]
@@ -251,12 +251,12 @@ class Service(RuleBasedStateMachine):
         self.world.fair.leave(task_id)
 
     @invariant()
-    def all_laws_hold(self) -> None:
+    def all_invariants_hold(self) -> None:
         for check in INVARIANTS:
             check(self.world)
 
     def teardown(self) -> None:
-        """All workers have died. A new one finishes all tasks, and nothing is left behind."""
+        """All workers have died. A new one finishes all tasks, and no key remains."""
         for holder in self.world.holders:
             if self.world.owns(holder):
                 self.world.store.renew(owned([holder.claimed]), -1)

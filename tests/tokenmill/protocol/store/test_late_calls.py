@@ -61,7 +61,7 @@ CALLS: dict[str, Callable[[TaskStore, Any], object]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_that_a_stopped_server_runs_later_changes_nothing(own_server: RedisServer, name: str) -> None:
-    """Regression: after a stop a reap requeued tasks of living workers, and a claim reached no worker."""
+    """Regression: after a stop a reap requeued tasks of live workers, and a claim reached no worker."""
     patient = redis.Redis.from_url(own_server.url)
     store = TaskStore(impatient(own_server))
     submit(store, patient)

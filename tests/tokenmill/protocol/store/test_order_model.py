@@ -56,10 +56,9 @@ class Queue(RuleBasedStateMachine):
         tenant=st.integers(0, 2),
         priority=st.integers(0, 4),
         cost=st.sampled_from([0, 1, 30, 5000]),
-        queue_timeout=st.sampled_from([None, None, 900]),
         count=st.integers(1, 3),
     )
-    def submit(self, tenant: int, priority: int, cost: int, queue_timeout: float | None, count: int) -> None:
+    def submit(self, tenant: int, priority: int, cost: int, count: int) -> None:
         whose = self.tenants[tenant % len(self.tenants)]
         for _ in range(count):
             self.waiting.add(submit(self.store, self.client, tenant=whose, priority=priority, cost=cost))

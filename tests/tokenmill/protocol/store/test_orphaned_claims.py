@@ -23,7 +23,7 @@ def test_a_claim_without_a_lease_gets_one(store: TaskStore, redis_client: RedisC
     submit(store, redis_client)
     held = claim_one(store, lease_seconds=7)
     redis_client.delete(keys.LEASES)
-    assert reap(store).returned == (), "an owner that lives renews it meanwhile"
+    assert reap(store).returned == (), "a live owner renews it meanwhile"
     assert 0 < lapse_of(redis_client, held.task_id) <= now(redis_client) + 7
     redis_client.zadd(keys.LEASES, {held.task_id: 1})
     assert reap(store).returned == (held.task_id,)
@@ -125,7 +125,7 @@ def test_a_worker_with_a_record_from_the_future_is_not_ready(
     reap(store)
     assert store.queue_stats(SLUG).num_ready_workers == 1
     store.put_worker(record("dead"), 10)
-    assert {one.name for one in store.workers()} == {"alive", "dead"}, "it reports again: it lives"
+    assert {one.name for one in store.workers()} == {"alive", "dead"}, "it reports again, so it is alive"
 
 
 def test_a_worker_without_a_record_is_not_ready(store: TaskStore, redis_client: RedisClient) -> None:

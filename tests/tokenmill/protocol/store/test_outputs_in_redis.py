@@ -7,12 +7,21 @@ from collections import Counter
 import pytest
 
 from tests.redis_client import RedisClient
-from tests.tokenmill.protocol.store.tasks import SLUG, claim, claim_one, log_of, reap, submit, unchanged
+from tests.tokenmill.protocol.store.tasks import (
+    SLUG,
+    claim,
+    claim_one,
+    final_write,
+    log_of,
+    reap,
+    snapshot_of,
+    submit,
+    unchanged,
+)
 from tokenmill.protocol import keys
 from tokenmill.protocol.limits import TimeLimits
 from tokenmill.protocol.messages import Event, FinishedEvent, LogEntry, TaskError, TokenEvent, Usage, encode
 from tokenmill.protocol.records import Accepted, Claimed, Write
-from tokenmill.protocol.snapshots import TaskSnapshot
 from tokenmill.protocol.store.task_store import TaskStore
 
 ERROR = TaskError(type="server_error", code="engine_error", message="a row was not finite")
@@ -44,12 +53,6 @@ def assert_each_ended_once(events: list[Event], num_outputs: int) -> None:
     assert [event.seq for event in events] == list(range(len(events)))
     for index in range(num_outputs):
         assert isinstance([event for event in events if event.index == index][-1], FinishedEvent)
-
-
-def snapshot_of(store: TaskStore, task_id: str) -> TaskSnapshot:
-    found = store.inspect(task_id)
-    assert found is not None
-    return found
 
 
 @pytest.mark.parametrize("state", ["waiting", "claimed", "running", "handed back", "lapsed"])
@@ -122,8 +125,6 @@ def test_an_end_by_rqs_tools_ends_every_output(store: TaskStore, redis_client: R
     elif how == "hand_back":
         store.hand_back({task_id: owner})
     else:
-        from tests.tokenmill.protocol.store.tasks import final_write
-
         claimed = Claimed(
             task_id=task_id, owner=owner, attempt=1, queue="", priority=2, accepted_at=0.0, data=b""
         )

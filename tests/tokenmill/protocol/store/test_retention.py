@@ -1,4 +1,4 @@
-"""Ended tasks leave no keys behind."""
+"""Ended tasks leave no keys."""
 
 import time
 

@@ -143,7 +143,7 @@ def test_the_limit_holds_for_concurrent_submissions(redis_url: str, redis_client
     assert redis_client.zcard(keys.order(queue_name(SLUG, 2, "default"))) == 10
 
 
-def test_acceptance_times_increase_while_the_clock_stands(
+def test_acceptance_times_increase_while_the_clock_is_stopped(
     store: TaskStore, redis_client: RedisClient
 ) -> None:
     """Redis's clock may be set back; the order of acceptance must not change."""
@@ -184,7 +184,7 @@ def test_a_snapshot_has_the_submitted_values(store: TaskStore, redis_client: Red
 
 
 def test_no_tenant_takes_all_of_the_task_limit(store: TaskStore, redis_client: RedisClient) -> None:
-    """A tenant may have as many tasks as it leaves free, so that the first of another is always accepted."""
+    """A tenant may have at most as many tasks as are left free, so another tenant's first task fits."""
     limits: dict[str, object] = {"max_waiting": 10, "share_limits": True}
 
     def submit_many(tenant: str) -> None:

@@ -1,6 +1,6 @@
 -- Finds claims and workers that would never lapse, because keys were deleted or Redis's clock was set back. A claimed
--- task without a lease, or with a lease longer than a renewal now would set, gets a new one; a living owner renews
--- it. A claim whose run hash is missing or names another owner is removed. ARGV: retention, slug, maximum number of
+-- task without a lease, or with a lease longer than a renewal now would set, gets a new one, which a live owner
+-- renews. A claim whose run hash is missing or names another owner is removed. ARGV: retention, slug, maximum number of
 -- claims to check; the position is stored for the next call. Returns {ids lost}, {id, reason of each failure}.
 
 local slug, limit = ARGV[2], tonumber(ARGV[3])

@@ -4,16 +4,16 @@
 -- out}, {id, reason of each failure}.
 
 local slug, max_wait_us, result_type, limit = ARGV[2], tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
-local missed = {}
+local errors = {}
 for i = 6, #ARGV, 3 do
-  missed[ARGV[i]] = { error_json = ARGV[i + 1], exc_string = ARGV[i + 2] }
+  errors[ARGV[i]] = { error_json = ARGV[i + 1], exc_string = ARGV[i + 2] }
 end
 local timed_out = {}
 
 local function time_out(id, task, name)
   check_record(id, task)
-  local error_json = string.gsub(missed[name].error_json, '{}', task[name] or '{}')
-  add_rq_result(id, task, { type = result_type, exc_string = missed[name].exc_string })
+  local error_json = string.gsub(errors[name].error_json, '{}', task[name] or '{}')
+  add_rq_result(id, task, { type = result_type, exc_string = errors[name].exc_string })
   finish_without_owner(id, task, { status = 'failed', reason = 'timeout' }, error_json)
   timed_out[#timed_out + 1] = id
 end

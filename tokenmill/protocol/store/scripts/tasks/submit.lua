@@ -35,9 +35,9 @@ local function full(limit_met, whose)
   return { 'full', limit_met, waiting, whole(tokens), whose, own_waiting, whole(own_tokens) }
 end
 
--- A shared limit lets a tenant use as much as it leaves free: a single one takes half, and each further one finds
--- room. The first task of a tenant (without sharing, of the model) is accepted at any size; otherwise a large task
--- would never be.
+-- With shared limits a tenant may use no more than all tenants together leave free: a single tenant takes at most half
+-- of the limit, so others find room. The first waiting task of a tenant (without sharing: of the model) is accepted at
+-- any size; otherwise a large task would never be accepted.
 if waiting >= limit then
   return full('tasks', 'all')
 elseif is_shared and own_waiting >= limit - waiting then
