@@ -1,6 +1,6 @@
 """Redis clients with explicit timeouts: a command succeeds or fails within seconds, and is never sent twice.
 
-The library's defaults retry ten times in silence, which could block an HTTP thread for a minute. After a
+By default redis-py retries a command ten times, which could block an HTTP thread for a minute. After a
 failover no connection to the demoted server is kept.
 """
 
@@ -91,8 +91,8 @@ class _Library:
 def connect(url: str, max_threads: int = 128) -> redis.Redis:
     """A client for commands of up to `max_threads` threads at once.
 
-    Each thread holds one connection during a command. By default the library allows 100 connections and
-    raises a connection error beyond that.
+    A thread holds at most one connection at a time. redis-py's pool does not wait for a connection: it
+    raises beyond `max_threads`, and beyond 100 by default.
     """
     options = {"max_connections": max_threads, **_options(ANSWER_SECONDS)}
     client: redis.Redis = redis_url.client(_Library, url, **options)
@@ -106,8 +106,10 @@ def connect_subscriber(url: str) -> redis.Redis:
     return client
 
 
-def is_unavailable(error: redis.RedisError) -> bool:
+def is_unavailable(error: Exception) -> bool:
     """Whether Redis cannot serve at the moment (down, loading, full, a replica). Other errors are bugs."""
+    if not isinstance(error, redis.RedisError):
+        return False
     return isinstance(error, _UNAVAILABLE) or str(error).startswith(_UNAVAILABLE_CODES)
 
 

@@ -2,10 +2,8 @@
 
 import logging
 
-import redis
-
 from api.background.periodic import start_periodic
-from api.redis_clients import connect
+from api.redis_clients import connect, is_unavailable
 from tokenmill.protocol.store.audit import Audit
 from tokenmill.settings.declarations import ApiSettings
 
@@ -28,9 +26,8 @@ def audit_if_due(audit: Audit) -> float:
     try:
         if audit.is_due(AUDIT_SECONDS) and (num_repaired := audit.run()):
             logger.warning("%d tasks and models were missing from an index and were restored", num_repaired)
-    except redis.ConnectionError:
-        # The client has logged the outage.
-        logger.debug("Redis is unavailable; no index is audited", exc_info=True)
-    except Exception:
-        logger.exception("an audit of the indexes failed")
+    except Exception as error:
+        # The client has logged an outage.
+        if not is_unavailable(error):
+            logger.exception("an audit of the indexes failed")
     return CHECK_SECONDS

@@ -1,4 +1,4 @@
-"""Ends overdue tasks and returns the tasks of dead workers to the queue, also while no worker runs.
+"""Ends overdue tasks and returns the tasks of dead workers to the queue, even while no worker runs.
 
 Redis decides when a task is overdue and when a lease has expired.
 """
@@ -7,10 +7,8 @@ import logging
 import time
 from collections.abc import Callable
 
-import redis
-
 from api.background.periodic import start_periodic
-from api.redis_clients import connect
+from api.redis_clients import connect, is_unavailable
 from monitoring.reaper import ReapFailures
 from tokenmill.protocol.store.task_store import TaskStore
 from tokenmill.settings.declarations import ApiSettings
@@ -43,20 +41,20 @@ class Reaper:
         self._clock = clock
         self._leases_expire_after = clock() + START_SECONDS
         self._failed_at: float | None = None
-        """Time of the last failure since the last successful run."""
+        """Time of the last run during an outage, until a run succeeds."""
 
     def run(self) -> float:
         """Run once. Returns the seconds until the next run. Raises nothing."""
         try:
             self._reap()
-        except redis.RedisError as error:
-            # The client has logged the outage.
-            logger.debug("cannot look for overdue tasks: %s", error)
-            self._failed_at = self._clock()
-            self._leases_expire_after = self._failed_at + OUTAGE_SECONDS
-        except Exception:
-            self._failures.failed("reaper")
-            logger.exception("the reaper failed; it will run again")
+        except Exception as error:
+            if is_unavailable(error):
+                # The client has logged the outage.
+                self._failed_at = self._clock()
+                self._leases_expire_after = self._failed_at + OUTAGE_SECONDS
+            else:
+                self._failures.failed("reaper")
+                logger.exception("the reaper failed; it will run again")
         return PERIOD_SECONDS
 
     def _reap(self) -> None:

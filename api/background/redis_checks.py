@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import redis
 
 from api.background.periodic import start_periodic
+from api.redis_clients import is_unavailable
 from monitoring.redis_state import RedisStateMetrics
 from tokenmill.protocol.store import server_state
 from tokenmill.protocol.store.server_state import Fault
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 PERIOD_SECONDS = 60.0
 RETRY_SECONDS = 5.0
-"""Interval after a check that Redis did not answer."""
+"""Interval after a check during an outage."""
 
 
 class RedisChecks:
@@ -35,10 +36,12 @@ class RedisChecks:
         return list(self._faults.values())
 
     def check(self) -> float:
-        """Check once. Returns the seconds until the next check."""
+        """Check once. Returns the seconds until the next check. Raises no error of an outage."""
         try:
             found = server_state.faults(self._client, _is_refusal)
-        except redis.RedisError:
+        except redis.RedisError as error:
+            if not is_unavailable(error):
+                raise
             # The client has logged the outage.
             return RETRY_SECONDS
         for name, text in found.items():

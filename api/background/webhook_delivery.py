@@ -1,11 +1,12 @@
-"""Delivers webhooks until the server stops, and renews the leases of those in delivery."""
+"""Threads that deliver webhooks and renew the leases of those in delivery."""
 
 import logging
 import threading
 
 import redis
 
-from api.redis_clients import connect
+from api.background.periodic import start_periodic
+from api.redis_clients import connect, is_unavailable
 from api.shutdown import Shutdown
 from api.webhooks.deliverer import MAX_CONCURRENT, RENEW_SECONDS, Deliverer
 from api.webhooks.http_post import Poster
@@ -17,13 +18,16 @@ from tokenmill.settings.declarations import ApiSettings
 logger = logging.getLogger(__name__)
 
 PERIOD_SECONDS = 1.0
-"""Interval between two looks at an empty outbox."""
+"""Interval between checks of an empty outbox."""
 RETRY_SECONDS = 5.0
 """Interval after an error."""
 
 
 def start_webhook_delivery(settings: ApiSettings, metrics: WebhookMetrics, shutdown: Shutdown) -> None:
-    """Start the threads if webhooks are enabled. They end with the process."""
+    """Start the threads if webhooks are enabled.
+
+    Leases are renewed until the process ends: deliveries in progress are finished while the server stops.
+    """
     if not settings.webhook_keys:
         return
     client = connect(settings.redis_url)
@@ -35,7 +39,7 @@ def start_webhook_delivery(settings: ApiSettings, metrics: WebhookMetrics, shutd
         metrics,
         max_per_tenant=MAX_CONCURRENT // 2 if settings.keyring.has_several_tenants else MAX_CONCURRENT,
     )
-    threading.Thread(target=_renew_leases, args=(deliverer,), name="webhook-leases", daemon=True).start()
+    start_periodic("webhook-leases", lambda: renew_leases(deliverer))
     threading.Thread(target=_deliver_until, args=(shutdown, deliverer), name="webhooks", daemon=True).start()
 
 
@@ -43,30 +47,25 @@ def deliver_due(deliverer: Deliverer) -> float:
     """Start the deliveries that are due. Returns the seconds until the next call. Raises nothing."""
     try:
         return 0.0 if deliverer.deliver_due() else PERIOD_SECONDS
+    except Exception as error:
+        # The client has logged an outage.
+        if not is_unavailable(error):
+            logger.exception("cannot deliver webhooks; will retry")
+        return RETRY_SECONDS
+
+
+def renew_leases(deliverer: Deliverer) -> float:
+    """Renew the leases once. Returns the seconds until the next call. Raises no error of an outage."""
+    try:
+        deliverer.renew_leases()
     except redis.RedisError as error:
-        # The client has logged the outage.
-        logger.debug("cannot look for webhooks: %s", error)
-    except Exception:
-        # If this thread ended, webhooks would stop without a sign.
-        logger.exception("cannot deliver webhooks; will retry")
-    return RETRY_SECONDS
+        # The client has logged an outage.
+        if not is_unavailable(error):
+            raise
+    return RENEW_SECONDS
 
 
 def _deliver_until(shutdown: Shutdown, deliverer: Deliverer) -> None:
     pause = threading.Event()
     while not shutdown.requested:
         pause.wait(deliver_due(deliverer))
-
-
-def _renew_leases(deliverer: Deliverer) -> None:
-    """Renew until the process ends: deliveries in progress are finished while the server stops."""
-    pause = threading.Event()
-    has_failed = False
-    while not pause.wait(RENEW_SECONDS):
-        try:
-            deliverer.renew_leases()
-            has_failed = False
-        except redis.RedisError as error:
-            if not has_failed:
-                logger.warning("cannot renew the leases of webhooks: %s", error)
-            has_failed = True

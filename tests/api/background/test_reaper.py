@@ -136,7 +136,7 @@ def test_no_lease_expires_at_first(
     assert [is_requeued(seconds) for seconds in (0.0, wait - 1, wait)] == [False, False, True]
 
 
-@pytest.mark.parametrize("error", [ValueError("a bug"), KeyError("x"), RecursionError()])
+@pytest.mark.parametrize("error", [ValueError("a bug"), KeyError("x"), redis.ResponseError("ERR a bug")])
 def test_no_exception_stops_it(
     reaper: Reaper,
     registry: CollectorRegistry,
