@@ -31,7 +31,7 @@ RETRY_DELAYS = (5.0, 60.0, 600.0, 3600.0, 10_800.0, 28_800.0, 43_200.0)
 """Seconds after each failed try. The last of eight tries is made about a day after the first."""
 MAX_TRIES = len(RETRY_DELAYS) + 1
 JITTER = 0.1
-"""Delays are lengthened by up to this share, so that webhooks that failed together do not return together."""
+"""Delays are lengthened by up to this share, so that webhooks that failed together are spread."""
 BUSY_SECONDS = 1.0
 """Delay of a webhook whose receiver or tenant is at its limit."""
 SILENT_SECONDS = 5.0
@@ -50,7 +50,7 @@ class Sender(Protocol):
     def addresses(self, target: Target) -> Sequence[str]: ...
 
     def post(
-        self, target: Target, headers: Mapping[str, str], body: bytes, addresses: Sequence[str] | None = None
+        self, target: Target, headers: Mapping[str, str], body: bytes, addresses: Sequence[str]
     ) -> int: ...
 
 
@@ -88,12 +88,12 @@ class Deliverer:
     def deliver_due(self) -> int:
         """Start delivering what is due. Returns the number of webhooks that were looked at.
 
-        Waits until at least one more delivery may start. Raises Redis errors.
+        Waits until at least one more delivery may start. Raises Redis errors; webhooks that were not started
+        then return when their leases expire.
         """
         num_slots = self._acquire_slots()
         try:
             due = self._outbox.take(num_slots, silence_seconds=LEASE_SECONDS)
-            self._leased.update({webhook.entry_id: webhook for webhook in due})
             for webhook in due:
                 if self._start(webhook):
                     # Its thread releases the slot.
@@ -129,13 +129,23 @@ class Deliverer:
         if not self._limits.enter_tenant(webhook.tenant):
             self._postpone(webhook, BUSY_SECONDS)
             return False
-        threading.Thread(target=self._run, args=(webhook,), name="webhook", daemon=True).start()
+        self._leased[webhook.entry_id] = webhook
+        try:
+            threading.Thread(target=self._run, args=(webhook,), name="webhook", daemon=True).start()
+        except RuntimeError:
+            # The process has too many threads. The lease expires unless it is renewed.
+            self._leave(webhook)
+            raise
         return True
 
     def _postpone(self, webhook: Undelivered, seconds: float) -> None:
         """Return a webhook to the outbox without counting a try."""
         self._leased.pop(webhook.entry_id, None)
         self._outbox.retry(webhook, self._with_jitter(seconds), counted=False)
+
+    def _leave(self, webhook: Undelivered) -> None:
+        self._leased.pop(webhook.entry_id, None)
+        self._limits.leave_tenant(webhook.tenant)
 
     def _run(self, webhook: Undelivered) -> None:
         try:
@@ -146,8 +156,7 @@ class Deliverer:
             # The webhook stays leased, and returns when its lease expires.
             logger.exception("webhook of task %s: internal error", webhook.task_id)
         finally:
-            self._leased.pop(webhook.entry_id, None)
-            self._limits.leave_tenant(webhook.tenant)
+            self._leave(webhook)
             self._slots.release()
 
     def deliver(self, webhook: Undelivered) -> None:

@@ -52,19 +52,11 @@ class Poster:
         self._resolve = resolve
         self._tls = tls or ssl.create_default_context()
 
-    def post(
-        self,
-        target: Target,
-        headers: Mapping[str, str],
-        body: bytes,
-        addresses: Sequence[str] | None = None,
-    ) -> int:
+    def post(self, target: Target, headers: Mapping[str, str], body: bytes, addresses: Sequence[str]) -> int:
         """Return the status of the response. Raises `PostFailed`.
 
-        `addresses`: the result of `addresses(target)`; None resolves the name here.
+        `addresses`: the result of `addresses(target)`.
         """
-        if addresses is None:
-            addresses = self.addresses(target)
         deadline = time.monotonic() + self._seconds
         try:
             with self._connect(target, addresses, deadline) as connection:
@@ -74,7 +66,7 @@ class Poster:
             raise PostFailed(_reason(error)) from error
 
     def addresses(self, target: Target) -> list[str]:
-        """Resolve the name. Raises `PostFailed`, also if one of its addresses is not permitted."""
+        """Resolve the name. Raises `PostFailed` if that fails or if one of its addresses is not permitted."""
         try:
             found = self._resolve(target.host, target.port, type=socket.SOCK_STREAM)
         # UnicodeError: the name cannot be encoded.

@@ -1,12 +1,13 @@
 """Several deliverers, and deliverers that die: every webhook is delivered without delaying others."""
 
 import threading
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
 import redis
 
-from api.background.webhook_delivery import RETRY_SECONDS, deliver_due
+from api.background.webhook_delivery import RETRY_SECONDS, deliver_due, renew_leases
 from api.redis_clients import connect
 from api.schemas.webhook_url import Target
 from api.webhooks.deliverer import LEASE_SECONDS, MAX_CONCURRENT, RENEW_SECONDS
@@ -17,7 +18,7 @@ from tests.api.webhooks.delivering import SECRET
 from tests.api.webhooks.receiver import Receiver, say
 from tests.live_service import wait_for
 from tokenmill.protocol import keys
-from tokenmill.protocol.store.outbox import Outbox
+from tokenmill.protocol.store.outbox import Outbox, Undelivered
 from tokenmill.protocol.store.task_store import TaskStore
 from tokenmill.settings.declarations import ApiSettings
 
@@ -73,7 +74,7 @@ class TestDeaths:
             def addresses(self, target: Target) -> list[str]:
                 return ["127.0.0.1"]
 
-            def post(self, target: Target, headers: Any, body: bytes, addresses: Any = None) -> int:
+            def post(self, target: Target, headers: Any, body: bytes, addresses: Any) -> int:
                 raise ZeroDivisionError
 
         submit(webhook={"url": receiver.url()})
@@ -92,6 +93,39 @@ class TestDeaths:
         for _ in range(2 * MAX_CONCURRENT):
             assert deliver_due(deliverer) == RETRY_SECONDS
 
+    def test_an_error_that_is_no_outage_is_logged(
+        self, make_deliverer: MakeDeliverer, redis_client: redis.Redis, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class Faulty(Outbox):
+            def take(self, max_webhooks: int, *, silence_seconds: float) -> list[Undelivered]:
+                raise redis.ResponseError("ERR a bug")
+
+        assert deliver_due(make_deliverer(outbox=Faulty(redis_client))) == RETRY_SECONDS
+        assert "cannot deliver webhooks" in caplog.text
+
+    def test_webhooks_return_if_no_thread_can_be_started(
+        self,
+        submit: Submit,
+        worker: HandWorker,
+        make_deliverer: MakeDeliverer,
+        outbox: Outbox,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Their leases are not renewed, including those of webhooks that were taken together."""
+
+        def fail(_: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        for _ in range(3):
+            submit(webhook={"url": "http://h.example/"})
+            worker.run("a")
+        deliverer = make_deliverer()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fail)
+            assert deliver_due(deliverer) == RETRY_SECONDS
+        assert deliverer.num_leased == 0
+        assert len(outbox.take(3, silence_seconds=0)) == 3
+
 
 class TestLeases:
     def test_only_expired_leases_are_taken_over(
@@ -109,7 +143,7 @@ class TestLeases:
             def addresses(self, target: Target) -> list[str]:
                 return ["203.0.113.1"]
 
-            def post(self, target: Target, headers: Any, body: bytes, addresses: Any = None) -> int:
+            def post(self, target: Target, headers: Any, body: bytes, addresses: Any) -> int:
                 begun.set()
                 over.wait(60)
                 return 200
@@ -133,6 +167,15 @@ class TestLeases:
         assert deliverer.num_leased == 0
         deliverer.renew_leases()
 
+    def test_renewals_continue_after_an_outage(
+        self, make_deliverer: MakeDeliverer, redis_client: redis.Redis
+    ) -> None:
+        class Gone(Outbox):
+            def renew(self, entry_ids: Sequence[str]) -> None:
+                raise redis.ConnectionError("away")
+
+        assert renew_leases(make_deliverer(outbox=Gone(redis_client))) == RENEW_SECONDS
+
     def test_a_renewal_restores_no_finished_webhook(
         self, submit: Submit, worker: HandWorker, outbox: Outbox, redis_client: redis.Redis
     ) -> None:
@@ -144,7 +187,7 @@ class TestLeases:
         assert outbox.take(1, silence_seconds=0) == []
 
     def test_several_renewals_fit_into_a_lease(self) -> None:
-        """Of a killed deliverer the documented bound is the lease and one look at the outbox."""
+        """The documented bound after a kill is one lease and one check of the outbox."""
         assert 3 * RENEW_SECONDS < LEASE_SECONDS <= 10
 
 
@@ -161,7 +204,7 @@ class TestManyAtOnce:
         for _ in ids:
             worker.run("a")
         deliverers = [make_deliverer(outbox=Outbox(connect(redis_url))) for _ in range(3)]
-        # One receiver does not occupy all deliveries: some webhooks are put off for a second.
+        # One receiver does not occupy all deliveries: some webhooks are postponed for a second.
         while receiver.calls.qsize() < len(ids):
             for deliverer in deliverers:
                 deliverer.deliver_due()
@@ -184,7 +227,7 @@ class TestManyAtOnce:
             def addresses(self, target: Target) -> list[str]:
                 return [{"alive.example": "198.51.100.1"}.get(target.host, "203.0.113.1")]
 
-            def post(self, target: Target, headers: Any, body: bytes, addresses: Any = None) -> int:
+            def post(self, target: Target, headers: Any, body: bytes, addresses: Any) -> int:
                 if target.host == "alive.example":
                     called.set()
                     return 200
@@ -207,11 +250,11 @@ class TestManyAtOnce:
         while not called.is_set():
             deliverer.deliver_due()
         num_later = 1 + MAX_CONCURRENT - MAX_UNPROVEN
-        wait_for(lambda: redis_client.zcard(keys.OUTBOX_DUE) == num_later, "the rest is put off")
+        wait_for(lambda: redis_client.zcard(keys.OUTBOX_DUE) == num_later, "the rest is postponed")
         over.set()
         deliverer.wait_idle()
         assert len(waiting) == 1 + MAX_UNPROVEN
-        # Those that were put off have not been tried.
+        # Those that were postponed have not been tried.
         tries = [redis_client.hget(keys.run(task_id), "webhook_tries") for task_id in (first, *dead)]
         assert tries.count(b"1") == 1 + MAX_UNPROVEN
         assert tries.count(None) == MAX_CONCURRENT - MAX_UNPROVEN

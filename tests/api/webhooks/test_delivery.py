@@ -125,7 +125,7 @@ class TestTries:
         for delay in RETRY_DELAYS:
             assert deliver() == 1
             assert clock.waits() == [pytest.approx(delay, abs=60)]
-            # A minute more than that: Redis's own clock has gone on too.
+            # One minute more, because the clock of Redis has advanced too.
             clock.turn(delay + 60)
         assert clock.now - began == pytest.approx(86_400, rel=0.05)
         assert deliver() == 1

@@ -42,7 +42,8 @@ def names(**addresses: Any) -> Any:
 
 def post(url: str, body: Any = b"{}", **options: Any) -> Any:
     options.setdefault("allow_private", True)
-    return Poster(**options).post(parse_url(url), {"Content-Type": "application/json"}, body)
+    poster, target = Poster(**options), parse_url(url)
+    return poster.post(target, {"Content-Type": "application/json"}, body, poster.addresses(target))
 
 
 def test_the_body_is_sent_and_the_status_returned(receiver: Receiver) -> None:

@@ -33,7 +33,7 @@ def test_all_names_of_one_address_count_as_one() -> None:
     assert entered(limits, ["203.0.113.1", "203.0.113.2"]) == MAX_UNPROVEN
     for addresses in (["203.0.113.2"], ["::ffff:203.0.113.1"], ["203.0.113.9", "203.0.113.1"]):
         assert not limits.enter(addresses)
-    # Nothing is counted of one that was refused.
+    # A refused delivery is not counted for any of its addresses.
     assert entered(limits, ["203.0.113.9"]) == MAX_UNPROVEN
 
 
