@@ -62,7 +62,7 @@ class ApiApp(OpenAPI):
 
 
 def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiApp:
-    """The WSGI application. It opens no connection and starts no thread before the first call.
+    """The WSGI application. Opens no connection and starts no thread before the first call.
 
     `shutdown`: set by the server to end open streams.
     """
@@ -117,7 +117,7 @@ def _bare_app(settings: ApiSettings) -> ApiApp:
         info=Info(title="Tokenmill", version="1", description=_DESCRIPTION),
         # Without it flask-openapi3 writes null, which is not valid OpenAPI.
         security_schemes=authentication.schemes(settings.keyring),
-        # Every operation documents its errors as `default`; the framework shall add no other entry.
+        # Every operation documents its errors as `default`; the framework adds no other entry.
         validation_error_status="default",
         validation_error_model=ProblemView,
         validation_error_callback=_refuse,
@@ -161,7 +161,7 @@ def _redirect_by_path(app: ApiApp) -> None:
 
 
 def _omit_empty_content_type(app: ApiApp) -> None:
-    """Flask declares `text/html` also for replies that have no body: status 204 and OPTIONS."""
+    """Flask declares `text/html` even for replies without a body: status 204 and OPTIONS."""
 
     @app.after_request
     def omit(response: Response) -> Response:

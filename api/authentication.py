@@ -30,7 +30,7 @@ def install(app: Flask, keyring: Keyring) -> None:
 
     @app.before_request
     def authenticate() -> None:
-        # The matched rule is what will answer, however the client spelled the path.
+        # The matched rule, not the path: a path may be written in several ways.
         path = request.url_rule.rule if request.url_rule else request.path
         if keyring and path.startswith(PROTECTED_PREFIX):
             g.tenant = _authenticate(keyring, request.headers.get("Authorization", ""))

@@ -170,8 +170,8 @@ def _dumped(messages: list[Message] | None) -> tuple[dict[str, Any], ...] | None
 
 
 def body_digest(body: TaskBody) -> str:
-    """Digest of the values of a body, independent of spelling, order and null fields. Defaults are not
-    filled in.
+    """Digest of the values of a body, independent of formatting, field order and null fields. Defaults are
+    not filled in.
     """
     values = body.model_dump(exclude_none=True)
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

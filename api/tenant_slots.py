@@ -1,4 +1,4 @@
-"""Limits how many calls do a costly thing at once, and shares the slots between tenants."""
+"""Limits concurrent calls of an expensive operation, and shares the slots between tenants."""
 
 import contextlib
 import threading

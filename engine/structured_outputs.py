@@ -1,7 +1,7 @@
 """Constraints on the text of an output.
 
-Every value becomes one constraint of bounded size, or an `InvalidParameter` that says what is wrong. Whether
-a grammar compiles is checked later, outside of the step loop.
+A value is either one constraint of bounded size or refused with `InvalidParameter`, which says what is wrong.
+Whether a grammar compiles is checked later, outside the step loop.
 """
 
 import json

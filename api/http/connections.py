@@ -31,16 +31,16 @@ never sends a request on a connection that is being closed."""
 LINGER_SILENCE_SECONDS = 2.0
 LINGER_SECONDS = 30.0
 LINGER_BYTES = 64 * 1024 * 1024
-"""Limits on what is discarded after the last reply: time without data, time in all, bytes."""
+"""Limits on discarding input after the last reply: time without data, total time, bytes."""
 SEND_BYTES = 128 * 1024
 _NO_LINGER = struct.pack("ii", 1, 0)
 MIN_BODY_BYTES_PER_SECOND = 4096
-"""A body that arrives at this rate or faster may take longer than the read deadline."""
+"""A body that arrives at this rate or faster never times out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """`read_seconds`: for the head of a request, and for its body beyond what the minimum rate allows.
+    """`read_seconds`: to receive a request. Each `MIN_BODY_BYTES_PER_SECOND` of its body add one second.
 
     `write_seconds`: without progress while a client reads a reply.
     """
@@ -271,7 +271,7 @@ class Connection(HTTPChannel):  # type: ignore[misc]  # Waitress ships no types
         if not self.total_outbufs_len:
             self._waiting_to_write = False
         elif not self._waiting_to_write:
-            # Until now there was nothing to read.
+            # The deadline starts with the first unread byte.
             self._waiting_to_write = True
             self.last_progress = now
         elif now - self.last_progress >= seconds:

@@ -113,7 +113,7 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
             self._check_chunks(receiver)
         if receiver.completed:
             self.completed = True
-            # The application sees a body of known length also if it was chunked.
+            # The application sees the length of a chunked body too.
             self.headers["CONTENT_LENGTH"] = str(len(receiver))
         return taken
 
@@ -132,7 +132,7 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
 
 
 def _check_begin(begin: bytes) -> None:
-    """Refuse at once what cannot become a request, given the first bytes of the head."""
+    """Refuse input that cannot become a request, by the first bytes of its head."""
     line, end, _ = begin.partition(b"\n")
     if begin and begin[0] not in _METHOD_BYTES:
         raise Problem(400, "bad_request", f"the request is not HTTP; {_NO_VERSION}")
@@ -159,7 +159,7 @@ def _check_version(version: str) -> None:
 
 
 def _check_framing(version: str, head: bytes, headers: Mapping[str, Any], *, chunked: bool) -> None:
-    """Refuse a request whose body could end at two places."""
+    """Refuse a request if parsers could disagree on where its body ends."""
     length = headers.get("CONTENT_LENGTH")
     encodings = len(re.findall(rb"(?im)^transfer-encoding[ \t]*:", head))
     if encodings and version == "1.0":
@@ -167,7 +167,7 @@ def _check_framing(version: str, head: bytes, headers: Mapping[str, Any], *, chu
     if encodings > 1 or (encodings and not chunked):
         raise Problem(400, "bad_framing", "the only supported Transfer-Encoding is a single `chunked`")
     if encodings and length is not None:
-        raise Problem(400, "bad_framing", "give either Content-Length or Transfer-Encoding, not both")
+        raise Problem(400, "bad_framing", "send either Content-Length or Transfer-Encoding, not both")
     if length is not None and not _CONTENT_LENGTH.fullmatch(length):
         raise Problem(400, "bad_framing", "Content-Length must be a single integer")
 

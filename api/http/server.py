@@ -1,8 +1,8 @@
 """The HTTP server: Waitress with limits that protect it from slow and hostile clients.
 
 One I/O thread reads requests and writes replies; a pool of threads runs the application. Invariants: a
-separate thread answers liveness, whatever the others do. A new connection is always accepted: if necessary, a
-connection that is idle or has not sent a complete request is closed for it.
+separate thread answers liveness, however busy the others are. A new connection is always accepted: if
+necessary, a connection that is idle or has not sent a complete request is closed for it.
 """
 
 import logging
@@ -56,7 +56,7 @@ def adjustments(settings: ApiSettings, listener: socket.socket) -> Adjustments:
         max_request_header_size=MAX_HEAD_BYTES,
         # The smallest size that is refused.
         max_request_body_size=settings.max_body_bytes + 1,
-        # Reading on during a call is how a disconnect is noticed.
+        # Reading during a call detects a disconnect.
         channel_request_lookahead=1,
         log_socket_errors=False,
     )
@@ -152,7 +152,7 @@ class HttpServer(TcpWSGIServer):  # type: ignore[misc]  # Waitress ships no type
             logger.exception("closing a connection after an internal error")
             connection.abort()
 
-    # Choice of the thread.
+    # Choosing the thread of a call.
 
     def add_task(self, task: Connection) -> None:
         """Queue a connection whose request is complete. Any thread may call this."""
@@ -160,7 +160,7 @@ class HttpServer(TcpWSGIServer):  # type: ignore[misc]  # Waitress ships no type
         is_probe = request.path == PROBE_PATH
         if request.error is None and not is_probe:
             self._refuse_beyond_limits(task, request)
-        # Refusals are as cheap as probes and must not wait for threads that wait for Redis.
+        # Refusals are as cheap as probes and must not queue for threads that wait for Redis.
         is_short = is_probe or request.error is not None
         (self._probes if is_short else self.task_dispatcher).add_task(task)
 
@@ -234,7 +234,7 @@ class HttpServer(TcpWSGIServer):  # type: ignore[misc]  # Waitress ships no type
         return all(self._make_room(connections) for _ in range(len(connections) - limit + 1))
 
     def _make_room(self, connections: list[Connection]) -> bool:
-        """Close one idle connection: of the network with the most idle ones, the one idle longest."""
+        """Close the longest idle connection of the network with the most idle ones. False: none is idle."""
         idle = [one for one in connections if one.connected and not one.is_busy]
         if not idle:
             return False
@@ -255,6 +255,6 @@ class HttpServer(TcpWSGIServer):  # type: ignore[misc]  # Waitress ships no type
 
 
 def quiet_waitress() -> None:
-    """Silence its warnings: they come once for each call when threads are short, and contain raw paths."""
+    """Silence its warnings: while all threads are busy it logs one for each call, with the raw path."""
     logging.getLogger("waitress.queue").setLevel(logging.CRITICAL)
     logging.getLogger("waitress").setLevel(logging.ERROR)

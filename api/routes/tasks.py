@@ -37,7 +37,7 @@ from tokenmill.protocol.snapshots import Reading
 
 POLL_SECONDS = 1
 MAX_POLL_SECONDS = 10
-"""Retry-After of a task that has not ended, at least and at most: clients should see it start."""
+"""Bounds of Retry-After for a task that has not ended, so that clients see it start."""
 BUSY_SECONDS = 5
 """Retry-After where no slot is free."""
 WAIT_HEADER = "Tokenmill-Wait"
@@ -69,7 +69,7 @@ def task_routes(services: TaskServices) -> APIBlueprint:
 
     @routes.post("", summary="Submit a task", responses={HTTPStatus.ACCEPTED: Task, HTTPStatus.OK: Task})
     def submit(header: SubmitHeaders, body: TaskBody) -> Response:
-        """Queues the task, also while no worker is running, and returns 202.
+        """Queues the task, even while no worker is running, and returns 202.
 
         With `Prefer: wait=n` the status is 200 if the task ended within n seconds.
         """
@@ -102,7 +102,7 @@ def task_routes(services: TaskServices) -> APIBlueprint:
 
 
 class _Tasks:
-    """The handlers of `task_routes`, but for event streams."""
+    """The handlers of `task_routes`, except for event streams."""
 
     def __init__(self, services: TaskServices, lookup: TaskLookup) -> None:
         self._services = services

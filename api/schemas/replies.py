@@ -27,7 +27,7 @@ class Alternative(BaseModel):
     id: int
     logprob: float = Field(description="Natural logarithm of the probability. -9999 means minus infinity.")
     token: str = Field(description="Text of the token. Bytes that are no complete character become U+FFFD.")
-    bytes: list[int] = Field(description="Bytes of the token. They differ also where the texts are equal.")
+    bytes: list[int] = Field(description="Bytes of the token. They differ even if the texts are equal.")
 
 
 class TokenLogprobsView(BaseModel):

@@ -1,7 +1,7 @@
 """The sampling fields of a body, derived from the definition in `engine.sampling_params`.
 
-Types are strict: true is not 1, and "5" is not 5. A field that is null is not set. Here every list has a
-maximum length, also where the engine has none: a small body must not cause much work.
+Types are strict: true is not 1, and "5" is not 5. A field that is null is not set. Every list has a
+maximum length, even if the engine has none: a small body must not cause much work.
 """
 
 from collections.abc import Callable, Mapping

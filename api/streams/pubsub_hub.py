@@ -24,7 +24,7 @@ MAX_PENDING = 1024
 TICK_SECONDS = 1.0
 RETRY_SECONDS = 0.5
 MAX_UNANSWERED = 3
-"""Unanswered health checks, one a tick, after which the connection is given up."""
+"""The connection is considered dead after this many unanswered health checks, one per tick."""
 
 
 class Arrived(NamedTuple):

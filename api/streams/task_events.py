@@ -48,7 +48,7 @@ class TaskEventReader:
             merge = _LogAndLive(self._store, task_id, after, self._clock)
             while not stop() and (left := deadline - self._clock()) > 0:
                 batch = merge.new_events(
-                    subscription.wait(0.0 if merge.is_behind else min(TICK_SECONDS, left))
+                    subscription.wait(0.0 if merge.log_has_more else min(TICK_SECONDS, left))
                 )
                 yield batch
                 if merge.ended:
@@ -70,12 +70,12 @@ class _LogAndLive:
         self._clock = clock
         self._last_event_at = clock()
         self._finished = False
-        self.is_behind = False
+        self.log_has_more = False
         """The log holds more than the page that was read last."""
 
     @property
     def ended(self) -> bool:
-        return self._assembler.ended or (self._finished and not self.is_behind)
+        return self._assembler.ended or (self._finished and not self.log_has_more)
 
     def new_events(self, arrived: Arrived) -> list[Event]:
         """The new events in order. Empty while Redis is unavailable; later calls return what was missed."""
@@ -90,7 +90,7 @@ class _LogAndLive:
             logger.debug("task %s: cannot read its log, will retry: %s", self._task_id, error)
             self._assembler.must_read_log = True
             # Retry at the next tick, not at once.
-            self.is_behind = False
+            self.log_has_more = False
         if batch or is_silent:
             self._last_event_at = self._clock()
         return batch
@@ -101,9 +101,9 @@ class _LogAndLive:
             event = decode(message)
             batch.extend(self._assembler.live(event))
             # A gap before this message is filled from the log, one page for each call.
-            if not self.is_behind:
+            if not self.log_has_more:
                 self._read_log(batch)
-            # Ends a reader that starts after the last event: the assembler does not return it that event.
+            # Also ends a reader that starts after the terminal event, which the assembler then skips.
             self._finished |= isinstance(event, FinishedEvent) and event.done
 
     def _check_finished(self) -> None:
@@ -115,4 +115,4 @@ class _LogAndLive:
         if self._assembler.must_read_log:
             events = self._store.read_log(self._task_id, self._assembler.last, LOG_PAGE)
             batch.extend(self._assembler.replayed(events))
-            self.is_behind = self._assembler.must_read_log = len(events) == LOG_PAGE
+            self.log_has_more = self._assembler.must_read_log = len(events) == LOG_PAGE

@@ -68,7 +68,7 @@ class Server:
         return json.loads(body)["id"]
 
     def open(self, path: str) -> Any:
-        """A raw connection that has asked for `path` and has got the head of the answer."""
+        """A connection that has requested `path` and received the head of the reply."""
         connection = socket.create_connection(self.address, timeout=60)
         connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         head = b""
@@ -114,7 +114,7 @@ def read_all(connection: socket.socket) -> Any:
 def unread(server: Server, request: Any, receive_bytes: Any = 4096) -> Any:
     """A connection that sends `request` and reads no byte of the reply."""
     connection = socket.socket()
-    # Before it connects: the window that the server may fill is announced then.
+    # Set before connecting, when the receive window is announced.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
     connection.settimeout(60)
     connection.connect(server.address)

@@ -54,7 +54,7 @@ def task_id(client: ApiClient) -> Any:
 def test_a_call_without_a_key_is_refused(
     client: ApiClient, task_id: str, redis_client: redis.Redis, method: str, path: str, header: str, code: str
 ) -> None:
-    """Not even the body is read, which is not JSON here."""
+    """The body, which is not JSON here, is not read."""
     before = sorted(redis_client.keys())
     headers = {} if header is None else {"Authorization": header}
     reply = client.open(path.format(task_id), method=method, data=b"{", headers=headers)
@@ -74,7 +74,7 @@ def test_a_refusal_does_not_call_redis(make_app: MakeApp) -> None:
 def test_a_large_body_without_a_key_gets_its_error(start: StartServer) -> None:
     """Closing a connection with unread bytes would reset it, and the reply would be lost.
 
-    A body that is too large or wrongly framed is refused by the server itself, before keys are looked at.
+    A body that is too large or wrongly framed is refused by the server itself, before keys are checked.
     """
     server = start(TOKENMILL_API_KEYS=KEYS)
     assert server.call("POST", "/v1/tasks", {"prompt": "x" * 2_000_000})[0] == 401
@@ -152,7 +152,7 @@ def test_openapi_describes_the_scheme_if_there_are_keys(
 
 
 def test_without_api_keys_every_call_is_allowed(make_app: MakeApp, redis_url: str, task_id: str) -> None:
-    """Also tasks that were submitted with a key."""
+    """Including calls for tasks that were submitted with a key."""
     client = client_of(make_app(ApiSettings(redis_url=redis_url)))
     assert client.get(f"/v1/tasks/{task_id}").status_code == 200
     assert client.post("/v1/tasks", json=BODY, headers=shows("anything")).status_code == 202
@@ -167,7 +167,7 @@ def test_no_key_is_shown_or_kept(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     client.get(f"/v1/tasks/{task_id}", headers=ALICE)
-    client.get(f"/v1/tasks/{task_id}", headers=shows("secret-of-nobody"))
+    client.get(f"/v1/tasks/{task_id}", headers=shows("unknown-secret"))
     shown = repr(settings) + repr(settings.keyring) + caplog.text
     assert "secret" not in shown
     kept = [redis_client.dump(key) or b"" for key in redis_client.scan_iter()]
@@ -205,7 +205,7 @@ def test_keys_come_from_variable_and_file(tmp_path: Path) -> None:
     ],
 )
 def test_bad_keys_are_refused_and_not_repeated(tmp_path: Path, text: str, message: str) -> None:
-    """Also where no key is left: a service that should be protected must not be open."""
+    """Even if no key remains: a service that should be protected must not be open."""
     file = tmp_path / "keys"
     file.write_text(text)
     for environ in ({"TOKENMILL_API_KEYS": text}, {"TOKENMILL_API_KEYS_FILE": str(file)}):

@@ -75,7 +75,7 @@ def test_an_unknown_path_lists_the_routes(client: ApiClient) -> None:
         "GET /v1/tasks/{task_id}/events",
     ]
     assert "POST /v1/tasks" in body["detail"]
-    # The service's own word for a task that is not there lists none.
+    # The error for an unknown task lists no routes.
     assert "routes" not in check(client.get("/v1/tasks/x"), 404)
 
 

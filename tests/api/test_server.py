@@ -80,7 +80,7 @@ def test_a_waiting_poll_that_disconnects_releases_its_slot(start: StartServer) -
     url = f"/v1/tasks/{server.submit()}"
 
     def slot_is_free() -> Any:
-        # A poll without a place does not wait; one that has waited gives its place back itself.
+        # A poll without a slot does not wait; one that has waited releases its slot.
         began = time.monotonic()
         server.call("GET", f"{url}?wait=0.5")
         return time.monotonic() - began >= 0.5
@@ -89,7 +89,7 @@ def test_a_waiting_poll_that_disconnects_releases_its_slot(start: StartServer) -
     while not is_waiting:
         with socket.create_connection(server.address) as connection:
             connection.sendall(f"GET {url}?wait=60 HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-            # The other poll may have been read first: then this one found no place, and was answered at once.
+            # If the other poll was read first, this one found no slot and was answered at once.
             is_waiting = not slot_is_free()
     while not slot_is_free():
         pass
@@ -105,7 +105,7 @@ def test_a_stop_ends_in_time_with_streams_open(start: StartServer, sig: Any) -> 
     server.wait_for_streams(3)
     began = time.monotonic()
     assert server.stop(sig) == 0
-    # Far below the grace that open calls would be given.
+    # Far below the grace period of open calls.
     assert time.monotonic() - began < 25
     if sig is signal.SIGTERM:
         for connection in streams:
@@ -115,7 +115,7 @@ def test_a_stop_ends_in_time_with_streams_open(start: StartServer, sig: Any) -> 
 
 
 def test_a_killed_server_frees_its_port(start: StartServer) -> None:
-    """No process of it survives, also with a stream open."""
+    """None of its processes survives, even with a stream open."""
     server = start(TOKENMILL_HEARTBEAT_SECONDS="600")
     stream = server.open(f"/v1/tasks/{server.submit()}/events")
     server.wait_for_streams(1)
@@ -217,7 +217,7 @@ def run_to_its_end(**environ: Any) -> Any:
     ("environ", "code", "words"),
     [
         ({"TOKENMILL_PORT": "http"}, 78, "TOKENMILL_PORT must be a whole number"),
-        # It may pass, as a name may be known later.
+        # Temporary errors: the name may become known later.
         ({"TOKENMILL_HOST": "host.invalid"}, 1, "set TOKENMILL_HOST to an address of this machine"),
         ({"TOKENMILL_HOST": "a..b"}, 1, "set TOKENMILL_HOST to an address of this machine"),
         ({"TOKENMILL_HOST": "192.0.2.1"}, 1, "set TOKENMILL_HOST to an address of this machine"),

@@ -24,7 +24,7 @@ LIMITS = {
     "TOKENMILL_MAX_NUM_BATCHED_TOKENS": "4",
     "TOKENMILL_MAX_NUM_SEQS": "2",
     "TOKENMILL_PREFIX_CACHING": "false",
-    # Nothing is written while nothing is generated: only a look at the connection shows that it is closed.
+    # Nothing is written while nothing is generated: only a check of the connection detects the close.
     "TOKENMILL_HEARTBEAT_SECONDS": "600",
     "TOKENMILL_WEBHOOK_SECRET": f"whsec_{base64.b64encode(b'k' * 32).decode()}",
     "TOKENMILL_WEBHOOK_ALLOW_PRIVATE": "true",
@@ -55,7 +55,7 @@ def read(request: pytest.FixtureRequest, service: LiveService) -> Iterator[Read]
             connection = socket.create_connection((address.hostname, address.port), timeout=60)
             line = f"GET /v1/tasks/{task_id}{request.param} HTTP/1.1"
             connection.sendall(f"{line}\r\nHost: x\r\n\r\n".encode())
-            wait_for(lambda: client.zcard(keys.readers(task_id)), "the reader is noted")
+            wait_for(lambda: client.zcard(keys.readers(task_id)), "the reader is registered")
             return connection
 
         yield open_one

@@ -55,9 +55,9 @@ def test_the_master_is_killed_during_streams(tmp_path: Path) -> None:
         tasks = [service.submit(**greedy(number)) for number in range(NUM_TASKS)]
         readers = [pool.submit(followed, servers.url, task) for task in tasks]
         streams = [pool.submit(sse_ids, service, task) for task in tasks]
-        wait_for(lambda: all(master.xlen(keys.log(task)) > 20 for task in tasks), "all are in mid-stream")
+        wait_for(lambda: all(master.xlen(keys.log(task)) > 20 for task in tasks), "all streams have begun")
         servers.replicate()
-        assert not any(reader.done() for reader in readers), "it was to be killed in mid-stream"
+        assert not any(reader.done() for reader in readers), "a stream ended before the kill"
         servers.kill_master()
         servers.wait_for_promotion()
 

@@ -1,4 +1,4 @@
-"""Redis fails during streams: the API reports it, no process exits, and all recover without help."""
+"""Redis fails during streams: the API reports it, no process exits, and all recover by themselves."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -129,7 +129,7 @@ def test_redis_fails_and_comes_back(service: LiveService, server: Server, fault:
 
 
 @pytest.mark.parametrize("kind", ["normal", "pubsub"])
-def test_every_connection_is_cut_again_and_again(service: LiveService, server: Server, kind: str) -> None:
+def test_connections_are_cut_repeatedly(service: LiveService, server: Server, kind: str) -> None:
     """redis-py#1572: a subscriber received nothing after its connection was closed."""
     with ThreadPoolExecutor(2 * NUM_TASKS) as pool, server.client() as client:
         streams = Streams(service, server, pool)

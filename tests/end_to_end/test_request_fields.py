@@ -58,7 +58,7 @@ def test_usage_is_the_same_streamed_polled_and_counted(service: LiveService) -> 
         assert [event.token for event in own if isinstance(event, TokenEvent)] == output["token_ids"]
     assert task["outputs"][0]["text"] == text[: text.index(text[4:8])]
     assert task["outputs"][0]["finish_reason"] == "stop"
-    assert free["outputs"][0]["text"] != free["outputs"][1]["text"], "each output has a seed of its own"
+    assert free["outputs"][0]["text"] != free["outputs"][1]["text"], "each output has its own seed"
     assert [message["seq"] for message in sse(service, task_id)] == [event.seq for event in events]
 
 

@@ -84,7 +84,7 @@ def test_no_request_fails_during_a_rolling_restart(model_dir: Path, tmp_path: Pa
         with redis.Redis.from_url(service.redis_url) as client:
             attempts = [int(client.hget(keys.run(task_id), "attempt") or 0) for task_id in load.ids]
             logs = [client.xlen(keys.log(task_id)) for task_id in load.ids]
-        assert max(attempts) > 1, "something was handed back"
+        assert max(attempts) > 1, "no task was handed back"
         assert logs == [length + 1 for length in load.lengths]
         info = rq_info(service)
         assert (waiting(info), executing(info)) == (0, 0)

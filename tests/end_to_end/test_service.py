@@ -88,7 +88,7 @@ def test_concurrent_requests_equal_single_ones_and_rq_shows_them(service: LiveSe
     prompts = random_prompts(1, 64, 90)
     lengths = [8 + n % 40 for n in range(64)]
     ids = [service.submit(**greedy(prompt, length)) for prompt, length in zip(prompts, lengths, strict=True)]
-    long = service.submit(**greedy([5, 6, 7], 1900))  # so that something still runs when `rq info` looks
+    long = service.submit(**greedy([5, 6, 7], 1900))  # so that a job still runs during `rq info`
 
     shown = wait_for(lambda: executing(rq_info(service)), "rq info shows jobs that execute")
     tasks = [service.wait_task(task_id) for task_id in ids]
@@ -184,7 +184,7 @@ def test_a_stream_and_a_poll_agree(service: LiveService) -> None:
     assert [message["seq"] for message in data if "seq" in message][: len(live)] == [e.seq for e in live]
 
 
-def test_a_seed_gives_the_same_output_in_any_batch(service: LiveService) -> None:
+def test_a_seed_produces_the_same_output_in_any_batch(service: LiveService) -> None:
     """vllm#51226: a seeded request changed if another in the batch had no seed."""
     asked = {
         "prompt": "the quick brown",
@@ -203,7 +203,7 @@ def test_a_seed_gives_the_same_output_in_any_batch(service: LiveService) -> None
 
 
 def test_bad_requests_fail_alone(service: LiveService) -> None:
-    """vllm#7283, vllm#9634: an empty prompt or a foreign id ended the engine."""
+    """vllm#7283, vllm#9634: an empty prompt or an id outside the vocabulary ended the engine."""
     bodies: list[dict[str, Any]] = [
         {"prompt": ""},
         {"prompt_token_ids": []},
@@ -245,7 +245,7 @@ def test_the_next_worker_resumes_tasks_of_a_killed_one(
         assert {task["status"] for task in tasks} <= set(TERMINAL)
         for task_id, length in zip(ids, lengths, strict=True):
             entries = [entry.decode() for entry, _ in client.xrange(f"tokenmill:log:{task_id}")]
-            assert entries == [f"0-{n + 1}" for n in range(length + 1)], "a gap or a double"
+            assert entries == [f"0-{n + 1}" for n in range(length + 1)], "a gap or a duplicate"
         assert client.zcard("tokenmill:leases") == 0
         info = rq_info(service)
         assert (waiting(info), executing(info)) == (0, 0)

@@ -73,14 +73,14 @@ def ask(server: Server, data: bytes) -> Any:
     return read_all(connect(server, data))
 
 
-def gone(connection: socket.socket) -> None:
+def wait_for_close(connection: socket.socket) -> None:
     """Reads until the server has ended the connection, however it does that."""
     with contextlib.suppress(ConnectionError):
         while connection.recv(65536):
             pass
 
 
-def given_up(connection: socket.socket) -> None:
+def wait_for_reset(connection: socket.socket) -> None:
     """Waits, without reading a byte, until the server has reset the connection."""
     poll = select.poll()
     poll.register(connection, 0)
@@ -158,7 +158,7 @@ class TestLimitsOnConnections:
         server = start(TOKENMILL_MAX_CONNECTIONS_PER_ADDRESS="3", TOKENMILL_HTTP_READ_SECONDS="600")
         idle = [keep(server, b"GET /") for _ in range(3)]
         assert server.submit()
-        gone(idle[0])
+        wait_for_close(idle[0])
 
     def test_beyond_the_limit_only_liveness_is_answered(self, start: StartServer) -> None:
         """If no connection is idle. Streams continue."""
@@ -169,7 +169,7 @@ class TestLimitsOnConnections:
         path = f"GET /v1/tasks/{task_id} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
         assert problem(ask(server, path)) == (503, "too_many_connections")
         streams[0].close()
-        # Its place is free as soon as it is noticed.
+        # Its connection counts until the server notices the disconnect.
         while server.call("DELETE", f"/v1/tasks/{task_id}")[0] != 200:
             pass
         assert b"event: finished" in read_all(streams[1])
@@ -187,7 +187,7 @@ class TestLimitsOnConnections:
         assert server.call("GET", "/livez")[0] == 200
         assert server.submit()
         for connection in idle:
-            gone(connection)
+            wait_for_close(connection)
 
 
 class TestEndsOfConnections:
@@ -211,7 +211,7 @@ class TestEndsOfConnections:
             assert server.call("GET", "/livez")[0] == 200
             assert server.submit()
         for connection in kept:
-            gone(connection)
+            wait_for_close(connection)
 
     def test_the_reply_reaches_a_client_that_still_sends(self, start: StartServer) -> None:
         """A close with unread bytes would reset the connection, and the reply would be lost with it."""
@@ -233,7 +233,7 @@ class TestEndsOfConnections:
         server = start(**TINY)
         with unread(server, LIVEZ * 60_000) as connection:
             assert server.submit()
-            given_up(connection)
+            wait_for_reset(connection)
 
 
 @pytest.fixture
@@ -260,10 +260,10 @@ class TestClientsThatNeverRead:
         assert server.call("GET", "/livez")[0] == 200
         if path.endswith("events"):
             server.wait_for_streams(64)
-            # As a whole they are 64 times 8 MB.
+            # The replies have 64 times 8 MB in all.
             assert resident_bytes(server.process) - before < 200 * MIB
         for connection in readers:
-            given_up(connection)
+            wait_for_reset(connection)
         server.wait_for_streams(0)
         assert server.submit()
 
@@ -279,7 +279,7 @@ class TestClientsThatNeverRead:
             # With no time to linger, `close` resets the connection.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.close()
-        # Its connection is accepted when the resets are seen, or after that.
+        # The server accepts this connection after it has seen the resets.
         assert server.call("GET", "/livez")[0] == 200
         assert server.stop() == 0
         assert not [line for line in server.log if b"ERROR" in line]
@@ -294,7 +294,7 @@ class TestClientsThatNeverRead:
         server.wait_for_streams(3)
         status, body = server.call("GET", path)
         assert (status, json.loads(body)["error"]["code"]) == (503, "too_many_streams")
-        # One that goes away makes room, and the next gets all of it.
+        # A released slot serves the next stream completely.
         readers[0].close()
         server.wait_for_streams(2)
         status, body = server.call("GET", path)

@@ -30,7 +30,7 @@ def test_a_task_with_missing_keys_is_lost(
 
 
 def test_a_fully_evicted_task_names_the_possible_cause(client: ApiClient) -> None:
-    """Nothing is left of it in Redis, so only the time in its id tells it from an id that never existed."""
+    """Redis has no key of it. Only the time in its id distinguishes it from an id that never existed."""
     evicted, never = (client.get(f"/v1/tasks/{task_id}").json for task_id in (new_task_id(), "f" * 32))
     assert evicted["error"]["code"] == never["error"]["code"] == "task_not_found"
     assert "/readyz" in evicted["detail"]
@@ -48,7 +48,7 @@ def test_the_lost_task_of_another_tenant_is_not_found(
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Any]:
-    """A server and the path of its dump file: a directory in its place makes writes fail."""
+    """A server and the path of its dump file: a directory of the same name makes writes fail."""
     port, directory = free_port(), tmp_path / "data"
     directory.mkdir()
     command = [find_redis_server(), "--port", str(port), "--dir", str(directory), "--save", "3600 1"]
@@ -91,7 +91,7 @@ def test_a_full_disk_is_503_with_the_reason_until_there_is_room(full_disk: Any) 
         assert reply.status_code == 503
         assert "disk" in reply.json["detail"]
         assert int(reply.headers["Retry-After"]) >= 1
-    assert client.get(f"/v1/tasks/{task_id}").status_code == 200, "what is there can be read"
+    assert client.get(f"/v1/tasks/{task_id}").status_code == 200, "tasks can still be read"
     obstacle.rmdir()
     save(admin, "ok")
     assert client.post("/v1/tasks", json={"prompt": "x"}).status_code == 202

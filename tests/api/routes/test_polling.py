@@ -22,13 +22,13 @@ def test_a_waiting_task_shows_its_position(client: ApiClient, submit: Submit, wo
     """Position, tokens ahead and reason, while the task is queued in Redis."""
     first, second, urgent = submit(max_tokens=10), submit(max_tokens=20), submit(priority=0, max_tokens=30)
     worker.report("ready")
-    places = {name: client.get(f"/v1/tasks/{name}").json["queue"] for name in (first, second, urgent)}
-    assert [places[name]["position"] for name in (urgent, first, second)] == [0, 1, 2]
-    assert places[urgent]["waiting_for"] == "capacity"
-    assert places[second]["waiting_for"] == "behind"
-    assert places[second]["tokens_ahead"] > places[first]["tokens_ahead"] > 0
-    # Nothing was served yet, so there is no rate to tell a time from.
-    assert places[second]["eta_seconds"] is None
+    queues = {name: client.get(f"/v1/tasks/{name}").json["queue"] for name in (first, second, urgent)}
+    assert [queues[name]["position"] for name in (urgent, first, second)] == [0, 1, 2]
+    assert queues[urgent]["waiting_for"] == "capacity"
+    assert queues[second]["waiting_for"] == "behind"
+    assert queues[second]["tokens_ahead"] > queues[first]["tokens_ahead"] > 0
+    # No task has run yet, so there is no rate to estimate a time from.
+    assert queues[second]["eta_seconds"] is None
 
 
 def test_the_eta_comes_from_the_rate(client: ApiClient, submit: Submit, worker: HandWorker) -> None:

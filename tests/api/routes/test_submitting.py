@@ -94,9 +94,9 @@ def test_defaults_are_left_to_the_worker(submit: Submit, worker: HandWorker) -> 
 
 
 class TestIdempotency:
-    def test_the_same_body_gives_the_same_task(self, client: ApiClient, redis_client: redis.Redis) -> None:
+    def test_the_same_body_returns_the_same_task(self, client: ApiClient, redis_client: redis.Redis) -> None:
         first = client.post("/v1/tasks", json=BODY, headers={"Idempotency-Key": '"key 1"'})
-        # Spelled, ordered and filled up differently; the key bare.
+        # Another formatting and order, a null field, and the key without quotes.
         again = client.post(
             "/v1/tasks",
             data='{"max_tokens": 4, "top_p": null, "prompt": "h\\u0065llo"}',
@@ -154,7 +154,7 @@ class TestFullQueue:
     def settings(self, redis_url: str) -> Any:
         return ApiSettings(redis_url=redis_url, max_waiting_tasks=3)
 
-    def test_a_full_queue_gives_a_retry_after(
+    def test_a_full_queue_is_refused_with_a_retry_after(
         self, client: ApiClient, submit: Submit, redis_client: redis.Redis
     ) -> None:
         for _ in range(3):
@@ -191,7 +191,7 @@ class TestFullQueue:
         worker.claim(2)
         submit(), submit()
 
-    def test_a_known_key_is_answered_also_by_a_full_queue(self, client: ApiClient, submit: Submit) -> None:
+    def test_a_full_queue_still_answers_a_known_key(self, client: ApiClient, submit: Submit) -> None:
         first = client.post("/v1/tasks", json=BODY, headers={"Idempotency-Key": "k"})
         submit(), submit()
         again = client.post("/v1/tasks", json=BODY, headers={"Idempotency-Key": "k"})
@@ -325,5 +325,5 @@ def test_the_digest_is_of_the_values() -> None:
     assert digest(temperature=1) == digest(temperature=1.0)
     assert digest(stop="a") == digest(stop=["a"])
     assert digest(seed=None) == digest()
-    # Before defaults: who writes a default down says more than who does not.
+    # Defaults are not filled in: an explicit default differs from an unset field.
     assert len({digest(), digest(seed=0), digest(temperature=1.0), digest(priority=2)}) == 4

@@ -16,7 +16,7 @@ from api.submission import body_digest, to_request
 from tests.api.api_client import ApiClient
 from tokenmill.protocol.messages import GenerateRequest
 
-# Surrogates included: JSON can spell them.
+# Including surrogates, which JSON can encode as escapes.
 TEXT = st.text(st.characters(), max_size=8)
 NUMBERS = (
     st.integers() | st.floats() | st.sampled_from([0, 1, -1, True, 2**63, 2**64, -(2**63), 10**30, 0.0, 1.0])

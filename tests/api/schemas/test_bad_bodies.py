@@ -144,7 +144,7 @@ def test_a_bad_value_is_refused_by_name(
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages.0.name"),
-        # vllm#26797, llama.cpp#12178: a prompt of token ids that are none.
+        # vllm#26797, llama.cpp#12178: a prompt of invalid token ids.
         ({"prompt_token_ids": []}, "prompt_token_ids"),
         ({"prompt_token_ids": [-1]}, "prompt_token_ids.0"),
         ({"prompt_token_ids": [1.5]}, "prompt_token_ids.0"),
@@ -231,7 +231,7 @@ def test_a_body_that_is_not_a_json_object_is_refused(
 def test_a_lone_surrogate_is_refused(
     client: ApiClient, redis_client: redis.Redis, body: Any, param: Any
 ) -> None:
-    """aider#3693, llama.cpp#25543: JSON may hold half a pair, which no encoder can write again."""
+    """aider#3693, llama.cpp#25543: JSON may contain half a pair, which no UTF-8 encoder accepts."""
     reply = client.post("/v1/tasks", data=body % SURROGATE, content_type="application/json")
     check_refused(client, redis_client, reply, 400, param)
 
@@ -303,7 +303,7 @@ class TestWithModelCard:
             ({"prompt_token_ids": [2**100]}, "prompt_token_ids", "invalid_value"),
             ({"prompt_token_ids": [10**4000]}, "prompt_token_ids", "invalid_value"),
             ({"prompt_token_ids": [1] * 81}, "prompt_token_ids", "context_length_exceeded"),
-            # vllm#54195: a bias for an id that is none wrote into another request's row.
+            # vllm#54195: a bias for an invalid id wrote into another request's row.
             ({"prompt": "x", "stop_token_ids": [5, 99_999]}, "stop_token_ids", "invalid_value"),
             ({"prompt": "x", "min_tokens": 3, "logit_bias": {"99999": 5}}, "logit_bias", "invalid_value"),
             ({"prompt": "x", "logit_bias": {"1": 1, "1000": 5}}, "logit_bias", "invalid_value"),
@@ -421,7 +421,7 @@ def test_a_bad_idempotency_key_is_refused(client: ApiClient, redis_client: redis
     ],
 )
 def test_unusual_values_in_range_are_accepted(client: ApiClient, body: Any) -> None:
-    """vllm#19862: null is "not given"; a tiny temperature and a top_k beyond the vocabulary are in range."""
+    """vllm#19862: null is unset; a tiny temperature and a top_k beyond the vocabulary are in range."""
     reply = client.post("/v1/tasks", json={"prompt": "x", **body})
     assert reply.status_code == 202, reply.text
 

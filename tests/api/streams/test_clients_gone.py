@@ -36,7 +36,7 @@ def test_a_disconnect_in_the_middle_of_a_stream(server: Server, redis_url: str, 
             received += connection.recv(4096)
     task = wait_for_end(server, task_id)
     assert (task["status"], task["outputs"][0]["text"]) == ("cancelled", "ab")
-    # What its worker still has to say is refused.
+    # Later tokens of its worker are refused.
     worker.say(task_id, "c")
     assert wait_for_end(server, task_id) == task
 
@@ -94,7 +94,7 @@ def test_readers_of_a_killed_server_expire(
             time.sleep(0.02)
         server.process.kill()
         server.process.wait()
-    # Time passes, and another server's reaper looks.
+    # The lease expires, and another server's reaper runs.
     redis_client.delete(keys.readers(task_id))
     redis_client.zadd(keys.WATCHED, {task_id: 1})
     assert wait_for_end(start(), task_id)["status"] == "cancelled"

@@ -125,7 +125,7 @@ class TestStreams:
     def test_a_stopping_server_renews_the_leases(
         self, watched: str, app: ApiApp, client: ApiClient, redis_client: redis.Redis
     ) -> None:
-        """The clients have the whole lease to reconnect, not what is left of it."""
+        """The clients have a whole lease to reconnect, not the rest of one."""
         reply, chunks = stream(client, watched)
         before = lease_ends(redis_client, watched)
         app.parts.shutdown.requested = True
