@@ -78,7 +78,7 @@ def test_a_finished_task_is_replayed_and_the_stream_ends(
 def test_a_stream_starts_after_any_event(
     follow: Follow, store: TaskStore, redis_url: str, claimed: Claimed, after: int
 ) -> None:
-    """Including the last one, after which there is nothing."""
+    """Also after the last event: the stream is then empty."""
     settle(store, claimed, 0, 5)
     events = Following(follow(redis_url, claimed.task_id, after)).rest()
     assert [event.seq for event in events] == [seq for seq in range(6) if seq > after]

@@ -126,7 +126,7 @@ def test_lapsed_tasks_return_in_order(store: TaskStore, redis_client: RedisClien
     assert reap(store) == Reaped()
 
 
-def test_concurrent_reapers_requeue_each_task_once(store: TaskStore, redis_client: RedisClient) -> None:
+def test_repeated_reaping_requeues_a_task_once(store: TaskStore, redis_client: RedisClient) -> None:
     submit(store, redis_client)
     lapsed = claim_one(store, lease_seconds=-1)
     assert [reap(store).returned for _ in range(3)] == [(lapsed.task_id,), (), ()]
