@@ -19,6 +19,7 @@ from api.redis_clients import connect, connect_subscriber
 from api.routes.health import Redis, health_routes
 from api.routes.openai.completions import completion_routes
 from api.routes.openai.models import model_routes
+from api.routes.openai.responses import response_routes
 from api.routes.task_services import REPLY_SLOTS, REPLY_WAIT_SECONDS, TaskServices
 from api.routes.tasks import task_routes
 from api.schemas.replies import ProblemView
@@ -99,6 +100,7 @@ def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiAp
     app.register_api(task_routes(services))
     app.register_api(completion_routes(services))
     app.register_api(model_routes(services))
+    app.register_api(response_routes(services))
     app.register_api(health_routes(settings, store, registry, Redis(client, parts.redis_checks)))
     return app
 

@@ -1,4 +1,4 @@
-"""The routes `/livez`, `/readyz` and `/metrics`.
+"""The routes `/livez`, `/readyz`, `/health` and `/metrics`.
 
 Liveness depends on this process alone. Readiness asks Redis at each call, and says why the service is not
 ready.
@@ -53,12 +53,12 @@ def health_routes(
         `workers`: the state of each, and how far it has loaded. `warnings`: settings of Redis that may lose
         accepted tasks.
         """
-        workers, warnings = _workers(settings, store, server), server.checks.warnings
-        if all(worker.state != "ready" for worker in workers):
-            raise _not_ready(workers[0].state if workers else "no_worker", workers, warnings)
-        return _json(
-            Readiness(state="ready", model=settings.public_model, workers=workers, warnings=warnings)
-        )
+        return _json(_readiness(settings, store, server))
+
+    @routes.get("/health", summary="Readiness", responses={HTTPStatus.OK: Readiness})
+    def health() -> Response:
+        """The same as `/readyz`, under the path that load generators and other servers use."""
+        return _json(_readiness(settings, store, server))
 
     @routes.get("/metrics", summary="Metrics in Prometheus' text format", responses={HTTPStatus.OK: _TEXT})
     def metrics() -> Response:
@@ -66,6 +66,14 @@ def health_routes(
         return Response(body, content_type=content_type)
 
     return routes
+
+
+def _readiness(settings: ApiSettings, store: TaskStore, server: Redis) -> Readiness:
+    """Raises `Problem` (503) if no worker is ready."""
+    workers, warnings = _workers(settings, store, server), server.checks.warnings
+    if all(worker.state != "ready" for worker in workers):
+        raise _not_ready(workers[0].state if workers else "no_worker", workers, warnings)
+    return Readiness(state="ready", model=settings.public_model, workers=workers, warnings=warnings)
 
 
 def _workers(settings: ApiSettings, store: TaskStore, server: Redis) -> list[WorkerView]:

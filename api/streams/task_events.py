@@ -86,6 +86,9 @@ class _LogAndLive:
             self._merge(arrived.messages, batch)
             if not batch and (arrived.replay or is_silent):
                 self._check_finished()
+                # It may have ended after the log was read.
+                self._assembler.must_read_log |= self._finished
+                self._read_log(batch)
         except redis.RedisError as error:
             logger.debug("task %s: cannot read its log, will retry: %s", self._task_id, error)
             self._assembler.must_read_log = True

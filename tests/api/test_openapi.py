@@ -37,9 +37,13 @@ def test_the_version_and_the_paths(spec: Any) -> None:
         ("/v1/chat/completions", "post"),
         ("/v1/completions", "post"),
         ("/v1/models", "get"),
+        ("/v1/responses", "post"),
+        ("/v1/responses/{response_id}", "get"),
+        ("/v1/responses/{response_id}/cancel", "post"),
         ("/v1/models/{model}", "get"),
         ("/livez", "get"),
         ("/readyz", "get"),
+        ("/health", "get"),
         ("/metrics", "get"),
     }
 

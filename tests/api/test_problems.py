@@ -61,6 +61,7 @@ def test_an_unknown_path_lists_the_routes(client: ApiClient) -> None:
     assert body["routes"] == [
         "GET /docs/",
         "GET /docs/openapi.json",
+        "GET /health",
         "GET /livez",
         "GET /metrics",
         "GET /readyz",
@@ -68,6 +69,9 @@ def test_an_unknown_path_lists_the_routes(client: ApiClient) -> None:
         "POST /v1/completions",
         "GET /v1/models",
         "GET /v1/models/{model}",
+        "POST /v1/responses",
+        "GET /v1/responses/{response_id}",
+        "POST /v1/responses/{response_id}/cancel",
         "POST /v1/tasks",
         "DELETE /v1/tasks/{task_id}",
         "GET /v1/tasks/{task_id}",

@@ -213,6 +213,28 @@ def num_cancelled(service: LiveService) -> float:
     return sum(float(line.split()[-1]) for line in lines if 'reason="cancelled"' in line)
 
 
+def test_a_response_in_the_background(client: openai.OpenAI, model: str) -> None:
+    stream = client.responses.create(
+        model=model, input="hello", background=True, stream=True, metadata={"a": "b"},
+        extra_body={"structured_outputs": {"choice": ["the red fox"]}},
+    )  # fmt: skip
+    whole = list(stream)
+    assert whole[0].type == "response.created"
+    assert whole[-1].type == "response.completed"
+    response_id = whole[0].response.id
+    read = client.responses.retrieve(response_id)
+    text = "".join(event.delta for event in whole if event.type == "response.output_text.delta")
+    assert (read.output_text, read.metadata) == (text, {"a": "b"})
+    resumed = client.responses.retrieve(response_id, stream=True, starting_after=4)
+    assert list(resumed) == [event for event in whole if event.sequence_number > 4]
+    with client.responses.stream(response_id=response_id) as helper:
+        assert helper.get_final_response().output_text == text
+    long = client.responses.create(
+        model=model, input="hello", background=True, extra_body={"ignore_eos": True, "max_tokens": 1900}
+    )
+    assert client.responses.cancel(long.id).status == "cancelled"
+
+
 def test_langchain(service: LiveService, model: str) -> None:
     url = f"{service.api_url}/v1"
     chat = ChatOpenAI(base_url=url, api_key=lambda: KEY, model=model, max_completion_tokens=8)

@@ -37,10 +37,14 @@ STOPPING_SECONDS = 1
 
 @dataclass(slots=True)
 class Progress:
-    """What has arrived of one task. `choice`: the index of its first output among those of the call."""
+    """What has arrived of one task. `choice`: the index of its first output among those of the call.
+
+    `replayed`: an earlier call with the same Idempotency-Key submitted it.
+    """
 
     snapshot: TaskSnapshot
     choice: int
+    replayed: bool
     usage: dict[str, int] | None = None
     num_tokens: int = 0
     prompt_tokens: int | None = None
@@ -75,7 +79,8 @@ class CompletionCall:
             for number, body in enumerate(bodies):
                 key = f"{idempotency_key}/{number}" if idempotency_key and number else idempotency_key
                 submitted = services.submitter.submit(body, key, current_tenant(), self.card)
-                self._follow(self._lookup.inspect(submitted.task_id), choice)
+                snapshot = self._lookup.inspect(submitted.task_id)
+                self._follow(Progress(snapshot, choice, submitted.replayed))
                 choice += body.sampling_params.n
         except BaseException:
             self._cancel()
@@ -89,14 +94,16 @@ class CompletionCall:
         services.metrics.stream_opened()
         self._stack.callback(services.metrics.stream_closed)
 
-    def _follow(self, snapshot: TaskSnapshot, choice: int) -> None:
-        self.tasks.append(Progress(snapshot, choice))
+    def _follow(self, task: Progress) -> None:
+        self.tasks.append(task)
         services = self._services
-        lease = ReaderLease(services.readers, snapshot, request.environ, services.shutdown)
+        lease = ReaderLease(services.readers, task.snapshot, request.environ, services.shutdown)
         self._leases.append(self._stack.enter_context(lease))
 
     def _cancel(self) -> None:
         for task in self.tasks:
+            if task.replayed:
+                continue
             with suppress(redis.RedisError):
                 self._services.store.cancel(task.snapshot.task_id)
 
@@ -104,6 +111,16 @@ class CompletionCall:
         """The server could not write to the client. Not every server offers a check for that."""
         for lease in self._leases:
             lease.disconnected = True
+
+    def attach(self, snapshot: TaskSnapshot) -> None:
+        """Follow a task that exists. Raises `Problem` (503)."""
+        self._acquire_slot()
+        self._follow(Progress(snapshot, 0, replayed=True))
+
+    def events(self) -> Iterator[list[Event]]:
+        """The events of the first task from its beginning; an empty list at each tick without events."""
+        task_id = self.tasks[0].snapshot.task_id
+        return self._services.event_reader.batches(task_id, -1, stop=self._is_over)
 
     def deltas(self) -> Iterator[list[Delta]]:
         """What the tasks produce, one task after the other; an empty list at each tick without events.

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 
 from api.schemas.openai.replies import ChatCompletion, Completion
-from tests.api.api_client import ApiClient
-from tests.api.conftest import HandWorker
+from tests.api.api_client import ApiClient, client_of
+from tests.api.conftest import HandWorker, MakeApp
 from tests.api.openai.calling import answering, call, chunks
 from tokenmill.protocol.messages import LogEntry, TaskError
 from tokenmill.protocol.store.task_store import TaskStore
+from tokenmill.settings.declarations import ApiSettings
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -210,6 +211,23 @@ def test_fields_of_other_servers_reach_the_task(
     }  # fmt: skip
     assert (request.priority, request.cache_salt) == (1, "s")
     assert request.chat_template_kwargs == {"enable_thinking": False, "reasoning_effort": "low"}
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/models"])
+def test_a_key_is_required_where_keys_are_set(make_app: MakeApp, redis_url: str, path: str) -> None:
+    client = client_of(make_app(ApiSettings(redis_url=redis_url, api_keys="ann:a-secret-key-of-ann")))
+    reply = client.get(path) if path == "/v1/models" else client.post(path, json=HELLO)
+    assert (reply.status_code, reply.json["error"]["code"]) == (401, "missing_api_key")
+
+
+def test_a_full_queue_is_a_429_and_cancels_the_prompts_before_it(
+    make_app: MakeApp, redis_url: str, store: TaskStore, settings: ApiSettings
+) -> None:
+    client = client_of(make_app(ApiSettings(redis_url=redis_url, max_waiting_tasks=2)))
+    reply = client.post(TEXT, json={"prompt": ["a", "b", "c"]})
+    assert (reply.status_code, reply.json["error"]["type"]) == (429, "rate_limit_error")
+    assert 1 <= int(reply.headers["Retry-After"]) <= 60
+    assert sum(store.queue_stats(settings.slug).waiting.values()) == 0
 
 
 def test_the_models(client: ApiClient, card: Any) -> None:

@@ -72,6 +72,15 @@ def test_the_log_comes_first_then_the_channel() -> None:
     assert script.reads == [-1]
 
 
+def test_an_end_between_reading_the_log_and_asking_for_the_state_is_returned() -> None:
+    class EndsMeanwhile(Scripted):
+        def inspect(self, task_id: str) -> Any:
+            self.log, self.finished_at = [message(0), message(1, END)], 1.0
+            return self
+
+    assert EndsMeanwhile(Arrived(True, [])).follow() == [[0, 1]]
+
+
 def test_a_gap_is_filled_from_the_log() -> None:
     script = Scripted(
         Arrived(True, []),

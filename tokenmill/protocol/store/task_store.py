@@ -3,7 +3,9 @@ atomic.
 """
 
 import hashlib
+import json
 import secrets
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
@@ -11,7 +13,7 @@ from typing import Any
 
 from tokenmill.protocol import keys, log, rq_keys
 from tokenmill.protocol.claim_order import DEFAULT_ORDER, ClaimOrder
-from tokenmill.protocol.messages import Event, LogEntry
+from tokenmill.protocol.messages import Event, GenerateRequest, LogEntry
 from tokenmill.protocol.naming import tenant_hash
 from tokenmill.protocol.records import (
     Claimed,
@@ -161,6 +163,14 @@ class TaskStore:
         """Whether the RQ job of a task without a run hash still exists: Redis lost the rest."""
         origin = self._client.hget(rq_keys.job(task_id), "origin")
         return bool(origin) and (tenant is None or origin.decode().endswith(f":{tenant_hash(tenant)}"))
+
+    def request(self, task_id: str) -> GenerateRequest | None:
+        """The request of a task, as it was submitted; None if there is no such task."""
+        data = self._client.hget(rq_keys.job(task_id), "data")
+        if data is None:
+            return None
+        arguments = json.loads(zlib.decompress(data))[2]
+        return GenerateRequest.from_payload(arguments[0])
 
     def read(self, task_id: str, tenant: str | None = None) -> Reading | None:
         """The state of a task with its log. None if there is no such task, or it is not `tenant`'s.
