@@ -13,7 +13,7 @@ from typing import Any
 from tests.chaos import leftovers
 from tests.chaos.client import Record
 from tests.chaos.cluster import LEASE_SECONDS, Cluster, until
-from tests.chaos.faults import TO_PROCESSES, TO_REDIS, Fault
+from tests.chaos.faults import TO_PROCESSES, TO_REDIS, Fault, kill_all_workers
 from tests.chaos.injector import FaultInjector
 from tests.chaos.ledger import Account, Kind, Problem, audit
 from tests.chaos.outputs import OutputChecker, answers_of, few_enough
@@ -145,9 +145,20 @@ class _Run:
             injector.start(self._plan.seconds)
         for injector in self._injectors:
             injector.wait()
+        self._resume_at_least_once()
         self._say("no more faults")
         until(lambda: len(self._traffic.records) >= self._plan.min_requests, self._plan.settle_seconds)
         self._traffic.enough()
+
+    def _resume_at_least_once(self) -> None:
+        """Kill all workers while a request has published tokens, if no fault met one that had."""
+        end = time.monotonic() + self._plan.settle_seconds
+        while not self._takeovers.num_tokens and time.monotonic() < end:
+            until(self._takeovers.is_token_at_risk, end - time.monotonic(), pause=0.02)
+            kill_all_workers(self._cluster, Random(self._plan.seed))
+            self._cluster.wait_until_healthy(self._plan.settle_seconds)
+            # A request that was met is taken over once its lease has lapsed.
+            until(lambda: self._takeovers.num_tokens > 0, 3 * self._plan.lease_seconds)
 
     def _settle(self) -> list[Problem]:
         """Wait for all requests and webhooks. Returns what did not end."""

@@ -37,6 +37,11 @@ class Takeovers:
         with self._lock:
             self._seen.setdefault(task_id, (0, 0))
 
+    def is_token_at_risk(self) -> bool:
+        """Whether a request that runs had published tokens at its last poll."""
+        with self._lock:
+            return any(attempt and length for attempt, length in self._seen.values())
+
     def _run(self) -> None:
         with redis.Redis.from_url(self._url) as client:
             while not self._over.wait(POLL_SECONDS):
