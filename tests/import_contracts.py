@@ -1,7 +1,7 @@
-"""A contract for import-linter that says what may be imported, where its own say what may not.
+"""A contract for import-linter that lists what may be imported; its own types list what may not.
 
-Law: whatever a contract does not name is refused, so that a new import is a decision and no accident. Only
-direct imports are looked at: with every room closed, no chain can lead out. Knows no room.
+Anything that a contract does not name is refused. Only direct imports are checked: if every room is closed,
+no chain can lead out.
 """
 
 import sys

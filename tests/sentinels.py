@@ -1,7 +1,4 @@
-"""A master, a replica of it and a Sentinel that watches them: real servers, thrown away afterwards.
-
-Law: everything lies below one directory and is ended with the context. Knows nothing of Tokenmill.
-"""
+"""Starts a Redis master, a replica and a Sentinel below one directory; ends them with the context."""
 
 import subprocess
 from collections.abc import Iterator

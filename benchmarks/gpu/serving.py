@@ -85,7 +85,7 @@ def _rate(peer: Peer, options: Options, name: str, own: dict[str, Any]) -> dict[
     seconds = max(one.times[-1] for one in served)
     num_tokens = sum(one.max_tokens for one in requests)
     return {
-        "told": description,
+        "details": description,
         "requests": len(requests),
         "output_tokens": num_tokens,
         "run_seconds": round(seconds, 4),

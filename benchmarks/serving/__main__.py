@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.budget import Budget, Needs, share
-from benchmarks.serving.crew import Crew, variables
+from benchmarks.serving.engine_processes import EngineProcesses, variables
 from benchmarks.serving.environments import DEFAULT_HOME, ROOT, CannotMake, make
 from benchmarks.serving.estimates import Estimates
 from benchmarks.serving.machine import machine_facts
@@ -216,8 +216,8 @@ def measure_group(
         budget=Budget(estimates=estimates_of(group, args, record), repeats=asked_repeats(args)),
         references=References(home / "references"),
     )
-    with Crew(group, settings, record, home) as crew:
-        session.measure(crew)
+    with EngineProcesses(group, settings, record, home) as engines:
+        session.measure(engines)
 
 
 def settings_of(directory: Path, group: Group, shape: Shape, limits: Limits, home: Path) -> Settings:
@@ -260,8 +260,8 @@ def record_floors(
             token_budget=settings.token_budget,
             max_seqs=settings.max_seqs,
         )
-        told: dict[str, Any] = {**group._asdict(), "workload": name, "seconds": seconds}
-        record.add("floors", told | {name: getattr(rates, name) for name in Rates.__slots__})
+        floor: dict[str, Any] = {**group._asdict(), "workload": name, "seconds": seconds}
+        record.add("floors", floor | {name: getattr(rates, name) for name in Rates.__slots__})
 
 
 def recorded_rates(record: Record, group: Group) -> Rates | None:

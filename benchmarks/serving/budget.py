@@ -1,7 +1,7 @@
-"""Who gets how much of the time: groups their shares, and the first run of a cell its patience.
+"""Distributes the time: a share for each group, and a time limit for the first run of each cell.
 
-Law: the first runs come before all repeats. An engine is given up once it has told enough for its target and
-others want the time; one that was given up gets what nobody else wants. Knows no clock and no process.
+All first runs come before any repeat. An engine is stopped early once its target is decided and others need
+the time; afterwards it gets only time that remains.
 """
 
 from collections.abc import Collection, Sequence

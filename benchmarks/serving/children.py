@@ -1,7 +1,8 @@
-"""One engine's process: started, asked, measured from outside, stopped while others run, and always ended.
+"""Runs one engine in a process: starts it, sends requests, measures it, suspends it while others run, ends
+it.
 
-Law: no call waits longer than its limit, and after `close` none of its processes is left. Processor time and
-memory are those of all processes of its session, as the kernel tells them. Linux only. Knows no engine.
+Invariants: no call takes longer than its limit, and `close` leaves no process. Processor time and memory
+cover all processes of the session, as the kernel reports them. Linux only.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 TICKS = os.sysconf("SC_CLK_TCK")
 GRACE_SECONDS = 5.0
 LAST_CHARACTERS = 400
-"""Of a log, told as the reason why a process has ended."""
+"""Of a log, reported as the reason why a process ended."""
 
 
 class Failed(Exception):

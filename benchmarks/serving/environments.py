@@ -1,7 +1,7 @@
-"""The virtual environments of the engines: made once, each by itself, from pinned versions.
+"""Creates the virtual environments of the engines, one each, from pinned versions.
 
-Law: an environment that is there is whole: its stamp, with all that it was made of, is written last, and one
-without its stamp is made again. What cannot be made says why, and the others go on.
+An environment is complete if its stamp exists: the stamp holds everything it was made from and is written
+last. An environment that cannot be made reports why; the others are unaffected.
 
     python -m benchmarks.serving.environments [NAME ...] [--home DIRECTORY]
 """
@@ -26,7 +26,7 @@ STAMP = "made-of.json"
 TORCH = "torch==2.13.0"
 TRANSFORMERS = "transformers==5.24.0"
 LAST_LINES = 15
-"""Of a failed command, told as its reason."""
+"""Of a failed command, reported as its reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""What the cells of a group will likely cost, so that time can be shared out before anything has run.
+"""Estimates the cost of a group's cells, so that time can be distributed before anything has run.
 
-Law: an estimate decides when something begins and when it is given up, and is never told as a figure. What
-the record has counts more than what is written here, which was seen on two cores. Knows no clock.
+Estimates decide when a run starts and when it is stopped; they are never reported as results. Measurements in
+the record take precedence over the estimates here, which were made on two cores.
 """
 
 from collections.abc import Collection, Iterable
@@ -88,7 +88,7 @@ class Estimates:
         return max(LEAST_PATIENCE, max(1.25 * target, target + 2) * self.ours(cell.place))
 
     def first(self, cell: Cell) -> float:
-        """The first run with its warm-up, if it is given up when it has told enough."""
+        """The first run with its warm-up, if it is stopped once its target is decided."""
         run = self.run(cell)
         wanted = run if cell.system in OWN else min(run, self.enough(cell))
         return wanted + self.warm_up(cell)

@@ -1,7 +1,6 @@
-"""How much of a whole run a record holds: of the requests of a workload, and of the repeats of a cell.
+"""Describes how much of a whole run a record holds: requests of a workload, repeats of a cell.
 
-Law: figures of fewer requests or repeats than a whole run has are never shown without saying so. Knows no
-figures.
+Results of fewer requests or repeats than a whole run are always marked as such.
 """
 
 from benchmarks.serving.plan import REPEATS, Cell, Place, repeats_of

@@ -1,6 +1,6 @@
-"""Figures of one run, from when each token of each request was there; and of several runs.
+"""Computes the results of one run from the arrival times of tokens, and the statistics of several runs.
 
-Law: plain arithmetic on plain numbers, in seconds and tokens. Knows no engine.
+Units are seconds and tokens.
 """
 
 import math

@@ -11,7 +11,7 @@ FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_tile"
 
 
 def machine_facts(root: Path) -> dict[str, Any]:
-    """`root`: of the working tree, whose commit is told."""
+    """`root`: of the working tree, whose commit is reported."""
     cpu = _pairs(Path("/proc/cpuinfo"))
     flags = set(cpu.get("flags", "").split())
     return {

@@ -1,9 +1,8 @@
-"""Makes the directory of a model: tokenmill's default model, or a model of random weights.
+"""Writes a model directory: Tokenmill's default model, or a model with random weights.
 
-Law: one name gives the same weights everywhere. Random weights are so scaled that the layers, and not the
-embedding of the last token, decide the next one: an output layer that shares the embedding would otherwise
-repeat one token for ever, and equal outputs would mean nothing. They are stored in bfloat16, so that all
-dtypes serve the same numbers.
+A name always gives the same weights. Random weights are scaled so that the layers decide the next token, not
+the embedding of the last one: with a shared output embedding the model would otherwise repeat one token, and
+equal outputs would prove nothing. Weights are stored in bfloat16, so that all dtypes serve the same values.
 
     python -m benchmarks.serving.make_model NAME DIRECTORY
 """

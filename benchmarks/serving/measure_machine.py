@@ -1,8 +1,7 @@
-"""Measures what the machine can do: reading memory, and products of matrices. Prints one line of JSON.
+"""Measures the machine's limits: memory bandwidth and matrix products. Prints one line of JSON.
 
-Law: the best of several tries counts, as these are limits; and of products that in float32 too, since numbers
-of any dtype can be widened first. Knows torch, because the rates of its kernels are what all engines here are
-near to; knows no model.
+The best of several attempts counts. Products are measured in the dtype and in float32, as values of any dtype
+can be converted first. Uses torch, whose kernels are close to those of all engines here.
 
     OMP_NUM_THREADS=2 python -m benchmarks.serving.measure_machine THREADS DTYPE WEIGHTS_BYTES
 """

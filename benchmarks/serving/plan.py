@@ -1,7 +1,7 @@
-"""What is measured: which engine serves which workload of which model, and how often.
+"""Defines what is measured: which engine serves which workload of which model, and how often.
 
-Law: a plan is a list of cells, made before anything runs; the target table and the whole matrix are two of
-them, and filters only take cells away. Knows no process.
+A plan is a list of cells that is made before anything runs. The target table and the whole matrix are two
+plans; filters only remove cells.
 """
 
 from collections.abc import Collection, Iterable

@@ -1,8 +1,8 @@
-"""What the harness and one engine's process say to each other: a line of JSON each way, one at a time.
+"""Defines the messages between the harness and an engine's process: one line of JSON in each direction.
 
-Law: an engine's process answers every line with exactly one line, and dies with the harness. The answers go
-over a descriptor of their own, because libraries print to stdout. Knows no engine; standard library only, as
-it is imported in the environment of every engine.
+An engine's process answers each line with exactly one line, and ends with the harness. Answers use a
+descriptor of their own, because libraries print to stdout. Standard library only, as every engine's
+environment imports this.
 """
 
 import ctypes
@@ -141,7 +141,7 @@ def serve(peer: Peer) -> None:
     for line in sys.stdin:
         try:
             answer = {"ok": True, **answered(peer, json.loads(line))}
-        except Exception as error:  # noqa: BLE001 - whatever an engine raises is told, and the next line is read
+        except Exception as error:  # noqa: BLE001 - whatever an engine raises is reported, and the next line is read
             traceback.print_exc()
             answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
         say(answers, answer)
@@ -150,12 +150,12 @@ def serve(peer: Peer) -> None:
 def answered(peer: Peer, message: dict[str, Any]) -> dict[str, Any]:
     """Do what one line says. Raises what the engine raises."""
     if message["op"] == "load":
-        return {"told": peer.load(Settings(**message["settings"]))}
+        return {"details": peer.load(Settings(**message["settings"]))}
     served = peer.run([Request(*one) for one in message["requests"]])
     return {
         "tokens": [one.tokens for one in served],
         "times": [[round(time, 6) for time in one.times] for one in served],
-        "told": getattr(peer, "told", {}),
+        "details": getattr(peer, "details", {}),
     }
 
 

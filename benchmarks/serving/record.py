@@ -1,7 +1,7 @@
-"""One run's results: a JSON file that is whole after every measurement, so that what was stopped goes on.
+"""Stores the results of a run in a JSON file that is complete after each measurement and can be continued.
 
-Law: nothing is kept in memory alone, and nothing is measured twice into one file. All runs of a file have the
-same limits, machine and numbers of requests; what differs is refused. Knows no process.
+All runs of a file have the same limits, machine and numbers of requests; a difference is refused. Nothing is
+measured twice into one file.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""The right tokens: those of transformers' `generate`, one request at a time, in the same dtype.
+"""Computes the reference tokens: transformers' `generate`, one request at a time, in the same dtype.
 
-Law: what is compared with is computed once for each model, dtype and workload, and kept in a file whose name
-holds the prompts, so that no other prompts' tokens are ever taken for it.
+References are computed once per model, dtype and workload, and kept in a file whose name has a hash of the
+prompts.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from benchmarks.serving.children import Failed
-from benchmarks.serving.crew import Crew
+from benchmarks.serving.engine_processes import EngineProcesses
 from benchmarks.serving.plan import Group
 from benchmarks.serving.systems import REFERENCE
 from benchmarks.serving.workloads import Workload
@@ -26,7 +26,7 @@ class References:
         self._hopeless: dict[Path, str] = {}
 
     def tokens(
-        self, crew: Crew, group: Group, workload: Workload, warm_up: Workload, limit: float
+        self, engines: EngineProcesses, group: Group, workload: Workload, warm_up: Workload, limit: float
     ) -> list[list[int]]:
         """Of the workload's first requests. Raises `Failed` when the reference cannot be run within `limit`
         seconds; what is kept already takes none."""
@@ -36,7 +36,7 @@ class References:
             raise Failed(self._hopeless[file])
         if not file.exists():
             try:
-                served = self._served(crew, checked, warm_up, limit)
+                served = self._served(engines, checked, warm_up, limit)
             except Failed as error:
                 self._hopeless[file] = str(error)
                 raise
@@ -46,11 +46,13 @@ class References:
         return tokens
 
     @staticmethod
-    def _served(crew: Crew, workload: Workload, warm_up: Workload, limit: float) -> list[list[int]]:
+    def _served(
+        engines: EngineProcesses, workload: Workload, warm_up: Workload, limit: float
+    ) -> list[list[int]]:
         if not limit:
             raise Failed("no time was left for it")
-        crew.prepare(REFERENCE, warm_up, load_limit=limit, limit=limit)
-        answer, _ = crew.serve(REFERENCE, workload, limit)
+        engines.prepare(REFERENCE, warm_up, load_limit=limit, limit=limit)
+        answer, _ = engines.serve(REFERENCE, workload, limit)
         tokens: list[list[int]] = answer.message["tokens"]
         return tokens
 

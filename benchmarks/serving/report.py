@@ -1,7 +1,7 @@
-"""The results as Markdown: the targets, the floors, then a table for each model, dtype and workload.
+"""Renders the results as Markdown: targets, floors, then a table for each model, dtype and workload.
 
-Law: every engine that was asked has a row, with figures or with the reason why there are none. All from one
-record, and what is only a part of a whole run is called that; nothing is measured here.
+Each engine of the plan has a row, with results or with the reason why it has none. Incomplete runs are
+marked.
 
     python -m benchmarks.serving.report RESULTS.json
 """
@@ -91,12 +91,12 @@ def _targets(found: list[Verdict]) -> str:
         )
         for one in found
     ]
-    told = (
+    text = (
         "Ratios of tokens per second are those of the medians; beside them the least and the most of the"
         " repeats, each against the other engine in the same round. Where one has `>`, the other engine was"
-        " cut short when it had told enough and others wanted the time."
+        " cut short once its target was decided and others needed the time."
     )
-    return f"## Targets\n\n{told}\n\n{table(heads, rows)}"
+    return f"## Targets\n\n{text}\n\n{table(heads, rows)}"
 
 
 def _number(value: float) -> str:
@@ -114,12 +114,12 @@ def _floors(record: Record) -> str:
         times = [_times_floor(record, Cell(*place, name)) for name in systems]
         reads = "{:.1f} / {:.1f}".format(*(row[name] / GIGA for name in READ_RATES))
         rows.append((*place, reads, f"{row['flops_per_second'] / GIGA:.0f}", f"{row['seconds']:.2f}", *times))
-    told = (
+    text = (
         "The floor is the time in which the machine can read and compute what the workload needs, at the"
         " rates that were measured. Beside it how many times as long each engine took, in the median."
     )
     heads = (*Place._fields, "reads weights / memory, GB/s", "computes, GF/s", "floor, s", *systems)
-    return f"## Distance from the floor\n\n{told}\n\n{table(heads, rows)}"
+    return f"## Distance from the floor\n\n{text}\n\n{table(heads, rows)}"
 
 
 def _times_floor(record: Record, cell: Cell) -> str:
@@ -145,8 +145,8 @@ def _cell_table(record: Record, place: Place) -> str:
             rows.append((kind.title, f"none: {failures[cell]}", *[""] * (len(COLUMNS) - 2)))
     title = f"## {MODELS[place.model].title}, {place.dtype}: {KINDS[place.workload].title}"
     floor = record.floor(place)
-    told = [extent(record, place), f"floor: {floor:.2f} s" if floor else ""]
-    return "\n\n".join([title, *filter(None, ["; ".join(filter(None, told))]), table(COLUMNS, rows)])
+    text = [extent(record, place), f"floor: {floor:.2f} s" if floor else ""]
+    return "\n\n".join([title, *filter(None, ["; ".join(filter(None, text))]), table(COLUMNS, rows)])
 
 
 def _figures(record: Record, cell: Cell, several: list[dict[str, Any]]) -> tuple[str, ...]:

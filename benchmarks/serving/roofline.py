@@ -1,8 +1,7 @@
-"""The floor of a workload: the least seconds in which this machine can serve it, whoever serves.
+"""Computes the floor of a workload: the minimum time in which this machine can serve it.
 
-Law: a floor is a lower bound. Each step reads all weights once and the keys and values of its sequences once,
-and computes its products; both at the best rate that was measured, at the same time, and nothing else costs
-anything. Knows no engine.
+Each step reads all weights once and the keys and values of its sequences once, and computes its products,
+both at the best measured rates and at the same time. Everything else is assumed to cost nothing.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""One group measured: repeats go round over workloads and engines, so that whatever drifts meets all of them.
+"""Measures one group, alternating over workloads and engines so that a drift of the machine affects all.
 
-Law: a cell ends as figures, as the seconds after which it was cut short, or as a reason, never as nothing. A
-repeat is begun only if there is time for it, judged by the last one. Knows no tables.
+A cell ends with results, with the time after which it was stopped early, or with a reason. A repeat starts
+only if the last one suggests that there is time for it.
 """
 
 import sys
@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.serving.budget import LONGEST_LOAD, LONGEST_RUN, Budget
 from benchmarks.serving.children import Answer, Failed, TooSlow
-from benchmarks.serving.crew import Crew
+from benchmarks.serving.engine_processes import EngineProcesses
 from benchmarks.serving.figures import agreement, run_figures
 from benchmarks.serving.machine import available_bytes, load_average
 from benchmarks.serving.plan import OWN, Cell, Group, reason_against, repeats_of
@@ -50,16 +50,16 @@ class Session:
     references: References
     clock: Callable[[], float] = time.monotonic
 
-    def measure(self, crew: Crew) -> None:
+    def measure(self, engines: EngineProcesses) -> None:
         """The first run of every cell, and then all repeats that there is time for."""
         keeps_all = fits(self.cells, self.shape, self.kv_bytes, self.group.dtype, available_bytes())
         cells = list(in_turns(self._wanted(0), 0, by_system=not keeps_all))
         for place, cell in enumerate(cells):
-            self._release_others(crew, cell.system, keeps_all)
-            self._measure_first(crew, cell, cells[place + 1 :])
+            self._release_others(engines, cell.system, keeps_all)
+            self._measure_first(engines, cell, cells[place + 1 :])
         for repeat in range(1, self.budget.repeats):
             for several in self._parts(self._wanted(repeat), keeps_all):
-                self._measure_again(crew, several, repeat, keeps_all)
+                self._measure_again(engines, several, repeat, keeps_all)
 
     def _wanted(self, repeat: int) -> list[Cell]:
         return [cell for cell in self.cells if self._is_wanted(cell, repeat)]
@@ -88,34 +88,36 @@ class Session:
     def _left(self) -> float:
         return self.deadline - self.clock()
 
-    def _release_others(self, crew: Crew, system: str, keeps_all: bool) -> None:
+    def _release_others(self, engines: EngineProcesses, system: str, keeps_all: bool) -> None:
         for other in () if keeps_all else {cell.system for cell in self.cells} - {system}:
-            crew.release(other)
+            engines.release(other)
 
-    def _measure_first(self, crew: Crew, cell: Cell, later: list[Cell]) -> None:
-        reference = self._reference(crew, cell, [cell, *later]) if cell.workload not in OPEN else None
+    def _measure_first(self, engines: EngineProcesses, cell: Cell, later: list[Cell]) -> None:
+        reference = self._reference(engines, cell, [cell, *later]) if cell.workload not in OPEN else None
 
         def patience() -> float:
-            return self.budget.patience(cell, later, self._left(), crew.loaded)
+            return self.budget.patience(cell, later, self._left(), engines.loaded)
 
         if not patience():
             self._tell_failure(cell, "no time was left for it")
             return
         # Also where it was ready later than was thought: it is not loaded for nothing.
-        self._measure_cell(crew, cell, 0, lambda: max(self.budget.least(cell), patience()), reference)
+        self._measure_cell(engines, cell, 0, lambda: max(self.budget.least(cell), patience()), reference)
 
-    def _measure_again(self, crew: Crew, cells: list[Cell], repeat: int, keeps_all: bool) -> None:
+    def _measure_again(
+        self, engines: EngineProcesses, cells: list[Cell], repeat: int, keeps_all: bool
+    ) -> None:
         """All of these cells once more, or none of them."""
         estimates = self.budget.estimates
-        expected = sum(map(estimates.run, cells)) + estimates.loads(cells, crew.loaded)
+        expected = sum(map(estimates.run, cells)) + estimates.loads(cells, engines.loaded)
         if expected > self._left():
             workloads = ", ".join(dict.fromkeys(cell.workload for cell in cells))
             print(f"  no time for repeat {repeat + 1} of {workloads}", file=sys.stderr, flush=True)
             return
         # In turn forwards and backwards, so that nobody always runs first.
         for cell in in_turns(cells, repeat, by_system=not keeps_all):
-            self._release_others(crew, cell.system, keeps_all)
-            self._measure_cell(crew, cell, repeat, partial(self._patience_again, cell))
+            self._release_others(engines, cell.system, keeps_all)
+            self._measure_cell(engines, cell, repeat, partial(self._patience_again, cell))
 
     def _patience_again(self, cell: Cell) -> float:
         if cell.system in OWN:
@@ -124,7 +126,7 @@ class Session:
 
     def _measure_cell(
         self,
-        crew: Crew,
+        engines: EngineProcesses,
         cell: Cell,
         repeat: int,
         patience: Callable[[], float],
@@ -134,14 +136,14 @@ class Session:
         try:
             workload = self._workload(cell, repeat)
             load_limit = min(LONGEST_LOAD, max(patience(), self._left()))
-            crew.prepare(
+            engines.prepare(
                 cell.system,
                 self._workload(cell, WARM_UP),
                 load_limit=load_limit,
                 limit=max(LEAST_WARM_UP, patience()),
             )
             load = load_average()
-            answer, peak_bytes = crew.serve(cell.system, workload, patience())
+            answer, peak_bytes = engines.serve(cell.system, workload, patience())
             figures = figures_of(workload, answer, peak_bytes) | {"load_average": load}
         except TooSlow as error:
             self._tell_slowness(cell, repeat, error.seconds)
@@ -180,13 +182,13 @@ class Session:
         found = (run.figures["requests_per_second"] for run in self.record.runs if run.cell == first)
         return next(found, None)
 
-    def _reference(self, crew: Crew, cell: Cell, coming: list[Cell]) -> list[list[int]] | None:
+    def _reference(self, engines: EngineProcesses, cell: Cell, coming: list[Cell]) -> list[list[int]] | None:
         """The right tokens of the first requests, or None where they cannot be had in time."""
-        unclaimed = self._left() - self.budget.estimates.first_round(coming, crew.loaded)
+        unclaimed = self._left() - self.budget.estimates.first_round(coming, engines.loaded)
         limit = self.budget.estimates.reference(cell.place, CHECKED_REQUESTS)
         try:
             return self.references.tokens(
-                crew,
+                engines,
                 self.group,
                 self._workload(cell, 0),
                 self._workload(cell, WARM_UP),
@@ -206,7 +208,7 @@ def figures_of(workload: Workload, answer: Answer, peak_bytes: int) -> dict[str,
         "cpu_seconds": answer.cpu_seconds,
         "other_cpu_seconds": answer.other_cpu_seconds,
         "peak_bytes": peak_bytes,
-        **({"told": answer.message["told"]} if answer.message["told"] else {}),
+        **({"details": answer.message["details"]} if answer.message["details"] else {}),
     }
 
 

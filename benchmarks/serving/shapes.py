@@ -1,6 +1,6 @@
-"""The models that are served, and the sizes that decide how fast one can be.
+"""Describes the served models and the sizes that bound their speed.
 
-Law: sizes come from the model's own config, as it lies in its directory. Knows no tensors.
+Sizes come from the config in the model's directory.
 """
 
 import json

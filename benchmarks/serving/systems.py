@@ -1,7 +1,4 @@
-"""The engines: in which environment and with which options each one runs, and what it can be asked.
-
-Law: a cell that an engine cannot serve has its reason here, before anything is started. Knows no results.
-"""
+"""Describes the engines: environment, options, and which cells each cannot serve, with the reason."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any

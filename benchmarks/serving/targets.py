@@ -1,8 +1,8 @@
-"""What Tokenmill is to reach beside the others, and whether it does.
+"""Defines what Tokenmill is to reach beside the other engines, and decides whether it does.
 
-Law: a target is a ratio of medians of one run, and it is met, missed, or not measured for a reason. Of the
-modes of one engine the fastest counts. Of an engine that was cut short only a bound is known, which can show
-that a target is met, and never that it is missed. Knows no tables.
+A target is a ratio of medians within one run; it is met, missed, or not measured for a reason. Of the modes
+of one engine the fastest counts. An engine that was stopped early gives a bound, which can show that a target
+is met, never that it is missed.
 """
 
 import math
@@ -167,7 +167,7 @@ def _ratio(record: Record, target: Ratio, place: Place) -> Verdict:
         return verdict._replace(measured=ratio, is_met=is_met, each=ratios(ours, fastest))
     if bound >= target.at_least:
         return verdict._replace(measured=bound, is_met=True, is_bound=True)
-    return verdict._replace(measured=bound, is_bound=True, reason="cut short before it had told enough")
+    return verdict._replace(measured=bound, is_bound=True, reason="cut short before its target was decided")
 
 
 def _why_not(record: Record, place: Place, systems: Sequence[str]) -> str:
@@ -197,7 +197,7 @@ def _tail(record: Record, group: Group) -> Verdict:
 def _host(record: Record, group: Group) -> Verdict:
     place = Place(*group, "mixed")
     shares = repeats_of_cell(
-        record, Cell(*place, OURS), lambda figures: figures.get("told", {}).get("host_share")
+        record, Cell(*place, OURS), lambda figures: figures.get("details", {}).get("host_share")
     )
     title = "share of a step outside of model and sampling"
     return _at_most(place, title, HOST_SHARE, tuple(shares.values()))

@@ -1,8 +1,7 @@
-"""The workloads: which prompts, how many tokens, when.
+"""Defines the workloads: prompts, numbers of tokens, arrival times.
 
-Law: a workload is a function of its name, the vocabulary and the number of the repeat, and of nothing else.
-The lengths and arrivals of all repeats are the same; the tokens are not, or a prefix cache would serve every
-repeat but the first. Knows no engine.
+A workload is a function of its name, the vocabulary and the repeat. All repeats have the same lengths and
+arrivals; tokens differ, or a prefix cache would serve every repeat but the first.
 """
 
 from collections.abc import Callable

@@ -20,7 +20,7 @@ class Echo:
 
     def run(self, requests: list[Request]) -> list[Served]:
         if self._options.get("fails"):
-            raise RuntimeError("as it was told")
+            raise RuntimeError("as requested")
         if self._options.get("dies"):
             os._exit(7)
         if self._options.get("hangs"):

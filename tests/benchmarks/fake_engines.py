@@ -1,4 +1,4 @@
-"""Engines without processes: what each takes is told beforehand, and moves a clock that nobody waits for."""
+"""Engines without processes: the duration of each call is given and advances a clock without waiting."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import cast
 
 from benchmarks.serving.budget import Budget
 from benchmarks.serving.children import Answer, Failed, TooSlow
-from benchmarks.serving.crew import Crew
+from benchmarks.serving.engine_processes import EngineProcesses
 from benchmarks.serving.estimates import Estimates
 from benchmarks.serving.plan import Cell, Group
 from benchmarks.serving.record import Record
@@ -73,7 +73,7 @@ class FakeCrew:
         message = {
             "tokens": [[1] * count for count in counts],
             "times": [[seconds * (place + 1) / max(counts) for place in range(count)] for count in counts],
-            "told": {},
+            "details": {},
         }
         return Answer(message, seconds, 1.0, 0.0), 1
 
@@ -96,7 +96,7 @@ class KnownReferences(References):
 
 
 def measure(
-    crew: FakeCrew,
+    engines: FakeCrew,
     record: Record,
     cells: list[Cell],
     repeats: int,
@@ -113,10 +113,10 @@ def measure(
         shape=SHAPE,
         kv_bytes=1,
         num_requests=2,
-        deadline=crew.clock() + seconds,
+        deadline=engines.clock() + seconds,
         record=record,
         budget=Budget(estimates=estimates, repeats=repeats),
         references=references or KnownReferences(),
-        clock=crew.clock,
+        clock=engines.clock,
     )
-    session.measure(cast(Crew, crew))
+    session.measure(cast(EngineProcesses, engines))

@@ -47,7 +47,7 @@ def test_processor_time_is_told(tmp_path: Path) -> None:
 def test_an_error_is_told_and_the_next_line_is_answered(tmp_path: Path) -> None:
     with echo(tmp_path, fails=True) as child:
         for _ in range(2):
-            with pytest.raises(Failed, match="RuntimeError: as it was told"):
+            with pytest.raises(Failed, match="RuntimeError: as requested"):
                 child.ask(RUN, LIMIT)
 
 
@@ -60,9 +60,9 @@ def test_one_that_is_silent_is_ended_with_all_its_processes(tmp_path: Path) -> N
     with echo(tmp_path, hangs=True, child=True) as child:
         members = child._members()
         assert len(members) == 2
-        with pytest.raises(TooSlow, match="no answer within 0 s") as told:
+        with pytest.raises(TooSlow, match="no answer within 0 s") as error:
             child.ask(RUN, 0.2)
-    assert told.value.seconds == 0.2
+    assert error.value.seconds == 0.2
     # The grandchild is nobody's to wait for here: dead is enough.
     assert all(not is_alive(pid) for pid in members)
 

@@ -34,9 +34,9 @@ SETTINGS = Settings(
 
 def measured(record: Record, directory: Path, cells: list[Cell], repeats: int) -> list[tuple[str, ...]]:
     """Whom a session asked for what, but for the tokens to compare with."""
-    crew = FakeCrew()
-    measure(crew, record, cells, repeats, references=References(directory / "references"))
-    return [one for one in crew.runs if one[0] != REFERENCE]
+    engines = FakeCrew()
+    measure(engines, record, cells, repeats, references=References(directory / "references"))
+    return [one for one in engines.runs if one[0] != REFERENCE]
 
 
 def test_a_session_measures_what_its_record_lacks(tmp_path: Path) -> None:

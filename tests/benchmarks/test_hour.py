@@ -1,4 +1,4 @@
-"""An hour is kept whatever an engine does, and what was given up is told as a bound."""
+"""An hour is kept whatever an engine does, and what was stopped early is a bound."""
 
 from pathlib import Path
 
@@ -86,9 +86,9 @@ def measure_targets(record: Record, minutes: float, slow: tuple[str, ...], repea
         seconds = {name: value / faster for name, value in SMOLLM2_SECONDS.items()}
         if group.dtype == "bfloat16":
             seconds |= never([cell for cell in cells if cell.system in slow])
-        crew = FakeCrew(seconds, LOADS, clock, warm_up=4.0 / faster)
+        engines = FakeCrew(seconds, LOADS, clock, warm_up=4.0 / faster)
         left = share(60 * minutes - clock.now, needs[place:])
-        measure(crew, record, cells, repeats, seconds=left)
+        measure(engines, record, cells, repeats, seconds=left)
     return clock
 
 
@@ -96,8 +96,8 @@ def measure_targets(record: Record, minutes: float, slow: tuple[str, ...], repea
 def test_the_cells_of_the_targets_are_measured_within_the_time(record: Record, slow: tuple[str, ...]) -> None:
     clock = measure_targets(record, 55, slow)
     assert clock.now < 58 * 60
-    told = {run.cell for run in record.runs} | set(record.cut_short)
-    assert {cell for cell in target_cells() if cell.dtype == "float32"} <= told
+    measured = {run.cell for run in record.runs} | set(record.cut_short)
+    assert {cell for cell in target_cells() if cell.dtype == "float32"} <= measured
     ratios = [
         one for one in verdicts(record) if one.bound.startswith(">=") and one.place.workload != "one-stream"
     ]
@@ -121,7 +121,7 @@ def patience(record: Record, cell: Cell, left: float, later: list[Cell], repeats
 
 def test_who_has_told_enough_waits_for_nobody_else(record: Record) -> None:
     add_run(record, OUR_CELL, 100.0)
-    # Its target is 1.25, so it has told enough at 3.25 times ours.
+    # Its target is 1.25, so it is decided at 3.25 times ours.
     assert patience(record, EAGER, 340.1, []) == pytest.approx(325.1)
     assert patience(record, EAGER, 600.0, []) == pytest.approx(585.0)
     later = patience(record, EAGER, 600.0, [COMPILED])
@@ -155,51 +155,51 @@ def test_an_engine_that_never_ends_is_a_bound_and_is_not_loaded_for_nothing(reco
         cell._replace(workload=name) for name in ("mixed", OTHER) for cell in (OUR_CELL, EAGER, COMPILED)
     ]
     seconds = {**SMOLLM2_SECONDS, **never([cell for cell in cells if cell.system == VLLM[1]])}
-    crew = FakeCrew(seconds, LOADS)
-    measure(crew, record, cells, 1, seconds=650.0)
+    engines = FakeCrew(seconds, LOADS)
+    measure(engines, record, cells, 1, seconds=650.0)
     assert set(record.cut_short) == {COMPILED}
     assert record.failures == {COMPILED._replace(workload=OTHER): "no time was left for it"}
-    assert crew.events.count(("load", VLLM[1])) == 1
+    assert engines.events.count(("load", VLLM[1])) == 1
     assert record.has(EAGER._replace(workload=OTHER), 0)
 
 
 def test_with_time_that_nobody_wants_its_other_workloads_are_tried(record: Record) -> None:
     cells = [cell._replace(workload=name) for name in ("mixed", OTHER) for cell in (OUR_CELL, COMPILED)]
-    crew = FakeCrew({**SMOLLM2_SECONDS, (VLLM[1], "mixed"): NEVER}, LOADS)
-    measure(crew, record, cells, 1, seconds=4000.0)
+    engines = FakeCrew({**SMOLLM2_SECONDS, (VLLM[1], "mixed"): NEVER}, LOADS)
+    measure(engines, record, cells, 1, seconds=4000.0)
     assert set(record.cut_short) == {COMPILED}
     assert record.has(COMPILED._replace(workload=OTHER), 0)
-    assert crew.events.count(("load", VLLM[1])) == 2
+    assert engines.events.count(("load", VLLM[1])) == 2
 
 
 def test_a_warm_up_that_never_ends_is_no_bound(record: Record) -> None:
-    crew = FakeCrew(SMOLLM2_SECONDS, LOADS, warm_up=NEVER)
-    measure(crew, record, [EAGER], 1, seconds=1000.0)
+    engines = FakeCrew(SMOLLM2_SECONDS, LOADS, warm_up=NEVER)
+    measure(engines, record, [EAGER], 1, seconds=1000.0)
     assert not record.cut_short
     assert EAGER in record.failures
-    assert crew.clock.now <= 1000.0
+    assert engines.clock.now <= 1000.0
 
 
 def test_repeats_begin_with_what_is_nearest_to_its_target(record: Record) -> None:
     cells = [cell._replace(workload=name) for name in ("mixed", OTHER) for cell in (OUR_CELL, EAGER)]
-    crew = FakeCrew({(OURS, ""): 10.0, (VLLM[0], "mixed"): 30.0, (VLLM[0], OTHER): 12.6})
-    measure(crew, record, cells, 2, seconds=130.0)
-    assert crew.runs[4:] == [(VLLM[0], OTHER), (OURS, OTHER), (VLLM[0], "mixed"), (OURS, "mixed")]
+    engines = FakeCrew({(OURS, ""): 10.0, (VLLM[0], "mixed"): 30.0, (VLLM[0], OTHER): 12.6})
+    measure(engines, record, cells, 2, seconds=130.0)
+    assert engines.runs[4:] == [(VLLM[0], OTHER), (OURS, OTHER), (VLLM[0], "mixed"), (OURS, "mixed")]
 
 
 def test_a_repeat_that_does_not_fit_leaves_its_time_to_the_next(record: Record) -> None:
     cells = [cell._replace(workload=name) for name in ("mixed", OTHER) for cell in (OUR_CELL, EAGER)]
     seconds = {(OURS, ""): 10.0, (VLLM[0], "mixed"): 12.6, (VLLM[0], OTHER): 3.0}
-    crew = FakeCrew(seconds, loaded={OURS, VLLM[0]})
-    measure(crew, record, cells, 2, seconds=35.6 + 20.0)
-    assert crew.runs[4:] == [(VLLM[0], OTHER), (OURS, OTHER)]
+    engines = FakeCrew(seconds, loaded={OURS, VLLM[0]})
+    measure(engines, record, cells, 2, seconds=35.6 + 20.0)
+    assert engines.runs[4:] == [(VLLM[0], OTHER), (OURS, OTHER)]
 
 
 def test_ours_is_not_repeated_alone(record: Record) -> None:
-    crew = FakeCrew({**SMOLLM2_SECONDS, **never([EAGER])}, LOADS)
-    measure(crew, record, [OUR_CELL, EAGER], 3)
+    engines = FakeCrew({**SMOLLM2_SECONDS, **never([EAGER])}, LOADS)
+    measure(engines, record, [OUR_CELL, EAGER], 3)
     assert repeats_of(record, OUR_CELL) == 1
-    measure(crew, record, [OUR_CELL], 3)
+    measure(engines, record, [OUR_CELL], 3)
     assert repeats_of(record, OUR_CELL) == 3
 
 

@@ -123,7 +123,7 @@ def test_only_a_repeat_that_told_its_share_is_judged_by_it(record: Record) -> No
     title = "share of a step outside of model and sampling"
     record.add_run(OUR_CELL, 0, figures(10.0))
     assert of(verdicts(record), title).is_met is None
-    record.add_run(OUR_CELL, 1, figures(10.0, told={"host_share": 0.04}))
+    record.add_run(OUR_CELL, 1, figures(10.0, details={"host_share": 0.04}))
     assert of(verdicts(record), title).each == (0.04,)
     assert of(verdicts(record), title).is_met is False
 

@@ -1,7 +1,6 @@
-"""A model directory of Llama or Qwen2 as a GGUF file with the very same numbers, without a vocabulary.
+"""Converts a Llama or Qwen2 model directory to a GGUF file with identical weights and no vocabulary.
 
-Law: float32 and bfloat16 files hold what the directory holds, and no text is ever made of the tokens.
-llama.cpp's own converter knows the tokenizers of published models only, and so refuses random weights.
+llama.cpp's converter supports the tokenizers of published models only, and refuses random weights.
 """
 
 import json
@@ -88,11 +87,11 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
         content = np.memmap(file, dtype=np.uint8, mode="r")
         length = int(content[:8].view(np.uint64)[0])
         header = json.loads(content[8 : 8 + length].tobytes())
-        for name, told in header.items():
+        for name, entry in header.items():
             if name == "__metadata__":
                 continue
-            begin, end = (8 + length + offset for offset in told["data_offsets"])
-            yield name, widened(content[begin:end].tobytes(), told["dtype"]).reshape(told["shape"])
+            begin, end = (8 + length + offset for offset in entry["data_offsets"])
+            yield name, widened(content[begin:end].tobytes(), entry["dtype"]).reshape(entry["shape"])
 
 
 def widened(content: bytes, dtype: str) -> np.ndarray:

@@ -17,12 +17,12 @@ F32, BF16 = 0, 30
 
 
 class Sequence:
-    """`known`: prompt and output; `computed` of them are in the cache, in the place `seat`."""
+    """`known`: prompt and output; `computed` of them are in the cache, in the place `slot`."""
 
-    __slots__ = ("computed", "known", "length", "place", "seat")
+    __slots__ = ("computed", "known", "length", "place", "slot")
 
     def __init__(self, place: int, request: Request) -> None:
-        self.place, self.known, self.computed, self.seat = place, list(request.prompt), 0, -1
+        self.place, self.known, self.computed, self.slot = place, list(request.prompt), 0, -1
         self.length = len(request.prompt) + request.max_tokens
 
 
@@ -51,7 +51,7 @@ class LlamaCpp:
         vocabulary = llama_cpp.llama_model_get_vocab(self._model)
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(vocabulary)
         self._batch = llama_cpp.llama_batch_init(settings.token_budget, 0, 1)
-        self._seats = list(range(settings.max_seqs))
+        self._slots = list(range(settings.max_seqs))
         return {"llama-cpp-python": importlib.metadata.version("llama-cpp-python")}
 
     def run(self, requests: list[Request]) -> list[Served]:
@@ -62,9 +62,9 @@ class LlamaCpp:
             waiting.append(Sequence(place, request))
 
         def step() -> list[tuple[int, int]]:
-            while waiting and self._seats:
+            while waiting and self._slots:
                 running.append(waiting.pop(0))
-                running[-1].seat = self._seats.pop()
+                running[-1].slot = self._slots.pop()
             tokens = self._step(running)
             for one in [one for one in running if len(one.known) == one.length]:
                 self._release(one)
@@ -81,7 +81,7 @@ class LlamaCpp:
         for one in sorted(running, key=lambda one: len(one.known) - one.computed > 1):
             new = min(len(one.known) - one.computed, self._budget - batch.n_tokens)
             for at in range(one.computed, one.computed + new):
-                self._put(one.known[at], at, one.seat, is_last=at + 1 == len(one.known))
+                self._put(one.known[at], at, one.slot, is_last=at + 1 == len(one.known))
             one.computed += new
             if new and one.computed == len(one.known):
                 sampled.append((one, batch.n_tokens - 1))
@@ -93,10 +93,10 @@ class LlamaCpp:
             tokens.append((one.place, one.known[-1]))
         return tokens
 
-    def _put(self, token: int, position: int, seat: int, *, is_last: bool) -> None:
+    def _put(self, token: int, position: int, slot: int, *, is_last: bool) -> None:
         batch, row = self._batch, self._batch.n_tokens
         batch.token[row], batch.pos[row] = token, position
-        batch.n_seq_id[row], batch.seq_id[row][0] = 1, seat
+        batch.n_seq_id[row], batch.seq_id[row][0] = 1, slot
         batch.logits[row] = is_last
         batch.n_tokens = row + 1
 
@@ -109,8 +109,8 @@ class LlamaCpp:
 
     def _release(self, one: Sequence) -> None:
         memory = self._api.llama_get_memory(self._context)
-        self._api.llama_memory_seq_rm(memory, one.seat, -1, -1)
-        self._seats.append(one.seat)
+        self._api.llama_memory_seq_rm(memory, one.slot, -1, -1)
+        self._slots.append(one.slot)
 
 
 def converted(settings: Settings) -> Path:

@@ -7,10 +7,10 @@ from worker.loading import gc_paused
 
 
 class Tokenmill:
-    """`told["host_share"]`: the share of the steps that is neither the forward pass nor sampling."""
+    """`details["host_share"]`: the share of the steps that is neither the forward pass nor sampling."""
 
     def __init__(self) -> None:
-        self.told: dict[str, float] = {}
+        self.details: dict[str, float] = {}
 
     def load(self, settings: Settings) -> dict[str, Any]:
         with gc_paused():  # as a worker does
@@ -56,7 +56,7 @@ class Tokenmill:
         served = drive(requests, add, step)
         while self._engine.has_work:
             self._engine.step()
-        self.told = {"host_share": host_seconds / seconds if seconds else 0.0}
+        self.details = {"host_share": host_seconds / seconds if seconds else 0.0}
         return served
 
 

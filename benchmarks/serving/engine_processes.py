@@ -1,7 +1,8 @@
-"""The engines of one group: loaded when first asked, warmed up, stopped while another one runs.
+"""Holds the engine processes of one group: loads each on first use, warms it up, suspends it while another
+runs.
 
-Law: at any time at most one engine takes processor time, and an engine that failed is ended before anything
-else runs. What loading cost is recorded; a failure is raised as `Failed`. Knows no repeats and no order.
+Invariants: at most one engine uses processor time at once, and a failed engine is ended before anything else
+runs. Records the cost of loading. Raises `Failed` if an engine fails.
 """
 
 import sys
@@ -21,7 +22,7 @@ from benchmarks.serving.workloads import Workload
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 4
 
 
-class Crew:
+class EngineProcesses:
     """`settings`: of the group, without the options of one engine. `home`: of environments and logs."""
 
     def __init__(self, group: Group, settings: Settings, record: Record, home: Path) -> None:
@@ -31,7 +32,7 @@ class Crew:
         self._hopeless: dict[str, str] = {}
         self._warm: set[tuple[str, str]] = set()
 
-    def __enter__(self) -> "Crew":
+    def __enter__(self) -> "EngineProcesses":
         return self
 
     def __exit__(
@@ -116,7 +117,7 @@ class Crew:
         except Failed:
             child.close()
             raise
-        figures = {"seconds": answer.seconds, "cpu_seconds": answer.cpu_seconds, **answer.message["told"]}
+        figures = {"seconds": answer.seconds, "cpu_seconds": answer.cpu_seconds, **answer.message["details"]}
         self._record.add("loads", {**self._group._asdict(), "system": system, **figures})
         return child
 
