@@ -1,5 +1,6 @@
 """The whole service behind a Sentinel: its master dies in the middle of streams, and a replica takes over."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,30 @@ NUM_TOKENS = 400
 LIMITS = {"TOKENMILL_DTYPE": "float32", "TOKENMILL_LEASE_SECONDS": "5", "TOKENMILL_MAX_NUM_SEQS": "8"}
 
 
-def followed(url: str, task_id: str) -> list[Event]:
-    return list(TokenStream(url, task_id, silence_seconds=1))
+class Reader:
+    """Follows a task in Redis in a thread of `pool`."""
+
+    def __init__(self, pool: ThreadPoolExecutor, url: str, task_id: str) -> None:
+        self._has_begun = threading.Event()
+        self._events = pool.submit(self._follow, url, task_id)
+
+    def wait_until_begun(self) -> None:
+        """Wait for the first event: a reader tolerates outages only once it has begun."""
+        assert self._has_begun.wait(180)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._events.done()
+
+    def seqs(self) -> list[int]:
+        return [event.seq for event in self._events.result(180)]
+
+    def _follow(self, url: str, task_id: str) -> list[Event]:
+        events = []
+        for event in TokenStream(url, task_id, silence_seconds=1):
+            events.append(event)
+            self._has_begun.set()
+        return events
 
 
 def sse_ids(service: LiveService, task_id: str) -> list[int]:
@@ -53,18 +76,18 @@ def test_the_master_is_killed_during_streams(tmp_path: Path) -> None:
         redis.Redis.from_url(servers.master.url) as master,
     ):
         tasks = [service.submit(**greedy(number)) for number in range(NUM_TASKS)]
-        readers = [pool.submit(followed, servers.url, task) for task in tasks]
+        readers = [Reader(pool, servers.url, task) for task in tasks]
         streams = [pool.submit(sse_ids, service, task) for task in tasks]
         wait_for(lambda: all(master.xlen(keys.log(task)) > 20 for task in tasks), "all streams have begun")
         servers.replicate()
-        assert not any(reader.done() for reader in readers), "a stream ended before the kill"
+        assert not any(reader.has_ended for reader in readers), "a stream ended before the kill"
         servers.kill_master()
         servers.wait_for_promotion()
 
         for task, reader, stream in zip(tasks, readers, streams, strict=True):
-            events = reader.result(120)
-            assert [event.seq for event in events] == list(range(len(events)))
-            assert stream.result(120) == [event.seq for event in events]
+            seqs = reader.seqs()
+            assert seqs == list(range(len(seqs)))
+            assert stream.result(120) == seqs
             ended = service.wait_task(task)
             assert (ended["status"], ended["usage"]["completion_tokens"]) == ("completed", NUM_TOKENS)
         assert service.worker.popen.poll() is None

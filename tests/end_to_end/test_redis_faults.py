@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from tests.conftest import RedisServer, free_port, start_redis
-from tests.end_to_end.test_failover import LIMITS, NUM_TASKS, NUM_TOKENS, followed, greedy, sse_ids
+from tests.end_to_end.test_failover import LIMITS, NUM_TASKS, NUM_TOKENS, Reader, greedy, sse_ids
 from tests.live_service import LiveService, Reply, wait_for
 from tests.tiny_models import save_model
 from tokenmill.protocol import keys
@@ -97,15 +97,17 @@ class Streams:
         self._service = service
         self._worker = service.worker
         self.tasks = [service.submit(**greedy(number)) for number in range(NUM_TASKS)]
-        self._readers = [pool.submit(followed, server.url, task) for task in self.tasks]
+        self._readers = [Reader(pool, server.url, task) for task in self.tasks]
         self._streams: list[Future[list[int]]] = [pool.submit(sse_ids, service, task) for task in self.tasks]
         with server.client() as client:
             wait_for(lambda: all(client.xlen(keys.log(task)) > 20 for task in self.tasks), "they stream")
+        for reader in self._readers:
+            reader.wait_until_begun()
 
     def assert_whole(self) -> None:
         whole = list(range(NUM_TOKENS + 1))
         for task, reader, stream in zip(self.tasks, self._readers, self._streams, strict=True):
-            assert [event.seq for event in reader.result(180)] == whole
+            assert reader.seqs() == whole
             assert stream.result(180) == whole
             ended = self._service.wait_task(task)
             assert (ended["status"], ended["usage"]["completion_tokens"]) == ("completed", NUM_TOKENS)
