@@ -3,14 +3,13 @@
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from http import HTTPStatus
 
 import redis
 from flask import Response, request
 
-from api.authentication import current_tenant
-from api.problems import Problem
+from api.routes.slots import stream_reply, stream_slot
 from api.routes.task_lookup import TaskLookup
 from api.routes.task_services import TaskServices
 from api.schemas.task_view import TERMINAL
@@ -23,9 +22,6 @@ from tokenmill.protocol.snapshots import TaskSnapshot
 from tokenmill.protocol.store.task_store import TaskStore
 
 logger = logging.getLogger(__name__)
-
-RETRY_SECONDS = 5
-"""Retry-After where no stream may be opened."""
 
 
 class EventStreams:
@@ -42,7 +38,7 @@ class EventStreams:
             return self._replay(task_id, after)
         if request.method == "HEAD":
             # The body of a reply to HEAD is never iterated, so nothing would release a slot.
-            return _stream_reply([])
+            return stream_reply([])
         return self._live(snapshot, after)
 
     def _replay(self, task_id: str, after: int) -> Response:
@@ -52,45 +48,29 @@ class EventStreams:
         if not page:
             return Response(status=HTTPStatus.NO_CONTENT)
         if request.method == "HEAD":
-            return _stream_reply([])
+            return stream_reply([])
         environ = request.environ
 
         def stop() -> bool:
             return services.shutdown.requested or client_disconnected(environ)
 
-        with self._slot() as stack:
-            response = _stream_reply(_replayed_frames(services.store, task_id, page, stop))
+        with ExitStack() as stack:
+            stack.enter_context(stream_slot(services))
+            response = stream_reply(_replayed_frames(services.store, task_id, page, stop))
             response.call_on_close(stack.pop_all().close)
         return response
 
     def _live(self, snapshot: TaskSnapshot, after: int) -> Response:
         services = self._services
-        with self._slot() as stack:
+        with ExitStack() as stack:
+            stack.enter_context(stream_slot(services))
             lease = ReaderLease(services.readers, snapshot, request.environ, services.shutdown)
             stack.enter_context(lease)
             batches = services.event_reader.batches(snapshot.task_id, after, stop=lease.is_over)
             heartbeat = services.settings.heartbeat_seconds
-            response = _stream_reply(_live_frames(batches, heartbeat, services.shutdown, lease))
-            # Not in the generator: one that is never started runs no clean-up.
+            response = stream_reply(_live_frames(batches, heartbeat, services.shutdown, lease))
             response.call_on_close(stack.pop_all().close)
         return response
-
-    @contextmanager
-    def _slot(self) -> Iterator[ExitStack]:
-        """Hold a stream slot until the stack is closed. Raises `Problem` (503)."""
-        services = self._services
-        with ExitStack() as stack:
-            if not stack.enter_context(services.stream_slots.acquire(current_tenant())):
-                detail = "this process has as many open streams as it allows; try again, or poll the task"
-                raise Problem(503, "too_many_streams", detail, retry_after=RETRY_SECONDS)
-            services.metrics.stream_opened()
-            stack.callback(services.metrics.stream_closed)
-            yield stack
-
-
-def _stream_reply(chunks: Iterator[bytes] | list[bytes]) -> Response:
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return Response(chunks, content_type="text/event-stream; charset=utf-8", headers=headers)
 
 
 def _replayed_frames(

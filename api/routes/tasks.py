@@ -5,8 +5,7 @@ and notices when its client disconnects.
 """
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from http import HTTPStatus
 from typing import Any
 
@@ -15,9 +14,10 @@ from flask_openapi3.blueprint import APIBlueprint
 from flask_openapi3.models.tag import Tag
 
 from api.authentication import SCHEME_NAME, current_tenant
-from api.problems import Problem, bad_field, retry_seconds
+from api.problems import bad_field, retry_seconds
 from api.request_checks import check_request
 from api.routes.event_streams import EventStreams
+from api.routes.slots import BUSY_SECONDS, reply_slot
 from api.routes.task_lookup import TaskLookup
 from api.routes.task_services import TaskServices
 from api.schemas.replies import PROBLEM_REPLY, Task
@@ -38,8 +38,6 @@ from tokenmill.protocol.snapshots import Reading
 POLL_SECONDS = 1
 MAX_POLL_SECONDS = 10
 """Bounds of Retry-After for a task that has not ended, so that clients see it start."""
-BUSY_SECONDS = 5
-"""Retry-After where no slot is free."""
 WAIT_HEADER = "Tokenmill-Wait"
 """`skipped`: the call asked to wait, but no slot for waiting calls was free."""
 _TAG = Tag(name="Tasks", description="Submit a request for text, then poll it or follow its tokens.")
@@ -120,7 +118,7 @@ class _Tasks:
         waited = self._wait(submitted.task_id, wait_seconds)
         # The log of a new task is short, so its reply takes no slot and is never refused.
         may_be_long = wait_seconds > 0 or submitted.replayed
-        with self._reply_slot() if may_be_long else nullcontext():
+        with reply_slot(self._services) if may_be_long else nullcontext():
             reading = self._lookup.read(submitted.task_id)
             has_ended = wait_seconds > 0 and reading.snapshot.status in TERMINAL
             status = HTTPStatus.OK if has_ended else HTTPStatus.ACCEPTED
@@ -134,14 +132,14 @@ class _Tasks:
 
     def poll(self, task_id: str, wait_seconds: float) -> Response:
         waited = self._wait(task_id, min(wait_seconds, MAX_WAIT_SECONDS))
-        with self._reply_slot():
+        with reply_slot(self._services):
             return _task_reply(self._lookup.read(task_id), waited=waited)
 
     def cancel(self, task_id: str) -> Response:
         # Raises for a task of another tenant.
         self._lookup.inspect(task_id)
         self._services.store.cancel(task_id)
-        with self._reply_slot():
+        with reply_slot(self._services):
             return _task_reply(self._lookup.read(task_id))
 
     def _wait(self, task_id: str, seconds: float) -> bool:
@@ -161,15 +159,6 @@ class _Tasks:
                     last = snapshot.num_entries - 1
                     services.event_reader.wait_for_end(task_id, last, seconds, stop=lease.is_over)
         return acquired
-
-    @contextmanager
-    def _reply_slot(self) -> Iterator[None]:
-        """Raises `Problem` (503) if no slot becomes free in time."""
-        with self._services.reply_slots.acquire(current_tenant()) as acquired:
-            if not acquired:
-                detail = "too many replies are being built; try again"
-                raise Problem(503, "busy", detail, retry_after=BUSY_SECONDS)
-            yield
 
 
 def preferred_wait(prefer: str | None) -> float:

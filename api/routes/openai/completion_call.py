@@ -17,6 +17,7 @@ from api.authentication import current_tenant
 from api.problems import Problem
 from api.request_checks import check_request
 from api.routes.openai.deltas import Delta, to_deltas, to_problem
+from api.routes.slots import stream_slot
 from api.routes.task_lookup import TaskLookup
 from api.routes.task_services import TaskServices
 from api.schemas.requests import TaskBody
@@ -29,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 TASK_HEADER = "X-Task-Id"
 """The ids of the tasks of a call, in the order of its prompts."""
-RETRY_SECONDS = 5
-"""Retry-After where no slot is free."""
 STOPPING_SECONDS = 1
 """Retry-After while the server stops: another process or the next one answers."""
 
@@ -73,7 +72,7 @@ class CompletionCall:
         """Submit a task for each body. If one is refused, those before it are cancelled. Raises `Problem`."""
         services = self._services
         self.card = [check_request(body, services.settings, services.store) for body in bodies][-1]
-        self._acquire_slot()
+        self._stack.enter_context(stream_slot(services))
         choice = 0
         try:
             for number, body in enumerate(bodies):
@@ -85,14 +84,6 @@ class CompletionCall:
         except BaseException:
             self._cancel()
             raise
-
-    def _acquire_slot(self) -> None:
-        services = self._services
-        if not self._stack.enter_context(services.stream_slots.acquire(current_tenant())):
-            detail = "this process has as many open streams and waiting calls as it allows; try again"
-            raise Problem(503, "too_many_streams", detail, retry_after=RETRY_SECONDS)
-        services.metrics.stream_opened()
-        self._stack.callback(services.metrics.stream_closed)
 
     def _follow(self, task: Progress) -> None:
         self.tasks.append(task)
@@ -114,7 +105,7 @@ class CompletionCall:
 
     def attach(self, snapshot: TaskSnapshot) -> None:
         """Follow a task that exists. Raises `Problem` (503)."""
-        self._acquire_slot()
+        self._stack.enter_context(stream_slot(self._services))
         self._follow(Progress(snapshot, 0, replayed=True))
 
     def events(self) -> Iterator[list[Event]]:

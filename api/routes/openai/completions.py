@@ -11,12 +11,13 @@ from flask_openapi3.blueprint import APIBlueprint
 from flask_openapi3.models.tag import Tag
 
 from api import problems
-from api.authentication import SCHEME_NAME, current_tenant
+from api.authentication import SCHEME_NAME
 from api.problems import Problem
 from api.routes.openai.chat_format import ChatFormat, NewParser
 from api.routes.openai.completion_call import TASK_HEADER, CompletionCall
 from api.routes.openai.deltas import Delta
 from api.routes.openai.text_format import TextFormat
+from api.routes.slots import reply_slot, stream_reply
 from api.routes.task_lookup import TaskLookup
 from api.routes.task_services import TaskServices
 from api.schemas.openai.chat import ChatCompletionBody
@@ -31,7 +32,6 @@ from api.tool_calls.formats import DEFAULT_FORMAT, ID_LENGTHS, CallList, parser_
 from api.tool_calls.parser import NamedCall, PlainText
 
 TAG = Tag(name="OpenAI-compatible", description="The routes of OpenAI's API, on the same tasks.")
-BUSY_SECONDS = 5
 _DONE = b"data: [DONE]\n\n"
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
@@ -117,10 +117,7 @@ class _Completions:
 
     def _whole(self, call: CompletionCall, envelope: "_Envelope") -> Response:
         deltas = [delta for batch in call.deltas() for delta in batch]
-        with self._services.reply_slots.acquire(current_tenant()) as acquired:
-            if not acquired:
-                detail = "too many replies are being built; try again"
-                raise Problem(503, "busy", detail, retry_after=BUSY_SECONDS)
+        with reply_slot(self._services):
             return Response(envelope.reply(deltas), content_type="application/json")
 
     def _stream(self, call: CompletionCall, body: CompletionFields, envelope: "_Envelope") -> Response:
@@ -132,8 +129,7 @@ class _Completions:
         first = call.first_deltas(deltas, heartbeat)
         batches = _with_errors(chain([first], deltas), problems.request_id())
         frames = _frames(call, batches, body, envelope, heartbeat)
-        headers = {"X-Accel-Buffering": "no"}
-        return Response(frames, content_type="text/event-stream; charset=utf-8", headers=headers)
+        return stream_reply(frames)
 
 
 def _on_disconnect(idempotency_key: str | None) -> str:

@@ -23,6 +23,7 @@ from api.routes.openai.response_view import (
     last_events,
     response_of,
 )
+from api.routes.slots import stream_reply
 from api.routes.task_lookup import TaskLookup
 from api.routes.task_services import TaskServices
 from api.schemas.openai.responses import INSTRUCTIONS, ResponseBody
@@ -145,8 +146,8 @@ class _Responses:
         task_id = call.tasks[0].snapshot.task_id
         response = self._view(task_id)
         frames = self._frames(call, response, after)
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", TASK_HEADER: task_id}
-        reply = Response(frames, content_type="text/event-stream; charset=utf-8", headers=headers)
+        reply = stream_reply(frames)
+        reply.headers[TASK_HEADER] = task_id
         reply.call_on_close(call.close)
         return reply
 
