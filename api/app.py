@@ -1,9 +1,10 @@
 """The application factory: builds the Flask application from its parts."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import NoReturn
+from typing import Any, NoReturn
 from urllib.parse import urlsplit, urlunsplit
 
 from flask import Response, g, request
@@ -17,6 +18,7 @@ from api.background.redis_checks import RedisChecks
 from api.json_body import JsonRequest
 from api.redis_clients import connect, connect_subscriber
 from api.routes.health import Redis, health_routes
+from api.routes.openai.client_paths import served_path
 from api.routes.openai.completions import completion_routes
 from api.routes.openai.models import model_routes
 from api.routes.openai.responses import response_routes
@@ -56,10 +58,14 @@ class AppParts:
 
 
 class ApiApp(OpenAPI):
-    """Flask with OpenAPI 3.1 and the JSON parser of `json_body`."""
+    """Flask with OpenAPI 3.1, the JSON parser of `json_body`, and the paths of `client_paths`."""
 
     request_class = JsonRequest
     parts: AppParts
+
+    def wsgi_app(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        environ["PATH_INFO"] = served_path(environ.get("PATH_INFO", ""))
+        return super().wsgi_app(environ, start_response)
 
 
 def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiApp:

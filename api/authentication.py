@@ -8,6 +8,7 @@ from typing import Any
 
 from flask import Flask, g, request
 from flask_openapi3.models.security_scheme import SecurityScheme
+from werkzeug.datastructures import Headers
 
 from api.problems import Problem
 from tokenmill.protocol.naming import DEFAULT_TENANT
@@ -15,6 +16,8 @@ from tokenmill.settings.credentials import Keyring
 
 PROTECTED_PREFIX = "/v1/"
 SCHEME_NAME = "apiKey"
+OTHER_HEADERS = ("api-key", "x-api-key")
+"""Headers in which clients of Azure's and of Anthropic's API send the key alone."""
 _DESCRIPTION = "An API key of this service: `Authorization: Bearer <key>`."
 
 
@@ -33,12 +36,18 @@ def install(app: Flask, keyring: Keyring) -> None:
         # The matched rule, not the path: a path may be written in several ways.
         path = request.url_rule.rule if request.url_rule else request.path
         if keyring and path.startswith(PROTECTED_PREFIX):
-            g.tenant = _authenticate(keyring, request.headers.get("Authorization", ""))
+            g.tenant = _authenticate(keyring, _credentials(request.headers))
 
 
 def current_tenant() -> str:
     """The tenant of the current call; `default` without keys."""
     return str(g.get("tenant", DEFAULT_TENANT))
+
+
+def _credentials(headers: Headers) -> str:
+    """The value of `Authorization`, also for a key that was sent in another header."""
+    found = next((headers[name] for name in OTHER_HEADERS if name in headers), None)
+    return headers.get("Authorization") or (f"Bearer {found}" if found else "")
 
 
 def _authenticate(keyring: Keyring, header: str) -> str:

@@ -48,6 +48,8 @@ def _part_text(number: int, part: object) -> str:
 
 def _to_arguments(arguments: object) -> object:
     """Chat templates expect an object. Text that is not one, as of a call that was cut short, is kept."""
+    if arguments is None:
+        return {}
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -99,6 +101,8 @@ class ChatMessage(Tolerant):
         """The message as a chat template expects it."""
         turn = self.model_dump(exclude_none=True)
         turn["content"] = self.content
+        if not self.tool_calls:
+            turn.pop("tool_calls", None)
         if self.role == "developer":
             turn["role"] = "system"
         return turn

@@ -54,7 +54,6 @@ _INSTEAD = {
 }
 TASK_FIELDS = (
     "model",
-    "priority",
     "cache_salt",
     "queue_timeout_seconds",
     "ttft_timeout_seconds",
@@ -88,6 +87,11 @@ class ResponseFormat(Tolerant):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: dict[str, Any] | None = Field(
+        None,
+        alias="schema",
+        description="With `json_object`: the JSON schema of the object, as in llama.cpp.",
+    )
 
     @model_validator(mode="after")
     def _has_schema(self) -> "ResponseFormat":
@@ -98,7 +102,7 @@ class ResponseFormat(Tolerant):
     def to_constraint(self) -> dict[str, Any] | None:
         """The value of `structured_outputs`; None for any text."""
         if self.type == "json_object":
-            return {"json_object": True}
+            return {"json": self.schema_} if self.schema_ else {"json_object": True}
         return {"json": self.json_schema.schema_} if self.json_schema and self.type != "text" else None
 
 
@@ -113,8 +117,10 @@ class CompletionFields(SamplingBody):
     response_format: ResponseFormat | None = Field(None, description="The shape of the text.")
     user: str | None = Field(None, description="Stored as `user` in the metadata of the task.")
     metadata: dict[str, Any] | None = Field(None, description="Stored with the task.")
-    priority: Annotated[int, Field(ge=naming.PRIORITIES[0], le=naming.PRIORITIES[-1])] | None = Field(
-        None, description=f"Lower runs first. Default: {naming.DEFAULT_PRIORITY}."
+    priority: int | None = Field(
+        None,
+        description="As in vLLM: 0 is the default, lower runs first. Added to the default priority of "
+        f"`/v1/tasks`, {naming.DEFAULT_PRIORITY}; values beyond its range mean its ends.",
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = Field(
         None, description="Only prompts with the same salt share cached prefixes."
@@ -130,6 +136,14 @@ class CompletionFields(SamplingBody):
     def _top_k_off(cls, top_k: object) -> object:
         """-1 is another spelling of 0 in vLLM."""
         return 0 if top_k == -1 and not isinstance(top_k, bool) else top_k
+
+    @field_validator(
+        "max_tokens", "max_completion_tokens", "max_output_tokens", mode="before", check_fields=False
+    )
+    @classmethod
+    def _no_limit(cls, limit: object) -> object:
+        """-1 is another spelling of null in llama.cpp and LM Studio."""
+        return None if limit == -1 and not isinstance(limit, bool) else limit
 
     @property
     def streams_usage(self) -> bool:
@@ -151,6 +165,7 @@ class CompletionFields(SamplingBody):
     def task_values(self) -> dict[str, Any]:
         """The fields of `TaskBody` that do not depend on the route."""
         values = {name: getattr(self, name) for name in TASK_FIELDS}
+        values["priority"] = None if self.priority is None else to_priority_class(self.priority)
         metadata = self.metadata
         if self.user is not None:
             metadata = {"user": self.user, **(metadata or {})}
@@ -162,6 +177,12 @@ class CompletionFields(SamplingBody):
         if own is not None and formatted is not None:
             raise bad_field("response_format", "set either response_format or structured_outputs, not both")
         return own if formatted is None else formatted
+
+
+def to_priority_class(priority: int) -> int:
+    """The class of a priority on vLLM's scale, whose default is 0: clients send it unasked."""
+    lowest, highest = naming.PRIORITIES[0], naming.PRIORITIES[-1]
+    return min(max(naming.DEFAULT_PRIORITY + priority, lowest), highest)
 
 
 def to_task(kind: type[Task], values: dict[str, Any]) -> Task:

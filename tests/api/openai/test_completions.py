@@ -185,12 +185,13 @@ def test_fields_of_other_servers_reach_the_task(
     body = {
         "messages": [
             {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-            {"role": "assistant", "content": None},
+            {"role": "assistant", "content": None, "tool_calls": [], "refusal": None, "annotations": []},
             {"role": "user", "content": "c", "name": "ann"},
         ],
-        "max_completion_tokens": 7, "top_k": -1, "min_p": 0.1, "priority": 1, "cache_salt": "s", "stop": None,
-        "ignore_eos": True, "logit_bias": {"5": 1}, "response_format": {"type": "json_object"}, "store": True,
-        "best_of": 1, "modalities": ["text"], "chat_template_kwargs": {"enable_thinking": False},
+        "max_completion_tokens": 7, "top_k": -1, "min_p": 0.1, "priority": -1, "cache_salt": "s",
+        "stop": None, "ignore_eos": True, "logit_bias": {"5": 1}, "response_format": {"type": "json_object"},
+        "store": True, "best_of": 1, "modalities": ["text"],
+        "chat_template_kwargs": {"enable_thinking": False},
         "service_tier": "auto", "reasoning_effort": "low",
     }  # fmt: skip
     seen: list[Any] = []
@@ -203,6 +204,7 @@ def test_fields_of_other_servers_reach_the_task(
     (request,) = seen
     assert [turn["role"] for turn in request.messages] == ["system", "assistant", "user"]
     assert [turn["content"] for turn in request.messages] == ["a\nb", "", "c"]
+    assert "tool_calls" not in request.messages[1]
     sampling = dict(request.sampling)
     assert isinstance(sampling.pop("seed"), int)
     assert sampling == {
@@ -218,6 +220,15 @@ def test_a_key_is_required_where_keys_are_set(make_app: MakeApp, redis_url: str,
     client = client_of(make_app(ApiSettings(redis_url=redis_url, api_keys="ann:a-secret-key-of-ann")))
     reply = client.get(path) if path == "/v1/models" else client.post(path, json=HELLO)
     assert (reply.status_code, reply.json["error"]["code"]) == (401, "missing_api_key")
+
+
+@pytest.mark.parametrize("header", ["api-key", "X-API-Key"])
+def test_a_key_may_be_in_the_header_of_other_apis(make_app: MakeApp, redis_url: str, header: str) -> None:
+    client = client_of(make_app(ApiSettings(redis_url=redis_url, api_keys="ann:a-secret-key-of-ann")))
+    assert client.get("/v1/models", headers={header: "a-secret-key-of-ann"}).status_code == 200
+    assert client.get("/v1/models", headers={header: "another"}).status_code == 401
+    both = {header: "a-secret-key-of-ann", "Authorization": "Bearer another"}
+    assert client.get("/v1/models", headers=both).status_code == 401
 
 
 def test_a_full_queue_is_a_429_and_cancels_the_prompts_before_it(
@@ -237,6 +248,59 @@ def test_the_models(client: ApiClient, card: Any) -> None:
     assert client.get("/v1/models/someone/else").json["error"]["code"] == "model_not_found"
     reply = client.post(CHAT, json={**HELLO, "model": "other"})
     assert (reply.status_code, reply.json["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("given", "priority"), [(0, 2), (None, 2), (-1, 1), (1, 3), (-7, 0), (10**30, 4), (-(2**64), 0)]
+)
+def test_priorities_have_the_scale_of_vllm(
+    client: ApiClient, worker: HandWorker, given: int | None, priority: int
+) -> None:
+    reply = call(client, worker, CHAT, {**HELLO, "priority": given}, answering("a"))
+    assert client.get(f"/v1/tasks/{reply.headers['X-Task-Id']}").json["priority"] == priority
+
+
+@pytest.mark.parametrize(
+    ("fields", "sampling"),
+    [
+        ({"max_tokens": -1}, {}),
+        ({"max_completion_tokens": -1, "max_tokens": 5}, {"max_tokens": 5}),
+        ({"stop": []}, {"stop": []}),
+        ({"logit_bias": {}}, {"logit_bias": {}}),
+        (
+            {"response_format": {"type": "json_object", "schema": {"type": "object"}}},
+            {"structured_outputs": {"json": {"type": "object"}}},
+        ),
+        ({"response_format": {"type": "text"}}, {}),
+    ],
+)
+def test_spellings_of_other_servers(
+    client: ApiClient, worker: HandWorker, fields: dict[str, Any], sampling: dict[str, Any]
+) -> None:
+    seen: list[Any] = []
+
+    def answer(worker: HandWorker, task_id: str) -> None:
+        seen.append(worker.request(task_id))
+        answering("{}")(worker, task_id)
+
+    assert call(client, worker, CHAT, {**HELLO, **fields}, answer).status_code == 200
+    (request,) = seen
+    assert {name: value for name, value in request.sampling.items() if name != "seed"} == sampling
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/chat/completions", "/v1/chat/completions/", "/v1/v1/chat/completions", "/chat/completions/"],
+)
+def test_a_base_url_with_or_without_its_version(client: ApiClient, worker: HandWorker, path: str) -> None:
+    assert call(client, worker, path, HELLO, answering("a")).json["object"] == "chat.completion"
+
+
+def test_a_path_without_its_version_needs_a_key_too(make_app: MakeApp, redis_url: str) -> None:
+    client = client_of(make_app(ApiSettings(redis_url=redis_url, api_keys="ann:a-secret-key-of-ann")))
+    assert client.get("/models").status_code == 401
+    key = {"Authorization": "Bearer a-secret-key-of-ann"}
+    assert client.get("/models/", headers=key).status_code == 200
 
 
 def test_a_wrong_path_lists_the_routes(client: ApiClient) -> None:
