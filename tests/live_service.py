@@ -144,13 +144,22 @@ class LiveService:
                 self._redis = start_redis(self._directory, free_port())
                 self._redis_url = self._redis.url
             self.start_worker(wait=False)
-            port = free_port()
-            self.api = self._run("api", f"http://127.0.0.1:{port}", {"TOKENMILL_PORT": str(port)})
+            self.start_api(free_port())
             wait_for(self._is_ready, "the API answers /readyz with 200")
         except BaseException:
             self.kill()
             raise
         return self
+
+    def start_api(self, port: int) -> None:
+        """Start an API. Does not wait for it."""
+        self.api = self._run("api", f"http://127.0.0.1:{port}", {"TOKENMILL_PORT": str(port)})
+
+    def restart_api(self) -> None:
+        """Kill the API and start it again at its address. Does not wait for it."""
+        assert self.api is not None, "not started"
+        self.api.kill()
+        self.start_api(int(self.api_url.rpartition(":")[2]))
 
     def start_worker(self, *, wait: bool = True, env: Mapping[str, str] | None = None) -> Process:
         """Start another worker process with its own metrics port. `wait`: until it is ready."""

@@ -16,7 +16,7 @@ PLANTS = {
     "rooms:": [
         ("monitoring/http.py", "import worker.errors"),
         ("tokenmill/protocol/keys.py", "import tokenmill.client.sse"),
-        ("tokenmill/client/http.py", "import monitoring.families"),
+        ("tokenmill/client/calls.py", "import monitoring.families"),
         ("api/app.py", "import tokenmill.cli.console"),
     ],
     "engine: rooms": [
@@ -49,11 +49,22 @@ PLANTS = {
         ("tokenmill/process/hold_unusable.py", "import redis"),
     ],
     "tokenmill: rooms": [
-        ("tokenmill/client/http.py", "import tokenmill.serve.state_directory"),
+        ("tokenmill/client/calls.py", "import tokenmill.serve.state_directory"),
         ("tokenmill/client/sse.py", "import tokenmill.settings.errors"),
-        ("tokenmill/settings/errors.py", "import tokenmill.client.http"),
-        ("tokenmill/protocol/redis_url.py", "import tokenmill.client.http"),
+        ("tokenmill/settings/errors.py", "import tokenmill.client.calls"),
+        ("tokenmill/protocol/redis_url.py", "import tokenmill.client.calls"),
         ("tokenmill/process/hold_unusable.py", "import tokenmill.protocol.keys"),
+    ],
+    "client:": [
+        ("tokenmill/client/requests.py", "import click"),
+        ("tokenmill/client/streams.py", "import rq"),
+        ("tokenmill/client/replies.py", "import tokenmill.settings.errors"),
+    ],
+    "tokenmill.client:": [
+        ("tokenmill/client/calls.py", "import tokenmill.client.requests"),
+        ("tokenmill/client/requests.py", "import tokenmill.client.sync_client"),
+        ("tokenmill/client/sync_client.py", "import tokenmill.client.async_client"),
+        ("tokenmill/client/replies.py", "import tokenmill.client.errors"),
     ],
     "tokenmill.cli:": [
         ("tokenmill/cli/console.py", "import tokenmill.cli.request_flags"),
@@ -146,7 +157,7 @@ PLANTS = {
     "tokenmill:": [
         ("tokenmill/cli/main.py", "import worker.errors"),
         ("tokenmill/serve/service.py", "import api.app"),
-        ("tokenmill/client/streams.py", "import rq"),
+        ("tokenmill/cli/console.py", "import rq"),
     ],
     "torch is not even": [("engine/scheduling/scheduler.py", "import engine.execution.runner.model_runner")],
 }

@@ -1,19 +1,21 @@
-"""What users import and type: `TokenStream`, `AsyncTokenStream`, `Client`; the command line; the supervisor.
+"""What users import and type: the clients, the token streams, the command line, the supervisor.
 
-The three classes are loaded on first use, so that importing the package loads no library.
+The four classes are loaded on first use, so that importing the package loads no library.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tokenmill.client.http import Client
+    from tokenmill.client.async_client import AsyncClient
     from tokenmill.client.streams import AsyncTokenStream, TokenStream
+    from tokenmill.client.sync_client import Client
 
-__all__ = ["AsyncTokenStream", "Client", "TokenStream"]
+__all__ = ["AsyncClient", "AsyncTokenStream", "Client", "TokenStream"]
 
 _MODULES = {
+    "AsyncClient": "tokenmill.client.async_client",
     "AsyncTokenStream": "tokenmill.client.streams",
-    "Client": "tokenmill.client.http",
+    "Client": "tokenmill.client.sync_client",
     "TokenStream": "tokenmill.client.streams",
 }
 

@@ -9,15 +9,17 @@ import click
 
 from tokenmill.cli.console import use_colour
 from tokenmill.cli.service_commands import api, serve, worker
-from tokenmill.cli.task_commands import NotCompleted, cancel, status, submit
+from tokenmill.cli.task_commands import TaskNotCompleted, cancel, status, submit
 from tokenmill.cli.text_streams import CannotWrite, check_argument, prepare_standard_streams
-from tokenmill.client.http import ClientError, Refused
+from tokenmill.client.errors import ClientError, Refused
 from tokenmill.serve.embedded_redis import RedisUnavailable
 from tokenmill.serve.errors import CannotServe
 from tokenmill.settings.errors import SettingError
 
 FAILED, MISUSED, REFUSED, UNREACHABLE, INTERRUPTED = 1, 2, 3, 4, 130
 """Exit codes."""
+
+_EXPECTED = (SettingError, ClientError, RedisUnavailable, CannotServe, CannotWrite, TaskNotCompleted)
 
 _EPILOG = """\b
 Exit codes:
@@ -49,7 +51,14 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)
-        except (SettingError, ClientError, RedisUnavailable, CannotServe, CannotWrite, NotCompleted) as error:
+        except (
+            SettingError,
+            ClientError,
+            RedisUnavailable,
+            CannotServe,
+            CannotWrite,
+            TaskNotCompleted,
+        ) as error:
             click.echo(f"Error: {error}", err=True)
             ctx.exit(_exit_code(error))
 

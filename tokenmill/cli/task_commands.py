@@ -5,6 +5,7 @@ error first, so that the id is known if anything fails later.
 """
 
 import sys
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,8 @@ import click
 from tokenmill.cli.request_flags import request_flags, to_body
 from tokenmill.cli.service_commands import load_settings, setting_flags, state_of
 from tokenmill.cli.text_streams import read_standard_input, to_json, write_stderr, write_stdout
-from tokenmill.client.http import Client
+from tokenmill.client.errors import Broken
+from tokenmill.client.sync_client import Client, Task
 from tokenmill.client.texts import StreamedTexts, texts
 from tokenmill.protocol.messages import FinishedEvent
 from tokenmill.settings.declarations import ClientCommandSettings, ClientSettings
@@ -22,7 +24,7 @@ from tokenmill.settings.errors import SettingError
 _json_flag = click.option("--json", "as_json", is_flag=True, help="print the task as JSON")
 
 
-class NotCompleted(Exception):
+class TaskNotCompleted(Exception):
     """The task ended, but did not complete."""
 
 
@@ -57,17 +59,26 @@ def submit(
     """
     if stream and (wait or as_json):
         raise click.UsageError("--stream cannot be combined with --wait or --json")
-    client = _client(url, api_key, config_file)
-    task = client.submit(to_body(_read_prompt(prompt), flags))
-    write_stderr(f"task {task['id']}")
-    if stream:
-        _print_stream(client, str(task["id"]), flags.get("n") or 1)
-    elif wait:
-        task = client.wait(str(task["id"]))
-        write_stdout(to_json(task) if as_json else texts(task))
-        _check_completed(task)
-    else:
-        write_stdout(to_json(task) if as_json else str(task["id"]))
+    with client_of(url, api_key, config_file) as client:
+        task = _submit(client, to_body(_read_prompt(prompt), flags))
+        write_stderr(f"task {task.id}")
+        if stream:
+            _print_stream(task, flags.get("n") or 1)
+        elif wait:
+            task = task.wait()
+            write_stdout(to_json(task.to_json()) if as_json else texts(task))
+            _check_completed(task)
+        else:
+            write_stdout(to_json(task.to_json()) if as_json else task.id)
+
+
+def _submit(client: Client, body: Mapping[str, Any]) -> Task:
+    """A submission without a reply is repeated once. Its key prevents a second task."""
+    key = uuid.uuid4().hex
+    try:
+        return client.submit(idempotency_key=key, **body)
+    except Broken:
+        return client.submit(idempotency_key=key, **body)
 
 
 def _check_id(_context: click.Context, _parameter: click.Parameter, task_id: str) -> str:
@@ -92,9 +103,9 @@ def status(
       tokenmill status 0192f0c1a2b3...
       tokenmill status --wait --json 0192f0c1a2b3...
     """
-    client = _client(url, api_key, config_file)
-    task = client.wait(task_id) if wait else client.task(task_id)
-    write_stdout(to_json(task) if as_json else _describe(task))
+    with client_of(url, api_key, config_file) as client:
+        task = client.wait(task_id) if wait else client.get(task_id)
+    write_stdout(to_json(task.to_json()) if as_json else _describe(task))
     if wait:
         _check_completed(task)
 
@@ -112,16 +123,18 @@ def cancel(
     Examples:
       tokenmill cancel 0192f0c1a2b3...
     """
-    task = _client(url, api_key, config_file).cancel(task_id)
-    write_stdout(to_json(task) if as_json else str(task.get("status")))
+    with client_of(url, api_key, config_file) as client:
+        task = client.cancel(task_id)
+    write_stdout(to_json(task.to_json()) if as_json else task.status)
 
 
-def _client(url: str | None, api_key: str | None, config_file: str | None) -> Client:
+def client_of(url: str | None, api_key: str | None, config_file: str | None) -> Client:
     """A client of the configured address, else of the service that runs in this directory."""
     settings = load_settings(ClientCommandSettings, {"url": url, "api_key": api_key}, config_file)
     address = settings.url or state_of(settings).address("api-url")
     try:
-        return Client(url=address or f"http://{settings.host}:{settings.port}", api_key=settings.api_key)
+        # A person decides whether to try again.
+        return Client(address or f"http://{settings.host}:{settings.port}", settings.api_key, max_retries=0)
     except ValueError as error:
         raise SettingError(str(error)) from None
 
@@ -134,52 +147,52 @@ def _read_prompt(argument: str | None) -> str:
     return read_standard_input()
 
 
-def _print_stream(client: Client, task_id: str, num_outputs: int) -> None:
+def _print_stream(task: Task, num_outputs: int) -> None:
     """Print the texts while they are generated. If interrupted, the task continues; print its id again."""
     streamed = StreamedTexts(num_outputs)
     ends: list[FinishedEvent] = []
     try:
-        for event in client.events(task_id):
+        for event in task.stream():
             for piece in streamed.add(event):
                 write_stdout(piece, end="")
             if isinstance(event, FinishedEvent):
                 ends.append(event)
     except (KeyboardInterrupt, BrokenPipeError):
-        write_stderr(f"\nthe task continues: tokenmill status {task_id}")
+        write_stderr(f"\nthe task continues: tokenmill status {task.id}")
         raise
     write_stdout("")
     for end in ends:
         _check_end(end.finish_reason, end.error)
 
 
-def _check_completed(task: Mapping[str, Any]) -> None:
-    """Raises `NotCompleted`."""
-    reason = "stop" if task.get("status") == "completed" else str(task.get("status"))
-    _check_end(reason, task.get("error"))
+def _check_completed(task: Task) -> None:
+    """Raises `TaskNotCompleted`."""
+    reason = "stop" if task.status == "completed" else task.status
+    _check_end(reason, task.error.to_json() if task.error else None)
 
 
 def _check_end(reason: str, error: Mapping[str, Any] | None) -> None:
-    """Raises `NotCompleted`."""
+    """Raises `TaskNotCompleted`."""
     if error:
-        raise NotCompleted(f"the task failed: {error.get('message')} ({error.get('code')})")
+        raise TaskNotCompleted(f"the task failed: {error.get('message')} ({error.get('code')})")
     if reason not in ("stop", "length"):
-        raise NotCompleted(f"the task ended as {reason}")
+        raise TaskNotCompleted(f"the task ended as {reason}")
 
 
-def _describe(task: Mapping[str, Any]) -> str:
+def _describe(task: Task) -> str:
     """A table of the task's fields, and its text so far."""
     rows = "\n".join(f"{click.style(f'{name:<12}', bold=True)} {value}" for name, value in _rows(task))
     return f"{rows}\n\n{texts(task)}".rstrip()
 
 
-def _rows(task: Mapping[str, Any]) -> list[tuple[str, object]]:
-    rows: list[tuple[str, object]] = [(name, task.get(name)) for name in ("id", "status", "model")]
-    if queue := task.get("queue"):
-        rows += [(name, queue[name]) for name in queue if queue[name] is not None]
-    usage, timings = task.get("usage") or {}, task.get("timings") or {}
-    if usage:
-        rows.append(("tokens", f"{usage.get('prompt_tokens')} + {usage.get('completion_tokens')}"))
-    rows += [(name, f"{seconds:.3f} s") for name, seconds in timings.items() if seconds is not None]
-    if error := task.get("error"):
-        rows.append(("error", f"{error.get('message')} ({error.get('code')})"))
+def _rows(task: Task) -> list[tuple[str, object]]:
+    rows: list[tuple[str, object]] = [("id", task.id), ("status", task.status), ("model", task.model)]
+    if task.queue:
+        rows += [(name, value) for name, value in task.queue.to_json().items() if value is not None]
+    if task.usage:
+        rows.append(("tokens", f"{task.usage.prompt_tokens} + {task.usage.completion_tokens}"))
+    timings = task.timings.to_json().items()
+    rows += [(name, f"{seconds:.3f} s") for name, seconds in timings if seconds is not None]
+    if task.error:
+        rows.append(("error", f"{task.error.message} ({task.error.code})"))
     return [(name.removesuffix("_seconds").replace("_", " "), value) for name, value in rows]

@@ -1,17 +1,16 @@
 """Formats the texts of a task for a terminal. If there are several, each has a headline."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
+from tokenmill.client.replies import TaskFields
 from tokenmill.protocol.messages import Event, FinishedEvent
 
 
-def texts(task: Mapping[str, Any]) -> str:
-    """The texts of a task as the API shows it."""
-    outputs = list(task.get("outputs") or ())
-    if len(outputs) == 1:
-        return str(outputs[0].get("text", ""))
-    return "\n\n".join(f"{_headline(one.get('index', 0))}\n{one.get('text', '')}" for one in outputs)
+def texts(task: TaskFields) -> str:
+    """The texts of a task so far."""
+    if len(task.outputs) == 1:
+        return task.text
+    return "\n\n".join(f"{_headline(output.index)}\n{output.text}" for output in task.outputs)
 
 
 class StreamedTexts:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenmill.client.http import Client
+from tokenmill.client.sync_client import Client
 from tokenmill.process.temporary_directory import NoTemporaryDirectory, check_temporary_directory
 from tokenmill.protocol.redis_url import hide_password
 from tokenmill.serve import embedded_redis
@@ -89,8 +89,8 @@ class _Service:
         self.supervisor.record.set_address("api-url", api_url)
         self.print_line(SELF, f"Redis at {hide_password(redis_url)}; loading the model")
         self._start_processes(workers, redis_url, port)
-        client = Client(url=api_url, timeout=_READY_TIMEOUT_SECONDS)
-        self.supervisor.watch(client.is_ready, lambda: self._announce(api_url, redis_url, workers))
+        with Client(api_url, api_key="", timeout=_READY_TIMEOUT_SECONDS) as client:
+            self.supervisor.watch(client.is_ready, lambda: self._announce(api_url, redis_url, workers))
 
     def _check_machine(self) -> None:
         """Packages, a directory for temporary files, and files that settings name."""

@@ -59,7 +59,7 @@ def running(service: FakeService) -> Iterator[FakeService]:
             )
             _send(self, service.answers.pop(0) if service.answers else Answer({}, 500))
 
-        do_GET = do_POST = answer  # noqa: N815 - the names that the standard library calls
+        do_GET = do_POST = do_DELETE = answer  # noqa: N815 - the names that the standard library calls
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -117,7 +117,8 @@ def finished(
 def task(status: str, text: str = "", **members: Any) -> dict[str, Any]:
     """A task as the API shows it."""
     return {
-        "id": "t1", "object": "task", "status": status, "model": "tiny", "queue": None,
+        "id": "t1", "object": "task", "status": status, "created_at": 1.5, "model": "tiny", "priority": 2,
+        "queue": None, "urls": {"self": "/t1", "events": "/t1/events", "cancel": "/t1/cancel"},
         "outputs": [{"index": 0, "text": text, "token_ids": [], "finish_reason": None}],
         "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5, "cached_tokens": 0},
         "timings": {"queue_seconds": 0.5, "ttft_seconds": None, "total_seconds": None},

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from tests.tiny_models import save_model
 from tests.tokenmill.serve.children import TIMEOUT_SECONDS
 from tests.tokenmill.serve.hanging_worker import SERVE, hang_next_step
 from tests.tokenmill.serve.served import Served
-from tokenmill.client.http import Client
 from tokenmill.client.streams import TokenStream
+from tokenmill.client.sync_client import Client
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import Event, TokenEvent
 
@@ -35,7 +36,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def serve(model_dir: Path, tmp_path: Path) -> Iterator[Callable[..., "Run"]]:
     """Starts a service with a running task of `LENGTH` tokens for each of `PROMPTS`."""
-    runs: list[Served] = []
 
     def start(stall_seconds: str, lease_seconds: float = LEASE_SECONDS) -> Run:
         hang_file = tmp_path / "hang"
@@ -47,20 +47,21 @@ def serve(model_dir: Path, tmp_path: Path) -> Iterator[Callable[..., "Run"]]:
             "TOKENMILL_STALL_SECONDS": stall_seconds,
             "HANG_FILE": str(hang_file),
         }
-        runs.append(Served(tmp_path, SERVE, settings))
-        return Run(runs[-1].wait_until_ready(), hang_file)
+        served = Served(tmp_path, SERVE, settings)
+        stack.callback(served.end)
+        client = stack.enter_context(Client(served.url))
+        return Run(served.wait_until_ready(), client, hang_file)
 
-    yield start
-    for served in runs:
-        served.end()
+    with ExitStack() as stack:
+        yield start
 
 
 class Run:
     """A service with running tasks, each with a reader."""
 
-    def __init__(self, served: Served, hang_file: Path) -> None:
+    def __init__(self, served: Served, client: Client, hang_file: Path) -> None:
         self.served = served
-        self.client = Client(url=served.url)
+        self.client = client
         self._hang_file = hang_file
         url = served.state.address("redis-url")
         assert url is not None
@@ -101,12 +102,13 @@ class Run:
         }
         for number, events in self.received.items():
             assert [event.seq for event in events] == list(range(LENGTH + 1))
-            assert self.client.task(self.ids[number])["status"] == "completed"
+            assert self.client.get(self.ids[number]).status == "completed"
         assert_equal_tokens(found, expected)
 
     def _submit(self, prompt: list[int]) -> str:
-        body = {"prompt_token_ids": prompt, "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True}
-        return str(self.client.submit(body)["id"])
+        return self.client.submit(
+            prompt_token_ids=prompt, max_tokens=LENGTH, temperature=0, ignore_eos=True
+        ).id
 
     def _read(self, number: int) -> None:
         for event in TokenStream(self.redis_url, self.ids[number]):

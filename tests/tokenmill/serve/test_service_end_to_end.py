@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -20,14 +21,19 @@ from tests.tiny_models import save_model
 from tests.tokenmill.serve.children import TIMEOUT_SECONDS
 from tests.tokenmill.serve.served import REAL, ROOT, Served
 from tokenmill.cli.main import MISUSED
-from tokenmill.client.http import Client
 from tokenmill.client.streams import TokenStream
+from tokenmill.client.sync_client import Client
 from tokenmill.protocol import keys
 from tokenmill.protocol.messages import Event
 
 #: Long enough to be running still when the worker is halted after its first tokens.
-LONG = {"prompt": "the quick brown fox", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
-SHORT = {**LONG, "max_tokens": 12}
+LONG: dict[str, Any] = {
+    "prompt": "the quick brown fox",
+    "max_tokens": 1500,
+    "temperature": 0,
+    "ignore_eos": True,
+}
+SHORT: dict[str, Any] = {**LONG, "max_tokens": 12}
 
 
 @pytest.fixture(scope="module")
@@ -96,25 +102,35 @@ def printed_by(code: str, **names: str) -> str:
     return output.getvalue()
 
 
+Connect = Callable[[str], Client]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Creates clients, which are closed after the test."""
+    with ExitStack() as stack:
+        yield lambda url: stack.enter_context(Client(url))
+
+
 def joined(events: list[Event]) -> str:
     return "".join(event.text for event in events)
 
 
-def test_submit_poll_stream_and_cancel(serve: Callable[..., Served]) -> None:
+def test_submit_poll_stream_and_cancel(serve: Callable[..., Served], connect: Connect) -> None:
     served = serve()
-    client = Client(url=served.url)
+    client = connect(served.url)
 
-    done = client.wait(client.submit(SHORT)["id"])
-    assert done["status"] == "completed"
-    text = done["outputs"][0]["text"]
-    assert joined(list(TokenStream(redis_url(served), done["id"]))) == text
-    assert joined(list(client.events(done["id"]))) == text
+    done = client.wait(client.submit(**SHORT).id)
+    assert done.status == "completed"
+    text = done.text
+    assert joined(list(TokenStream(redis_url(served), done.id))) == text
+    assert joined(list(client.stream(done.id))) == text
 
     readers = documented_readers()
     assert len(readers) == 3
     for code in readers:
-        assert printed_by(code, redis_url=redis_url(served), task_id=done["id"]) == text
-        live = client.submit(SHORT)["id"]
+        assert printed_by(code, redis_url=redis_url(served), task_id=done.id) == text
+        live = client.submit(**SHORT).id
         assert printed_by(code, redis_url=redis_url(served), task_id=live) == text
 
     # The commands find the service by its directory.
@@ -124,7 +140,7 @@ def test_submit_poll_stream_and_cancel(serve: Callable[..., Served]) -> None:
     assert re.fullmatch(r"task [0-9a-f]{32}\n", streamed.stderr)
     assert command(served, "submit", "--wait", *flags).stdout == streamed.stdout
 
-    running = client.submit(LONG)["id"]
+    running = client.submit(**LONG).id
     next(iter(TokenStream(redis_url(served), running)))
     with halted_worker(served):
         assert command(served, "cancel", running).stdout == "cancelled\n"
@@ -133,10 +149,12 @@ def test_submit_poll_stream_and_cancel(serve: Callable[..., Served]) -> None:
     assert "cancelled" in shown.stdout
 
 
-def test_an_interrupted_task_resumes_at_the_next_start(serve: Callable[..., Served]) -> None:
+def test_an_interrupted_task_resumes_at_the_next_start(
+    serve: Callable[..., Served], connect: Connect
+) -> None:
     first = serve()
-    client = Client(url=first.url)
-    task_id = client.submit(LONG)["id"]
+    client = connect(first.url)
+    task_id = client.submit(**LONG).id
     before = list(itertools.islice(TokenStream(redis_url(first), task_id), 20))
 
     with halted_worker(first):
@@ -149,24 +167,27 @@ def test_an_interrupted_task_resumes_at_the_next_start(serve: Callable[..., Serv
     assert stopped == order, "\n".join(first.text())
 
     second = serve()
-    client = Client(url=second.url)
+    client = connect(second.url)
     done = client.wait(task_id)
-    assert done["status"] == "completed", done
-    assert done["usage"]["completion_tokens"] == LONG["max_tokens"]
+    assert done.status == "completed", done
+    assert done.usage is not None
+    assert done.usage.completion_tokens == LONG["max_tokens"]
 
     events = list(TokenStream(redis_url(second), task_id))
     assert [event.seq for event in events] == list(range(len(events)))
     assert events[: len(before)] == before
     with redis.Redis.from_url(redis_url(second)) as store:
         assert store.hget(keys.run(task_id), "attempt") == b"2"
-    assert joined(events) == done["outputs"][0]["text"]
+    assert joined(events) == done.text
 
 
-def test_a_second_request_to_stop_does_not_wait_and_loses_nothing(serve: Callable[..., Served]) -> None:
+def test_a_second_request_to_stop_does_not_wait_and_loses_nothing(
+    serve: Callable[..., Served], connect: Connect
+) -> None:
     """The grace period is longer than the test."""
     first = serve(TOKENMILL_GRACE_SECONDS="900")
-    client = Client(url=first.url)
-    tasks = [client.submit(LONG)["id"] for _ in range(64)]
+    client = connect(first.url)
+    tasks = [client.submit(**LONG).id for _ in range(64)]
     next(iter(TokenStream(redis_url(first), tasks[0])))
 
     first.signal(signal.SIGINT)
@@ -175,21 +196,21 @@ def test_a_second_request_to_stop_does_not_wait_and_loses_nothing(serve: Callabl
 
     assert first.wait() == 0
     assert any("SIGTERM again: the worker stops now" in line for line in first.text())
-    client = Client(url=serve().url)
+    client = connect(serve().url)
     for task_id in tasks[1:]:
-        assert client.cancel(task_id)["status"] in ("completed", "cancelled")
-    assert client.wait(tasks[0])["status"] == "completed"
+        assert client.cancel(task_id).status in ("completed", "cancelled")
+    assert client.wait(tasks[0]).status == "completed"
 
 
-def test_streams_survive_a_killed_api(serve: Callable[..., Served]) -> None:
+def test_streams_survive_a_killed_api(serve: Callable[..., Served], connect: Connect) -> None:
     """With a stream and a poll open, whose threads must not keep the port."""
     served = serve(TOKENMILL_HTTP_GRACE_SECONDS="600")
-    client = Client(url=served.url)
-    task_id = client.submit(LONG)["id"]
+    client = connect(served.url)
+    task_id = client.submit(**LONG).id
     events: list[Event] = []
-    reader = threading.Thread(target=lambda: events.extend(client.events(task_id)), daemon=True)
+    reader = threading.Thread(target=lambda: events.extend(client.stream(task_id)), daemon=True)
     waited: list[str] = []
-    waiter = threading.Thread(target=lambda: waited.append(client.wait(task_id)["status"]), daemon=True)
+    waiter = threading.Thread(target=lambda: waited.append(client.wait(task_id).status), daemon=True)
     with halted_worker(served):
         waiter.start()
         reader.start()
@@ -201,20 +222,22 @@ def test_streams_survive_a_killed_api(serve: Callable[..., Served]) -> None:
     waiter.join(TIMEOUT_SECONDS)
     assert waited == ["completed"], "\n".join(served.text())
     assert [event.seq for event in events] == list(range(len(events)))
-    assert joined(events) == client.task(task_id)["outputs"][0]["text"]
+    assert joined(events) == client.get(task_id).text
     assert sum("the api " in line for line in served.text()) == 1
 
 
-def test_a_run_after_a_killed_supervisor_resumes_its_tasks(serve: Callable[..., Served]) -> None:
+def test_a_run_after_a_killed_supervisor_resumes_its_tasks(
+    serve: Callable[..., Served], connect: Connect
+) -> None:
     """Its processes have many threads here, and hold the lock for a moment after they die."""
     first = serve()
-    task_id = Client(url=first.url).submit(LONG)["id"]
+    task_id = connect(first.url).submit(**LONG).id
     first.process.kill()
     first.process.wait()
 
     second = serve()
 
-    assert Client(url=second.url).wait(task_id)["status"] == "completed"
+    assert connect(second.url).wait(task_id).status == "completed"
 
 
 def test_a_model_that_cannot_be_served_is_reported_last(tmp_path: Path) -> None:
