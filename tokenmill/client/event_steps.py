@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 
 from tokenmill.client.calls import Backoff, Pause, Request, RetryPolicy, Send, attempt
-from tokenmill.client.errors import Broken, ClientError
+from tokenmill.client.errors import Broken, ClientError, NotTokenmill
 from tokenmill.client.sse import Frame, FrameParser
-from tokenmill.protocol.messages import Event, FinishedEvent, ProtocolError, decode
+from tokenmill.protocol.messages import Event, FinishedEvent, ProtocolError, UnknownEvent, decode_any
 
 SILENCE_SECONDS = 60.0
 """Timeout of an event stream; the service sends comments more often."""
@@ -109,7 +109,7 @@ class _Reader:
         if frame.event not in _NAMES:
             return (int(frame.id) if frame.id.isascii() and frame.id.isdecimal() else None), None
         try:
-            event = decode(frame.data)
+            event = decode_any(frame.data)
         except ProtocolError as error:
-            raise Broken(f"the service sends events that this version does not know: {error}") from error
-        return event.seq, event
+            raise NotTokenmill(f"the service sends events that this client does not know: {error}") from error
+        return event.seq, None if isinstance(event, UnknownEvent) else event

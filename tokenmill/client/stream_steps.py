@@ -2,12 +2,13 @@
 
 Invariant: every event is delivered once and in order, and none is missing, whatever happens to the
 connection; the stream ends after the last event. The channel only makes delivery fast, and the log is
-authoritative: it is read after each subscription, on a gap and after a silence.
+authoritative: it is read after each subscription, on a gap and after a silence. An event of a type that a
+newer version has added is skipped; another version of the protocol is a `ProtocolError`.
 """
 
 import logging
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import redis
 
 from tokenmill.protocol import keys, log
 from tokenmill.protocol.assembler import Assembler
-from tokenmill.protocol.messages import Event, decode
+from tokenmill.protocol.messages import AnyEvent, Event, UnknownEvent, decode_any
 
 logger = logging.getLogger(__name__)
 
@@ -154,8 +155,7 @@ class StreamSteps:
         while not self._assembler.ended:
             message = yield WaitForMessage(min(TICK_SECONDS, self._silence_seconds))
             silent = self._clock() - heard_at >= self._silence_seconds
-            if events := self._received(message, silent=silent):
-                yield Deliver(events)
+            yield from _deliver(self._received(message, silent=silent))
             if self._assembler.must_read_log:
                 last = self._assembler.last
                 yield from self._read_log()
@@ -164,9 +164,9 @@ class StreamSteps:
             if message or silent:
                 heard_at = self._clock()
 
-    def _received(self, message: dict[str, Any] | None, *, silent: bool) -> list[Event]:
+    def _received(self, message: dict[str, Any] | None, *, silent: bool) -> list[AnyEvent]:
         if message and message["type"] == "message":
-            return self._assembler.live(decode(message["data"]))
+            return self._assembler.live(decode_any(message["data"]))
         # Another message confirms a subscription. redis-py may have reconnected, so events may be missing.
         self._assembler.must_read_log |= silent or message is not None
         return []
@@ -179,13 +179,12 @@ class StreamSteps:
             rows, exists, ended = yield ReadLog(self._task_id, assembler.last)
             if not exists:
                 raise UnknownTask(self._task_id)
-            events = assembler.replayed(log.to_events(self._task_id, rows))
+            events = assembler.replayed(log.to_any_events(self._task_id, rows))
             # After a full page there may be more.
             assembler.must_read_log = len(rows) == log.PAGE
             # The end may be before the position from which this stream started.
             assembler.ended |= bool(ended) and not assembler.must_read_log
-            if events:
-                yield Deliver(events)
+            yield from _deliver(events)
 
     def _warn(self, error: Exception) -> None:
         """Once in an outage."""
@@ -193,3 +192,9 @@ class StreamSteps:
         logger.warning(
             "task %s: waiting for Redis to continue after event %d: %s", self._task_id, last, error
         )
+
+
+def _deliver(events: Sequence[AnyEvent]) -> Iterator[Deliver]:
+    """A step for the events of types that this version knows, if there are any."""
+    if known := [event for event in events if not isinstance(event, UnknownEvent)]:
+        yield Deliver(known)

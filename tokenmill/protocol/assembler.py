@@ -1,8 +1,11 @@
 """Puts the events of one task in order, from the channel and from the log."""
 
 from collections.abc import Iterable
+from typing import TypeVar
 
-from tokenmill.protocol.messages import Event, FinishedEvent
+from tokenmill.protocol.messages import AnyEvent, FinishedEvent
+
+_Event = TypeVar("_Event", bound=AnyEvent)
 
 
 class Assembler:
@@ -17,7 +20,7 @@ class Assembler:
         self.ended = False
         self.must_read_log = True
 
-    def live(self, event: Event) -> list[Event]:
+    def live(self, event: _Event) -> list[_Event]:
         """Take an event of the channel. Returns it if it is the next one."""
         if event.seq > self.last + 1:
             self.must_read_log = True
@@ -26,7 +29,7 @@ class Assembler:
         self._advance(event)
         return [event]
 
-    def replayed(self, events: Iterable[Event]) -> list[Event]:
+    def replayed(self, events: Iterable[_Event]) -> list[_Event]:
         """Take the log's events after `last`. Returns those that are new."""
         new = [event for event in events if event.seq > self.last]
         for event in new:
@@ -34,6 +37,6 @@ class Assembler:
         self.must_read_log = False
         return new
 
-    def _advance(self, event: Event) -> None:
+    def _advance(self, event: AnyEvent) -> None:
         self.last = event.seq
         self.ended = isinstance(event, FinishedEvent) and event.done

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenmill.protocol.messages import Event, LogEntry
+from tokenmill.protocol.messages import AnyEvent, Event, LogEntry, UnknownEvent
 
 MAX_SEQ = 2**53
 """Upper bound of `seq`: the numbers of Lua scripts are exact up to it."""
@@ -33,6 +33,17 @@ def entry_seq(entry_id: bytes) -> int:
 def to_events(task_id: str, rows: Iterable[Row]) -> list[Event]:
     """Convert rows of a log. Raises `ProtocolError` for a row that this version does not write."""
     return [LogEntry.of_fields(fields).to_event(task_id, entry_seq(row_id)) for row_id, fields in rows]
+
+
+def to_any_events(task_id: str, rows: Iterable[Row]) -> list[AnyEvent]:
+    """The same, where a row without a text is of a type that a newer version has added."""
+    return [_to_any_event(task_id, entry_seq(row_id), fields) for row_id, fields in rows]
+
+
+def _to_any_event(task_id: str, seq: int, fields: Mapping[bytes, bytes]) -> AnyEvent:
+    if b"x" not in fields:
+        return UnknownEvent(id=task_id, seq=seq)
+    return LogEntry.of_fields(fields).to_event(task_id, seq)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -134,7 +134,16 @@ class FinishedEvent:
     error: Mapping[str, Any] | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnknownEvent:
+    """An event of a type that a newer version has added. Readers skip it, but count its `seq`."""
+
+    id: str
+    seq: int
+
+
 Event = TokenEvent | FinishedEvent
+AnyEvent = Event | UnknownEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,11 +238,26 @@ def encode(event: Event) -> str:
 
 def decode(message: str | bytes) -> Event:
     """The event of a published message. Raises `ProtocolError`."""
+    event = decode_any(message)
+    if isinstance(event, UnknownEvent):
+        raise ProtocolError(f"not an event of this version: {message!r}")
+    return event
+
+
+def decode_any(message: str | bytes) -> AnyEvent:
+    """The event of a published message, of any type of this version of the protocol. Raises `ProtocolError`.
+
+    A type that a newer version adds does not have the member `token`.
+    """
     try:
         members = json.loads(message)
+        if members.get("v", VERSION) != VERSION:
+            raise ProtocolError(f"version {members['v']!r} of the protocol, where {VERSION} is expected")
+        if "token" not in members:
+            return UnknownEvent(id=members["id"], seq=members["seq"])
         common = {name: members[name] for name in ("id", "seq", "index", "text")}
         return _event(members["token"], common, members)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ProtocolError(f"not an event: {message!r}") from error
 
 

@@ -232,6 +232,24 @@ def test_a_stream_after_the_last_event_is_empty(service: FakeService, client: An
     assert len(service.calls) == 1
 
 
+def test_an_event_of_a_newer_version_is_skipped(service: FakeService, client: Any) -> None:
+    """Its `seq` counts: it is no gap, and the stream resumes after it."""
+    named = 'event: weather\nid: 0\ndata: {"v": 1, "id": "t1", "seq": 0}\n\n'
+    unnamed = 'event: token\nid: 2\ndata: {"v": 1, "id": "t1", "seq": 2, "weather": "sunny"}\n\n'
+    aside = "event: weather\ndata: {}\n\n"
+    service.will_answer(Answer([named, token(1, "a"), unnamed, aside]), Answer([finished(3)]))
+
+    assert texts(client) == ["a", ""]
+    assert service.calls[1].headers["last-event-id"] == "2"
+
+
+def test_another_version_of_the_protocol_is_an_error(service: FakeService, client: Any) -> None:
+    service.will_answer(Answer([token(0, "a").replace('"v": 1', '"v": 2')]))
+
+    with pytest.raises(NotTokenmill, match="version 2 of the protocol, where 1 is expected"):
+        texts(client)
+
+
 def test_a_stream_can_be_left_early(service: FakeService, client: Any) -> None:
     service.will_answer(Answer([token(0, "a"), token(1, "b")]), Answer(task("in_progress")))
 

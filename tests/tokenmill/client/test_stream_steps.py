@@ -19,7 +19,7 @@ from tokenmill.client.stream_steps import (
     WaitForMessage,
 )
 from tokenmill.protocol import keys, log
-from tokenmill.protocol.messages import LogEntry, encode
+from tokenmill.protocol.messages import LogEntry, ProtocolError, encode
 
 SILENCE_SECONDS = 15.0
 
@@ -78,6 +78,25 @@ def test_live_events_are_delivered_until_the_end(steps: StreamSteps) -> None:
     assert isinstance(steps.done(), WaitForMessage)
     assert seqs(steps.done(message(1, LogEntry.of_end("", "stop")))) == [1]
     assert steps.done() is None
+
+
+def test_an_event_of_a_newer_version_is_skipped(steps: StreamSteps) -> None:
+    """Its `seq` counts: it is no gap."""
+    newer = {"type": "message", "data": b'{"v":1,"id":"t","seq":3,"weather":"sunny"}'}
+    steps.first()
+    assert seqs(steps.done([[*rows(0, 0), (b"0-2", {b"w": b"sunny"}), *rows(2, 2)], 1, 0])) == [0, 2]
+    assert isinstance(steps.done(), Subscribe)
+    steps.done()
+    assert steps.done({"type": "subscribe"}) == ReadLog("t", 2)
+    steps.done([[], 1, 0])
+    assert isinstance(steps.done(newer), WaitForMessage)
+    assert seqs(steps.done(message(4))) == [4]
+
+
+def test_another_version_of_the_protocol_is_an_error(steps: StreamSteps) -> None:
+    listening(steps)
+    with pytest.raises(ProtocolError, match="version 2 of the protocol, where 1 is expected"):
+        steps.done({"type": "message", "data": b'{"v":2,"id":"t","seq":0,"token":5,"text":"x","index":0}'})
 
 
 def test_a_gap_is_filled_from_the_log(steps: StreamSteps) -> None:

@@ -1,5 +1,6 @@
 """Each reader gets every event once and in order, whenever it joins and whatever breaks."""
 
+import json
 import socket
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -188,6 +189,23 @@ def test_duplicate_messages_are_dropped(
         redis_client.publish(keys.channel(claimed.task_id), encode(entry.to_event(claimed.task_id, seq)))
     settle(store, claimed, 2)
     assert [event.seq for event in following.rest()] == [0, 1, 2]
+
+
+def test_an_event_of_a_newer_version_is_skipped(
+    follow: Follow, store: TaskStore, redis_client: RedisClient, redis_url: str, claimed: Claimed
+) -> None:
+    """In the log and on the channel."""
+    publish(store, claimed, 0, 1)
+    redis_client.xadd(keys.log(claimed.task_id), {"w": "sunny"}, id="0-2")
+    reads = num_log_reads(redis_client)
+    following = Following(follow(redis_url, claimed.task_id, silence_seconds=NEVER_SECONDS))
+    wait_until_live(redis_client, claimed.task_id, reads)
+    assert following.take(1) == [0]
+    redis_client.xadd(keys.log(claimed.task_id), {"w": "sunny"}, id="0-3")
+    newer = {"v": 1, "id": claimed.task_id, "seq": 2, "weather": "sunny"}
+    redis_client.publish(keys.channel(claimed.task_id), json.dumps(newer))
+    publish(store, claimed, 3, 1)
+    assert following.take(1) == [3]
 
 
 def test_a_slow_reader_gets_every_event(

@@ -1,7 +1,7 @@
 """The assembler returns each event once, in order, and requests the log when one is missing."""
 
 from tokenmill.protocol.assembler import Assembler
-from tokenmill.protocol.messages import FinishedEvent, TokenEvent
+from tokenmill.protocol.messages import Event, FinishedEvent, TokenEvent
 
 
 def token(seq: int) -> TokenEvent:
@@ -33,7 +33,8 @@ def test_the_stream_ends_with_the_last_of_several_outputs() -> None:
     end = FinishedEvent(id="t", seq=1, text="", finish_reason="stop", index=1)
     done = FinishedEvent(id="t", seq=2, text="", finish_reason="stop", done=True)
     assembler = Assembler()
-    assembler.replayed([token(0), end])
+    events: list[Event] = [token(0), end]
+    assembler.replayed(events)
     assert not assembler.ended
     assembler.live(done)
     assert assembler.ended

@@ -12,8 +12,10 @@ from tokenmill.protocol.messages import (
     LogEntry,
     ProtocolError,
     TaskError,
+    UnknownEvent,
     Usage,
     decode,
+    decode_any,
     encode,
 )
 from tokenmill.protocol.records import Accepted, Claimed, Write
@@ -96,6 +98,19 @@ def test_an_entry_of_another_format_is_a_protocol_error(entry: LogEntry) -> None
 def test_a_message_of_another_format_is_a_protocol_error(message: str) -> None:
     with pytest.raises(ProtocolError):
         decode(message)
+
+
+def test_a_message_of_a_newer_type_is_known_by_its_seq() -> None:
+    message = '{"v":1,"id":"t","seq":4,"weather":"sunny"}'
+
+    assert decode_any(message) == UnknownEvent(id="t", seq=4)
+    with pytest.raises(ProtocolError, match="not an event of this version"):
+        decode(message)
+
+
+def test_a_message_of_another_version_is_a_protocol_error() -> None:
+    with pytest.raises(ProtocolError, match="version 2"):
+        decode_any('{"v":2,"id":"t","seq":4}')
 
 
 def test_a_request_survives_its_payload() -> None:
