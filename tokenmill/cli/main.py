@@ -7,10 +7,15 @@ from typing import Any
 
 import click
 
+from tokenmill.cli.cancel_command import cancel
 from tokenmill.cli.console import use_colour
+from tokenmill.cli.error_words import in_own_words
+from tokenmill.cli.list_command import list_tasks
 from tokenmill.cli.service_commands import api, serve, worker
-from tokenmill.cli.task_commands import TaskNotCompleted, cancel, status, submit
+from tokenmill.cli.task_commands import status, submit
+from tokenmill.cli.task_output import TaskNotCompleted
 from tokenmill.cli.text_streams import CannotWrite, check_argument, prepare_standard_streams
+from tokenmill.cli.watch_command import watch
 from tokenmill.client.errors import ClientError, Refused
 from tokenmill.serve.embedded_redis import RedisUnavailable
 from tokenmill.serve.errors import CannotServe
@@ -59,7 +64,8 @@ class _Group(click.Group):
             CannotWrite,
             TaskNotCompleted,
         ) as error:
-            click.echo(f"Error: {error}", err=True)
+            message = in_own_words(error) if isinstance(error, ClientError) else str(error)
+            click.echo(f"Error: {message}", err=True)
             ctx.exit(_exit_code(error))
 
 
@@ -92,5 +98,5 @@ def main(ctx: click.Context) -> None:
     ctx.color = use_colour()
 
 
-for command in (serve, worker, api, submit, status, cancel):
+for command in (serve, worker, api, submit, status, watch, list_tasks, cancel):
     main.add_command(command)

@@ -1,4 +1,4 @@
-"""`tokenmill submit`, `status` and `cancel`: clients of a running service.
+"""`tokenmill submit` and `status`: clients of a running service.
 
 Only results go to standard output, so that it can be piped. `submit` prints the id of its task to standard
 error first, so that the id is known if anything fails later.
@@ -11,21 +11,15 @@ from typing import Any
 
 import click
 
+from tokenmill.cli.connection import client_of, id_argument, json_flag
 from tokenmill.cli.request_flags import request_flags, to_body
-from tokenmill.cli.service_commands import load_settings, setting_flags, state_of
+from tokenmill.cli.service_commands import setting_flags
+from tokenmill.cli.task_output import check_completed, print_stream
 from tokenmill.cli.text_streams import read_standard_input, to_json, write_stderr, write_stdout
 from tokenmill.client.errors import Broken
 from tokenmill.client.sync_client import Client, Task
-from tokenmill.client.texts import StreamedTexts, texts
-from tokenmill.protocol.messages import FinishedEvent
-from tokenmill.settings.declarations import ClientCommandSettings, ClientSettings
-from tokenmill.settings.errors import SettingError
-
-_json_flag = click.option("--json", "as_json", is_flag=True, help="print the task as JSON")
-
-
-class TaskNotCompleted(Exception):
-    """The task ended, but did not complete."""
+from tokenmill.client.texts import texts
+from tokenmill.settings.declarations import ClientSettings
 
 
 @click.command()
@@ -33,7 +27,7 @@ class TaskNotCompleted(Exception):
 @click.option("--stream", is_flag=True, help="print the text while it is generated")
 @click.option("--wait", is_flag=True, help="wait until the task has ended and print its text")
 @request_flags
-@_json_flag
+@json_flag
 @setting_flags(ClientSettings)
 # Each option is a parameter: click passes them by name.
 def submit(
@@ -63,11 +57,11 @@ def submit(
         task = _submit(client, to_body(_read_prompt(prompt), flags))
         write_stderr(f"task {task.id}")
         if stream:
-            _print_stream(task, flags.get("n") or 1)
+            print_stream(task, flags.get("n") or 1)
         elif wait:
             task = task.wait()
             write_stdout(to_json(task.to_json()) if as_json else texts(task))
-            _check_completed(task)
+            check_completed(task)
         else:
             write_stdout(to_json(task.to_json()) if as_json else task.id)
 
@@ -81,17 +75,10 @@ def _submit(client: Client, body: Mapping[str, Any]) -> Task:
         return client.submit(idempotency_key=key, **body)
 
 
-def _check_id(_context: click.Context, _parameter: click.Parameter, task_id: str) -> str:
-    """Refuse an empty id, as from an unset shell variable, and one with a slash: both change the path."""
-    if not task_id.strip() or "/" in task_id:
-        raise click.UsageError(f"{task_id!r} is not the id of a task")
-    return task_id
-
-
 @click.command()
-@click.argument("task_id", metavar="ID", callback=_check_id)
+@id_argument
 @click.option("--wait", is_flag=True, help="wait until the task has ended")
-@_json_flag
+@json_flag
 @setting_flags(ClientSettings)
 def status(
     task_id: str, wait: bool, as_json: bool, config_file: str | None, url: str | None, api_key: str | None
@@ -107,36 +94,7 @@ def status(
         task = client.wait(task_id) if wait else client.get(task_id)
     write_stdout(to_json(task.to_json()) if as_json else _describe(task))
     if wait:
-        _check_completed(task)
-
-
-@click.command()
-@click.argument("task_id", metavar="ID", callback=_check_id)
-@_json_flag
-@setting_flags(ClientSettings)
-def cancel(
-    task_id: str, as_json: bool, config_file: str | None, url: str | None, api_key: str | None
-) -> None:
-    """Cancel a waiting or running task. A task that has ended is not changed.
-
-    \b
-    Examples:
-      tokenmill cancel 0192f0c1a2b3...
-    """
-    with client_of(url, api_key, config_file) as client:
-        task = client.cancel(task_id)
-    write_stdout(to_json(task.to_json()) if as_json else task.status)
-
-
-def client_of(url: str | None, api_key: str | None, config_file: str | None) -> Client:
-    """A client of the configured address, else of the service that runs in this directory."""
-    settings = load_settings(ClientCommandSettings, {"url": url, "api_key": api_key}, config_file)
-    address = settings.url or state_of(settings).address("api-url")
-    try:
-        # A person decides whether to try again.
-        return Client(address or f"http://{settings.host}:{settings.port}", settings.api_key, max_retries=0)
-    except ValueError as error:
-        raise SettingError(str(error)) from None
+        check_completed(task)
 
 
 def _read_prompt(argument: str | None) -> str:
@@ -145,38 +103,6 @@ def _read_prompt(argument: str | None) -> str:
     if argument is None and sys.stdin is not None and sys.stdin.isatty():
         raise click.UsageError('give a prompt, or "-" to type it on standard input')
     return read_standard_input()
-
-
-def _print_stream(task: Task, num_outputs: int) -> None:
-    """Print the texts while they are generated. If interrupted, the task continues; print its id again."""
-    streamed = StreamedTexts(num_outputs)
-    ends: list[FinishedEvent] = []
-    try:
-        for event in task.stream():
-            for piece in streamed.add(event):
-                write_stdout(piece, end="")
-            if isinstance(event, FinishedEvent):
-                ends.append(event)
-    except (KeyboardInterrupt, BrokenPipeError):
-        write_stderr(f"\nthe task continues: tokenmill status {task.id}")
-        raise
-    write_stdout("")
-    for end in ends:
-        _check_end(end.finish_reason, end.error)
-
-
-def _check_completed(task: Task) -> None:
-    """Raises `TaskNotCompleted`."""
-    reason = "stop" if task.status == "completed" else task.status
-    _check_end(reason, task.error.to_json() if task.error else None)
-
-
-def _check_end(reason: str, error: Mapping[str, Any] | None) -> None:
-    """Raises `TaskNotCompleted`."""
-    if error:
-        raise TaskNotCompleted(f"the task failed: {error.get('message')} ({error.get('code')})")
-    if reason not in ("stop", "length"):
-        raise TaskNotCompleted(f"the task ended as {reason}")
 
 
 def _describe(task: Task) -> str:

@@ -4,6 +4,7 @@ Invariant: a call that may have taken effect is repeated only if repeating it ch
 cancellations, and submissions, which have an idempotency key.
 """
 
+import logging
 import random
 import uuid
 from collections.abc import Callable, Generator, Mapping
@@ -25,6 +26,8 @@ from tokenmill.client.errors import (
     refused,
 )
 from tokenmill.client.replies import ENDED, Reply
+
+logger = logging.getLogger("tokenmill.client")
 
 MAX_RETRY_AFTER_SECONDS = 60.0
 """A longer pause than this is left to the caller."""
@@ -140,6 +143,8 @@ class Backoff:
         delay = max(delay, asked)
         if asked > MAX_RETRY_AFTER_SECONDS or not _is_transient(error) or self._is_over(delay):
             raise error
+        if self._patient and self._num_failures == 1:
+            logger.warning("%s; trying again for %g seconds", error, self._policy.patience)
         return Pause(delay)
 
     def _is_over(self, delay: float) -> bool:

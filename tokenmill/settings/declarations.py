@@ -398,16 +398,20 @@ class ApiCommandSettings(ApiSettings, StateSettings):
 
 
 class ClientSettings(Settings):
-    """Settings of `tokenmill submit`, `status` and `cancel`."""
+    """Settings of the commands that call a running service, such as `tokenmill submit`."""
 
     url: Annotated[str | None, AfterValidator(_api_url)] = setting(
         None,
-        "Address of the API for `submit`, `status` and `cancel`.",
+        "Address of the API, for the commands that call it and for the Python client.",
         Purpose.SERVICE,
         shown="the service that runs in this directory",
     )
     api_key: OptionalText = setting(
-        None, "API key for `submit`, `status` and `cancel`.", Purpose.SERVICE, shown="none", secret=True
+        None,
+        "API key for the commands that call the API and for the Python client.",
+        Purpose.SERVICE,
+        shown="none",
+        secret=True,
     )
 
 

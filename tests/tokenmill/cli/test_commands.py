@@ -10,10 +10,12 @@ from click.testing import CliRunner, Result
 from api.schemas.requests import TaskBody
 from tests.conftest import free_port
 from tests.tokenmill.cli.fake_service import Answer, FakeService, finished, problem, task, token
+from tests.tokenmill.client.either_client import Clock
 from tokenmill.cli import main as cli
 from tokenmill.cli.main import FAILED, MISUSED, REFUSED, UNREACHABLE
 from tokenmill.cli.request_flags import to_body
 from tokenmill.cli.task_commands import submit
+from tokenmill.client.sync_client import Client
 
 pytestmark = pytest.mark.usefixtures("clean_environment")
 
@@ -200,6 +202,89 @@ def test_a_malformed_id_is_wrong_usage(service: FakeService, command: str, task_
     assert result.exit_code == MISUSED
     assert f"{task_id!r} is not the id of a task" in result.stderr
     assert service.calls == []
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (
+            "missing_api_key",
+            "the service asks for an API key; give it with --api-key or TOKENMILL_API_KEY",
+        ),
+        (
+            "invalid_api_key",
+            "the service does not know this API key; check --api-key or TOKENMILL_API_KEY",
+        ),
+    ],
+)
+def test_a_refused_key_is_reported_in_the_words_of_the_command(
+    service: FakeService, code: str, words: str
+) -> None:
+    service.will_answer(Answer(problem(code, "send `Authorization: Bearer <key>`"), 401))
+
+    result = invoke_at(service, "submit", "x")
+
+    assert (result.exit_code, result.stderr) == (REFUSED, f"Error: {words}\n")
+
+
+@pytest.mark.parametrize(
+    ("param", "flag"),
+    [
+        ("max_tokens", "--max-tokens"),
+        ("n", "--n"),
+        ("stop.0", "--stop"),
+        ("timeout_seconds", "--timeout"),
+        ("messages.0.content", "messages.0.content"),
+    ],
+)
+def test_a_wrong_field_is_reported_by_its_flag(service: FakeService, param: str, flag: str) -> None:
+    body = problem("invalid_value", f"{param}: must be 1 or more")
+    body["error"]["param"] = param
+    service.will_answer(Answer(body, 400))
+
+    assert invoke_at(service, "submit", "x").stderr == f"Error: {flag}: must be 1 or more\n"
+
+
+def test_a_full_queue_says_when_to_try_again(service: FakeService) -> None:
+    service.will_answer(Answer(problem("queue_full", "the queue is full"), 429, {"Retry-After": "7"}))
+
+    assert invoke_at(service, "submit", "x").stderr == "Error: the queue is full (in about 7 s)\n"
+    assert len(service.calls) == 1
+
+
+def test_a_submission_without_a_reply_is_repeated(service: FakeService) -> None:
+    service.will_answer(Answer(task("queued"), 202, breaks=True), Answer(task("queued"), 202))
+
+    assert invoke_at(service, "submit", "x").stdout == "t1\n"
+    assert len({call.headers["idempotency-key"] for call in service.calls}) == 1
+
+
+def test_the_id_is_on_standard_error_in_every_mode(service: FakeService) -> None:
+    for flags in ([], ["--json"], ["--wait"], ["--wait", "--json"], ["--stream"]):
+        end = Answer([finished(0)]) if "--stream" in flags else Answer(task("completed"))
+        service.will_answer(Answer(task("queued"), 202), *[end] * bool({"--wait", "--stream"} & {*flags}))
+
+        assert invoke_at(service, "submit", *flags, "x").stderr == "task t1\n", flags
+
+
+def test_a_stream_whose_service_stops_says_how_to_go_on(
+    service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(Client, "_sleep", staticmethod(clock.sleep))
+    monkeypatch.setattr(Client, "_clock", staticmethod(clock))
+    away = Answer(problem("store_unavailable", "Redis does not answer"), 503)
+    service.will_answer(Answer(task("queued"), 202), Answer([token(0, "Pa")]), *[away] * 50)
+
+    result = invoke_at(service, "submit", "--stream", "x")
+
+    assert (result.exit_code, result.stdout) == (REFUSED, "Pa")
+    assert result.stderr.splitlines() == [
+        "task t1",
+        "",
+        "the task continues; to go on: tokenmill watch --after 0 t1",
+        "Error: Redis does not answer",
+    ]
 
 
 @pytest.mark.parametrize(

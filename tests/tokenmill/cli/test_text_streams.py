@@ -126,7 +126,7 @@ def test_a_closed_pipe_ends_the_stream_but_not_the_task(service: FakeService, ru
     os.close(writer)
 
     assert done.returncode == FAILED
-    assert done.stderr == b"task t1\n\nthe task continues: tokenmill status t1\n"
+    assert done.stderr == b"task t1\n\nthe task continues; to go on: tokenmill watch t1\n"
 
 
 @pytest.mark.parametrize("flags", [(), ("--wait",), ("--stream",), ("--json",)])
