@@ -6,9 +6,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt $(PIP_ARGS)
 # Most tests wait for processes, so two at a time take little more than half of the time.
 TEST_PROCESSES := 2
+# Clients of the OpenAI-compatible routes, each with its own packages: for `make test-services`.
+CLIENTS := aiperf guidellm litellm llm
+CLIENTS_DIR := .tokenmill/clients
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
-.PHONY: help serve test test-processors test-services chaos bench bench-all check docs setup clean
+.PHONY: help serve test test-processors test-services chaos bench bench-all check docs setup clients clean
 
 help:
 	@echo "make serve           set up and run the service (Redis, workers, the API)"
@@ -21,6 +24,7 @@ help:
 	@echo "make check           lint, format, types and import contracts"
 	@echo "make docs            build the documentation into site/; broken links are errors"
 	@echo "make setup           everything for development, without running anything"
+	@echo "make clients         the environments of other programs' clients, which test-services needs"
 	@echo "make clean           remove the environment and caches; the data in .tokenmill stays"
 
 serve: $(VENV)/.serve
@@ -34,6 +38,7 @@ test-processors: $(VENV)/.dev
 		-n $(TEST_PROCESSES) --dist worksteal
 
 test-services: $(VENV)/.dev
+	@$(MAKE) -j $(TEST_PROCESSES) clients
 	$(PYTEST) -m services
 
 chaos: $(VENV)/.dev
@@ -58,6 +63,8 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
 
 setup: $(VENV)/.dev
+
+clients: $(CLIENTS:%=$(CLIENTS_DIR)/%/.installed)
 
 clean:
 	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
@@ -88,4 +95,15 @@ $(VENV)/.dev: $(VENV)/.serve
 
 $(VENV)/.docs: $(VENV)/.serve
 	$(PIP) -e '.[serve,docs]'
+	@touch $@
+
+# guidellm needs torch and transformers: it reads those of the project instead of installing them again.
+$(CLIENTS_DIR)/%/.installed: tests/services/clients/%.txt | $(VENV)/.dev
+	rm -rf $(@D)
+	$(BIN)/python -m venv $(@D)
+	if [ $* = guidellm ]; then \
+		$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+			>"$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"; \
+	fi
+	$(@D)/bin/python -m pip --disable-pip-version-check install -q --no-compile $(PIP_ARGS) -r $<
 	@touch $@
