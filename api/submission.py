@@ -160,7 +160,7 @@ def to_request(body: TaskBody, task_id: str, model: str) -> GenerateRequest:
         sampling={"seed": secrets.randbits(63), **body.sampling},
         priority=naming.DEFAULT_PRIORITY if body.priority is None else body.priority,
         cache_salt=body.cache_salt,
-        **body.template_fields,
+        **body.chat_fields,
         **{name: getattr(body, name) for name in TIME_LIMIT_NAMES},
     )
 
@@ -183,8 +183,8 @@ def estimate_cost(body: TaskBody, card: ModelCard | None) -> int:
         prompt = len(body.prompt_token_ids)
     else:
         text = body.prompt or "".join(turn.content for turn in body.messages or ())
-        if body.template_fields:
-            text += json.dumps(body.template_fields)
+        if body.chat_fields:
+            text += json.dumps(body.chat_fields)
         prompt = len(text.encode()) // BYTES_PER_TOKEN + 1
     maximum = card.max_model_len if card else MAX_COST
     prompt = min(prompt, maximum)

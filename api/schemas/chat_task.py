@@ -19,16 +19,20 @@ class ChatTurn(Message):
 
 
 class ChatTask(TaskBody):
-    """A task whose prompt is a chat. `tools`: the functions that the chat template describes."""
+    """A task whose prompt is a chat. `tools`: the functions that the chat template describes. `tool_use`: how
+    `/v1/responses` reads their calls from the text.
+    """
 
     messages: list[ChatTurn] | None = Field(None)  # type: ignore[assignment]
     tools: list[dict[str, Any]] | None = None
+    tool_use: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
-    def template_fields(self) -> dict[str, Any]:
+    def chat_fields(self) -> dict[str, Any]:
         fields = {
             "tools": tuple(self.tools) if self.tools else None,
+            "tool_use": self.tool_use,
             "chat_template_kwargs": self.chat_template_kwargs,
         }
         return {name: value for name, value in fields.items() if value is not None}

@@ -105,8 +105,8 @@ class TaskBody(SamplingBody):
         return self
 
     @property
-    def template_fields(self) -> dict[str, Any]:
-        """The arguments of the chat template besides the messages, as fields of `GenerateRequest`."""
+    def chat_fields(self) -> dict[str, Any]:
+        """The fields of `GenerateRequest` that only a chat of the OpenAI-compatible routes has."""
         return {}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from langchain_core.messages import ToolMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
@@ -235,6 +236,47 @@ def test_a_response_in_the_background(client: openai.OpenAI, model: str) -> None
     assert client.responses.cancel(long.id).status == "cancelled"
 
 
+RESPONSE_TOOLS: Any = [{"type": "function", "strict": True, **TOOLS[0]["function"]}]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}, "auto"])
+def test_the_calls_of_a_response(client: openai.OpenAI, model: str, choice: Any) -> None:
+    asked: Any = {
+        "model": model, "input": "hello", "tools": RESPONSE_TOOLS, "tool_choice": choice,
+        "parallel_tool_calls": False,
+        # A grammar makes the random model write the call; the parser knows nothing of it.
+        "extra_body": {"seed": 3, **({"structured_outputs": {"choice": [CALL]}} if choice == "auto" else {})},
+    }  # fmt: skip
+    whole = client.responses.create(**asked)
+    (call,) = whole.output
+    assert call.type == "function_call"
+    assert (call.name, json.loads(call.arguments)["city"] in ("Paris", "Rome")) == ("weather", True)
+    with client.responses.stream(**asked) as stream:
+        kinds = {event.type for event in stream}
+        (streamed,) = stream.get_final_response().output
+    assert {"response.function_call_arguments.delta", "response.function_call_arguments.done"} <= kinds
+    assert streamed.type == "function_call"
+    assert (streamed.name, streamed.arguments) == (call.name, call.arguments)
+
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    last = {"model": model, "max_output_tokens": 16, "tools": RESPONSE_TOOLS, "extra_body": {"seed": 1}}
+    long: Any = {**last, "input": [{"role": "user", "content": "hello"}, *whole.output, result]}
+    short: Any = {**last, "input": [result], "previous_response_id": whole.id}
+    texts = [client.responses.create(**fields).output_text for fields in (long, short)]
+    assert texts[0] == texts[1] != ""
+
+
+def test_a_response_is_parsed(client: openai.OpenAI, model: str) -> None:
+    parsed = client.responses.parse(model=model, input="hello", text_format=Answer)
+    assert isinstance(parsed.output_parsed, Answer)
+    tool = openai.pydantic_function_tool(Answer)["function"]
+    flat: Any = [{"type": "function", **tool}]
+    called = client.responses.parse(model=model, input="hello", tools=flat, tool_choice="required")
+    for item in called.output:
+        assert item.type == "function_call"
+        assert item.name == "Answer"
+
+
 def test_langchain(service: LiveService, model: str) -> None:
     url = f"{service.api_url}/v1"
     chat = ChatOpenAI(base_url=url, api_key=lambda: KEY, model=model, max_completion_tokens=8)
@@ -243,3 +285,8 @@ def test_langchain(service: LiveService, model: str) -> None:
     called = chat.bind_tools(TOOLS, tool_choice="required", parallel_tool_calls=False)
     (call,) = called.bind(max_tokens=1000, seed=3).invoke("weather?").tool_calls
     assert (call["name"], call["args"]["city"] in ("Paris", "Rome")) == ("weather", True)
+    responses = ChatOpenAI(base_url=url, api_key=lambda: KEY, model=model, use_responses_api=True)
+    answer = responses.bind_tools(TOOLS, tool_choice="required", parallel_tool_calls=False).invoke("weather?")
+    (call,) = answer.tool_calls
+    again: Any = [("user", "weather?"), answer, ToolMessage("sunny", tool_call_id=call["id"])]
+    assert responses.bind(max_tokens=5).invoke(again).response_metadata["status"] == "incomplete"

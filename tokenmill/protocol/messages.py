@@ -26,9 +26,10 @@ class GenerateRequest:
     """One request as the API queues it.
 
     Exactly one of `prompt`, `messages` and `prompt_token_ids` is set. `tools`, `chat_template_kwargs`:
-    further arguments of the model's chat template. `sampling`: fields of the engine's SamplingParams as JSON
-    values. Timeouts: seconds since the acceptance. `cache_salt`: prompts share cached prefixes only with
-    prompts of the same salt.
+    further arguments of the model's chat template. `tool_use`: how the API reads tool calls from the text;
+    the worker does not use it. `sampling`: fields of the engine's SamplingParams as JSON values. Timeouts:
+    seconds since the acceptance. `cache_salt`: prompts share cached prefixes only with prompts of the same
+    salt.
     """
 
     id: str
@@ -37,6 +38,7 @@ class GenerateRequest:
     messages: tuple[Mapping[str, Any], ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     tools: tuple[Mapping[str, Any], ...] | None = None
+    tool_use: Mapping[str, Any] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     priority: int = DEFAULT_PRIORITY

@@ -1,17 +1,18 @@
 """Formats the deltas of a chat completion as chunks or as one reply."""
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from api.routes.openai.deltas import Delta
+from api.tool_calls.formats import DEFAULT_FORMAT
 from api.tool_calls.parser import CallDelta, TextDelta, ToolCallParser
+from api.tool_calls.reading import call_id
 
 NewParser = Callable[[], ToolCallParser]
 
 
 class ChatFormat:
-    """`new_parser`: reads the tool calls of one output. `id_length`: of tool calls' ids; None: the usual one.
+    """`new_parser`: reads the tool calls of one output. `tool_format`: decides the ids of calls.
 
     `reports_calls`: whether an output with calls ends as `tool_calls`, which one with a named tool does not.
     """
@@ -21,11 +22,16 @@ class ChatFormat:
     id_prefix = "chatcmpl-"
 
     def __init__(
-        self, task_id: str, new_parser: NewParser, *, id_length: int | None = None, reports_calls: bool = True
+        self,
+        task_id: str,
+        new_parser: NewParser,
+        *,
+        tool_format: str = DEFAULT_FORMAT,
+        reports_calls: bool = True,
     ) -> None:
         self._task_id = task_id
         self._new_parser = new_parser
-        self._id_length = id_length
+        self._tool_format = tool_format
         self._reports_calls = reports_calls
         self._outputs: dict[int, _ChatOutput] = {}
 
@@ -54,7 +60,7 @@ class ChatFormat:
         call: dict[str, Any] = {"index": part.index}
         function = {"arguments": part.arguments}
         if part.name is not None:
-            call |= {"id": self._call_id(index, part.index), "type": "function"}
+            call |= {"id": self._id_of(index, part.index), "type": "function"}
             function = {"name": part.name, **function}
         return {"tool_calls": [{**call, "function": function}]}
 
@@ -72,7 +78,7 @@ class ChatFormat:
         message: dict[str, Any] = {"role": "assistant", "content": output.text or None, "refusal": None}
         calls = [
             {
-                "id": self._call_id(index, number),
+                "id": self._id_of(index, number),
                 "type": "function",
                 "function": {"name": name, "arguments": arguments},
             }
@@ -92,10 +98,8 @@ class ChatFormat:
     def _finish_reason(self, reason: str | None, output: "_ChatOutput") -> str | None:
         return "tool_calls" if output.has_calls and self._reports_calls and reason == "stop" else reason
 
-    def _call_id(self, index: int, number: int) -> str:
-        """The same for every reply that shows this call."""
-        digest = hashlib.sha256(f"{self._task_id}:{index}:{number}".encode()).hexdigest()
-        return f"call_{digest[:24]}" if self._id_length is None else digest[: self._id_length]
+    def _id_of(self, index: int, number: int) -> str:
+        return call_id(self._task_id, index, number, self._tool_format)
 
 
 class _ChatOutput:

@@ -13,7 +13,7 @@ from flask_openapi3.models.tag import Tag
 from api import problems
 from api.authentication import SCHEME_NAME
 from api.problems import Problem
-from api.routes.openai.chat_format import ChatFormat, NewParser
+from api.routes.openai.chat_format import ChatFormat
 from api.routes.openai.completion_call import TASK_HEADER, CompletionCall
 from api.routes.openai.deltas import Delta
 from api.routes.openai.text_format import TextFormat
@@ -28,8 +28,8 @@ from api.schemas.replies import PROBLEM_REPLY
 from api.schemas.requests import SubmitHeaders, TaskBody
 from api.streams import sse
 from api.submission import parse_idempotency_key
-from api.tool_calls.formats import DEFAULT_FORMAT, ID_LENGTHS, CallList, parser_factory
-from api.tool_calls.parser import NamedCall, PlainText
+from api.tool_calls.formats import DEFAULT_FORMAT
+from api.tool_calls.reading import CallReading
 
 TAG = Tag(name="OpenAI-compatible", description="The routes of OpenAI's API, on the same tasks.")
 _DONE = b"data: [DONE]\n\n"
@@ -139,25 +139,13 @@ def _on_disconnect(idempotency_key: str | None) -> str:
 
 def _chat_format(call: CompletionCall, body: ChatCompletionBody) -> ChatFormat:
     tool_format = call.card.tool_format if call.card else DEFAULT_FORMAT
+    reading = CallReading(**body.tool_use.to_json())
     return ChatFormat(
         call.tasks[0].snapshot.task_id,
-        _new_parser(body, tool_format),
-        id_length=ID_LENGTHS.get(tool_format),
-        reports_calls=body.tool_mode.mode != "named",
+        reading.new_parser(body.tool_use.functions, tool_format),
+        tool_format=tool_format,
+        reports_calls=reading.mode != "named",
     )
-
-
-def _new_parser(body: ChatCompletionBody, tool_format: str) -> NewParser:
-    """What reads the text of an output: required calls have the form that the grammar prescribes."""
-    choice = body.tool_mode
-    if choice.mode == "none":
-        return PlainText
-    if choice.mode == "named":
-        return lambda: NamedCall(choice.name)
-    if choice.mode == "required":
-        return CallList
-    functions = [(tool.function.name, tool.function.parameters) for tool in body.tools or ()]
-    return parser_factory(tool_format, functions, parallel=body.parallel_tool_calls is not False)
 
 
 class _Envelope:

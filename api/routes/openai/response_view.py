@@ -4,20 +4,31 @@ Invariant: the `sequence_number` of an event depends on the log alone, so a stre
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from api.routes.openai.response_items import OutputItems
 from api.schemas.openai.responses import INSTRUCTIONS
 from api.schemas.task_view import view
-from tokenmill.protocol.messages import Event, FinishedEvent, GenerateRequest
+from api.tool_calls.reading import CallReading
+from tokenmill.protocol.log import TaskOutput, outputs_of
+from tokenmill.protocol.messages import Event as LogEvent
+from tokenmill.protocol.messages import GenerateRequest, TokenEvent
 from tokenmill.protocol.snapshots import Reading
 
 ID_PREFIX = "resp_"
-FIRST_DELTA = 5
-"""Sequence number of the log's first event."""
 
 
-def response_of(reading: Reading, request: GenerateRequest) -> dict[str, Any]:
+def new_items(task_id: str, request: GenerateRequest, tool_format: str) -> OutputItems:
+    """The items of a task whose output has not begun."""
+    functions = [
+        (tool["function"]["name"], tool["function"].get("parameters")) for tool in request.tools or ()
+    ]
+    new_parser = _reading(request).new_parser(functions, tool_format)
+    return OutputItems(task_id, new_parser(), tool_format)
+
+
+def response_of(reading: Reading, request: GenerateRequest, tool_format: str) -> dict[str, Any]:
     """The response object of a task."""
     task = view(reading)
     output = task.outputs[0]
@@ -30,18 +41,20 @@ def response_of(reading: Reading, request: GenerateRequest) -> dict[str, Any]:
         "model": task.model,
         "status": status,
         "background": not reading.snapshot.cancel_on_disconnect,
-        "output": [_item(task.id, output.text, _item_status(status))] if reading.entries else [],
+        "output": _items(reading, request, tool_format),
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "instructions": _instructions(request),
         "max_output_tokens": sampling.get("max_tokens"),
         "metadata": task.metadata or {},
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": _reading(request).parallel,
         "temperature": sampling.get("temperature"),
-        "text": {"format": _text_format(sampling.get("structured_outputs"))},
-        "tool_choice": "auto",
-        "tools": [],
+        "text": {"format": _text_format(request)},
+        "tool_choice": _tool_choice(_reading(request)),
+        "tools": [_tool(tool["function"]) for tool in request.tools or ()],
+        "top_logprobs": sampling.get("logprobs"),
         "top_p": sampling.get("top_p"),
+        "truncation": "disabled",
         "usage": None,
     }
     if task.error is not None and status == "failed":
@@ -58,95 +71,73 @@ def response_of(reading: Reading, request: GenerateRequest) -> dict[str, Any]:
     return shown
 
 
-def first_events(response: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The events before the first one of the log."""
+def first_events(response: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events before the first one of the log: the first two at once, the last when the log begins."""
     queued = {**response, "status": "queued", "output": [], "usage": None, "error": None}
     queued["incomplete_details"] = None
-    running = {**queued, "status": "in_progress"}
-    yield {"type": "response.created", "sequence_number": 0, "response": queued}
-    yield {"type": "response.queued", "sequence_number": 1, "response": queued}
-    yield {"type": "response.in_progress", "sequence_number": 2, "response": running}
-    item = {**_item(_task_id(response), "", "in_progress"), "content": []}
-    yield {"type": "response.output_item.added", "sequence_number": 3, "output_index": 0, "item": item}
-    yield {
-        "type": "response.content_part.added",
-        "sequence_number": 4,
-        "item_id": item["id"],
-        "output_index": 0,
-        "content_index": 0,
-        "part": _part(""),
-    }
+    return [
+        {"type": "response.created", "response": queued},
+        {"type": "response.queued", "response": queued},
+        {"type": "response.in_progress", "response": {**queued, "status": "in_progress"}},
+    ]
 
 
-def delta_event(event: Event, item_id: str) -> dict[str, Any]:
-    """The event for one token or for the text at the end."""
-    return {
-        "type": "response.output_text.delta",
-        "sequence_number": FIRST_DELTA + event.seq,
-        "item_id": item_id,
-        "output_index": 0,
-        "content_index": 0,
-        "delta": event.text,
-        "logprobs": [],
-    }
+def item_events(items: OutputItems, event: LogEvent) -> Iterator[dict[str, Any]]:
+    """The events for one of the log, also for its last."""
+    yield from items.feed(event.text, _logprobs(event))
+    if not isinstance(event, TokenEvent) and event.done:
+        yield from items.finish(_last_status(event.finish_reason))
 
 
-def last_events(end: FinishedEvent, response: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The events after the last one of the log. `response`: as it ended."""
-    item = response["output"][0]
-    place = {"item_id": item["id"], "output_index": 0, "content_index": 0}
-    part = item["content"][0]
-    number = FIRST_DELTA + end.seq
-    yield {
-        "type": "response.output_text.done",
-        "sequence_number": number + 1,
-        **place,
-        "text": part["text"],
-        "logprobs": [],
-    }
-    yield {"type": "response.content_part.done", "sequence_number": number + 2, **place, "part": part}
-    yield {
-        "type": "response.output_item.done",
-        "sequence_number": number + 3,
-        "output_index": 0,
-        "item": item,
-    }
-    # OpenAI's API has no event for a cancelled response.
+def last_event(response: dict[str, Any]) -> dict[str, Any]:
+    """`response`: as it ended. OpenAI's API has no event for a cancelled response."""
     kind = response["status"] if response["status"] in ("completed", "incomplete") else "failed"
-    yield {"type": f"response.{kind}", "sequence_number": number + 4, "response": response}
+    return {"type": f"response.{kind}", "response": response}
 
 
-def item_id(response: dict[str, Any]) -> str:
-    return f"msg_{_task_id(response)}"
+def frame(number: int, event: dict[str, Any]) -> bytes:
+    """A server-sent event with its sequence number."""
+    numbered = {"type": event["type"], "sequence_number": number, **event}
+    return f"event: {event['type']}\ndata: {json.dumps(numbered, ensure_ascii=False)}\n\n".encode()
 
 
-def frame(event: dict[str, Any]) -> bytes:
-    """A server-sent event."""
-    return f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n".encode()
+def _items(reading: Reading, request: GenerateRequest, tool_format: str) -> list[dict[str, Any]]:
+    if not reading.entries:
+        return []
+    (output,) = outputs_of(reading.entries)
+    items = new_items(reading.snapshot.task_id, request, tool_format)
+    for text, logprobs in _pieces(reading, output, has_tools=bool(request.tools)):
+        _discard(items.feed(text, logprobs))
+    if output.finish_reason is not None:
+        _discard(items.finish(_last_status(output.finish_reason)))
+    return items.items
 
 
-def _task_id(response: dict[str, Any]) -> str:
-    return str(response["id"]).removeprefix(ID_PREFIX)
+def _pieces(
+    reading: Reading, output: TaskOutput, *, has_tools: bool
+) -> Iterable[tuple[str, Sequence[Mapping[str, Any]]]]:
+    """The text with its log-probabilities: in one piece, unless only a part of it is in messages."""
+    if not (has_tools and output.logprobs):
+        return [(output.text, output.logprobs or ())]
+    events = (entry.to_event(reading.snapshot.task_id, seq) for seq, entry in enumerate(reading.entries))
+    return ((event.text, _logprobs(event)) for event in events)
 
 
-def _item(task_id: str, text: str, status: str) -> dict[str, Any]:
-    return {
-        "id": f"msg_{task_id}",
-        "type": "message",
-        "role": "assistant",
-        "status": status,
-        "content": [_part(text)],
-    }
+def _logprobs(event: LogEvent) -> Sequence[Mapping[str, Any]]:
+    return [event.logprobs] if isinstance(event, TokenEvent) and event.logprobs is not None else ()
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _discard(events: Iterable[dict[str, Any]]) -> None:
+    for _ in events:
+        pass
 
 
-def _item_status(status: str) -> str:
-    if status in ("queued", "in_progress"):
-        return "in_progress"
-    return "completed" if status == "completed" else "incomplete"
+def _last_status(finish_reason: str) -> str:
+    return "completed" if finish_reason == "stop" else "incomplete"
+
+
+def _reading(request: GenerateRequest) -> CallReading:
+    return CallReading(**request.tool_use) if request.tool_use else CallReading()
 
 
 def _instructions(request: GenerateRequest) -> str | None:
@@ -154,8 +145,21 @@ def _instructions(request: GenerateRequest) -> str | None:
     return first["content"] if first.get("name") == INSTRUCTIONS else None
 
 
-def _text_format(constraint: Any) -> dict[str, Any]:
-    if not constraint:
+def _tool(function: dict[str, Any]) -> dict[str, Any]:
+    # Arguments are not checked against the schema.
+    tool = {"type": "function", "strict": False, "description": None, "parameters": None}
+    return {**tool, **function}
+
+
+def _tool_choice(reading: CallReading) -> object:
+    if reading.mode == "named":
+        return {"type": "function", "name": reading.name}
+    return reading.mode if reading.mode == "required" else "auto"
+
+
+def _text_format(request: GenerateRequest) -> dict[str, Any]:
+    constraint = request.sampling.get("structured_outputs")
+    if not constraint or _reading(request).mode in ("required", "named"):
         return {"type": "text"}
     if constraint.get("json_object"):
         return {"type": "json_object"}

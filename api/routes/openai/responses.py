@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 from flask import Response
@@ -16,23 +17,24 @@ from api.routes.openai.completion_call import TASK_HEADER, CompletionCall
 from api.routes.openai.completions import TAG
 from api.routes.openai.response_view import (
     ID_PREFIX,
-    delta_event,
     first_events,
     frame,
-    item_id,
-    last_events,
+    item_events,
+    last_event,
+    new_items,
     response_of,
 )
 from api.routes.slots import stream_reply
 from api.routes.task_lookup import TaskLookup
 from api.routes.task_services import TaskServices
+from api.schemas.openai.response_items import read_items, to_turns
 from api.schemas.openai.responses import INSTRUCTIONS, ResponseBody
 from api.schemas.replies import PROBLEM_REPLY
 from api.schemas.requests import SubmitHeaders
 from api.streams import sse
 from api.submission import parse_idempotency_key
-from tokenmill.protocol.log import outputs_of
-from tokenmill.protocol.messages import FinishedEvent
+from api.tool_calls.formats import DEFAULT_FORMAT
+from tokenmill.protocol.messages import FinishedEvent, GenerateRequest
 
 _REPLY: dict[Any, Any] = {200: {"description": "The response object, or a stream of its events."}}
 
@@ -128,11 +130,12 @@ class _Responses:
         """The messages of a completed response without its instructions, and its answer."""
         task_id = _task_id(response_id)
         reading = self._lookup.read(task_id)
-        request = self._services.store.request(task_id)
-        if reading.snapshot.status != "completed" or request is None or request.messages is None:
+        request = self._request(task_id)
+        if reading.snapshot.status != "completed" or request.messages is None:
             raise bad_field("previous_response_id", "must be a completed response")
         messages = [dict(one) for one in request.messages if one.get("name") != INSTRUCTIONS]
-        return [*messages, {"role": "assistant", "content": outputs_of(reading.entries)[0].text}]
+        items = response_of(reading, request, self._tool_format())["output"]
+        return [*messages, *to_turns(read_items(items))]
 
     def _whole(self, call: CompletionCall) -> Response:
         """Wait for the end. Raises `Problem` if the task fails."""
@@ -154,10 +157,12 @@ class _Responses:
     def _frames(self, call: CompletionCall, response: dict[str, Any], after: int) -> Iterator[bytes]:
         """The events after the sequence number `after`, and comments while there are none."""
         heartbeat, last_sent = self._services.settings.heartbeat_seconds, time.monotonic()
+        numbers = count()
         try:
             for event in self._events(call, response):
-                if event is not None and event["sequence_number"] > after:
-                    yield frame(event)
+                number = -1 if event is None else next(numbers)
+                if event is not None and number > after:
+                    yield frame(number, event)
                 elif event is None and time.monotonic() - last_sent >= heartbeat:
                     yield sse.HEARTBEAT
                 else:
@@ -169,20 +174,22 @@ class _Responses:
 
     def _events(self, call: CompletionCall, response: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
         """All events of the response; None at each tick without events."""
-        first = list(first_events(response))
-        yield from first[:2]
-        pending = first[2:]
+        *first, running = first_events(response)
+        yield from first
+        items = None
         for batch in call.events():
             if not batch:
                 yield None
                 continue
-            yield from pending
-            pending = []
+            if items is None:
+                yield running
+                # Not before: the worker that runs the task has published the format of the model.
+                task_id = batch[0].id
+                items = new_items(task_id, self._request(task_id), self._tool_format())
             for event in batch:
-                if event.text:
-                    yield delta_event(event, item_id(response))
+                yield from item_events(items, event)
                 if isinstance(event, FinishedEvent) and event.done:
-                    yield from last_events(event, self._view(event.id))
+                    yield last_event(self._view(event.id))
 
     def _shown(self, task_id: str) -> Response:
         response = self._view(task_id)
@@ -191,11 +198,18 @@ class _Responses:
         return reply
 
     def _view(self, task_id: str) -> dict[str, Any]:
-        reading = self._lookup.read(task_id)
+        return response_of(self._lookup.read(task_id), self._request(task_id), self._tool_format())
+
+    def _request(self, task_id: str) -> GenerateRequest:
         request = self._services.store.request(task_id)
         if request is None:
             raise Problem(404, "task_not_found", "there is no such response", param="response_id")
-        return response_of(reading, request)
+        return request
+
+    def _tool_format(self) -> str:
+        """How the served model writes tool calls."""
+        card = self._services.store.model_card(self._services.settings.slug)
+        return card.tool_format if card else DEFAULT_FORMAT
 
 
 def _task_id(response_id: str) -> str:

@@ -1,7 +1,7 @@
 """The body of `POST /v1/chat/completions`."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
@@ -9,11 +9,10 @@ from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_v
 from api.problems import bad_field
 from api.schemas.chat_task import ChatTask
 from api.schemas.openai.shared import CompletionFields, Tolerant, to_task
-from api.schemas.openai.tool_schemas import all_calls_schema
+from api.schemas.openai.tools import MAX_TOOLS, ToolChoiceField, ToolDefinition, ToolUse
 from api.schemas.requests import MAX_MESSAGES
 from engine.sampling_params import MAX_LOGPROBS
 
-MAX_TOOLS = 128
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """The types of the content parts that are text, and the member that has it."""
 _TEMPLATE_ARGUMENTS = frozenset(
@@ -23,7 +22,7 @@ _TEMPLATE_ARGUMENTS = frozenset(
 """Arguments of the renderer that a request may not set."""
 
 
-def _to_text(content: object) -> object:
+def to_text(content: object) -> object:
     """Joins text parts with line breaks, as vLLM does for templates that expect a string."""
     if content is None or isinstance(content, str):
         return content or ""
@@ -61,8 +60,7 @@ def _to_arguments(arguments: object) -> object:
     return value if isinstance(value, dict) else arguments
 
 
-_TEXT_OR_PARTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
-_NAME = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+TEXT_OR_PARTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
 
 
 class CalledFunction(Tolerant):
@@ -86,7 +84,7 @@ class ChatMessage(Tolerant):
     """One message. `developer` is the same as `system`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_to_text), WithJsonSchema(_TEXT_OR_PARTS)] = ""
+    content: Annotated[str, BeforeValidator(to_text), WithJsonSchema(TEXT_OR_PARTS)] = ""
     name: str | None = None
     tool_calls: list[CalledTool] | None = Field(None, description="The calls of an assistant's message.")
     tool_call_id: str | None = Field(None, description="Which call a message of the role `tool` answers.")
@@ -106,44 +104,6 @@ class ChatMessage(Tolerant):
         if self.role == "developer":
             turn["role"] = "system"
         return turn
-
-
-class FunctionDefinition(Tolerant):
-    """A function that the model may call. `parameters` is a JSON schema of an object."""
-
-    name: _NAME
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class ToolDefinition(Tolerant):
-    """A tool. Only functions are supported."""
-
-    type: Literal["function"]
-    function: FunctionDefinition
-
-
-@dataclass(frozen=True, slots=True)
-class ToolChoice:
-    """`mode`: `none`, `auto`, `required`, or `named` with the `name` of the function."""
-
-    mode: Literal["none", "auto", "required", "named"]
-    name: str = ""
-
-
-def _to_tool_choice(value: object) -> object:
-    if value in ("none", "auto", "required"):
-        return ToolChoice(value)
-    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if isinstance(name, str):
-        return ToolChoice("named", name)
-    if value is None:
-        return value
-    raise ValueError('must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}')
-
-
-_TOOL_CHOICE_SCHEMA = {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]}
 
 
 class ChatCompletionBody(CompletionFields):
@@ -172,9 +132,9 @@ class ChatCompletionBody(CompletionFields):
     tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
         None, description="Functions that the model may call."
     )
-    tool_choice: Annotated[
-        ToolChoice | None, BeforeValidator(_to_tool_choice), WithJsonSchema(_TOOL_CHOICE_SCHEMA)
-    ] = Field(None, description="Whether the model calls a tool, and which. Default: `auto`.")
+    tool_choice: ToolChoiceField = Field(
+        None, description="Whether the model calls a tool, and which. Default: `auto`."
+    )
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call.")
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Further arguments of the chat template, such as `enable_thinking`."
@@ -182,14 +142,12 @@ class ChatCompletionBody(CompletionFields):
     reasoning_effort: str | None = Field(None, description="Passed to the chat template.")
 
     @property
-    def tool_mode(self) -> ToolChoice:
-        """How tools are used; `none` without tools."""
-        return (self.tool_choice or ToolChoice("auto")) if self.tools else ToolChoice("none")
+    def tool_use(self) -> ToolUse:
+        return ToolUse(self.tools or [], self.tool_choice, self.parallel_tool_calls is not False)
 
     def to_task(self, on_disconnect: str) -> ChatTask:
         """The task of this chat. Raises `Problem` (400)."""
         self.refuse_unsupported()
-        self._check_tool_choice()
         values = self.task_values()
         values["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
         if self.top_logprobs and not self.logprobs:
@@ -197,45 +155,17 @@ class ChatCompletionBody(CompletionFields):
         if self.max_completion_tokens is not None:
             values["max_tokens"] = self.max_completion_tokens
         values["messages"] = [message.to_turn() for message in self.messages]
-        values["chat_template_kwargs"] = self._template_kwargs()
-        if self.tool_mode.mode != "none":
-            values |= self._tool_values(values)
+        values["chat_template_kwargs"] = template_kwargs(self.chat_template_kwargs, self.reasoning_effort)
+        is_constrained = self.sampling.get("structured_outputs") is not None
+        values |= self.tool_use.task_values(is_constrained=is_constrained)
         return to_task(ChatTask, {**values, "on_disconnect": on_disconnect})
 
-    def _check_tool_choice(self) -> None:
-        choice = self.tool_choice
-        if choice is None or choice.mode in ("none", "auto"):
-            return
-        if not self.tools:
-            raise bad_field("tool_choice", "requires tools")
-        if choice.mode == "named" and choice.name not in [tool.function.name for tool in self.tools]:
-            raise bad_field("tool_choice", f"there is no tool of the name {choice.name[:128]!r}")
 
-    def _template_kwargs(self) -> dict[str, Any] | None:
-        arguments = dict(self.chat_template_kwargs or {})
-        for name in arguments.keys() & _TEMPLATE_ARGUMENTS:
-            raise bad_field("chat_template_kwargs", f"{name} cannot be set")
-        if self.reasoning_effort is not None:
-            arguments.setdefault("reasoning_effort", self.reasoning_effort)
-        return arguments or None
-
-    def _tool_values(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The tools and, where a call is required, the grammar of the call."""
-        tools = self.tools or []
-        choice = self.tool_mode
-        # Where a tool's marks are special tokens, they must stay in the text.
-        tool_values: dict[str, Any] = {
-            "tools": [tool.model_dump(exclude_none=True) for tool in tools],
-            "skip_special_tokens": False,
-        }
-        if choice.mode == "auto":
-            return tool_values
-        if values.get("structured_outputs") is not None:
-            raise bad_field("tool_choice", "cannot be combined with response_format or structured_outputs")
-        if choice.mode == "named":
-            schema = next(tool.function.parameters for tool in tools if tool.function.name == choice.name)
-            schema = schema or {"type": "object"}
-        else:
-            functions = [(tool.function.name, tool.function.parameters) for tool in tools]
-            schema = all_calls_schema(functions, parallel=self.parallel_tool_calls is not False)
-        return {**tool_values, "skip_special_tokens": True, "structured_outputs": {"json": schema}}
+def template_kwargs(given: Mapping[str, Any] | None, reasoning_effort: str | None) -> dict[str, Any] | None:
+    """Further arguments of the chat template. Raises `Problem` (400)."""
+    arguments = dict(given or {})
+    for name in arguments.keys() & _TEMPLATE_ARGUMENTS:
+        raise bad_field("chat_template_kwargs", f"{name} cannot be set")
+    if reasoning_effort is not None:
+        arguments.setdefault("reasoning_effort", reasoning_effort)
+    return arguments or None

@@ -3,45 +3,34 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import ConfigDict, Field
 
 from api.problems import bad_field
 from api.schemas.chat_task import ChatTask
-from api.schemas.openai.chat import ChatMessage
+from api.schemas.openai.chat import template_kwargs
+from api.schemas.openai.response_items import InputItems, to_turns
 from api.schemas.openai.shared import CompletionFields, ResponseFormat, Tolerant, to_task
-from api.schemas.requests import MAX_MESSAGES
+from api.schemas.openai.tools import MAX_TOOLS, ResponseTool, ToolChoiceField, ToolUse
+from engine.sampling_params import MAX_LOGPROBS
 
 INSTRUCTIONS = "instructions"
 """The name of the message that has the instructions: the next response does not inherit it."""
-_UNSUPPORTED: dict[str, Any] = {
-    "conversation": None,
-    "include": [],
-    "n": 1,
-    "prompt": None,
-    "response_format": None,
-    "tools": [],
-    "top_logprobs": 0,
-    "truncation": "disabled",
-}
+LOGPROBS = "message.output_text.logprobs"
+_INCLUDABLE = frozenset(
+    {
+        LOGPROBS,
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "reasoning.encrypted_content",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
+"""The values of `include`. All but one add to items that no response of this service has."""
+_UNSUPPORTED: dict[str, Any] = {"conversation": None, "n": 1, "prompt": None, "response_format": None}
 """Fields that are refused, unless they have this value or null."""
-
-
-def _to_messages(value: object) -> object:
-    """A text is a message of the user."""
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    for item in value if isinstance(value, list) else ():
-        kind = item.get("type", "message") if isinstance(item, dict) else "message"
-        if kind != "message":
-            raise ValueError(f"items of type {str(kind)[:40]!r} are not supported; send messages")
-    return value
-
-
-class InputMessage(ChatMessage):
-    """A message of the input. Only messages are supported."""
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
 
 
 class TextFormat(Tolerant):
@@ -62,7 +51,10 @@ class TextOptions(Tolerant):
     format: TextFormat | None = None
 
 
-_INPUT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+class ReasoningOptions(Tolerant):
+    """Options of models that reason."""
+
+    effort: str | None = Field(None, description="Passed to the chat template as `reasoning_effort`.")
 
 
 class ResponseBody(CompletionFields):
@@ -72,12 +64,9 @@ class ResponseBody(CompletionFields):
         json_schema_extra={"example": {"input": "What is the capital of France?", "background": True}}
     )
 
-    input: Annotated[
-        list[InputMessage],
-        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
-        BeforeValidator(_to_messages),
-        WithJsonSchema(_INPUT_SCHEMA),
-    ] = Field(description="Text of the user, or messages.")
+    input: InputItems = Field(
+        description="Text of the user, or items: messages, function calls and their outputs."
+    )
     instructions: str | None = Field(None, description="The system message.")
     background: bool | None = Field(
         None, description="Return at once; the task continues without the client."
@@ -90,6 +79,29 @@ class ResponseBody(CompletionFields):
         None, description="Maximum number of tokens of the output."
     )
     text: TextOptions | None = Field(None, description="The shape of the text.")
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
+        None, description="Functions that the model may call."
+    )
+    tool_choice: ToolChoiceField = Field(
+        None, description="Whether the model calls a tool, and which. Default: `auto`."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Further arguments of the chat template, such as `enable_thinking`."
+    )
+    reasoning: ReasoningOptions | None = Field(None, description="Options of models that reason.")
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="Either way, an input that is too long is refused."
+    )
+    include: list[str] | None = Field(None, description=f"Further output: `{LOGPROBS}`.")
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+        None, description="Return log-probabilities with this many of the most likely tokens."
+    )
+
+    @property
+    def tool_use(self) -> ToolUse:
+        tools = [tool.to_definition() for tool in self.tools or ()]
+        return ToolUse(tools, self.tool_choice, self.parallel_tool_calls is not False)
 
     def to_task(self, on_disconnect: str, history: Sequence[dict[str, Any]]) -> ChatTask:
         """The task of this response. `history`: the messages before `input`. Raises `Problem` (400)."""
@@ -99,14 +111,22 @@ class ResponseBody(CompletionFields):
         values = self.task_values()
         if self.max_output_tokens is not None:
             values["max_tokens"] = self.max_output_tokens
+        values["logprobs"] = self._num_logprobs()
+        effort = self.reasoning.effort if self.reasoning else None
+        values["chat_template_kwargs"] = template_kwargs(self.chat_template_kwargs, effort)
         first = {"role": "system", "content": self.instructions, "name": INSTRUCTIONS}
         messages = [first] if self.instructions is not None else []
-        for message in self.input:
-            turn = message.to_turn()
-            turn.pop("type")
-            history = [*history, turn]
-        values["messages"] = [*messages, *history]
+        values["messages"] = [*messages, *history, *to_turns(self.input)]
+        is_constrained = self.sampling.get("structured_outputs") is not None
+        values |= self.tool_use.task_values(is_constrained=is_constrained)
+        if self.tools:
+            values["tool_use"] = self.tool_use.to_json()
         return to_task(ChatTask, {**values, "on_disconnect": on_disconnect})
+
+    def _num_logprobs(self) -> int | None:
+        """How many alternatives are returned with each token; None: no log-probabilities."""
+        is_included = LOGPROBS in (self.include or ())
+        return (self.top_logprobs or 0) if is_included or self.top_logprobs else None
 
     def _refuse(self) -> None:
         self.refuse_unsupported()
@@ -119,6 +139,11 @@ class ResponseBody(CompletionFields):
             if values.get(name) is not None and values[name] != neutral:
                 raise bad_field(name, "is not supported by this route", "unsupported_field")
         if self.sampling.get("logprobs") is not None:
-            raise bad_field("logprobs", "is not supported by this route", "unsupported_field")
+            raise bad_field(
+                "logprobs", "is not supported by this route; use top_logprobs", "unsupported_field"
+            )
+        for name in self.include or ():
+            if name not in _INCLUDABLE:
+                raise bad_field("include", f"{name[:128]!r} is not known", "unsupported_field")
         if self.background and self.store is False:
             raise bad_field("store", "must not be false with background: true")

@@ -8,9 +8,22 @@ import pytest
 from tests.api.api_client import ApiClient, ApiReply
 from tests.api.conftest import HandWorker
 from tests.api.openai.calling import answering, call
+from tokenmill.protocol.messages import LogEntry
 
 PATH = "/v1/responses"
 BACKGROUND = {"input": "hello", "background": True}
+TOOLS = [
+    {
+        "type": "function",
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        "strict": True,
+    }
+]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+TWO_CALLS = ("I look.", "\n<tool", "_call>", *CALL.removeprefix("<tool_call>"), "\n", *CALL)
+"""A text and two calls, in pieces."""
 
 
 def events(reply: ApiReply) -> list[Any]:
@@ -70,14 +83,136 @@ def test_a_response_continues_another(client: ApiClient, worker: HandWorker) -> 
     assert turns == [("system", "two"), ("user", "hello"), ("assistant", "hi"), ("user", "more")]
 
 
+def test_calls_are_items(client: ApiClient, worker: HandWorker) -> None:
+    created = client.post(PATH, json={**BACKGROUND, "tools": TOOLS, "tool_choice": "auto"}).json
+    assert created["tools"] == [{**TOOLS[0], "strict": False}]
+    assert (created["tool_choice"], created["parallel_tool_calls"]) == ("auto", True)
+    worker.run(*TWO_CALLS)
+    message, first, second = client.get(f"{PATH}/{created['id']}").json["output"]
+    assert message["content"][0]["text"] == "I look."
+    for call_item in (first, second):
+        assert (call_item["type"], call_item["name"], call_item["status"]) == (
+            "function_call", "weather", "completed",
+        )  # fmt: skip
+        assert json.loads(call_item["arguments"]) == {"city": "Rome"}
+    assert len({first["id"], second["id"], first["call_id"], second["call_id"]}) == 4
+
+
+def test_a_stream_with_calls_resumes_at_every_event(client: ApiClient, worker: HandWorker) -> None:
+    body = {**BACKGROUND, "stream": True, "tools": TOOLS}
+    whole = events(call(client, worker, PATH, body, answering(*TWO_CALLS)))
+    assert [event["sequence_number"] for event in whole] == list(range(len(whole)))
+    kinds = [event["type"] for event in whole]
+    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 3
+    response = whole[-1]["response"]
+    assert [event["item"] for event in whole if event["type"] == "response.output_item.done"] == (
+        response["output"]
+    )
+    for index in (1, 2):
+        pieces = [
+            event["delta"]
+            for event in whole
+            if event["type"] == "response.function_call_arguments.delta" and event["output_index"] == index
+        ]
+        assert "".join(pieces) == response["output"][index]["arguments"] == '{"city": "Rome"}'
+    assert sum(kind == "response.function_call_arguments.done" for kind in kinds) == 2
+    for number in range(-1, len(whole)):
+        path = f"{PATH}/{response['id']}?stream=true&starting_after={number}"
+        assert events(client.get(path)) == whole[number + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("choice", "text"),
+    [
+        ({"type": "function", "name": "weather"}, '{"city": "Rome"}'),
+        ("required", '[{"name": "weather", "parameters": {"city": "Rome"}}]'),
+    ],
+)
+def test_a_call_that_is_required(client: ApiClient, worker: HandWorker, choice: Any, text: str) -> None:
+    # A format is that of a message, and there is none.
+    text_format = {"format": {"type": "json_object"}}
+    body = {"input": "hello", "tools": TOOLS, "tool_choice": choice, "text": text_format}
+    response = call(client, worker, PATH, body, answering(*text)).json
+    (item,) = response["output"]
+    assert (item["name"], json.loads(item["arguments"])) == ("weather", {"city": "Rome"})
+    assert (response["tool_choice"], response["text"]) == (choice, {"format": {"type": "text"}})
+
+
+def test_calls_and_their_results_are_input(client: ApiClient, worker: HandWorker) -> None:
+    first = client.post(PATH, json={**BACKGROUND, "tools": TOOLS}).json
+    worker.run(CALL)
+    (item,) = client.get(f"{PATH}/{first['id']}").json["output"]
+    result = {"type": "function_call_output", "call_id": item["call_id"], "output": "sunny"}
+    reasoning = {"type": "reasoning", "id": "r", "summary": []}
+
+    parts = [{"type": "input_text", "text": "sunny"}]
+    for body in (
+        {"input": [{"role": "user", "content": "hello"}, reasoning, item, {**result, "output": parts}]},
+        {"input": [result], "previous_response_id": first["id"]},
+    ):
+        client.post(PATH, json={**BACKGROUND, **body, "tools": TOOLS})
+        (task_id,) = worker.claim()
+        user, assistant, tool = worker.request(task_id).messages or ()
+        assert user["content"] == "hello"
+        (made,) = assistant["tool_calls"]
+        assert (assistant["role"], made["id"]) == ("assistant", item["call_id"])
+        assert made["function"] == {"name": "weather", "arguments": {"city": "Rome"}}
+        assert (tool["role"], tool["content"], tool["tool_call_id"]) == ("tool", "sunny", item["call_id"])
+
+
+def test_logprobs(client: ApiClient, worker: HandWorker) -> None:
+    token = {"logprob": -0.5, "token": "a", "bytes": [97]}
+    top = {"logprob": -0.1, "token": "b", "bytes": [98]}
+    members = {"logprobs": {**token, "top": [{"id": 9, **top}]}}
+
+    def answer(worker: HandWorker, task_id: str) -> None:
+        worker.start(task_id)
+        worker.publish(task_id, LogEntry.of_token(5, "a", members=members))
+        worker.finish(task_id)
+
+    shown = [{**token, "top_logprobs": [top]}]
+    for tools in ([], TOOLS):
+        body = {"input": "hello", "include": ["message.output_text.logprobs"], "tools": tools}
+        response = call(client, worker, PATH, {**body, "top_logprobs": 1}, answer).json
+        assert response["output"][0]["content"][0]["logprobs"] == shown
+        stream = events(call(client, worker, PATH, {**body, "stream": True}, answer))
+        assert [one["logprobs"] for one in stream if one["type"] == "response.output_text.delta"] == [shown]
+
+
+def test_fields_without_effect_here_are_accepted(client: ApiClient, worker: HandWorker) -> None:
+    body = {
+        **BACKGROUND, "include": ["reasoning.encrypted_content"], "truncation": "auto",
+        "service_tier": "auto", "reasoning": {"effort": "low", "summary": "auto"},
+        "tools": [], "tool_choice": "none", "user": "ann",
+        "text": {"verbosity": "low"}, "max_tool_calls": 3, "store": True, "prompt_cache_key": "k",
+    }  # fmt: skip
+    assert client.post(PATH, json=body).status_code == 200
+    (task_id,) = worker.claim()
+    assert worker.request(task_id).chat_template_kwargs == {"reasoning_effort": "low"}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "g"}, "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": {"type": "web_search"}, "tools": TOOLS}, "tool_choice"),
+        ({"include": ["everything"]}, "include"),
+        ({"truncation": "middle"}, "truncation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"logprobs": 2}, "logprobs"),
         ({"n": 2}, "n"),
         ({"store": False, "background": True}, "store"),
         ({"conversation": "x"}, "conversation"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input"),
+        ({"input": [{"type": ["message"]}]}, "input"),
+        ({"input": [7]}, "input"),
+        ({"input": {}}, "input"),
+        ({"input": []}, "input"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(
