@@ -9,12 +9,13 @@ import click
 
 from tokenmill.cli.cancel_command import cancel
 from tokenmill.cli.console import use_colour
+from tokenmill.cli.distributions import conflict, installed
 from tokenmill.cli.error_words import in_own_words
 from tokenmill.cli.list_command import list_tasks
 from tokenmill.cli.service_commands import api, serve, worker
 from tokenmill.cli.task_commands import status, submit
 from tokenmill.cli.task_output import TaskNotCompleted
-from tokenmill.cli.text_streams import CannotWrite, check_argument, prepare_standard_streams
+from tokenmill.cli.text_streams import CannotWrite, check_argument, prepare_standard_streams, write_stderr
 from tokenmill.cli.watch_command import watch
 from tokenmill.client.errors import ClientError, Refused
 from tokenmill.serve.embedded_redis import RedisUnavailable
@@ -24,6 +25,7 @@ from tokenmill.settings.errors import SettingError
 FAILED, MISUSED, REFUSED, UNREACHABLE, INTERRUPTED = 1, 2, 3, 4, 130
 """Exit codes."""
 
+_VERSIONS = installed()
 _EXPECTED = (SettingError, ClientError, RedisUnavailable, CannotServe, CannotWrite, TaskNotCompleted)
 
 _EPILOG = """\b
@@ -84,7 +86,7 @@ def _exit_code(error: Exception) -> int:
     epilog=_EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-@click.version_option(package_name="tokenmill", prog_name="tokenmill")
+@click.version_option(next(iter(_VERSIONS.values()), "unknown"), prog_name="tokenmill")
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Run a task-queue service for LLM inference, and use it.
@@ -96,6 +98,8 @@ def main(ctx: click.Context) -> None:
       tokenmill status ID
     """
     ctx.color = use_colour()
+    if warning := conflict(_VERSIONS):
+        write_stderr(f"Warning: {warning}")
 
 
 for command in (serve, worker, api, submit, status, watch, list_tasks, cancel):

@@ -10,6 +10,7 @@ import click
 from tokenmill.cli.console import LinePrinter, use_colour
 from tokenmill.process.startup_signals import blocked_signals
 from tokenmill.protocol.redis_url import hide_password
+from tokenmill.serve.checks import check_server
 from tokenmill.serve.service import process_command
 from tokenmill.serve.service import serve as run_service
 from tokenmill.serve.state_directory import StateDirectory
@@ -115,6 +116,7 @@ def api(config_file: str | None, **flags: str | None) -> None:
 
 def _execute(name: str, settings: ApiCommandSettings | WorkerCommandSettings) -> None:
     """Replace this process, so that signals and exit codes are those of the API or the worker."""
+    check_server()
     variables = settings.to_environment()
     if "redis_url" not in settings.model_fields_set and (url := state_of(settings).address("redis-url")):
         click.echo(f"joining the tokenmill serve of this directory: Redis at {hide_password(url)}", err=True)

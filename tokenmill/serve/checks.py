@@ -5,12 +5,27 @@ import socket
 from collections.abc import Mapping
 from importlib.util import find_spec
 from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
 
+import tokenmill
 from tokenmill.serve.errors import CannotServe
 from tokenmill.settings.declarations import ALL
 from tokenmill.settings.errors import SettingError
 
+_SERVER_FILES = ("api/submission.py", "worker/batch_worker.py")
 _PORT_ERRORS = frozenset({errno.EADDRINUSE, errno.EACCES})
+
+
+def check_server(directory: Path = Path(tokenmill.__file__).parent.parent) -> None:
+    """Whether the packages of the server are beside this one, as the distribution tokenmill installs them.
+
+    Their files are checked: other programs have packages of the same names. Raises `CannotServe`.
+    """
+    if not all((directory / file).is_file() for file in _SERVER_FILES):
+        raise CannotServe(
+            "the server is not installed: this is tokenmill-client, the client alone; in another environment,"
+            " pip install 'tokenmill[serve]'"
+        )
 
 
 def check_installed(modules: Mapping[str, str]) -> None:

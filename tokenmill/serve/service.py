@@ -16,7 +16,7 @@ from tokenmill.process.temporary_directory import NoTemporaryDirectory, check_te
 from tokenmill.protocol.redis_url import hide_password
 from tokenmill.serve import embedded_redis
 from tokenmill.serve.announcement import announcement
-from tokenmill.serve.checks import check_address, check_distinct, check_installed, free_port
+from tokenmill.serve.checks import check_address, check_distinct, check_installed, check_server, free_port
 from tokenmill.serve.child_processes import ChildSpec
 from tokenmill.serve.cuda_devices import find_cuda_devices
 from tokenmill.serve.errors import CannotServe, FatalExit
@@ -94,6 +94,7 @@ class _Service:
 
     def _check_machine(self) -> None:
         """Packages, a directory for temporary files, and files that settings name."""
+        check_server()
         check_installed({"worker": "torch", "api": "flask"})
         try:
             check_temporary_directory()
