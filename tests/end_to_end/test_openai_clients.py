@@ -104,6 +104,38 @@ def test_a_text_completion(client: openai.OpenAI, model: str) -> None:
     assert all(choice.logprobs and choice.logprobs.tokens for choice in whole.choices)
 
 
+@pytest.mark.parametrize("prompt", ["one two", [5, 60, 61]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_has_the_prompt_and_its_logprobs(
+    service: LiveService, client: openai.OpenAI, model: str, prompt: Any, stream: bool
+) -> None:
+    """The loglikelihood requests of lm-evaluation-harness."""
+    field = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+    task_id = service.submit(**{field: prompt}, max_tokens=1, temperature=0, prompt_logprobs=1, logprobs=1)
+    task = service.wait_task(task_id)
+    asked: Any = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "echo": True}
+    text = ""
+    tokens: list[str] = []
+    logprobs: list[float | None] = []
+    offsets: list[int] = []
+    reply: Any = client.completions.create(**asked, logprobs=1, stream=stream)
+    for part in reply if stream else [reply]:
+        (choice,) = part.choices
+        text += choice.text
+        if choice.logprobs:
+            tokens += choice.logprobs.tokens or []
+            logprobs += choice.logprobs.token_logprobs or []
+            offsets += choice.logprobs.text_offset or []
+    expected = [*task["prompt_logprobs"][1:], *task["outputs"][0]["logprobs"]]
+    assert logprobs == [None, *(token["logprob"] for token in expected)]
+    assert tokens[1:] == [token["token"] for token in expected]
+    assert len(offsets) == len(tokens)
+    if isinstance(prompt, str):
+        assert text.startswith(prompt)
+    assert client.completions.create(**asked).choices[0].text == text
+    assert client.completions.create(**asked).choices[0].logprobs is None
+
+
 class Colour(StrEnum):
     """A colour."""
 

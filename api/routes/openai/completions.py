@@ -91,7 +91,7 @@ class _Completions:
     def complete(self, header: SubmitHeaders, body: CompletionBody) -> Response:
         key = parse_idempotency_key(header.idempotency_key)
         call = self._submit(body.to_tasks(_on_disconnect(key)), key)
-        return self._reply(call, body, TextFormat())
+        return self._reply(call, body, TextFormat(_echoed(body), has_logprobs=body.num_logprobs is not None))
 
     def _submit(self, tasks: Sequence[TaskBody], key: str | None) -> CompletionCall:
         call = CompletionCall(self._services, self._lookup)
@@ -135,6 +135,13 @@ class _Completions:
 def _on_disconnect(idempotency_key: str | None) -> str:
     """A client with a key may come back for the result, so its task continues."""
     return "cancel" if idempotency_key is None else "continue"
+
+
+def _echoed(body: CompletionBody) -> dict[int, str | list[int]]:
+    """The prompts to repeat, by the index of the choice."""
+    num_outputs = body.sampling.get("n", 1)
+    prompts = [prompt for prompt in body.prompt for _ in range(num_outputs)] if body.echo else []
+    return dict(enumerate(prompts))
 
 
 def _chat_format(call: CompletionCall, body: ChatCompletionBody) -> ChatFormat:

@@ -17,13 +17,15 @@ NOT_RETRIED = {"x-should-retry": "false"}
 class Delta:
     """Consecutive events of one output. `finish_reason`: None until it ends.
 
-    `logprobs`: one mapping for each token, as the worker publishes them.
+    `logprobs`: one mapping for each token, as the worker publishes them. `prompt_logprobs`: the same for the
+    prompt, None for its first token; empty except with a first token, and if they were not requested.
     """
 
     index: int
     text: str
     logprobs: list[Mapping[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
+    prompt_logprobs: Sequence[Mapping[str, Any] | None] = ()
 
 
 def to_deltas(events: Sequence[Event], first_index: int = 0) -> list[Delta]:
@@ -37,7 +39,9 @@ def to_deltas(events: Sequence[Event], first_index: int = 0) -> list[Delta]:
         delta.text += event.text
         if isinstance(event, FinishedEvent):
             delta.finish_reason = event.finish_reason
-        elif event.logprobs is not None:
+            continue
+        delta.prompt_logprobs = delta.prompt_logprobs or event.prompt_logprobs or ()
+        if event.logprobs is not None:
             delta.logprobs.append(event.logprobs)
     return deltas
 

@@ -86,11 +86,13 @@ class ChatCompletion(BaseModel):
 
 
 class TextLogprobs(BaseModel):
-    """Lists with one item for each output token."""
+    """Lists with one item for each output token; with `echo`, for those of the prompt before them. The first
+    token of a prompt has no log-probability.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

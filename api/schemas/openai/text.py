@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
+from api.problems import bad_field
 from api.schemas.openai.shared import CompletionFields, to_task
 from api.schemas.requests import TaskBody
 
@@ -50,11 +51,28 @@ class CompletionBody(CompletionFields):
         Field(description=f"Text or token ids. Several prompts, at most {MAX_PROMPTS}, are several tasks.")
     )
 
+    echo: bool | None = Field(None, description="Begin the text, and its `logprobs`, with the prompt.")
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the most likely tokens are returned with each token; None: no log-probabilities."""
+        return self.sampling.get("logprobs")
+
     def to_tasks(self, on_disconnect: str) -> list[TaskBody]:
         """One task for each prompt. Raises `Problem` (400)."""
         self.refuse_unsupported()
+        if self.echo and self.num_logprobs is not None and self.sampling.get("n", 1) > 1:
+            raise bad_field("echo", "requires n = 1 with logprobs")
         values = {**self.task_values(), "on_disconnect": on_disconnect}
-        return [to_task(TaskBody, {**values, **_prompt_field(prompt)}) for prompt in self.prompt]
+        return [
+            to_task(TaskBody, {**values, **_prompt_field(prompt), **self._echo_field(prompt)})
+            for prompt in self.prompt
+        ]
+
+    def _echo_field(self, prompt: str | list[int]) -> dict[str, Any]:
+        """Log-probabilities of the prompt also have the text of its tokens."""
+        num_logprobs = 0 if self.num_logprobs is None and isinstance(prompt, list) else self.num_logprobs
+        return {"prompt_logprobs": num_logprobs} if self.echo else {}
 
 
 def _prompt_field(prompt: str | list[int]) -> dict[str, Any]:

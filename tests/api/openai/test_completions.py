@@ -68,6 +68,29 @@ def test_several_prompts_are_several_tasks(client: ApiClient, worker: HandWorker
     assert len(set(reply.headers["X-Task-Id"].split(", "))) == 3
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_prompts_are_echoed_by_each_output(
+    client: ApiClient, worker: HandWorker, stream: bool
+) -> None:
+    def answer(worker: HandWorker, task_id: str) -> None:
+        worker.start(task_id)
+        for index in (1, 0):
+            worker.publish(task_id, LogEntry.of_token(5, "!", index))
+        for index in (1, 0):
+            worker.publish(task_id, LogEntry.of_end("", "stop", index=index, done=index == 0))
+
+    body = {"prompt": ["x", "y"], "n": 2, "echo": True, "stream": stream}
+    reply = call(client, worker, TEXT, body, answer)
+    texts = [""] * 4
+    for part in chunks(reply) if stream else [reply.json]:
+        for choice in part["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == ["x!", "x!", "y!", "y!"]
+    refused = client.post(TEXT, json={**body, "logprobs": 0})
+    assert (refused.status_code, refused.json["error"]["param"]) == (400, "echo")
+    assert client.post(CHAT, json={**HELLO, "echo": True}).json["error"]["param"] == "echo"
+
+
 def test_continuous_usage(client: ApiClient, worker: HandWorker) -> None:
     body = {**HELLO, "stream": True, "stream_options": {"continuous_usage_stats": True}}
     parts = chunks(call(client, worker, CHAT, body, answering("a", "b")))
