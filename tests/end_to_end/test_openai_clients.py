@@ -80,6 +80,13 @@ def test_a_chat_is_the_same_streamed_and_at_once(client: openai.OpenAI, model: s
     assert whole.usage.completion_tokens == usage.completion_tokens == sum(tokens) == 24
 
 
+def test_azures_client(service: LiveService, model: str) -> None:
+    azure = openai.AzureOpenAI(azure_endpoint=service.api_url, api_version="2024-10-21", api_key=KEY)
+    with azure as client:
+        chunks = client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=4, stream=True)
+        assert {chunk.model for chunk in chunks} == {model}
+
+
 def test_the_async_client_streams_many_at_once(service: LiveService, model: str) -> None:
     async def text(client: openai.AsyncOpenAI, seed: int) -> str:
         stream = await client.chat.completions.create(

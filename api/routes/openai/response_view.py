@@ -84,7 +84,8 @@ def first_events(response: dict[str, Any]) -> list[dict[str, Any]]:
 
 def item_events(items: OutputItems, event: LogEvent) -> Iterator[dict[str, Any]]:
     """The events for one of the log, also for its last."""
-    yield from items.feed(event.text, _logprobs(event))
+    if event.index == 0:
+        yield from items.feed(event.text, _logprobs(event))
     if not isinstance(event, TokenEvent) and event.done:
         yield from items.finish(_last_status(event.finish_reason))
 
@@ -104,7 +105,8 @@ def frame(number: int, event: dict[str, Any]) -> bytes:
 def _items(reading: Reading, request: GenerateRequest, tool_format: str) -> list[dict[str, Any]]:
     if not reading.entries:
         return []
-    (output,) = outputs_of(reading.entries)
+    # A task of another route may have several outputs: its first one is shown.
+    output = outputs_of(reading.entries)[0]
     items = new_items(reading.snapshot.task_id, request, tool_format)
     for text, logprobs in _pieces(reading, output, has_tools=bool(request.tools)):
         _discard(items.feed(text, logprobs))
@@ -119,7 +121,8 @@ def _pieces(
     """The text with its log-probabilities: in one piece, unless only a part of it is in messages."""
     if not (has_tools and output.logprobs):
         return [(output.text, output.logprobs or ())]
-    events = (entry.to_event(reading.snapshot.task_id, seq) for seq, entry in enumerate(reading.entries))
+    entries = [entry for entry in reading.entries if entry.index == "0"]
+    events = (entry.to_event(reading.snapshot.task_id, seq) for seq, entry in enumerate(entries))
     return ((event.text, _logprobs(event)) for event in events)
 
 

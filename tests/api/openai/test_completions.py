@@ -313,7 +313,14 @@ def test_spellings_of_other_servers(
 
 @pytest.mark.parametrize(
     "path",
-    ["/chat/completions", "/v1/chat/completions/", "/v1/v1/chat/completions", "/chat/completions/"],
+    [
+        "/chat/completions",
+        "/v1/chat/completions/",
+        "/v1/v1/chat/completions",
+        "/chat/completions/",
+        "/openai/v1/chat/completions",
+        "/openai/deployments/tiny/chat/completions?api-version=2024-10-21",
+    ],
 )
 def test_a_base_url_with_or_without_its_version(client: ApiClient, worker: HandWorker, path: str) -> None:
     assert call(client, worker, path, HELLO, answering("a")).json["object"] == "chat.completion"

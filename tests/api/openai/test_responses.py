@@ -160,6 +160,20 @@ def test_calls_and_their_results_are_input(client: ApiClient, worker: HandWorker
         assert (tool["role"], tool["content"], tool["tool_call_id"]) == ("tool", "sunny", item["call_id"])
 
 
+def test_a_task_with_several_outputs_shows_the_first(client: ApiClient, worker: HandWorker) -> None:
+    task_id = client.post("/v1/tasks", json={"prompt": "x", "n": 2}).json["id"]
+    (claimed,) = worker.claim()
+    worker.start(claimed)
+    for index in (1, 0):
+        worker.publish(claimed, LogEntry.of_token(5, "ab"[index], index))
+    worker.publish(claimed, LogEntry.of_end("", "stop", index=1, done=False))
+    worker.finish(claimed)
+    shown = client.get(f"{PATH}/resp_{task_id}").json
+    assert [item["content"][0]["text"] for item in shown["output"]] == ["a"]
+    *_, last = events(client.get(f"{PATH}/resp_{task_id}?stream=true"))
+    assert (last["type"], last["response"]) == ("response.completed", shown)
+
+
 def test_logprobs(client: ApiClient, worker: HandWorker) -> None:
     token = {"logprob": -0.5, "token": "a", "bytes": [97]}
     top = {"logprob": -0.1, "token": "b", "bytes": [98]}
