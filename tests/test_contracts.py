@@ -62,7 +62,10 @@ PLANTS = {
     ],
     "tokenmill.client:": [
         ("tokenmill/client/calls.py", "import tokenmill.client.requests"),
-        ("tokenmill/client/requests.py", "import tokenmill.client.sync_client"),
+        ("tokenmill/client/steps.py", "import tokenmill.client.calls"),
+        ("tokenmill/client/requests.py", "import tokenmill.client.sync_transport"),
+        ("tokenmill/client/event_steps.py", "import tokenmill.client.batches.steps"),
+        ("tokenmill/client/batches/requests.py", "import tokenmill.client.sync_client"),
         ("tokenmill/client/sync_client.py", "import tokenmill.client.async_client"),
         ("tokenmill/client/replies.py", "import tokenmill.client.errors"),
     ],

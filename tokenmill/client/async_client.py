@@ -2,23 +2,32 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Self, Unpack
 
 import httpx
 from pydantic import BaseModel, PrivateAttr
 
 from tokenmill.client import calls, event_steps, requests
-from tokenmill.client.calls import Calls, Pause, Progress, Request, RetryPolicy, Send
+from tokenmill.client.address import Address
+from tokenmill.client.async_transport import AsyncTransport
+from tokenmill.client.batches.async_batches import AsyncBatches, AsyncFiles
+from tokenmill.client.calls import RetryPolicy
 from tokenmill.client.errors import ClientError, NotCompleted
-from tokenmill.client.event_steps import Deliver, EventSteps, Receive
 from tokenmill.client.parameters import TaskFilters, TaskParameters
-from tokenmill.client.replies import Model, Models, Page, Reply, TaskFields, TaskSummaryFields
+from tokenmill.client.replies import (
+    Model,
+    Models,
+    Page,
+    Queue,
+    TaskFields,
+    TaskSummaryFields,
+    Worker,
+    Workers,
+)
+from tokenmill.client.steps import Request
 from tokenmill.protocol.messages import Event
-
-_Reply = TypeVar("_Reply", bound=Reply)
-_Result = TypeVar("_Result")
 
 
 class AsyncClient:
@@ -43,15 +52,17 @@ class AsyncClient:
         http_client: httpx.AsyncClient | None = None,
     ) -> None:
         """Raises ValueError for an address or a key that cannot be used."""
-        self._address = requests.Address.resolve(base_url, api_key)
-        self._timeout = timeout
-        self._policy = RetryPolicy(max_retries=max_retries, patience=patience, clock=self._clock)
-        self._owns_http = http_client is None
-        self._http = http_client or httpx.AsyncClient(**self._address.http_options)
+        address = Address.resolve(base_url, api_key)
+        policy = RetryPolicy(max_retries=max_retries, patience=patience, clock=self._clock)
+        self._transport = AsyncTransport(
+            address, policy, timeout=timeout, sleep=self._sleep, http=http_client
+        )
+        self.files = AsyncFiles(self._transport)
+        self.batches = AsyncBatches(self._transport, self.files)
 
     @property
     def base_url(self) -> str:
-        return self._address.base_url
+        return self._transport.address.base_url
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.base_url!r})"
@@ -66,8 +77,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._owns_http:
-            await self._http.aclose()
+        await self._transport.close()
 
     async def submit(
         self,
@@ -88,7 +98,11 @@ class AsyncClient:
 
     async def wait(self, task_id: str, *, timeout: float | None = None) -> "AsyncTask":
         """The task once it has ended. Raises `WaitTimedOut` after `timeout` seconds."""
-        return self._bind(await self._run(calls.wait(requests.task_path(task_id), self._policy, timeout)))
+        return self._bind(
+            await self._transport.run(
+                calls.wait(requests.task_path(task_id), self._transport.policy, timeout)
+            )
+        )
 
     async def result(self, task_id: str, *, timeout: float | None = None) -> "AsyncTask":
         """The task once it has completed. Raises `NotCompleted`, and `WaitTimedOut`."""
@@ -102,7 +116,9 @@ class AsyncClient:
 
         No event is lost or doubled.
         """
-        return self._follow(event_steps.follow(requests.events_path(task_id), after, self._policy))
+        return self._transport.stream(
+            event_steps.follow(requests.events_path(task_id), after, self._transport.policy)
+        )
 
     async def cancel(self, task_id: str) -> "AsyncTask":
         """Cancel the task and return it. A task that has ended is unchanged."""
@@ -114,7 +130,7 @@ class AsyncClient:
         """The tasks of this API key, newest first, at most `limit` of them. Pages are read as needed."""
         cursor, left = None, limit
         while left is None or left > 0:
-            page = await self._read(requests.page(filters, cursor, left), _Tasks)
+            page = await self._transport.read(requests.page(filters, cursor, left), _Tasks)
             for task in page.data:
                 task._client = self
                 yield task
@@ -122,101 +138,38 @@ class AsyncClient:
                 return
             cursor, left = page.next, None if left is None else left - len(page.data)
 
+    async def delete(self, task_id: str) -> bool:
+        """Erase a task that has ended, and return True. One that has not is cancelled instead: False."""
+        response = await self._transport.run(calls.call(requests.deletion(task_id), self._transport.policy))
+        return calls.is_empty(response)
+
+    async def queue(self) -> Queue:
+        """What waits and runs, of all tenants."""
+        return await self._transport.read(requests.read(requests.QUEUE), Queue)
+
+    async def workers(self) -> tuple[Worker, ...]:
+        """The workers, as they report themselves."""
+        return (await self._transport.read(requests.read(requests.WORKERS), Workers)).data
+
     async def models(self) -> tuple[Model, ...]:
         """The models that the service serves."""
-        return (await self._read(requests.read(requests.MODELS), Models)).data
+        return (await self._transport.read(requests.read(requests.MODELS), Models)).data
 
     async def is_ready(self) -> bool:
         """Whether the service accepts tasks and can run them. Raises nothing."""
         try:
-            await self._run(calls.attempt(requests.read("/readyz")))
+            await self._transport.run(calls.attempt(requests.read("/readyz")))
         except ClientError:
             return False
         return True
 
     async def _task(self, request: Request) -> "AsyncTask":
-        return self._bind(await self._run(calls.call(request, self._policy)))
+        return self._bind(await self._transport.run(calls.call(request, self._transport.policy)))
 
     def _bind(self, response: httpx.Response) -> "AsyncTask":
         task = calls.parse(response, AsyncTask)
         task._client = self
         return task
-
-    async def _read(self, request: Request, kind: type[_Reply]) -> _Reply:
-        return calls.parse(await self._run(calls.call(request, self._policy)), kind)
-
-    async def _run(self, steps: Calls[_Result]) -> _Result:
-        """Perform the steps and return their result."""
-        progress = Progress(steps)
-        async with _Connection(self) as connection:
-            while progress.step is not None:
-                await connection.perform(progress)
-        return progress.result
-
-    async def _follow(self, steps: EventSteps) -> AsyncGenerator[Event, None]:
-        """Perform the steps and yield what they deliver."""
-        progress = Progress(steps)
-        async with _Connection(self) as connection:
-            while progress.step is not None:
-                if isinstance(progress.step, Deliver):
-                    for event in progress.step.events:
-                        yield event
-                    progress.done()
-                else:
-                    await connection.perform(progress)
-
-
-class _Connection:
-    """Performs steps. It has the one open stream."""
-
-    def __init__(self, client: AsyncClient) -> None:
-        self._client = client
-        self._response: httpx.Response | None = None
-        self._chunks: AsyncIterator[bytes] | None = None
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._close()
-
-    async def perform(self, progress: Progress[Any]) -> None:
-        try:
-            result = await self._perform(progress.step)
-        except httpx.HTTPError as error:
-            progress.failed(error)
-        else:
-            progress.done(result)
-
-    async def _perform(self, step: Send | Pause | Receive) -> Any:
-        match step:
-            case Send():
-                return await self._send(step)
-            case Receive():
-                return await anext(self._chunks, b"") if self._chunks else b""
-            case Pause():
-                await self._close()
-                await self._client._sleep(step.seconds)
-        return None
-
-    async def _send(self, step: Send) -> httpx.Response:
-        await self._close()
-        client = self._client
-        request = client._http.build_request(**client._address.arguments(step.request, client._timeout))
-        response = await client._http.send(request, stream=step.stream)
-        if step.stream:
-            self._response = response
-            if response.is_success:
-                self._chunks = response.aiter_bytes()
-            else:
-                await response.aread()
-        return response
-
-    async def _close(self) -> None:
-        self._chunks = None
-        if self._response is not None:
-            await self._response.aclose()
-            self._response = None
 
 
 class AsyncTaskHandle(BaseModel):
@@ -245,6 +198,10 @@ class AsyncTaskHandle(BaseModel):
     async def cancel(self) -> "AsyncTask":
         """Cancel the task. One that has ended is unchanged."""
         return await self._client.cancel(self.id)
+
+    async def delete(self) -> bool:
+        """Erase the task, and return True. One that has not ended is cancelled instead: False."""
+        return await self._client.delete(self.id)
 
 
 class AsyncTask(TaskFields, AsyncTaskHandle):

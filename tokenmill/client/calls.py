@@ -6,12 +6,10 @@ cancellations, and submissions, which have an idempotency key.
 
 import logging
 import random
-import uuid
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar
 
 import httpx
 from pydantic import ValidationError
@@ -26,6 +24,7 @@ from tokenmill.client.errors import (
     refused,
 )
 from tokenmill.client.replies import ENDED, Reply
+from tokenmill.client.steps import Pause, Request, Send
 
 logger = logging.getLogger("tokenmill.client")
 
@@ -43,73 +42,8 @@ _TRANSIENT = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS
 _Reply = TypeVar("_Reply", bound=Reply)
 _Result = TypeVar("_Result")
 Clock = Callable[[], float]
-
-
-def _new_id() -> str:
-    return uuid.uuid4().hex
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """One call. `json`: the body. `timeout`: seconds for the reply beyond the client's own timeout."""
-
-    method: str
-    path: str
-    params: Mapping[str, Any] = field(default_factory=dict)
-    headers: Mapping[str, str] = field(default_factory=dict)
-    json: Any = None
-    timeout: float = 0.0
-    request_id: str = field(default_factory=_new_id)
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send the request. Result: the response, read to its end, or unread for a successful `stream`.
-
-    An `httpx.HTTPError` is raised at this step.
-    """
-
-    request: Request
-    stream: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """Sleep for `seconds`."""
-
-    seconds: float
-
-
 Calls = Generator[Send | Pause, Any, _Result]
 """Steps of a call, which return its result."""
-
-
-class Progress(Generic[_Result]):
-    """Where steps have come to: `step` is the one to perform, and None once `result` is there."""
-
-    def __init__(self, steps: Generator[Any, Any, _Result]) -> None:
-        self._steps = steps
-        self.step: Any = None
-        self._result: _Result | None = None
-        self._advance(partial(next, steps))
-
-    @property
-    def result(self) -> _Result:
-        return cast(_Result, self._result)
-
-    def done(self, result: Any = None) -> None:
-        """`step` returned `result`."""
-        self._advance(partial(self._steps.send, result))
-
-    def failed(self, error: httpx.HTTPError) -> None:
-        """`step` raised `error`."""
-        self._advance(partial(self._steps.throw, error))
-
-    def _advance(self, resume: Callable[[], Any]) -> None:
-        try:
-            self.step = resume()
-        except StopIteration as end:
-            self.step, self._result = None, end.value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +107,8 @@ def call(request: Request, policy: RetryPolicy, *, patient: bool = False, stream
         try:
             return (yield from attempt(request, stream=stream))
         except ClientError as error:
+            if isinstance(error, Broken) and not request.repeatable:
+                raise
             pause = backoff.pause(error)
         yield pause
 
@@ -228,25 +164,47 @@ def parse(response: httpx.Response, kind: type[_Reply]) -> _Reply:
         ) from None
 
 
+def is_empty(response: httpx.Response) -> bool:
+    """Whether the reply is `204 No Content`."""
+    return response.status_code == HTTPStatus.NO_CONTENT
+
+
 def wait(path: str, policy: RetryPolicy, timeout: float | None) -> Calls[Any]:
     """The `httpx.Response` with the ended task. `timeout`: seconds. Raises `ClientError`."""
-    deadline = None if timeout is None else policy.clock() + timeout
+    limit = WaitLimit("task", timeout, policy.clock)
     while True:
         asked_at = policy.clock()
-        seconds = POLL_SECONDS if deadline is None else max(0.0, min(POLL_SECONDS, deadline - asked_at))
+        seconds = limit.reduce(POLL_SECONDS)
         request = Request(method="GET", path=path, params={"wait": f"{seconds:g}"}, timeout=seconds)
         response = yield from call(request, policy, patient=True)
-        if parse(response, _Status).status in ENDED:
+        if parse(response, Status).status in ENDED:
             return response
-        now = policy.clock()
-        if deadline is not None and now >= deadline:
+        limit.check(request)
+        pause = _poll_pause(response, policy.clock() - asked_at)
+        if pause > 0:
+            yield Pause(limit.reduce(pause))
+
+
+class WaitLimit:
+    """How long to wait for a `what`. `timeout`: seconds; None: for ever."""
+
+    def __init__(self, what: str, timeout: float | None, clock: Clock) -> None:
+        self._what = what
+        self._timeout = timeout
+        self._clock = clock
+        self._deadline = None if timeout is None else clock() + timeout
+
+    def reduce(self, seconds: float) -> float:
+        """`seconds`, or what is left if that is less."""
+        return seconds if self._deadline is None else max(0.0, min(seconds, self._deadline - self._clock()))
+
+    def check(self, request: Request) -> None:
+        """Raises `WaitTimedOut`."""
+        if self._deadline is not None and self._clock() >= self._deadline:
             raise WaitTimedOut(
-                f"the task has not ended after {timeout:g} seconds; it continues",
+                f"the {self._what} has not ended after {self._timeout:g} seconds; it continues",
                 request_id=request.request_id,
             )
-        pause = _poll_pause(response, now - asked_at)
-        if pause > 0:
-            yield Pause(pause if deadline is None else min(pause, deadline - now))
 
 
 def _poll_pause(response: httpx.Response, waited: float) -> float:
@@ -257,5 +215,7 @@ def _poll_pause(response: httpx.Response, waited: float) -> float:
     return POLL_PAUSE_SECONDS if waited < POLL_PAUSE_SECONDS else 0.0
 
 
-class _Status(Reply):
+class Status(Reply):
+    """The one field of a task or batch that waiting looks at."""
+
     status: str

@@ -4,16 +4,14 @@ Invariant: every event is delivered once and in order, and none is missing, what
 connection; the stream ends after the last event.
 """
 
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
 
 import httpx
 
-from tokenmill.client.calls import Backoff, Pause, Request, RetryPolicy, Send, attempt
+from tokenmill.client.calls import Backoff, RetryPolicy, attempt
 from tokenmill.client.errors import Broken, ClientError, NotTokenmill
 from tokenmill.client.sse import Frame, FrameParser
+from tokenmill.client.steps import Deliver, Pause, Receive, Request, StreamSteps
 from tokenmill.protocol.messages import Event, FinishedEvent, ProtocolError, UnknownEvent, decode_any
 
 SILENCE_SECONDS = 60.0
@@ -23,25 +21,7 @@ RECONNECT_SECONDS = 1.0
 _NAMES = frozenset({"token", "end", "finished"})
 
 
-@dataclass(frozen=True, slots=True)
-class Receive:
-    """Wait for more of the open stream. Result: bytes, or b"" at its end.
-
-    An `httpx.HTTPError` is raised at this step.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class Deliver:
-    """Yield `events` to the consumer before the next step."""
-
-    events: Sequence[Event]
-
-
-EventSteps = Generator[Send | Pause | Receive | Deliver, Any, None]
-
-
-def follow(path: str, after: int, policy: RetryPolicy) -> EventSteps:
+def follow(path: str, after: int, policy: RetryPolicy) -> StreamSteps:
     """The steps for one task, from the event after `after` on. Raises `ClientError`.
 
     A driver closes the open stream when a step asks for another one, pauses or ends.
@@ -72,7 +52,7 @@ def _request(path: str, last: int) -> Request:
     return Request(method="GET", path=path, headers=headers, timeout=SILENCE_SECONDS)
 
 
-def _receive(reader: "_Reader") -> EventSteps:
+def _receive(reader: "_Reader") -> StreamSteps:
     """Until the end of the task or of the connection."""
     parser = FrameParser()
     while not reader.ended:

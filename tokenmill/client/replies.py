@@ -107,6 +107,16 @@ class Urls(Reply):
     cancel: str
 
 
+class WebhookState(Reply):
+    """The delivery of the task's webhook. `state`: pending, delivered or failed."""
+
+    url: str
+    state: str
+    attempts: int = 0
+    last_status: int | None = None
+    next_attempt_at: float | None = None
+
+
 class TaskSummaryFields(Reply):
     """A task as a list shows it. `status`: queued, in_progress, completed, failed or cancelled.
 
@@ -124,6 +134,7 @@ class TaskSummaryFields(Reply):
     error: TaskProblem | None = None
     urls: Urls
     metadata: Mapping[str, Any] | None = None
+    webhook: WebhookState | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -131,12 +142,13 @@ class TaskSummaryFields(Reply):
 
 
 class TaskFields(TaskSummaryFields):
-    """A task with its outputs so far."""
+    """A task with its outputs so far. `request`: the body of the submission, if it was asked for."""
 
     queue: QueuePosition | None = None
     outputs: tuple[Output, ...] = ()
     prompt_logprobs: tuple[PromptTokenLogprobs | None, ...] | None = None
     output_limit: OutputLimit | None = None
+    request: Mapping[str, Any] | None = None
 
     @property
     def text(self) -> str:
@@ -173,3 +185,37 @@ class Models(Reply):
     """The reply of `GET /v1/models`."""
 
     data: tuple[Model, ...]
+
+
+class Queue(Reply):
+    """What waits and runs. `waiting_tokens`: estimated. `oldest_seconds`: how long the first one waits.
+
+    `drain_tokens_per_second`: the rate of the last minute.
+    """
+
+    object: str = "queue"
+    model: str
+    waiting: int
+    running: int
+    waiting_tokens: int = 0
+    oldest_seconds: float | None = None
+    drain_tokens_per_second: float | None = None
+
+
+class Worker(Reply):
+    """A worker, as it reports itself. `state`: loading, ready, draining, stalled, or a newer one."""
+
+    name: str
+    model: str
+    state: str
+    detail: str = ""
+    started_at: float | None = None
+    running: int = 0
+    waiting: int = 0
+    max_num_seqs: int | None = None
+
+
+class Workers(Reply):
+    """The reply of `GET /v1/workers`."""
+
+    data: tuple[Worker, ...]

@@ -1,23 +1,32 @@
 """`Client`: the HTTP API for programs with threads, and the tasks that it returns."""
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Self, Unpack
 
 import httpx
 from pydantic import BaseModel, PrivateAttr
 
 from tokenmill.client import calls, event_steps, requests
-from tokenmill.client.calls import Calls, Pause, Progress, Request, RetryPolicy, Send
+from tokenmill.client.address import Address
+from tokenmill.client.batches.sync_batches import Batches, Files
+from tokenmill.client.calls import RetryPolicy
 from tokenmill.client.errors import ClientError, NotCompleted
-from tokenmill.client.event_steps import Deliver, EventSteps, Receive
 from tokenmill.client.parameters import TaskFilters, TaskParameters
-from tokenmill.client.replies import Model, Models, Page, Reply, TaskFields, TaskSummaryFields
+from tokenmill.client.replies import (
+    Model,
+    Models,
+    Page,
+    Queue,
+    TaskFields,
+    TaskSummaryFields,
+    Worker,
+    Workers,
+)
+from tokenmill.client.steps import Request
+from tokenmill.client.sync_transport import SyncTransport
 from tokenmill.protocol.messages import Event
-
-_Reply = TypeVar("_Reply", bound=Reply)
-_Result = TypeVar("_Result")
 
 
 class Client:
@@ -46,15 +55,15 @@ class Client:
         http_client: httpx.Client | None = None,
     ) -> None:
         """Raises ValueError for an address or a key that cannot be used."""
-        self._address = requests.Address.resolve(base_url, api_key)
-        self._timeout = timeout
-        self._policy = RetryPolicy(max_retries=max_retries, patience=patience, clock=self._clock)
-        self._owns_http = http_client is None
-        self._http = http_client or httpx.Client(**self._address.http_options)
+        address = Address.resolve(base_url, api_key)
+        policy = RetryPolicy(max_retries=max_retries, patience=patience, clock=self._clock)
+        self._transport = SyncTransport(address, policy, timeout=timeout, sleep=self._sleep, http=http_client)
+        self.files = Files(self._transport)
+        self.batches = Batches(self._transport, self.files)
 
     @property
     def base_url(self) -> str:
-        return self._address.base_url
+        return self._transport.address.base_url
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.base_url!r})"
@@ -69,8 +78,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connections."""
-        if self._owns_http:
-            self._http.close()
+        self._transport.close()
 
     def submit(
         self,
@@ -91,7 +99,9 @@ class Client:
 
     def wait(self, task_id: str, *, timeout: float | None = None) -> "Task":
         """The task once it has ended. Raises `WaitTimedOut` after `timeout` seconds."""
-        return self._bind(self._run(calls.wait(requests.task_path(task_id), self._policy, timeout)))
+        return self._bind(
+            self._transport.run(calls.wait(requests.task_path(task_id), self._transport.policy, timeout))
+        )
 
     def result(self, task_id: str, *, timeout: float | None = None) -> "Task":
         """The task once it has completed. Raises `NotCompleted`, and `WaitTimedOut`."""
@@ -105,7 +115,9 @@ class Client:
 
         No event is lost or doubled. To leave early, `close()` the generator; the task continues.
         """
-        return self._follow(event_steps.follow(requests.events_path(task_id), after, self._policy))
+        return self._transport.stream(
+            event_steps.follow(requests.events_path(task_id), after, self._transport.policy)
+        )
 
     def cancel(self, task_id: str) -> "Task":
         """Cancel the task and return it. A task that has ended is unchanged."""
@@ -117,7 +129,7 @@ class Client:
         """The tasks of this API key, newest first, at most `limit` of them. Pages are read as needed."""
         cursor, left = None, limit
         while left is None or left > 0:
-            page = self._read(requests.page(filters, cursor, left), _Tasks)
+            page = self._transport.read(requests.page(filters, cursor, left), _Tasks)
             for task in page.data:
                 task._client = self
                 yield task
@@ -125,100 +137,38 @@ class Client:
                 return
             cursor, left = page.next, None if left is None else left - len(page.data)
 
+    def delete(self, task_id: str) -> bool:
+        """Erase a task that has ended, and return True. One that has not is cancelled instead: False."""
+        response = self._transport.run(calls.call(requests.deletion(task_id), self._transport.policy))
+        return calls.is_empty(response)
+
+    def queue(self) -> Queue:
+        """What waits and runs, of all tenants."""
+        return self._transport.read(requests.read(requests.QUEUE), Queue)
+
+    def workers(self) -> tuple[Worker, ...]:
+        """The workers, as they report themselves."""
+        return (self._transport.read(requests.read(requests.WORKERS), Workers)).data
+
     def models(self) -> tuple[Model, ...]:
         """The models that the service serves."""
-        return self._read(requests.read(requests.MODELS), Models).data
+        return self._transport.read(requests.read(requests.MODELS), Models).data
 
     def is_ready(self) -> bool:
         """Whether the service accepts tasks and can run them. Raises nothing."""
         try:
-            self._run(calls.attempt(requests.read("/readyz")))
+            self._transport.run(calls.attempt(requests.read("/readyz")))
         except ClientError:
             return False
         return True
 
     def _task(self, request: Request) -> "Task":
-        return self._bind(self._run(calls.call(request, self._policy)))
+        return self._bind(self._transport.run(calls.call(request, self._transport.policy)))
 
     def _bind(self, response: httpx.Response) -> "Task":
         task = calls.parse(response, Task)
         task._client = self
         return task
-
-    def _read(self, request: Request, kind: type[_Reply]) -> _Reply:
-        return calls.parse(self._run(calls.call(request, self._policy)), kind)
-
-    def _run(self, steps: Calls[_Result]) -> _Result:
-        """Perform the steps and return their result."""
-        progress = Progress(steps)
-        with _Connection(self) as connection:
-            while progress.step is not None:
-                connection.perform(progress)
-        return progress.result
-
-    def _follow(self, steps: EventSteps) -> Generator[Event, None, None]:
-        """Perform the steps and yield what they deliver."""
-        progress = Progress(steps)
-        with _Connection(self) as connection:
-            while progress.step is not None:
-                if isinstance(progress.step, Deliver):
-                    yield from progress.step.events
-                    progress.done()
-                else:
-                    connection.perform(progress)
-
-
-class _Connection:
-    """Performs steps. It has the one open stream."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._response: httpx.Response | None = None
-        self._chunks: Iterator[bytes] | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close()
-
-    def perform(self, progress: Progress[Any]) -> None:
-        try:
-            result = self._perform(progress.step)
-        except httpx.HTTPError as error:
-            progress.failed(error)
-        else:
-            progress.done(result)
-
-    def _perform(self, step: Send | Pause | Receive) -> Any:
-        match step:
-            case Send():
-                return self._send(step)
-            case Receive():
-                return next(self._chunks, b"") if self._chunks else b""
-            case Pause():
-                self._close()
-                self._client._sleep(step.seconds)
-        return None
-
-    def _send(self, step: Send) -> httpx.Response:
-        self._close()
-        client = self._client
-        request = client._http.build_request(**client._address.arguments(step.request, client._timeout))
-        response = client._http.send(request, stream=step.stream)
-        if step.stream:
-            self._response = response
-            if response.is_success:
-                self._chunks = response.iter_bytes()
-            else:
-                response.read()
-        return response
-
-    def _close(self) -> None:
-        self._chunks = None
-        if self._response is not None:
-            self._response.close()
-            self._response = None
 
 
 class TaskHandle(BaseModel):
@@ -247,6 +197,10 @@ class TaskHandle(BaseModel):
     def cancel(self) -> "Task":
         """Cancel the task. One that has ended is unchanged."""
         return self._client.cancel(self.id)
+
+    def delete(self) -> bool:
+        """Erase the task, and return True. One that has not ended is cancelled instead: False."""
+        return self._client.delete(self.id)
 
 
 class Task(TaskFields, TaskHandle):

@@ -48,7 +48,7 @@ def running(service: FakeService) -> Iterator[FakeService]:
 
         def answer(self) -> None:
             length = int(self.headers.get("Content-Length", 0))
-            body = json.loads(self.rfile.read(length)) if length else None
+            body = _parse(self.rfile.read(length)) if length else None
             service.calls.append(
                 Call(
                     self.command,
@@ -74,6 +74,14 @@ def running(service: FakeService) -> Iterator[FakeService]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def _parse(body: bytes) -> Any:
+    """JSON, or the bytes of a form."""
+    try:
+        return json.loads(body)
+    except ValueError:
+        return body
 
 
 def _send(handler: BaseHTTPRequestHandler, answer: Answer) -> None:

@@ -44,6 +44,8 @@ class Blocking:
 
     def __getattr__(self, name: str) -> Any:
         member = getattr(self._target, name)
+        if name in ("batches", "files"):
+            return Blocking(self._runner, member)
         if not callable(member) or name == "to_json":
             return member
         return lambda *arguments, **options: self._finish(member(*arguments, **options))

@@ -11,6 +11,7 @@ import pytest
 from tests.conftest import free_port
 from tests.tokenmill.cli.fake_service import Answer, FakeService, finished, problem, task, token
 from tests.tokenmill.client.either_client import Clock
+from tokenmill.client.address import API_KEY_VARIABLE, URL_VARIABLE
 from tokenmill.client.errors import (
     Broken,
     ClientError,
@@ -27,7 +28,6 @@ from tokenmill.client.errors import (
     WaitTimedOut,
     retry_after,
 )
-from tokenmill.client.requests import API_KEY_VARIABLE, URL_VARIABLE
 from tokenmill.client.sync_client import Client
 from tokenmill.protocol.messages import FinishedEvent, TokenEvent
 from tokenmill.settings.declarations import ALL
@@ -134,7 +134,7 @@ def test_the_api_key_is_sent_with_each_call_and_never_printed(service: FakeServi
     list(client.stream("t1"))
 
     assert {call.headers["authorization"] for call in service.calls} == {"Bearer a-secret"}
-    assert "secret" not in repr(client) + repr(client._address)
+    assert "secret" not in repr(client) + repr(client._transport.address)
 
 
 def test_address_and_key_come_from_the_environment(
@@ -547,3 +547,34 @@ def test_models_are_listed(service: FakeService, client: Any) -> None:
     service.will_answer(Answer({"object": "list", "data": [{"id": "tiny", "object": "model", "created": 1}]}))
 
     assert [model.id for model in client.models()] == ["tiny"]
+
+
+def test_a_deletion_says_whether_the_task_is_erased(service: FakeService, client: Any) -> None:
+    service.will_answer(Answer([], 204), Answer(task("cancelled")))
+
+    assert client.delete("t1") is True
+    assert client.delete("t1") is False
+    assert {(call.method, call.path) for call in service.calls} == {("DELETE", "/v1/tasks/t1")}
+
+
+def test_the_queue_and_the_workers_are_read(service: FakeService, client: Any) -> None:
+    queue = {"object": "queue", "model": "tiny", "waiting": 3, "running": 2, "waiting_tokens": 99, "newer": 1}
+    worker = {"name": "w1", "model": "tiny", "state": "ready", "running": 2, "waiting": 0, "max_num_seqs": 8}
+    service.will_answer(Answer(queue), Answer({"object": "list", "data": [worker]}))
+
+    found = client.queue()
+
+    assert (found.waiting, found.running, found.oldest_seconds, found.newer) == (3, 2, None, 1)
+    assert [(each.name, each.max_num_seqs) for each in client.workers()] == [("w1", 8)]
+    assert [call.path for call in service.calls] == ["/v1/queue", "/v1/workers"]
+
+
+def test_the_submitted_request_is_returned_if_it_is_asked_for(service: FakeService, client: Any) -> None:
+    hook = {"url": "http://x", "state": "pending", "attempts": 1, "last_status": 500, "next_attempt_at": 5.5}
+    service.will_answer(Answer(task("queued", request={"prompt": "a"}, webhook=hook)))
+
+    found = client.get("t1", include_prompt=True)
+
+    assert service.calls[0].path == "/v1/tasks/t1?include=prompt"
+    assert found.request == {"prompt": "a"}
+    assert (found.webhook.state, found.webhook.last_status) == ("pending", 500)
