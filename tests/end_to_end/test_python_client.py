@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.live_service import LiveService
+from tests.live_service import ROOT, LiveService
 from tests.tiny_models import save_model
 from tests.tokenmill.client.either_client import BlockingClient, Clock, sync_client
 from tokenmill.client import (
@@ -208,3 +208,20 @@ def test_a_server_that_is_gone(
                 list(stream)
     assert first.seq == 0
     assert 4 < clock() <= 9
+
+
+def documented_programs() -> list[str]:
+    page = (ROOT / "docs" / "python-client.md").read_text("utf-8")
+    return [part.split("```")[0] for part in page.split("```python\n")[1:]]
+
+
+@pytest.mark.parametrize("program", documented_programs())
+def test_the_documented_programs_run(
+    service: LiveService, program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOKENMILL_URL", service.api_url)
+    monkeypatch.setenv("TOKENMILL_API_KEY", KEY)
+
+    exec(compile(program, "docs/python-client.md", "exec"), {"__name__": "documented"})
+
+    assert capsys.readouterr().out.strip()

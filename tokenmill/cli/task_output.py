@@ -21,26 +21,20 @@ def print_stream(task: Task, num_outputs: int, *, after: int = -1, as_json: bool
     """
     streamed = StreamedTexts(num_outputs)
     ends: list[FinishedEvent] = []
-    last = after
     try:
         for event in task.stream(after=after):
             for piece in [encode(event) + "\n"] if as_json else streamed.add(event):
                 write_stdout(piece, end="")
-            last = event.seq
             if isinstance(event, FinishedEvent):
                 ends.append(event)
     except (KeyboardInterrupt, BrokenPipeError, ClientError) as error:
         if not isinstance(error, Refused) or isinstance(error, ServiceFailed):
-            write_stderr(f"\nthe task continues; to go on: {_continuation(task.id, last)}")
+            write_stderr(f"\nthe task continues; to go on: tokenmill watch {task.id}")
         raise
     if not as_json:
         write_stdout("")
     for end in ends:
         _check_end(end.finish_reason, end.error)
-
-
-def _continuation(task_id: str, last: int) -> str:
-    return f"tokenmill watch --after {last} {task_id}" if last >= 0 else f"tokenmill watch {task_id}"
 
 
 def check_completed(task: Task) -> None:

@@ -28,14 +28,13 @@ def watch(
 ) -> None:
     """Follow a task: its position while it waits, then its text so far and as it is generated.
 
-    With --json each event is a line of JSON. If the command is interrupted, the task continues, and the
-    command says how to go on after the last event.
+    With --json each event is a line of JSON; --after goes on after the `seq` of the last one. If the command
+    is interrupted, the task continues.
 
     \b
     Examples:
       tokenmill watch 0192f0c1a2b3...
-      tokenmill watch --after 57 0192f0c1a2b3...
-      tokenmill watch --json 0192f0c1a2b3... | jq .text
+      tokenmill watch --json --after 57 0192f0c1a2b3... | jq .text
     """
     with client_of(url, api_key, config_file) as client:
         task = _started(client, task_id)

@@ -282,7 +282,7 @@ def test_a_stream_whose_service_stops_says_how_to_go_on(
     assert result.stderr.splitlines() == [
         "task t1",
         "",
-        "the task continues; to go on: tokenmill watch --after 0 t1",
+        "the task continues; to go on: tokenmill watch t1",
         "Error: Redis does not answer",
     ]
 
