@@ -13,7 +13,7 @@ from flask_openapi3.openapi import OpenAPI
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from api import authentication, error_handlers, problems
+from api import authentication, cors, error_handlers, problems
 from api.background.redis_checks import RedisChecks
 from api.json_body import JsonRequest
 from api.redis_clients import connect, connect_subscriber
@@ -116,6 +116,7 @@ def _install_hooks(app: ApiApp, settings: ApiSettings, metrics: HttpMetrics) -> 
     _count_requests(app, metrics)
     _redirect_by_path(app)
     _omit_empty_content_type(app)
+    cors.install(app, settings.allowed_origins)
     authentication.install(app, settings.keyring)
 
 

@@ -3,6 +3,7 @@
 A default of None leaves the choice to the engine, which knows the device and the model.
 """
 
+import re
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -54,6 +55,17 @@ def _api_keys(text: str) -> str:
 
 def _webhook_secret(text: str) -> str:
     parse_secrets(text)
+    return text
+
+
+def _split_origins(text: str) -> list[str]:
+    return text.replace(",", " ").split()
+
+
+def _origins(text: str) -> str:
+    for origin in _split_origins(text):
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
+            raise ValueError("origins without a path, such as https://chat.example.com, or *")
     return text
 
 
@@ -174,6 +186,18 @@ class ApiSettings(Listening, SharedSettings):
     webhook_allow_private: bool = setting(
         False, "Allow webhooks to addresses of this machine and of private networks.", Purpose.ACCESS
     )
+
+    cors_origins: Annotated[str | None, AfterValidator(_origins)] = setting(
+        None,
+        "Origins, such as https://chat.example.com, whose pages may call the API from a browser, separated"
+        " by commas or spaces. * means all.",
+        Purpose.ACCESS,
+        shown="none",
+    )
+
+    @property
+    def allowed_origins(self) -> frozenset[str]:
+        return frozenset(_split_origins(self.cors_origins or ""))
 
     @property
     def waiting_limit(self) -> int | None:
