@@ -1,5 +1,7 @@
 """Calls from pages of other origins."""
 
+from typing import Any
+
 import pytest
 
 from tests.api.api_client import ApiClient, client_of
@@ -15,7 +17,7 @@ PREFLIGHT = {
 
 
 def make_client(make_app: MakeApp, redis_url: str, origins: str | None) -> ApiClient:
-    settings = {"api_keys": "ann:a-secret-key-of-ann", **({"cors_origins": origins} if origins else {})}
+    settings: Any = {"api_keys": "ann:a-secret-key-of-ann", **({"cors_origins": origins} if origins else {})}
     return client_of(make_app(ApiSettings(redis_url=redis_url, **settings)))
 
 
