@@ -40,6 +40,7 @@ def test_the_version_and_the_paths(spec: Any) -> None:
         ("/v1/responses", "post"),
         ("/v1/responses/{response_id}", "get"),
         ("/v1/responses/{response_id}/cancel", "post"),
+        ("/v1/responses/{response_id}/input_items", "get"),
         ("/v1/models/{model}", "get"),
         ("/livez", "get"),
         ("/readyz", "get"),

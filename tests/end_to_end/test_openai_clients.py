@@ -265,6 +265,8 @@ def test_a_response_in_the_background(client: openai.OpenAI, model: str) -> None
     read = client.responses.retrieve(response_id)
     text = "".join(event.delta for event in whole if event.type == "response.output_text.delta")
     assert (read.output_text, read.metadata) == (text, {"a": "b"})
+    (item,) = client.responses.input_items.list(response_id)
+    assert item.type == "message"
     resumed = client.responses.retrieve(response_id, stream=True, starting_after=4)
     assert list(resumed) == [event for event in whole if event.sequence_number > 4]
     with client.responses.stream(response_id=response_id) as helper:

@@ -15,6 +15,7 @@ from api.problems import Problem, bad_field
 from api.request_checks import check_request
 from api.routes.openai.completion_call import TASK_HEADER, CompletionCall
 from api.routes.openai.completions import TAG
+from api.routes.openai.input_items import InputItemsQuery, input_page
 from api.routes.openai.response_view import (
     ID_PREFIX,
     first_events,
@@ -37,6 +38,8 @@ from api.tool_calls.formats import DEFAULT_FORMAT
 from tokenmill.protocol.messages import FinishedEvent, GenerateRequest
 
 _REPLY: dict[Any, Any] = {200: {"description": "The response object, or a stream of its events."}}
+
+_ITEMS: dict[Any, Any] = {200: {"description": "A page of items, the last one first."}}
 
 
 class ResponsePath(BaseModel):
@@ -76,6 +79,11 @@ def response_routes(services: TaskServices) -> APIBlueprint:
             return responses.follow(path.response_id, query.starting_after)
         return responses.retrieve(path.response_id)
 
+    @routes.get("/<response_id>/input_items", summary="List the input of a response", responses=_ITEMS)
+    def list_input(path: ResponsePath, query: InputItemsQuery) -> Response:
+        """The chat that the response continues, without the instructions."""
+        return responses.list_input(path.response_id, query)
+
     @routes.post("/<response_id>/cancel", summary="Cancel a response", responses=_REPLY)
     def cancel(path: ResponsePath) -> Response:
         """Ends the response and keeps its output so far."""
@@ -110,6 +118,13 @@ class _Responses:
 
     def retrieve(self, response_id: str) -> Response:
         return self._shown(_task_id(response_id))
+
+    def list_input(self, response_id: str, query: InputItemsQuery) -> Response:
+        task_id = _task_id(response_id)
+        # Raises for a task of another tenant.
+        self._lookup.inspect(task_id)
+        page = input_page(task_id, self._request(task_id).messages or (), query)
+        return Response(json.dumps(page, ensure_ascii=False), content_type="application/json")
 
     def cancel(self, response_id: str) -> Response:
         task_id = _task_id(response_id)

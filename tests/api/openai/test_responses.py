@@ -160,6 +160,29 @@ def test_calls_and_their_results_are_input(client: ApiClient, worker: HandWorker
         assert (tool["role"], tool["content"], tool["tool_call_id"]) == ("tool", "sunny", item["call_id"])
 
 
+def test_the_input_is_listed(client: ApiClient, worker: HandWorker) -> None:
+    items = [
+        {"role": "user", "content": "hello"},
+        {"type": "function_call", "call_id": "c", "name": "weather", "arguments": '{"city": "Rome"}'},
+        {"type": "function_call_output", "call_id": "c", "output": "sunny"},
+        {"role": "assistant", "content": "fine"},
+    ]
+    created = client.post(PATH, json={**BACKGROUND, "input": items, "instructions": "Be brief."}).json
+    path = f"{PATH}/{created['id']}/input_items"
+    whole = client.get(f"{path}?order=asc").json
+    user, made, result, answer = whole["data"]
+    assert (user["role"], user["content"][0]["text"]) == ("user", "hello")
+    assert {**made, **items[1]} == made
+    assert {**result, **items[2]} == result
+    assert (answer["content"][0]["type"], whole["has_more"]) == ("output_text", False)
+    assert client.get(path).json["data"] == whole["data"][::-1]
+    page = client.get(f"{path}?limit=3&after={answer['id']}").json
+    assert (page["data"], page["last_id"]) == (whole["data"][2::-1], user["id"])
+    assert client.get(f"{path}?limit=1").json["has_more"] is True
+    assert client.get(f"{path}?after=x").json["error"]["param"] == "after"
+    assert client.get(f"{path}?limit=0").status_code == 400
+
+
 def test_a_task_with_several_outputs_shows_the_first(client: ApiClient, worker: HandWorker) -> None:
     task_id = client.post("/v1/tasks", json={"prompt": "x", "n": 2}).json["id"]
     (claimed,) = worker.claim()
