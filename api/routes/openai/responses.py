@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
-from flask import Response
+from flask import Response, request
 from flask_openapi3.blueprint import APIBlueprint
 from pydantic import BaseModel, Field
 
@@ -133,9 +133,13 @@ class _Responses:
         return self._shown(task_id)
 
     def follow(self, response_id: str, after: int) -> Response:
+        snapshot = self._lookup.inspect(_task_id(response_id))
+        if request.method == "HEAD":
+            # The body of a reply to HEAD is never iterated, so nothing would release a slot.
+            return stream_reply([])
         call = CompletionCall(self._services, self._lookup)
         try:
-            call.attach(self._lookup.inspect(_task_id(response_id)))
+            call.attach(snapshot)
             return self._stream(call, after)
         except BaseException:
             call.close()
@@ -145,11 +149,11 @@ class _Responses:
         """The messages of a completed response without its instructions, and its answer."""
         task_id = _task_id(response_id)
         reading = self._lookup.read(task_id)
-        request = self._request(task_id)
-        if reading.snapshot.status != "completed" or request.messages is None:
+        asked = self._request(task_id)
+        if reading.snapshot.status != "completed" or asked.messages is None:
             raise bad_field("previous_response_id", "must be a completed response")
-        messages = [dict(one) for one in request.messages if one.get("name") != INSTRUCTIONS]
-        items = response_of(reading, request, self._tool_format())["output"]
+        messages = [dict(one) for one in asked.messages if one.get("name") != INSTRUCTIONS]
+        items = response_of(reading, asked, self._tool_format())["output"]
         return [*messages, *to_turns(read_items(items))]
 
     def _whole(self, call: CompletionCall) -> Response:
