@@ -73,6 +73,11 @@ PLANTS = {
         ("tokenmill/cli/console.py", "import tokenmill.cli.request_flags"),
         ("tokenmill/cli/service_commands.py", "import tokenmill.cli.task_commands"),
     ],
+    "bench:": [("tokenmill/bench/load.py", "import tokenmill.client.sse")],
+    "tokenmill.bench:": [
+        ("tokenmill/bench/figures.py", "import tokenmill.bench.page"),
+        ("tokenmill/bench/prompts.py", "import tokenmill.bench.tables"),
+    ],
     "tokenmill.serve:": [
         ("tokenmill/serve/supervisor.py", "import tokenmill.serve.embedded_redis"),
         ("tokenmill/serve/stopping.py", "import tokenmill.serve.run_record"),

@@ -10,13 +10,19 @@ from tokenmill.settings.errors import SettingError
 json_flag = click.option("--json", "as_json", is_flag=True, help="print JSON")
 
 
-def client_of(url: str | None, api_key: str | None, config_file: str | None) -> Client:
-    """A client of the configured address, else of the service that runs in this directory."""
+def address_of(url: str | None, api_key: str | None, config_file: str | None) -> tuple[str, str | None]:
+    """The configured address, else that of the service that runs in this directory; and the API key."""
     settings = load_settings(ClientCommandSettings, {"url": url, "api_key": api_key}, config_file)
     address = settings.url or state_of(settings).address("api-url")
+    return address or f"http://{settings.host}:{settings.port}", settings.api_key
+
+
+def client_of(url: str | None, api_key: str | None, config_file: str | None) -> Client:
+    """A client of the configured address, else of the service that runs in this directory."""
+    address, key = address_of(url, api_key, config_file)
     try:
         # A person decides whether to try again.
-        return Client(address or f"http://{settings.host}:{settings.port}", settings.api_key, max_retries=0)
+        return Client(address, key, max_retries=0)
     except ValueError as error:
         raise SettingError(str(error)) from None
 

@@ -1,4 +1,4 @@
-"""Prints the output of several processes, each line with the name of its process."""
+"""What the commands print on: terminals, and the output of several processes with a name on each line."""
 
 import errno
 import os
@@ -7,14 +7,28 @@ import threading
 from collections.abc import Mapping
 
 import click
+from rich.console import Console
 
 _TRANSIENT_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EAGAIN})
+_PIPE_WIDTH = 200
 _COLOURS = {"redis": "magenta", "worker": "cyan", "api": "blue", "serve": "green"}
 
 
 def use_colour(environ: Mapping[str, str] = os.environ) -> bool | None:
     """False if NO_COLOR is set (no-color.org); None lets the terminal decide."""
     return False if environ.get("NO_COLOR") else None
+
+
+def terminal(*, stderr: bool = False) -> Console:
+    """For tables and progress. Without a terminal it prints plain text."""
+    stream = sys.stderr if stderr else sys.stdout
+    is_terminal = stream is not None and stream.isatty()
+    return Console(
+        stderr=stderr,
+        markup=False,
+        highlight=False,
+        width=None if is_terminal else _PIPE_WIDTH,
+    )
 
 
 class LinePrinter:

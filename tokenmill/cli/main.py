@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from tokenmill.cli.bench_command import bench
 from tokenmill.cli.cancel_command import cancel
 from tokenmill.cli.console import use_colour
 from tokenmill.cli.distributions import conflict, installed
@@ -102,5 +103,5 @@ def main(ctx: click.Context) -> None:
         write_stderr(f"Warning: {warning}")
 
 
-for command in (serve, worker, api, submit, status, watch, list_tasks, cancel):
+for command in (serve, worker, api, submit, status, watch, list_tasks, cancel, bench):
     main.add_command(command)
