@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from api.problems import bad_field
-from api.schemas.openai.responses import INSTRUCTIONS
+from api.schemas.openai.responses import split_instructions
 
 MAX_ITEMS = 100
 
@@ -41,9 +41,7 @@ def input_page(task_id: str, messages: Sequence[Mapping[str, Any]], query: Input
 
 
 def _items(task_id: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    for number, message in enumerate(messages):
-        if message.get("name") == INSTRUCTIONS:
-            continue
+    for number, message in enumerate(split_instructions(messages)[1]):
         own_id = f"msg_{task_id}_in{number}"
         calls = message.get("tool_calls") or ()
         if message["role"] == "tool":

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from api.routes.openai.response_items import OutputItems
-from api.schemas.openai.responses import INSTRUCTIONS
+from api.schemas.openai.responses import split_instructions
 from api.schemas.task_view import view
 from api.tool_calls.reading import CallReading
 from tokenmill.protocol.log import TaskOutput, outputs_of
@@ -44,7 +44,7 @@ def response_of(reading: Reading, request: GenerateRequest, tool_format: str) ->
         "output": _items(reading, request, tool_format),
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "instructions": _instructions(request),
+        "instructions": split_instructions(request.messages)[0],
         "max_output_tokens": sampling.get("max_tokens"),
         "metadata": task.metadata or {},
         "parallel_tool_calls": _reading(request).parallel,
@@ -141,11 +141,6 @@ def _last_status(finish_reason: str) -> str:
 
 def _reading(request: GenerateRequest) -> CallReading:
     return CallReading(**request.tool_use) if request.tool_use else CallReading()
-
-
-def _instructions(request: GenerateRequest) -> str | None:
-    first = (request.messages or ({},))[0]
-    return first["content"] if first.get("name") == INSTRUCTIONS else None
 
 
 def _tool(function: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from api.routes.slots import stream_reply
 from api.routes.task_lookup import TaskLookup
 from api.routes.task_services import TaskServices
 from api.schemas.openai.response_items import read_items, to_turns
-from api.schemas.openai.responses import INSTRUCTIONS, ResponseBody
+from api.schemas.openai.responses import ResponseBody, split_instructions
 from api.schemas.replies import PROBLEM_REPLY
 from api.schemas.requests import SubmitHeaders
 from api.streams import sse
@@ -152,7 +152,7 @@ class _Responses:
         asked = self._request(task_id)
         if reading.snapshot.status != "completed" or asked.messages is None:
             raise bad_field("previous_response_id", "must be a completed response")
-        messages = [dict(one) for one in asked.messages if one.get("name") != INSTRUCTIONS]
+        messages = [dict(one) for one in split_instructions(asked.messages)[1]]
         items = response_of(reading, asked, self._tool_format())["output"]
         return [*messages, *to_turns(read_items(items))]
 

@@ -1,6 +1,6 @@
 """The body of `POST /v1/responses`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -13,8 +13,8 @@ from api.schemas.openai.shared import CompletionFields, ResponseFormat, Tolerant
 from api.schemas.openai.tools import MAX_TOOLS, ResponseTool, ToolChoiceField, ToolUse
 from engine.sampling_params import MAX_LOGPROBS
 
-INSTRUCTIONS = "instructions"
-"""The name of the message that has the instructions: the next response does not inherit it."""
+_INSTRUCTIONS = "instructions"
+"""The name of the first message, if it has the instructions: the next response does not inherit it."""
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = frozenset(
     {
@@ -31,6 +31,16 @@ _INCLUDABLE = frozenset(
 """The values of `include`. All but one add to items that no response of this service has."""
 _UNSUPPORTED: dict[str, Any] = {"conversation": None, "n": 1, "prompt": None, "response_format": None}
 """Fields that are refused, unless they have this value or null."""
+
+
+def split_instructions(
+    messages: Sequence[Mapping[str, Any]] | None,
+) -> tuple[str | None, Sequence[Mapping[str, Any]]]:
+    """The instructions of a queued response, and its other messages."""
+    first, *others = messages or ({},)
+    if (first.get("role"), first.get("name")) == ("system", _INSTRUCTIONS):
+        return first["content"], others
+    return None, messages or ()
 
 
 class TextFormat(Tolerant):
@@ -114,7 +124,7 @@ class ResponseBody(CompletionFields):
         values["logprobs"] = self._num_logprobs()
         effort = self.reasoning.effort if self.reasoning else None
         values["chat_template_kwargs"] = template_kwargs(self.chat_template_kwargs, effort)
-        first = {"role": "system", "content": self.instructions, "name": INSTRUCTIONS}
+        first = {"role": "system", "content": self.instructions, "name": _INSTRUCTIONS}
         messages = [first] if self.instructions is not None else []
         values["messages"] = [*messages, *history, *to_turns(self.input)]
         is_constrained = self.sampling.get("structured_outputs") is not None

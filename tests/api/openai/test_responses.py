@@ -74,13 +74,16 @@ def test_a_response_is_cancelled(client: ApiClient) -> None:
 
 def test_a_response_continues_another(client: ApiClient, worker: HandWorker) -> None:
     first = client.post(PATH, json={**BACKGROUND, "instructions": "one"}).json
-    again = {**BACKGROUND, "input": "more", "instructions": "two", "previous_response_id": first["id"]}
+    more = [{"role": "user", "content": "more", "name": "instructions"}]
+    again = {**BACKGROUND, "input": more, "instructions": "two", "previous_response_id": first["id"]}
     assert client.post(PATH, json=again).json["error"]["param"] == "previous_response_id"
     worker.run("hi")
     client.post(PATH, json=again)
     (task_id,) = worker.claim()
     turns = [(turn["role"], turn["content"]) for turn in worker.request(task_id).messages or ()]
     assert turns == [("system", "two"), ("user", "hello"), ("assistant", "hi"), ("user", "more")]
+    items = client.get(f"{PATH}/resp_{task_id}/input_items?order=asc").json["data"]
+    assert [item["content"][0]["text"] for item in items] == ["hello", "hi", "more"]
 
 
 def test_calls_are_items(client: ApiClient, worker: HandWorker) -> None:

@@ -52,5 +52,7 @@ def test_aiperf(
     results = json.loads((tmp_path / "results" / "profile_export_aiperf.json").read_text())
     assert results["request_count"]["avg"] == REQUESTS
     assert results.get("error_request_count", {"avg": 0})["avg"] == 0
+    scraped = json.loads((tmp_path / "results" / "server_metrics_export.json").read_text())
+    assert scraped["summary"]["endpoints_successful"] == [f"{live.api_url}/metrics"]
     counted = results["output_sequence_length"]["avg"]
     assert counted == TOKENS if endpoint != "responses" else counted > 0
