@@ -171,6 +171,15 @@ def test_reading_ends_when_its_patience_is_over(service: FakeService, connect: C
         next(lines)
 
 
+def test_each_outage_of_a_file_has_the_whole_patience(service: FakeService, connect: Connect) -> None:
+    for number in range(4):
+        lines = "".join(f"{each}\n" for each in range(number + 1))
+        service.will_answer(*[AWAY] * 3, Answer([lines], breaks=True))
+    service.will_answer(Answer(["0\n1\n2\n3\n"]))
+
+    assert len(list(connect(service.url, patience=3).files.lines("file-1"))) == 4
+
+
 def test_files_are_listed_read_and_deleted(service: FakeService, client: Any) -> None:
     service.will_answer(
         Answer({"object": "list", "data": [FILE, {**FILE, "id": "file-2"}], "has_more": True}),

@@ -2,16 +2,21 @@
 errors precisely.
 """
 
+import asyncio
+import socket
 from collections.abc import Callable
+from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.conftest import free_port
 from tests.tokenmill.cli.fake_service import Answer, FakeService, finished, problem, task, token
-from tests.tokenmill.client.either_client import Clock
+from tests.tokenmill.client.either_client import Clock, sync_client
 from tokenmill.client.address import API_KEY_VARIABLE, URL_VARIABLE
+from tokenmill.client.async_client import AsyncClient
 from tokenmill.client.errors import (
     Broken,
     ClientError,
@@ -578,3 +583,53 @@ def test_the_submitted_request_is_returned_if_it_is_asked_for(service: FakeServi
     assert service.calls[0].path == "/v1/tasks/t1?include=prompt"
     assert found.request == {"prompt": "a"}
     assert (found.webhook.state, found.webhook.last_status) == ("pending", 500)
+
+
+def test_a_server_that_does_not_answer_is_reported_as_broken(connect: Connect) -> None:
+    """It accepts connections, and nothing else."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = connect(f"http://127.0.0.1:{server.getsockname()[1]}", timeout=0.05, max_retries=1)
+
+        with pytest.raises(Broken, match=r"no answer from .* in time"):
+            client.submit("a")
+
+
+def test_an_http_client_of_the_caller_is_used_and_stays_open(clock: Clock) -> None:
+    found = task("completed", "Paris")
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=found))
+    with httpx.Client(transport=transport) as http:
+        with sync_client(clock, "https://service.example", http_client=http) as client:
+            assert client.get("t1").text == "Paris"
+        assert not http.is_closed
+
+
+def test_an_asynchronous_http_client_of_the_caller_is_used_and_stays_open() -> None:
+    found = task("completed", "Paris")
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=found))
+
+    async def get() -> None:
+        async with httpx.AsyncClient(transport=transport) as http:
+            async with AsyncClient("https://service.example", http_client=http) as client:
+                assert (await client.get("t1")).text == "Paris"
+            assert not http.is_closed
+
+    asyncio.run(get())
+
+
+def test_a_cancelled_coroutine_closes_its_stream(service: FakeService) -> None:
+    """Its connection is free again: a client with one connection continues."""
+    service.will_answer(Answer([token(0, "a"), ": more\n\n"], breaks=True), Answer(task("in_progress")))
+
+    async def follow(client: AsyncClient) -> None:
+        async with aclosing(client.stream("t1")) as stream:
+            async for _ in stream:
+                raise asyncio.CancelledError
+
+    async def check() -> None:
+        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=1)) as http:
+            client = AsyncClient(service.url, http_client=http)
+            with pytest.raises(asyncio.CancelledError):
+                await follow(client)
+            assert (await client.get("t1")).status == "in_progress"
+
+    asyncio.run(check())

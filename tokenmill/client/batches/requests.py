@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, cast
 from urllib.parse import quote
 
 from tokenmill.client.steps import Request, Upload
@@ -43,14 +43,10 @@ def upload_of_path(path: str | os.PathLike[str], purpose: str) -> Request:
 
 
 def upload_of_file(file: IO[bytes], name: str, purpose: str) -> Request:
-    """`file` is rewound for each attempt, and stays open."""
-
-    def rewind() -> BinaryIO:
-        copy = open(os.dup(file.fileno()), "rb")  # noqa: SIM115 - the caller closes it
-        copy.seek(0)
-        return copy
-
-    return _upload(Upload(name=name, open=rewind, fields={"purpose": purpose}))
+    """`file` stays open. httpx sends it from its start at each attempt."""
+    return _upload(
+        Upload(name=name, open=lambda: open(os.dup(file.fileno()), "rb"), fields={"purpose": purpose})
+    )
 
 
 def _upload(upload: Upload) -> Request:
