@@ -177,7 +177,7 @@ def test_each_outage_of_a_file_has_the_whole_patience(service: FakeService, conn
         service.will_answer(*[AWAY] * 3, Answer([lines], breaks=True))
     service.will_answer(Answer(["0\n1\n2\n3\n"]))
 
-    assert len(list(connect(service.url, patience=3).files.lines("file-1"))) == 4
+    assert len(list(connect(service.url, patience=4).files.lines("file-1"))) == 4
 
 
 def test_files_are_listed_read_and_deleted(service: FakeService, client: Any) -> None:
