@@ -6,6 +6,7 @@ from api.shutdown import Shutdown
 from api.streams.task_events import TaskEventReader
 from api.submission import Submitter
 from api.tenant_slots import TenantSlots
+from api.tool_calls.formats import DEFAULT_FORMAT
 from monitoring.http import HttpMetrics
 from tokenmill.protocol.store.readers import Readers
 from tokenmill.protocol.store.task_store import TaskStore
@@ -33,3 +34,8 @@ class TaskServices:
     reply_slots: TenantSlots
     metrics: HttpMetrics
     shutdown: Shutdown
+
+    def tool_format(self) -> str:
+        """How the served model writes tool calls. Known once a worker has loaded it, so before any output."""
+        card = self.store.model_card(self.settings.slug)
+        return card.tool_format if card else DEFAULT_FORMAT

@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from api.routes.openai.deltas import Delta
-from api.tool_calls.formats import DEFAULT_FORMAT
 from api.tool_calls.parser import CallDelta, TextDelta, ToolCallParser
 from api.tool_calls.reading import call_id
 
-NewParser = Callable[[], ToolCallParser]
+NewParser = Callable[[str], ToolCallParser]
+"""Creates a parser for a format of tool calls."""
 
 
 class ChatFormat:
-    """`new_parser`: reads the tool calls of one output. `tool_format`: decides the ids of calls.
+    """`new_parser`: reads the tool calls of one output. `tool_format` returns the model's format of calls.
 
     `reports_calls`: whether an output with calls ends as `tool_calls`, which one with a named tool does not.
     """
@@ -25,8 +25,8 @@ class ChatFormat:
         self,
         task_id: str,
         new_parser: NewParser,
+        tool_format: Callable[[], str],
         *,
-        tool_format: str = DEFAULT_FORMAT,
         reports_calls: bool = True,
     ) -> None:
         self._task_id = task_id
@@ -40,7 +40,7 @@ class ChatFormat:
         choices: list[dict[str, Any]] = []
         output = self._outputs.get(delta.index)
         if output is None:
-            output = self._outputs[delta.index] = _ChatOutput(self._new_parser())
+            output = self._outputs[delta.index] = _ChatOutput(self._new_parser(self._tool_format()))
             choices.append(_choice(delta.index, {"role": "assistant", "content": ""}))
         logprobs = _logprobs(delta.logprobs)
         for part in output.read(delta):
@@ -70,7 +70,7 @@ class ChatFormat:
         for delta in deltas:
             output = outputs.get(delta.index)
             if output is None:
-                output = outputs[delta.index] = _ChatOutput(self._new_parser())
+                output = outputs[delta.index] = _ChatOutput(self._new_parser(self._tool_format()))
             output.add(delta)
         return [self._whole(index, outputs[index]) for index in sorted(outputs)]
 
@@ -99,7 +99,7 @@ class ChatFormat:
         return "tool_calls" if output.has_calls and self._reports_calls and reason == "stop" else reason
 
     def _id_of(self, index: int, number: int) -> str:
-        return call_id(self._task_id, index, number, self._tool_format)
+        return call_id(self._task_id, index, number, self._tool_format())
 
 
 class _ChatOutput:

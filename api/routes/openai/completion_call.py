@@ -23,7 +23,6 @@ from api.routes.task_services import TaskServices
 from api.schemas.requests import TaskBody
 from api.streams.reader_lease import ReaderLease
 from tokenmill.protocol.messages import Event, FinishedEvent
-from tokenmill.protocol.records import ModelCard
 from tokenmill.protocol.snapshots import TaskSnapshot
 
 logger = logging.getLogger(__name__)
@@ -58,7 +57,6 @@ class CompletionCall:
         self._stack = ExitStack()
         self._leases: list[ReaderLease] = []
         self.tasks: list[Progress] = []
-        self.card: ModelCard | None = None
 
     def close(self) -> None:
         self._stack.close()
@@ -71,13 +69,13 @@ class CompletionCall:
     def submit(self, bodies: Sequence[TaskBody], idempotency_key: str | None) -> None:
         """Submit a task for each body. If one is refused, those before it are cancelled. Raises `Problem`."""
         services = self._services
-        self.card = [check_request(body, services.settings, services.store) for body in bodies][-1]
+        card = [check_request(body, services.settings, services.store) for body in bodies][-1]
         self._stack.enter_context(stream_slot(services))
         choice = 0
         try:
             for number, body in enumerate(bodies):
                 key = f"{idempotency_key}/{number}" if idempotency_key and number else idempotency_key
-                submitted = services.submitter.submit(body, key, current_tenant(), self.card)
+                submitted = services.submitter.submit(body, key, current_tenant(), card)
                 snapshot = self._lookup.inspect(submitted.task_id)
                 self._follow(Progress(snapshot, choice, submitted.replayed))
                 choice += body.sampling_params.n

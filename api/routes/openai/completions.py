@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import chain
 from typing import Any, Protocol
 
@@ -86,12 +87,23 @@ class _Completions:
     def chat(self, header: SubmitHeaders, body: ChatCompletionBody) -> Response:
         key = parse_idempotency_key(header.idempotency_key)
         call = self._submit([body.to_task(_on_disconnect(key))], key)
-        return self._reply(call, body, _chat_format(call, body))
+        return self._reply(call, body, self._chat_format(call, body))
 
     def complete(self, header: SubmitHeaders, body: CompletionBody) -> Response:
         key = parse_idempotency_key(header.idempotency_key)
         call = self._submit(body.to_tasks(_on_disconnect(key)), key)
         return self._reply(call, body, TextFormat(_echoed(body), has_logprobs=body.num_logprobs is not None))
+
+    def _chat_format(self, call: CompletionCall, body: ChatCompletionBody) -> ChatFormat:
+        tools = body.tool_use
+        reading = CallReading(**tools.to_json())
+        return ChatFormat(
+            call.tasks[0].snapshot.task_id,
+            lambda tool_format: reading.new_parser(tools.functions, tool_format)(),
+            # Read at the first token, not now: a request may be the first one, before a worker is ready.
+            cache(self._services.tool_format) if tools.tools else lambda: DEFAULT_FORMAT,
+            reports_calls=reading.mode != "named",
+        )
 
     def _submit(self, tasks: Sequence[TaskBody], key: str | None) -> CompletionCall:
         call = CompletionCall(self._services, self._lookup)
@@ -142,17 +154,6 @@ def _echoed(body: CompletionBody) -> dict[int, str | list[int]]:
     num_outputs = body.sampling.get("n", 1)
     prompts = [prompt for prompt in body.prompt for _ in range(num_outputs)] if body.echo else []
     return dict(enumerate(prompts))
-
-
-def _chat_format(call: CompletionCall, body: ChatCompletionBody) -> ChatFormat:
-    tool_format = call.card.tool_format if call.card else DEFAULT_FORMAT
-    reading = CallReading(**body.tool_use.to_json())
-    return ChatFormat(
-        call.tasks[0].snapshot.task_id,
-        reading.new_parser(body.tool_use.functions, tool_format),
-        tool_format=tool_format,
-        reports_calls=reading.mode != "named",
-    )
 
 
 class _Envelope:

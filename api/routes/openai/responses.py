@@ -34,7 +34,6 @@ from api.schemas.replies import PROBLEM_REPLY
 from api.schemas.requests import SubmitHeaders
 from api.streams import sse
 from api.submission import parse_idempotency_key
-from api.tool_calls.formats import DEFAULT_FORMAT
 from tokenmill.protocol.messages import FinishedEvent, GenerateRequest
 
 _REPLY: dict[Any, Any] = {200: {"description": "The response object, or a stream of its events."}}
@@ -153,7 +152,7 @@ class _Responses:
         if reading.snapshot.status != "completed" or asked.messages is None:
             raise bad_field("previous_response_id", "must be a completed response")
         messages = [dict(one) for one in split_instructions(asked.messages)[1]]
-        items = response_of(reading, asked, self._tool_format())["output"]
+        items = response_of(reading, asked, self._services.tool_format())["output"]
         return [*messages, *to_turns(read_items(items))]
 
     def _whole(self, call: CompletionCall) -> Response:
@@ -204,7 +203,7 @@ class _Responses:
                 yield running
                 # Not before: the worker that runs the task has published the format of the model.
                 task_id = batch[0].id
-                items = new_items(task_id, self._request(task_id), self._tool_format())
+                items = new_items(task_id, self._request(task_id), self._services.tool_format())
             for event in batch:
                 yield from item_events(items, event)
                 if isinstance(event, FinishedEvent) and event.done:
@@ -217,18 +216,13 @@ class _Responses:
         return reply
 
     def _view(self, task_id: str) -> dict[str, Any]:
-        return response_of(self._lookup.read(task_id), self._request(task_id), self._tool_format())
+        return response_of(self._lookup.read(task_id), self._request(task_id), self._services.tool_format())
 
     def _request(self, task_id: str) -> GenerateRequest:
         request = self._services.store.request(task_id)
         if request is None:
             raise Problem(404, "task_not_found", "there is no such response", param="response_id")
         return request
-
-    def _tool_format(self) -> str:
-        """How the served model writes tool calls."""
-        card = self._services.store.model_card(self._services.settings.slug)
-        return card.tool_format if card else DEFAULT_FORMAT
 
 
 def _task_id(response_id: str) -> str:

@@ -1,12 +1,14 @@
 """Chat and text completions on a real Redis, with a stand-in for the worker."""
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from api.schemas.openai.replies import ChatCompletion, Completion
 from tests.api.api_client import ApiClient, client_of
-from tests.api.conftest import HandWorker, MakeApp
+from tests.api.conftest import CARD, HandWorker, MakeApp
 from tests.api.openai.calling import answering, call, chunks
 from tokenmill.protocol.messages import LogEntry, TaskError
 from tokenmill.protocol.store.task_store import TaskStore
@@ -89,6 +91,24 @@ def test_several_prompts_are_echoed_by_each_output(
     refused = client.post(TEXT, json={**body, "logprobs": 0})
     assert (refused.status_code, refused.json["error"]["param"]) == (400, "echo")
     assert client.post(CHAT, json={**HELLO, "echo": True}).json["error"]["param"] == "echo"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_format_of_a_model_that_was_loaded_meanwhile(
+    client: ApiClient, worker: HandWorker, store: TaskStore, settings: ApiSettings, stream: bool
+) -> None:
+    def answer(worker: HandWorker, task_id: str) -> None:
+        store.put_model_card(settings.slug, replace(CARD, tool_format="llama3"))
+        answering('{"name": "f", "parameters": {"x": 1}}')(worker, task_id)
+
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    reply = call(client, worker, CHAT, {**HELLO, "tools": tools, "stream": stream}, answer)
+    parts = [part["choices"][0]["delta"] for part in chunks(reply)] if stream else (
+        [reply.json["choices"][0]["message"]]
+    )  # fmt: skip
+    made = [one["function"] for part in parts for one in part.get("tool_calls", [])]
+    assert "".join(function.get("name", "") for function in made) == "f"
+    assert json.loads("".join(function["arguments"] for function in made)) == {"x": 1}
 
 
 def test_continuous_usage(client: ApiClient, worker: HandWorker) -> None:
