@@ -197,7 +197,7 @@ def test_the_server_is_reported_as_missing(environment: Path, tmp_path: Path, co
     assert done.stdout == ""
     assert done.stderr == (
         "Error: the server is not installed: this is tokenmill-client, the client alone; in another"
-        " environment, pip install 'tokenmill[serve]'\n"
+        " environment, run pip install '.[serve]' in a checkout of Tokenmill\n"
     )
 
 

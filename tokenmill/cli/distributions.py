@@ -23,5 +23,5 @@ def conflict(versions: dict[str, str]) -> str | None:
         return None
     return (
         f"{SERVER} {versions[SERVER]} and {CLIENT} {versions[CLIENT]} are both installed and overwrite each"
-        f" other's files; keep one: pip uninstall -y {CLIENT}, then pip install --force-reinstall {SERVER}"
+        f" other's files: run pip uninstall {SERVER} {CLIENT}, and install one of them again"
     )

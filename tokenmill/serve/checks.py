@@ -24,7 +24,7 @@ def check_server(directory: Path = Path(tokenmill.__file__).parent.parent) -> No
     if not all((directory / file).is_file() for file in _SERVER_FILES):
         raise CannotServe(
             "the server is not installed: this is tokenmill-client, the client alone; in another environment,"
-            " pip install 'tokenmill[serve]'"
+            " run pip install '.[serve]' in a checkout of Tokenmill"
         )
 
 
