@@ -36,6 +36,9 @@ class EngineConfig:
     prompt and `max_tokens`, and is not preempted again. `prefill_reserve`: share of a step's tokens that
     decodes leave to prefills. `max_chunk_tokens`: tokens of one prompt in a step while other prompts can use
     the rest; None: half of `max_num_batched_tokens`.
+
+    Speculative decoding. `num_speculative_tokens`: the most tokens that are drafted for a sequence in a step;
+    0: none.
     """
 
     max_model_len: int
@@ -53,6 +56,7 @@ class EngineConfig:
     max_preemptions: int = 3
     prefill_reserve: float = 0.0
     max_chunk_tokens: int | None = None
+    num_speculative_tokens: int = 0
 
     def __post_init__(self) -> None:
         for field in _REQUIRED_LIMITS:
@@ -102,6 +106,7 @@ class EngineConfig:
                 "policy", f"must be one of {', '.join(POLICIES)}, not {excerpt(self.policy)}"
             )
         Integer(minimum=0).check("max_preemptions", self.max_preemptions)
+        Integer(minimum=0).check("num_speculative_tokens", self.num_speculative_tokens)
         Number(minimum=0.0, maximum=0.9).check("prefill_reserve", self.prefill_reserve)
         for field in ("ageing_seconds", "max_waiting_seconds"):
             if getattr(self, field) is not None:

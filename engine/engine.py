@@ -157,9 +157,11 @@ class Engine:
         isolated = self._sequences_of(isolate_request_id)
         self._start_compiled_requests(isolated)
         scheduled, executed = self._pipeline.step(isolated)
-        texts, finish_reasons = self._detokenize(executed)
+        texts, finish_reasons = self._detokenize(executed.tokens)
         self._update_scheduler(scheduled, executed, finish_reasons)
-        return self._build_output(scheduled, executed, texts)
+        started, outputs = self._outputs_of_step(scheduled, executed, texts)
+        outputs += self._accept_drafts(scheduled, executed)
+        return self._build_output(scheduled, started, outputs)
 
     def drain(self) -> None:
         """Wait for the step in flight; the next `step` reports it. Raises `EngineDead`."""
@@ -217,12 +219,14 @@ class Engine:
             else:
                 self._parallel_outputs.start(request)
 
-    def _detokenize(self, executed: ExecutedStep) -> tuple[dict[Sequence, str], dict[Sequence, FinishReason]]:
-        """The text that each new token releases, and the finish reasons of this step.
+    def _detokenize(
+        self, tokens: dict[Sequence, SampledToken]
+    ) -> tuple[dict[Sequence, str], dict[Sequence, FinishReason]]:
+        """The text that each new token releases, and the finish reasons of these tokens.
 
-        A token that cannot be detokenized becomes an error in `executed.tokens`.
+        A token that cannot be detokenized becomes an error in `tokens`.
         """
-        now, tokens = self._clock(), executed.tokens
+        now = self._clock()
         texts: dict[Sequence, str] = {}
         finish_reasons: dict[Sequence, FinishReason] = {}
         with self._recorder.stage("detokenize"):
@@ -256,17 +260,40 @@ class Engine:
             stepped = (item.sequence for item in scheduled.scheduled)
             self._parallel_outputs.enqueue_followers(chain(stepped, self.scheduler.finished_sequences))
 
-    def _build_output(
+    def _outputs_of_step(
         self, scheduled: SchedulerOutputs, executed: ExecutedStep, texts: dict[Sequence, str]
+    ) -> tuple[tuple[str, ...], list[SequenceOutput]]:
+        """The requests that this step scheduled first, and the new tokens."""
+        with self._recorder.stage("update"):
+            started = self._record_first_scheduled(scheduled, executed)
+            return started, self._outputs_of(texts, executed.tokens)
+
+    def _outputs_of(
+        self, texts: dict[Sequence, str], tokens: dict[Sequence, SampledToken]
+    ) -> list[SequenceOutput]:
+        """One for each newest token, which released a text."""
+        return [self._outputs[sequence].to_output(text, tokens[sequence]) for sequence, text in texts.items()]
+
+    def _accept_drafts(self, scheduled: SchedulerOutputs, executed: ExecutedStep) -> list[SequenceOutput]:
+        """Append the tokens after drafted ones, as if each had been sampled by a step of its own."""
+        outputs: list[SequenceOutput] = []
+        if not scheduled.drafts:
+            return outputs
+        self.scheduler.record_drafts(scheduled.drafts, executed.accepted)
+        self._recorder.record_drafts(scheduled.drafts, executed.accepted)
+        for tokens in executed.accepted_tokens():
+            texts, finish_reasons = self._detokenize(tokens)
+            with self._recorder.stage("update"):
+                self.scheduler.accept(tokens, finish_reasons)
+                outputs += self._outputs_of(texts, tokens)
+        return outputs
+
+    def _build_output(
+        self, scheduled: SchedulerOutputs, started: tuple[str, ...], outputs: list[SequenceOutput]
     ) -> StepOutput:
         """New tokens, finishes since the last step, and the report."""
         with self._recorder.stage("update"):
-            started = self._record_first_scheduled(scheduled, executed)
-            outputs = [
-                self._outputs[sequence].to_output(text, executed.tokens[sequence])
-                for sequence, text in texts.items()
-            ]
-            outputs += self._pop_finished(texts)
+            outputs += self._pop_finished(outputs)
         report = self._recorder.build_report(scheduled, self.scheduler)
         return StepOutput(outputs=tuple(outputs), started=started, report=report)
 
@@ -286,11 +313,16 @@ class Engine:
                 request.add_prompt_logprobs(item.start + item.logits_from, logprobs)
         return tuple(started)
 
-    def _pop_finished(self, texts: dict[Sequence, str]) -> list[SequenceOutput]:
+    def _pop_finished(self, reported: list[SequenceOutput]) -> list[SequenceOutput]:
         """Drop the state of finished outputs. Returns the finishes that come without a token of this step."""
         finished, now = self.scheduler.pop_finished(), self._clock()
+        if not finished:
+            return []
+        with_token = {(one.request_id, one.index) for one in reported if one.finish_reason}
         outputs = [
-            self._outputs[sequence].to_output(None, None) for sequence in finished if sequence not in texts
+            self._outputs[sequence].to_output(None, None)
+            for sequence in finished
+            if (sequence.request_id, sequence.index) not in with_token
         ]
         for request in dict.fromkeys(self._outputs.pop(sequence).request for sequence in finished):
             if request.is_finished:

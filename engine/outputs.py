@@ -3,8 +3,8 @@
 Values that a step creates for each sequence are named tuples, which take a third of a dataclass's time.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -50,6 +50,11 @@ class ScheduledSequence(NamedTuple):
     logits_from: int
     samples: bool
 
+    @property
+    def output_index(self) -> int:
+        """The index in the output of the token that it samples."""
+        return self.start + self.num_new_tokens - self.sequence.num_prompt_tokens
+
 
 class Skipped(NamedTuple):
     """A sequence that the step examined and did not schedule."""
@@ -63,6 +68,8 @@ class SchedulerOutputs:
     """The decision on one step.
 
     `decode`: sequences that compute one token and have sampled before; `prefill`: all others.
+    `drafts`: the tokens drafted for some of the decoding sequences. Each drafted token is an item of its own,
+    after that of its sequence: a decode that samples the token after the draft.
     `released_slots`: slots that lost their sequence since the last step. `blocks_to_zero`: blocks that may
     hold non-finite values. `num_prefix_queried_tokens`: known tokens of the admitted sequences;
     `num_prefix_hit_tokens`: those of them found in the prefix cache. `bound_by`: the first limit that kept a
@@ -71,6 +78,7 @@ class SchedulerOutputs:
 
     decode: tuple[ScheduledSequence, ...] = ()
     prefill: tuple[ScheduledSequence, ...] = ()
+    drafts: Mapping[Sequence, tuple[int, ...]] = field(default_factory=dict)
     preempted: tuple[Sequence, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     released_slots: tuple[int, ...] = ()
@@ -93,6 +101,11 @@ class SchedulerOutputs:
     @property
     def prefill_sequences(self) -> list[Sequence]:
         return [item.sequence for item in self.prefill]
+
+    def without_drafts(self) -> "SchedulerOutputs":
+        """The same decision, without the drafted tokens and their items."""
+        first_items = {item.sequence: item for item in reversed(self.decode)}
+        return replace(self, decode=tuple(reversed(first_items.values())), drafts={})
 
     def subset(self, items: Iterable[ScheduledSequence], *, is_first: bool) -> "SchedulerOutputs":
         """The decision on some of its sequences, for a step that is executed in parts.
@@ -198,6 +211,8 @@ class StepReport:
     num_decode_tokens: int = 0
     num_prefill_seqs: int = 0
     num_decode_seqs: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
     max_num_batched_tokens: int = 0
     max_num_seqs: int = 0
     max_num_prefill_seqs: int = 0

@@ -159,6 +159,10 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def is_penalized(self) -> bool:
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
     def for_output(self, *, seed: int, prompt_logprobs: int | None) -> "SamplingParams":
         """A copy with another `seed` and `prompt_logprobs`, without checking any field again."""
         other = copy.copy(self)

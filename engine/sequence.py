@@ -162,6 +162,19 @@ class Sequence:
         return num_tokens - self.num_computed_tokens == 1 and num_tokens > self.num_prompt_tokens
 
     @property
+    def may_be_processed(self) -> bool:
+        """Whether its logits may need penalties, bias or masks at some step."""
+        params, constraints = self.params, self.constraints
+        return bool(
+            params.is_penalized
+            or params.logit_bias
+            or params.allowed_token_ids is not None
+            or params.min_tokens
+            or constraints.grammar is not None
+            or constraints.bad_token_ids
+        )
+
+    @property
     def prompt_token_ids(self) -> list[int]:
         return self.token_ids[: self.num_prompt_tokens]
 

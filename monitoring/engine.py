@@ -124,6 +124,12 @@ class _Steps:
         self._recomputed = families.counter(
             "recomputed_tokens_total", "Tokens computed again after a preemption."
         )
+        self._drafted = families.counter(
+            "draft_tokens_total", "Tokens drafted by speculative decoding and verified by a step."
+        )
+        self._accepted = families.counter(
+            "accepted_draft_tokens_total", "Drafted tokens that were the sampled ones."
+        )
         self._faults = families.counter(
             "execution_faults_total", "Exceptions in the forward pass, including those that a retry overcame."
         )
@@ -137,6 +143,8 @@ class _Steps:
             histogram.observe(getattr(report, f"{stage}_seconds"))
         self._preemptions.inc(report.num_preempted)
         self._recomputed.inc(report.num_recomputed_tokens)
+        self._drafted.inc(report.num_drafted_tokens)
+        self._accepted.inc(report.num_accepted_tokens)
         self._faults.inc(report.num_execution_faults)
 
 

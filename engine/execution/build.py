@@ -157,7 +157,10 @@ def build_execution(
     progress(f"attention: {loaded.backend.name}")
     progress(f"ready: {config.num_kv_blocks} KV blocks, {config.max_model_len} tokens per sequence")
     sampler = Sampler(choose_draw_operator(library))
-    is_async = loaded.device.type == "cuda" if options.async_scheduling is None else options.async_scheduling
+    is_async = options.async_scheduling
+    if is_async is None:
+        # The host needs the tokens of a step to draft those of the next one.
+        is_async = loaded.device.type == "cuda" and not config.num_speculative_tokens
     eos_token_ids = loaded.eos_token_ids or tokenizer.eos_token_ids
     return Execution(
         runner=runner,

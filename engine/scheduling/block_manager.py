@@ -102,6 +102,25 @@ class BlockManager:
         sequence.block_end += self.block_size
         return True
 
+    def extend(self, sequence: Sequence, num_tokens: int) -> int:
+        """Allocate blocks for positions beyond the newest token, as far as uncached blocks are free.
+
+        Returns how many tokens the blocks of the sequence hold, which may be less than `num_tokens`.
+        """
+        missing = self.num_blocks_of(num_tokens) - len(sequence.block_table)
+        for _ in range(min(missing, len(self._free) - self._num_cached_blocks)):
+            block, _ = self._free.popitem(last=False)
+            self._reference_counts[block] = 1
+            sequence.block_table.append(block)
+        return len(sequence.block_table) * self.block_size
+
+    def advance(self, sequence: Sequence) -> None:
+        """Count one more token of `sequence` as computed, for which it holds a block."""
+        if sequence.num_computed_tokens == sequence.block_end:
+            self.publish(sequence)
+            sequence.block_end += self.block_size
+        sequence.num_computed_tokens += 1
+
     def publish(self, sequence: Sequence) -> None:
         """Add the full blocks of `sequence` to the prefix cache, as far as ended steps have written them."""
         num_published = sequence.num_published_blocks

@@ -6,12 +6,13 @@ preemption and resuming after a crash are the same case.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 
 from engine.config import EngineConfig
 from engine.outputs import SampledToken, SchedulerOutputs, WaitingReason
 from engine.scheduling.admission import Admission, check_prompt_length
 from engine.scheduling.decodes import DecodeScheduler
+from engine.scheduling.drafts import DraftScheduler
 from engine.scheduling.isolation import Isolation
 from engine.scheduling.running import split_by_phase
 from engine.scheduling.slot_preemption import SlotPreemption
@@ -38,6 +39,7 @@ class Scheduler:
         self._slots = SlotPreemption(self._state)
         self._decodes = DecodeScheduler(self._state)
         self._admission = Admission(self._state, self._slots)
+        self._drafts = DraftScheduler(config, self._state)
 
     @property
     def num_waiting(self) -> int:
@@ -69,13 +71,14 @@ class Scheduler:
         self._state.waiting.enqueue(sequence)
 
     def schedule(self) -> SchedulerOutputs:
-        """Decide one step: decodes first, then prefills under way, then waiting sequences."""
+        """Decide one step: decodes first, then prefills under way, waiting sequences and drafts."""
         plan = self._start_plan(self._state.preemption)
         self._slots.preempt_for_head(plan)
         decoding, prefilling = split_by_phase(self.running_queue)
         self._decodes.schedule(decoding, prefilling, plan)
         plan.continue_prefills(prefilling)
         self._admission.admit_waiting(plan)
+        self._drafts.schedule(plan)
         return self._finish_plan(plan)
 
     def schedule_isolated(self, sequences: Iterable[Sequence]) -> SchedulerOutputs:
@@ -124,11 +127,26 @@ class Scheduler:
         for item in outputs.prefill:
             if item.sequence.status is SequenceStatus.RUNNING:
                 self.block_manager.publish(item.sequence)
-        for sequence, reason in finishes.items():
-            if sequence.status is SequenceStatus.RUNNING:
-                if reason is not FinishReason.ERROR:
-                    self.block_manager.publish(sequence)
-                self.abort(sequence, reason)
+        self._end(finishes)
+
+    def accept(
+        self, tokens: Mapping[Sequence, SampledToken], finishes: Mapping[Sequence, FinishReason]
+    ) -> None:
+        """Append the tokens after drafted ones, which equal the newest tokens of their sequences.
+
+        The step that verified a draft has computed its keys and values.
+        """
+        for sequence in tokens:
+            self.block_manager.advance(sequence)
+        self._append(tokens)
+        self._end(finishes)
+
+    def record_drafts(
+        self, drafts: Mapping[Sequence, tuple[int, ...]], accepted: Mapping[Sequence, Sized]
+    ) -> None:
+        """`accepted`: one value for each drafted token that was right, by sequence."""
+        for sequence, draft in drafts.items():
+            self._drafts.record(sequence, len(draft), len(accepted.get(sequence, ())))
 
     def abort(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence in any status. Does nothing if it has ended."""
@@ -171,6 +189,13 @@ class Scheduler:
         return plan.to_outputs(
             self._state.running.pop_released_slots(), self.block_manager.pop_blocks_to_zero()
         )
+
+    def _end(self, finishes: Mapping[Sequence, FinishReason]) -> None:
+        for sequence, reason in finishes.items():
+            if sequence.status is SequenceStatus.RUNNING:
+                if reason is not FinishReason.ERROR:
+                    self.block_manager.publish(sequence)
+                self.abort(sequence, reason)
 
     def _append(self, tokens: Mapping[Sequence, SampledToken]) -> None:
         """Append sampled tokens. A token from finite logits verifies the blocks of its sequence."""

@@ -18,12 +18,13 @@ class VictimPolicy(Protocol):
 class StepPlan:
     """The scheduled and skipped sequences of a step, its budget, and its victim policy.
 
-    `lacks_blocks`: a running sequence lost its blocks, or could not allocate one. `now`: the time of
-    the decision, in seconds on the scheduler's clock.
+    `drafts`: see `SchedulerOutputs`. `lacks_blocks`: a running sequence lost its blocks, or could not
+    allocate one. `now`: the time of the decision, in seconds on the scheduler's clock.
     """
 
     __slots__ = (
-        "admitted", "budget", "decode", "lacks_blocks", "now", "preempted", "prefills", "skipped", "victims",
+        "admitted", "budget", "decode", "drafts", "lacks_blocks", "now", "preempted", "prefills", "skipped",
+        "victims",
     )  # fmt: skip
 
     def __init__(self, config: EngineConfig, now: float, victims: VictimPolicy) -> None:
@@ -32,6 +33,7 @@ class StepPlan:
         self.budget = SchedulingBudget.of(config)
         self.prefills = PrefillChunks(config, self.budget)
         self.decode: list[ScheduledSequence] = []
+        self.drafts: dict[Sequence, tuple[int, ...]] = {}
         self.admitted: list[Sequence] = []
         self.preempted: list[Sequence] = []
         self.skipped: list[Skipped] = []
@@ -74,6 +76,7 @@ class StepPlan:
         return SchedulerOutputs(
             decode=tuple(decode),
             prefill=tuple(prefill),
+            drafts=self.drafts,
             preempted=tuple(self.preempted),
             skipped=tuple(self.skipped),
             released_slots=released_slots,

@@ -9,6 +9,8 @@ thereby its tensors, which must be freed before the next attempt.
 
 import logging
 import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -60,15 +62,28 @@ class ExecutedStep:
     """Results of a step: a token or an error for each sequence that samples, an error for each that failed.
 
     `prompt_logprobs`: of sequences that request them and did not fail, those of prompt tokens `start + 1`
-    onwards, where `start` is the first token of this step whose logits were requested.
+    onwards, where `start` is the first token of this step whose logits were requested. `accepted`: of
+    sequences whose first drafted tokens are the sampled ones, the tokens or the error after each of those.
     """
 
     tokens: dict[Sequence, SampledToken] = field(default_factory=dict)
     prompt_logprobs: dict[Sequence, list[TokenLogprobs]] = field(default_factory=dict)
+    accepted: dict[Sequence, list[SampledToken]] = field(default_factory=dict)
 
     def __or__(self, other: "ExecutedStep") -> "ExecutedStep":
-        """The results of two parts of one step."""
+        """The results of two parts of one step, which has no drafts."""
         return ExecutedStep(self.tokens | other.tokens, self.prompt_logprobs | other.prompt_logprobs)
+
+    def accepted_tokens(self) -> Iterator[dict[Sequence, SampledToken]]:
+        """For each drafted token in turn: what follows it, by sequence. Finished sequences are left out."""
+        position = 0
+        while tokens := {
+            sequence: sampled[position]
+            for sequence, sampled in self.accepted.items()
+            if position < len(sampled) and not sequence.is_finished()
+        }:
+            yield tokens
+            position += 1
 
     def without_finished(self) -> "ExecutedStep":
         """Drops results of sequences that finished meanwhile."""
@@ -117,13 +132,16 @@ class StepExecutor:
             executed = self._execute_or_bisect(outputs) if outputs.scheduled else ExecutedStep()
         except DeviceLost as error:
             raise EngineDead(f"the device is lost: {error}") from error
-        num_requests = len(outputs.scheduled)
+        num_requests = len({item.sequence for item in outputs.scheduled}) if self._num_out_of_memory else 0
         if num_requests > 1 and self._num_out_of_memory == num_requests:
             raise EngineDead("the device has no memory for any part of the step")
         return executed
 
     def _execute_or_bisect(self, outputs: SchedulerOutputs) -> ExecutedStep:
         result = self._try_execute(outputs)
+        if isinstance(result, _Failure) and outputs.drafts:
+            outputs = outputs.without_drafts()
+            result = self._try_execute(outputs)
         if isinstance(result, _Failure) and result.is_out_of_memory and self._release_memory():
             result = self._try_execute(outputs)
         if isinstance(result, ExecutedStep):
@@ -155,6 +173,10 @@ class StepExecutor:
         return self._runner.release_memory()
 
     def _execute(self, outputs: SchedulerOutputs) -> ExecutedStep:
+        with _appended(outputs.drafts):
+            return self._execute_with_drafts(outputs)
+
+    def _execute_with_drafts(self, outputs: SchedulerOutputs) -> ExecutedStep:
         with self._recorder.stage("execute"):
             logits = self._runner.execute(outputs)
         items = outputs.scheduled
@@ -162,7 +184,11 @@ class StepExecutor:
         executed = ExecutedStep()
         with self._recorder.stage("sample"):
             if sampling:
-                executed.tokens.update(zip(sampling, self._sampler.sample(logits, items), strict=True))
+                sampled = zip(sampling, self._sampler.sample(logits, items), strict=True)
+                if outputs.drafts:
+                    verify(outputs.drafts, sampled, executed)
+                else:
+                    executed.tokens.update(sampled)
             if any(item.sequence.params.prompt_logprobs is not None for item in outputs.prefill):
                 found = self._sampler.prompt_logprobs(logits, items)
                 executed.prompt_logprobs.update((item.sequence, logprobs) for item, logprobs in found)
@@ -177,3 +203,37 @@ class StepExecutor:
             raise EngineDead(f"a dummy forward pass failed: {broken}") from broken
         self._num_out_of_memory += failure.is_out_of_memory
         return SampledToken(None, failure.reason)
+
+
+@contextmanager
+def _appended(drafts: Mapping[Sequence, tuple[int, ...]]) -> Iterator[None]:
+    """The drafted tokens are the last tokens of their sequences inside."""
+    for sequence, token_ids in drafts.items():
+        sequence.token_ids += token_ids
+    try:
+        yield
+    finally:
+        for sequence, token_ids in drafts.items():
+            del sequence.token_ids[-len(token_ids) :]
+
+
+def verify(
+    drafts: Mapping[Sequence, tuple[int, ...]],
+    sampled: Iterator[tuple[Sequence, SampledToken]],
+    executed: ExecutedStep,
+) -> None:
+    """Keep the tokens that would be sampled without drafts.
+
+    `sampled`: of each sequence the token after its last known token, then those after its drafted tokens. The
+    token after a draft is kept if the draft equals the token sampled in its place, and all before it do.
+    """
+    rows: dict[Sequence, list[SampledToken]] = {}
+    for sequence, token in sampled:
+        rows.setdefault(sequence, []).append(token)
+    for sequence, (first, *others) in rows.items():
+        executed.tokens[sequence] = previous = first
+        for draft, token in zip(drafts.get(sequence, ()), others, strict=True):
+            if previous.token_id != draft:
+                break
+            executed.accepted.setdefault(sequence, []).append(token)
+            previous = token

@@ -178,7 +178,8 @@ class Pipeline:
     def _launch(self, outputs: SchedulerOutputs, after: Any) -> InFlightStep:
         """Launch a step if the device can run it without the host. Otherwise `_finish` executes it."""
         executor, items = self._async_executor, outputs.scheduled
-        if executor is None or not items or not all(map(executor.can_launch, items)):
+        # Drafts are verified on the host.
+        if executor is None or not items or outputs.drafts or not all(map(executor.can_launch, items)):
             return InFlightStep(outputs)
         try:
             with self._recorder.stage("execute"):

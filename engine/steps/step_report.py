@@ -1,12 +1,12 @@
 """Measures each step and counts the events of its requests, for metrics and the trace."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 
 from engine.outputs import FinishedRequest, SchedulerOutputs, StepReport, Waited
 from engine.requests.request_state import OutputState, RequestState
 from engine.scheduling.scheduler import Scheduler
-from engine.sequence import FinishReason, worst_reason
+from engine.sequence import FinishReason, Sequence, worst_reason
 
 
 class StepRecorder:
@@ -29,6 +29,7 @@ class StepRecorder:
         self._started = self._clock()
         self._stage_seconds: dict[str, float] = {}
         self._num_faults = 0
+        self._num_drafted_tokens = self._num_accepted_tokens = 0
         self._num_generated_tokens = 0
         self._queue_seconds: list[Waited] = []
         self._first_token_seconds: list[Waited] = []
@@ -48,6 +49,12 @@ class StepRecorder:
     def record_fault(self) -> None:
         """Count an execution that failed. It may be retried in parts."""
         self._num_faults += 1
+
+    def record_drafts(
+        self, drafts: Mapping[Sequence, tuple[int, ...]], accepted: Mapping[Sequence, Sized]
+    ) -> None:
+        self._num_drafted_tokens += sum(map(len, drafts.values()))
+        self._num_accepted_tokens += sum(map(len, accepted.values()))
 
     def record_scheduled(self, request: RequestState, scheduled_at: float) -> None:
         """`scheduled_at`: time of the decision that first scheduled the request."""
@@ -93,7 +100,9 @@ class StepRecorder:
             num_prefill_tokens=sum(item.num_new_tokens for item in scheduled.prefill),
             num_decode_tokens=len(scheduled.decode),
             num_prefill_seqs=len(scheduled.prefill),
-            num_decode_seqs=len(scheduled.decode),
+            num_decode_seqs=len(scheduled.decode) - sum(map(len, scheduled.drafts.values())),
+            num_drafted_tokens=self._num_drafted_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             max_num_prefill_seqs=config.prefill_seqs_limit,

@@ -53,7 +53,7 @@ class ScriptedRunner:
         self.record(outputs)
 
     def record(self, outputs: SchedulerOutputs) -> None:
-        for item in outputs.scheduled:
+        for item in outputs.without_drafts().scheduled:
             end, limit = item.start + item.num_new_tokens, item.sequence.block_end
             assert end <= limit, f"{item.sequence.request_id} computes {end} tokens with blocks for {limit}"
         self.steps.append(
@@ -61,7 +61,7 @@ class ScriptedRunner:
         )
 
     def sample(self, logits: None, items: tuple[ScheduledSequence, ...]) -> list[SampledToken]:
-        return [self.sample_token(item.sequence) for item in items if item.samples]
+        return [self.sample_token(item.sequence, item.output_index) for item in items if item.samples]
 
     def prompt_logprobs(
         self, logits: None, items: tuple[ScheduledSequence, ...]
@@ -72,9 +72,8 @@ class ScriptedRunner:
             if item.sequence.params.prompt_logprobs is not None and not item.sequence.num_output_tokens
         ]
 
-    def sample_token(self, sequence: Sequence) -> SampledToken:
+    def sample_token(self, sequence: Sequence, index: int) -> SampledToken:
         self.sample_fault(sequence)
-        index = sequence.num_output_tokens
         script = self.scripts.get(f"{sequence.request_id}/{sequence.index}")
         script = script or self.scripts.get(sequence.request_id)
         token_id = 100 + index if script is None else script[min(index, len(script) - 1)]

@@ -31,6 +31,7 @@ def test_an_invalid_limit_is_rejected(field: str, value: object) -> None:
         *[("max_skip_ahead", value) for value in (0, -1, 1.5)],
         *[("max_chunk_tokens", value) for value in (0, True)],
         *[("max_preemptions", value) for value in (-1, None)],
+        *[("num_speculative_tokens", value) for value in (-1, None, 1.5)],
         *[("prefill_reserve", value) for value in (-0.1, 0.95, float("nan"), None)],
         *[(field, value) for field in ("ageing_seconds", "max_waiting_seconds") for value in (0, -1.0, "5")],
     ],

@@ -320,6 +320,13 @@ class EngineSettings(Settings):
         Purpose.SCHEDULING,
         shown="3",
     )
+    num_speculative_tokens: Annotated[int | None, Field(ge=0, le=_MAX_COUNT)] = setting(
+        None,
+        "Most tokens that are drafted for a sequence in one step, by prompt lookup. The outputs stay the"
+        " same. Turns asynchronous scheduling off.",
+        Purpose.SCHEDULING,
+        shown="0: none",
+    )
     prefill_reserve: Annotated[float | None, Field(ge=0, le=0.9)] = setting(
         None,
         "Share of the tokens of a step that decodes leave to prompts.",

@@ -12,7 +12,7 @@ import torch
 from engine.execution.machine.async_copy import copy_to_device
 from engine.execution.sampling.logit_masks import FilledMasks, RowMasks
 from engine.execution.sampling.penalties import Bias, TokenCounts, add_bias, penalize
-from engine.execution.sampling.slot_params import Integers, is_penalized
+from engine.execution.sampling.slot_params import Integers
 from engine.sequence import Sequence
 
 
@@ -89,7 +89,7 @@ class _State:
     def __init__(self, sequence: Sequence, vocab_size: int, shared: RowMasks | None) -> None:
         self.sequence = sequence
         self.repetition = sequence.params.repetition_penalty
-        self.counts = TokenCounts(sequence, vocab_size) if is_penalized(sequence.params) else None
+        self.counts = TokenCounts(sequence, vocab_size) if sequence.params.is_penalized else None
         self.bias = Bias(sequence, vocab_size) if sequence.params.logit_bias else None
         self.masks = RowMasks(sequence, vocab_size, shared) if _is_masked(sequence) else None
 
@@ -97,7 +97,7 @@ class _State:
 def is_processed(sequence: Sequence) -> bool:
     """Whether its next logits need penalties, bias or masks."""
     params = sequence.params
-    return is_penalized(params) or bool(params.logit_bias) or _is_masked(sequence)
+    return params.is_penalized or bool(params.logit_bias) or _is_masked(sequence)
 
 
 def _is_masked(sequence: Sequence) -> bool:

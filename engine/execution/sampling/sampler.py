@@ -20,7 +20,6 @@ from engine.execution.sampling.native_draw import UNDECIDED, DrawOperator, draw_
 from engine.execution.sampling.slot_params import NO_LOGPROBS, Integers, Params, SlotParams
 from engine.execution.sampling.top_k import row_max
 from engine.outputs import SampledToken, ScheduledSequence, TokenLogprobs
-from engine.sequence import Sequence
 
 NON_FINITE = "the model computed non-finite logits"
 ROWS_AT_ONCE = 32
@@ -46,16 +45,15 @@ class Sampler:
         with device_errors(), torch.inference_mode():
             self._processors.evict()
             sampled: list[SampledToken] = []
-            for part, sequences, params in self._parts(logits, items):
-                sampled += self._sample(part, sequences, params)
+            for part, rows, params in self._parts(logits, items):
+                sampled += self._sample(part, rows, params)
         return sampled
 
     def draw(self, logits: torch.Tensor, items: tuple[ScheduledSequence, ...]) -> SampledIds:
         """As `sample`, without waiting, for items without logits processors and log-probabilities."""
         with device_errors(), torch.inference_mode():
             tokens = [
-                self._choose(part, None, sequences, params)
-                for part, sequences, params in self._parts(logits, items)
+                self._choose(part, None, rows, params) for part, rows, params in self._parts(logits, items)
             ]
             nothing = torch.empty(0, dtype=torch.int64, device=logits.device)
             return SampledIds.of(tokens[0] if len(tokens) == 1 else torch.cat([nothing, *tokens]))
@@ -70,21 +68,23 @@ class Sampler:
 
     def _parts(
         self, logits: torch.Tensor, items: tuple[ScheduledSequence, ...]
-    ) -> Iterator[tuple[torch.Tensor, list[Sequence], Params]]:
-        """The rows to sample from, float32, with their sequences and parameters, in parts."""
-        rows, sequences = _sampling_rows(items)
+    ) -> Iterator[tuple[torch.Tensor, list[ScheduledSequence], Params]]:
+        """The rows to sample from, float32, with their items and parameters, in parts."""
+        rows, sampling = _sampling_rows(items)
         if len(rows) < len(logits):
             logits = logits[copy_to_device(torch.tensor(rows, dtype=torch.int64), logits.device)]
-        params = self._params.of(sequences)
+        params = self._params.of([item.sequence for item in sampling])
         step = ROWS_AT_ONCE if logits.device.type == "cpu" else max(len(rows), 1)
         for start in range(0, len(rows), step):
             part = slice(start, start + step)
-            yield logits[part].float().contiguous(), sequences[part], params[part]
+            yield logits[part].float().contiguous(), sampling[part], params[part]
 
-    def _sample(self, logits: torch.Tensor, sequences: list[Sequence], params: Params) -> list[SampledToken]:
+    def _sample(
+        self, logits: torch.Tensor, items: list[ScheduledSequence], params: Params
+    ) -> list[SampledToken]:
         candidates = np.flatnonzero(params["may_be_processed"]).tolist()
-        processed = self._processors.apply(logits, sequences, candidates)
-        token_ids = self._choose(logits, processed, sequences, params).tolist()
+        processed = self._processors.apply(logits, [item.sequence for item in items], candidates)
+        token_ids = self._choose(logits, processed, items, params).tolist()
         logprobs = _sampled_logprobs(logits, token_ids, params)
         faults = processed.faults if processed else {}
         if not faults and not logprobs and min(token_ids) >= 0:
@@ -100,7 +100,7 @@ class Sampler:
         self,
         logits: torch.Tensor,
         processed: ProcessedLogits | None,
-        sequences: list[Sequence],
+        items: list[ScheduledSequence],
         params: Params,
     ) -> torch.Tensor:
         """The token of each row, or its key in `_ERRORS`, on the device of the logits."""
@@ -113,7 +113,7 @@ class Sampler:
             max_logits[processed.rows], tokens[processed.rows] = find_max(processed.logits)
         random = np.flatnonzero(params["is_random"])
         if len(random):
-            indices = np.array([sequences[row].num_output_tokens for row in random], dtype=np.int64)
+            indices = np.array([items[row].output_index for row in random], dtype=np.int64)
             batch = _Batch(logits, processed, max_logits, tokens, params)
             undecided = batch.draw_natively(operator, random, indices) if operator else np.arange(len(random))
             if len(undecided):
@@ -143,17 +143,17 @@ class Sampler:
         return found
 
 
-def _sampling_rows(items: tuple[ScheduledSequence, ...]) -> tuple[list[int], list[Sequence]]:
-    """The last wanted row of each item that samples, and its sequence."""
+def _sampling_rows(items: tuple[ScheduledSequence, ...]) -> tuple[list[int], list[ScheduledSequence]]:
+    """The items that sample, with the last wanted row of each."""
     rows: list[int] = []
-    sequences: list[Sequence] = []
+    sampling: list[ScheduledSequence] = []
     end = 0
     for item in items:
         end += item.num_new_tokens - item.logits_from
         if item.samples:
             rows.append(end - 1)
-            sequences.append(item.sequence)
-    return rows, sequences
+            sampling.append(item)
+    return rows, sampling
 
 
 @dataclass(frozen=True, slots=True)

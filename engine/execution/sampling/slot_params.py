@@ -4,7 +4,6 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.execution.sampling.gumbel import seed_states
-from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
 MAX_TEMPERATURE = 1e30
@@ -68,7 +67,7 @@ class SlotParams:
             params.min_p,
             seed_states([params.seed])[0],
             NO_LOGPROBS if params.logprobs is None else params.logprobs,
-            may_be_processed(sequence),
+            sequence.may_be_processed,
         )
 
 
@@ -76,20 +75,3 @@ def _slot_of(sequence: Sequence) -> int:
     if sequence.slot is None:
         raise ValueError(f"{sequence.request_id} was to be sampled without a slot")
     return sequence.slot
-
-
-def may_be_processed(sequence: Sequence) -> bool:
-    """Whether its logits may need penalties, bias or masks at some step."""
-    params, constraints = sequence.params, sequence.constraints
-    return bool(
-        is_penalized(params)
-        or params.logit_bias
-        or params.allowed_token_ids is not None
-        or params.min_tokens
-        or constraints.grammar is not None
-        or constraints.bad_token_ids
-    )
-
-
-def is_penalized(params: SamplingParams) -> bool:
-    return bool(params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty)

@@ -4,9 +4,10 @@ The model computes in float64, so that rounding does not depend on the batch and
 """
 
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -29,6 +30,9 @@ from engine.outputs import (
 from engine.requests.engine_request import EngineRequest
 from engine.requests.grammar_compiler import GrammarCompilerPool
 from engine.sampling_params import SamplingParams
+from engine.scheduling.prompt_lookup import PromptLookup
+from engine.sequence import Sequence
+from engine.steps.fault_isolation import ExecutedStep
 from engine.steps.pipeline import AsyncExecutor
 from engine.structured_outputs import StructuredOutputs
 from tests.engine.execution.serving import make_runner
@@ -298,3 +302,83 @@ def test_asynchronous_steps_change_no_output(name: str) -> None:
     assert async_executor.num_ahead > 20
     assert async_executor.num_faults
     assert async_executor.num_refused
+
+
+class GuidedLookup(PromptLookup):
+    """Drafts the tokens that will be sampled, with random errors. Otherwise as prompt lookup."""
+
+    expected: ClassVar[dict[tuple[str, int], OutputResult]]
+    rng: ClassVar[random.Random]
+    counts: ClassVar[Counter[str]]
+
+    def draft(self, maximum: int) -> tuple[int, ...]:
+        found = super().draft(maximum)
+        one = self.expected[self.sequence.request_id, self.sequence.index]
+        right = one.token_ids[self.sequence.num_output_tokens :][: max(0, maximum)]
+        if self.rng.random() < 0.2 or not right:
+            return found
+        return tuple(
+            token_id if self.rng.random() < 0.8 else self.rng.randrange(VOCAB_SIZE) for token_id in right
+        )
+
+    def adapt(self, num_drafted: int, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= num_drafted
+        self.counts.update(drafted=num_drafted, accepted=num_accepted, all=num_accepted == num_drafted)
+        super().adapt(num_drafted, num_accepted)
+
+
+@pytest.fixture
+def guided(monkeypatch: pytest.MonkeyPatch) -> type[GuidedLookup]:
+    monkeypatch.setattr("engine.scheduling.drafts.PromptLookup", GuidedLookup)
+    monkeypatch.setattr("engine.scheduling.drafts.MAX_ROWS", 40)
+    GuidedLookup.rng, GuidedLookup.counts = random.Random(5), Counter()
+    return GuidedLookup
+
+
+def draft_config(name: str) -> EngineConfig:
+    """A larger pool than without drafts, which are made only while no sequence waits for blocks."""
+    limits = {"max_num_batched_tokens": 40, **CONFIGS[name], "max_num_seqs": 4}
+    limits["num_kv_blocks"] *= 4
+    limits["max_num_batched_tokens"] = max(24, limits["max_num_batched_tokens"])
+    return replace(ROOMY, **{"prefix_caching": True, "num_speculative_tokens": 7, **limits})
+
+
+@pytest.mark.parametrize("draw", [draw_params, draw_plain_params])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_drafts_change_no_output(
+    name: str, draw: Callable[[random.Random], SamplingParams], guided: type[GuidedLookup]
+) -> None:
+    """Tokens, texts, log-probabilities and reasons are those of a request alone, without drafts."""
+    rng = random.Random(name)
+    model = make_model(dtype=torch.float64)
+    requests = draw_requests(rng, 24, draw)
+    runner = make_runner(model, ROOMY, attention="torch")
+    guided.expected = {}
+    for one, request in requests.items():
+        guided.expected |= serve(runner, ROOMY, {one: request})[0]
+    config = draft_config(name)
+    drafted, _ = serve(make_runner(model, config, attention="torch"), config, requests, rng)
+    assert drafted.keys() == guided.expected.keys()
+    for key, expected in guided.expected.items():
+        assert_same(drafted[key], expected, f"{key}: {requests[key[0]].params}")
+    if draw is draw_plain_params:
+        assert guided.counts["drafted"] > guided.counts["accepted"] > guided.counts["all"] > 0
+
+
+def test_a_wrong_draft_that_is_accepted_is_found(
+    guided: type[GuidedLookup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above can fail."""
+
+    def accept_all(
+        drafts: Mapping[Sequence, tuple[int, ...]],
+        sampled: Iterable[tuple[Sequence, SampledToken]],
+        executed: ExecutedStep,
+    ) -> None:
+        for sequence, token in sampled:
+            if executed.tokens.setdefault(sequence, token) is not token:
+                executed.accepted.setdefault(sequence, []).append(token)
+
+    monkeypatch.setattr("engine.steps.fault_isolation.verify", accept_all)
+    with pytest.raises(AssertionError, match="SamplingParams"):
+        test_drafts_change_no_output("tight", draw_plain_params, guided)

@@ -24,8 +24,8 @@ from tests.engine.fakes import EOS, ScriptedRunner, add, build_engine, run, word
 class SeededRunner(ScriptedRunner):
     """Samples by seed and position."""
 
-    def sample_token(self, sequence: Sequence) -> SampledToken:
-        return SampledToken(hash((sequence.params.seed, sequence.num_output_tokens)) % 500)
+    def sample_token(self, sequence: Sequence, index: int) -> SampledToken:
+        return SampledToken(hash((sequence.params.seed, index)) % 500)
 
 
 def computed(runner: ScriptedRunner, request_id: str) -> list[tuple[int, int]]:

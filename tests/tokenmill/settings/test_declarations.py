@@ -84,6 +84,7 @@ WORKER_VALUES: dict[str, tuple[str, object]] = {
     "ageing_seconds": ("10", 10.0),
     "max_waiting_seconds": ("1e9", 1e9),
     "max_preemptions": ("0", 0),
+    "num_speculative_tokens": ("7", 7),
     "prefill_reserve": ("0.25", 0.25),
     "max_chunk_tokens": ("106", 106),
     "attention": ("torch", "torch"),
