@@ -191,7 +191,7 @@ def test_kept_state_equals_state_from_the_tokens(moves: list[tuple[str, int]], t
             slots[slot], slots[other] = slots[other], slots[slot]
             slots[slot].admit(slot)
             slots[other].admit(other)
-        items = tuple(ScheduledSequence(sequence, 0, 1, 0, True) for sequence in slots)
+        items = tuple(ScheduledSequence(sequence, sequence.num_tokens - 1, 1, 0, True) for sequence in slots)
         logits = random_logits(3, 20, number)
         assert with_memory.sample(logits, items) == list(map(naive_sample, logits, items))
 
@@ -208,7 +208,9 @@ def in_slot(slot: int, number: int) -> Sequence:
 
 def test_state_of_departed_sequences_is_evicted() -> None:
     remembering, sequence = Sampler(), in_slot(2, 1)
-    remembering.sample(random_logits(1, 20), (ScheduledSequence(sequence, 0, 1, 0, True),))
+    remembering.sample(
+        random_logits(1, 20), (ScheduledSequence(sequence, sequence.num_tokens - 1, 1, 0, True),)
+    )
     assert list(remembering._processors._states) == [2]
     sequence.preempt()
     remembering.sample(random_logits(1, 20), (row(SamplingParams()),))

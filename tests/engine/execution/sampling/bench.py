@@ -73,7 +73,7 @@ def row(
     )
     sequence.token_ids += [1] * index if output is None else output
     sequence.admit(next(_slots))
-    return ScheduledSequence(sequence, 0, 1, 0, True)
+    return ScheduledSequence(sequence, sequence.num_tokens - 1, 1, 0, True)
 
 
 def keys_of(*draws: tuple[int, int]) -> torch.Tensor:
