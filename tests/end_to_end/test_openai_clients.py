@@ -312,10 +312,12 @@ def test_a_response_is_parsed(client: openai.OpenAI, model: str) -> None:
     assert isinstance(parsed.output_parsed, Answer)
     tool = openai.pydantic_function_tool(Answer)["function"]
     flat: Any = [{"type": "function", **tool}]
-    called = client.responses.parse(model=model, input="hello", tools=flat, tool_choice="required")
-    for item in called.output:
-        assert item.type == "function_call"
-        assert item.name == "Answer"
+    called = client.responses.parse(
+        model=model, input="hello", tools=flat, tool_choice="required", parallel_tool_calls=False
+    )
+    (item,) = called.output
+    assert item.type == "function_call"
+    assert Answer.model_validate(item.parsed_arguments)
 
 
 def test_langchain(service: LiveService, model: str) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from api.problems import bad_field, from_validation
+from api.schemas.openai.closed_schemas import closed
 from api.schemas.requests import MAX_SALT_CHARACTERS, Seconds, TaskBody
 from api.schemas.sampling import SamplingBody
 from tokenmill.protocol import naming
@@ -102,8 +103,10 @@ class ResponseFormat(Tolerant):
     def to_constraint(self) -> dict[str, Any] | None:
         """The value of `structured_outputs`; None for any text."""
         if self.type == "json_object":
-            return {"json": self.schema_} if self.schema_ else {"json_object": True}
-        return {"json": self.json_schema.schema_} if self.json_schema and self.type != "text" else None
+            return {"json": closed(self.schema_)} if self.schema_ else {"json_object": True}
+        return (
+            {"json": closed(self.json_schema.schema_)} if self.json_schema and self.type != "text" else None
+        )
 
 
 class CompletionFields(SamplingBody):

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from api.problems import bad_field
+from api.schemas.openai.closed_schemas import closed
 from api.schemas.openai.shared import Tolerant
 from api.schemas.openai.tool_schemas import all_calls_schema
 
@@ -123,5 +124,6 @@ class ToolUse:
 
     def _call_schema(self, choice: ToolChoice) -> dict[str, Any]:
         if choice.mode == "named":
-            return dict(self.functions)[choice.name] or {"type": "object"}
-        return all_calls_schema(self.functions, parallel=self.parallel)
+            return closed(dict(self.functions)[choice.name]) or {"type": "object"}
+        functions = [(name, closed(parameters)) for name, parameters in self.functions]
+        return all_calls_schema(functions, parallel=self.parallel)
