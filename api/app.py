@@ -22,6 +22,7 @@ from api.routes.openai.client_paths import served_path
 from api.routes.openai.completions import completion_routes
 from api.routes.openai.models import model_routes
 from api.routes.openai.responses import response_routes
+from api.routes.service_state import service_state_routes
 from api.routes.task_services import REPLY_SLOTS, REPLY_WAIT_SECONDS, TaskServices
 from api.routes.tasks import task_routes
 from api.schemas.replies import ProblemView
@@ -104,6 +105,7 @@ def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiAp
     app.parts = parts
     _install_hooks(app, settings, metrics)
     app.register_api(task_routes(services))
+    app.register_api(service_state_routes(services))
     app.register_api(completion_routes(services))
     app.register_api(model_routes(services))
     app.register_api(response_routes(services))

@@ -17,8 +17,8 @@ from api.background.redis_checks import RedisChecks
 from api.problems import Problem
 from api.redis_clients import is_unavailable, why_unavailable
 from api.schemas.replies import PROBLEM_REPLY, Liveness, Readiness, WorkerView
+from api.schemas.worker_view import worker_view
 from monitoring.http import expose
-from tokenmill.protocol.records import WorkerRecord
 from tokenmill.protocol.store import server_state
 from tokenmill.protocol.store.task_store import TaskStore
 from tokenmill.settings.declarations import ApiSettings
@@ -88,20 +88,7 @@ def _workers(settings: ApiSettings, store: TaskStore, server: Redis) -> list[Wor
             raise _not_ready("no_redis", [], server.checks.warnings) from error
         detail = f"Redis refuses new tasks: {why_unavailable(error)}"
         raise _not_ready("redis_refuses", [], [detail, *server.checks.warnings]) from error
-    return [_view(record) for record in records if record.slug == settings.slug]
-
-
-def _view(record: WorkerRecord) -> WorkerView:
-    return WorkerView(
-        name=record.name,
-        model=record.model,
-        state=record.state,
-        detail=record.detail,
-        started_at=record.started_at,
-        running=record.running,
-        waiting=record.waiting,
-        max_num_seqs=record.max_num_seqs,
-    )
+    return [worker_view(record) for record in records if record.slug == settings.slug]
 
 
 def _not_ready(state: str, workers: list[WorkerView], warnings: list[str]) -> Problem:

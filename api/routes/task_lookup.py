@@ -14,7 +14,9 @@ from tokenmill.settings.declarations import ApiSettings
 
 Found = TypeVar("Found")
 _NOT_FOUND = "there is no such task"
-_PERHAPS_LOST = f"{_NOT_FOUND}; if it was accepted, Redis has lost it: see the warnings of /readyz"
+_PERHAPS_LOST = (
+    f"{_NOT_FOUND}; if it was accepted and not deleted, Redis has lost it: see the warnings of /readyz"
+)
 
 
 class TaskLookup:

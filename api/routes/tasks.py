@@ -6,6 +6,7 @@ and notices when its client disconnects.
 
 import re
 from contextlib import nullcontext
+from dataclasses import asdict
 from http import HTTPStatus
 from typing import Any
 
@@ -18,21 +19,24 @@ from api.problems import bad_field, retry_seconds
 from api.request_checks import check_request
 from api.routes.event_streams import EventStreams
 from api.routes.slots import BUSY_SECONDS, reply_slot
+from api.routes.task_list import task_list
 from api.routes.task_lookup import TaskLookup
 from api.routes.task_services import TaskServices
-from api.schemas.replies import PROBLEM_REPLY, Task
+from api.schemas.replies import PROBLEM_REPLY, Task, TaskList
 from api.schemas.requests import (
     MAX_WAIT_SECONDS,
     EventsHeaders,
     EventsQuery,
+    ListQuery,
     SubmitHeaders,
     TaskBody,
     TaskPath,
-    WaitQuery,
+    TaskQuery,
 )
 from api.schemas.task_view import TERMINAL, eta_seconds, task_url, view
 from api.streams.reader_lease import ReaderLease
 from api.submission import parse_idempotency_key
+from tokenmill.protocol.messages import GenerateRequest
 from tokenmill.protocol.snapshots import Reading
 
 POLL_SECONDS = 1
@@ -41,6 +45,10 @@ MAX_POLL_SECONDS = 10
 WAIT_HEADER = "Tokenmill-Wait"
 """`skipped`: the call asked to wait, but no slot for waiting calls was free."""
 _TAG = Tag(name="Tasks", description="Submit a request for text, then poll it or follow its tokens.")
+_DELETED: dict[str | int | HTTPStatus, Any] = {
+    HTTPStatus.OK: Task,
+    HTTPStatus.NO_CONTENT: {"description": "The task had ended and is deleted."},
+}
 _WAIT = re.compile(r"(?:^|[,;])\s*wait\s*=\s*(\d{1,6})\s*(?:$|[,;])", re.IGNORECASE)
 _STREAM: dict[str | int | HTTPStatus, Any] = {
     HTTPStatus.OK: {
@@ -73,10 +81,18 @@ def task_routes(services: TaskServices) -> APIBlueprint:
         """
         return tasks.submit(header, body)
 
+    @routes.get("", summary="List tasks", responses={HTTPStatus.OK: TaskList})
+    def list_tasks(query: ListQuery) -> Response:
+        """The tasks of the caller, newest first, until they expire.
+
+        `metadata.KEY=VALUE` keeps those whose metadata have this member.
+        """
+        return task_list(services.store, query)
+
     @routes.get("/<task_id>", summary="Get a task", responses={HTTPStatus.OK: Task})
-    def poll(path: TaskPath, query: WaitQuery) -> Response:
+    def poll(path: TaskPath, query: TaskQuery) -> Response:
         """Returns the task with the output so far. 404: unknown task; 410: the task ended too long ago."""
-        return tasks.poll(path.task_id, query.wait)
+        return tasks.poll(path.task_id, query.wait, with_request=query.include == "prompt")
 
     @routes.get("/<task_id>/events", summary="Follow a task", responses=_STREAM)
     def follow(path: TaskPath, query: EventsQuery, header: EventsHeaders) -> Response:
@@ -91,10 +107,13 @@ def task_routes(services: TaskServices) -> APIBlueprint:
         """Ends the task and keeps its output so far. A task that has ended is not changed."""
         return tasks.cancel(path.task_id)
 
-    @routes.delete("/<task_id>", summary="Cancel a task", responses={HTTPStatus.OK: Task})
+    @routes.delete("/<task_id>", summary="Cancel or delete a task", responses=_DELETED)
     def delete(path: TaskPath) -> Response:
-        """The same as cancel: the task and its output can be read until they expire."""
-        return tasks.cancel(path.task_id)
+        """Cancels a task that has not ended, and returns it: it can be read until it expires.
+
+        Deletes one that has ended, with its prompt, output and undelivered webhook.
+        """
+        return tasks.delete(path.task_id)
 
     return routes
 
@@ -130,10 +149,12 @@ class _Tasks:
             response.headers["Idempotent-Replayed"] = "true"
         return response
 
-    def poll(self, task_id: str, wait_seconds: float) -> Response:
+    def poll(self, task_id: str, wait_seconds: float, *, with_request: bool = False) -> Response:
         waited = self._wait(task_id, min(wait_seconds, MAX_WAIT_SECONDS))
         with reply_slot(self._services):
-            return _task_reply(self._lookup.read(task_id), waited=waited)
+            reading = self._lookup.read(task_id)
+            submitted = self._services.store.request(task_id) if with_request else None
+            return _task_reply(reading, waited=waited, submitted=submitted)
 
     def cancel(self, task_id: str) -> Response:
         # Raises for a task of another tenant.
@@ -141,6 +162,13 @@ class _Tasks:
         self._services.store.cancel(task_id)
         with reply_slot(self._services):
             return _task_reply(self._lookup.read(task_id))
+
+    def delete(self, task_id: str) -> Response:
+        # Raises for a task of another tenant.
+        snapshot = self._lookup.inspect(task_id)
+        if snapshot.status not in TERMINAL or self._services.store.erase(task_id) is False:
+            return self.cancel(task_id)
+        return Response(status=HTTPStatus.NO_CONTENT)
 
     def _wait(self, task_id: str, seconds: float) -> bool:
         """Wait until the task has ended, for at most `seconds`. False: no slot was free, so it did not wait.
@@ -183,9 +211,17 @@ def _after(query: EventsQuery, header: EventsHeaders) -> int:
     return int(last)
 
 
-def _task_reply(reading: Reading, status: HTTPStatus = HTTPStatus.OK, *, waited: bool = True) -> Response:
-    snapshot = reading.snapshot
-    response = Response(view(reading).model_dump_json(), status, content_type="application/json")
+def _task_reply(
+    reading: Reading,
+    status: HTTPStatus = HTTPStatus.OK,
+    *,
+    waited: bool = True,
+    submitted: GenerateRequest | None = None,
+) -> Response:
+    snapshot, task = reading.snapshot, view(reading)
+    if submitted is not None:
+        task = task.model_copy(update={"request": _set_fields(submitted)})
+    response = Response(task.model_dump_json(), status, content_type="application/json")
     response.headers["Cache-Control"] = "no-store"
     if snapshot.status not in TERMINAL:
         pause = min(eta_seconds(snapshot) or POLL_SECONDS, MAX_POLL_SECONDS)
@@ -194,3 +230,10 @@ def _task_reply(reading: Reading, status: HTTPStatus = HTTPStatus.OK, *, waited:
             response.headers[WAIT_HEADER] = "skipped"
             response.headers["Retry-After"] = str(BUSY_SECONDS)
     return response
+
+
+def _set_fields(submitted: GenerateRequest) -> dict[str, Any]:
+    """The members of a body that the submission had set."""
+    fields = asdict(submitted)
+    fields.update(fields.pop("sampling", None) or {})
+    return {name: value for name, value in fields.items() if value is not None}

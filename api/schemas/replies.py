@@ -102,12 +102,78 @@ class Urls(BaseModel):
     cancel: str
 
 
+class WebhookDeliveryView(BaseModel):
+    """The delivery of a task's webhook, which begins when the task has ended."""
+
+    url: str = Field(description="Without credentials and query.")
+    state: Literal["pending", "delivered", "failed"] = Field(
+        description="`failed`: given up after the last attempt."
+    )
+    attempts: int = Field(description="Attempts that have ended.")
+    last_status: int | None = Field(description="Of the last reply. Null without one.")
+    last_error: str | None = Field(description="Why the last attempt failed.")
+    next_attempt_at: float | None = Field(description="Seconds since the epoch. Null if none is scheduled.")
+    ended_at: float | None = Field(description="When it was delivered or given up.")
+
+
+TaskStatusName = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
+
+
+class TaskSummary(BaseModel):
+    """A task as lists show it: without its outputs and its position in the queue."""
+
+    id: str
+    object: Literal["task"] = "task"
+    status: TaskStatusName
+    created_at: float = Field(description="Seconds since the epoch.")
+    model: str
+    priority: int
+    usage: UsageView | None = Field(
+        description="Null until the length of the prompt is known. Until the task ends, `completion_tokens` "
+        "counts the events of its log."
+    )
+    timings: Timings
+    error: ErrorView | None
+    urls: Urls
+    metadata: dict[str, Any] | None
+    webhook: WebhookDeliveryView | None = Field(description="Null without a webhook.")
+
+
+class TaskList(BaseModel):
+    """A part of the tasks of a tenant, newest first."""
+
+    object: Literal["list"] = "list"
+    data: list[TaskSummary]
+    has_more: bool = Field(
+        description="Whether older tasks may follow. A part may hold fewer than `limit` tasks, or none, and "
+        "not be the last: a call looks at a bounded number of tasks."
+    )
+    next: str | None = Field(description="The value of `after` for the next part. Null after the last one.")
+
+
+class Queue(BaseModel):
+    """What waits and what runs, of all tenants."""
+
+    object: Literal["queue"] = "queue"
+    model: str
+    waiting: int = Field(description="Tasks that no worker has claimed.")
+    waiting_by_priority: dict[str, int]
+    waiting_tokens: int = Field(description="Their estimated tokens, prompts and outputs.")
+    oldest_seconds: float | None = Field(description="How long the oldest of them waits. Null without one.")
+    running: int = Field(description="Tasks that workers have claimed and not ended.")
+    ready_workers: int
+    drain_tokens_per_second: float | None = Field(
+        description="Estimated tokens that the workers process per second while tasks wait, in the last "
+        "minute. Null until measured."
+    )
+
+
 class Task(BaseModel):
     """A task with its outputs so far."""
 
     id: str
     object: Literal["task"] = "task"
-    status: Literal["queued", "in_progress", "completed", "failed", "cancelled"]
+    status: TaskStatusName
     created_at: float = Field(description="Seconds since the epoch.")
     model: str
     priority: int
@@ -124,6 +190,10 @@ class Task(BaseModel):
     error: ErrorView | None
     urls: Urls
     metadata: dict[str, Any] | None
+    webhook: WebhookDeliveryView | None = Field(description="Null without a webhook.")
+    request: dict[str, Any] | None = Field(
+        description="The prompt and the parameters as submitted. Only with `include=prompt`."
+    )
 
 
 class ProblemView(BaseModel):
@@ -157,6 +227,13 @@ class WorkerView(BaseModel):
     running: int
     waiting: int
     max_num_seqs: int
+
+
+class WorkerList(BaseModel):
+    """The workers of this service's model."""
+
+    object: Literal["list"] = "list"
+    data: list[WorkerView]
 
 
 class Readiness(BaseModel):

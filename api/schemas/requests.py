@@ -20,6 +20,7 @@ MAX_MESSAGES = 10_000
 MAX_METADATA_BYTES = 16 * 1024
 MAX_WAIT_SECONDS = 60.0
 MAX_SALT_CHARACTERS = 256
+MAX_LISTED = 100
 
 Seconds = Annotated[float, Field(gt=0, le=MAX_LIMIT_SECONDS)]
 
@@ -155,6 +156,33 @@ class WaitQuery(_Parameters):
         allow_inf_nan=False,
         description=f"Wait up to this many seconds for the end of the task, at most {MAX_WAIT_SECONDS:.0f}. "
         "If too many calls wait already, the reply comes at once, with the header `Tokenmill-Wait: skipped`.",
+    )
+
+
+class TaskQuery(WaitQuery):
+    """How long a poll waits, and what it returns."""
+
+    include: Literal["prompt"] | None = Field(
+        None, description="`prompt`: the reply has the request as it was submitted."
+    )
+
+
+class ListQuery(_Parameters):
+    """Which tasks a list shows. Besides these, `metadata.KEY=VALUE` compares a member of the metadata."""
+
+    status: Literal["queued", "in_progress", "completed", "failed", "cancelled"] | None = None
+    model: Annotated[str, Field(max_length=512)] | None = Field(
+        None, description="The public name of the model."
+    )
+    created_after: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+        None, description="Accepted at or after this time, in seconds since the epoch."
+    )
+    created_before: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+        None, description="Accepted before this time."
+    )
+    limit: Annotated[int, Field(ge=1, le=MAX_LISTED)] = Field(20, description="The most tasks of a part.")
+    after: Annotated[str, Field(pattern=r"^\d{1,17}-[0-9a-f]{32}$")] | None = Field(
+        None, description="`next` of the part before."
     )
 
 

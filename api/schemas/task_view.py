@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import asdict, fields
+from urllib.parse import urlsplit, urlunsplit
 
 from api.schemas.replies import (
     ErrorView,
@@ -11,13 +12,15 @@ from api.schemas.replies import (
     PromptLogprobsView,
     QueuePosition,
     Task,
+    TaskSummary,
     Timings,
     Urls,
     UsageView,
+    WebhookDeliveryView,
 )
 from tokenmill.protocol.log import TaskOutput, num_tokens_of, outputs_of, prompt_logprobs_of
 from tokenmill.protocol.messages import LogEntry
-from tokenmill.protocol.snapshots import Reading, TaskSnapshot
+from tokenmill.protocol.snapshots import ListedTask, Reading, TaskSnapshot
 
 TERMINAL = frozenset({"completed", "failed", "cancelled"})
 
@@ -29,7 +32,6 @@ def task_url(task_id: str) -> str:
 def view(reading: Reading) -> Task:
     """The `Task` of every reply and webhook."""
     snapshot, entries = reading
-    url = task_url(snapshot.task_id)
     last = entries[-1].parse_members() if entries else {}
     done = last if last.get("done") else {}
     return Task(
@@ -45,8 +47,33 @@ def view(reading: Reading) -> Task:
         output_limit=OutputLimitView(**json.loads(snapshot.output_limit)) if snapshot.output_limit else None,
         timings=_timings(snapshot),
         error=ErrorView(**done["error"]) if done.get("error") else None,
-        urls=Urls(self=url, events=f"{url}/events", cancel=f"{url}/cancel"),
+        urls=_urls(snapshot),
         metadata=json.loads(snapshot.metadata),
+        webhook=_webhook(snapshot),
+        request=None,
+    )
+
+
+def summary(task: ListedTask) -> TaskSummary:
+    """The `TaskSummary` of a list."""
+    snapshot, last_entry = task
+    last = last_entry.parse_members() if last_entry else {}
+    done = last if last.get("done") else {}
+    usage = done.get("usage")
+    if usage is None and snapshot.prompt_tokens is not None:
+        usage = _usage_so_far(snapshot, snapshot.num_entries)
+    return TaskSummary(
+        id=snapshot.task_id,
+        status=snapshot.status,
+        created_at=round(snapshot.accepted_at, 3),
+        model=snapshot.model,
+        priority=snapshot.priority,
+        usage=usage,
+        timings=_timings(snapshot),
+        error=done.get("error"),
+        urls=_urls(snapshot),
+        metadata=json.loads(snapshot.metadata),
+        webhook=_webhook(snapshot),
     )
 
 
@@ -91,13 +118,32 @@ def _usage(reading: Reading, final: dict[str, int] | None) -> UsageView | None:
         return UsageView(**final)
     if snapshot.prompt_tokens is None:
         return None
-    completion = num_tokens_of(reading.entries)
-    return UsageView(
-        prompt_tokens=snapshot.prompt_tokens,
-        completion_tokens=completion,
-        total_tokens=snapshot.prompt_tokens + completion,
-        cached_tokens=snapshot.cached_tokens,
-    )
+    return UsageView(**_usage_so_far(snapshot, num_tokens_of(reading.entries)))
+
+
+def _usage_so_far(snapshot: TaskSnapshot, completion: int) -> dict[str, int]:
+    prompt = snapshot.prompt_tokens or 0
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "cached_tokens": snapshot.cached_tokens,
+    }
+
+
+def _urls(snapshot: TaskSnapshot) -> Urls:
+    url = task_url(snapshot.task_id)
+    return Urls(self=url, events=f"{url}/events", cancel=f"{url}/cancel")
+
+
+def _webhook(snapshot: TaskSnapshot) -> WebhookDeliveryView | None:
+    delivery = snapshot.webhook
+    if delivery is None:
+        return None
+    url = urlsplit(delivery.url)
+    host = url.netloc.rpartition("@")[2]
+    fields = {**asdict(delivery), "url": urlunsplit((url.scheme, host, url.path, "", ""))}
+    return WebhookDeliveryView(**fields)
 
 
 def _timings(snapshot: TaskSnapshot) -> Timings:

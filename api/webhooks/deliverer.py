@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from http import HTTPStatus
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import redis
 
@@ -22,7 +22,7 @@ from api.webhooks.http_post import PostFailed
 from api.webhooks.receiver_limits import ReceiverLimits
 from monitoring.webhooks import WebhookMetrics
 from tokenmill.protocol.snapshots import Reading
-from tokenmill.protocol.store.outbox import Outbox, Undelivered
+from tokenmill.protocol.store.outbox import Attempt, Outbox, Undelivered
 from tokenmill.protocol.store.task_store import TaskStore
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class Deliverer:
     def _postpone(self, webhook: Undelivered, seconds: float) -> None:
         """Return a webhook to the outbox without counting a try."""
         self._leased.pop(webhook.entry_id, None)
-        self._outbox.retry(webhook, self._with_jitter(seconds), counted=False)
+        self._outbox.retry(webhook, self._with_jitter(seconds))
 
     def _leave(self, webhook: Undelivered) -> None:
         self._leased.pop(webhook.entry_id, None)
@@ -165,12 +165,12 @@ class Deliverer:
         reading = self._store.read(webhook.task_id)
         if reading is None:
             # The task was deleted by other tools.
-            self._outbox.done(webhook)
+            self._outbox.done(webhook, Attempt(None, "the task was deleted"))
             return
         try:
             addresses = self._sender.addresses(target)
         except PostFailed as error:
-            self._fail(webhook, target, _Failure(str(error)))
+            self._fail(webhook, target, Attempt(None, str(error)))
             return
         if not self._limits.enter(addresses):
             is_silent = self._limits.is_silent(addresses)
@@ -178,59 +178,49 @@ class Deliverer:
             return
         answered = False
         try:
-            failure = self._try(reading, target, addresses)
-            answered = failure is None or failure.answered
+            attempt = self._try(reading, target, addresses)
+            answered = attempt.status is not None
         finally:
             self._limits.leave(addresses, answered=answered)
-        if failure is None:
-            self._outbox.done(webhook)
-            self._metrics.delivered()
+        if attempt.error:
+            self._fail(webhook, target, attempt)
         else:
-            self._fail(webhook, target, failure)
+            self._outbox.done(webhook, attempt)
+            self._metrics.delivered()
 
-    def _try(self, reading: Reading, target: Target, addresses: Sequence[str]) -> "_Failure | None":
+    def _try(self, reading: Reading, target: Target, addresses: Sequence[str]) -> Attempt:
         body = event(reading)
         signed = signature.headers(self._keys, f"msg_{reading.snapshot.task_id}", int(self._now()), body)
         headers = {"Content-Type": "application/json", "User-Agent": "Tokenmill", **signed}
         try:
             status = self._sender.post(target, headers, body, addresses)
         except PostFailed as error:
-            return _Failure(str(error))
-        if 200 <= status < 300:
-            return None
-        # Standard Webhooks: 410 asks the sender to stop.
-        return _Failure(f"status {status}", answered=True, is_final=status == HTTPStatus.GONE)
+            return Attempt(None, str(error))
+        return Attempt(status) if 200 <= status < 300 else Attempt(status, f"status {status}")
 
-    def _fail(self, webhook: Undelivered, target: Target, failure: "_Failure") -> None:
+    def _fail(self, webhook: Undelivered, target: Target, attempt: Attempt) -> None:
         # Logs name only the host of the URL: the rest may hold a secret.
-        if failure.is_final or webhook.tries + 1 >= MAX_TRIES:
-            self._outbox.done(webhook)
+        # Standard Webhooks: 410 asks the sender to stop.
+        if attempt.status == HTTPStatus.GONE or webhook.tries + 1 >= MAX_TRIES:
+            self._outbox.done(webhook, attempt)
             self._metrics.given_up()
             logger.warning(
-                "webhook of task %s to %s given up: %s", webhook.task_id, target.host, failure.reason
+                "webhook of task %s to %s given up: %s", webhook.task_id, target.host, attempt.error
             )
             return
         delay = self._with_jitter(RETRY_DELAYS[webhook.tries])
-        self._outbox.retry(webhook, delay)
+        self._outbox.retry(webhook, delay, attempt)
         self._metrics.failed()
         logger.info(
             "webhook of task %s to %s failed, next try in %.0f s: %s",
             webhook.task_id,
             target.host,
             delay,
-            failure.reason,
+            attempt.error,
         )
 
     def _with_jitter(self, seconds: float) -> float:
         return seconds * (1 + JITTER * self._jitter())
-
-
-class _Failure(NamedTuple):
-    """Why a try failed. `answered`: the receiver sent a status. `is_final`: no retry is wanted."""
-
-    reason: str
-    answered: bool = False
-    is_final: bool = False
 
 
 def event(reading: Reading) -> bytes:
@@ -239,4 +229,6 @@ def event(reading: Reading) -> bytes:
     ended_at = datetime.fromtimestamp(snapshot.finished_at or snapshot.now, UTC)
     timestamp = ended_at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
     head = f'{{"type":"task.{snapshot.status}","timestamp":"{timestamp}","data":'
-    return f"{head}{view(reading).model_dump_json()}}}".encode()
+    # Without the state of its own delivery, which changes with each try.
+    task = view(reading).model_copy(update={"webhook": None})
+    return f"{head}{task.model_dump_json()}}}".encode()

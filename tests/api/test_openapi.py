@@ -30,6 +30,9 @@ def test_the_version_and_the_paths(spec: Any) -> None:
     assert spec["info"]["title"] == "Tokenmill"
     assert {(path, method) for path, method, _ in operations(spec)} == {
         ("/v1/tasks", "post"),
+        ("/v1/tasks", "get"),
+        ("/v1/queue", "get"),
+        ("/v1/workers", "get"),
         ("/v1/tasks/{task_id}", "get"),
         ("/v1/tasks/{task_id}", "delete"),
         ("/v1/tasks/{task_id}/events", "get"),

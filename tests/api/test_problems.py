@@ -31,7 +31,7 @@ def check(reply: Any, status: int) -> Any:
         ("GET", "/docs/nope", 404),
         ("GET", "/docs/swagger/../../x", 404),
         # hashview#212: Flask's own page for a wrong method is HTML.
-        ("GET", "/v1/tasks", 405),
+        ("PUT", "/v1/tasks", 405),
         ("PUT", "/v1/tasks/x", 405),
         ("FOO", "/livez", 405),
     ],
@@ -41,7 +41,7 @@ def test_errors_of_the_framework(client: ApiClient, method: str, path: str, stat
 
 
 def test_a_wrong_method_sets_allow(client: ApiClient) -> None:
-    assert "POST" in client.get("/v1/tasks").headers["Allow"]
+    assert "POST" in client.put("/v1/tasks").headers["Allow"]
 
 
 def test_the_error_of_a_wrong_method_names_the_allowed_ones(client: ApiClient) -> None:
@@ -69,14 +69,18 @@ def test_an_unknown_path_lists_the_routes(client: ApiClient) -> None:
         "POST /v1/completions",
         "GET /v1/models",
         "GET /v1/models/{model}",
+        "GET /v1/queue",
         "POST /v1/responses",
         "GET /v1/responses/{response_id}",
         "POST /v1/responses/{response_id}/cancel",
+        "GET /v1/responses/{response_id}/input_items",
+        "GET /v1/tasks",
         "POST /v1/tasks",
         "DELETE /v1/tasks/{task_id}",
         "GET /v1/tasks/{task_id}",
         "POST /v1/tasks/{task_id}/cancel",
         "GET /v1/tasks/{task_id}/events",
+        "GET /v1/workers",
     ]
     assert "POST /v1/tasks" in body["detail"]
     # The error for an unknown task lists no routes.

@@ -10,7 +10,7 @@ from api.webhooks import signature as webhook_signature
 from tests.chaos.webhook_receiver import KEY, SECRET, Receiver, make_webhooks_due
 from tests.live_service import http
 from tests.tokenmill.protocol.store.tasks import claim_one, settle, submission
-from tokenmill.protocol.store.outbox import Outbox
+from tokenmill.protocol.store.outbox import Attempt, Outbox
 from tokenmill.protocol.store.task_store import TaskStore
 from tokenmill.settings.credentials import parse_secrets
 
@@ -67,7 +67,7 @@ def test_waiting_webhooks_can_be_made_due(redis_client: "redis.Redis", dies: boo
     settle(store, claim_one(store), 0, 1)
     (webhook,) = outbox.take(5, silence_seconds=120)
     if not dies:
-        outbox.retry(webhook, 3600)
+        outbox.retry(webhook, 3600, Attempt(503, "status 503"))
     assert outbox.take(5, silence_seconds=120) == []
     make_webhooks_due(redis_client)
     assert [again.task_id for again in outbox.take(5, silence_seconds=120)] == [one.task_id]

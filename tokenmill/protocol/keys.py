@@ -30,6 +30,9 @@ ASIDE = "tokenmill:aside"
 OUTAGE = "tokenmill:outage"
 """String, expiring: when Redis last failed a process that runs the reaper (Redis time, seconds)."""
 
+ENDED = "tokenmill:ended"
+"""Sorted set: `<tenant hash>:<task>` of an ended task -> when its keys expire (Redis time, seconds)."""
+
 CONTROL = "tokenmill:control"
 """Channel: JSON commands to all workers, `{"cancel": task id}`."""
 
@@ -52,6 +55,11 @@ def readers(task_id: str) -> str:
 def channel(task_id: str) -> str:
     """Channel: the events of a task as JSON, published when they are appended to the log."""
     return f"tokenmill:tok:{task_id}"
+
+
+def tasks(tenant: str) -> str:
+    """Sorted set: task of a tenant -> acceptance (microseconds). `tenant`: `naming.tenant_hash`."""
+    return f"tokenmill:tasks:{tenant}"
 
 
 def queues(slug: str) -> str:

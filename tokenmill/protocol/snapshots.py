@@ -50,6 +50,50 @@ class TaskSnapshot:
     cancel_on_disconnect: bool = False
     tenant: str = DEFAULT_TENANT
     output_limit: str | None = None
+    webhook: "WebhookDelivery | None" = None
+
+    @property
+    def accepted_us(self) -> int:
+        """The acceptance in microseconds, exactly."""
+        return round(self.accepted_at * 1e6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WebhookDelivery:
+    """The delivery of a task's webhook.
+
+    `attempts`: those that have ended. `last_status`, `last_error`: of the last one; None without a reply or
+    an error. `next_attempt_at`: None if none is scheduled. `ended_at`: when it was delivered or given up.
+    """
+
+    url: str
+    state: Literal["pending", "delivered", "failed"]
+    attempts: int = 0
+    last_status: int | None = None
+    last_error: str | None = None
+    next_attempt_at: float | None = None
+    ended_at: float | None = None
+
+
+class ListedTask(NamedTuple):
+    """A task in a list: its state, without its position in the queue, and the last entry of its log."""
+
+    snapshot: "TaskSnapshot"
+    last_entry: LogEntry | None
+
+
+class TaskPage(NamedTuple):
+    """A part of a list of tasks. `next`: the cursor of the next part; None if this is the last one."""
+
+    tasks: list[ListedTask]
+    next: "ListCursor | None"
+
+
+class ListCursor(NamedTuple):
+    """A position in a list of tasks, newest first: acceptance (microseconds) and id of the last task."""
+
+    accepted_us: str
+    task_id: str
 
 
 class Reading(NamedTuple):

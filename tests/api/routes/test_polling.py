@@ -211,7 +211,6 @@ class TestWaiting:
         lambda client, url: client.post(f"{url}/cancel"),
         lambda client, url: client.post(f"{url}/cancel", json={}),
         lambda client, url: client.post(f"{url}/cancel", data=b"{", content_type="application/json"),
-        lambda client, url: client.delete(url),
     ],
 )
 class TestCancelling:

@@ -18,7 +18,7 @@ from tests.api.webhooks.delivering import SECRET
 from tests.api.webhooks.receiver import Receiver, say
 from tests.live_service import wait_for
 from tokenmill.protocol import keys
-from tokenmill.protocol.store.outbox import Outbox, Undelivered
+from tokenmill.protocol.store.outbox import Attempt, Outbox, Undelivered
 from tokenmill.protocol.store.task_store import TaskStore
 from tokenmill.settings.declarations import ApiSettings
 
@@ -42,7 +42,7 @@ class TestDeaths:
         """The receiver gets it twice, with the same id."""
 
         class Dying(Outbox):
-            def done(self, webhook: Any) -> None:
+            def done(self, webhook: Any, attempt: Any) -> None:
                 raise redis.ConnectionError("cut off")
 
         submit(webhook={"url": receiver.url()})
@@ -182,7 +182,7 @@ class TestLeases:
         submit(webhook={"url": "http://h.example/"})
         worker.run("a")
         (webhook,) = outbox.take(1, silence_seconds=3600)
-        outbox.done(webhook)
+        outbox.done(webhook, Attempt(200))
         outbox.renew([webhook.entry_id])
         assert outbox.take(1, silence_seconds=0) == []
 

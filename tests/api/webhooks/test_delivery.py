@@ -44,7 +44,17 @@ class TestWhatIsSent:
         assert call.headers["webhook-timestamp"] == str(int(clock.now))
         assert event["type"] == "task.completed"
         assert event["timestamp"].endswith("Z")
-        assert event["data"] == client.get(f"/v1/tasks/{task_id}").json
+        polled = client.get(f"/v1/tasks/{task_id}").json
+        assert event["data"] == {**polled, "webhook": None}
+        assert polled["webhook"] == {
+            "url": receiver.url("/hook"),
+            "state": "delivered",
+            "attempts": 1,
+            "last_status": 200,
+            "last_error": None,
+            "next_attempt_at": None,
+            "ended_at": polled["webhook"]["ended_at"],
+        }
         assert event["data"]["outputs"][0]["text"] == "Hell\u00f6\n"
         assert deliver(silence_seconds=0) == 0
         assert outcomes() == (1, 0, 0)

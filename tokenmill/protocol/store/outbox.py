@@ -21,6 +21,19 @@ class Undelivered:
     tenant: str
 
 
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """An attempt to deliver. `status`: of the reply, or None without one. `error`: why it failed, or ""."""
+
+    status: int | None
+    error: str = ""
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """As the scripts take them."""
+        return "" if self.status is None else str(self.status), self.error
+
+
 class Outbox:
     """Webhooks of one Redis database. `client`, `retention_seconds`: as for the task store.
 
@@ -43,13 +56,22 @@ class Outbox:
         if entry_ids:
             self._scripts.run("outbox/renew", *entry_ids)
 
-    def done(self, webhook: Undelivered) -> None:
-        """Remove a webhook that was delivered or given up. Its task is kept for at least another minute."""
-        self._scripts.run("outbox/done", webhook.entry_id, webhook.task_id)
+    def done(self, webhook: Undelivered, attempt: Attempt) -> None:
+        """Remove a webhook that was delivered, or given up after an attempt that failed.
 
-    def retry(self, webhook: Undelivered, seconds: float, *, counted: bool = True) -> None:
-        """Retry in `seconds`. `counted`: count a failed try. No effect if another deliverer has taken it."""
-        self._scripts.run("outbox/retry", webhook.entry_id, webhook.task_id, seconds, int(counted))
+        Its task is kept for at least another minute.
+        """
+        state = "failed" if attempt.error else "delivered"
+        self._scripts.run("outbox/done", webhook.entry_id, webhook.task_id, state, *attempt.texts)
+
+    def retry(self, webhook: Undelivered, seconds: float, failed: Attempt | None = None) -> None:
+        """Retry in `seconds`. `failed`: the attempt that is counted; None: none was made.
+
+        No effect if another deliverer has taken the webhook.
+        """
+        texts = failed.texts if failed else ("", "")
+        is_counted = int(failed is not None)
+        self._scripts.run("outbox/retry", webhook.entry_id, webhook.task_id, seconds, is_counted, *texts)
 
 
 def _undelivered(*row: bytes) -> Undelivered:

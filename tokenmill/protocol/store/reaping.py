@@ -45,6 +45,7 @@ class Reaping:
         - `moved`: apply what RQ's tools did to waiting tasks.
         - `overdue`: end tasks that have waited for `max_task_seconds` or for a limit of their own.
         - `registries`: drop expired ids from RQ's registries.
+        - `expired`: remove tasks whose keys have expired from the lists of their tenants.
         - `strays`: find claims and workers without a valid lease.
 
         `reclaim_leases`: False keeps lapsed leases. `failed_seconds_ago`: how long ago a call of the caller
@@ -68,6 +69,7 @@ class Reaping:
         yield "moved", lambda: run("rq_changes", ("cancelled", "lost", "failures"), slug, MAX_RECORDS)
         yield "overdue", lambda: run("overdue_tasks", ("timed_out", "failures"), *overdue)
         yield "registries", lambda: {"failures": self._scripts.run("reaping/rq_registries", slug)}
+        yield "expired", lambda: run("expired_tasks", ("failures",), MAX_RECORDS)
         yield "strays", lambda: run("orphaned_claims", ("lost", "failures"), slug, MAX_RECORDS)
 
     def _leases(self, reclaim_leases: bool, failed_seconds_ago: float | None) -> _Result:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
+from tokenmill.protocol.messages import LogEntry
 from tokenmill.protocol.naming import PRIORITIES
 from tokenmill.protocol.records import (
     Accepted,
@@ -17,7 +18,7 @@ from tokenmill.protocol.records import (
     ReapFailure,
     Write,
 )
-from tokenmill.protocol.snapshots import QueueStats, TaskSnapshot, TaskStatus
+from tokenmill.protocol.snapshots import ListedTask, QueueStats, TaskSnapshot, TaskStatus, WebhookDelivery
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def log_failures(what: str, items: Iterable[bytes]) -> None:
 
 def to_snapshot(task_id: str, reply: Sequence[Any]) -> TaskSnapshot:
     """From the reply of `inspect`."""
-    run_hash, num_entries, now, position, tokens_ahead, drain_rate, num_ready_workers = reply
+    run_hash, num_entries, now, position, tokens_ahead, drain_rate, num_ready_workers, due = reply
     run = {name: value.decode() for name, value in named(run_hash).items() if value}
     num_ready = int(num_ready_workers)
     return TaskSnapshot(
@@ -124,6 +125,30 @@ def to_snapshot(task_id: str, reply: Sequence[Any]) -> TaskSnapshot:
         cancel_on_disconnect=run.get("on_disconnect") == "cancel",
         tenant=run["tenant"],
         output_limit=run.get("output_limit"),
+        webhook=_webhook(run, _float(due)),
+    )
+
+
+def to_listed_task(row: Sequence[Any], now: Any) -> ListedTask:
+    """From one row of the reply of `list`."""
+    task_id, run_hash, num_entries, last_entry = row
+    snapshot = to_snapshot(task_id.decode(), (run_hash, num_entries, now, None, None, None, 0, None))
+    fields = None if last_entry is None else dict(zip(last_entry[::2], last_entry[1::2], strict=True))
+    return ListedTask(snapshot, None if fields is None else LogEntry.of_fields(fields))
+
+
+def _webhook(run: Mapping[str, str], due: float | None) -> WebhookDelivery | None:
+    url = run.get("webhook") or run.get("webhook_url")
+    if url is None:
+        return None
+    return WebhookDelivery(
+        url=url,
+        state=cast("Any", "pending" if "webhook" in run else run.get("webhook_state", "failed")),
+        attempts=int(run.get("webhook_tries", "0")),
+        last_status=_int(run.get("webhook_status")),
+        last_error=run.get("webhook_error"),
+        next_attempt_at=due,
+        ended_at=_float(run.get("webhook_at")),
     )
 
 

@@ -27,7 +27,7 @@ from tokenmill.protocol.records import (
     WorkerRecord,
     Write,
 )
-from tokenmill.protocol.snapshots import QueueStats, Reading, TaskSnapshot
+from tokenmill.protocol.snapshots import ListCursor, QueueStats, Reading, TaskPage, TaskSnapshot
 from tokenmill.protocol.store import script_errors
 from tokenmill.protocol.store.packing import packed
 from tokenmill.protocol.store.reaping import MAX_RECORDS, Reaping
@@ -35,6 +35,7 @@ from tokenmill.protocol.store.replies import (
     log_failures,
     texts,
     to_claimed,
+    to_listed_task,
     to_outcome,
     to_queue_full,
     to_queue_stats,
@@ -152,6 +153,41 @@ class TaskStore:
         """
         status = self._run("tasks/cancel", task_id)
         return None if status is None else str(status.decode())
+
+    def erase(self, task_id: str) -> bool | None:
+        """Delete everything about an ended task. False if it has not ended; None if there is no such task."""
+        erased = self._run("tasks/erase", task_id)
+        return None if erased is None else bool(erased)
+
+    def list_tasks(
+        self,
+        tenant: str,
+        *,
+        after: ListCursor | None = None,
+        status: str = "",
+        model: str = "",
+        accepted_from_us: int | None = None,
+        accepted_before_us: int | None = None,
+        max_examined: int = log.PAGE // 5,
+    ) -> TaskPage:
+        """Tasks of a tenant that fit the filters, newest first.
+
+        Looks at `max_examined` tasks at most, so a page may be empty and not the last one.
+        """
+        newest = "+inf" if accepted_before_us is None else f"({accepted_before_us}"
+        examined, accepted_us, task_id, rows, now = self._run(
+            "tasks/list",
+            tenant_hash(tenant),
+            after.accepted_us if after else newest,
+            after.task_id if after else "",
+            "-inf" if accepted_from_us is None else accepted_from_us,
+            max_examined,
+            status,
+            model,
+        )
+        is_last = examined < max_examined
+        cursor = None if is_last else ListCursor(accepted_us.decode(), task_id.decode())
+        return TaskPage([to_listed_task(row, now) for row in rows], cursor)
 
     def inspect(self, task_id: str, tenant: str | None = None) -> TaskSnapshot | None:
         """The state of a task, without its log. None if there is no such task, or it is not `tenant`'s."""

@@ -125,7 +125,19 @@ def only_expiring_keys_remain(world: World) -> None:
     """Checked once all tasks have ended."""
     assert world.client.pttl(keys.away(SLUG)) > 0 or not world.tasks
     kept = {key.decode().split(":")[1] for key in world.client.scan_iter("tokenmill:*")}
-    assert kept <= {"run", "log", "totals", "pace", "rule", "clock", "shown", "away", "idem"}
+    assert kept <= {
+        "run",
+        "log",
+        "totals",
+        "pace",
+        "rule",
+        "clock",
+        "shown",
+        "away",
+        "idem",
+        "tasks",
+        "ended",
+    }
     kept_by_rq = {key.decode().split(":")[1] for key in world.client.scan_iter("rq:*")}
     assert kept_by_rq <= {"job", "results", "finished", "failed", "canceled", "queues"}
     for task_id in world.tasks:

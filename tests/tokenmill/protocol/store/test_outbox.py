@@ -15,14 +15,17 @@ from tests.tokenmill.protocol.store.tasks import (
     publish,
     reap,
     settle,
+    snapshot_of,
     submit,
     unchanged,
 )
 from tokenmill.protocol import keys
-from tokenmill.protocol.store.outbox import Outbox, Undelivered
+from tokenmill.protocol.snapshots import WebhookDelivery
+from tokenmill.protocol.store.outbox import Attempt, Outbox, Undelivered
 from tokenmill.protocol.store.task_store import TaskStore
 
 URL = "https://example.org/hook?a=1"
+SENT, FAILED = Attempt(200), Attempt(503, "status 503")
 PATIENCE = 3600.0
 """No deliverer of these tests is idle for this long."""
 
@@ -157,11 +160,11 @@ def test_the_webhook_is_not_added_before_the_result_is_stored(
 def test_a_done_webhook_leaves_nothing(store: TaskStore, outbox: Outbox, redis_client: RedisClient) -> None:
     ended(store, redis_client)
     (webhook,) = take(outbox)
-    outbox.done(webhook)
+    outbox.done(webhook, SENT)
     assert redis_client.xlen(keys.OUTBOX) == 0
     assert redis_client.xpending(keys.OUTBOX, "deliverers")["pending"] == 0
     assert take(outbox, silence_seconds=0) == []
-    unchanged(redis_client, lambda: outbox.retry(webhook, 0))
+    unchanged(redis_client, lambda: outbox.retry(webhook, 0, FAILED))
     assert take(outbox) == []
 
 
@@ -191,7 +194,7 @@ def test_a_failed_attempt_is_retried_when_due(
     for tries in range(3):
         (webhook,) = take(outbox)
         assert webhook.tries == tries
-        outbox.retry(webhook, 600)
+        outbox.retry(webhook, 600, FAILED)
         assert redis_client.xlen(keys.OUTBOX) == 0
         ((_, due),) = redis_client.zrange(keys.OUTBOX_DUE, 0, -1, withscores=True)
         assert due == pytest.approx(redis_client.time()[0] + 600, abs=60)
@@ -199,7 +202,7 @@ def test_a_failed_attempt_is_retried_when_due(
         assert take(outbox, silence_seconds=0) == []
         pass_time(redis_client, 101)
     (webhook,) = take(outbox)
-    outbox.retry(webhook, 0, counted=False)
+    outbox.retry(webhook, 0, None)
     assert take(outbox)[0].tries == 3
 
 
@@ -210,16 +213,16 @@ def test_a_deliverer_that_is_too_late_changes_nothing(
     ended(store, redis_client)
     (late,) = take(outbox)
     (webhook,) = take(outbox, silence_seconds=0)
-    outbox.retry(late, 600)
-    outbox.done(webhook)
+    outbox.retry(late, 600, FAILED)
+    outbox.done(webhook, SENT)
     assert not redis_client.exists(keys.OUTBOX_DUE)
     ended(store, redis_client)
     (late,) = take(outbox)
     (webhook,) = take(outbox, silence_seconds=0)
-    outbox.retry(late, 0)
+    outbox.retry(late, 0, FAILED)
     (again,) = take(outbox)
-    outbox.done(webhook)
-    outbox.retry(again, 0)
+    outbox.done(webhook, SENT)
+    outbox.retry(again, 0, FAILED)
     assert take(outbox, silence_seconds=0) == []
     assert not redis_client.exists(keys.OUTBOX_DUE)
 
@@ -230,8 +233,8 @@ def test_two_failures_of_one_attempt_count_once(
     ended(store, redis_client)
     (late,) = take(outbox)
     (webhook,) = take(outbox, silence_seconds=0)
-    outbox.retry(webhook, 0)
-    unchanged(redis_client, lambda: outbox.retry(late, 600))
+    outbox.retry(webhook, 0, FAILED)
+    unchanged(redis_client, lambda: outbox.retry(late, 600, FAILED))
     assert take(outbox)[0].tries == 1
 
 
@@ -246,9 +249,9 @@ def test_a_task_is_kept_for_its_webhook(redis_client: RedisClient) -> None:
     for key in [*kept, keys.OUTBOX]:
         assert 86400 < redis_client.ttl(key) <= 2 * 86400, key
     (webhook,) = take(outbox)
-    outbox.retry(webhook, 0)
+    outbox.retry(webhook, 0, FAILED)
     assert 86400 < redis_client.ttl(keys.OUTBOX_DUE) <= 2 * 86400
-    outbox.done(*take(outbox))
+    outbox.done(take(outbox)[0], SENT)
     for key in kept:
         assert 590 < redis_client.ttl(key) <= 600, key
 
@@ -259,7 +262,7 @@ def test_a_task_is_kept_for_a_minute_after_a_late_delivery(
     task_id = ended(store, redis_client)
     redis_client.hset(keys.run(task_id), "finished_at", redis_client.time()[0] - 7200)
     outbox = Outbox(redis_client, retention_seconds=3600)
-    outbox.done(*take(outbox))
+    outbox.done(take(outbox)[0], SENT)
     assert 50 < redis_client.ttl(keys.run(task_id)) <= 60
 
 
@@ -279,8 +282,8 @@ def test_a_webhook_of_a_deleted_task_is_dropped(
     assert webhook.task_id == second
     redis_client.delete(keys.run(second))
     before = dump(redis_client).keys()
-    outbox.retry(webhook, 5)
-    outbox.done(webhook)
+    outbox.retry(webhook, 5, FAILED)
+    outbox.done(webhook, SENT)
     assert dump(redis_client).keys() == before
     assert redis_client.xlen(keys.OUTBOX) == 0
 
@@ -293,9 +296,54 @@ def test_full_memory_does_not_prevent_deliveries(
     redis_client.config_set("maxmemory", 1)
     try:
         first, second = take(outbox)
-        outbox.done(first)
-        outbox.retry(second, 0)
-        outbox.done(*take(outbox))
+        outbox.done(first, SENT)
+        outbox.retry(second, 0, FAILED)
+        outbox.done(take(outbox)[0], SENT)
     finally:
         redis_client.config_set("maxmemory", 0)
     assert redis_client.xlen(keys.OUTBOX) == 0
+
+
+def test_the_task_says_what_became_of_its_webhook(
+    store: TaskStore, outbox: Outbox, redis_client: RedisClient
+) -> None:
+    task_id = submit(store, redis_client, webhook=URL)
+
+    def delivery() -> WebhookDelivery:
+        found = snapshot_of(store, task_id).webhook
+        assert found is not None
+        return found
+
+    assert delivery() == WebhookDelivery(url=URL, state="pending")
+    settle(store, claim_one(store))
+    outbox.retry(take(outbox)[0], 600, FAILED)
+    due = redis_client.zscore(keys.OUTBOX_DUE, task_id)
+    failed = WebhookDelivery(
+        url=URL, state="pending", attempts=1, last_status=503, last_error="status 503", next_attempt_at=due
+    )
+    assert delivery() == failed
+    pass_time(redis_client, 601)
+    (webhook,) = take(outbox)
+    outbox.retry(webhook, 0, None)
+    assert delivery().attempts == 1
+    outbox.done(take(outbox)[0], SENT)
+    ended_at = delivery().ended_at
+    assert ended_at is not None
+    assert delivery() == WebhookDelivery(
+        url=URL, state="delivered", attempts=2, last_status=200, ended_at=ended_at
+    )
+
+
+def test_a_webhook_that_was_given_up_has_failed(
+    store: TaskStore, outbox: Outbox, redis_client: RedisClient
+) -> None:
+    task_id = ended(store, redis_client)
+    outbox.done(take(outbox)[0], Attempt(None, "refused"))
+    found = snapshot_of(store, task_id).webhook
+    assert found is not None
+    assert (found.state, found.attempts, found.last_status, found.last_error) == (
+        "failed",
+        1,
+        None,
+        "refused",
+    )

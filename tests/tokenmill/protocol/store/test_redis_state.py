@@ -24,7 +24,7 @@ from tests.tokenmill.protocol.store.tasks import (
 from tokenmill.protocol import keys
 from tokenmill.protocol.limits import TimeLimits
 from tokenmill.protocol.records import Renewed, WorkerRecord
-from tokenmill.protocol.store.outbox import Outbox
+from tokenmill.protocol.store.outbox import Attempt, Outbox
 from tokenmill.protocol.store.readers import Readers
 from tokenmill.protocol.store.task_store import TaskStore
 
@@ -136,7 +136,9 @@ def lived(store: TaskStore, client: RedisClient) -> tuple[set[str], set[str]]:
     settle(store, second, reason="error")
     store.cancel(ids[2])
     outbox = Outbox(client)
-    outbox.retry(outbox.take(1, silence_seconds=60)[0], 60)
+    outbox.retry(outbox.take(1, silence_seconds=60)[0], 60, Attempt(503, "status 503"))
+    record()
+    outbox.done(outbox.take(1, silence_seconds=0)[0], Attempt(200))
     record()
     return seen, fields
 

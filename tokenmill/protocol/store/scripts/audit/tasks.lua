@@ -38,10 +38,26 @@ local function audit_waiting(id)
   end
 end
 
+local function audit_listed(id, slug, queue, accepted_us, terminal)
+  ensure_once(slug, queue)
+  if tonumber(accepted_us) and not call('ZSCORE', K.tasks .. tenant_of(queue), id) then
+    list_task(id, queue, accepted_us)
+    num_repaired = num_repaired + 1
+  end
+  local left_ms = terminal and call('PTTL', K.run .. id) or -1
+  if left_ms > 0 and not call('ZSCORE', K.ended, tenant_of(queue) .. ':' .. id) then
+    unlist_later(id, queue, now_us + left_ms * 1000)
+    num_repaired = num_repaired + 1
+  end
+end
+
 for i = 4, #ARGV do
   local id = ARGV[i]
-  local kept = redis.pcall('HMGET', K.run .. id, 'slug', 'queue', 'terminal', 'owner', 'webhook')
-  local slug, queue, terminal, owner, webhook = unpack(kept.err and {} or kept)
+  local kept = redis.pcall('HMGET', K.run .. id, 'slug', 'queue', 'terminal', 'owner', 'webhook', 'accepted_us')
+  local slug, queue, terminal, owner, webhook, accepted_us = unpack(kept.err and {} or kept)
+  if slug and queue then
+    audit_listed(id, slug, queue, accepted_us, terminal)
+  end
   if slug and queue and not terminal then
     ensure_once(slug, queue)
     slugs[slug] = true

@@ -24,7 +24,7 @@ end
 local function ensure_model_keys(slug)
   ensure_type(slug, 'set', K.damaged, K.rq_queues)
   ensure_type(slug, 'zset', K.queues .. slug, K.shares .. slug, K.away .. slug, K.unserved .. slug, K.shown .. slug,
-    K.deadlines .. slug, K.leases, K.watched, K.outbox_due)
+    K.deadlines .. slug, K.leases, K.watched, K.outbox_due, K.ended)
   ensure_type(slug, 'hash', K.waiting .. slug, K.tenants .. slug, K.totals .. slug, K.pace .. slug, K.rule .. slug)
   ensure_type(slug, 'stream', K.outbox)
   ensure_type(slug, 'string', K.clock .. slug)
@@ -34,7 +34,7 @@ local function ensure_model_keys(slug)
 end
 
 local function ensure_queue_keys(slug, queue)
-  ensure_type(slug, 'zset', K.order .. queue, K.rq_wip .. queue, K.rq_finished .. queue, K.rq_failed .. queue,
+  ensure_type(slug, 'zset', K.tasks .. string.match(queue, '([^:]*)$'), K.order .. queue, K.rq_wip .. queue, K.rq_finished .. queue, K.rq_failed .. queue,
     K.rq_canceled .. queue)
   ensure_type(slug, 'hash', K.cost .. queue)
   ensure_type(slug, 'list', K.rq_queue .. queue)

@@ -61,6 +61,7 @@ local function expire_task(id, task, ms)
   for _, key in ipairs({ K.run .. id, K.log .. id, K.rq_job .. id, K.rq_results .. id, task.idempotency }) do
     call('PEXPIRE', key, ms)
   end
+  unlist_later(id, task.queue, now_us + ms * 1000)
 end
 
 -- how: status, reason, prompt_tokens, completion_tokens; is_client_error: the request was invalid; is_against_owner:

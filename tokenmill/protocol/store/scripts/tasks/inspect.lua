@@ -1,5 +1,5 @@
 -- The state of a task. ARGV: retention, id. Returns nil if there is no such task, or {run hash, length of the log,
--- now, position, tokens ahead, drain rate, ready workers}.
+-- now, position, tokens ahead, drain rate, ready workers, next attempt of its webhook}.
 
 local id = ARGV[2]
 local run = call('HGETALL', K.run .. id)
@@ -14,4 +14,4 @@ if not terminal and not owner then
   position, tokens = found and its_position, found and its_tokens
 end
 return { run, call('XLEN', K.log .. id), seconds(now_us), position or false, tokens or false,
-  drain_rate(slug), num_ready_workers(slug) }
+  drain_rate(slug), num_ready_workers(slug), redis.pcall('ZSCORE', K.outbox_due, id) }

@@ -59,5 +59,6 @@ call('HSET', K.rq_job .. id, unpack(ARGV, first_job_field))
 call('HSET', K.rq_job .. id, 'status', 'queued', 'origin', queue,
   'created_at', utcformat(now_us), 'enqueued_at', utcformat(now_us))
 call('HINCRBY', K.totals .. slug, 'submitted', 1)
+list_task(id, queue, accepted_us)
 enqueue(id, task)
 return { 'submitted', id }
