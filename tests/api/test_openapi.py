@@ -42,6 +42,7 @@ def test_the_version_and_the_paths(spec: Any) -> None:
         ("/v1/models", "get"),
         ("/v1/responses", "post"),
         ("/v1/responses/{response_id}", "get"),
+        ("/v1/responses/{response_id}", "delete"),
         ("/v1/responses/{response_id}/cancel", "post"),
         ("/v1/responses/{response_id}/input_items", "get"),
         ("/v1/models/{model}", "get"),

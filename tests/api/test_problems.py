@@ -71,6 +71,7 @@ def test_an_unknown_path_lists_the_routes(client: ApiClient) -> None:
         "GET /v1/models/{model}",
         "GET /v1/queue",
         "POST /v1/responses",
+        "DELETE /v1/responses/{response_id}",
         "GET /v1/responses/{response_id}",
         "POST /v1/responses/{response_id}/cancel",
         "GET /v1/responses/{response_id}/input_items",

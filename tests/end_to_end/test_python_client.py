@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -225,3 +226,17 @@ def test_the_documented_programs_run(
     exec(compile(program, "docs/python-client.md", "exec"), {"__name__": "documented"})
 
     assert capsys.readouterr().out.strip()
+
+
+def test_tasks_are_found_and_deleted(connect: Callable[..., Any]) -> None:
+    client = connect()
+    mark = uuid.uuid4().hex
+    ids = [client.submit(PROMPT, max_tokens=1, metadata={"mark": mark}).result().id for _ in range(3)]
+    assert [task.id for task in client.list(metadata={"mark": mark}, status="completed")] == ids[::-1]
+    assert [task.id for task in client.list(metadata={"mark": mark}, limit=2)] == ids[:0:-1]
+    assert client.get(ids[0], include_prompt=True).request["prompt"] == PROMPT
+    client.delete(ids[0])
+    with pytest.raises(NotFound):
+        client.get(ids[0])
+    assert client.queue().model
+    assert client.workers()[0].state == "ready"

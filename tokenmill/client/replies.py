@@ -108,13 +108,18 @@ class Urls(Reply):
 
 
 class WebhookState(Reply):
-    """The delivery of the task's webhook. `state`: pending, delivered or failed."""
+    """The delivery of the task's webhook. `state`: pending, delivered or failed (given up).
+
+    `last_status`, `last_error`: of the last attempt. Times are in seconds since the epoch.
+    """
 
     url: str
     state: str
     attempts: int = 0
     last_status: int | None = None
+    last_error: str | None = None
     next_attempt_at: float | None = None
+    ended_at: float | None = None
 
 
 class TaskSummaryFields(Reply):
@@ -197,6 +202,8 @@ class Queue(Reply):
     model: str
     waiting: int
     running: int
+    waiting_by_priority: Mapping[str, int] = {}
+    ready_workers: int = 0
     waiting_tokens: int = 0
     oldest_seconds: float | None = None
     drain_tokens_per_second: float | None = None

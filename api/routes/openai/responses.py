@@ -41,6 +41,9 @@ _REPLY: dict[Any, Any] = {200: {"description": "The response object, or a stream
 _ITEMS: dict[Any, Any] = {200: {"description": "A page of items, the last one first."}}
 
 
+_DELETED: dict[Any, Any] = {200: {"description": "The response is deleted."}}
+
+
 class ResponsePath(BaseModel):
     """The response."""
 
@@ -88,6 +91,11 @@ def response_routes(services: TaskServices) -> APIBlueprint:
         """Ends the response and keeps its output so far."""
         return responses.cancel(path.response_id)
 
+    @routes.delete("/<response_id>", summary="Delete a response", responses=_DELETED)
+    def delete(path: ResponsePath) -> Response:
+        """Deletes its input and output. One that has not ended is cancelled first."""
+        return responses.delete(path.response_id)
+
     return routes
 
 
@@ -130,6 +138,15 @@ class _Responses:
         self._lookup.inspect(task_id)
         self._services.store.cancel(task_id)
         return self._shown(task_id)
+
+    def delete(self, response_id: str) -> Response:
+        task_id = _task_id(response_id)
+        # Raises for a task of another tenant.
+        self._lookup.inspect(task_id)
+        self._services.store.cancel(task_id)
+        self._services.store.erase(task_id)
+        deleted = {"id": response_id, "object": "response", "deleted": True}
+        return Response(json.dumps(deleted), content_type="application/json")
 
     def follow(self, response_id: str, after: int) -> Response:
         snapshot = self._lookup.inspect(_task_id(response_id))

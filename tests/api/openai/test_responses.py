@@ -66,6 +66,21 @@ def test_a_stream_resumes_at_every_event(client: ApiClient, worker: HandWorker) 
         assert after == [event for event in whole if event["sequence_number"] > number]
 
 
+def test_a_response_is_deleted(client: ApiClient, worker: HandWorker) -> None:
+    running = client.post(PATH, json=BACKGROUND).json["id"]
+    ended = client.post(PATH, json=BACKGROUND).json["id"]
+    client.post(f"{PATH}/{ended}/cancel")
+    for response_id in (running, ended):
+        reply = client.delete(f"{PATH}/{response_id}")
+        assert (reply.status_code, reply.json) == (
+            200,
+            {"id": response_id, "object": "response", "deleted": True},
+        )
+        assert client.get(f"{PATH}/{response_id}").status_code == 404
+        assert client.delete(f"{PATH}/{response_id}").status_code == 404
+    assert worker.claim() == []
+
+
 def test_a_response_is_cancelled(client: ApiClient) -> None:
     created = client.post(PATH, json=BACKGROUND).json
     assert client.post(f"{PATH}/{created['id']}/cancel").json["status"] == "cancelled"
