@@ -25,9 +25,11 @@ from api.routes.openai.responses import response_routes
 from api.routes.service_state import service_state_routes
 from api.routes.task_services import REPLY_SLOTS, REPLY_WAIT_SECONDS, TaskServices
 from api.routes.tasks import task_routes
+from api.routes.worker_steps import step_routes
 from api.schemas.replies import ProblemView
 from api.shutdown import Shutdown
 from api.streams.pubsub_hub import PubSubHub
+from api.streams.step_feeds import StepFeeds
 from api.streams.task_events import TaskEventReader
 from api.submission import Submitter
 from api.tenant_slots import TenantSlots
@@ -51,6 +53,7 @@ class AppParts:
     """The parts of the application that the process around it uses."""
 
     hub: PubSubHub
+    step_feeds: StepFeeds
     reply_slots: TenantSlots
     shutdown: Shutdown
     reap_failures: ReapFailures
@@ -84,6 +87,7 @@ def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiAp
         hub=PubSubHub(
             lambda: connect_subscriber(settings.redis_url), lambda channel: client.publish(channel, b"")
         ),
+        step_feeds=StepFeeds(lambda: connect_subscriber(settings.redis_url)),
         reply_slots=TenantSlots(REPLY_SLOTS, is_shared=is_shared, wait_seconds=REPLY_WAIT_SECONDS),
         shutdown=shutdown or Shutdown(),
         reap_failures=ReapFailures(registry, by_api=True),
@@ -96,6 +100,7 @@ def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiAp
         readers=Readers(client, retention_seconds=settings.retention_seconds),
         submitter=Submitter(settings, client, store),
         event_reader=TaskEventReader(parts.hub, store),
+        step_feeds=parts.step_feeds,
         stream_slots=TenantSlots(settings.max_streams, is_shared=is_shared),
         reply_slots=parts.reply_slots,
         metrics=metrics,
@@ -109,6 +114,7 @@ def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiAp
     app.register_api(completion_routes(services))
     app.register_api(model_routes(services))
     app.register_api(response_routes(services))
+    app.register_api(step_routes(services))
     app.register_api(health_routes(settings, store, registry, Redis(client, parts.redis_checks)))
     return app
 

@@ -27,6 +27,7 @@ from engine.scheduling.queue_positions import (
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence
 from engine.steps.fault_isolation import ExecutedStep, Runner, Sampler, StepExecutor
+from engine.steps.lanes import step_lanes
 from engine.steps.pipeline import AsyncExecutor, Pipeline
 from engine.steps.step_report import StepRecorder
 from engine.text.detokenizer import Tokenizer
@@ -58,6 +59,8 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
+        #: Whether reports list the sequences of each step.
+        self.records_lanes = False
         self.scheduler = Scheduler(config, clock=clock)
         self._clock = clock
         self._rules = StopRules(config)
@@ -294,7 +297,8 @@ class Engine:
         """New tokens, finishes since the last step, and the report."""
         with self._recorder.stage("update"):
             outputs += self._pop_finished(outputs)
-        report = self._recorder.build_report(scheduled, self.scheduler)
+        lanes = step_lanes(scheduled, self.scheduler) if self.records_lanes else None
+        report = self._recorder.build_report(scheduled, self.scheduler, lanes)
         return StepOutput(outputs=tuple(outputs), started=started, report=report)
 
     def _record_first_scheduled(self, scheduled: SchedulerOutputs, executed: ExecutedStep) -> tuple[str, ...]:

@@ -188,6 +188,20 @@ class Waited(NamedTuple):
     seconds: float
 
 
+class Lane(NamedTuple):
+    """One sequence in one step.
+
+    `state`: `prefill` or `decode` if the step computed `num_tokens` of it, else `waiting`, or `preempted` if
+    it waits after it lost its KV blocks. `reason`: what kept it out of the step.
+    """
+
+    request_id: str
+    output_index: int
+    state: str
+    num_tokens: int
+    reason: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """Statistics of one step, for metrics and traces.
@@ -196,7 +210,8 @@ class StepReport:
     decision that first scheduled the request, `first_token_seconds` from acceptance to the first token on the
     host, `inter_token_seconds` between two tokens of one sequence. `total_seconds`: duration of the call of
     `Engine.step`. `seconds_since_decision`: from the decision on the reported step to the end of that call;
-    with asynchronous scheduling an earlier call makes the decision.
+    with asynchronous scheduling an earlier call makes the decision. `lanes`: None unless
+    `Engine.records_lanes` is set.
     """
 
     step: int
@@ -233,6 +248,7 @@ class StepReport:
     inter_token_seconds: tuple[float, ...] = ()
     finished: tuple[FinishedRequest, ...] = ()
     num_execution_faults: int = 0
+    lanes: tuple[Lane, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

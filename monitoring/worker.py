@@ -61,6 +61,9 @@ class WorkerMetrics:
             "Time of the last turn of the worker's loop (seconds since 1970).",
         )
         self._load = families.gauge("model_load_seconds", "Time that it took to load the model.")
+        self._dropped_steps = families.counter(
+            "step_reports_dropped_total", "Reports of steps that were not written to Redis. No token is lost."
+        )
         self._observer_errors = families.counter(
             "observer_errors_total", "Exceptions in observers of the loop. The loop continues."
         )
@@ -104,6 +107,9 @@ class WorkerMetrics:
 
     def model_load_seconds(self, seconds: float) -> None:
         self._load.set(seconds)
+
+    def dropped_steps(self, reports: int) -> None:
+        self._dropped_steps.inc(reports)
 
     def observer_error(self) -> None:
         self._observer_errors.inc()

@@ -26,6 +26,7 @@ from worker.isolation import IsolatedRetries
 from worker.output_queue import OutputQueue
 from worker.ownership import OwnedTasks, Ownership
 from worker.preparation import ServedModel
+from worker.step_stream import StepStream
 from worker.watchdog import Observer, Watchdog, arm_watchdog
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class WorkerContext:
         self.owned_tasks = OwnedTasks(self.wake)
         self.isolation = IsolatedRetries(self.inbox, self.wake, self.clock)
         self.watchdog = Watchdog(self.timing.stall_seconds, self.clock, self.metrics, arm=self.arm)
+        self.steps = StepStream(self.name, self.clock, self.metrics)
         self.outages = OutageLog(logger, "worker", self.clock)
 
     @property

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.config import EngineConfig
+from tokenmill.protocol import naming
 from tokenmill.protocol.claim_order import ClaimOrder
 from tokenmill.protocol.records import Claimed
 from tokenmill.protocol.store.task_store import TaskStore
@@ -208,6 +209,7 @@ class Intake:
             num_outputs=task.num_outputs,
             num_cached_tokens=task.cached_tokens,
             logprobs=self._logprobs,
+            tenant=naming.tenant_of(task.queue),
         )
 
 

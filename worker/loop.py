@@ -32,6 +32,7 @@ class SteppingEngine(Protocol):
     """The part of `engine.engine.Engine` that the loop uses."""
 
     config: EngineConfig
+    records_lanes: bool
 
     @property
     def has_work(self) -> bool: ...
@@ -132,6 +133,7 @@ class Loop:
         watchdog: Watchdog,
         clock: Callable[[], float],
         wake: threading.Event,
+        wants_lanes: Callable[[], bool] = lambda: False,
     ) -> None:
         self.load = Load()
         self._engine = engine
@@ -142,6 +144,7 @@ class Loop:
         self._watchdog = watchdog
         self._clock = clock
         self._wake = wake
+        self._wants_lanes = wants_lanes
         self._isolated_mode = IsolatedMode(engine)
         self._next_positions_at = 0.0
         self._has_reported_positions = False
@@ -202,6 +205,7 @@ class Loop:
             self._sink.fail(request_id, internal_error())
 
     def _step(self) -> None:
+        self._engine.records_lanes = self._wants_lanes()
         output = self._engine.step(self._isolated_mode.request_id)
         self._sink.put(output)
         self._report_positions()

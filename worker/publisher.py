@@ -4,6 +4,8 @@ Invariant: every message is stored exactly once, whichever calls or replies are 
 stored is sent again under the same `seq`.
 """
 
+from typing import Any
+
 from engine.engine import RequestPosition
 from engine.outputs import SequenceOutput, StepOutput, WaitingReason
 from engine.sequence import FinishReason
@@ -20,13 +22,17 @@ _NOT_WAITING = {"waiting_for": "", "position": "", "tokens_ahead": ""}
 
 
 class Publisher:
-    """Keeps one `Stream` for each request that has something to store. `turn` belongs to one thread."""
+    """Keeps one `Stream` for each request that has something to store. `turn` belongs to one thread.
 
-    def __init__(self, store: TaskStore, context: WorkerContext) -> None:
+    `client`: writes reports of steps, after the tokens; None: none are written.
+    """
+
+    def __init__(self, store: TaskStore, context: WorkerContext, client: Any = None) -> None:
         self.num_completed = 0
         self.num_failed = 0
         self._store = store
         self._context = context
+        self._client = client
         self._queue = context.outputs
         self._streams: dict[str, Stream] = {}
         self._waiting_ids: set[str] = set()
@@ -44,6 +50,8 @@ class Publisher:
         if streams:
             self._publish(streams)
             self._update_backlog()
+        if self._client is not None:
+            self._context.steps.write(self._client)
 
     @property
     def is_drained(self) -> bool:
@@ -75,6 +83,7 @@ class Publisher:
             self._streams[stream.ownership.request_id] = stream
 
     def _add_step(self, step: StepOutput) -> None:
+        self._context.steps.add(step.report, self._tenant_of)
         for request_id in step.started:
             # The age of the decision to start it. The first token is a result of the same step.
             seconds = step.report.seconds_since_decision
@@ -83,6 +92,11 @@ class Publisher:
         self._queue.note_taken(len(step.outputs))
         if errors:
             raise errors[0]
+
+    def _tenant_of(self, request_id: str) -> str:
+        """Empty if the request is not this worker's any more: its id is then hidden."""
+        stream = self._streams.get(request_id)
+        return stream.tenant if stream else ""
 
     def _try_add(self, output: SequenceOutput) -> BaseException | None:
         """Return the error, if any. The stream is then closed, since its next message would leave a gap."""

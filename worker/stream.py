@@ -64,7 +64,8 @@ class Stream:
 
     A task is completed if all of its `num_outputs` ended by stop or length. Otherwise it has failed, with the
     error of the first output that failed. All entries are kept until the task ends: a Redis that lost the end
-    of the log gets it again from here. `num_cached_tokens`: as an earlier attempt reported them.
+    of the log gets it again from here. `num_cached_tokens`: as an earlier attempt reported them. `tenant`: as
+    in the name of the task's queue.
     """
 
     def __init__(
@@ -76,8 +77,10 @@ class Stream:
         num_outputs: int = 1,
         num_cached_tokens: int = 0,
         logprobs: LogprobsWriter | None = None,
+        tenant: str = "",
     ) -> None:
         self.ownership = ownership
+        self.tenant = tenant
         self._entries = list(entries)
         self._num_stored = len(self._entries)
         self._num_prompt_tokens = num_prompt_tokens

@@ -31,7 +31,7 @@ class WorkerThreads:
         self._clients = clients
         self._store = stores["main"]
         self.loop = _new_loop(engine, context)
-        self.publisher = Publisher(stores["publisher"], context)
+        self.publisher = Publisher(stores["publisher"], context, clients["publisher"])
         self.registration = Registration(context, engine.config.max_num_seqs, self.loop, self.publisher)
         self.intake = Intake(stores["intake"], context, engine.config, self.loop)
         self.leases = Leases(stores["leases"], context, self.registration)
@@ -137,4 +137,5 @@ def _new_loop(engine: SteppingEngine, context: WorkerContext) -> Loop:
         watchdog=context.watchdog,
         clock=context.clock,
         wake=context.wake,
+        wants_lanes=context.steps.wants_lanes,
     )

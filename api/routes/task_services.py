@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from api.shutdown import Shutdown
+from api.streams.step_feeds import StepFeeds
 from api.streams.task_events import TaskEventReader
 from api.submission import Submitter
 from api.tenant_slots import TenantSlots
@@ -30,6 +31,7 @@ class TaskServices:
     readers: Readers
     submitter: Submitter
     event_reader: TaskEventReader
+    step_feeds: StepFeeds
     stream_slots: TenantSlots
     reply_slots: TenantSlots
     metrics: HttpMetrics

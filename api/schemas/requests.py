@@ -111,7 +111,7 @@ class TaskBody(SamplingBody):
         return {}
 
 
-class _Parameters(BaseModel):
+class Parameters(BaseModel):
     """Headers or a query. The schema is cached: flask-openapi3 asks for it at each call."""
 
     @classmethod
@@ -120,11 +120,11 @@ class _Parameters(BaseModel):
 
 
 @cache
-def _schema_of(parameters: type[_Parameters]) -> dict[str, Any]:
-    return super(_Parameters, parameters).model_json_schema()
+def _schema_of(parameters: type[Parameters]) -> dict[str, Any]:
+    return super(Parameters, parameters).model_json_schema()
 
 
-class SubmitHeaders(_Parameters):
+class SubmitHeaders(Parameters):
     """Headers of a submission."""
 
     idempotency_key: str | None = Field(
@@ -147,7 +147,7 @@ class TaskPath(BaseModel):
     task_id: str = Field(description="The `id` of the task, 32 hexadecimal digits.")
 
 
-class WaitQuery(_Parameters):
+class WaitQuery(Parameters):
     """How long a poll waits."""
 
     wait: float = Field(
@@ -167,7 +167,7 @@ class TaskQuery(WaitQuery):
     )
 
 
-class ListQuery(_Parameters):
+class ListQuery(Parameters):
     """Which tasks a list shows. Besides these, `metadata.KEY=VALUE` compares a member of the metadata."""
 
     status: Literal["queued", "in_progress", "completed", "failed", "cancelled"] | None = None
@@ -186,7 +186,7 @@ class ListQuery(_Parameters):
     )
 
 
-class EventsQuery(_Parameters):
+class EventsQuery(Parameters):
     """Where a stream starts."""
 
     after: int | None = Field(
@@ -196,7 +196,7 @@ class EventsQuery(_Parameters):
     )
 
 
-class EventsHeaders(_Parameters):
+class EventsHeaders(Parameters):
     """What a reconnecting EventSource sends."""
 
     last_event_id: str | None = Field(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 
-from engine.outputs import FinishedRequest, SchedulerOutputs, StepReport, Waited
+from engine.outputs import FinishedRequest, Lane, SchedulerOutputs, StepReport, Waited
 from engine.requests.request_state import OutputState, RequestState
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence, worst_reason
@@ -86,7 +86,9 @@ class StepRecorder:
             )
         )
 
-    def build_report(self, scheduled: SchedulerOutputs, scheduler: Scheduler) -> StepReport:
+    def build_report(
+        self, scheduled: SchedulerOutputs, scheduler: Scheduler, lanes: tuple[Lane, ...] | None = None
+    ) -> StepReport:
         config, seconds, now = scheduler.config, self._stage_seconds, self._clock()
         return StepReport(
             step=self._step,
@@ -125,6 +127,7 @@ class StepRecorder:
             inter_token_seconds=tuple(self._inter_token_seconds),
             finished=tuple(self._finished),
             num_execution_faults=self._num_faults,
+            lanes=lanes,
         )
 
 

@@ -133,6 +133,7 @@ def make_app() -> Iterator[MakeApp]:
     yield make
     for app in apps:
         app.parts.hub.close()
+        app.parts.step_feeds.close()
 
 
 @pytest.fixture

@@ -46,6 +46,8 @@ def test_the_version_and_the_paths(spec: Any) -> None:
         ("/v1/responses/{response_id}/cancel", "post"),
         ("/v1/responses/{response_id}/input_items", "get"),
         ("/v1/models/{model}", "get"),
+        ("/v1/workers/{name}/steps", "get"),
+        ("/v1/workers/{name}/trace", "get"),
         ("/livez", "get"),
         ("/readyz", "get"),
         ("/health", "get"),

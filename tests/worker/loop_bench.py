@@ -30,6 +30,7 @@ class ScriptedEngine:
         self.fault: Exception | None = None
         self.num_waiting = 0
         self.is_compiling = False
+        self.records_lanes = False
 
     @property
     def has_work(self) -> bool:

@@ -168,6 +168,16 @@ def worker(name: str) -> str:
     return f"tokenmill:worker:{name}"
 
 
+def steps(name: str) -> str:
+    """Stream, capped and expiring: a worker's steps, see `tokenmill/protocol/steps.py`."""
+    return f"tokenmill:steps:{name}"
+
+
+def steps_watched(name: str) -> str:
+    """String, expiring: exists while a client follows the steps of a worker."""
+    return f"tokenmill:steps:watched:{name}"
+
+
 def model_card(slug: str) -> str:
     """String: the JSON model card that the last worker of a model published."""
     return f"tokenmill:model:{slug}"

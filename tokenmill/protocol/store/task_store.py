@@ -11,7 +11,7 @@ from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
-from tokenmill.protocol import keys, log, rq_keys
+from tokenmill.protocol import keys, log, rq_keys, steps
 from tokenmill.protocol.claim_order import DEFAULT_ORDER, ClaimOrder
 from tokenmill.protocol.messages import Event, GenerateRequest, LogEntry
 from tokenmill.protocol.naming import tenant_hash
@@ -240,6 +240,18 @@ class TaskStore:
     def workers(self) -> list[WorkerRecord]:
         """The unexpired records of the workers of all models."""
         return [WorkerRecord.from_json(record) for record in self._run("workers/list_workers")]
+
+    def has_steps(self, name: str, slug: str) -> bool:
+        """Whether a worker of the model exists, or its steps are kept after its end."""
+        text = self._client.get(keys.worker(name))
+        if text:
+            return bool(json.loads(text)["slug"] == slug)
+        return bool(self._client.exists(keys.steps(name)))
+
+    def read_steps(self, name: str) -> list[bytes]:
+        """The recorded steps of a worker, oldest first, see `tokenmill/protocol/steps.py`."""
+        rows = self._client.xrevrange(keys.steps(name), count=steps.MAX_ENTRIES)
+        return [fields[steps.FIELD] for _, fields in reversed(rows)]
 
     def put_model_card(self, slug: str, card: ModelCard) -> None:
         self._client.set(keys.model_card(slug), card.to_json())
