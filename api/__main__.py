@@ -9,7 +9,10 @@ if __name__ == "__main__":
 import os
 import sys
 
-from api.server import CannotListen, serve
+import structlog
+
+from api.process import CannotListen, serve
+from tokenmill.process import logs
 from tokenmill.process.hold_unusable import hold_unusable
 from tokenmill.process.temporary_directory import NoTemporaryDirectory, check_temporary_directory
 from tokenmill.settings.declarations import VARIABLES, ApiSettings
@@ -21,27 +24,34 @@ EXIT_UNUSABLE = 78
 """EX_CONFIG of sysexits.h: a setting is invalid, so a restart does not help. The worker uses the same."""
 
 
+_log = structlog.get_logger(__name__)
+
+
 def main() -> int:
+    logs.start("api")
+    try:
+        return _run()
+    finally:
+        logs.flush()
+
+
+def _run() -> int:
     for line in warnings(os.environ, VARIABLES):
-        _say(line)
+        _log.warning(line)
     try:
         settings = ApiSettings.load(os.environ)
         settings.check_files()
         check_temporary_directory()
         serve(settings)
     except (SettingError, NoTemporaryDirectory) as error:
-        _say(str(error))
-        hold_unusable(os.environ, _say)
+        _log.critical(str(error))
+        hold_unusable(os.environ, _log.critical)
         return EXIT_UNUSABLE
     except CannotListen as error:
         # The address may be free at the next start.
-        _say(str(error))
+        _log.critical(str(error))
         return EXIT_FAILED
     return 0
-
-
-def _say(line: str) -> None:
-    print(f"tokenmill api: {line}", file=sys.stderr, flush=True)  # noqa: T201 - what the user must read
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from flask_openapi3.openapi import OpenAPI
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from api import authentication, cors, error_handlers, problems
+from api import authentication, call_log, cors, error_handlers, problems
 from api.background.redis_checks import RedisChecks
 from api.json_body import JsonRequest
 from api.redis_clients import connect, connect_subscriber
@@ -120,6 +120,8 @@ def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiAp
 
 
 def _install_hooks(app: ApiApp, settings: ApiSettings, metrics: HttpMetrics) -> None:
+    # First, so that its hook after a call runs last.
+    call_log.install(app, settings.keyring)
     error_handlers.install(app)
     _count_requests(app, metrics)
     _redirect_by_path(app)

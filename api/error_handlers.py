@@ -1,10 +1,10 @@
 """Turns every exception of the application into a problem, and puts the request's id on every reply."""
 
-import logging
 import re
 from collections.abc import Mapping
 
 import redis
+import structlog
 from flask import Flask, Response, current_app, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound
 from werkzeug.wrappers import Response as BaseResponse
@@ -12,7 +12,7 @@ from werkzeug.wrappers import Response as BaseResponse
 from api.problems import Problem, excerpt, request_id
 from api.redis_clients import is_unavailable, why_unavailable
 
-logger = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 _PARAMETER = re.compile(r"<(?:[^:<>]*:)?([^<>]+)>")
 _DOCS_FILE = re.compile(r"/docs/.*(?<!json)$(?<!^/docs/)")
@@ -80,6 +80,6 @@ def _from_redis(error: redis.RedisError) -> Response:
 
 
 def _from_exception(error: Exception) -> Response:
-    logger.error("request %s failed", request_id(), exc_info=error)
+    _log.error("request failed", request_id=request_id(), exc_info=error)
     detail = f"internal error; the log of this service has details under request {request_id()}"
     return Problem(500, "internal_error", detail).to_response()

@@ -4,19 +4,19 @@ By default redis-py retries a command ten times, which could block an HTTP threa
 failover no connection to the demoted server is kept.
 """
 
-import logging
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import redis
+import structlog
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from tokenmill.process.redis_outages import OutageLog
 from tokenmill.protocol import redis_url
 
-logger = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 CONNECT_SECONDS = 2.0
 ANSWER_SECONDS = 5.0
@@ -48,7 +48,7 @@ class _Client(redis.Redis):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._outages = OutageLog(logger, "API")
+        self._outages = OutageLog(_log, "API")
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
         try:

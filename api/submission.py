@@ -10,11 +10,13 @@ import secrets
 from typing import Any
 
 import redis
+from flask import has_request_context
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 from rq.utils import now
 
-from api.problems import Problem, bad_field
+from api.call_log import note_task
+from api.problems import Problem, bad_field, request_id
 from api.schemas.requests import Message, TaskBody
 from tokenmill.protocol import naming
 from tokenmill.protocol.limits import TIME_LIMIT_NAMES, TimeLimits
@@ -50,12 +52,15 @@ class Submitter:
         """Queue a task of `tenant`. Raises `Problem`: 422 for a reused key, 429 for a full queue."""
         submission = self._submission(body, idempotency_key, tenant, card)
         try:
-            return self._store.submit(submission)
+            submitted = self._store.submit(submission)
         except QueueFull as full:
             raise self._queue_full(full, submission.cost) from full
         except IdempotencyConflict:
             detail = "this Idempotency-Key was used with another body; use a new key"
             raise Problem(422, "idempotency_key_reused", detail, param="Idempotency-Key") from None
+        if has_request_context():
+            note_task(submitted.task_id)
+        return submitted
 
     def _submission(self, body: TaskBody, key: str | None, tenant: str, card: ModelCard | None) -> Submission:
         settings = self._settings
@@ -78,6 +83,7 @@ class Submitter:
             share_limits=settings.keyring.has_several_tenants,
             num_outputs=body.sampling_params.n,
             webhook=body.webhook.url if body.webhook else "",
+            request_id=request_id() if has_request_context() else "",
             cancel_on_disconnect=body.on_disconnect == "cancel",
             limits=TimeLimits(**{name: getattr(body, name) for name in TIME_LIMIT_NAMES}),
         )

@@ -20,11 +20,15 @@ import pytest
 import redis
 
 from tests.instruction_sets import report
+from tokenmill.process import logs
 from tokenmill.serve.embedded_redis import find_redis_server
 
 # Nothing is timed: on a loaded machine any example may take long.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+# structlog's loggers write to `logging`, where `caplog` finds them.
+logs.configure("debug")
 
 
 def pytest_report_header() -> str:

@@ -46,7 +46,10 @@ PLANTS = {
         ("tokenmill/protocol/messages.py", "import redis"),
         ("tokenmill/protocol/keys.py", "import worker.errors"),
         ("tokenmill/protocol/naming.py", "import rq"),
+    ],
+    "process:": [
         ("tokenmill/process/hold_unusable.py", "import redis"),
+        ("tokenmill/process/logs.py", "import flask"),
     ],
     "tokenmill: rooms": [
         ("tokenmill/client/calls.py", "import tokenmill.serve.state_directory"),

@@ -11,14 +11,13 @@ if __name__ == "__main__":
     # Before anything else: the imports below take seconds, and loading a model takes minutes.
     exit_on_signals()
 
-import logging
 import os
-import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import redis
+import structlog
 from prometheus_client import CollectorRegistry
 
 from engine.checkpoint.check import check_source
@@ -26,6 +25,7 @@ from engine.errors import InvalidParameter, UnsupportedModel
 from monitoring.engine import EngineMetrics
 from monitoring.http import serve_metrics
 from monitoring.worker import WorkerMetrics
+from tokenmill.process import logs
 from tokenmill.process.hold_unusable import hold_unusable
 from tokenmill.process.redis_outages import OutageLog
 from tokenmill.process.temporary_directory import NoTemporaryDirectory, check_temporary_directory
@@ -45,7 +45,7 @@ from worker.watchdog import arm_watchdog, disarm_watchdog
 if TYPE_CHECKING:
     from engine.execution.build import Execution
 
-logger = logging.getLogger("worker")
+_log = structlog.get_logger(__name__)
 
 EXIT_NO_REDIS = 69
 EXIT_UNUSABLE = 78
@@ -59,6 +59,7 @@ class Process:
         self._settings = settings
         self._slug = settings.slug
         self._name = new_worker_name()
+        logs.bind(worker=self._name)
         self._registry = CollectorRegistry()
         self._metrics = WorkerMetrics(self._registry, model=settings.public_model)
         self._worker: BatchWorker | None = None
@@ -90,7 +91,7 @@ class Process:
             raise SettingError(
                 f"TOKENMILL_METRICS_HOST and TOKENMILL_METRICS_PORT: cannot listen on {host}:{port}: {error}"
             ) from error
-        logger.info("metrics are at http://%s:%d/metrics", host, server.port)
+        _log.debug("serving metrics", url=f"http://{host}:{server.port}/metrics")
 
     def _connect(self, thread: str) -> Any:
         return connect(self._settings.redis_url, f"{self._name}:{thread}")
@@ -172,7 +173,7 @@ def _load(settings: WorkerSettings, loading: Loading) -> "Execution":
 def _try_until(call: Callable[[], object], client: Any, seconds: float) -> bool:
     """Repeat `call`, which uses `client`, until Redis accepts it. False if it never did within `seconds`."""
     deadline = time.monotonic() + seconds
-    outages = OutageLog(logger, "worker")
+    outages = OutageLog(_log, "worker")
     while time.monotonic() < deadline:
         try:
             call()
@@ -187,19 +188,17 @@ def _try_until(call: Callable[[], object], client: Any, seconds: float) -> bool:
 
 
 def _unusable(reason: str) -> int:
-    logger.critical("%s", reason)
+    _log.critical(reason)
     # Its deadline is that of loading, and the process may be held for longer.
     disarm_watchdog()
-    hold_unusable(os.environ, logger.critical)
+    hold_unusable(os.environ, _log.critical)
     return EXIT_UNUSABLE
 
 
 def main() -> int:
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logs.start("worker")
     for line in warnings(os.environ, VARIABLES):
-        logger.warning("%s", line)
+        _log.warning(line)
     try:
         settings = WorkerSettings.load(os.environ)
         check_temporary_directory()
@@ -211,13 +210,13 @@ def main() -> int:
         return _unusable(str(error))
     except (SettingError, InvalidParameter, UnsupportedModel) as error:
         return _unusable(settings_message(error))
-    except Exception:
-        logger.critical("the worker failed", exc_info=True)
+    except Exception:  # noqa: BLE001 - it is logged
+        _log.critical("the worker failed", exc_info=True)
         return 1
 
 
 if __name__ == "__main__":
     status = main()
-    logging.shutdown()
+    logs.flush()
     # Not sys.exit: a thread that is stuck in native code would keep the process alive, or crash its exit.
     os._exit(status)

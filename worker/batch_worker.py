@@ -4,16 +4,17 @@ Invariants: signal handlers only queue a reason to stop, and the main thread act
 ends, its tasks return to the front of their queues, and the process ends within a bounded time.
 """
 
-import logging
 import queue
 import signal
+
+import structlog
 
 from tokenmill.protocol.records import WorkerState
 from worker.context import StopReason, ThreadFailure, WorkerContext
 from worker.loop import SteppingEngine
 from worker.threads import WorkerThreads
 
-logger = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 EXIT_STOPPED = 0
 """Stopped by a signal or by RQ's `shutdown` command."""
@@ -57,7 +58,7 @@ class BatchWorker:
     def work(self) -> int:
         """Work until a signal, a command or a failure stops the worker. Returns the exit status."""
         self.threads.start()
-        logger.info("worker %s serves model %s", self.name, self.context.model.name)
+        _log.info("serving", model=self.context.model.name)
         try:
             reason = self._wait_for_stop()
             if not isinstance(reason, ThreadFailure):
@@ -98,7 +99,7 @@ class BatchWorker:
 
         Returns the reason for the end: `reason`, or what came meanwhile.
         """
-        logger.info("%s: the worker claims no more tasks and finishes those it has", reason)
+        _log.info("claiming no more tasks, finishing those owned", reason=str(reason))
         self.context.is_draining = True
         self.threads.stop_claiming()
         deadline = self.context.clock() + self.context.timing.grace_seconds
@@ -108,7 +109,7 @@ class BatchWorker:
             except queue.Empty:
                 continue
             if not isinstance(second, ThreadFailure):
-                logger.info("%s again: the worker stops now", second)
+                _log.info("stopping now", reason=str(second))
                 self._last_step_seconds = 0.0
             return second
         return reason

@@ -3,7 +3,6 @@
 Invariant: a task that is lost or cancelled is dropped in every part of the worker by one method here.
 """
 
-import logging
 import os
 import queue
 import secrets
@@ -13,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import structlog
 
 from engine.errors import EngineDead
 from monitoring.worker import WorkerMetrics
@@ -29,7 +30,7 @@ from worker.preparation import ServedModel
 from worker.step_stream import StepStream
 from worker.watchdog import Observer, Watchdog, arm_watchdog
 
-logger = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class WorkerContext:
         self.isolation = IsolatedRetries(self.inbox, self.wake, self.clock)
         self.watchdog = Watchdog(self.timing.stall_seconds, self.clock, self.metrics, arm=self.arm)
         self.steps = StepStream(self.name, self.clock, self.metrics)
-        self.outages = OutageLog(logger, "worker", self.clock)
+        self.outages = OutageLog(_log, "worker", self.clock)
 
     @property
     def state(self) -> WorkerState:
@@ -102,7 +103,9 @@ class WorkerContext:
         # First, since logging may fail too when memory is short.
         self.stop_reasons.put(ThreadFailure(thread, error))
         trace = None if isinstance(error, EngineDead) else error
-        logger.critical("thread %s failed: %s: %s", thread, type(error).__name__, error, exc_info=trace)
+        _log.critical(
+            "a thread failed", thread=thread, error=f"{type(error).__name__}: {error}", exc_info=trace
+        )
 
     def phases(self, owners: Mapping[str, str]) -> dict[str, TaskPhase]:
         """The phase of each task of `owners` (task -> owner), recorded in case this worker dies."""
@@ -121,5 +124,5 @@ class WorkerContext:
         """Drop a cancelled task. The cancel wrote its end; the engine still reports it for the metrics."""
         self.owned_tasks.drop(ownership)
         self.inbox.put(Cancel(ownership))
-        self.outputs.forget(ownership.request_id)
+        self.outputs.forget(ownership.request_id, is_cancelled=True)
         self.isolation.finish(ownership)

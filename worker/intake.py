@@ -5,10 +5,11 @@ are tokenized here, so that the loop never waits for it. The exception is a susp
 """
 
 import json
-import logging
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import Protocol
+
+import structlog
 
 from engine.config import EngineConfig
 from tokenmill.protocol import naming
@@ -21,8 +22,9 @@ from worker.inbox import PreparedTask
 from worker.loop import Load
 from worker.preparation import Preparation, ownership_of
 from worker.stream import LogprobsWriter, Stream
+from worker.task_trace import TaskTrace
 
-logger = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 POLL_SECONDS = 1.0
 """The queue is polled at this interval, since a wake-up message can be lost with its connection."""
@@ -116,6 +118,8 @@ class Intake:
 
     def _own(self, claimed: list[Claimed]) -> None:
         """Register the tasks before any of them is prepared: from here on their leases are renewed."""
+        now = self._context.clock()
+        claimed = [replace(task, claimed_at=now) for task in claimed]
         for task in claimed:
             if earlier := self._context.owned_tasks.find(task.task_id):
                 # An attempt of this worker whose loss was not noticed.
@@ -164,7 +168,7 @@ class Intake:
             # The next renewal of the leases drops it in the other parts; the loop need not wait for that.
             isolation.finish(ownership)
             return True
-        logger.warning("task %s runs alone, because a worker may have died of it", suspect.task_id)
+        _log.warning("task runs alone, because a worker may have died of it", task=suspect.task_id)
         self._context.metrics.suspected(1)
         return not isolation.begin(ownership, lambda seconds: self._prepare(_later(suspect, seconds)))
 
@@ -174,8 +178,8 @@ class Intake:
             prepared = self._preparation.prepare(task)
         except RequestRefused as refusal:
             error = refusal.error
-        except BaseException:  # a panic in a tokenizer written in Rust is not an Exception
-            logger.exception("task %s cannot be prepared", task.task_id)
+        except BaseException:  # noqa: BLE001 - a panic in a tokenizer written in Rust is not an Exception
+            _log.exception("task cannot be prepared", task=task.task_id)
             error = internal_error()
         else:
             return self._open_stream(task, prepared)
@@ -205,6 +209,7 @@ class Intake:
         return Stream(
             ownership_of(task),
             entries=task.entries,
+            trace=TaskTrace.of(task),
             num_prompt_tokens=num_prompt_tokens,
             num_outputs=task.num_outputs,
             num_cached_tokens=task.cached_tokens,
@@ -215,4 +220,4 @@ class Intake:
 
 def _later(task: Claimed, seconds: float) -> Claimed:
     """The task `seconds` after its claim."""
-    return replace(task, waited_seconds=task.waited_seconds + seconds)
+    return replace(task, waited_seconds=task.waited_seconds + seconds, claimed_at=task.claimed_at + seconds)

@@ -4,18 +4,16 @@ Invariants: a stalled loop renews nothing. The owner check in every write decide
 only decides when another worker may take it.
 """
 
-import logging
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 import redis
 
+from tokenmill.process.reaped_tasks import log_reaped
 from tokenmill.protocol.store.task_store import TaskStore
 from worker.context import WorkerContext
 from worker.ownership import Ownership
-
-logger = logging.getLogger(__name__)
 
 MAX_BEAT_SECONDS = 1.0
 
@@ -77,14 +75,10 @@ class Leases:
             failed_seconds_ago=None if self._failed_at is None else now - self._failed_at,
         )
         self._failed_at = None
+        log_reaped(reaped)
         if reaped.returned:
-            logger.warning("tasks of a dead worker returned to the queue: %s", ", ".join(reaped.returned))
             metrics.reclaimed(len(reaped.returned))
         if reaped.poisoned:
-            logger.error("tasks ended, as several workers died of them: %s", ", ".join(reaped.poisoned))
             metrics.poisoned(len(reaped.poisoned))
-        if reaped.lost:
-            logger.error("tasks ended, as Redis lost some of their keys: %s", ", ".join(reaped.lost))
         for failure in reaped.failures:
-            logger.error("reaper, %s: record %s is skipped: %s", *failure)
             metrics.reap_failure(failure.duty)

@@ -4,17 +4,17 @@ Invariant: a message is only a hint. A lost message costs time until the next po
 """
 
 import json
-import logging
 from typing import Any
 
 import redis
+import structlog
 from rq.command import PUBSUB_CHANNEL_TEMPLATE
 
 from tokenmill.protocol import keys
 from tokenmill.protocol.store.task_store import TaskStore
 from worker.context import WorkerContext
 
-logger = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 LISTEN_SECONDS = 1.0
 
@@ -82,7 +82,7 @@ class Listener:
                     # The script notifies all workers, this one included.
                     self._store.cancel(ownership.task_id)
             case other:
-                logger.warning("RQ's command %r is not supported", other)
+                _log.warning("RQ's command is not supported", command=repr(other))
 
 
 def _read(data: bytes) -> dict[str, Any]:

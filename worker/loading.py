@@ -2,7 +2,6 @@
 
 import errno
 import gc
-import logging
 import os
 import resource
 import time
@@ -13,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import structlog
+
 from monitoring.worker import WorkerMetrics
 from tokenmill.process.redis_outages import OutageLog
 from tokenmill.protocol.records import WorkerRecord
@@ -20,11 +21,14 @@ from tokenmill.protocol.store.task_store import TaskStore
 from tokenmill.settings.errors import SettingError
 from worker.service import Service
 
-logger = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 BEAT_SECONDS = 1.0
 RECORD_SECONDS = 15.0
 """The record's lifetime. Native code that reads a checkpoint may block all threads for some seconds."""
+
+_PHASES = ("looking for", "converting", "compiling", "quantizing", "loading")
+"""Beginnings of the lines that name a phase which may take long. The others are details."""
 
 _UNWRITABLE = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST}
@@ -37,7 +41,7 @@ class Loading:
     def __init__(self, client: Any, record: WorkerRecord, metrics: WorkerMetrics) -> None:
         self.metrics = metrics
         self.clock: Callable[[], float] = time.monotonic
-        self.outages = OutageLog(logger, "loading")
+        self.outages = OutageLog(_log, "loading")
         self._store = TaskStore(client)
         self._record = record
         self._began_at = self.clock()
@@ -56,12 +60,13 @@ class Loading:
         self.metrics.model_load_seconds(self.clock() - self._began_at)
 
     def progress(self, line: str) -> None:
-        logger.info("%s", line)
+        write = _log.info if line.startswith(_PHASES) else _log.debug
+        write(line)
         self._record = replace(self._record, detail=line)
 
     def thread_failed(self, thread: str, error: BaseException) -> None:
         """Loading continues without the record."""
-        logger.error("thread %s failed: %s", thread, error)
+        _log.error("a thread failed", thread=thread, error=str(error))
 
     def _beat(self) -> None:
         self._store.put_worker(self._record, ttl_seconds=RECORD_SECONDS)

@@ -3,11 +3,12 @@
 A turn uses in-process queues only. No request, observer or slow Redis can end it; only `EngineDead` does.
 """
 
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
+
+import structlog
 
 from engine.config import EngineConfig
 from engine.engine import RequestPosition
@@ -20,7 +21,7 @@ from worker.inbox import Cancel, Discard, Inbox, Message, PreparedTask, Quiesce,
 from worker.ownership import OwnedTasks, Ownership
 from worker.watchdog import Observers, Watchdog
 
-logger = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 IDLE_SECONDS = 0.25
 """Longest wait of an idle turn; a message ends it at once."""
@@ -199,8 +200,8 @@ class Loop:
         except InvalidParameter as error:
             param = task.prompt_field if error.field == "prompt" else error.field
             self._sink.fail(request_id, invalid_parameter(error, param))
-        except Exception:  # the fault of one request
-            logger.exception("%s: the engine could not add the request", request_id)
+        except Exception:  # noqa: BLE001 - the fault of one request
+            _log.exception("the engine could not add the request", task=request_id.partition(":")[0])
             self._engine.discard(request_id)
             self._sink.fail(request_id, internal_error())
 

@@ -36,6 +36,7 @@ class Forget:
     """The request is not this worker's any more. Its outputs are not stored."""
 
     request_id: str
+    is_cancelled: bool = False
 
 
 Message = Stream | StepOutput | Positions | Failed | Forget
@@ -70,8 +71,8 @@ class OutputQueue:
     def fail(self, request_id: str, error: TaskError) -> None:
         self._messages.put(Failed(request_id, error))
 
-    def forget(self, request_id: str) -> None:
-        self._messages.put(Forget(request_id))
+    def forget(self, request_id: str, *, is_cancelled: bool = False) -> None:
+        self._messages.put(Forget(request_id, is_cancelled))
 
     @property
     def backlog(self) -> int:

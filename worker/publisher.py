@@ -74,8 +74,8 @@ class Publisher:
             case Failed(request_id, error):
                 if (stream := self._streams.get(request_id)) and not stream.has_ended:
                     stream.fail(error)
-            case Forget(request_id):
-                self._streams.pop(request_id, None)
+            case Forget(request_id, is_cancelled):
+                self._drop(request_id, is_cancelled=is_cancelled)
 
     def _open(self, stream: Stream) -> None:
         # A task that was lost or cancelled while it was prepared was forgotten before this.
@@ -87,6 +87,8 @@ class Publisher:
         for request_id in step.started:
             # The age of the decision to start it. The first token is a result of the same step.
             seconds = step.report.seconds_since_decision
+            if stream := self._streams.get(request_id):
+                stream.trace.scheduled(self._context.clock() - seconds)
             self._record(request_id, {"scheduled": f"{seconds:.6f}", **_NOT_WAITING})
         errors = [error for output in step.outputs if (error := self._try_add(output))]
         self._queue.note_taken(len(step.outputs))
@@ -110,9 +112,11 @@ class Publisher:
     def _add(self, output: SequenceOutput) -> None:
         if output.finish_reason is FinishReason.CANCELLED:
             # The script that cancelled the task wrote its end.
-            self._streams.pop(output.request_id, None)
+            self._drop(output.request_id, is_cancelled=True)
         elif (stream := self._streams.get(output.request_id)) and not stream.has_ended:
             stream.add(output)
+            if stream.trace.first_token is None and output.token_id is not None:
+                stream.trace.first_token = self._context.clock()
 
     def _record_positions(self, positions: list[RequestPosition]) -> None:
         for one in positions:
@@ -161,7 +165,7 @@ class Publisher:
                 self._close(stream.ownership)
                 self._context.drop_lost(stream.ownership)
             case Cancelled():
-                self._close(stream.ownership)
+                self._drop(stream.ownership.request_id, is_cancelled=True)
                 self._context.drop_cancelled(stream.ownership)
         return 0
 
@@ -172,9 +176,20 @@ class Publisher:
         if write.settlement:
             self._close(stream.ownership)
             self._context.owned_tasks.drop(stream.ownership)
+            stream.trace.ended(write.settlement, self._context.clock(), stream.error_code)
             is_completed = write.settlement.status == "completed"
             self.num_completed += is_completed
             self.num_failed += not is_completed
+
+    def _drop(self, request_id: str, *, is_cancelled: bool) -> None:
+        """Store nothing more of a request, if its stream is open."""
+        stream = self._streams.pop(request_id, None)
+        if stream and is_cancelled:
+            stream.trace.cancelled(
+                self._context.clock(),
+                prompt_tokens=stream.num_prompt_tokens,
+                completion_tokens=stream.num_tokens,
+            )
 
     def _close(self, ownership: Ownership) -> None:
         del self._streams[ownership.request_id]

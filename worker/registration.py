@@ -1,11 +1,11 @@
 """The worker's public records: one for the API, and one for RQ's tools (`rq info`, rq-dashboard)."""
 
-import logging
 import time
 from datetime import UTC, datetime
 from typing import Any
 
 import redis
+import structlog
 from rq import Queue, worker_registration
 from rq.serializers import JSONSerializer
 from rq.worker import BaseWorker, WorkerStatus
@@ -16,7 +16,7 @@ from worker.context import WorkerContext
 from worker.loop import Loop
 from worker.publisher import Publisher
 
-logger = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 RQ_SECONDS = 60
 """`rq info` shows a worker that died for this time."""
@@ -65,7 +65,7 @@ class Registration(BaseWorker):
             self._store.drop_worker(self.name)
             self.register_death()  # type: ignore[no-untyped-call] # RQ's
         except Exception as error:  # noqa: BLE001 - must not change the exit status
-            logger.warning("the worker's records could not be removed: %s", error)
+            _log.warning("the worker's records could not be removed", error=str(error))
         finally:
             self.connection.close()
 

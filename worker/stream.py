@@ -17,6 +17,7 @@ from tokenmill.protocol.messages import LogEntry, TaskError, Usage
 from tokenmill.protocol.records import Settlement, Write
 from worker.errors import INVALID_REQUEST, engine_error
 from worker.ownership import Ownership
+from worker.task_trace import TaskTrace
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot express. OpenAI's API uses the same value."""
@@ -78,12 +79,14 @@ class Stream:
         num_cached_tokens: int = 0,
         logprobs: LogprobsWriter | None = None,
         tenant: str = "",
+        trace: TaskTrace | None = None,
     ) -> None:
         self.ownership = ownership
         self.tenant = tenant
+        self.trace = trace or TaskTrace(ownership.task_id)
+        self.num_prompt_tokens = num_prompt_tokens
         self._entries = list(entries)
         self._num_stored = len(self._entries)
-        self._num_prompt_tokens = num_prompt_tokens
         self._num_outputs = num_outputs
         self._num_cached_tokens = num_cached_tokens
         self._logprobs = logprobs
@@ -93,6 +96,16 @@ class Stream:
         self._reasons = {index: FinishReason(end["finish_reason"]) for index, end in ends.items()}
         self._error = next((error for end in ends.values() if (error := end.get("error"))), None)
         self._settlement = self._settle_from_log() if has_ended(self._entries) else None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all outputs."""
+        return num_tokens_of(self._entries)
+
+    @property
+    def error_code(self) -> str | None:
+        """The code of the error of a failed task, once it has ended."""
+        return str(self._error["code"]) if self._error else None
 
     @property
     def num_unstored(self) -> int:
@@ -166,6 +179,7 @@ class Stream:
             self._error = self._error or (error.to_json() if error else None)
             return
         error = TaskError(**self._error) if self._error else error
+        self._error = error.to_json() if error else None
         usage = self._usage()
         self._entries.append(LogEntry.of_end(text, reason.value, index=index, usage=usage, error=error))
         self._settlement = self._settle(usage.to_json(), error)
@@ -178,8 +192,8 @@ class Stream:
 
     def _usage(self) -> Usage:
         return Usage(
-            prompt_tokens=self._num_prompt_tokens,
-            completion_tokens=num_tokens_of(self._entries),
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=self.num_tokens,
             cached_tokens=self._num_cached_tokens,
         )
 

@@ -1,8 +1,9 @@
 """Starts the worker's threads and stops them in order. Each thread has its own Redis client."""
 
-import logging
 import time
 from collections.abc import Callable
+
+import structlog
 
 from worker.context import WorkerContext
 from worker.intake import Intake
@@ -14,7 +15,7 @@ from worker.registration import Registration
 from worker.service import Service
 from worker.watchdog import Observers
 
-logger = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 RETRY_SECONDS = 0.5
 
@@ -75,7 +76,7 @@ class WorkerThreads:
         self.services["loop"].stop()
         self.services["intake"].join(claim_seconds)
         if not self.services["loop"].join(deadline - self._context.clock()):
-            logger.warning("the worker stops without waiting for the current step")
+            _log.warning("stopping without waiting for the current step")
 
     def flush(self, seconds: float) -> None:
         """Stop the publisher and store what it still holds, as far as Redis accepts it within `seconds`."""
@@ -102,7 +103,7 @@ class WorkerThreads:
 
         while owners and self._context.clock() < deadline:
             if self._try(hand_back_once):
-                logger.info("%d unfinished tasks were returned to the queue", len(owners))
+                _log.info("unfinished tasks returned to the queue", count=len(owners))
                 return
 
     def stop(self, seconds: float) -> None:
@@ -121,7 +122,7 @@ class WorkerThreads:
             call()
         except Exception as error:  # noqa: BLE001 - see above
             self._context.metrics.redis_error("shutdown")
-            logger.warning("a step of the shutdown failed: %s: %s", type(error).__name__, error)
+            _log.warning("a step of the shutdown failed", error=f"{type(error).__name__}: {error}")
             time.sleep(RETRY_SECONDS)
             return False
         return True

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import faulthandler
-import logging
 import math
 import os
 import signal
@@ -14,10 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import structlog
+
 from engine.outputs import StepReport
 from monitoring.worker import WorkerMetrics
 
-logger = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 ARM_SECONDS = 1.0
 """Interval at which a live loop arms the watchdog again. Each time is a write to another process."""
@@ -51,11 +52,11 @@ class Observers:
         for observer in self._observers:
             try:
                 observer.observe(report)
-            except Exception:  # an observer may be any code, and must not stop the loop
+            except Exception:  # noqa: BLE001 - an observer may be any code, and must not stop the loop
                 self._metrics.observer_error()
                 if observer not in self._logged:
                     self._logged.add(observer)
-                    logger.exception("an observer failed; the loop continues")
+                    _log.exception("an observer failed; the loop continues")
 
 
 class WatchdogProcess:
@@ -94,7 +95,7 @@ class WatchdogProcess:
         try:
             self._send(seconds)
         except OSError as error:
-            logger.warning("the watchdog process cannot run, a timer replaces it: %s", error)
+            _log.warning("the watchdog process cannot run, a timer replaces it", error=str(error))
             faulthandler.dump_traceback_later(min(seconds, threading.TIMEOUT_MAX / 2), exit=True)
 
     def _send(self, seconds: float) -> None:

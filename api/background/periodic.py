@@ -1,10 +1,11 @@
 """Runs a function again and again in a daemon thread."""
 
-import logging
 import threading
 from collections.abc import Callable
 
-logger = logging.getLogger(__name__)
+import structlog
+
+_log = structlog.get_logger(__name__)
 
 RETRY_SECONDS = 1.0
 """Pause after an exception."""
@@ -21,8 +22,8 @@ def start_periodic(name: str, run: Callable[[], float]) -> threading.Thread:
         while True:
             try:
                 seconds = run()
-            except Exception:
-                logger.exception("%s failed; it will run again", name)
+            except Exception:  # noqa: BLE001 - it is logged
+                _log.exception("a background job failed; it will run again", job=name)
                 seconds = RETRY_SECONDS
             pause.wait(seconds)
 

@@ -3,17 +3,19 @@
 Redis decides when a task is overdue and when a lease has expired.
 """
 
-import logging
 import time
 from collections.abc import Callable
+
+import structlog
 
 from api.background.periodic import start_periodic
 from api.redis_clients import connect, is_unavailable
 from monitoring.reaper import ReapFailures
+from tokenmill.process.reaped_tasks import log_reaped
 from tokenmill.protocol.store.task_store import TaskStore
 from tokenmill.settings.declarations import ApiSettings
 
-logger = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 PERIOD_SECONDS = 1.0
 """An overdue task ends at most this late."""
@@ -47,14 +49,14 @@ class Reaper:
         """Run once. Returns the seconds until the next run. Raises nothing."""
         try:
             self._reap()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - it is logged
             if is_unavailable(error):
                 # The client has logged the outage.
                 self._failed_at = self._clock()
                 self._leases_expire_after = self._failed_at + OUTAGE_SECONDS
             else:
                 self._failures.failed("reaper")
-                logger.exception("the reaper failed; it will run again")
+                _log.exception("the reaper failed; it will run again")
         return PERIOD_SECONDS
 
     def _reap(self) -> None:
@@ -68,15 +70,7 @@ class Reaper:
         self._failed_at = None
         for failure in reaped.failures:
             self._failures.failed(failure.duty)
-            logger.error("reaper, %s: skipping the damaged record %s: %s", *failure)
-        if reaped.lost:
-            logger.error("ended tasks whose keys Redis has lost: %s", ", ".join(reaped.lost))
-        if reaped.timed_out or reaped.returned:
-            logger.info(
-                "%d tasks timed out, %d tasks of dead workers were requeued",
-                len(reaped.timed_out),
-                len(reaped.returned),
-            )
+        log_reaped(reaped)
 
 
 def start_reaper(settings: ApiSettings, failures: ReapFailures) -> None:

@@ -3,10 +3,10 @@
 A fault is logged when it appears and when it is gone. `/metrics` and `/readyz` report the present ones.
 """
 
-import logging
 from collections.abc import Mapping
 
 import redis
+import structlog
 
 from api.background.periodic import start_periodic
 from api.redis_clients import is_unavailable
@@ -14,7 +14,7 @@ from monitoring.redis_state import RedisStateMetrics
 from tokenmill.protocol.store import server_state
 from tokenmill.protocol.store.server_state import Fault
 
-logger = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 PERIOD_SECONDS = 60.0
 RETRY_SECONDS = 5.0
@@ -46,9 +46,9 @@ class RedisChecks:
             return RETRY_SECONDS
         for name, text in found.items():
             if self._faults.get(name) != text:
-                logger.error("%s", text)
+                _log.error(text)
         for name in self._faults.keys() - found.keys():
-            logger.warning("resolved: %s", self._faults[name])
+            _log.warning("resolved", fault=self._faults[name])
         self._faults = found
         self._metrics.faults(found)
         return PERIOD_SECONDS

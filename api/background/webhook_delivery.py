@@ -1,9 +1,9 @@
 """Threads that deliver webhooks and renew the leases of those in delivery."""
 
-import logging
 import threading
 
 import redis
+import structlog
 
 from api.background.periodic import start_periodic
 from api.redis_clients import connect, is_unavailable
@@ -15,7 +15,7 @@ from tokenmill.protocol.store.outbox import Outbox
 from tokenmill.protocol.store.task_store import TaskStore
 from tokenmill.settings.declarations import ApiSettings
 
-logger = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 PERIOD_SECONDS = 1.0
 """Interval between checks of an empty outbox."""
@@ -47,10 +47,10 @@ def deliver_due(deliverer: Deliverer) -> float:
     """Start the deliveries that are due. Returns the seconds until the next call. Raises nothing."""
     try:
         return 0.0 if deliverer.deliver_due() else PERIOD_SECONDS
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - it is logged
         # The client has logged an outage.
         if not is_unavailable(error):
-            logger.exception("cannot deliver webhooks; will retry")
+            _log.exception("cannot deliver webhooks; will retry")
         return RETRY_SECONDS
 
 

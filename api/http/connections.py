@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+import structlog
 from waitress.channel import HTTPChannel
 from waitress.task import ErrorTask, WSGITask
 
@@ -49,6 +50,9 @@ class Deadlines:
     write_seconds: float
 
 
+_log = structlog.get_logger(__name__)
+
+
 class ReplyTask(WSGITask):  # type: ignore[misc]  # Waitress ships no types
     """Calls the application for one request."""
 
@@ -72,6 +76,14 @@ class ErrorReplyTask(ErrorTask):  # type: ignore[misc]  # Waitress ships no type
         self.response_headers += [("Content-Type", MEDIA_TYPE), ("X-Request-ID", request_id)]
         if problem.retry_after is not None:
             self.response_headers.append(("Retry-After", str(retry_seconds(problem.retry_after))))
+        _log.info(
+            "call refused",
+            method=self.request.command,
+            status=problem.status,
+            code=problem.code,
+            request_id=request_id,
+            client=self.channel.addr[0] if self.channel.addr else None,
+        )
         self.set_close_on_finish()
         self.content_length = len(body)
         if self.request.command != "HEAD":

@@ -5,7 +5,6 @@ separate thread answers liveness, however busy the others are. A new connection 
 necessary, a connection that is idle or has not sent a complete request is closed for it.
 """
 
-import logging
 import socket
 import threading
 import time
@@ -13,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import structlog
 from waitress.adjustments import Adjustments
 from waitress.server import TcpWSGIServer
 from waitress.task import ThreadedTaskDispatcher
@@ -25,7 +25,7 @@ from api.problems import Problem
 from api.shutdown import Shutdown
 from tokenmill.settings.declarations import ApiSettings
 
-logger = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 PROBE_PATH = "/livez"
 PROBE_CONNECTIONS = 64
@@ -147,9 +147,9 @@ class HttpServer(TcpWSGIServer):  # type: ignore[misc]  # Waitress ships no type
     def _check(self, connection: Connection, now: float) -> None:
         try:
             connection.check_deadlines(now, self._deadlines)
-        except Exception:
+        except Exception:  # noqa: BLE001 - it is logged
             # An error of one connection must not end the others.
-            logger.exception("closing a connection after an internal error")
+            _log.exception("closing a connection after an internal error")
             connection.abort()
 
     # Choosing the thread of a call.
@@ -199,7 +199,7 @@ class HttpServer(TcpWSGIServer):  # type: ignore[misc]  # Waitress ships no type
             except OSError as error:
                 # Most likely the process has too many open files.
                 if not self._make_room(self.connections):
-                    logger.warning("cannot accept a connection: %s", error)
+                    _log.warning("cannot accept a connection", error=str(error))
                     self._accepts_from = time.monotonic() + TICK_SECONDS
                 return
             if accepted is None:
@@ -248,13 +248,7 @@ class HttpServer(TcpWSGIServer):  # type: ignore[misc]  # Waitress ships no type
         if total > BUFFERED_BYTES:
             for connection in sorted(sizes, key=lambda connection: connection.last_progress):
                 if total > BUFFERED_BYTES and sizes[connection] and connection.stalls(now, STALLED_SECONDS):
-                    logger.warning("closing a stalled connection with %d buffered bytes", sizes[connection])
+                    _log.warning("closing a stalled connection", buffered_bytes=sizes[connection])
                     total -= sizes[connection]
                     connection.abort()
         self._is_full = total > BUFFERED_BYTES
-
-
-def quiet_waitress() -> None:
-    """Silence its warnings: while all threads are busy it logs one for each call, with the raw path."""
-    logging.getLogger("waitress.queue").setLevel(logging.CRITICAL)
-    logging.getLogger("waitress").setLevel(logging.ERROR)

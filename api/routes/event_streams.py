@@ -1,12 +1,12 @@
 """Streams the events of a task: `GET /v1/tasks/{task_id}/events`."""
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from http import HTTPStatus
 
 import redis
+import structlog
 from flask import Response, request
 
 from api.routes.slots import stream_reply, stream_slot
@@ -21,7 +21,7 @@ from tokenmill.protocol.messages import Event
 from tokenmill.protocol.snapshots import TaskSnapshot
 from tokenmill.protocol.store.task_store import TaskStore
 
-logger = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 class EventStreams:
@@ -85,7 +85,7 @@ def _replayed_frames(
             page = store.read_log(task_id, page[-1].seq, LOG_PAGE)
     except redis.RedisError as error:
         # The stream ends without its `finished` event, so the client reconnects for the rest.
-        logger.warning("task %s: a replay was cut short: %s", task_id, error)
+        _log.warning("a replay was cut short", task=task_id, error=str(error))
 
 
 def _live_frames(

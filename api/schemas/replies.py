@@ -136,6 +136,9 @@ class TaskSummary(BaseModel):
     error: ErrorView | None
     urls: Urls
     metadata: dict[str, Any] | None
+    request_id: str | None = Field(
+        description="`X-Request-ID` of the call that submitted it, in the logs and in its webhook too."
+    )
     webhook: WebhookDeliveryView | None = Field(description="Null without a webhook.")
 
 
@@ -190,6 +193,9 @@ class Task(BaseModel):
     error: ErrorView | None
     urls: Urls
     metadata: dict[str, Any] | None
+    request_id: str | None = Field(
+        description="`X-Request-ID` of the call that submitted it, in the logs and in its webhook too."
+    )
     webhook: WebhookDeliveryView | None = Field(description="Null without a webhook.")
     request: dict[str, Any] | None = Field(
         description="The prompt and the parameters as submitted. Only with `include=prompt`."

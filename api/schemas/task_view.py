@@ -49,6 +49,7 @@ def view(reading: Reading) -> Task:
         error=ErrorView(**done["error"]) if done.get("error") else None,
         urls=_urls(snapshot),
         metadata=json.loads(snapshot.metadata),
+        request_id=snapshot.request_id,
         webhook=_webhook(snapshot),
         request=None,
     )
@@ -73,6 +74,7 @@ def summary(task: ListedTask) -> TaskSummary:
         error=done.get("error"),
         urls=_urls(snapshot),
         metadata=json.loads(snapshot.metadata),
+        request_id=snapshot.request_id,
         webhook=_webhook(snapshot),
     )
 

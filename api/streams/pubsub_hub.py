@@ -5,7 +5,6 @@ is made to replay from the log, which is complete. Only the hub thread uses the 
 """
 
 import contextlib
-import logging
 import secrets
 import threading
 from collections import deque
@@ -14,10 +13,11 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import redis
+import structlog
 
 from tokenmill.process.redis_outages import OutageLog
 
-logger = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 MAX_PENDING = 1024
 """Messages queued for one client. One more discards them all and makes the client replay from the log."""
@@ -86,7 +86,7 @@ class PubSubHub:
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
-        self._outages = OutageLog(logger, "event hub")
+        self._outages = OutageLog(_log, "event hub")
 
     @property
     def is_running(self) -> bool:
@@ -136,9 +136,9 @@ class PubSubHub:
                         self._listen(pubsub)
                 except redis.RedisError as error:
                     self._outages.failed(error)
-                except Exception:
+                except Exception:  # noqa: BLE001 - it is logged
                     # Without this thread every stream would silently fall back to polling the log.
-                    logger.exception("the event hub failed and restarts")
+                    _log.exception("the event hub failed and restarts")
                 self._closing.wait(RETRY_SECONDS)
 
     def _listen(self, pubsub: Any) -> None:

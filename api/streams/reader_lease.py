@@ -4,7 +4,6 @@ With `on_disconnect: cancel`, a task ends when its last reader disconnects. A wa
 end it, and neither does a server that stops: its clients have `READER_SECONDS` to reconnect to any server.
 """
 
-import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -12,12 +11,13 @@ from types import TracebackType
 from typing import Any, Self
 
 import redis
+import structlog
 
 from api.shutdown import Shutdown
 from tokenmill.protocol.snapshots import TaskSnapshot
 from tokenmill.protocol.store.readers import Readers
 
-logger = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 RENEW_SECONDS = 5.0
 READER_SECONDS = 20.0
@@ -86,13 +86,13 @@ class ReaderLease:
             readers.read(self._task_id, self._name, READER_SECONDS)
             self._renewed_at = self._clock()
         except redis.RedisError as error:
-            logger.debug("task %s: cannot renew a reader, will retry: %s", self._task_id, error)
+            _log.debug("cannot renew a reader, will retry", task=self._task_id, error=str(error))
 
     def _release(self, readers: Readers) -> None:
         gone = self.disconnected or client_disconnected(self._environ)
         try:
             if readers.leave(self._task_id, self._name, gone=gone):
-                logger.info("task %s was cancelled: its last reader disconnected", self._task_id)
+                _log.info("task cancelled: its last reader disconnected", task=self._task_id)
         except redis.RedisError as error:
             # The lease expires, and the reaper then cancels the task.
-            logger.debug("task %s: cannot release a reader: %s", self._task_id, error)
+            _log.debug("cannot release a reader", task=self._task_id, error=str(error))

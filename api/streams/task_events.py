@@ -4,12 +4,12 @@ Invariants: each event is yielded once and in order, whatever happens to Redis m
 after the terminal event.
 """
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator
 
 import redis
+import structlog
 
 from api.streams.pubsub_hub import Arrived, PubSubHub
 from tokenmill.protocol import keys
@@ -17,7 +17,7 @@ from tokenmill.protocol.assembler import Assembler
 from tokenmill.protocol.messages import Event, FinishedEvent, decode
 from tokenmill.protocol.store.task_store import TaskStore
 
-logger = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 LOG_PAGE = 200
 """Events that are read from the log at a time. One reader holds no more than this."""
@@ -90,7 +90,7 @@ class _LogAndLive:
                 self._assembler.must_read_log |= self._finished
                 self._read_log(batch)
         except redis.RedisError as error:
-            logger.debug("task %s: cannot read its log, will retry: %s", self._task_id, error)
+            _log.debug("cannot read a log, will retry", task=self._task_id, error=str(error))
             self._assembler.must_read_log = True
             # Retry at the next tick, not at once.
             self.log_has_more = False

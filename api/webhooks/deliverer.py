@@ -4,7 +4,6 @@ A webhook leaves the outbox when it has been delivered or `MAX_TRIES` tries have
 in between, another one takes over, so a receiver may get a webhook twice, with the same id and body.
 """
 
-import logging
 import random
 import threading
 import time
@@ -14,6 +13,7 @@ from http import HTTPStatus
 from typing import Protocol
 
 import redis
+import structlog
 
 from api.schemas.task_view import view
 from api.schemas.webhook_url import Target, parse_url
@@ -25,7 +25,7 @@ from tokenmill.protocol.snapshots import Reading
 from tokenmill.protocol.store.outbox import Attempt, Outbox, Undelivered
 from tokenmill.protocol.store.task_store import TaskStore
 
-logger = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 RETRY_DELAYS = (5.0, 60.0, 600.0, 3600.0, 10_800.0, 28_800.0, 43_200.0)
 """Seconds after each failed try. The last of eight tries is made about a day after the first."""
@@ -151,10 +151,10 @@ class Deliverer:
         try:
             self.deliver(webhook)
         except redis.RedisError as error:
-            logger.warning("webhook of task %s: cannot store the outcome: %s", webhook.task_id, error)
-        except Exception:
+            _log.warning("cannot store the outcome of a webhook", task=webhook.task_id, error=str(error))
+        except Exception:  # noqa: BLE001 - it is logged
             # The webhook stays leased, and returns when its lease expires.
-            logger.exception("webhook of task %s: internal error", webhook.task_id)
+            _log.exception("webhook: internal error", task=webhook.task_id)
         finally:
             self._leave(webhook)
             self._slots.release()
@@ -187,11 +187,19 @@ class Deliverer:
         else:
             self._outbox.done(webhook, attempt)
             self._metrics.delivered()
+            _log.info(
+                "webhook delivered",
+                task=webhook.task_id,
+                request_id=reading.snapshot.request_id,
+                host=target.host,
+            )
 
     def _try(self, reading: Reading, target: Target, addresses: Sequence[str]) -> Attempt:
         body = event(reading)
         signed = signature.headers(self._keys, f"msg_{reading.snapshot.task_id}", int(self._now()), body)
         headers = {"Content-Type": "application/json", "User-Agent": "Tokenmill", **signed}
+        if request_id := reading.snapshot.request_id:
+            headers["X-Request-ID"] = request_id
         try:
             status = self._sender.post(target, headers, body, addresses)
         except PostFailed as error:
@@ -204,19 +212,17 @@ class Deliverer:
         if attempt.status == HTTPStatus.GONE or webhook.tries + 1 >= MAX_TRIES:
             self._outbox.done(webhook, attempt)
             self._metrics.given_up()
-            logger.warning(
-                "webhook of task %s to %s given up: %s", webhook.task_id, target.host, attempt.error
-            )
+            _log.warning("webhook given up", task=webhook.task_id, host=target.host, reason=attempt.error)
             return
         delay = self._with_jitter(RETRY_DELAYS[webhook.tries])
         self._outbox.retry(webhook, delay, attempt)
         self._metrics.failed()
-        logger.info(
-            "webhook of task %s to %s failed, next try in %.0f s: %s",
-            webhook.task_id,
-            target.host,
-            delay,
-            attempt.error,
+        _log.info(
+            "webhook failed",
+            task=webhook.task_id,
+            host=target.host,
+            next_try_seconds=round(delay),
+            reason=attempt.error,
         )
 
     def _with_jitter(self, seconds: float) -> float:

@@ -13,7 +13,7 @@ import urllib.request
 from typing import Any
 from urllib.error import HTTPError
 
-LISTENING = re.compile(rb"Listening at: (http://\S+)")
+LISTENING = re.compile(rb"listening.* url=(http://\S+)")
 
 
 class Server:

@@ -1,6 +1,5 @@
 """Threads that stall and threads that Redis fails are distinguished from threads that work."""
 
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,6 +7,7 @@ from typing import Any
 
 import pytest
 import redis
+import structlog
 
 from tests.worker.fakes import ended, new_metrics, submit, until
 from tests.worker.running import make_worker, running
@@ -25,7 +25,7 @@ class Turns:
         self.now = 0.0
         self.metrics = new_metrics()
         self.clock: Callable[[], float] = lambda: self.now
-        self.outages = OutageLog(logging.getLogger(__name__), "test", self.clock)
+        self.outages = OutageLog(structlog.get_logger(__name__), "test", self.clock)
         self.gate = threading.Semaphore(0)
         self.num_begun = 0
         self.fails = False

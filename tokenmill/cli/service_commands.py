@@ -81,7 +81,11 @@ def serve(config_file: str | None, **flags: str | None) -> None:
       REDIS_URL=redis://localhost:6379/0 tokenmill serve
     """
     settings = load_settings(ServeSettings, flags, config_file)
-    run_service(state_of(settings), settings, os.environ, LinePrinter(use_colour()))
+    printer = LinePrinter(use_colour(), as_json=settings.log_format == "json")
+    try:
+        run_service(state_of(settings), settings, os.environ, printer)
+    finally:
+        printer.flush()
 
 
 @click.command()

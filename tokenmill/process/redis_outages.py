@@ -1,9 +1,10 @@
 """Logs an outage of Redis once when it begins and once when it ends, however many calls fail in between."""
 
-import logging
 import threading
 import time
 from collections.abc import Callable
+
+from structlog.typing import FilteringBoundLogger
 
 QUIET_SECONDS = 5.0
 """An outage ends with the first successful call after this time without a failed one."""
@@ -13,7 +14,7 @@ class OutageLog:
     """Thread-safe. `what`: the caller of Redis. `clock`: monotonic seconds."""
 
     def __init__(
-        self, logger: logging.Logger, what: str, clock: Callable[[], float] = time.monotonic
+        self, logger: FilteringBoundLogger, what: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._logger = logger
         self._what = what
@@ -31,7 +32,7 @@ class OutageLog:
             if self._began is not None:
                 return
             self._began = self._failed_at
-        self._logger.warning("%s: Redis fails, retrying until it answers: %s", self._what, error)
+        self._logger.warning("Redis fails, retrying until it answers", caller=self._what, error=str(error))
 
     def worked(self) -> None:
         """Record a successful call."""
@@ -43,5 +44,5 @@ class OutageLog:
             seconds, failed = self._failed_at - self._began, self._num_failed
             self._began, self._num_failed = None, 0
         self._logger.warning(
-            "%s: Redis answers again; %d calls failed within %.1f s", self._what, failed, seconds
+            "Redis answers again", caller=self._what, failed_calls=failed, seconds=round(seconds, 1)
         )

@@ -82,7 +82,7 @@ class Submission:
     first waiting task is never too large for the token limit. `share_limits`: a tenant may use no more of
     each limit than all tenants together leave free; its first waiting task is never too large. `webhook`:
     URL that receives the end of the task, or "". `cancel_on_disconnect`: the task is cancelled when its last
-    reader disconnects.
+    reader disconnects. `request_id`: of the call that submitted it, for logs and webhooks.
 
     Raises ValueError for a value that is not valid in a key or a message.
     """
@@ -105,6 +105,7 @@ class Submission:
     limits: TimeLimits = NO_LIMITS
     webhook: str = ""
     cancel_on_disconnect: bool = False
+    request_id: str = ""
 
     def __post_init__(self) -> None:
         if not JOB_ID.fullmatch(self.task_id):
@@ -137,6 +138,8 @@ class Claimed:
     `sampling_defaults` (JSON or ""): as the first attempt stored them. `has_started`: an earlier attempt ran
     it in a step. `cached_tokens`: as an earlier attempt reported them. `suspect`: an earlier owner died while
     working on it and logged nothing of it, so it must run isolated until its log grows.
+    `request_id`: of the call that submitted it. `claimed_at`: by the worker's monotonic clock; the worker
+    sets it.
     """
 
     task_id: str
@@ -156,6 +159,9 @@ class Claimed:
     has_started: bool = False
     cached_tokens: int = 0
     suspect: bool = False
+    tenant: str = ""
+    request_id: str = ""
+    claimed_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

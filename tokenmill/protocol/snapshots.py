@@ -23,7 +23,7 @@ class TaskSnapshot:
     `capacity` or `behind`; after it the scheduler's reason, or `suspect`: the task may have crashed a worker
     and waits to run isolated. `drain_rate`: estimated tokens per second that the workers process while tasks
     wait; None until measured. `num_entries`: length of the log. `output_limit`: JSON of
-    `limits.OutputLimit`, once a worker has tokenized the prompt.
+    `limits.OutputLimit`, once a worker has tokenized the prompt. `request_id`: of the call that submitted it.
     """
 
     task_id: str
@@ -51,6 +51,7 @@ class TaskSnapshot:
     tenant: str = DEFAULT_TENANT
     output_limit: str | None = None
     webhook: "WebhookDelivery | None" = None
+    request_id: str | None = None
 
     @property
     def accepted_us(self) -> int:

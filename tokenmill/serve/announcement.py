@@ -7,34 +7,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenmill.protocol.redis_url import hide_password
-
-_TEXT = """
-Tokenmill is ready.
-  API    {api_url}
-  docs   {api_url}/docs
-  Redis  {redis_url}
+_TEXT = """\
+Tokenmill is ready at {api_url}; the API is described at {api_url}/docs
   {metrics}
-
-Submit a task, then poll it with the id from the answer:
-  curl -s {api_url}/v1/tasks{key} -H 'Content-Type: application/json' -d '{body}'
-  curl -s{key} '{api_url}/v1/tasks/ID?wait=30'
-
-Or see its tokens as they are generated:
   {command} submit --stream --chat --temperature 0 "What is the capital of France?"
-
-Ctrl-C stops everything; unfinished tasks resume at the next start.
-"""
+  curl -s {api_url}/v1/tasks{key} -H 'Content-Type: application/json' -d '{body}'"""
 _BODY = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
 # The key itself is not printed.
 _KEY_HEADER = ' -H "Authorization: Bearer $TOKENMILL_API_KEY"'
 
 
-def announcement(api_url: str, redis_url: str, metrics: Sequence[str], *, needs_key: bool) -> list[str]:
+def announcement(api_url: str, metrics: Sequence[str], *, needs_key: bool) -> list[str]:
     """Lines of text. `metrics`: one line for each worker."""
     return _TEXT.format(
         api_url=api_url,
-        redis_url=hide_password(redis_url),
         metrics="\n  ".join(metrics),
         key=_KEY_HEADER if needs_key else "",
         body=_BODY,

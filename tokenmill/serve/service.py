@@ -87,10 +87,14 @@ class _Service:
         api_url = f"http://{_reachable(self.settings.host)}:{port}"
         self.supervisor.record.set_address("redis-url", redis_url)
         self.supervisor.record.set_address("api-url", api_url)
-        self.print_line(SELF, f"Redis at {hide_password(redis_url)}; loading the model")
+        self.print_line(
+            SELF,
+            f"Redis at {hide_password(redis_url)}; loading the model. Ctrl-C stops everything; unfinished"
+            " tasks resume at the next start",
+        )
         self._start_processes(workers, redis_url, port)
         with Client(api_url, api_key="", timeout=_READY_TIMEOUT_SECONDS) as client:
-            self.supervisor.watch(client.is_ready, lambda: self._announce(api_url, redis_url, workers))
+            self.supervisor.watch(client.is_ready, lambda: self._announce(api_url, workers))
 
     def _check_machine(self) -> None:
         """Packages, a directory for temporary files, and files that settings name."""
@@ -177,10 +181,10 @@ class _Service:
             kill_on_second_request=True,
         )
 
-    def _announce(self, api_url: str, redis_url: str, workers: list[PlannedWorker]) -> None:
+    def _announce(self, api_url: str, workers: list[PlannedWorker]) -> None:
         metrics = [description(each, _reachable(self.settings.metrics_host)) for each in workers]
         needs_key = bool(self.settings.keyring)
-        for line in announcement(api_url, redis_url, metrics, needs_key=needs_key):
+        for line in announcement(api_url, metrics, needs_key=needs_key):
             self.print_line("", line)
 
 

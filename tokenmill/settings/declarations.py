@@ -99,6 +99,12 @@ class SharedSettings(TaskTimes):
         "Redis server. `tokenmill serve` starts one of its own if this is not set.",
         Purpose.SERVICE,
     )
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", "The lowest level that is logged. Health probes are logged at `debug`.", Purpose.SERVICE
+    )
+    log_format: Literal["console", "json"] = setting(
+        "console", "`json`: one JSON object a line. `console`: text for people.", Purpose.SERVICE
+    )
     hold_unusable: bool = setting(
         False,
         "If a setting or the model cannot be used, stay alive and not ready instead of ending with exit code"

@@ -4,13 +4,13 @@ Invariants: a call holds one stream slot from before its submission until its re
 waits for has a reader, so it is cancelled when the client disconnects.
 """
 
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import redis
+import structlog
 from flask import request
 
 from api.authentication import current_tenant
@@ -25,7 +25,7 @@ from api.streams.reader_lease import ReaderLease
 from tokenmill.protocol.messages import Event, FinishedEvent
 from tokenmill.protocol.snapshots import TaskSnapshot
 
-logger = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 TASK_HEADER = "X-Task-Id"
 """The ids of the tasks of a call, in the order of its prompts."""

@@ -1,13 +1,12 @@
 """An outage is logged once when it begins and once when it ends."""
 
-import logging
-
 import pytest
+import structlog
 
 from tokenmill.process import redis_outages
 from tokenmill.process.redis_outages import OutageLog
 
-logger = logging.getLogger("redis_outages")
+logger = structlog.get_logger("redis_outages")
 
 
 class Clock:
@@ -39,7 +38,7 @@ def test_many_failed_calls_log_two_lines(clock: Clock, caplog: pytest.LogCapture
     for _ in range(100):
         log.worked()
     assert len(caplog.records) == 2
-    assert "5800 calls" in caplog.text
+    assert "'failed_calls': 5800" in caplog.text
 
 
 def test_the_next_outage_is_logged_again(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:

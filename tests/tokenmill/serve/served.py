@@ -103,7 +103,7 @@ class Served:
         return f"http://127.0.0.1:{self.port}"
 
     def wait_until_ready(self) -> "Served":
-        self.lines.wait_for("Ctrl-C stops everything")
+        self.lines.wait_for("  curl -s ")
         return self
 
     def signal(self, number: int) -> None:

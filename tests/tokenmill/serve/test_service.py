@@ -54,11 +54,9 @@ def test_it_prints_addresses_and_how_to_submit(start: Start) -> None:
     shown = "\n".join(served.text())
     redis_url = served.state.address("redis-url")
 
-    assert f"API    {served.url}" in shown
-    assert f"docs   {served.url}/docs" in shown
-    assert f"Redis  {redis_url}" in shown
+    assert f"Tokenmill is ready at {served.url}; the API is described at {served.url}/docs" in shown
+    assert f"serve  | Redis at {redis_url}; loading" in shown
     assert f"curl -s {served.url}/v1/tasks -H 'Content-Type: application/json' -d '{{" in shown
-    assert f"curl -s '{served.url}/v1/tasks/ID?wait=30'" in shown
     assert 'submit --stream --chat --temperature 0 "' in shown
     assert f"worker | model tiny redis {redis_url}" in shown
     assert served.state.address("api-url") == served.url
@@ -67,7 +65,7 @@ def test_it_prints_addresses_and_how_to_submit(start: Start) -> None:
 def test_the_printed_commands_mention_a_needed_key_but_not_its_value(start: Start) -> None:
     shown = "\n".join(start(TOKENMILL_API_KEYS="alice:a-secret").wait_until_ready().text())
 
-    assert shown.count('-H "Authorization: Bearer $TOKENMILL_API_KEY"') == 2
+    assert shown.count('-H "Authorization: Bearer $TOKENMILL_API_KEY"') == 1
     assert "secret" not in shown
 
 

@@ -68,6 +68,8 @@ def to_claimed(reply: Sequence[Any]) -> Claimed:
         has_started=bool(task["has_started"]),
         cached_tokens=int(task["cached_tokens"]),
         suspect=bool(task["suspect"]),
+        tenant=task["tenant"].decode(),
+        request_id=task["request_id"].decode(),
     )
 
 
@@ -126,6 +128,7 @@ def to_snapshot(task_id: str, reply: Sequence[Any]) -> TaskSnapshot:
         tenant=run["tenant"],
         output_limit=run.get("output_limit"),
         webhook=_webhook(run, _float(due)),
+        request_id=run.get("request_id"),
     )
 
 

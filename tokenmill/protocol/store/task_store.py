@@ -301,6 +301,7 @@ def _run_fields(submission: Submission) -> dict[str, str | int]:
         **{name: _seconds(limit) for name, limit in asdict(submission.limits).items()},
         "idempotency": idempotency,
         "webhook": submission.webhook,
+        "request_id": submission.request_id,
         "on_disconnect": "cancel" if submission.cancel_on_disconnect else "",
     }
     return {name: value for name, value in fields.items() if value != ""}

@@ -35,7 +35,8 @@ local function claim(id, task, owner)
     'data', call('HGET', K.rq_job .. id, 'data'), 'prompt_ids', task.prompt_ids or '',
     'fingerprint', task.fingerprint or '', 'sampling_defaults', task.sampling_defaults or '',
     'num_outputs', task.n or '1', 'has_started', task.scheduled_at and '1' or '',
-    'cached_tokens', task.cached_tokens or '0', 'suspect', suspect and '1' or '', 'num_entries', length }
+    'cached_tokens', task.cached_tokens or '0', 'suspect', suspect and '1' or '', 'tenant', task.tenant or '',
+    'request_id', task.request_id or '', 'num_entries', length }
 end
 
 -- The next queue. If the indexes contradict the queues they are rebuilt, once per call.

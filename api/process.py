@@ -4,7 +4,6 @@ A stop ends open streams and waits at once; their clients reconnect.
 """
 
 import errno
-import logging
 import os
 import resource
 import signal
@@ -12,12 +11,14 @@ import socket
 from collections.abc import Callable
 from types import FrameType
 
+import structlog
+
 from api.app import create_app
 from api.background.index_audit import start_index_audit
 from api.background.reaper import start_reaper
 from api.background.redis_checks import start_redis_checks
 from api.background.webhook_delivery import start_webhook_delivery
-from api.http.server import PROBE_CONNECTIONS, HttpServer, quiet_waitress
+from api.http.server import PROBE_CONNECTIONS, HttpServer
 from api.shutdown import Shutdown
 from tokenmill.settings.declarations import ApiSettings
 
@@ -27,10 +28,8 @@ CONNECTIONS_PER_THREAD = 4
 SPARE_FILES = 64
 """Open files beside the connections to clients and Redis."""
 EXIT_AT_ONCE = 1
-LOG_FORMAT = "%(asctime)s [%(process)d] [%(levelname)s] %(name)s: %(message)s"
-LOG_DATES = "[%Y-%m-%d %H:%M:%S %z]"
 
-logger = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 class CannotListen(Exception):
@@ -60,8 +59,6 @@ def _reason(settings: ApiSettings, error: OSError | UnicodeError) -> str:
 
 def serve(settings: ApiSettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises `CannotListen`."""
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, datefmt=LOG_DATES)
-    quiet_waitress()
     listener = listen(settings)
     shutdown = Shutdown()
     app = create_app(settings, shutdown)
@@ -72,9 +69,9 @@ def serve(settings: ApiSettings) -> None:
     start_redis_checks(app.parts.redis_checks)
     start_index_audit(settings)
     start_webhook_delivery(settings, app.parts.webhook_metrics, shutdown)
-    logger.info("Listening at: %s (%d)", _url(listener), os.getpid())
+    _log.info("listening", url=_url(listener), pid=os.getpid())
     server.run()
-    logger.info("Stopped")
+    _log.info("stopped")
 
 
 def _connection_limit(settings: ApiSettings) -> int:
@@ -87,7 +84,7 @@ def _connection_limit(settings: ApiSettings) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     possible = wanted if soft == resource.RLIM_INFINITY else soft - (needed - wanted)
     if possible < wanted:
-        logger.warning("the limit on open files (%d) allows only %d connections", soft, possible)
+        _log.warning("the limit on open files allows few connections", open_files=soft, connections=possible)
     return max(1, min(wanted, possible))
 
 

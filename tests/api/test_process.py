@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from api.server import stop_on_signals
+from api.process import stop_on_signals
 from api.shutdown import Shutdown
 from tests.api.conftest import HandWorker, StartServer, Submit
 from tests.api.running_server import Server, read_all
