@@ -24,7 +24,7 @@ EXIT_UNUSABLE = 78
 """EX_CONFIG of sysexits.h: a setting is invalid, so a restart does not help. The worker uses the same."""
 
 
-_log = structlog.get_logger(__name__)
+_log = structlog.get_logger("api")
 
 
 def main() -> int:

@@ -45,7 +45,7 @@ from worker.watchdog import arm_watchdog, disarm_watchdog
 if TYPE_CHECKING:
     from engine.execution.build import Execution
 
-_log = structlog.get_logger(__name__)
+_log = structlog.get_logger("worker")
 
 EXIT_NO_REDIS = 69
 EXIT_UNUSABLE = 78

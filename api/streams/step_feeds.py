@@ -5,7 +5,6 @@ A worker is marked as watched only while a client follows it.
 """
 
 import contextlib
-import logging
 import threading
 import time
 from collections import deque
@@ -13,11 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import redis
+import structlog
 
 from tokenmill.process.redis_outages import OutageLog
 from tokenmill.protocol import keys, steps
 
-logger = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 PAGE = 200
 """Entries read at a time."""
@@ -111,7 +111,7 @@ class StepFeeds:
         self._thread: threading.Thread | None = None
         self._is_closing = False
         self._renewed: dict[str, float] = {}
-        self._outages = OutageLog(logger, "step feeds")
+        self._outages = OutageLog(_log, "step feeds")
 
     @contextlib.contextmanager
     def follow(self, name: str) -> Iterator[StepFeed]:
@@ -153,8 +153,8 @@ class StepFeeds:
                     self._outages.failed(error)
                     client.connection_pool.disconnect()
                     self._pause()
-                except Exception:
-                    logger.exception("the step feeds failed and restart")
+                except Exception:  # noqa: BLE001 - it is logged
+                    _log.exception("the step feeds failed and restart")
                     self._pause()
 
     def _wait_for_feeds(self) -> dict[str, StepFeed] | None:

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -66,12 +67,13 @@ def refused(
         check=False,
     )
     lines = done.stderr.splitlines()
-    messages = [line for line in lines if " INFO " not in line]
+    messages = [line for line in lines if "[info " not in line]
     assert done.returncode == EXIT_UNUSABLE, done.stderr
     assert len(messages) == 1, done.stderr
-    assert " CRITICAL worker: " in messages[0]
+    reported = re.fullmatch(r"\S+ \[critical \] (.*) \[worker\].*", messages[0])
+    assert reported, messages
     assert done.stdout == ""
-    return messages[0].split(" CRITICAL worker: ")[1], lines
+    return reported[1], lines
 
 
 @pytest.mark.parametrize(
@@ -187,5 +189,5 @@ def test_serve_starts_this_worker_once(model: Path, tmp_path: Path, fault: Fault
     lines = served.text()
     assert message in lines[-1]
     assert lines[-1].startswith("Error: the worker ended with exit code 78; its last line: ")
-    assert sum(" CRITICAL worker: " in line for line in lines[:-1]) == 1
+    assert sum("[critical ]" in line for line in lines[:-1]) == 1
     assert not any("starting it again" in line or "Traceback" in line for line in lines)

@@ -62,6 +62,8 @@ def test_variables_of_the_api_are_read() -> None:
 WORKER_VALUES: dict[str, tuple[str, object]] = {
     "model": ("/models/some-model/", "/models/some-model/"),
     "served_model_name": ("mine", "mine"),
+    "log_level": ("debug", "debug"),
+    "log_format": ("json", "json"),
     "dtype": ("bfloat16", "bfloat16"),
     "device": ("cpu", "cpu"),
     "redis_url": ("redis://redis:6379/3", "redis://redis:6379/3"),
