@@ -82,6 +82,8 @@ def test_an_unknown_path_lists_the_routes(client: ApiClient) -> None:
         "POST /v1/tasks/{task_id}/cancel",
         "GET /v1/tasks/{task_id}/events",
         "GET /v1/workers",
+        "GET /v1/workers/{name}/steps",
+        "GET /v1/workers/{name}/trace",
     ]
     assert "POST /v1/tasks" in body["detail"]
     # The error for an unknown task lists no routes.
