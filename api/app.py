@@ -22,6 +22,7 @@ from api.routes.openai.client_paths import served_path
 from api.routes.openai.completions import completion_routes
 from api.routes.openai.models import model_routes
 from api.routes.openai.responses import response_routes
+from api.routes.page import page_routes
 from api.routes.service_state import service_state_routes
 from api.routes.task_services import REPLY_SLOTS, REPLY_WAIT_SECONDS, TaskServices
 from api.routes.tasks import task_routes
@@ -115,6 +116,7 @@ def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiAp
     app.register_api(model_routes(services))
     app.register_api(response_routes(services))
     app.register_api(step_routes(services))
+    app.register_blueprint(page_routes())
     app.register_api(health_routes(settings, store, registry, Redis(client, parts.redis_checks)))
     return app
 

@@ -49,6 +49,15 @@ def test_the_sources_of_the_native_operators_are_included() -> None:
     assert included
 
 
+def test_the_files_of_the_page_are_included() -> None:
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]["api"]
+    folder = ROOT / "api"
+    included = {path for pattern in patterns for path in folder.glob(pattern)}
+
+    assert included == {path for path in (folder / "page").rglob("*") if path.is_file()}
+    assert included
+
+
 def test_tests_are_no_package() -> None:
     """With an __init__.py, tests/engine would shadow the package `engine`."""
     assert list((ROOT / "tests").rglob("__init__.py")) == []

@@ -235,5 +235,6 @@ def _task_reply(
 def _set_fields(submitted: GenerateRequest) -> dict[str, Any]:
     """The members of a body that the submission had set."""
     fields = asdict(submitted)
+    del fields["id"]
     fields.update(fields.pop("sampling", None) or {})
     return {name: value for name, value in fields.items() if value is not None}

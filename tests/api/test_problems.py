@@ -25,7 +25,7 @@ def check(reply: Any, status: int) -> Any:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("POST", "/", 405),
         ("GET", "/nope/\u00e9", 404),
         ("GET", "/static/x", 404),
         ("GET", "/docs/nope", 404),
@@ -59,11 +59,13 @@ def test_a_reply_to_options_has_no_content_type(client: ApiClient) -> None:
 def test_an_unknown_path_lists_the_routes(client: ApiClient) -> None:
     body = check(client.post("/v1/task"), 404)
     assert body["routes"] == [
+        "GET /",
         "GET /docs/",
         "GET /docs/openapi.json",
         "GET /health",
         "GET /livez",
         "GET /metrics",
+        "GET /page/{name}",
         "GET /readyz",
         "POST /v1/chat/completions",
         "POST /v1/completions",
