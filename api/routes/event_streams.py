@@ -68,7 +68,9 @@ class EventStreams:
             stack.enter_context(lease)
             batches = services.event_reader.batches(snapshot.task_id, after, stop=lease.is_over)
             heartbeat = services.settings.heartbeat_seconds
-            response = stream_reply(_live_frames(batches, heartbeat, services.shutdown, lease))
+            response = stream_reply(
+                _live_frames(snapshot.task_id, batches, heartbeat, services.shutdown, lease)
+            )
             response.call_on_close(stack.pop_all().close)
         return response
 
@@ -89,7 +91,7 @@ def _replayed_frames(
 
 
 def _live_frames(
-    batches: Iterator[list[Event]], heartbeat: float, shutdown: Shutdown, lease: ReaderLease
+    task_id: str, batches: Iterator[list[Event]], heartbeat: float, shutdown: Shutdown, lease: ReaderLease
 ) -> Iterator[bytes]:
     """`heartbeat`: seconds without a byte after which a comment is sent."""
     try:
@@ -106,6 +108,9 @@ def _live_frames(
         if shutdown.requested:
             lease.keep = True
             yield sse.SHUTDOWN_COMMENT
+    except redis.RedisError as error:
+        _log.error("the events of a task cannot be read", task=task_id, error=str(error))
+        yield sse.DAMAGED
     except GeneratorExit:
         # The server closes a stream that it cannot write. Not every server offers a check for the client.
         lease.disconnected = True

@@ -10,6 +10,11 @@ from tokenmill.protocol.messages import Event, TokenEvent, encode
 HEARTBEAT = b": \n\n"
 RETRY = b"retry: 1000\n\n"
 """Milliseconds before a client reconnects. Sent first."""
+DAMAGED = (
+    b'event: error\ndata: {"code":"internal_error","message":"the events of this task cannot be read; '
+    b'the log of this service says why"}\n\n'
+)
+"""Ends a stream whose log cannot be read."""
 SHUTDOWN_COMMENT = b": the server is stopping; reconnect to resume\n\n"
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import redis
 import structlog
 
+from api.redis_clients import is_unavailable
 from api.streams.pubsub_hub import Arrived, PubSubHub
 from tokenmill.protocol import keys
 from tokenmill.protocol.assembler import Assembler
@@ -41,7 +42,7 @@ class TaskEventReader:
         """Yield the events after `after` in batches, and an empty batch for each tick without events.
 
         Ends after the terminal event, when the task no longer exists, when `stop()` is true, or after
-        `seconds`.
+        `seconds`. Raises the client's error for a log that cannot be read, but none of an outage.
         """
         deadline = self._clock() + seconds
         with self._hub.subscribe(keys.channel(task_id)) as subscription:
@@ -78,7 +79,10 @@ class _LogAndLive:
         return self._assembler.ended or (self._finished and not self.log_has_more)
 
     def new_events(self, arrived: Arrived) -> list[Event]:
-        """The new events in order. Empty while Redis is unavailable; later calls return what was missed."""
+        """The new events in order. Empty while Redis is unavailable; later calls return what was missed.
+
+        Raises the client's error if the log cannot be read, as one that was overwritten.
+        """
         is_silent = self._clock() - self._last_event_at >= SILENCE_SECONDS
         self._assembler.must_read_log |= arrived.replay or is_silent
         batch: list[Event] = []
@@ -90,6 +94,8 @@ class _LogAndLive:
                 self._assembler.must_read_log |= self._finished
                 self._read_log(batch)
         except redis.RedisError as error:
+            if not is_unavailable(error):
+                raise
             _log.debug("cannot read a log, will retry", task=self._task_id, error=str(error))
             self._assembler.must_read_log = True
             # Retry at the next tick, not at once.

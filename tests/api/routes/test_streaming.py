@@ -15,6 +15,7 @@ from tests.api.api_client import ApiClient, client_of
 from tests.api.conftest import HandWorker, MakeApp, Submit
 from tokenmill.client.sse import Frame
 from tokenmill.client.sse import frames as parse
+from tokenmill.protocol import keys
 from tokenmill.protocol.messages import FinishedEvent, LogEntry, TaskError, TokenEvent, Usage, decode, encode
 from tokenmill.protocol.records import ModelCard
 from tokenmill.settings.declarations import ApiSettings
@@ -348,3 +349,19 @@ def test_a_frame_carries_its_message_on_one_line(entry: Any) -> None:
     assert all(before != after for before, after in pairwise(frame.splitlines()))
     assert len(frame.split(b"\n")) == 5
     assert b"\r" not in frame
+
+
+def test_a_log_that_cannot_be_read_ends_the_stream_with_an_error(
+    client: ApiClient, running: str, worker: HandWorker, redis_client: redis.Redis
+) -> None:
+    """Unlike an outage, which a stream waits for. Before, it stayed open in silence."""
+    stream = Stream(client, f"/v1/tasks/{running}/events")
+    worker.say(running, "a")
+    assert seqs(stream.next(1)) == [0]
+    redis_client.delete(keys.log(running))
+    redis_client.set(keys.log(running), "x")
+    # A lost connection makes the reader look at the log.
+    redis_client.client_kill_filter(_type="pubsub")
+    (frame,) = stream
+    assert frame.event == "error"
+    assert json.loads(frame.data)["code"] == "internal_error"

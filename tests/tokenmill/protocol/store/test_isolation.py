@@ -184,3 +184,23 @@ def test_a_task_without_the_name_of_its_worker_can_be_cancelled(
     assert store.cancel(task_id) == "cancelled"
     assert store.inspect(task_id).status == "cancelled"  # type: ignore[union-attr]
     assert not redis_client.exists(keys.LEASES)
+
+
+@pytest.mark.parametrize("damage", ["lost", "overwritten"])
+@pytest.mark.parametrize("field", ["accepted_us", "priority"])
+def test_a_waiting_task_that_lost_a_field_is_claimed(
+    store: TaskStore, redis_client: RedisClient, field: str, damage: str
+) -> None:
+    """Its queue has the value too. Before, the script failed after its first writes."""
+    first, second = submit(store, redis_client, priority=1), submit(store, redis_client, priority=1)
+    before = redis_client.hget(keys.run(first), field)
+    if damage == "lost":
+        redis_client.hdel(keys.run(first), field)
+    else:
+        redis_client.hset(keys.run(first), field, "soon")
+    claimed = claim(store)
+    assert [one.task_id for one in claimed] == [first, second]
+    assert claimed[0].priority == 1
+    assert redis_client.hget(keys.run(first), field) == before
+    for one in claimed:
+        settle(store, one)

@@ -5,7 +5,24 @@
 
 local slug, worker, lease, index_seconds, limit = ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5], tonumber(ARGV[6])
 
+-- Sets fields that were lost by hand from the queue, which has them too: without them the claim would fail between
+-- two writes.
+local function restore_fields(id, task)
+  local lost = {}
+  if not tonumber(task.accepted_us) then
+    lost.accepted_us = call('ZSCORE', K.order .. task.queue, id)
+  end
+  if not tonumber(task.priority) then
+    lost.priority = string.match(task.queue, ':(%d+):[^:]*$')
+  end
+  for name, value in pairs(lost) do
+    task[name] = value
+    call('HSET', K.run .. id, name, value)
+  end
+end
+
 local function claim(id, task, owner)
+  restore_fields(id, task)
   ensure_task_keys(slug, id)
   ensure_type(slug, 'set', K.rq_worker .. worker .. K.rq_worker_executions)
   local composite, stamp, cost = id .. ':' .. owner, utcformat(now_us), tonumber(task.cost) or 0
