@@ -2,11 +2,12 @@
 
 import * as chat from "./chat.js";
 import { h } from "./elements.js";
+import * as flow from "./flow.js";
 import * as health from "./health.js";
 import { Service, sleep } from "./service.js";
 import * as tasks from "./tasks.js";
 
-const VIEWS = { chat: [chat, "Chat"], tasks: [tasks, "Tasks"], health: [health, "Health"] };
+const VIEWS = { chat: [chat, "Chat"], tasks: [tasks, "Tasks"], flow: [flow, "Flow"], health: [health, "Health"] };
 const CHECK_MILLISECONDS = 5000;
 
 const main = document.querySelector("main");

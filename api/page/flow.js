@@ -167,8 +167,7 @@ class FlowView {
 
   async loadWorkers() {
     try {
-      const reply = await this.context.fetch("/v1/workers", { signal: this.closing.signal });
-      const { data } = await reply.json();
+      const { data } = await this.context.fetch("v1/workers", { signal: this.closing.signal });
       this.worker.replaceChildren(...data.map(({ name }) => make("option", { value: name, textContent: name })));
       if (data.length) this.follow(data[0].name);
       else this.detail.textContent = "No worker runs. This view starts with the first one: reload it then.";
@@ -186,12 +185,14 @@ class FlowView {
     this.place = null;
     this.setPaused(false);
     this.redraw();
-    this.context.follow(`/v1/workers/${encodeURIComponent(name)}/steps`, {
-      signal: this.following.signal,
-      onEvent: (event) => {
-        if (event.event && event.event !== "step") return;
-        this.add(typeof event.data === "string" ? JSON.parse(event.data) : event.data);
+    const { signal } = this.following;
+    this.context.follow(`v1/workers/${encodeURIComponent(name)}/steps`, {
+      signal,
+      onEvent: ({ name: kind, data }) => {
+        if (kind === "step") this.add(data);
       },
+    }).catch((error) => {
+      if (!signal.aborted) this.detail.textContent = `The steps cannot be read: ${error.message}`;
     });
   }
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import redis
-from axe_playwright_python.sync_playwright import Axe  # type: ignore[import-untyped]
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, Route, expect, sync_playwright
 
 from tests.api.running_server import Server
@@ -21,18 +21,19 @@ HTML = """<!doctype html><html lang="en"><title>Flow</title>
 MOUNT = """async () => {
   const { mount } = await import("/flow-files/flow.js");
   const follow = async (path, { signal, onEvent }) => {
-    const reply = await fetch(path, { signal });
+    const reply = await fetch(`/${path}`, { signal });
     let text = "";
     for await (const part of reply.body.pipeThrough(new TextDecoderStream())) {
       text += part;
       for (let end; (end = text.indexOf("\\n\\n")) >= 0; text = text.slice(end + 2)) {
         const lines = text.slice(0, end).split("\\n");
         const fields = Object.fromEntries(lines.map((line) => line.split(/: (.*)/s)));
-        if (fields.data) onEvent(fields);
+        if (fields.data) onEvent({ name: fields.event, data: JSON.parse(fields.data) });
       }
     }
   };
-  const context = { fetch: (...all) => fetch(...all), follow, navigate: (hash) => { location.hash = hash; } };
+  const call = async (path, options) => (await fetch(`/${path}`, options)).json();
+  const context = { fetch: call, follow, navigate: (hash) => { location.hash = hash; } };
   window.unmount = mount(document.querySelector("main"), context);
 }"""
 

@@ -154,7 +154,7 @@ def test_the_keyboard_alone_is_enough(open_page: OpenPage) -> None:
     page = open_page()
     page.keyboard.press("Tab")
     expect(page.locator(":focus")).to_have_text("Skip to the content")
-    for name in ("Chat", "Tasks", "Health"):
+    for name in ("Chat", "Tasks", "Flow", "Health"):
         page.keyboard.press("Tab")
         expect(page.locator(":focus")).to_have_text(name)
     page.keyboard.press("Enter")
@@ -178,6 +178,7 @@ def test_every_view_fits_and_is_accessible(
         ("chat", ".composer"),
         ("tasks", "tbody tr"),
         (f"tasks/{task['id']}", ".timeline"),
+        ("flow", ".flow[data-steps]"),
         ("health", "tbody tr"),
     ):
         page.goto(f"{open_page.url}/#/{view}")
