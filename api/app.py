@@ -15,11 +15,15 @@ from pydantic import ValidationError
 
 from api import authentication, call_log, cors, error_handlers, problems
 from api.background.redis_checks import RedisChecks
+from api.file_storage import FileStorage
 from api.json_body import JsonRequest
 from api.redis_clients import connect, connect_subscriber
 from api.routes.health import Redis, health_routes
+from api.routes.openai.batches import batch_routes
 from api.routes.openai.client_paths import served_path
 from api.routes.openai.completions import completion_routes
+from api.routes.openai.file_services import FileServices
+from api.routes.openai.files import file_routes
 from api.routes.openai.models import model_routes
 from api.routes.openai.responses import response_routes
 from api.routes.page import page_routes
@@ -39,6 +43,8 @@ from monitoring.queue import QueueCollector
 from monitoring.reaper import ReapFailures
 from monitoring.redis_state import RedisStateMetrics
 from monitoring.webhooks import WebhookMetrics
+from tokenmill.protocol.store.batch_store import BatchStore
+from tokenmill.protocol.store.file_index import FileIndex
 from tokenmill.protocol.store.readers import Readers
 from tokenmill.protocol.store.task_store import TaskStore
 from tokenmill.settings.declarations import ApiSettings
@@ -60,6 +66,7 @@ class AppParts:
     reap_failures: ReapFailures
     redis_checks: RedisChecks
     webhook_metrics: WebhookMetrics
+    file_storage: FileStorage
 
 
 class ApiApp(OpenAPI):
@@ -94,6 +101,7 @@ def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiAp
         reap_failures=ReapFailures(registry, by_api=True),
         redis_checks=RedisChecks(client, RedisStateMetrics(registry)),
         webhook_metrics=WebhookMetrics(registry),
+        file_storage=FileStorage(settings.files_place),
     )
     services = TaskServices(
         settings=settings,
@@ -117,6 +125,9 @@ def create_app(settings: ApiSettings, shutdown: Shutdown | None = None) -> ApiAp
     app.register_api(response_routes(services))
     app.register_api(step_routes(services))
     app.register_blueprint(page_routes())
+    files = FileServices(services, FileIndex(client), BatchStore(client), parts.file_storage)
+    app.register_api(file_routes(files))
+    app.register_api(batch_routes(files))
     app.register_api(health_routes(settings, store, registry, Redis(client, parts.redis_checks)))
     return app
 

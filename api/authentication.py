@@ -4,6 +4,7 @@ Where API keys are set, a call of `/v1/` without a valid one is refused before i
 Redis is asked.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from flask import Flask, g, request
@@ -42,6 +43,16 @@ def install(app: Flask, keyring: Keyring) -> None:
 def current_tenant() -> str:
     """The tenant of the current call; `default` without keys."""
     return str(g.get("tenant", DEFAULT_TENANT))
+
+
+def check_upload(keyring: Keyring, headers: Mapping[str, str]) -> None:
+    """Refuse an upload without a valid key before its body is stored. Raises `Problem` (401).
+
+    `headers`: names as in WSGI, without `HTTP_`.
+    """
+    if keyring:
+        named = Headers([(name.replace("_", "-"), value) for name, value in headers.items()])
+        _authenticate(keyring, _credentials(named))
 
 
 def _credentials(headers: Headers) -> str:

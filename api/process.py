@@ -9,16 +9,20 @@ import resource
 import signal
 import socket
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
 import structlog
 
-from api.app import create_app
+from api.app import ApiApp, create_app
+from api.authentication import check_upload
 from api.background.index_audit import start_index_audit
 from api.background.reaper import start_reaper
 from api.background.redis_checks import start_redis_checks
 from api.background.webhook_delivery import start_webhook_delivery
+from api.batches.runners import BatchRunners
 from api.http.server import PROBE_CONNECTIONS, HttpServer
+from api.http.uploads import Uploads
 from api.shutdown import Shutdown
 from tokenmill.settings.declarations import ApiSettings
 
@@ -63,15 +67,29 @@ def serve(settings: ApiSettings) -> None:
     shutdown = Shutdown()
     app = create_app(settings, shutdown)
     limit = _connection_limit(settings)
-    server = HttpServer(app, settings, listener, shutdown, connection_limit=limit)
+    server = HttpServer(
+        app, settings, listener, shutdown, connection_limit=limit, uploads=_uploads(settings, app)
+    )
+    runners = BatchRunners(settings, shutdown)
     stop_on_signals(server.wake, shutdown)
     start_reaper(settings, app.parts.reap_failures)
     start_redis_checks(app.parts.redis_checks)
     start_index_audit(settings)
     start_webhook_delivery(settings, app.parts.webhook_metrics, shutdown)
     _log.info("listening", url=_url(listener), pid=os.getpid())
+    runners.start()
     server.run()
+    runners.join()
     _log.info("stopped")
+
+
+def _uploads(settings: ApiSettings, app: ApiApp) -> Uploads:
+    """Uploads are received into the directory of the files, if they have one."""
+    return Uploads(
+        max_file_bytes=settings.max_file_bytes,
+        directory=app.parts.file_storage.directory,
+        check=partial(check_upload, settings.keyring),
+    )
 
 
 def _connection_limit(settings: ApiSettings) -> int:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import secrets
+from dataclasses import replace
 from typing import Any
 
 import redis
@@ -50,7 +51,23 @@ class Submitter:
         self, body: TaskBody, idempotency_key: str | None, tenant: str, card: ModelCard | None
     ) -> Submitted:
         """Queue a task of `tenant`. Raises `Problem`: 422 for a reused key, 429 for a full queue."""
-        submission = self._submission(body, idempotency_key, tenant, card)
+        return self._submit(self._submission(body, idempotency_key, tenant, card))
+
+    def submit_in_background(
+        self, body: TaskBody, task_id: str, tenant: str, card: ModelCard | None
+    ) -> Submitted:
+        """Queue a task under an id that the caller has chosen; if there is one with that id, it is returned.
+
+        Half of the queue is left to other tasks. Raises `Problem`: 429 for a full queue.
+        """
+        submission = replace(
+            self._submission(body, None, tenant, card, task_id),
+            max_waiting=_half(self._settings.waiting_limit),
+            max_waiting_tokens=_half(self._settings.waiting_token_limit),
+        )
+        return self._submit(submission)
+
+    def _submit(self, submission: Submission) -> Submitted:
         try:
             submitted = self._store.submit(submission)
         except QueueFull as full:
@@ -62,9 +79,11 @@ class Submitter:
             note_task(submitted.task_id)
         return submitted
 
-    def _submission(self, body: TaskBody, key: str | None, tenant: str, card: ModelCard | None) -> Submission:
+    def _submission(
+        self, body: TaskBody, key: str | None, tenant: str, card: ModelCard | None, task_id: str = ""
+    ) -> Submission:
         settings = self._settings
-        request = to_request(body, naming.new_task_id(), settings.public_model)
+        request = to_request(body, task_id or naming.new_task_id(), settings.public_model)
         queue = naming.queue_name(settings.slug, request.priority, tenant)
         return Submission(
             task_id=request.id,
@@ -138,6 +157,10 @@ class Submitter:
             return full.tokens / max(full.depth, 1) / drain_rate
         # A task that is larger than the limit is accepted when the queue is empty.
         return min(full.tokens, full.tokens + cost - token_limit) / drain_rate
+
+
+def _half(limit: int | None) -> int | None:
+    return None if limit is None else max(1, limit // 2)
 
 
 def _queue_full_detail(full: QueueFull, cost: int, limit: int) -> str:

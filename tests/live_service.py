@@ -109,7 +109,7 @@ class LiveService:
         env: Mapping[str, str] | None = None,
         redis_url: str | None = None,
     ) -> None:
-        self._directory = tmp_path
+        self.directory = tmp_path
         self._env = {
             **{name: value for name, value in os.environ.items() if not name.startswith("TOKENMILL_")},
             "OMP_NUM_THREADS": "1",
@@ -141,7 +141,7 @@ class LiveService:
         """Returns when the API reports that the service is ready."""
         try:
             if self._redis_url is None:
-                self._redis = start_redis(self._directory, free_port())
+                self._redis = start_redis(self.directory, free_port())
                 self._redis_url = self._redis.url
             self.start_worker(wait=False)
             self.start_api(free_port())
@@ -232,7 +232,7 @@ class LiveService:
         return self.api is not None and self.api.is_ready()
 
     def _run(self, module: str, url: str, env: Mapping[str, str]) -> Process:
-        log = self._directory / f"{module}-{len(self.workers)}.log"
+        log = self.directory / f"{module}-{len(self.workers)}.log"
         with log.open("wb") as output:
             popen = subprocess.Popen(
                 [sys.executable, "-m", module],

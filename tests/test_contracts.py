@@ -143,6 +143,8 @@ PLANTS = {
     ],
     "api: rooms": [
         ("api/routes/tasks.py", "import api.app"),
+        ("api/routes/openai/batches.py", "import api.batches.runners"),
+        ("api/file_storage.py", "import api.problems"),
         ("api/streams/task_events.py", "import api.routes.tasks"),
         ("api/webhooks/deliverer.py", "import api.streams.sse"),
         ("api/schemas/requests.py", "import api.webhooks.signature"),

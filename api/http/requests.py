@@ -13,6 +13,7 @@ from waitress.adjustments import Adjustments
 from waitress.parser import HTTPRequestParser, crack_first_line
 from waitress.receiver import ChunkedReceiver
 
+from api.http.uploads import UploadBuffer, Uploads, is_upload, storage_full
 from api.problems import Problem
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -38,7 +39,7 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
     """Parses one request. `error` is None or a `Problem`.
 
     `adj.max_request_body_size` is the smallest size that is refused. It counts the body without the framing
-    of its chunks.
+    of its chunks. `adj.uploads`, if it is set, has another limit for uploads, whose bodies are kept on disk.
     """
 
     error: Problem | None
@@ -49,6 +50,7 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
     def __init__(self, adj: Adjustments) -> None:
         super().__init__(adj)
         self.wire_bytes = 0
+        self._refused_from = adj.max_request_body_size
 
     @property
     def has_begun(self) -> bool:
@@ -57,7 +59,10 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
 
     @property
     def buffered_bytes(self) -> int:
-        return len(self.header_plus) + (len(self.body_rcv) if self.body_rcv is not None else 0)
+        if self.body_rcv is None:
+            return len(self.header_plus)
+        body = self.body_rcv.getbuf()
+        return len(self.header_plus) + (body.memory_bytes if isinstance(body, UploadBuffer) else len(body))
 
     def received(self, data: bytes) -> int:
         """Consume the bytes of this request and return their number."""
@@ -67,6 +72,8 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
             return self._receive_head(data) if self.body_rcv is None else self._receive_body(data)
         except Problem as error:
             self.fail(error)
+        except OSError as error:
+            self.fail(storage_full(error))
         except ValueError:
             # For example the URL `http://[`, or a number of thousands of digits.
             self.fail(Problem(400, "bad_request", "the URL or a header of the request is not valid"))
@@ -100,8 +107,19 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
         expected = self.headers.get("EXPECT", "").lower()
         if self.version == "1.1" and expected not in ("", "100-continue"):
             raise Problem(417, "expectation_failed", "the only supported Expect is 100-continue")
-        if self.content_length >= self.adj.max_request_body_size:
+        self._prepare_upload()
+        if self.content_length >= self._refused_from:
             raise self._too_large()
+
+    def _prepare_upload(self) -> None:
+        """Keep the body of an upload on disk. Raises `Problem`."""
+        uploads: Uploads | None = getattr(self.adj, "uploads", None)
+        if uploads is None or not is_upload(self.command, self.path, self.headers):
+            return
+        uploads.check(self.headers)
+        self._refused_from = uploads.refused_from
+        if self.body_rcv is not None:
+            self.body_rcv.buf = uploads.new_buffer()
 
     def _receive_body(self, data: bytes) -> int:
         receiver = self.body_rcv
@@ -118,7 +136,7 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
         return taken
 
     def _check_chunks(self, receiver: ChunkedReceiver) -> None:
-        limit = self.adj.max_request_body_size
+        limit = self._refused_from
         if len(receiver) + receiver.chunk_remainder >= limit or self.wire_bytes > FRAMING_FACTOR * limit:
             raise self._too_large()
         if len(receiver.control_line) > MAX_CHUNK_LINE_BYTES:
@@ -127,7 +145,7 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
             raise Problem(431, "head_too_large", "the trailers of the body are too long")
 
     def _too_large(self) -> Problem:
-        limit = self.adj.max_request_body_size - 1
+        limit = self._refused_from - 1
         return Problem(413, "body_too_large", f"the body may have at most {limit} bytes", param="body")
 
 

@@ -20,6 +20,7 @@ from waitress.task import ThreadedTaskDispatcher
 from api.http.connections import Connection, Deadlines
 from api.http.poller import Poller
 from api.http.requests import MAX_HEAD_BYTES, RequestParser
+from api.http.uploads import Uploads
 from api.networks import network_of
 from api.problems import Problem
 from api.shutdown import Shutdown
@@ -43,9 +44,11 @@ RETRY_SECONDS = 5
 """Retry-After of a request that exceeds a limit."""
 
 
-def adjustments(settings: ApiSettings, listener: socket.socket) -> Adjustments:
-    """Waitress's settings. Nothing is buffered in temporary files: the disk may be full."""
-    return Adjustments(
+def adjustments(
+    settings: ApiSettings, listener: socket.socket, uploads: Uploads | None = None
+) -> Adjustments:
+    """Waitress's settings. Only uploads are buffered in temporary files: the disk may be full."""
+    adjusted = Adjustments(
         sockets=[listener],
         threads=settings.http_threads,
         ident="tokenmill",
@@ -60,6 +63,8 @@ def adjustments(settings: ApiSettings, listener: socket.socket) -> Adjustments:
         channel_request_lookahead=1,
         log_socket_errors=False,
     )
+    adjusted.uploads = uploads
+    return adjusted
 
 
 class HttpServer(TcpWSGIServer):  # type: ignore[misc]  # Waitress ships no types
@@ -67,6 +72,7 @@ class HttpServer(TcpWSGIServer):  # type: ignore[misc]  # Waitress ships no type
 
     `connection_limit`: connections in all. A connection beyond it, or beyond the limit for its address,
     replaces an idle one. If there is none, it is answered on `PROBE_PATH` and refused with 503 elsewhere.
+    `uploads`: how file uploads are received; None: as any other request.
     """
 
     channel_class = Connection
@@ -79,6 +85,7 @@ class HttpServer(TcpWSGIServer):  # type: ignore[misc]  # Waitress ships no type
         shutdown: Shutdown,
         *,
         connection_limit: int,
+        uploads: Uploads | None = None,
     ) -> None:
         self._shutdown = shutdown
         self._connection_limit = connection_limit
@@ -98,7 +105,7 @@ class HttpServer(TcpWSGIServer):  # type: ignore[misc]  # Waitress ships no type
             application,
             map=dispatchers,
             _sock=listener,
-            adj=adjustments(settings, listener),
+            adj=adjustments(settings, listener, uploads),
             sockinfo=(listener.family, listener.type, listener.proto, listener.getsockname()),
             bind_socket=False,
         )

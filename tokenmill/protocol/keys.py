@@ -32,6 +32,11 @@ OUTAGE = "tokenmill:outage"
 
 ENDED = "tokenmill:ended"
 """Sorted set: `<tenant hash>:<task>` of an ended task -> when its keys expire (Redis time, seconds)."""
+BATCHES = "tokenmill:batches"
+"""Sorted set: batch that has not ended -> when a runner may take it (Redis time, seconds)."""
+
+FILES_EXPIRING = "tokenmill:files:expiring"
+"""Sorted set: file -> when it expires (Redis time, seconds)."""
 
 CONTROL = "tokenmill:control"
 """Channel: JSON commands to all workers, `{"cancel": task id}`."""
@@ -186,3 +191,38 @@ def model_card(slug: str) -> str:
 def idempotency(tenant: str, key_digest: str) -> str:
     """String: `<body digest>:<task id>` of the submission with an Idempotency-Key."""
     return f"tokenmill:idem:{tenant}:{key_digest}"
+
+
+def file(file_id: str) -> str:
+    """Hash: the record of a file (`record`, JSON), its `tenant` and the number of its `uses`."""
+    return f"tokenmill:file:{file_id}"
+
+
+def files(tenant: str) -> str:
+    """Sorted set: the files of a tenant. Their ids sort by time."""
+    return f"tokenmill:files:of:{tenant}"
+
+
+def batch(batch_id: str) -> str:
+    """Hash: the record of a batch (`record`, JSON) and its progress."""
+    return f"tokenmill:batch:{batch_id}"
+
+
+def batch_lines(batch_id: str) -> str:
+    """String: one bit for each line of a running batch, set once its result is recorded."""
+    return f"tokenmill:batch:lines:{batch_id}"
+
+
+def batch_segments(batch_id: str) -> str:
+    """List: the stored pieces of the results of a running batch, as JSON."""
+    return f"tokenmill:batch:segments:{batch_id}"
+
+
+def batch_index(tenant: str) -> str:
+    """Sorted set: the batches of a tenant. Their ids sort by time."""
+    return f"tokenmill:batches:of:{tenant}"
+
+
+def open_batches(tenant: str) -> str:
+    """Set: the batches of a tenant that have not ended."""
+    return f"tokenmill:batches:open:{tenant}"

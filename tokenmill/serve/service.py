@@ -146,6 +146,8 @@ class _Service:
     def _start_processes(self, workers: list[PlannedWorker], redis_url: str, port: int) -> None:
         # A process whose settings cannot be used must end, so that the supervisor notices.
         chosen = {"redis_url": redis_url, "port": port, "hold_unusable": False}
+        if self.settings.files_url is None:
+            chosen["files_url"] = str(self.state.files.resolve())
         environment = {
             **self.environ,
             **self.settings.model_copy(update=chosen).to_environment(),

@@ -44,6 +44,11 @@ class StateDirectory:
         return self.path / "redis.log"
 
     @property
+    def files(self) -> Path:
+        """Uploaded files and the results of batches. The API creates it."""
+        return self.path / "files"
+
+    @property
     def lock_file(self) -> Path:
         return self.path / "lock"
 

@@ -22,6 +22,7 @@ MAX_SECONDS = 10**9
 MAX_PATIENCE_SECONDS = 366 * 86400.0
 """Longest duration that the engine accepts; longer settings are reduced to it."""
 _MAX_COUNT = 2**31 - 1
+DEFAULT_FILES = ".tokenmill/files"
 
 
 def _redis_url(url: str) -> str:
@@ -200,6 +201,33 @@ class ApiSettings(Listening, SharedSettings):
         Purpose.ACCESS,
         shown="none",
     )
+
+    files_url: OptionalText = setting(
+        None,
+        "Where uploaded files and the results of batches are stored: a directory, or a URL of fsspec such as"
+        " s3://bucket/prefix. One service alone uses it.",
+        Purpose.FILES,
+        shown="`files` in the state directory",
+    )
+    max_file_bytes: Annotated[int, Field(ge=1024)] = setting(
+        200 * 1024 * 1024, "A larger file is refused with status 413.", Purpose.FILES
+    )
+    files_retention_seconds: Seconds = setting(
+        30 * 86400.0,
+        "How long a file is kept that has no expiry of its own, and an ended batch.",
+        Purpose.FILES,
+    )
+    batch_window: Annotated[int, Field(ge=0)] = setting(
+        0,
+        "Tasks of one batch that are queued or running. 0: twice the sequences that the workers run at the"
+        " same time.",
+        Purpose.FILES,
+    )
+
+    @property
+    def files_place(self) -> str:
+        """`files_url`, or the directory of a service that was started in the current one."""
+        return self.files_url or DEFAULT_FILES
 
     @property
     def allowed_origins(self) -> frozenset[str]:

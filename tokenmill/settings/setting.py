@@ -28,6 +28,7 @@ class Purpose(Enum):
     TASKS = "Tasks"
     WORKER = "Worker process"
     HTTP = "HTTP API"
+    FILES = "Files and batches"
     ACCESS = "API keys and webhooks"
     SERVICE = "Service and commands"
 

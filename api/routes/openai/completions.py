@@ -3,9 +3,8 @@
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 from flask import Response
 from flask_openapi3.blueprint import APIBlueprint
@@ -14,10 +13,16 @@ from flask_openapi3.models.tag import Tag
 from api import problems
 from api.authentication import SCHEME_NAME
 from api.problems import Problem
-from api.routes.openai.chat_format import ChatFormat
 from api.routes.openai.completion_call import TASK_HEADER, CompletionCall
 from api.routes.openai.deltas import Delta
-from api.routes.openai.text_format import TextFormat
+from api.routes.openai.whole_reply import (
+    Format,
+    chat_format,
+    common_members,
+    text_format,
+    usage_view,
+    whole_reply,
+)
 from api.routes.slots import reply_slot, stream_reply
 from api.routes.task_lookup import TaskLookup
 from api.routes.task_services import TaskServices
@@ -29,23 +34,10 @@ from api.schemas.replies import PROBLEM_REPLY
 from api.schemas.requests import SubmitHeaders, TaskBody
 from api.streams import sse
 from api.submission import parse_idempotency_key
-from api.tool_calls.formats import DEFAULT_FORMAT
-from api.tool_calls.reading import CallReading
 
 TAG = Tag(name="OpenAI-compatible", description="The routes of OpenAI's API, on the same tasks.")
 _DONE = b"data: [DONE]\n\n"
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-
-
-class Format(Protocol):
-    """Turns deltas into the choices of a route."""
-
-    kind: str
-    chunk_kind: str
-    id_prefix: str
-
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]: ...
-    def reply(self, deltas: list[Delta]) -> list[dict[str, Any]]: ...
 
 
 def completion_routes(services: TaskServices) -> APIBlueprint:
@@ -87,23 +79,13 @@ class _Completions:
     def chat(self, header: SubmitHeaders, body: ChatCompletionBody) -> Response:
         key = parse_idempotency_key(header.idempotency_key)
         call = self._submit([body.to_task(_on_disconnect(key))], key)
-        return self._reply(call, body, self._chat_format(call, body))
+        style = chat_format(body, call.tasks[0].snapshot.task_id, self._services.tool_format)
+        return self._reply(call, body, style)
 
     def complete(self, header: SubmitHeaders, body: CompletionBody) -> Response:
         key = parse_idempotency_key(header.idempotency_key)
         call = self._submit(body.to_tasks(_on_disconnect(key)), key)
-        return self._reply(call, body, TextFormat(_echoed(body), has_logprobs=body.num_logprobs is not None))
-
-    def _chat_format(self, call: CompletionCall, body: ChatCompletionBody) -> ChatFormat:
-        tools = body.tool_use
-        reading = CallReading(**tools.to_json())
-        return ChatFormat(
-            call.tasks[0].snapshot.task_id,
-            lambda tool_format: reading.new_parser(tools.functions, tool_format)(),
-            # Read at the first token, not now: a request may be the first one, before a worker is ready.
-            cache(self._services.tool_format) if tools.tools else lambda: DEFAULT_FORMAT,
-            reports_calls=reading.mode != "named",
-        )
+        return self._reply(call, body, text_format(body))
 
     def _submit(self, tasks: Sequence[TaskBody], key: str | None) -> CompletionCall:
         call = CompletionCall(self._services, self._lookup)
@@ -149,30 +131,16 @@ def _on_disconnect(idempotency_key: str | None) -> str:
     return "cancel" if idempotency_key is None else "continue"
 
 
-def _echoed(body: CompletionBody) -> dict[int, str | list[int]]:
-    """The prompts to repeat, by the index of the choice."""
-    num_outputs = body.sampling.get("n", 1)
-    prompts = [prompt for prompt in body.prompt for _ in range(num_outputs)] if body.echo else []
-    return dict(enumerate(prompts))
-
-
 class _Envelope:
     """What surrounds the choices of a reply or a chunk."""
 
     def __init__(self, call: CompletionCall, style: Format) -> None:
         self._call = call
         self._style = style
-        first = call.tasks[0].snapshot
-        self._common = {
-            "id": style.id_prefix + first.task_id,
-            "created": int(first.accepted_at),
-            "model": first.model,
-        }
+        self._common = common_members(style, call.tasks[0].snapshot)
 
     def reply(self, deltas: list[Delta]) -> str:
-        choices = self._style.reply(deltas)
-        usage = _usage(self._call.usage())
-        return _encode({**self._common, "object": self._style.kind, "choices": choices, "usage": usage})
+        return _encode(whole_reply(self._style, self._common, deltas, self._call.usage()))
 
     def chunks(self, deltas: list[Delta], *, usage: bool | None) -> Iterator[bytes]:
         """Chunks for `deltas`. `usage`: True: with the usage so far; False: null; None: no such member."""
@@ -187,7 +155,7 @@ class _Envelope:
     def _frame(self, choices: list[dict[str, Any]], *, usage: bool | None) -> bytes:
         chunk = {**self._common, "object": self._style.chunk_kind, "choices": choices}
         if usage is not None:
-            chunk["usage"] = _usage(self._call.usage()) if usage else None
+            chunk["usage"] = usage_view(self._call.usage()) if usage else None
         return f"data: {_encode(chunk)}\n\n".encode()
 
 
@@ -226,13 +194,3 @@ def _frames(
         # The server closes a stream that it cannot write.
         call.disconnected()
         raise
-
-
-def _usage(counts: dict[str, int]) -> dict[str, Any]:
-    prompt, completion = counts["prompt_tokens"], counts["completion_tokens"]
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": counts["cached_tokens"]},
-    }
