@@ -11,6 +11,7 @@ import sys
 
 import structlog
 
+from api.file_storage import UnusableStorage
 from api.process import CannotListen, serve
 from tokenmill.process import logs
 from tokenmill.process.hold_unusable import hold_unusable
@@ -43,7 +44,7 @@ def _run() -> int:
         settings.check_files()
         check_temporary_directory()
         serve(settings)
-    except (SettingError, NoTemporaryDirectory) as error:
+    except (SettingError, NoTemporaryDirectory, UnusableStorage) as error:
         _log.critical(str(error))
         hold_unusable(os.environ, _log.critical)
         return EXIT_UNUSABLE

@@ -18,11 +18,21 @@ _PART = ".part-"
 _OWNER_ONLY = 0o700
 
 
+class UnusableStorage(Exception):
+    """The setting names no place that can be used. The message says why."""
+
+
 class FileStorage:
-    """`url`: a directory, or a URL such as `s3://bucket/prefix`. Names are flat. Methods raise `OSError`."""
+    """`url`: a directory, or a URL such as `s3://bucket/prefix`. Names are flat. Methods raise `OSError`.
+
+    Raises `UnusableStorage`.
+    """
 
     def __init__(self, url: str) -> None:
-        self._fs, root = fsspec.core.url_to_fs(url)
+        try:
+            self._fs, root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise UnusableStorage(f"TOKENMILL_FILES_URL cannot be used: {error}") from error
         self._root = str(root).rstrip("/")
         self.directory = self._root if isinstance(self._fs, LocalFileSystem) else None
         """The directory, unless the files are in an object store."""
