@@ -58,6 +58,7 @@ FULL: dict[str, Any] = {
         },
     },
     "redis": {"existingSecret": "redis-password", "storageClass": "fast"},
+    "files": {"claim": "files"},
     "networkPolicy": {
         "allowEgress": False,
         "apiFrom": [{"namespaceSelector": {"matchLabels": {"name": "apps"}}}],
@@ -69,7 +70,11 @@ FULL: dict[str, Any] = {
         "dashboard": {"enabled": True},
     },
 }
-EXTERNAL_REDIS = {"redis": {"enabled": False, "external": {"urlSecret": "redis-url"}}, "api": {"replicas": 1}}
+EXTERNAL_REDIS = {
+    "files": {"url": "s3://bucket/files"},
+    "redis": {"enabled": False, "external": {"urlSecret": "redis-url"}},
+    "api": {"replicas": 1},
+}
 WITHOUT_POLICIES = {
     **MINIMAL,
     "networkPolicy": {"enabled": False},
@@ -284,6 +289,27 @@ def test_alerts_and_dashboard_are_those_of_the_monitoring_room(chart: helm_pytho
     assert jobs == {one["job_name"] for one in scraped} - {"prometheus"}
 
 
+@pytest.mark.parametrize(
+    ("files", "url", "volume"),
+    [
+        ({}, "/files", {"name": "files", "emptyDir": {}}),
+        ({"claim": "c"}, "/files", {"name": "files", "persistentVolumeClaim": {"claimName": "c"}}),
+        ({"url": "s3://bucket/files"}, "s3://bucket/files", None),
+    ],
+)
+def test_files_are_kept_where_the_values_say(
+    chart: helm_python.Chart, files: dict[str, str], url: str, volume: dict[str, Any] | None
+) -> None:
+    pod = only(render(chart, {**MINIMAL, "files": files}), "Deployment", "demo-tokenmill-api")["spec"][
+        "template"
+    ]
+    assert environment(pod)["TOKENMILL_FILES_URL"] == url
+    volumes = [one for one in pod["spec"]["volumes"] if one["name"] == "files"]
+    assert volumes == ([volume] if volume else [])
+    mounts = {one["name"] for one in pod["spec"]["containers"][0]["volumeMounts"]}
+    assert ("files" in mounts) == bool(volume)
+
+
 def test_only_the_release_reaches_redis(chart: helm_python.Chart) -> None:
     objects = render(chart, FULL)
     policy = only(objects, "NetworkPolicy", "demo-tokenmill-redis")["spec"]
@@ -316,6 +342,8 @@ def test_only_the_release_reaches_redis(chart: helm_python.Chart) -> None:
         ({**MINIMAL, "settings": {"TOKENMILL_API_KEYS": "secret"}}, "TOKENMILL_API_KEYS"),
         ({**MINIMAL, "settings": {"MAX_STREAMS": 1}}, "MAX_STREAMS"),
         ({**MINIMAL, "api": {"replicas": 0}}, "replicas"),
+        ({**MINIMAL, "files": {"url": "s3://a/b", "claim": "c"}}, "files.url or files.claim"),
+        ({**MINIMAL, "files": {"url": "bucket"}}, "url"),
     ],
 )
 def test_bad_values_are_refused_by_name(
