@@ -5,6 +5,7 @@ could frame differently (request smuggling, RFC 9112 section 11.2) are refused. 
 the input.
 """
 
+import copy
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -50,7 +51,6 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
     def __init__(self, adj: Adjustments) -> None:
         super().__init__(adj)
         self.wire_bytes = 0
-        self._refused_from = adj.max_request_body_size
 
     @property
     def has_begun(self) -> bool:
@@ -108,7 +108,7 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
         if self.version == "1.1" and expected not in ("", "100-continue"):
             raise Problem(417, "expectation_failed", "the only supported Expect is 100-continue")
         self._prepare_upload()
-        if self.content_length >= self._refused_from:
+        if self.content_length >= self.adj.max_request_body_size:
             raise self._too_large()
 
     def _prepare_upload(self) -> None:
@@ -117,7 +117,9 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
         if uploads is None or not is_upload(self.command, self.path, self.headers):
             return
         uploads.check(self.headers)
-        self._refused_from = uploads.refused_from
+        # Of this request alone: Waitress compares with it too.
+        self.adj = copy.copy(self.adj)
+        self.adj.max_request_body_size = uploads.refused_from
         if self.body_rcv is not None:
             self.body_rcv.buf = uploads.new_buffer()
 
@@ -136,7 +138,7 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
         return taken
 
     def _check_chunks(self, receiver: ChunkedReceiver) -> None:
-        limit = self._refused_from
+        limit = self.adj.max_request_body_size
         if len(receiver) + receiver.chunk_remainder >= limit or self.wire_bytes > FRAMING_FACTOR * limit:
             raise self._too_large()
         if len(receiver.control_line) > MAX_CHUNK_LINE_BYTES:
@@ -145,7 +147,7 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
             raise Problem(431, "head_too_large", "the trailers of the body are too long")
 
     def _too_large(self) -> Problem:
-        limit = self._refused_from - 1
+        limit = self.adj.max_request_body_size - 1
         return Problem(413, "body_too_large", f"the body may have at most {limit} bytes", param="body")
 
 

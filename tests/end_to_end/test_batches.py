@@ -25,6 +25,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
         "TOKENMILL_LEASE_SECONDS": "2",
         "TOKENMILL_FILES_URL": str(directory / "files"),
         "TOKENMILL_MAX_FILE_BYTES": str(1024 * 1024),
+        # A file may be larger than other bodies.
+        "TOKENMILL_MAX_BODY_BYTES": str(64 * 1024),
     }
     with LiveService(save_model(tmp_path_factory.mktemp("model")), directory, limits) as running:
         yield running
@@ -73,7 +75,7 @@ def results(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
 
 
 def test_a_file_is_kept_listed_and_deleted(client: openai.OpenAI) -> None:
-    content = b'{"a": 1}\n' * 1000
+    content = b'{"a": 1}\r\n' * 100_000
     file = client.files.create(
         file=("names.jsonl", content),
         purpose="batch",
@@ -168,7 +170,7 @@ def test_requests_that_are_refused_are_in_the_file_of_errors(client: openai.Open
             request("good", max_tokens=1),
             request("stream", stream=True),
             request("field", temperature=-1),
-            request("long", messages=[{"role": "user", "content": "word " * 5000}]),
+            request("long", messages=[{"role": "user", "content": "word " * 2000}]),
         ).id,
     )
 
