@@ -7,8 +7,10 @@ from typing import Any
 
 import click
 
+from tokenmill.cli.batch_command import batch
 from tokenmill.cli.bench_command import bench
 from tokenmill.cli.cancel_command import cancel
+from tokenmill.cli.chat_command import chat
 from tokenmill.cli.console import use_colour
 from tokenmill.cli.distributions import conflict, installed
 from tokenmill.cli.error_words import in_own_words
@@ -17,6 +19,7 @@ from tokenmill.cli.service_commands import api, serve, worker
 from tokenmill.cli.task_commands import status, submit
 from tokenmill.cli.task_output import TaskNotCompleted
 from tokenmill.cli.text_streams import CannotWrite, check_argument, prepare_standard_streams, write_stderr
+from tokenmill.cli.top_command import top
 from tokenmill.cli.watch_command import watch
 from tokenmill.client.errors import ClientError, Refused
 from tokenmill.serve.embedded_redis import RedisUnavailable
@@ -103,5 +106,5 @@ def main(ctx: click.Context) -> None:
         write_stderr(f"Warning: {warning}")
 
 
-for command in (serve, worker, api, submit, status, watch, list_tasks, cancel, bench):
+for command in (serve, worker, api, submit, status, watch, list_tasks, cancel, chat, batch, top, bench):
     main.add_command(command)
