@@ -50,6 +50,7 @@ class RequestParser(HTTPRequestParser):  # type: ignore[misc]  # Waitress ships 
 
     def __init__(self, adj: Adjustments) -> None:
         super().__init__(adj)
+        self.adj: Adjustments = adj
         self.wire_bytes = 0
 
     @property
