@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
+from importlib.metadata import version
 from typing import Any, NoReturn
 from urllib.parse import urlsplit, urlunsplit
 
@@ -18,6 +19,7 @@ from api.background.redis_checks import RedisChecks
 from api.file_storage import FileStorage
 from api.json_body import JsonRequest
 from api.redis_clients import connect, connect_subscriber
+from api.reference.document import DESCRIPTION, complete
 from api.routes.health import Redis, health_routes
 from api.routes.openai.batches import batch_routes
 from api.routes.openai.client_paths import served_path
@@ -74,6 +76,11 @@ class ApiApp(OpenAPI):
 
     request_class = JsonRequest
     parts: AppParts
+    settings: ApiSettings
+
+    def generate_spec_json(self) -> None:
+        super().generate_spec_json()  # type: ignore[no-untyped-call]  # as flask-openapi3 has it
+        self.spec_json = complete(self.spec_json, is_secured=bool(self.settings.keyring))
 
     def wsgi_app(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         environ["PATH_INFO"] = served_path(environ.get("PATH_INFO", ""))
@@ -146,7 +153,7 @@ def _install_hooks(app: ApiApp, settings: ApiSettings, metrics: HttpMetrics) -> 
 def _bare_app(settings: ApiSettings) -> ApiApp:
     app = ApiApp(
         __name__,
-        info=Info(title="Tokenmill", version="1", description=_DESCRIPTION),
+        info=Info(title="Tokenmill", version=version("tokenmill"), description=DESCRIPTION),
         # Without it flask-openapi3 writes null, which is not valid OpenAPI.
         security_schemes=authentication.schemes(settings.keyring),
         # Every operation documents its errors as `default`; the framework adds no other entry.
@@ -156,6 +163,9 @@ def _bare_app(settings: ApiSettings) -> ApiApp:
         doc_prefix=DOCS_PREFIX,
         static_folder=None,
     )
+    app.settings = settings
+    # Members are shown in the order in which they are declared.
+    app.json.sort_keys = False  # type: ignore[attr-defined]  # of the default provider
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
     app.config["OPENAPI_HTML_STRING"] = _TO_SWAGGER
     return app
@@ -201,6 +211,3 @@ def _omit_empty_content_type(app: ApiApp) -> None:
         if is_empty or response.status_code == HTTPStatus.NO_CONTENT:
             response.headers.pop("Content-Type", None)
         return response
-
-
-_DESCRIPTION = "Submit requests for text, then poll the tasks or follow their tokens."

@@ -55,13 +55,14 @@ def health_routes(
         """
         return _json(_readiness(settings, store, server))
 
-    @routes.get("/health", summary="Readiness", responses={HTTPStatus.OK: Readiness})
+    @routes.get("/health", summary="Health", responses={HTTPStatus.OK: Readiness})
     def health() -> Response:
         """The same as `/readyz`, under the path that load generators and other servers use."""
         return _json(_readiness(settings, store, server))
 
-    @routes.get("/metrics", summary="Metrics in Prometheus' text format", responses={HTTPStatus.OK: _TEXT})
+    @routes.get("/metrics", summary="Metrics", responses={HTTPStatus.OK: _TEXT})
     def metrics() -> Response:
+        """Of this API process and of the queue, in Prometheus' text format."""
         body, content_type = expose(registry)
         return Response(body, content_type=content_type)
 

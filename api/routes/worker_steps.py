@@ -17,7 +17,7 @@ from api.problems import Problem, bad_field
 from api.routes.slots import reply_slot, stream_reply, stream_slot
 from api.routes.task_services import TaskServices
 from api.schemas.replies import PROBLEM_REPLY
-from api.schemas.steps import StepsHeaders, StepsQuery, WorkerPath
+from api.schemas.steps import StepsHeaders, StepsQuery, Trace, WorkerPath
 from api.shutdown import Shutdown
 from api.streams import sse
 from api.streams.reader_lease import client_disconnected
@@ -36,7 +36,7 @@ _STREAM: dict[str | int | HTTPStatus, Any] = {
     }
 }
 _TRACE: dict[str | int | HTTPStatus, Any] = {
-    HTTPStatus.OK: {"description": "Trace Event Format.", "content": {"application/json": {}}}
+    HTTPStatus.OK: Trace,
 }
 
 

@@ -22,6 +22,9 @@ MAX_WAIT_SECONDS = 60.0
 MAX_SALT_CHARACTERS = 256
 MAX_LISTED = 100
 
+MAX_MOMENT = 1e11
+"""Seconds since the epoch, some 3000 years. Redis compares microseconds, which need 17 digits."""
+Moment = Annotated[float, Field(ge=0, le=MAX_MOMENT, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_LIMIT_SECONDS)]
 
 
@@ -174,12 +177,10 @@ class ListQuery(Parameters):
     model: Annotated[str, Field(max_length=512)] | None = Field(
         None, description="The public name of the model."
     )
-    created_after: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+    created_after: Moment | None = Field(
         None, description="Accepted at or after this time, in seconds since the epoch."
     )
-    created_before: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
-        None, description="Accepted before this time."
-    )
+    created_before: Moment | None = Field(None, description="Accepted before this time.")
     limit: Annotated[int, Field(ge=1, le=MAX_LISTED)] = Field(20, description="The most tasks of a part.")
     after: Annotated[str, Field(pattern=r"^\d{1,17}-[0-9a-f]{32}$")] | None = Field(
         None, description="`next` of the part before."

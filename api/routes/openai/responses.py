@@ -29,6 +29,7 @@ from api.routes.slots import stream_reply
 from api.routes.task_lookup import TaskLookup
 from api.routes.task_services import TaskServices
 from api.schemas.openai.response_items import read_items, to_turns
+from api.schemas.openai.response_replies import DeletedResponse, InputItemList, ResponseView
 from api.schemas.openai.responses import ResponseBody, split_instructions
 from api.schemas.replies import PROBLEM_REPLY
 from api.schemas.requests import SubmitHeaders
@@ -36,12 +37,9 @@ from api.streams import sse
 from api.submission import parse_idempotency_key
 from tokenmill.protocol.messages import FinishedEvent, GenerateRequest
 
-_REPLY: dict[Any, Any] = {200: {"description": "The response object, or a stream of its events."}}
-
-_ITEMS: dict[Any, Any] = {200: {"description": "A page of items, the last one first."}}
-
-
-_DELETED: dict[Any, Any] = {200: {"description": "The response is deleted."}}
+_REPLY: dict[Any, Any] = {200: ResponseView}
+_ITEMS: dict[Any, Any] = {200: InputItemList}
+_DELETED: dict[Any, Any] = {200: DeletedResponse}
 
 
 class ResponsePath(BaseModel):
