@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from api.reference.bodies import BODIES
 from api.reference.errors import Operation, error_examples, error_replies
 from api.reference.events import EVENT_MODELS, STREAMS, TaskEnded, webhooks
 from api.reference.examples import EXAMPLES
@@ -54,6 +55,8 @@ def _complete_operation(
         operation["description"] = (
             operation["description"].replace("<br/><br/>", "\n\n").replace("<br/>", " ")
         )
+    if body := BODIES.get((method, path)):
+        operation["requestBody"] = body
     for parameter in operation.get("parameters", ()):
         _simplify(parameter)
     about = Operation(

@@ -34,7 +34,9 @@ class Operation(NamedTuple):
 
     @property
     def streams(self) -> bool:
-        return self.path.endswith(("/events", "/steps")) or "/responses" in self.path or self.waits
+        return (
+            self.path.endswith(("/events", "/steps", "/content")) or "/responses" in self.path or self.waits
+        )
 
 
 class Error(NamedTuple):
@@ -58,6 +60,26 @@ def _validates(operation: Operation) -> bool:
     return operation.has_body or operation.has_parameters
 
 
+def _names_file(operation: Operation) -> bool:
+    return "{file_id}" in operation.path or _creates_batch(operation)
+
+
+def _deletes_file(operation: Operation) -> bool:
+    return operation.method == "delete" and "{file_id}" in operation.path
+
+
+def _creates_batch(operation: Operation) -> bool:
+    return operation.method == "post" and operation.path == "/v1/batches"
+
+
+def _uploads(operation: Operation) -> bool:
+    return operation.method == "post" and operation.path == "/v1/files"
+
+
+def _stores(operation: Operation) -> bool:
+    return _uploads(operation) or "{file_id}" in operation.path
+
+
 ERRORS = (
     Error(400, "bad_request", "The request is not valid HTTP.", _always),
     Error(400, "invalid_value", "A parameter or field has a value that is not allowed.", _validates),
@@ -68,6 +90,7 @@ ERRORS = (
     Error(400, "context_length_exceeded", "The prompt is too long for the model.", lambda one: one.submits),
     Error(400, "webhooks_disabled", "The service has no secret to sign webhooks.", lambda one: one.submits),
     Error(400, "webhook_address", "The webhook is not at a public address.", lambda one: one.submits),
+    Error(400, "invalid_form", "The form is not valid.", _uploads),
     Error(401, "missing_api_key", "The call has no API key.", lambda one: one.is_secured),
     Error(401, "invalid_api_key", "The API key is not one of this service.", lambda one: one.is_secured),
     Error(
@@ -79,10 +102,15 @@ ERRORS = (
     Error(404, "task_not_found", "There is no such task of this tenant.", lambda one: one.names_task),
     Error(404, "lost", "Redis lost the data of the task.", lambda one: one.names_task),
     Error(404, "worker_not_found", "There is no such worker.", lambda one: "{name}" in one.path),
+    Error(404, "file_not_found", "There is no such file, or it has expired.", _names_file),
+    Error(404, "batch_not_found", "There is no such batch.", lambda one: "{batch_id}" in one.path),
     Error(408, "body_timeout", "The request did not arrive completely in time.", _always),
     Error(409, "task_cancelled", "The task was cancelled while the call waited.", lambda one: one.waits),
+    Error(409, "file_in_use", "A batch that has not ended reads the file.", _deletes_file),
+    Error(409, "batch_ended", "The batch has ended.", lambda one: one.path.endswith("{batch_id}/cancel")),
     Error(410, "task_expired", "The task ended too long ago, or was deleted.", lambda one: one.names_task),
     Error(413, "body_too_large", "The body is larger than `TOKENMILL_MAX_BODY_BYTES`.", _always),
+    Error(413, "file_too_large", "The file is larger than `TOKENMILL_MAX_FILE_BYTES`.", _uploads),
     Error(414, "url_too_long", "The request line is too long.", _always),
     Error(415, "unsupported_media_type", "The body is not `application/json`.", lambda one: one.has_body),
     Error(415, "unsupported_encoding", "The body is compressed.", lambda one: one.has_body),
@@ -90,6 +118,7 @@ ERRORS = (
     Error(417, "expectation_failed", "`Expect` is not `100-continue`.", _always),
     Error(422, "idempotency_key_reused", "The key was used with another body.", lambda one: one.submits),
     Error(429, "queue_full", "Too many tasks or tokens wait.", lambda one: one.submits),
+    Error(429, "too_many_batches", "Too many batches of the tenant have not ended.", _creates_batch),
     Error(431, "head_too_large", "The head of the request is too large.", _always),
     Error(500, "internal_error", "A fault of the service; its log names the request id.", _always),
     Error(500, "engine_error", "A fault of the worker in this task.", lambda one: one.waits),
@@ -99,6 +128,7 @@ ERRORS = (
     Error(503, "not_ready", "No worker is ready.", lambda one: one.path in ("/readyz", "/health")),
     Error(503, "too_many_streams", "Too many calls stream or wait.", lambda one: one.streams),
     Error(503, "stopping", "The service is stopping; the task continues.", lambda one: one.waits),
+    Error(503, "storage_unavailable", "The storage of files does not answer.", _stores),
     Error(504, "timeout", "The task reached a time limit of its own.", lambda one: one.waits),
     Error(505, "http_version_not_supported", "The request is not HTTP/1.1 or HTTP/1.0.", _always),
 )  # fmt: skip

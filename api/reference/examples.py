@@ -114,7 +114,59 @@ _INPUT_ITEM = {
     "content": [{"type": "input_text", "text": "What is the capital of France?"}],
 }
 
+_FILE = {
+    "id": "file-0197c2e0a1b30123456789abcdef0123",
+    "object": "file",
+    "bytes": 130,
+    "created_at": _CREATED,
+    "expires_at": _CREATED + 2_592_000,
+    "filename": "requests.jsonl",
+    "purpose": "batch",
+    "status": "processed",
+    "status_details": None,
+}
+_BATCH = {
+    "id": "batch_0197c2e0a1b30123456789abcdef0124",
+    "object": "batch",
+    "endpoint": "/v1/chat/completions",
+    "model": _MODEL,
+    "errors": None,
+    "input_file_id": _FILE["id"],
+    "completion_window": "24h",
+    "status": "in_progress",
+    "output_file_id": None,
+    "error_file_id": None,
+    "created_at": _CREATED,
+    "in_progress_at": _CREATED + 1,
+    "expires_at": _CREATED + 86_400,
+    "finalizing_at": None,
+    "completed_at": None,
+    "failed_at": None,
+    "expired_at": None,
+    "cancelling_at": None,
+    "cancelled_at": None,
+    "request_counts": {"total": 50_000, "completed": 812, "failed": 0},
+    "metadata": None,
+}
+
 EXAMPLES: dict[str, Any] = {
+    "FileView": _FILE,
+    "FileList": {
+        "object": "list",
+        "data": [_FILE],
+        "first_id": _FILE["id"],
+        "last_id": _FILE["id"],
+        "has_more": False,
+    },
+    "FileDeleted": {"id": _FILE["id"], "object": "file", "deleted": True},
+    "BatchView": _BATCH,
+    "BatchList": {
+        "object": "list",
+        "data": [_BATCH],
+        "first_id": _BATCH["id"],
+        "last_id": _BATCH["id"],
+        "has_more": False,
+    },
     "ResponseView": _RESPONSE,
     "InputItemList": {
         "object": "list",

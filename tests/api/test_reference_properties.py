@@ -1,9 +1,12 @@
 """Calls generated from the service's own document: each reply is one that the document describes."""
 
+import io
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import hypothesis
 import pytest
@@ -95,13 +98,38 @@ class Service:
         """Parameters of the path that exist."""
         body = {"prompt": "x", "metadata": {"a": "b"}}
         task_id = self._client.post("/v1/tasks", json=body, headers={"Prefer": "wait=60"}).json["id"]
-        known = {"task_id": task_id, "response_id": f"resp_{task_id}", "model": CARD.model, "name": "hand"}
+        known = {
+            "task_id": task_id,
+            "response_id": f"resp_{task_id}",
+            "model": CARD.model,
+            "name": "hand",
+            "file_id": self.upload(),
+            "batch_id": self.batch() if "{batch_id}" in path else "",
+        }
         return {name: value for name, value in known.items() if f"{{{name}}}" in path}
+
+    def upload(self) -> str:
+        """A file of one request."""
+        line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+        form = {"purpose": "batch", "file": (io.BytesIO(json.dumps(line).encode()), "requests.jsonl")}
+        return str(self._client.post("/v1/files", data=form).json["id"])
+
+    def batch(self) -> str:
+        return str(self._client.post("/v1/batches", json=self.batch_body()).json["id"])
+
+    def batch_body(self) -> dict[str, str]:
+        file_id = self.upload()
+        return {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
 
 
 @pytest.fixture
-def service(redis_server: RedisServer, redis_client: redis.Redis) -> Iterator[Service]:
-    settings = ApiSettings(redis_url=redis_server.url, max_waiting_tasks=0, max_waiting_tokens=0)
+def service(redis_server: RedisServer, redis_client: redis.Redis, tmp_path: Path) -> Iterator[Service]:
+    settings = ApiSettings(
+        redis_url=redis_server.url,
+        max_waiting_tasks=0,
+        max_waiting_tokens=0,
+        files_url=str(tmp_path),
+    )
     store = TaskStore(redis_client)
     store.put_model_card(settings.slug, CARD)
     HandWorker(store, settings.slug).report()
@@ -126,7 +154,7 @@ def test_every_reply_is_described(service: Service, path: str, method: str) -> N
     """Of calls that the document allows, half of them about something that exists."""
     statuses: set[int] = set()
     # The steps of a worker that exists never end.
-    has_existing = "{" in path and not path.endswith("/steps")
+    has_existing = ("{" in path and not path.endswith("/steps")) or path == "/v1/batches"
 
     @EXAMPLES
     @hypothesis.given(
@@ -136,6 +164,8 @@ def test_every_reply_is_described(service: Service, path: str, method: str) -> N
     def check(case: schemathesis.Case[Any], exists: bool) -> None:
         if exists:
             case.path_parameters = service.existing(path)
+        if exists and path == "/v1/batches" and method == "post":
+            case.body = {**cast(dict[str, Any], case.body), **service.batch_body()}
         statuses.add(case.call_and_validate(checks=CHECKS).status_code)
 
     check()
