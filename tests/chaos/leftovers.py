@@ -15,7 +15,8 @@ from tokenmill.protocol.messages import TokenEvent
 from tokenmill.protocol.store.task_store import TaskStore
 
 PERMANENT = re.compile(
-    r"tokenmill:(clock|totals|model|shown|workers|ready|rule):?.*|rq:(queues|workers|finished|failed|canceled).*"
+    r"tokenmill:(clock|totals|model|shown|workers|ready|rule|tasks|ended):?.*"
+    r"|rq:(queues|workers|finished|failed|canceled).*"
 )
 """The number of these keys does not grow with the number of tasks."""
 TRANSIENT = re.compile(
@@ -38,6 +39,7 @@ def look(client: "redis.Redis", slug: str) -> list[Problem]:
     return [
         *_key_problems(client, names),
         *_task_problems(client, names),
+        *_list_problems(client, names),
         *_total_problems(client, slug, names),
     ]
 
@@ -57,6 +59,18 @@ def _task_problems(client: Any, names: list[str]) -> Iterator[Problem]:
     for name, ended in zip(runs, _ask(client, "hget", runs, "terminal"), strict=True):
         if not ended:
             yield Problem("stuck", f"{name} has not ended")
+
+
+def _list_problems(client: Any, names: list[str]) -> Iterator[Problem]:
+    """The lists of tenants hold the tasks that exist, and those whose keys have just expired."""
+    lists = [name for name in names if name.startswith(keys.tasks(""))]
+    listed = {member.decode() for name in lists for member in client.zrange(name, 0, -1)}
+    leaving = {member.decode().partition(":")[2] for member in client.zrange(keys.ENDED, 0, -1)}
+    runs = {name.removeprefix(keys.run("")) for name in names if name.startswith(keys.run(""))}
+    for task_id in sorted(runs - listed):
+        yield Problem("lost", f"task {task_id} is not listed")
+    for task_id in sorted(listed - runs - leaving):
+        yield Problem("stuck", f"task {task_id} is listed and does not exist")
 
 
 def _total_problems(client: Any, slug: str, names: list[str]) -> Iterator[Problem]:

@@ -357,9 +357,9 @@ class EngineSettings(Settings):
     num_speculative_tokens: Annotated[int | None, Field(ge=0, le=_MAX_COUNT)] = setting(
         None,
         "Most tokens that are drafted for a sequence in one step, by prompt lookup. The outputs stay the"
-        " same. Turns asynchronous scheduling off.",
+        " same. 0 turns it off; otherwise asynchronous scheduling is off.",
         Purpose.SCHEDULING,
-        shown="0: none",
+        shown="0",
     )
     prefill_reserve: Annotated[float | None, Field(ge=0, le=0.9)] = setting(
         None,
