@@ -73,7 +73,7 @@ def _schedules_deadly(outputs: SchedulerOutputs) -> bool:
 HOST_PLACES: dict[str, tuple[type, tuple[str, ...], Callable[..., bool]]] = {
     "schedule": (Scheduler, ("schedule", "schedule_isolated"), _schedules_deadly),
     "update": (Scheduler, ("update",), lambda outputs, *_: _schedules_deadly(outputs)),
-    "detokenize": (Engine, ("_detokenize",), lambda executed: any(map(_is_deadly, executed.tokens))),
+    "detokenize": (Engine, ("_detokenize",), lambda tokens: any(map(_is_deadly, tokens))),
     "publish": (Stream, ("add",), lambda output: output.token_id == next_token([DEADLY])),
 }
 """Class, methods, and whether a call concerns the deadly request: by its result for `schedule`, else by its

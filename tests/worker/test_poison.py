@@ -1,6 +1,7 @@
 """Real worker processes that die of a request: it fails, and concurrent requests lose nothing."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -127,5 +128,7 @@ def test_the_deadly_request_fails_and_the_others_finish(
         statuses = list(supervisor.statuses)
 
     assert_poisoned(redis_client, deadly, at)
+    # The watchdog prints the stacks of running threads and ends the process. Printing may crash it first.
+    ends = [status if how == "stuck" and one == -signal.SIGSEGV else one for one in statuses]
     # One more if the worker died before it recorded the end of another retry.
-    assert statuses in ([status] * num_deaths, [status] * (num_deaths + 1))
+    assert ends in ([status] * num_deaths, [status] * (num_deaths + 1))

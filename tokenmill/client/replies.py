@@ -140,6 +140,7 @@ class TaskSummaryFields(Reply):
     urls: Urls
     metadata: Mapping[str, Any] | None = None
     webhook: WebhookState | None = None
+    request_id: str | None = None
 
     @property
     def has_ended(self) -> bool:

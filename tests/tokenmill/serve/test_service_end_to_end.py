@@ -89,9 +89,8 @@ def has_open_stream(served: Served) -> bool:
 
 
 def documented_readers() -> list[str]:
-    """The stream readers in the README and in the page about the token stream, as they are written there."""
-    pages = (ROOT / "README.md", ROOT / "docs" / "token-stream.md")
-    parts = [part for page in pages for part in page.read_text("utf-8").split("```python\n")[1:]]
+    """The stream readers in the page about the token stream, as they are written there."""
+    parts = (ROOT / "docs" / "token-stream.md").read_text("utf-8").split("```python\n")[1:]
     return [block for block in (part.split("```")[0] for part in parts) if "redis_url" in block]
 
 
@@ -136,7 +135,7 @@ def test_submit_poll_stream_and_cancel(serve: Callable[..., Served], connect: Co
     assert joined(list(client.stream(done.id))) == text
 
     readers = documented_readers()
-    assert len(readers) == 3
+    assert len(readers) == 2
     for code in readers:
         assert printed_by(code, redis_url=redis_url(served), task_id=done.id) == text
         live = client.submit(**SHORT).id
