@@ -54,6 +54,8 @@ PLANTS = {
     "tokenmill: rooms": [
         ("tokenmill/client/calls.py", "import tokenmill.serve.state_directory"),
         ("tokenmill/client/sse.py", "import tokenmill.settings.errors"),
+        ("tokenmill/serve/checks.py", "import tokenmill.doctor.finding"),
+        ("tokenmill/bench/load.py", "import tokenmill.doctor.finding"),
         ("tokenmill/settings/errors.py", "import tokenmill.client.calls"),
         ("tokenmill/protocol/redis_url.py", "import tokenmill.client.calls"),
         ("tokenmill/process/hold_unusable.py", "import tokenmill.protocol.keys"),
@@ -80,6 +82,10 @@ PLANTS = {
     "tokenmill.bench:": [
         ("tokenmill/bench/figures.py", "import tokenmill.bench.page"),
         ("tokenmill/bench/prompts.py", "import tokenmill.bench.tables"),
+    ],
+    "tokenmill.doctor:": [
+        ("tokenmill/doctor/finding.py", "import tokenmill.doctor.device"),
+        ("tokenmill/doctor/machine.py", "import tokenmill.doctor.examination"),
     ],
     "tokenmill.serve:": [
         ("tokenmill/serve/supervisor.py", "import tokenmill.serve.embedded_redis"),

@@ -17,7 +17,7 @@ from api.shutdown import Shutdown
 from api.streams import sse
 from api.streams.reader_lease import ReaderLease, client_disconnected
 from api.streams.task_events import LOG_PAGE
-from tokenmill.protocol.messages import Event
+from tokenmill.protocol.messages import Event, ProtocolError
 from tokenmill.protocol.snapshots import TaskSnapshot
 from tokenmill.protocol.store.task_store import TaskStore
 
@@ -108,7 +108,7 @@ def _live_frames(
         if shutdown.requested:
             lease.keep = True
             yield sse.SHUTDOWN_COMMENT
-    except redis.RedisError as error:
+    except (redis.RedisError, ProtocolError) as error:
         _log.error("the events of a task cannot be read", task=task_id, error=str(error))
         yield sse.DAMAGED
     except GeneratorExit:

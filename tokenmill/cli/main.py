@@ -11,8 +11,11 @@ from tokenmill.cli.batch_command import batch
 from tokenmill.cli.bench_command import bench
 from tokenmill.cli.cancel_command import cancel
 from tokenmill.cli.chat_command import chat
+from tokenmill.cli.completion_command import completion
+from tokenmill.cli.config_command import config
 from tokenmill.cli.console import use_colour
 from tokenmill.cli.distributions import conflict, installed
+from tokenmill.cli.doctor_command import doctor
 from tokenmill.cli.error_words import in_own_words
 from tokenmill.cli.list_command import list_tasks
 from tokenmill.cli.service_commands import api, serve, worker
@@ -48,8 +51,43 @@ file that --config names (max_num_seqs = 32).
 """
 
 
+SECTIONS: dict[str, dict[click.Command, str]] = {
+    "Run the service": {
+        serve: "Run everything: Redis, the API and the workers.",
+        worker: "Run one worker alone.",
+        api: "Run the API alone.",
+    },
+    "Use it": {
+        submit: "Submit a task; print its id, or wait for its text.",
+        status: "Show a task.",
+        watch: "Follow a task until it has ended.",
+        list_tasks: "List tasks, newest first.",
+        cancel: "Cancel a task, or all.",
+        chat: "Talk to the model.",
+        batch: "Run all requests of a file.",
+        top: "Show queue, workers and tasks, refreshed.",
+    },
+    "Measure and mend": {
+        bench: "Measure a server under load.",
+        doctor: "Check what the service needs, and say how to mend it.",
+        config: "Show the settings and where they come from.",
+    },
+    "Other": {completion: "Print the completion script of a shell."},
+}
+"""Headings of the help, and the commands below each."""
+
+
 class _Group(click.Group):
-    """Prints an expected error as one line and exits with its code."""
+    """Prints an expected error as one line and exits with its code. Its help has headings."""
+
+    def format_commands(
+        self,
+        ctx: click.Context,  # noqa: ARG002 - the signature of the base class
+        formatter: click.HelpFormatter,
+    ) -> None:
+        for heading, commands in SECTIONS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(one.name or "", summary) for one, summary in commands.items()])
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         prepare_standard_streams()
@@ -106,5 +144,5 @@ def main(ctx: click.Context) -> None:
         write_stderr(f"Warning: {warning}")
 
 
-for command in (serve, worker, api, submit, status, watch, list_tasks, cancel, chat, batch, top, bench):
+for command in (command for commands in SECTIONS.values() for command in commands):
     main.add_command(command)

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
-from tokenmill.protocol.messages import LogEntry
+from tokenmill.protocol.messages import LogEntry, ProtocolError
 from tokenmill.protocol.naming import PRIORITIES
 from tokenmill.protocol.records import (
     Accepted,
@@ -132,12 +132,24 @@ def to_snapshot(task_id: str, reply: Sequence[Any]) -> TaskSnapshot:
     )
 
 
-def to_listed_task(row: Sequence[Any], now: Any) -> ListedTask:
-    """From one row of the reply of `list`."""
+def to_listed_tasks(rows: Iterable[Sequence[Any]], now: Any) -> Iterator[ListedTask]:
+    """From the rows of the reply of `list`. A record with a damaged field is left out, and logged."""
+    for row in rows:
+        try:
+            yield _to_listed_task(row, now)
+        except (KeyError, ValueError, ProtocolError) as error:
+            logger.error("task %s is not listed: its record is damaged (%r)", row[0].decode(), error)
+
+
+def _to_listed_task(row: Sequence[Any], now: Any) -> ListedTask:
     task_id, run_hash, num_entries, last_entry = row
     snapshot = to_snapshot(task_id.decode(), (run_hash, num_entries, now, None, None, None, 0, None))
     fields = None if last_entry is None else dict(zip(last_entry[::2], last_entry[1::2], strict=True))
-    return ListedTask(snapshot, None if fields is None else LogEntry.of_fields(fields))
+    json.loads(snapshot.metadata)
+    entry = None if fields is None else LogEntry.of_fields(fields)
+    if entry:
+        entry.parse_members()
+    return ListedTask(snapshot, entry)
 
 
 def _webhook(run: Mapping[str, str], due: float | None) -> WebhookDelivery | None:

@@ -35,7 +35,7 @@ from tokenmill.protocol.store.replies import (
     log_failures,
     texts,
     to_claimed,
-    to_listed_task,
+    to_listed_tasks,
     to_outcome,
     to_queue_full,
     to_queue_stats,
@@ -178,7 +178,7 @@ class TaskStore:
         examined, accepted_us, task_id, rows, now = self._run(
             "tasks/list",
             tenant_hash(tenant),
-            after.accepted_us if after else newest,
+            _older(after.accepted_us, newest) if after else newest,
             after.task_id if after else "",
             "-inf" if accepted_from_us is None else accepted_from_us,
             max_examined,
@@ -187,7 +187,7 @@ class TaskStore:
         )
         is_last = examined < max_examined
         cursor = None if is_last else ListCursor(accepted_us.decode(), task_id.decode())
-        return TaskPage([to_listed_task(row, now) for row in rows], cursor)
+        return TaskPage(list(to_listed_tasks(rows, now)), cursor)
 
     def inspect(self, task_id: str, tenant: str | None = None) -> TaskSnapshot | None:
         """The state of a task, without its log. None if there is no such task, or it is not `tenant`'s."""
@@ -281,6 +281,12 @@ class TaskStore:
             if len(rows) < page:
                 return
             after, count = log.entry_seq(rows[-1][0]), count - page
+
+
+def _older(accepted_us: str, newest: str) -> str:
+    """The start of a page after a cursor, which must not be newer than the filter allows."""
+    limit = newest.removeprefix("(")
+    return newest if limit != "+inf" and float(limit) <= float(accepted_us) else accepted_us
 
 
 def _run_fields(submission: Submission) -> dict[str, str | int]:

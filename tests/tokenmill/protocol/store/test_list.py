@@ -152,7 +152,46 @@ def test_a_damaged_record_hides_itself_only(store: TaskStore, redis_client: Redi
     assert listed(store) == [third, first]
 
 
+@pytest.mark.parametrize(
+    "field", ["accepted_us", "priority", "metadata", "prompt_tokens", "finished_at", "webhook_tries"]
+)
+def test_a_damaged_field_hides_its_task_only(store: TaskStore, redis_client: RedisClient, field: str) -> None:
+    first, second = (submit(store, redis_client, webhook="http://example.org/") for _ in range(2))
+    redis_client.hset(keys.run(second), field, "{soon")
+    assert listed(store) == [first]
+
+
+def test_an_audit_passes_a_waiting_task_without_its_acceptance(
+    store: TaskStore, redis_client: RedisClient
+) -> None:
+    damaged, sound = submit(store, redis_client), submit(store, redis_client)
+    redis_client.hset(keys.run(damaged), "accepted_us", "soon")
+    for key in redis_client.scan_iter("tokenmill:order:*"):
+        redis_client.delete(key)
+    Audit(redis_client).run()
+    assert claim_one(store).task_id == sound
+
+
+def test_a_cursor_keeps_the_bound_of_the_time(store: TaskStore, redis_client: RedisClient) -> None:
+    ids = [submit(store, redis_client) for _ in range(3)]
+    newest, middle, _ = (one.snapshot for one in store.list_tasks("default").tasks)
+    cursor = ListCursor(str(newest.accepted_us), newest.task_id)
+    found = store.list_tasks("default", after=cursor, accepted_before_us=middle.accepted_us)
+    assert [one.snapshot.task_id for one in found.tasks] == ids[:1]
+
+
 class TestErasing:
+    def test_an_index_of_the_wrong_type_does_not_prevent_it(
+        self, store: TaskStore, redis_client: RedisClient
+    ) -> None:
+        task_id = submit(store, redis_client)
+        store.cancel(task_id)
+        for key in (keys.tasks("default"), keys.ENDED, keys.OUTBOX_DUE):
+            redis_client.delete(key)
+            redis_client.set(key, "x")
+        assert store.erase(task_id) is True
+        assert store.inspect(task_id) is None
+
     def test_an_ended_task_leaves_nothing(self, store: TaskStore, redis_client: RedisClient) -> None:
         task_id = submit(store, redis_client, idempotency_key="k", webhook="http://example.org/")
         settle(store, claim_one(store), 0, 2)

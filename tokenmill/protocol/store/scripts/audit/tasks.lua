@@ -24,7 +24,7 @@ end
 local function audit_waiting(id)
   local task = hash(K.run .. id)
   local slug, queue = task.slug, task.queue
-  if not call('ZSCORE', K.order .. queue, id) and task.accepted_us then
+  if not call('ZSCORE', K.order .. queue, id) and tonumber(task.accepted_us) then
     call('LREM', K.rq_queue .. queue, 0, id)
     enqueue(id, task)
     repaired(slug)

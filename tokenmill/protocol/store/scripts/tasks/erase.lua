@@ -9,6 +9,8 @@ end
 if not task.terminal then
   return 0
 end
+ensure_model_keys(task.slug or '')
+ensure_queue_keys(task.slug or '', task.queue)
 -- A deliverer that holds the webhook finds no task and drops it.
 call('ZREM', K.outbox_due, id)
 for _, registry in ipairs({ K.rq_finished, K.rq_failed, K.rq_canceled }) do

@@ -1,0 +1,1 @@
+"""The checks of `tokenmill doctor`: what a service needs, what is there, how to mend the rest."""
