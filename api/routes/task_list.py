@@ -1,7 +1,7 @@
 """The list of a tenant's tasks: filters, and parts of bounded cost."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from flask import Response, request
 
@@ -20,7 +20,7 @@ _METADATA = "metadata."
 
 def task_list(store: TaskStore, query: ListQuery) -> Response:
     """The reply of `GET /v1/tasks`. Raises `Problem` (400) for an unknown parameter."""
-    metadata = _metadata_filter(request.args)
+    metadata = _metadata_filter()
     found: list[ListedTask] = []
     cursor, num_left = _cursor(query.after), MAX_EXAMINED
     while True:
@@ -66,18 +66,18 @@ def _microseconds(seconds: float | None) -> int | None:
     return None if seconds is None else round(seconds * 1e6)
 
 
-def _metadata_filter(arguments: Mapping[str, str]) -> dict[str, str]:
-    """The `metadata.KEY=VALUE` of a query. Raises `Problem` for any other unknown parameter."""
-    return dict(_metadata_members(arguments))
-
-
-def _metadata_members(arguments: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    for name, value in arguments.items():
+def _metadata_filter() -> dict[str, str]:
+    """The `metadata.KEY=VALUE` of the query. Raises `Problem` for any other unknown or repeated parameter."""
+    members: dict[str, str] = {}
+    for name, (value, *others) in request.args.lists():
+        if others:
+            raise bad_field(name, "must be set once")
         if name.startswith(_METADATA) and len(name) > len(_METADATA):
-            yield name.removeprefix(_METADATA), value
+            members[name.removeprefix(_METADATA)] = value
         elif name not in ListQuery.model_fields:
             known = ", ".join([*ListQuery.model_fields, "metadata.KEY"])
             raise bad_field(name, f"unknown parameter; a list of tasks has {known}", "unknown_field")
+    return members
 
 
 def _fits(task: ListedTask, metadata: Mapping[str, str]) -> bool:

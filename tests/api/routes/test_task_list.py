@@ -79,6 +79,8 @@ def test_filters(client: ApiClient, submit: Submit) -> None:
         ("created_before=nan", "created_before"),
         ("state=queued", "state"),
         ("metadata.=x", "metadata."),
+        ("metadata.a=1&metadata.a=2", "metadata.a"),
+        ("status=queued&status=failed", "status"),
     ],
 )
 def test_bad_queries_are_refused_by_name(client: ApiClient, query: str, param: str) -> None:
