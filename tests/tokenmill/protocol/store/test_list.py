@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.redis_client import RedisClient
-from tests.tokenmill.protocol.store.tasks import claim_one, dump, reap, settle, submit
+from tests.tokenmill.protocol.store.tasks import claim, claim_one, dump, reap, settle, submit
 from tokenmill.protocol import keys
 from tokenmill.protocol.naming import tenant_hash
 from tokenmill.protocol.snapshots import ListCursor
@@ -178,6 +178,13 @@ def test_a_cursor_keeps_the_bound_of_the_time(store: TaskStore, redis_client: Re
     cursor = ListCursor(str(newest.accepted_us), newest.task_id)
     found = store.list_tasks("default", after=cursor, accepted_before_us=middle.accepted_us)
     assert [one.snapshot.task_id for one in found.tasks] == ids[:1]
+
+
+def test_a_task_that_redis_lost_leaves_the_list(store: TaskStore, redis_client: RedisClient) -> None:
+    ids = [submit(store, redis_client) for _ in range(2)]
+    redis_client.delete(*map(keys.run, ids))
+    assert claim(store) == []
+    assert redis_client.zcard(keys.tasks("default")) == 0
 
 
 class TestErasing:

@@ -32,6 +32,9 @@ local function finish_without_run_hash(id, queue)
   end
   -- `append` has set a field of it.
   call('DEL', K.run .. id)
+  if queue then
+    unlist(id, queue)
+  end
   if call('EXISTS', K.rq_job .. id) == 1 and queue then
     call('HSET', K.rq_job .. id, 'worker_name', '')
     end_rq_job(id, queue, 'failed')

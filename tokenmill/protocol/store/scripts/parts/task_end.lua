@@ -139,6 +139,7 @@ local function waiting_task(queue, slug, id)
     return task
   end
   dequeue(queue, slug, id)
+  unlist(id, queue)
   call('PEXPIRE', K.rq_job .. id, retention_ms)
   return nil
 end
