@@ -91,10 +91,10 @@ class Client:
         if at is None or num_received < at or self._has_cancelled:
             return
         self._has_cancelled = True
-        # Twice, in both ways: the second call must change nothing.
-        path = f"/v1/tasks/{self._record.task_ids[0]}"
-        for method, ending in (("POST", "/cancel"), ("DELETE", "")):
-            status = self._caller.call(method, path + ending).body["status"]
+        # Twice: the second call must change nothing. Not DELETE, which erases a task that has ended.
+        path = f"/v1/tasks/{self._record.task_ids[0]}/cancel"
+        for _ in range(2):
+            status = self._caller.call("POST", path).body["status"]
             self._record.reading.statuses.append(status)
             if status not in TERMINAL:
                 self._record.complaints.append(f"after its cancel the task was {status}")

@@ -92,6 +92,7 @@ def test_every_field_of_the_config_may_be_set(tiny_llama: Path) -> None:
         max_preemptions=9,
         prefill_reserve=0.25,
         max_chunk_tokens=11,
+        num_speculative_tokens=6,
     )
     values = {field.name: getattr(wanted, field.name) for field in fields(EngineConfig)}
     assert all(values[field.name] != field.default for field in fields(EngineConfig))
