@@ -1,7 +1,13 @@
 """`tokenmill chat`, `batch` and `top` at the real service."""
 
+import fcntl
 import json
+import os
+import pty
 import re
+import subprocess
+import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +15,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.live_service import LiveService
+from tests.live_service import ROOT, LiveService, wait_for
 from tests.tiny_models import save_model
 from tokenmill.cli.main import FAILED, MISUSED, UNREACHABLE, main
 
@@ -37,6 +43,15 @@ def request_of(service: LiveService, task_id: str) -> Any:
     return service.call("GET", f"/v1/tasks/{task_id}?include=prompt").json["request"]
 
 
+def read_until(terminal: int, wanted: bytes) -> None:
+    """Read what a program writes to its terminal until `wanted` has come."""
+    seen = b""
+    while wanted not in seen:
+        piece = os.read(terminal, 4096)
+        assert piece, seen
+        seen += piece
+
+
 class TestChat:
     def test_each_line_of_a_pipe_is_a_message_of_one_conversation(self, service: LiveService) -> None:
         lines = f"{PROMPT}\n\n{PROMPT} again\n"
@@ -45,6 +60,41 @@ class TestChat:
         messages = request_of(service, newest(service)["id"])["messages"]
         assert [one["role"] for one in messages] == ["system", "user", "assistant", "user"]
         assert [one["content"] for one in messages[::3]] == ["Be brief.", f"{PROMPT} again"]
+
+    def test_an_answer_that_fails_is_said_and_is_no_part_of_the_conversation(
+        self, service: LiveService
+    ) -> None:
+        late = ["/set timeout_seconds 0.001", PROMPT]
+        lines = [*late, "/set timeout_seconds 600", "/set max_tokens 2", PROMPT]
+        result = run(service, "chat", standard_input="\n".join(lines))
+        assert result.exit_code == 0
+        assert "Error: the task failed: not done within timeout_seconds" in result.stderr
+        assert len(request_of(service, newest(service)["id"])["messages"]) == 1
+
+    def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves(self, service: LiveService) -> None:
+        controller, terminal = pty.openpty()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tokenmill", "chat", "--url", service.api_url, "--max-tokens", "480"],
+            stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True,
+            # The terminal becomes that of the new session, whose Ctrl-C is then a signal.
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        os.close(terminal)
+        try:
+            read_until(controller, b"> ")
+            os.write(controller, f"/set ignore_eos true\n/set n 1\n{PROMPT}\n".encode())
+            wait_for(lambda: newest(service)["status"] == "in_progress", "the answer begins")
+            stopped = newest(service)["id"]
+            os.write(controller, b"\x03")
+            read_until(controller, b"(stopped)")
+            assert service.wait_task(stopped)["status"] == "cancelled"
+            os.write(controller, b"\x04")
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            process.wait()
+            os.close(controller)
 
     def test_commands(self, service: LiveService, tmp_path: Path) -> None:
         file = tmp_path / "chat.json"

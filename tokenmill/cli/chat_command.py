@@ -11,9 +11,11 @@ import click
 
 from tokenmill.cli.connection import client_of
 from tokenmill.cli.service_commands import setting_flags
+from tokenmill.cli.task_output import TaskNotCompleted, check_end
 from tokenmill.cli.text_streams import read_standard_input, write_stderr, write_stdout
-from tokenmill.client.errors import ClientError, Refused
-from tokenmill.client.sync_client import Client
+from tokenmill.client.errors import ClientError, NotAuthenticated, Refused
+from tokenmill.client.sync_client import Client, Task
+from tokenmill.protocol.messages import FinishedEvent
 from tokenmill.settings.declarations import ClientSettings
 
 HELP = """/help            this list
@@ -88,25 +90,36 @@ class Chat:
         return False
 
     def _answer(self, message: str) -> None:
+        """An answer that fails is not part of the conversation. One that is stopped is, as far as it came."""
         system = [{"role": "system", "content": self._system}] if self._system else []
         messages = [*self._messages, {"role": "user", "content": message}]
         fields: dict[str, Any] = {"messages": [*system, *messages], **self._parameters}
         try:
-            task = self._client.submit(**fields)
-        except Refused as error:
+            text = self._follow(self._client.submit(**fields))
+        except NotAuthenticated:
+            # No other message would be accepted either.
+            raise
+        except (Refused, TaskNotCompleted) as error:
             write_stderr(f"Error: {error}")
             return
+        self._messages = [*messages, {"role": "assistant", "content": text}]
+
+    def _follow(self, task: Task) -> str:
+        """Print the answer while it is generated. Raises `TaskNotCompleted`."""
         text = ""
         try:
             for event in task.stream():
                 text += event.text
                 write_stdout(event.text, end="")
+                if isinstance(event, FinishedEvent):
+                    check_end(event.finish_reason, event.error)
         except KeyboardInterrupt:
             with suppress(ClientError):
                 task.cancel()
             write_stderr(" (stopped)")
-        write_stdout("")
-        self._messages = [*messages, {"role": "assistant", "content": text}]
+        finally:
+            write_stdout("")
+        return text
 
     def _set_system(self, text: str) -> None:
         self._system = text or None

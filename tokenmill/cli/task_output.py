@@ -34,16 +34,16 @@ def print_stream(task: Task, num_outputs: int, *, after: int = -1, as_json: bool
     if not as_json:
         write_stdout("")
     for end in ends:
-        _check_end(end.finish_reason, end.error)
+        check_end(end.finish_reason, end.error)
 
 
 def check_completed(task: Task) -> None:
     """Raises `TaskNotCompleted`."""
     reason = "stop" if task.status == "completed" else task.status
-    _check_end(reason, task.error.to_json() if task.error else None)
+    check_end(reason, task.error.to_json() if task.error else None)
 
 
-def _check_end(reason: str, error: Mapping[str, Any] | None) -> None:
+def check_end(reason: str, error: Mapping[str, Any] | None) -> None:
     """Raises `TaskNotCompleted`."""
     if error:
         raise TaskNotCompleted(f"the task failed: {error.get('message')} ({error.get('code')})")
