@@ -23,18 +23,19 @@ function askForKey(reason) {
     dialog.querySelector("#key-reason").textContent = reason;
   }
   form.reset();
+  dialog.returnValue = "";
   dialog.showModal();
   return new Promise((resolve) => {
     dialog.addEventListener("close", () => {
-      // Escape closes it without a key, and the next call asks again.
-      resolve(form.elements.key.value);
+      // Escape closes it without a key.
+      resolve(dialog.returnValue === "use" ? form.elements.key.value : "");
     }, { once: true });
   });
 }
 
 function show() {
   const [name, ...rest] = location.hash.slice(2).split("/");
-  const view = name in VIEWS ? name : "chat";
+  const view = Object.hasOwn(VIEWS, name) ? name : "chat";
   leave?.();
   const ending = new AbortController();
   main.replaceChildren();
@@ -82,6 +83,16 @@ async function watch() {
 }
 
 nav.append(...Object.entries(VIEWS).map(([name, [, title]]) => h("a", { href: `#/${name}`, "data-view": name }, title)));
-addEventListener("hashchange", show);
+addEventListener("hashchange", () => {
+  show();
+  // The element that had the focus may be gone; screen readers go on with the new view.
+  main.focus({ preventScroll: true });
+  scrollTo(0, 0);
+});
+document.querySelector(".skip").addEventListener("click", (event) => {
+  // The address names the view, and stays.
+  event.preventDefault();
+  main.focus();
+});
 show();
 watch();

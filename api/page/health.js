@@ -27,13 +27,14 @@ export function mount(element, context) {
 
 async function run(context, parts) {
   let before = null;
+  const counter = { isServed: true };
   while (!context.signal.aborted) {
     try {
       const [queue, list, tasks, tokens] = await Promise.all([
         context.fetch("v1/queue", { signal: context.signal }),
         context.fetch("v1/workers", { signal: context.signal }),
         context.fetch(`v1/tasks?limit=${RECENT}`, { signal: context.signal }),
-        outputTokens(context),
+        outputTokens(context, counter),
       ]);
       const now = { at: performance.now() / 1000, tokens };
       draw(parts, queue, list.data);
@@ -44,7 +45,11 @@ async function run(context, parts) {
       before = tokens === null ? before : now;
       parts.note.textContent = "";
     } catch (error) {
-      if (error.name === "AbortError") {
+      if (context.signal.aborted) {
+        return;
+      }
+      if (error.status === 401) {
+        parts.note.textContent = error.message;
         return;
       }
       parts.note.textContent = `${error.message} Trying again.`;
@@ -53,8 +58,21 @@ async function run(context, parts) {
   }
 }
 
-async function outputTokens(context) {
-  const response = await context.service.fetch("metrics", { signal: context.signal });
+// Null if the metrics have no such counter, or if a proxy keeps them to itself, as it should.
+async function outputTokens(context, counter) {
+  if (!counter.isServed) {
+    return null;
+  }
+  let response;
+  try {
+    response = await context.service.fetch("metrics", { signal: context.signal });
+  } catch (error) {
+    if (![403, 404].includes(error.status)) {
+      throw error;
+    }
+    counter.isServed = false;
+    return null;
+  }
   const lines = (await response.text()).split("\n").filter((line) => line.startsWith("tokenmill_tasks_completion_tokens_total"));
   return lines.length ? lines.reduce((sum, line) => sum + Number(line.split(" ").at(-1)), 0) : null;
 }
@@ -80,15 +98,17 @@ function draw({ numbers, workers }, queue, list) {
 
 class Chart {
   constructor(parent, title, names, colours) {
-    this.names = names;
-    this.colours = colours;
     this.data = [[], ...names.map(() => [])];
-    this.summary = h("p", { class: "muted" });
+    this.values = names.map(() => h("span"));
+    this.summary = h("p", { class: "muted legend" },
+      names.map((label, index) => h("span", {}, h("i", { class: `line ${colours[index].slice(2)}` }), `${label}: `, this.values[index])));
     this.canvas = h("div", { "aria-hidden": "true" });
     this.element = h("section", { class: "chart", "aria-label": title }, h("h3", {}, title), this.canvas, this.summary);
     parent.append(this.element);
+    // Read at each drawing, since light and dark may change.
     const css = getComputedStyle(document.documentElement);
-    const axis = { stroke: css.getPropertyValue("--muted"), grid: { stroke: css.getPropertyValue("--line"), width: 1 } };
+    const colour = (name) => () => css.getPropertyValue(name);
+    const axis = { stroke: colour("--muted"), grid: { stroke: colour("--line"), width: 1 } };
     this.plot = new globalThis.uPlot({
       width: 300,
       height: 160,
@@ -96,10 +116,13 @@ class Chart {
       cursor: { show: false },
       scales: { y: { range: (_, low, high) => [Math.min(0, low ?? 0), Math.max(1, high ?? 1)] } },
       axes: [{ ...axis, incrs: [5, 10, 30, 60, 120, 300] }, axis],
-      series: [{}, ...names.map((label, index) => ({ label, stroke: css.getPropertyValue(colours[index]), width: 2 }))],
+      series: [{}, ...names.map((label, index) => ({ label, stroke: colour(colours[index]), width: 2 }))],
     }, this.data, this.canvas);
     this.observer = new ResizeObserver(() => this.plot.setSize({ width: this.canvas.clientWidth, height: 160 }));
     this.observer.observe(this.canvas);
+    this.scheme = matchMedia("(prefers-color-scheme: dark)");
+    this.recolour = () => this.plot.redraw(false, true);
+    this.scheme.addEventListener("change", this.recolour);
   }
 
   add(values) {
@@ -109,12 +132,14 @@ class Chart {
       this.data.forEach((column) => column.shift());
     }
     this.plot.setData(this.data);
-    this.summary.textContent = this.names
-      .map((name, index) => `${name}: ${values[index] === null ? "–" : Math.round(100 * values[index]) / 100}`).join(", ");
+    values.forEach((value, index) => {
+      this.values[index].textContent = value === null ? "–" : Math.round(100 * value) / 100;
+    });
   }
 
   destroy() {
     this.observer.disconnect();
+    this.scheme.removeEventListener("change", this.recolour);
     this.plot.destroy();
   }
 }

@@ -3,7 +3,9 @@
 const KEY = "tokenmill.key";
 const FIRST_PAUSE = 500;
 const LONGEST_PAUSE = 5000;
+const SILENCE = 35_000; // The service writes at least every 10 seconds.
 const NOT_REPEATED = [400, 401, 403, 404, 410, 422];
+const AWAY = [0, 502, 503, 504];
 
 export class ServiceError extends Error {
   constructor(message, status, code) {
@@ -13,11 +15,15 @@ export class ServiceError extends Error {
   }
 }
 
-// `askForKey(reason)` returns a promise of a new key.
+// `askForKey(reason)` returns a promise of a new key, "" if none is given.
 export class Service {
   constructor(askForKey) {
     this.askForKey = askForKey;
     this.asking = null;
+  }
+
+  get hasKey() {
+    return Boolean(sessionStorage.getItem(KEY));
   }
 
   // The response. Raises ServiceError for an error status or if the service does not answer.
@@ -34,7 +40,10 @@ export class Service {
       throw new ServiceError("The service does not answer.", 0, "unreachable");
     }
     if (response.status === 401) {
-      await this.newKey(key ? "The service refused this key." : "");
+      // Another call may have asked for a new one meanwhile.
+      if (key === sessionStorage.getItem(KEY)) {
+        await this.newKey(key ? "The service refused this key." : "");
+      }
       return this.fetch(path, { signal, headers, ...options });
     }
     if (!response.ok) {
@@ -54,11 +63,39 @@ export class Service {
     return response.status === 204 ? null : response.json();
   }
 
+  // Like `json`, repeated while the service is away. `onPause(error)`: it is.
+  async persistent(path, { onPause, signal, ...options }) {
+    for (let pause = FIRST_PAUSE; ; pause = Math.min(2 * pause, LONGEST_PAUSE)) {
+      try {
+        return await this.json(path, { signal, ...options });
+      } catch (error) {
+        if (signal.aborted || !AWAY.includes(error.status)) {
+          throw error;
+        }
+        onPause(error);
+      }
+      await sleep(pause, signal);
+      signal.throwIfAborted();
+    }
+  }
+
+  // Raises ServiceError if the user gives none.
   async newKey(reason) {
-    this.asking ??= this.askForKey(reason).finally(() => {
+    this.asking ??= this.enteredKey(reason).finally(() => {
       this.asking = null;
     });
-    sessionStorage.setItem(KEY, await this.asking);
+    const key = await this.asking;
+    if (!key) {
+      throw new ServiceError("The service needs an API key. Open a view to enter one.", 401, "key_missing");
+    }
+    sessionStorage.setItem(KEY, key);
+  }
+
+  async enteredKey(reason) {
+    const key = (await this.askForKey(reason)).trim();
+    // A header cannot carry others, and the browser refuses the whole call.
+    const isCarried = /^[\x21-\x7e]*$/.test(key);
+    return isCarried ? key : this.enteredKey("A key has no spaces, accents or other special characters.");
   }
 
   // Calls `onEvent({id, name, data})` for each event after `after` until the server ends the stream with 204, or
@@ -94,11 +131,13 @@ export class Service {
 
 export function sleep(milliseconds, signal) {
   return new Promise((resolve) => {
-    const timer = setTimeout(resolve, milliseconds);
-    signal?.addEventListener("abort", () => {
+    const end = () => {
       clearTimeout(timer);
+      signal?.removeEventListener("abort", end);
       resolve();
-    });
+    };
+    const timer = setTimeout(end, signal?.aborted ? 0 : milliseconds);
+    signal?.addEventListener("abort", end);
   });
 }
 
@@ -113,11 +152,15 @@ async function problemOf(response) {
   return new ServiceError(message, response.status, problem.error?.code);
 }
 
+// Ends with the body, or if the connection is silent: a phone that slept is not told that it is lost.
 async function* eventsOf(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let buffer = "";
+  let timer;
   try {
     for (;;) {
+      clearTimeout(timer);
+      timer = setTimeout(() => reader.cancel().catch(() => {}), SILENCE);
       const { value, done } = await reader.read();
       if (done) {
         return;
@@ -133,6 +176,7 @@ async function* eventsOf(body) {
       }
     }
   } finally {
+    clearTimeout(timer);
     reader.cancel().catch(() => {});
   }
 }
@@ -140,9 +184,11 @@ async function* eventsOf(body) {
 function eventOf(block) {
   const fields = { id: "", event: "message", data: "" };
   for (const line of block.split("\n")) {
-    const [, name, value] = /^(\w+): ?(.*)$/.exec(line) ?? [];
-    if (name in fields) {
-      fields[name] = value;
+    // No regular expression: its `.` does not match U+2028, which a text may contain.
+    const colon = line.indexOf(":");
+    const name = line.slice(0, colon);
+    if (Object.hasOwn(fields, name)) {
+      fields[name] = line.slice(colon + 1).replace(/^ /, "");
     }
   }
   return fields.data ? { id: fields.id, name: fields.event, data: JSON.parse(fields.data) } : null;

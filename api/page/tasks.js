@@ -22,10 +22,16 @@ function showList(element, context) {
   const note = h("p", { class: "muted", role: "status" });
   const choice = h("select", { name: "status", onchange: () => { pages.length = 1; load(); } },
     STATES.map((name) => h("option", { value: name }, name ? name.replace("_", " ") : "all")));
-  const newer = h("button", { type: "button", onclick: () => { pages.pop(); load(); } }, "Newer");
-  const older = h("button", { type: "button", onclick: () => { pages.push(older.dataset.next); load(); } }, "Older");
+  const newer = h("button", { type: "button", disabled: true, onclick: () => { pages.pop(); load(); } }, "Newer");
+  const older = h("button", { type: "button", disabled: true, onclick: () => { pages.push(older.dataset.next); load(); } }, "Older");
+
+  let loading = new AbortController();
 
   async function load() {
+    // A reply that comes late does not replace the list of a newer choice.
+    loading.abort();
+    loading = new AbortController();
+    const signal = AbortSignal.any([loading.signal, context.signal]);
     const query = new URLSearchParams({ limit: PAGE });
     if (choice.value) {
       query.set("status", choice.value);
@@ -34,7 +40,7 @@ function showList(element, context) {
       query.set("after", pages.at(-1));
     }
     try {
-      const list = await context.fetch(`v1/tasks?${query}`, { signal: context.signal });
+      const list = await context.fetch(`v1/tasks?${query}`, { signal });
       rows.replaceChildren(...list.data.map(row));
       older.dataset.next = list.next ?? "";
       older.disabled = !list.has_more;
@@ -42,7 +48,9 @@ function showList(element, context) {
       const empty = list.has_more ? "None in this part. Older ones may follow." : "No tasks.";
       note.textContent = list.data.length ? `${list.data.length} tasks, newest first.` : empty;
     } catch (error) {
-      note.textContent = error.name === "AbortError" ? "" : error.message;
+      if (!signal.aborted) {
+        note.textContent = error.message;
+      }
     }
   }
 
@@ -70,6 +78,7 @@ function row(task) {
 async function showTask(element, context, id) {
   const body = h("div", { "aria-live": "off" });
   const note = h("p", { class: "error", role: "status" });
+  const address = `v1/tasks/${encodeURIComponent(id)}`;
   const act = async (path, method) => {
     try {
       await context.fetch(path, { method });
@@ -80,14 +89,18 @@ async function showTask(element, context, id) {
       note.textContent = error.message;
     }
   };
-  const cancel = h("button", { type: "button", onclick: () => act(`v1/tasks/${id}/cancel`, "POST") }, "Cancel");
-  const remove = h("button", { type: "button", onclick: () => act(`v1/tasks/${id}`, "DELETE") }, "Delete");
+  const cancel = h("button", { type: "button", hidden: true, onclick: () => act(`${address}/cancel`, "POST") }, "Cancel");
+  const remove = h("button", { type: "button", hidden: true, onclick: () => act(address, "DELETE") }, "Delete");
   element.append(h("p", {}, h("a", { href: "#/tasks" }, "All tasks")), h("h2", {}, `Task ${id}`),
     h("div", { class: "row" }, cancel, remove), note, body);
   let wait = 0;
+  let lost = "";
   while (!context.signal.aborted) {
     try {
-      const task = await context.fetch(`v1/tasks/${id}?include=prompt&wait=${wait}`, { signal: context.signal });
+      const task = await context.fetch(`${address}?include=prompt&wait=${wait}`, { signal: context.signal });
+      if (note.textContent === lost) {
+        note.textContent = "";
+      }
       body.replaceChildren(...detail(task));
       const ended = ENDED.includes(task.status);
       cancel.hidden = ended;
@@ -101,8 +114,8 @@ async function showTask(element, context, id) {
       if (error.name === "AbortError") {
         return;
       }
-      note.textContent = error.message;
-      if (error.status >= 400 && error.status < 500) {
+      note.textContent = lost = error.message;
+      if (error.status >= 400 && error.status < 500 && error.status !== 429) {
         cancel.hidden = remove.hidden = true;
         return;
       }
