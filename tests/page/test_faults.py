@@ -94,9 +94,11 @@ def test_a_message_sent_while_the_api_is_away_is_sent_once(open_page: OpenPage, 
     before = len(service.call("GET", "/v1/tasks?limit=100").json["data"])
     assert service.api is not None
     service.api.kill()
-    ask(page, PROMPT)
-    expect(page.locator(".details")).to_contain_text("sent when it is back")
-    service.restart_api()
+    try:
+        ask(page, PROMPT)
+        expect(page.locator(".details")).to_contain_text("sent when it is back")
+    finally:
+        service.restart_api()
     answered(page)
     assert len(service.call("GET", "/v1/tasks?limit=100").json["data"]) == before + 1
 
