@@ -99,6 +99,7 @@ def test_a_message_sent_while_the_api_is_away_is_sent_once(open_page: OpenPage, 
         expect(page.locator(".details")).to_contain_text("sent when it is back")
     finally:
         service.restart_api()
+        wait_for(service.api.is_ready, "the API is back")
     answered(page)
     assert len(service.call("GET", "/v1/tasks?limit=100").json["data"]) == before + 1
 
