@@ -34,18 +34,27 @@ class Chat {
     this.send = h("button", { class: "main", type: "submit" }, "Send");
     this.stop = h("button", { type: "button", onclick: () => this.cancel(), hidden: true }, "Stop");
     this.details = h("p", { class: "details muted" });
+    this.about = h("p", { class: "about muted" });
     this.announced = h("p", { class: "unseen", role: "status" });
     return h("form", { class: "composer", onsubmit: (event) => this.onSubmit(event) },
       h("label", {}, "Message (Enter sends, Shift and Enter begins a line)", this.input),
       h("div", { class: "row" }, this.send, this.stop,
         h("button", { type: "button", onclick: () => this.repeat() }, "Again"),
         h("button", { type: "button", onclick: () => this.clear() }, "New chat")),
-      this.details, this.announced);
+      this.details, this.about, this.announced);
   }
 
   // Shows `text` below the message. Screen readers say it unless `announce` is false.
   tell(text, { announce = true } = {}) {
     this.details.textContent = text;
+    if (announce) {
+      this.announced.textContent = text;
+    }
+  }
+
+  // Shows the probabilities of a token, on a line of its own: the pointer may rest where the answer grows.
+  tellToken(text, { announce }) {
+    this.about.textContent = text;
     if (announce) {
       this.announced.textContent = text;
     }
@@ -165,6 +174,7 @@ class Chat {
   // Replays the answer from its first event: what is kept here needs no other state.
   async follow(answer, signal) {
     answer.content = "";
+    this.about.textContent = "";
     const text = this.list.lastElementChild.querySelector(".text");
     text.replaceChildren();
     const started = performance.now();
@@ -204,7 +214,7 @@ class Chat {
   }
 
   piece(data, text) {
-    const tell = (about, options) => this.tell(about, options);
+    const tell = (about, options) => this.tellToken(about, options);
     return data.logprobs ? token(data, !text.querySelector(".token"), tell) : document.createTextNode(data.text);
   }
 
@@ -260,6 +270,7 @@ class Chat {
         message.task ? h("a", { href: `#/tasks/${message.task}` }, "Task") : null),
       h("div", { class: "text", onkeydown: moveAmongTokens }, message.content),
       message.error ? h("p", { class: "error" }, message.error) : null));
+    this.about.textContent = "";
     this.list.replaceChildren(...items);
     this.list.hidden = !items.length;
     this.keepInSight();

@@ -1,5 +1,7 @@
 // Calls of the service: JSON with the API key, and event streams that reconnect.
 
+import { parse } from "./json.js";
+
 const KEY = "tokenmill.key";
 const FIRST_PAUSE = 500;
 const LONGEST_PAUSE = 5000;
@@ -60,7 +62,7 @@ export class Service {
       headers: { ...headers, ...rest.headers },
       body: body === undefined ? undefined : JSON.stringify(body),
     });
-    return response.status === 204 ? null : response.json();
+    return response.status === 204 ? null : parse(await response.text());
   }
 
   // Like `json`, repeated while the service is away. `onPause(error)`: it is.

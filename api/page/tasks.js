@@ -1,6 +1,7 @@
 // Tasks: the list with filters, and one task with its timeline.
 
 import { duration, h, status, time } from "./elements.js";
+import { format } from "./json.js";
 import { sleep } from "./service.js";
 
 const STATES = ["", "queued", "in_progress", "completed", "failed", "cancelled"];
@@ -131,7 +132,7 @@ function detail(task) {
     ...task.outputs.map((output) => panel(task.outputs.length > 1 ? `Output ${output.index}` : "Output",
       h("pre", {}, output.text || "(nothing yet)"),
       output.finish_reason ? h("p", { class: "muted" }, `Finish reason: ${output.finish_reason}`) : null)),
-    panel("Request", h("pre", {}, JSON.stringify(task.request, null, 2))),
+    panel("Request", h("pre", {}, format(task.request, 2))),
     panel("More", facts(task)),
   ];
 }
@@ -169,7 +170,7 @@ function facts(task) {
     ["Priority", String(task.priority)],
     ["Prompt tokens", usage.prompt_tokens === undefined ? "–" : `${usage.prompt_tokens} (${usage.cached_tokens} cached)`],
     ["Output tokens", String(usage.completion_tokens ?? "–")],
-    ["Metadata", task.metadata ? JSON.stringify(task.metadata) : "–"],
+    ["Metadata", task.metadata ? format(task.metadata) : "–"],
     ["Webhook", hook ? `${hook.state}, ${hook.attempts} attempts, last ${hook.last_status ?? hook.last_error ?? "–"}` : "–"],
   ];
   return h("dl", {}, pairs.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));

@@ -202,6 +202,10 @@ def test_tokens_are_one_stop_of_the_keyboard(open_page: OpenPage, service: LiveS
     page.keyboard.press("End")
     expect(page.locator(".token").last).to_be_focused()
     expect(page.locator("[role=status].unseen")).to_contain_text("Likeliest")
+    # The pointer does not hide what became of the answer.
+    page.locator(".token").first.hover()
+    expect(page.locator(".about")).to_contain_text("Likeliest")
+    expect(page.locator(".details")).to_contain_text("The answer")
     page.keyboard.press("Tab")
     expect(page.get_by_label(re.compile("^Message"))).to_be_focused()
 
@@ -269,6 +273,15 @@ def test_charts_follow_a_change_to_dark(open_page: OpenPage) -> None:
     assert line not in page.evaluate(colours)
     page.emulate_media(color_scheme="dark")
     wait_for(lambda: line in page.evaluate(colours), "the chart is dark")
+
+
+def test_a_seed_of_64_bits_is_shown_exactly(open_page: OpenPage, service: LiveService) -> None:
+    seed = 8862104514175079917
+    page = open_page(f"tasks/{completed(service, seed=seed, metadata={'number': seed - 2})}")
+    page.locator(".timeline").wait_for()
+    shown = page.locator("main").inner_text()
+    assert f'"seed": {seed}' in shown
+    assert f'{{"number":{seed - 2}}}' in shown
 
 
 def test_a_lost_connection_is_forgotten_once_the_task_is_read(

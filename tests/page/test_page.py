@@ -97,7 +97,7 @@ def test_probabilities_are_shown_on_focus(open_page: OpenPage) -> None:
     ask(page, "the quick brown fox")
     answered(page)
     page.locator(".token").first.focus()
-    expect(page.locator(".details")).to_contain_text("Likeliest")
+    expect(page.locator(".about")).to_contain_text("Likeliest")
 
 
 def test_tasks_are_listed_shown_and_deleted(open_page: OpenPage, service: LiveService) -> None:
