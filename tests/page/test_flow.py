@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import redis
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect
 
 from tests.api.running_server import Server
 from tests.live_service import wait_for
 from tests.worker.fakes import MODEL, build_engine, submit
 from tests.worker.running import Running, running
 
+pytestmark = pytest.mark.services
 FILES = Path(__file__).parents[2] / "api" / "page"
 HTML = """<!doctype html><html lang="en"><title>Flow</title>
 <meta name="viewport" content="width=device-width">
@@ -45,21 +46,19 @@ def worker(redis_url: str) -> Iterator[Running]:
 
 
 @pytest.fixture
-def page(redis_url: str, tmp_path: Path, worker: Running) -> Iterator[Page]:
+def page(browser: Browser, redis_url: str, tmp_path: Path, worker: Running) -> Iterator[Page]:
     def serve(route: Route) -> None:
         route.fulfill(path=FILES / route.request.url.rpartition("/")[2])
 
     server = Server(redis_url, tmp_path, TOKENMILL_MODEL=MODEL)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 390, "height": 900})
-        page.route("**/flow-files/*", serve)
-        page.route(f"{server.url}/", lambda route: route.fulfill(body=HTML, content_type="text/html"))
-        page.goto(f"{server.url}/")
-        wait_for(lambda: worker.worker.name in server.call("GET", "/v1/workers")[1].decode(), "a worker")
-        page.evaluate(MOUNT)
-        yield page
-        browser.close()
+    page = browser.new_page(viewport={"width": 390, "height": 900})
+    page.route("**/flow-files/*", serve)
+    page.route(f"{server.url}/", lambda route: route.fulfill(body=HTML, content_type="text/html"))
+    page.goto(f"{server.url}/")
+    wait_for(lambda: worker.worker.name in server.call("GET", "/v1/workers")[1].decode(), "a worker")
+    page.evaluate(MOUNT)
+    yield page
+    page.close()
     server.close()
 
 
