@@ -165,8 +165,8 @@ def test_no_log_has_a_prompt_a_text_a_key_or_a_secret(service: LiveService, rece
     for body in ({"prompt": PROMPT, "nonsense": PROMPT}, {"prompt": [PROMPT]}, {"messages": PROMPT}):
         assert http("POST", f"{service.api_url}/v1/tasks", body, AUTHORIZED).status == 400
     hook = {"url": receiver.url}
-    body = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, "webhook": hook}
-    reply = submit(service, body, Prefer="wait=60")
+    served = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, "webhook": hook}
+    reply = submit(service, served, Prefer="wait=60")
     task, text = reply.json["id"], reply.json["outputs"][0]["text"]
     find(service.worker.log, event="task ended", task=task)
     wait_for(lambda: receiver.received, "the webhook")
