@@ -16,7 +16,7 @@ MAX_ROWS = 16
 """Decode rows of a step with drafts, powers of two like the drafts with the row before them.
 
 SmolLM2 in float32 on two cores with AVX-512 took 11.3 ms for one row, 13.2 for 4, 15.5 for 8, 19.6 for 16 and
-28.7 for 32: beyond 16 rows the linear layers are bound by computation (`benchmarks/speculation.py`).
+28.7 for 32: with more rows the linear layers are bound by computation.
 """
 
 
